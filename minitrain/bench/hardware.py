@@ -1,0 +1,103 @@
+"""What a machine can do: published peaks of known GPUs, the matmul rate of this one, its memory peak, its name.
+
+A share of a published peak compares with other people's tables. A share of what a large matmul sustains here says how much
+is left to gain on any machine, a laptop too. Not here: FP8 rates, memory and network bandwidth.
+"""
+
+import os
+import platform
+import resource
+import sys
+import time
+from math import ceil
+from pathlib import Path
+
+import torch
+
+# (part of the name, dense bf16, plain fp32) in FLOP/s, from NVIDIA's datasheets; the first match counts: GB200 before B200.
+# Blackwell's fp32 is left out: its datasheets say 75 to 90 TFLOP/s.
+PEAKS = (
+    ("H100 PCIe", 756e12, 51e12),
+    ("H100 NVL", 835e12, 60e12),
+    ("H200 NVL", 835e12, 60e12),
+    ("H100", 989e12, 67e12),
+    ("H200", 989e12, 67e12),
+    ("GB300", 2500e12, None),
+    ("GB200", 2500e12, None),
+    ("B200", 2250e12, None),
+)
+
+
+def peak_flops(name: str, dtype: torch.dtype) -> float | None:
+    """Peak dense FLOP/s of the GPU whose device or system name is `name`; None if it is not known.
+
+    Tensor cores for bf16 and fp8 (twice bf16), without sparsity; fp32 without TF32.
+    """
+    for part, bf16, fp32 in PEAKS:
+        if part in name:
+            fp8 = 2 * bf16
+            rates = {torch.bfloat16: bf16, torch.float8_e4m3fn: fp8, torch.float8_e5m2: fp8, torch.float32: fp32}
+            return rates.get(dtype)
+    return None
+
+
+def measure_matmul(device: torch.device | str, dtype: torch.dtype) -> float:
+    """FLOP/s of a large square matmul here, the best of five runs of about 0.1 s: what other work on the machine leaves.
+
+    dtype: a floating type that `@` takes. fp32 on CUDA uses TF32 or not, as torch is set.
+    """
+    device = torch.device(device)
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    _time_matmuls(a, b, 1)  # the first call loads and tunes kernels
+    count = ceil(0.1 / _time_matmuls(a, b, 1))
+    seconds = min(_time_matmuls(a, b, count) for _ in range(5))
+    return 2 * size**3 * count / seconds
+
+
+def _time_matmuls(a: torch.Tensor, b: torch.Tensor, count: int) -> float:
+    """Seconds for `count` matmuls into the same output, the device idle before and after."""
+    out = torch.empty_like(a)
+    _synchronize(a.device)
+    start = time.perf_counter()
+    for _ in range(count):
+        torch.mm(a, b, out=out)
+    _synchronize(a.device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_memory_bytes(device: torch.device | str) -> int:
+    """Most bytes held at once so far: by torch's allocator on CUDA, by the whole process (resident set) on CPU."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def describe(device: torch.device | str) -> dict[str, str | int]:
+    """`device`: its name; `cores`: a GPU's multiprocessors, or the CPU cores this process may use; `torch`: the version."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, cores = properties.name, properties.multi_processor_count
+    else:
+        name, cores = _cpu_name(), _usable_cores()
+    return {"device": name, "cores": cores, "torch": torch.__version__}
+
+
+def _cpu_name() -> str:
+    """As Linux tells it; elsewhere, and where Linux does not tell, the kind of processor."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -1,0 +1,33 @@
+"""Check a config without running it: lay its model out, without memory, for the number of ranks that it states."""
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore  # the one source of a fake process group
+
+from minitrain.config import Config, check_layout
+from minitrain.models.decoder import Decoder
+from minitrain.parallel.mesh import build_mesh, owned, world_size
+from minitrain.parallel.parallelize import parallelize
+
+
+def stated_ranks(config: Config) -> int:
+    """The product of the parallel dimensions; where one of them is left open, at least what this process was started with."""
+    parallel = config.parallel
+    return world_size() if parallel.dp_shard == -1 else parallel.dp_replicate * parallel.dp_shard
+
+
+def dry_run(config: Config) -> str:
+    """Validate and lay out on the meta device, and describe the result. Raises InputError for what cannot work."""
+    ranks = stated_ranks(config)
+    check_layout(config, ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        with torch.device("meta"):
+            model = Decoder(config.model.config)
+        parallelize(model, config, build_mesh(config, "cpu"))
+        total = sum(p.numel() for p in model.parameters())
+        mine = sum(owned(p)[0].numel() for p in model.parameters())
+    finally:
+        dist.destroy_process_group()
+    steps = config.batch.global_ // (config.batch.micro * ranks)
+    return f"{total:,} parameters over {ranks} ranks, {mine:,} on rank 0; {steps} micro-batch(es) a step: ok"

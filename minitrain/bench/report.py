@@ -1,0 +1,40 @@
+"""Results as a table for the terminal, in Markdown."""
+
+
+def table(results: list[dict]) -> str:
+    """One line per result; columns that no result fills are left out."""
+    first = results[0]
+    header = (
+        f"{first['device']}, {first['world_size']} process(es), torch {first['torch']}; "
+        f"MFU is of the matmul rate measured here, {first['matmul_tflops']:.4g} TFLOP/s"
+    )
+    columns = {
+        "row": [r["row"] for r in results],
+        "step s": [f"{r['step_time_s']:.4g}" for r in results],
+        "tokens/s/GPU": [f"{r['tokens_per_sec_per_gpu']:,.0f}" for r in results],
+        "TFLOP/s": [f"{r['tflops_per_gpu']:.4g}" for r in results],
+        "clean TFLOP/s": [f"{r['clean_tflops_per_gpu']:.4g}" for r in results],
+        "MFU": [f"{r['mfu']:.1%}" for r in results],
+        "peak GiB": [f"{r['peak_memory_gib']:.2f}" for r in results],
+        "published tokens/s": [number(r["reference"].get("tokens_per_sec_per_gpu"), ",.0f") for r in results],
+        "ratio": [number(r["ratio"], ".3f") for r in results],
+        "versus transformers": [number(r.get("versus_ratio"), ".3f") for r in results],
+    }
+    return header + "\n" + markdown({name: cells for name, cells in columns.items() if any(cells)})
+
+
+def number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def markdown(columns: dict[str, list[str]]) -> str:
+    """Aligned Markdown from equally long columns; the first is text, the others are numbers."""
+    widths = {name: max(len(name), *map(len, cells)) for name, cells in columns.items()}
+    lines = [list(columns), *map(list, zip(*columns.values(), strict=True))]
+    text = []
+    for cells in lines:
+        aligned = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths.values(), strict=True))]
+        text.append("| " + " | ".join(aligned) + " |")
+    rule = ["-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths.values())]
+    text.insert(1, "| " + " | ".join(rule) + " |")
+    return "\n".join(text)

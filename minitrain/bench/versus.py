@@ -1,0 +1,71 @@
+"""The same training step by another library, in turns with ours in one process, so that a noisy machine treats both alike."""
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+from minitrain.bench.measure import progress, timed
+from minitrain.config import Config
+from minitrain.errors import InputError
+from minitrain.models.checkpoint_hf import config_to_hf
+from minitrain.training.data import open_data
+from minitrain.training.loop import Trainer, to_device
+from minitrain.training.optim import clip_gradients, make_optimizer
+
+
+class TransformersTrainer:
+    """transformers' model and loss under the same optimizer, clipping, precision and micro-batches as `ours`."""
+
+    def __init__(self, ours: Trainer):
+        try:
+            from transformers import AutoConfig, AutoModelForCausalLM
+        except ImportError:
+            raise InputError("--versus transformers needs the package: pip install 'minitrain[test]'") from None
+        self.ours, config = ours, ours.config
+        hf_config = AutoConfig.for_model(**config_to_hf(config.model.config))
+        dtype = torch.bfloat16 if config.precision == "bf16-pure" else torch.float32
+        with ours.device:
+            self.model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+        if config.compile:
+            for layer in self.model.model.layers:
+                layer.compile(dynamic=False)
+        self.optimizer = make_optimizer(self.model, config.optim)
+
+    def step(self, dataset, step: int) -> Tensor:
+        config, device = self.ours.config, self.ours.device
+        batches = self.ours.micro_batches(dataset, step)
+        count = sum(self.ours.objective.count(batch) for batch in batches)
+        bf16 = torch.autocast(device.type, torch.bfloat16) if config.precision == "bf16" else contextlib.nullcontext()
+        for batch in batches:
+            batch = to_device(batch, device)
+            with bf16:
+                loss = self.model(
+                    input_ids=batch["tokens"], labels=batch["labels"], shift_labels=batch["labels"],
+                    num_items_in_batch=count, use_cache=False,
+                ).loss  # fmt: skip
+            loss.backward()
+        clip_gradients(list(self.model.parameters()), config.optim.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def versus_transformers(config: Config, mesh, row: str, steps: int, warmup: int) -> dict:
+    """Time `steps` training steps of both, alternating. Returns versus, versus_ratio (above 1: ours is faster), seconds."""
+    if mesh.size() > 1:
+        raise InputError(f"--versus transformers runs in one process, not in {mesh.size()}")
+    data, _ = open_data(config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed)
+    ours = Trainer(config, mesh)
+    theirs = TransformersTrainer(ours)
+    pairs = []
+    for step in progress(warmup + steps, f"{row} versus transformers"):
+        seconds = [timed(lambda t=trainer, step=step: t.step(data, step), ours.device) for trainer in (ours, theirs)]
+        if step >= warmup:
+            pairs.append(seconds)
+    ratios = sorted(their / our for our, their in pairs)
+    return {
+        "versus": "transformers",
+        "versus_ratio": ratios[len(ratios) // 2],
+        "versus_ratio_range": [ratios[0], ratios[-1]],
+        "versus_step_time_s": [sorted(column)[len(column) // 2] for column in zip(*pairs, strict=True)],
+    }

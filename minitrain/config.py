@@ -1,0 +1,341 @@
+"""Every setting as a dataclass; a YAML file and `key=value` words in, one checked `Config` out.
+
+The YAML keys are the field names below, nested as the dataclasses are. What a single field cannot know (does the batch divide
+by the ranks, does the kind of data need a path) is checked in `validate`, before anything is built or any process group
+starts. Every mistake is an InputError with one line.
+"""
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from minitrain.errors import InputError
+from minitrain.models.checkpoint_hf import read_config
+from minitrain.models.decoder import DecoderConfig
+from minitrain.models.zoo import model_config
+
+
+@dataclass
+class Model:
+    """`model: llama3-8b`, or `model: {name | path: ..., any field of DecoderConfig: ...}`, or those fields alone.
+
+    path: a folder in Hugging Face layout; training starts from its weights.
+    """
+
+    name: str = ""
+    path: str = ""
+    config: DecoderConfig = field(default_factory=DecoderConfig)
+
+
+@dataclass
+class Data:
+    """Where tokens come from: see training/data.py."""
+
+    kind: Literal["mock", "text", "jsonl", "tokens"] = "mock"
+    path: str | list[str] = ""  # files, folders or globs; {stdlib} stands for Python's own library
+    exclude: list[str] = field(default_factory=list)  # glob patterns of files to leave out
+    field: str = "text"  # jsonl: the key that holds the text
+    tokenizer: str = "bytes"  # or a tokenizer.json, or a folder that holds one
+    token_dtype: Literal["uint16", "uint32"] = "uint16"  # tokens: of raw .bin files (.npy files know theirs)
+    document_end: int | None = None  # tokens: the id that ends a document; None: one document per file
+    validation: float = 0.0  # the share of documents held out
+
+
+@dataclass
+class Batch:
+    """global_ (`global` in YAML): sequences per optimizer step over all ranks; micro: per rank and forward pass."""
+
+    global_: int = 8
+    micro: int = 8
+    seq_len: int = 1024
+
+
+@dataclass
+class Parallel:
+    """How the ranks are used. dp_shard=-1 takes all that dp_replicate leaves."""
+
+    dp_replicate: int = 1
+    dp_shard: int = -1
+    reshard_after_forward: bool = True  # free a block's gathered weights until its backward needs them again
+    prefetch: int = 1  # how many blocks ahead to gather
+
+
+@dataclass
+class Optim:
+    """The optimizer and its learning-rate schedule: see training/optim.py."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 3e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float | None = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: int = 0
+    final_lr: float = 0.0  # as a share of lr, reached at the last step
+
+
+@dataclass
+class Validation:
+    """Every `every` steps (0: never) and after the last, on `batches` global batches of held-out data."""
+
+    every: int = 0
+    batches: int = 8
+
+
+@dataclass
+class Checkpoint:
+    """Every `every` steps (0: only after the last); the newest `keep` stay on disk."""
+
+    every: int = 0
+    keep: int = 2
+    asynchronous: bool = False
+    resume: bool = True  # from the newest complete checkpoint under out_dir, if there is one
+
+
+@dataclass
+class Config:
+    model: Model = field(default_factory=Model)
+    task: Literal["pretrain"] = "pretrain"
+    steps: int = 100
+    seed: int = 0
+    out_dir: str = "out/run"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    data: Data = field(default_factory=Data)
+    batch: Batch = field(default_factory=Batch)
+    parallel: Parallel = field(default_factory=Parallel)
+    precision: Literal["fp32", "bf16", "bf16-pure"] = "fp32"  # bf16: fp32 weights, computed with in bf16
+    optim: Optim = field(default_factory=Optim)
+    compile: bool = False
+    recompute: Literal["none", "full"] = "none"
+    validation: Validation = field(default_factory=Validation)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    reference: dict = field(default_factory=dict)  # published figures of the same row
+
+
+# ---------------------------------------------------------------------------------------------------------------- reading
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads 1e-4 as a number, as YAML 1.2 does, and refuses a key given twice."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key, (key_node, _) in zip(keys, node.value, strict=True):
+            if keys.count(key) > 1:
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+)
+
+
+def read_yaml(text: str, where: str) -> Any:
+    """Parse YAML; a syntax error becomes an InputError with file, line and column."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
+        raise InputError(f"{place}: {error.problem or error.context}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise InputError(f"{where}: not valid YAML: {str(error).splitlines()[0]}") from error
+
+
+def load(path: str | Path, overrides: list[str] = ()) -> Config:
+    """Read a YAML file, apply `key=value` words (dotted keys) over it, and check everything that needs no world size."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"config file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"config file {path} cannot be read: {error}") from error
+    tree = read_yaml(text, str(path))
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise InputError(f"{path}: a config must be a mapping of keys to values, not {_describe(tree)}")
+    for word in overrides:
+        apply_override(tree, word)
+    return from_dict(tree)
+
+
+def apply_override(tree: dict, word: str) -> None:
+    """Set one `a.b=value` in a nested dict; the value is read as YAML."""
+    key, equals, value = word.partition("=")
+    if not equals or not key:
+        raise InputError(f"argument {word!r} is not of the form key=value")
+    *parents, last = key.split(".")
+    for parent in parents:
+        if isinstance(tree.get(parent), str):  # `model: NAME` is short for `model: {name: NAME}`
+            tree[parent] = {"name": tree[parent]}
+        tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            raise InputError(f"argument {word!r}: {parent!r} is a value, it has no keys under it")
+    tree[last] = read_yaml(value, f"argument {word!r}")
+
+
+def from_dict(tree: dict) -> Config:
+    """A checked Config from nested dicts, as YAML gives them."""
+    tree = dict(tree)
+    model = _read_model(tree.pop("model", {}))
+    config = _convert(Config, tree, "")
+    config.model = model
+    validate(config)
+    return config
+
+
+def _read_model(value: Any) -> Model:
+    if isinstance(value, str):
+        value = {"path" if Path(value).is_dir() else "name": value}
+    if not isinstance(value, dict):
+        raise InputError(f"model must be a name, a folder or a mapping, not {_describe(value)}")
+    value = dict(value)
+    name, path = (_convert(str, value.pop(key, ""), f"model.{key}") for key in ("name", "path"))
+    if name and path:
+        raise InputError("model.name and model.path cannot both be given")
+    hints = typing.get_type_hints(DecoderConfig)
+    for key in value:
+        _check_known(key, ["name", "path", *hints], "model")
+    overrides = {key: _convert(hints[key], v, f"model.{key}") for key, v in value.items()}
+    if path:
+        return Model("", path, dataclasses.replace(read_config(path), **overrides))
+    return Model(name, "", model_config(name, **overrides) if name else DecoderConfig(**overrides))
+
+
+def _convert(kind: Any, value: Any, where: str) -> Any:
+    """`value` as a `kind`, or an InputError that names the key. Whole floats become ints where an int is asked for."""
+    if dataclasses.is_dataclass(kind):
+        return _convert_mapping(kind, value, where)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        if value not in arguments or isinstance(value, bool):
+            near = _nearest(str(value), map(str, arguments))
+            raise InputError(f"{where}={value!r} is not one of {', '.join(arguments)} (nearest: {near})")
+        return value
+    if origin in (types.UnionType, typing.Union):
+        return _convert_union(arguments, value, where)
+    if origin is list:
+        if not isinstance(value, list):
+            raise InputError(f"{where} must be a list, not {_describe(value)}")
+        return [_convert(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if kind is Any or (kind is dict and isinstance(value, dict)):
+        return value
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int and number and value == value // 1:  # 1e3 is fine where a whole number is wanted; nan and inf are not
+        return int(value)
+    if kind is float and number and abs(value) != float("inf") and value == value:
+        return float(value)
+    if kind in (str, bool) and isinstance(value, kind):
+        return value
+    names = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false", dict: "a mapping"}
+    raise InputError(f"{where} must be {names[kind]}, not {_describe(value)}")
+
+
+def _convert_mapping(kind: type, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise InputError(f"{where} must be a mapping, not {_describe(value)}")
+    hints = typing.get_type_hints(kind)
+    known = {name.rstrip("_"): name for name in hints}
+    for key in value:
+        _check_known(key, known, where)
+    prefix = where + "." if where else ""
+    return kind(**{known[key]: _convert(hints[known[key]], v, prefix + key) for key, v in value.items()})
+
+
+def _convert_union(kinds: tuple, value: Any, where: str) -> Any:
+    if value is None and type(None) in kinds:
+        return None
+    kinds = [kind for kind in kinds if kind is not type(None)]
+    fitting = [kind for kind in kinds if isinstance(value, list) == (typing.get_origin(kind) is list)]
+    return _convert((fitting or kinds)[0], value, where)
+
+
+def _check_known(key: Any, known, where: str) -> None:
+    if key not in known:
+        near = _nearest(str(key), known)
+        raise InputError(f"unknown key {where + '.' if where else ''}{key} (nearest: {near})")
+
+
+def _nearest(word: str, known) -> str:
+    return difflib.get_close_matches(word, list(known), n=1, cutoff=0)[0]
+
+
+def _describe(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+# --------------------------------------------------------------------------------------------------------------- checking
+
+
+def validate(config: Config) -> None:
+    """Refuse settings that contradict each other. What depends on the number of ranks is in `check_layout`."""
+    c, b, p, o = config, config.batch, config.parallel, config.optim
+    _at_least(1, ("steps", c.steps), ("batch.global", b.global_), ("batch.micro", b.micro), ("batch.seq_len", b.seq_len),
+              ("parallel.dp_replicate", p.dp_replicate), ("checkpoint.keep", c.checkpoint.keep),
+              ("validation.batches", c.validation.batches))  # fmt: skip
+    _at_least(0, ("seed", c.seed), ("parallel.prefetch", p.prefetch), ("optim.lr", o.lr), ("optim.warmup", o.warmup),
+              ("optim.eps", o.eps), ("optim.weight_decay", o.weight_decay), ("validation.every", c.validation.every),
+              ("checkpoint.every", c.checkpoint.every))  # fmt: skip
+    if p.dp_shard < 1 and p.dp_shard != -1:
+        raise InputError(f"parallel.dp_shard={p.dp_shard} must be at least 1, or -1 for all remaining ranks")
+    if b.global_ % b.micro:
+        raise InputError(f"batch.micro={b.micro} does not divide batch.global={b.global_}")
+    if b.seq_len > c.model.config.max_position_embeddings:
+        raise InputError(
+            f"batch.seq_len={b.seq_len} exceeds the model's max_position_embeddings={c.model.config.max_position_embeddings}"
+        )
+    if len(o.betas) != 2 or not all(0 <= beta < 1 for beta in o.betas):
+        raise InputError(f"optim.betas={o.betas} must be two numbers, each at least 0 and below 1")
+    if o.clip is not None and o.clip <= 0:
+        raise InputError(f"optim.clip={o.clip} must be above 0, or null for no clipping")
+    for name, share in (("optim.final_lr", o.final_lr), ("data.validation", c.data.validation)):
+        if not 0 <= share < 1 and (name, share) != ("optim.final_lr", 1):
+            raise InputError(f"{name}={share} must be at least 0 and below 1")
+    if o.warmup > c.steps:
+        raise InputError(f"optim.warmup={o.warmup} exceeds steps={c.steps}")
+    if c.data.kind != "mock" and not c.data.path:
+        raise InputError(f"data.kind={c.data.kind} needs data.path")
+    if c.validation.every and c.data.kind != "mock" and not c.data.validation:
+        raise InputError(f"validation.every={c.validation.every} needs data.validation above 0, the share held out")
+
+
+def _at_least(least: int, *settings: tuple[str, float]) -> None:
+    for name, value in settings:
+        if value < least:
+            raise InputError(f"{name}={value} must be at least {least}")
+
+
+def check_layout(config: Config, world_size: int) -> None:
+    """Can `world_size` ranks run this config? Raises an InputError that says what would be possible."""
+    p, b = config.parallel, config.batch
+    shard = world_size // p.dp_replicate if p.dp_shard == -1 else p.dp_shard
+    if p.dp_replicate * shard != world_size:
+        raise InputError(
+            f"parallel.dp_replicate={p.dp_replicate} x dp_shard={p.dp_shard} does not make {world_size} ranks "
+            f"(their product must be the number of processes)"
+        )
+    if b.global_ % (b.micro * world_size):
+        raise InputError(
+            f"batch.global={b.global_} is not a multiple of batch.micro={b.micro} x {world_size} data-parallel ranks "
+            f"(use a multiple of {b.micro * world_size})"
+        )
+
+
+def to_dict(config: Config) -> dict:
+    """The nested dict that `from_dict` reads back as the same config."""
+    tree = dataclasses.asdict(config, dict_factory=lambda items: {key.rstrip("_"): value for key, value in items})
+    model = tree["model"]
+    fields = model.pop("config")
+    tree["model"] = {key: value for key, value in model.items() if value} | fields
+    return tree

@@ -1,0 +1,86 @@
+"""Continue a prompt: python -m minitrain.generate --model DIR --prompt TEXT, streamed to the terminal.
+
+DIR is any model folder in Hugging Face layout with a tokenizer.json, such as a training run's out_dir. Each token recomputes
+the whole prefix: simple and slow, for looking at a model.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from minitrain import cli
+from minitrain.errors import InputError
+from minitrain.models.checkpoint_hf import load_pretrained
+from minitrain.models.decoder import Decoder
+from minitrain.parallel.mesh import pick_device
+from minitrain.tokenizer import load_tokenizer
+
+
+def main(arguments: list[str]) -> None:
+    parser = cli.Parser(prog="python -m minitrain.generate", description=__doc__)
+    parser.add_argument("--model", required=True, metavar="DIR")
+    parser.add_argument("--prompt", required=True, metavar="TEXT")
+    parser.add_argument("--max-tokens", type=positive(int), default=200)
+    parser.add_argument("--temperature", type=positive(float, zero=True), default=0.8, help="0: always the likeliest token")
+    parser.add_argument("--top-k", type=positive(int), default=None, help="choose among the K likeliest tokens")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    options = parser.parse_args(arguments)
+
+    device = pick_device(options.device)
+    model, tokenizer = load_pretrained(options.model, device=device), load_tokenizer(options.model)
+    prompt = tokenizer.encode(options.prompt)
+    if not prompt:
+        raise InputError("--prompt is empty: give at least one character")
+    generator = torch.Generator(device).manual_seed(options.seed)
+    tokens = sample(model, prompt, options.max_tokens, options.temperature, options.top_k, tokenizer.eos_id, generator)
+    sys.stdout.write(options.prompt)
+    for piece in tokenizer.stream(tokens):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+@torch.no_grad()
+def sample(
+    model: Decoder, prompt: list[int], count: int, temperature: float, top_k: int | None, end: int | None,
+    generator: torch.Generator,
+) -> Iterator[int]:
+    """Yield up to `count` tokens that follow `prompt`, stopping before `end`. The context is cut to what the model knows."""
+    tokens = torch.tensor([prompt], device=generator.device)
+    for _ in range(count):
+        context = tokens[:, -model.config.max_position_embeddings :]
+        token = choose(model(context)[0, -1].float(), temperature, top_k, generator)
+        if token.item() == end:
+            return
+        yield token.item()
+        tokens = torch.cat([tokens, token.view(1, 1)], dim=1)
+
+
+def choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
+    """One token from logits [vocab]: softmax(logits / temperature) over the top_k largest, or the largest itself at 0."""
+    if temperature == 0:
+        return logits.argmax()
+    if top_k is not None:
+        smallest = logits.topk(min(top_k, len(logits))).values[-1]
+        logits = logits.masked_fill(logits < smallest, -torch.inf)
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[0]
+
+
+def positive(kind: type, zero: bool = False):
+    """An argparse type: a number above 0 (or at least 0)."""
+
+    def parse(text: str):
+        value = kind(text)
+        if not (value > 0 or (zero and value == 0)) or value == float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} must be {'at least' if zero else 'above'} 0")
+        return value
+
+    return parse
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,1 @@
+"""Model definitions in plain PyTorch: nothing here knows about processes, meshes or training."""

@@ -1,0 +1,1 @@
+"""Parallelism from torch.distributed alone: one technique per file, none importing another."""

@@ -1,0 +1,184 @@
+"""Text to token ids and back: the built-in byte tokenizer, and Hugging Face `tokenizer.json` files.
+
+Bytes need no vocabulary file, no training and no package, and lose nothing; they make sequences about four times longer
+than a trained vocabulary does. Both kinds share one small interface: encode, encode_array, decode, bos_id, eos_id,
+vocab_size, save. Left out: chat templates, and training a vocabulary.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from minitrain.errors import InputError
+
+BOS, EOS = "<|bos|>", "<|eos|>"
+REPLACEMENT = "\ufffd"  # what bytes that are not UTF-8 decode to
+
+
+class ByteTokenizer:
+    """ids 0..255 are the bytes of UTF-8, 256 begins and 257 ends a document.
+
+    Text never encodes to 256 or 257, not even the text "<|eos|>" (transformers would take the special token there).
+    """
+
+    bos_id, eos_id, vocab_size = 256, 257, 258
+
+    def encode(self, text: str | bytes) -> list[int]:
+        """The ids of `text`, without bos and eos."""
+        return list(_to_bytes(text))
+
+    def encode_array(self, text: str | bytes) -> np.ndarray:
+        """As `encode`, as a compact array: for a corpus."""
+        return np.frombuffer(_to_bytes(text), np.uint8)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of `ids`; invalid UTF-8 is replaced, ids that are no byte are dropped."""
+        return bytes(i for i in ids if 0 <= i < 256).decode("utf-8", "replace")
+
+    def save(self, folder: str | Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, which transformers.AutoTokenizer loads."""
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
+        config["clean_up_tokenization_spaces"] = False
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for name, tree in (("tokenizer.json", _byte_level_bpe()), ("tokenizer_config.json", config)):
+            Path(folder, name).write_text(json.dumps(tree, indent=1), encoding="utf-8")
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json`, through the `tokenizers` package. bos_id and eos_id are None if no file beside it names them."""
+
+    def __init__(self, file: Path):
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise InputError(f"{file} needs the tokenizers package: pip install 'minitrain[text]'") from error
+        try:
+            self.tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the package raises nothing narrower
+            raise InputError(f"{file} is not a Hugging Face tokenizer: {str(error).splitlines()[0]}") from error
+        self.file = file
+        self.vocab_size = max(self.tokenizer.get_vocab().values(), default=-1) + 1  # ids may have gaps
+        self.bos_id, self.eos_id = self._special_id("bos"), self._special_id("eos")
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.array(self.encode(text), np.uint32)
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(list(map(int, ids)), skip_special_tokens=True)
+
+    def save(self, folder: str | Path) -> None:
+        """Copy the file, and those beside it that transformers.AutoTokenizer reads."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        sources = {"tokenizer.json": self.file}
+        for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+            sources[name] = self.file.with_name(name)
+        for name, source in sources.items():
+            target = Path(folder, name)
+            if source.exists() and source.resolve() != target.resolve():
+                shutil.copyfile(source, target)
+
+    def _special_id(self, kind: str) -> int | None:
+        """The id of "bos" or "eos", from the first file that has a word about it (null: there is none)."""
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            tree = _read_json(self.file.with_name(name))
+            if f"{kind}_token" in tree:
+                token = tree[f"{kind}_token"]
+                return self._token_id(token["content"] if isinstance(token, dict) else token, name)
+        ids = _read_json(self.file.with_name("config.json")).get(f"{kind}_token_id")
+        return ids[0] if isinstance(ids, list) else ids
+
+    def _token_id(self, token: str | None, name: str) -> int | None:
+        number = self.tokenizer.token_to_id(token) if token is not None else None
+        if token is not None and number is None:
+            raise InputError(f"{self.file.with_name(name)} names the token {token!r}, which {self.file} does not hold")
+        return number
+
+
+class StreamDecoder:
+    """Text from ids that come one at a time; what it returns, joined, is `decode` of all ids.
+
+    A character whose bytes have not all come yet is held back, and so is a replacement character, since more bytes may
+    complete it. Each step decodes the last piece again as context: many vocabularies drop a space at the start of a text.
+    """
+
+    def __init__(self, tokenizer: ByteTokenizer | HuggingFaceTokenizer):
+        self.decode, self.context, self.pending = tokenizer.decode, [], []
+
+    def push(self, token: int) -> str:
+        """The text that is certain now and was not before; often empty."""
+        self.pending.append(token)
+        known, text = self.decode(self.context), self.decode(self.context + self.pending)
+        if len(text) == len(known) or text.endswith(REPLACEMENT):
+            return ""
+        self.context, self.pending = self.pending, []
+        return text[len(known) :]
+
+    def finish(self) -> str:
+        """What was still held back."""
+        return self.decode(self.context + self.pending)[len(self.decode(self.context)) :]
+
+
+def load_tokenizer(name_or_path: str | Path) -> ByteTokenizer | HuggingFaceTokenizer:
+    """ "bytes", a tokenizer.json, or a folder that holds one. A saved ByteTokenizer needs no package."""
+    if name_or_path == "bytes":
+        return ByteTokenizer()
+    file = Path(name_or_path)
+    if file.is_dir():
+        file = file / "tokenizer.json"
+    if not file.is_file():
+        raise InputError(f"tokenizer {str(name_or_path)!r} is not 'bytes', a tokenizer.json, or a folder that holds one")
+    return ByteTokenizer() if _is_byte_tokenizer(_read_json(file)) else HuggingFaceTokenizer(file)
+
+
+def _to_bytes(text: str | bytes) -> bytes:
+    return text.encode("utf-8") if isinstance(text, str) else text
+
+
+def _read_json(file: Path) -> dict:
+    """The object in a JSON file; empty if there is no such file."""
+    if not file.exists():
+        return {}
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(tree, dict):
+        raise InputError(f"{file} must hold a JSON object, not a {type(tree).__name__}")
+    return tree
+
+
+def _byte_vocabulary() -> dict[str, int]:
+    """Byte-level BPE writes each byte as a visible character: itself if printable, else the next one from 256 on (GPT-2)."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    spare = iter(range(256, 512))
+    return {chr(byte if byte in printable else next(spare)): byte for byte in range(256)}
+
+
+def _byte_level_bpe() -> dict:
+    """The tokenizer.json of a byte-level BPE that never merges, so that the bytes are the tokens."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": token, **flags} for i, token in ((256, BOS), (257, EOS))],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": _byte_vocabulary(), "merges": []},
+    }
+
+
+def _is_byte_tokenizer(tree: dict) -> bool:
+    """Is this what ByteTokenizer.save writes, perhaps saved again by another program?"""
+    ours, model = _byte_level_bpe(), tree.get("model") or {}
+    same_model = all(model.get(key) == value for key, value in ours["model"].items())
+    specials = {token["content"]: token["id"] for token in tree.get("added_tokens") or []}
+    return same_model and specials == {BOS: 256, EOS: 257} and not tree.get("normalizer")

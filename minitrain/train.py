@@ -1,0 +1,98 @@
+"""Train a model: python -m minitrain.train --config FILE [key=value ...], or the same under torchrun.
+
+Writes to `out_dir`: metrics.jsonl (one JSON object per step), config.yaml (what ran), checkpoints/ (to resume from, which happens
+by itself when the same command runs again), and at the end the model in Hugging Face layout with its tokenizer.
+"""
+
+import math
+from pathlib import Path
+
+import torch.distributed as dist
+import yaml
+
+from minitrain import cli
+from minitrain.config import Config, check_layout, load, to_dict
+from minitrain.errors import InputError
+from minitrain.models.checkpoint_hf import save_tensors
+from minitrain.parallel.mesh import start, whole, world_size
+from minitrain.tokenizer import load_tokenizer
+from minitrain.training.checkpoint import Checkpointer
+from minitrain.training.data import open_data
+from minitrain.training.loop import Trainer, training_steps
+from minitrain.training.metrics import MetricsLog
+
+
+def main(arguments: list[str]) -> None:
+    parser = cli.Parser(prog="python -m minitrain.train", description=__doc__)
+    parser.add_argument("--config", required=True, metavar="FILE")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over those of the file")
+    options = parser.parse_args(arguments)
+    train(load(options.config, options.overrides))
+
+
+def train(config: Config) -> None:
+    """Train as the config says, from the newest checkpoint in its out_dir if there is one."""
+    check_layout(config, world_size())
+    folder = make_folder(config.out_dir)
+    vocab = config.model.config.vocab_size
+    data, held_out = open_data(config.data, config.batch.seq_len, vocab, config.seed)
+    trainer = Trainer(config, start(config))
+    checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous)
+    resumed = checkpointer.load(trainer.model, trainer.optimizer) if config.checkpoint.resume else None
+    first = resumed["step"] if resumed else 0
+    if dist.get_rank() == 0:
+        (folder / "config.yaml").write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
+    log = MetricsLog(folder / "metrics.jsonl", config.steps, first)
+    if first:
+        log.say(f"resumed from step {first}")
+    for numbers in training_steps(trainer, data, first):
+        step = numbers["step"]
+        if is_due(step, config.validation.every, config.steps) and config.validation.every:
+            numbers |= validation_numbers(trainer, held_out or data)
+        if is_due(step, config.checkpoint.every, config.steps):
+            checkpointer.save(step, trainer.model, trainer.optimizer, {"step": step, "tokens": numbers["tokens"]})
+        log.step(numbers)
+    checkpointer.wait()
+    export(trainer, config, folder)
+    log.close()
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Every `every` steps, where 0 means never, and always after the last."""
+    return step == last or (every > 0 and step % every == 0)
+
+
+def validation_numbers(trainer: Trainer, dataset) -> dict[str, float]:
+    """Mean loss per token on held-out rows, and in bits per byte where the data knows its bytes."""
+    loss = trainer.evaluate(dataset)
+    numbers = {"val_loss": loss}
+    if dataset.bytes_per_token:
+        numbers["val_bits_per_byte"] = loss / math.log(2) / dataset.bytes_per_token
+    return numbers
+
+
+def export(trainer: Trainer, config: Config, folder: Path) -> None:
+    """Write the model in Hugging Face layout; every rank must call it, rank 0 writes."""
+    tensors = ((name, whole(parameter.detach())) for name, parameter in trainer.model.named_parameters())
+    if dist.get_rank() != 0:
+        for _ in tensors:
+            pass
+        return
+    dtype = next(trainer.model.parameters()).dtype
+    save_tensors(tensors, config.model.config, dtype, folder)
+    if config.data.kind != "mock":
+        load_tokenizer(config.data.tokenizer).save(folder)
+
+
+def make_folder(path: str) -> Path:
+    """Create out_dir; raises InputError where that is not possible."""
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"out_dir={path!r} cannot be created: {error.strerror}") from error
+    return folder
+
+
+if __name__ == "__main__":
+    cli.run(main)

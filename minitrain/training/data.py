@@ -1,0 +1,327 @@
+"""Training data: row n of a dataset is a pure function of (seed, n), so a resumed run needs no saved iterator.
+
+Documents are tokenised, each ended by eos, laid end to end, and cut into rows of seq_len. A row numbers its documents, so
+that attention stays inside each, and positions restart with them. An epoch visits every row once, in an order that is
+computed for one row at a time (`shuffled`) and never stored. Token files are memory-mapped: of any size, opened at once.
+Left out: streaming from a network, mixing sources by weight, and packing that avoids cutting documents.
+"""
+
+import fnmatch
+import glob
+import hashlib
+import json
+import os
+import sysconfig
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minitrain.config import Data
+from minitrain.errors import InputError
+from minitrain.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+
+IGNORE = -100  # a label that is not predicted: cross_entropy's ignore_index
+
+
+def open_data(data: Data, seq_len: int, vocab_size: int, seed: int):
+    """The training dataset, and the held-out one (None if data.validation is 0; mock data always has one).
+
+    A dataset has `row(n)` for n = 0, 1, 2, ... without end: a dict of int64 [seq_len] tensors. `tokens` and `labels`
+    (the next token, or IGNORE); but for mock data also `positions` and `documents`, both counted from 0 in each row.
+    len(dataset): rows per epoch. dataset.bytes_per_token: UTF-8 bytes of its text per predicted token, None if unknown.
+    """
+    if data.kind == "mock":
+        return Mock(seq_len, vocab_size, seed, split=0), Mock(seq_len, vocab_size, seed, split=1)
+    files = find_files(data)
+    if data.kind == "tokens":
+        return _open_token_files(data, files, seq_len, vocab_size, seed)
+    return _open_documents(data, files, seq_len, vocab_size, seed)
+
+
+def rows(dataset, numbers: Iterable[int]) -> dict[str, Tensor]:
+    """Rows `numbers` of a dataset, stacked: each value is [len(numbers), seq_len]."""
+    each = [dataset.row(n) for n in numbers]
+    return {key: torch.stack([row[key] for row in each]) for key in each[0]}
+
+
+# ------------------------------------------------------------------------------------------------------------------- rows
+
+
+@dataclass
+class Mock:
+    """Uniformly random tokens, one endless document per row: for benchmarks. `split` 0 and 1 differ."""
+
+    seq_len: int
+    vocab_size: int
+    seed: int
+    split: int
+    bytes_per_token = None
+
+    def __len__(self) -> int:
+        return 1 << 40  # no epoch ever ends
+
+    def row(self, n: int) -> dict[str, Tensor]:
+        random = np.random.default_rng((self.seed, self.split, int(n)))
+        window = torch.from_numpy(random.integers(self.vocab_size, size=self.seq_len + 1))
+        return {"tokens": window[:-1], "labels": window[1:]}
+
+
+class Packed:
+    """Rows cut from `shards`, each with `tokens` [n] and `read(start, length)`; no row spans two shards.
+
+    What is left at the end of a shard, fewer than seq_len tokens, is not used.
+    """
+
+    def __init__(self, shards: list, seq_len: int, seed: int, bytes_per_token: float | None = None):
+        self.shards, self.seq_len, self.seed, self.bytes_per_token = shards, seq_len, seed, bytes_per_token
+        self.firsts = list(accumulate((len(shard.tokens) // seq_len for shard in shards), initial=0))
+
+    def __len__(self) -> int:
+        return self.firsts[-1]
+
+    def row(self, n: int) -> dict[str, Tensor]:
+        epoch, index = divmod(int(n), len(self))
+        number = shuffled(index, len(self), self.seed, epoch)
+        shard = bisect_right(self.firsts, number) - 1
+        return pack(*self.shards[shard].read((number - self.firsts[shard]) * self.seq_len, self.seq_len))
+
+
+def pack(window: np.ndarray, ends: np.ndarray) -> dict[str, Tensor]:
+    """One row from its tokens and where its documents end.
+
+    window: integers [seq_len + 1], or [seq_len] if nothing follows; ends: bool [seq_len], the last tokens of documents.
+    """
+    index = np.arange(len(ends))
+    begins = np.concatenate(([True], ends[:-1]))
+    labels = np.full(len(ends), IGNORE, np.int64)
+    labels[: len(window) - 1] = window[1:]
+    labels[ends] = IGNORE
+    columns = {
+        "tokens": window[: len(ends)].astype(np.int64),
+        "labels": labels,
+        "positions": index - np.maximum.accumulate(np.where(begins, index, 0)),
+        "documents": np.cumsum(begins) - 1,
+    }
+    return {key: torch.from_numpy(column) for key, column in columns.items()}
+
+
+def shuffled(index: int, length: int, *key: int) -> int:
+    """Where a random permutation of range(length), chosen by `key`, sends `index`, without a table of the others.
+
+    A Feistel network permutes the next power of four; walking on along its cycle until the result is below `length`
+    restricts it to a permutation of range(length) (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    """
+    half = ((length - 1).bit_length() + 1) // 2
+    while True:
+        left, right = index >> half, index % (1 << half)
+        for turn in range(8):
+            left, right = right, left ^ _hash(*key, length, turn, right) % (1 << half)
+        index = left << half | right
+        if index < length:
+            return index
+
+
+def _hash(*values: int) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")
+
+
+# -------------------------------------------------------------------------------------------------------------- documents
+
+
+@dataclass
+class Corpus:
+    """Documents in memory, end to end. tokens: [n]; ends: [documents], each one's last index; sizes: UTF-8 bytes of each."""
+
+    tokens: np.ndarray
+    ends: np.ndarray
+    sizes: np.ndarray
+
+    def read(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """tokens [length + 1] from `start` on ([length] at the very end), and bool [length]: which end a document."""
+        first, last = np.searchsorted(self.ends, (start, start + length))
+        ends = np.zeros(length, bool)
+        ends[self.ends[first:last] - start] = True
+        return self.tokens[start : start + length + 1], ends
+
+    def select(self, chosen: np.ndarray) -> "Corpus":
+        """The documents where bool `chosen` [documents] is true."""
+        lengths = np.diff(self.ends, prepend=-1)
+        tokens = self.tokens[np.repeat(chosen, lengths)]
+        return Corpus(tokens, np.cumsum(lengths[chosen]) - 1, self.sizes[chosen])
+
+    @property
+    def predicted(self) -> int:
+        return len(self.tokens) - len(self.ends)  # all but each document's first
+
+
+def tokenize(documents: Iterable[str], tokenizer: ByteTokenizer | HuggingFaceTokenizer) -> Corpus:
+    """All documents with eos after each (if the tokenizer has one), at 2 or 4 bytes a token. Empty ones are left out."""
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    eos = np.array([] if tokenizer.eos_id is None else [tokenizer.eos_id], dtype).tobytes()
+    tokens, ends, sizes = bytearray(), array("q"), array("q")
+    for text in documents:
+        ids = tokenizer.encode_array(text)
+        if len(ids):
+            tokens += ids.astype(dtype).tobytes() + eos
+            ends.append(len(tokens) // dtype.itemsize - 1)
+            sizes.append(len(text.encode("utf-8")))
+    return Corpus(np.frombuffer(tokens, dtype), np.array(ends, np.int64), np.array(sizes, np.int64))
+
+
+def _open_documents(data: Data, files: list[Path], seq_len: int, vocab_size: int, seed: int):
+    tokenizer = load_tokenizer(data.tokenizer)
+    if vocab_size < tokenizer.vocab_size:
+        raise InputError(f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}")
+    read = read_text if data.kind == "text" else lambda file: read_jsonl(file, data.field)
+    corpus = tokenize((text for file in files for text in read(file)), tokenizer)
+    if not data.validation:
+        return _cut(corpus, seq_len, seed, f"data.path={data.path}"), None
+    held = hold_out(len(corpus.ends), data.validation, seed)
+    train = _cut(corpus.select(~held), seq_len, seed, f"data.path={data.path} without validation")
+    return train, _cut(corpus.select(held), seq_len, seed, f"data.validation={data.validation}")
+
+
+def _cut(corpus: Corpus, seq_len: int, seed: int, what: str) -> Packed:
+    if not corpus.predicted:
+        raise InputError(f"{what} holds no token to predict")
+    if len(corpus.tokens) < seq_len:
+        raise InputError(f"{what} holds {len(corpus.tokens)} tokens, less than one row of batch.seq_len={seq_len}")
+    return Packed([corpus], seq_len, seed, corpus.sizes.sum().item() / corpus.predicted)
+
+
+def hold_out(documents: int, share: float, seed: int) -> np.ndarray:
+    """bool [documents]: true for a random `share` of them, chosen by (seed, index); at least one is true, and one false."""
+    if documents < 2:
+        raise InputError(f"data.validation={share} needs at least 2 documents, one for each side, but there is {documents}")
+    count = min(max(1, round(share * documents)), documents - 1)
+    held = np.zeros(documents, bool)
+    held[[shuffled(i, documents, seed) for i in range(count)]] = True
+    return held
+
+
+def read_text(file: Path) -> Iterator[str]:
+    """A file as one document."""
+    try:
+        yield file.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file} is not UTF-8 at byte {error.start} (data.exclude leaves files out)") from error
+
+
+def read_jsonl(file: Path, field: str) -> Iterator[str]:
+    """The text at key `field` of every line that is not blank."""
+    try:
+        with open(file, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _parse_line(line, field, f"{file}:{number}")
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def _parse_line(line: bytes, field: str, where: str) -> str:
+    try:
+        tree = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: not valid JSON: {error}") from error
+    if not isinstance(tree, dict) or field not in tree:
+        raise InputError(f"{where}: no key {field!r} (data.field names the key that holds the text)")
+    text = tree[field]
+    if not isinstance(text, str):
+        raise InputError(f"{where}: {field!r} must be text, not {type(text).__name__}")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise InputError(f"{where}: {field!r} holds half of a surrogate pair, which is not text")
+    return text
+
+
+# ------------------------------------------------------------------------------------------------------------ token files
+
+
+@dataclass
+class TokenFile:
+    """A memory-mapped run of tokens [n] that begins at index `offset` of a file. document_end: the id that ends one, or -1."""
+
+    file: Path
+    offset: int
+    tokens: np.ndarray
+    vocab_size: int
+    document_end: int
+
+    def read(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """As Corpus.read; a token outside the vocabulary is an InputError."""
+        window = np.array(self.tokens[start : start + length + 1])
+        wrong = np.flatnonzero((window < 0) | (window >= self.vocab_size))
+        if len(wrong):
+            place = f"{self.file} holds {window[wrong[0]]} at token {self.offset + start + wrong[0]}"
+            raise InputError(f"{place}, outside the vocabulary of model.vocab_size={self.vocab_size}")
+        return window, window[:length] == self.document_end
+
+
+def _open_token_files(data: Data, files: list[Path], seq_len: int, vocab_size: int, seed: int):
+    """Held out is the end of each file, a whole number of rows: round(data.validation x rows)."""
+    end = -1 if data.document_end is None else data.document_end
+    if data.document_end is not None and not 0 <= end < vocab_size:
+        raise InputError(f"data.document_end={end} is outside the vocabulary of model.vocab_size={vocab_size}")
+    train, held = [], []
+    for file in files:
+        tokens = map_tokens(file, data.token_dtype)
+        cut = len(tokens) - seq_len * round(data.validation * (len(tokens) // seq_len))
+        train.append(TokenFile(file, 0, tokens[:cut], vocab_size, end))
+        held.append(TokenFile(file, cut, tokens[cut:], vocab_size, end))
+    sides = [Packed(shards, seq_len, seed) for shards in (train, held)]
+    if not len(sides[0]):
+        raise InputError(f"data.path={data.path} leaves no file with a row of batch.seq_len={seq_len} to train on")
+    if data.validation and not len(sides[1]):
+        raise InputError(f"data.validation={data.validation} holds out no row: no file has rows enough for that share")
+    return sides[0], sides[1] if data.validation else None
+
+
+def map_tokens(file: Path, raw_dtype: str) -> np.ndarray:
+    """A .npy file, or any other as raw little-endian `raw_dtype`, memory-mapped: integers [n]. Nothing is read yet."""
+    try:
+        if file.suffix == ".npy":
+            tokens = np.load(file, mmap_mode="r", allow_pickle=False)
+        else:
+            tokens = np.memmap(file, np.dtype(raw_dtype).newbyteorder("<"), mode="r")
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror or error}") from error
+    except (ValueError, EOFError) as error:
+        raise InputError(f"{file} does not hold tokens as {file.suffix or raw_dtype}: {error}") from error
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise InputError(f"{file} must hold integers [n], not {tokens.dtype} {list(tokens.shape)}")
+    return tokens
+
+
+# ------------------------------------------------------------------------------------------------------------------ files
+
+_IN_FOLDER = {"text": "*", "jsonl": "*.jsonl", "tokens": "*.[nb][pi][yn]"}  # which files of a folder are data
+
+
+def find_files(data: Data) -> list[Path]:
+    """The files of data.path, without those of data.exclude, each once and sorted. A folder gives all of its kind below it."""
+    found = set()
+    for pattern in [data.path] if isinstance(data.path, str) else data.path:
+        matches = _expand(pattern.replace("{stdlib}", sysconfig.get_paths()["stdlib"]), data.kind)
+        if not matches:
+            raise InputError(f"data.path: no file matches {pattern!r}")
+        found.update(matches)
+    kept = [file for file in found if not any(fnmatch.fnmatchcase(os.path.abspath(file), p) for p in data.exclude)]
+    if not kept:
+        raise InputError(f"data.exclude={data.exclude} leaves no file of data.path={data.path}")
+    return sorted(map(Path, kept))
+
+
+def _expand(pattern: str, kind: str) -> list[str]:
+    pattern = os.path.expanduser(pattern)
+    if os.path.isdir(pattern):
+        walk = [os.path.join(folder, name) for folder, _, names in os.walk(pattern) for name in names]
+        return [file for file in walk if fnmatch.fnmatchcase(file, _IN_FOLDER[kind])]
+    return [file for file in [pattern, *glob.glob(pattern, recursive=True)] if os.path.isfile(file)]

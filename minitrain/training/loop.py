@@ -1,0 +1,140 @@
+"""The training loop, one for all objectives, layouts and kinds of data.
+
+A step: take this rank's share of the step's rows, run forward and backward on each micro-batch, clip, update. The loss that is
+differentiated is a sum over valid tokens divided by their number in the whole step, over all ranks and micro-batches, so the
+gradients do not depend on how the rows were split.
+"""
+
+import hashlib
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Module
+
+from minitrain.config import Config
+from minitrain.models.checkpoint_hf import load_weights
+from minitrain.models.decoder import Decoder
+from minitrain.parallel.data import set_gradient_sync
+from minitrain.parallel.mesh import owned, pick_device
+from minitrain.parallel.parallelize import parallelize
+from minitrain.training.data import rows
+from minitrain.training.objectives import LanguageModeling
+from minitrain.training.optim import clip_gradients, learning_rate, make_optimizer
+
+
+def build_model(config: Config, mesh: DeviceMesh) -> Decoder:
+    """The config's model, laid out over the mesh, with the weights of `model.path` or else initial ones."""
+    with torch.device("meta"):
+        model = Decoder(config.model.config)
+    if config.precision == "bf16-pure":
+        model.to(torch.bfloat16)
+    parallelize(model, config, mesh)
+    model.to_empty(device=pick_device(config.device))
+    if config.model.path:
+        load_weights(model, config.model.path, owned)
+    else:
+        initialize(model, config.seed)
+    return model
+
+
+@torch.no_grad()
+def initialize(model: Decoder, seed: int) -> None:
+    """Fill the parameters with values that depend on the seed and their names alone, however they are sharded.
+
+    Each rank draws every parameter in full and keeps its part, one parameter at a time.
+    """
+    for name, parameter in model.named_parameters():
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8]) >> 1)
+        full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+        model.initialize_parameter(name, full, generator)
+        part, slices = owned(parameter)
+        part.copy_(full[slices])
+
+
+class Trainer:
+    """A model, its objective and optimizer, on this rank of the mesh."""
+
+    def __init__(self, config: Config, mesh: DeviceMesh):
+        self.config = config
+        self.device = pick_device(config.device)
+        self.data_mesh = mesh["dp"]
+        self.model = build_model(config, mesh)
+        self.objective = LanguageModeling()
+        self.optimizer = make_optimizer(self.model, config.optim)
+
+    def micro_batches(self, dataset, step: int) -> list[dict[str, Tensor]]:
+        """This rank's rows of step 0, 1, ...: consecutive ones, so that all ranks together have seen rows 0..n in order."""
+        batch, ranks = self.config.batch, self.data_mesh.size()
+        share = batch.global_ // ranks
+        first = step * batch.global_ + self.data_mesh.get_local_rank() * share
+        return [rows(dataset, range(n, n + batch.micro)) for n in range(first, first + share, batch.micro)]
+
+    def step(self, dataset, step: int) -> dict[str, Tensor]:
+        """One optimizer step on the rows of `step`. Returns loss and grad_norm as tensors, without waiting for the device."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, self.config.steps, self.config.optim)
+        loss = forward_backward(self.model, self.objective, self.micro_batches(dataset, step), self.data_mesh, self.device)
+        norm = clip_gradients(list(self.model.parameters()), self.config.optim.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {"loss": loss, "grad_norm": norm}
+
+    @torch.no_grad()
+    def evaluate(self, dataset) -> float:
+        """Mean loss over the first `validation.batches` global batches of a dataset, each row at most once."""
+        batches = max(1, min(self.config.validation.batches, len(dataset) // self.config.batch.global_))
+        micro_batches = [batch for step in range(batches) for batch in self.micro_batches(dataset, step)]
+        count = global_count(self.objective, micro_batches, self.data_mesh, self.device)
+        total = sum(self.objective.loss(self.model, to_device(batch, self.device)) for batch in micro_batches)
+        dist.all_reduce(total, group=self.data_mesh.get_group())
+        return (total / count).item()
+
+
+def forward_backward(
+    model: Module, objective, micro_batches: list[dict[str, Tensor]], data_mesh: DeviceMesh, device: torch.device
+) -> Tensor:
+    """Add the gradients of the mean loss over all ranks' micro-batches to the parameters. Returns that loss, a scalar."""
+    count = global_count(objective, micro_batches, data_mesh, device)
+    total = torch.zeros((), device=device)
+    for i, batch in enumerate(micro_batches):
+        set_gradient_sync(model, i == len(micro_batches) - 1)
+        loss = objective.loss(model, to_device(batch, device)) / count
+        loss.backward()
+        total += loss.detach()
+    dist.all_reduce(total, group=data_mesh.get_group())
+    return total
+
+
+def global_count(objective, micro_batches, data_mesh: DeviceMesh, device: torch.device) -> Tensor:
+    """How many terms the loss has on all ranks together, as a float scalar, at least 1."""
+    count = torch.tensor(sum(objective.count(batch) for batch in micro_batches), device=device)
+    dist.all_reduce(count, group=data_mesh.get_group())
+    return count.clamp(min=1).float()
+
+
+def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+
+
+def training_steps(trainer: Trainer, dataset, start: int) -> Iterator[dict[str, float]]:
+    """Run the config's steps from `start` on, yielding each one's numbers, for the log, once its loss is known."""
+    config = trainer.config
+    tokens = config.batch.global_ * config.batch.seq_len
+    began = time.perf_counter()
+    for step in range(start, config.steps):
+        metrics = {key: value.item() for key, value in trainer.step(dataset, step).items()}
+        now = time.perf_counter()
+        yield {
+            "step": step + 1,
+            **metrics,
+            "lr": trainer.optimizer.param_groups[0]["lr"],
+            "tokens": (step + 1) * tokens,
+            "step_time_s": now - began,
+            "tokens_per_sec": tokens / (now - began),
+        }
+        began = time.perf_counter()

@@ -1,0 +1,51 @@
+"""Optimizer, learning-rate schedule and gradient clipping, for parameters on one or several meshes."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from minitrain.config import Optim
+
+
+def make_optimizer(model: Module, optim: Optim) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov & Hutter 2019) or SGD. Matrices decay; norms and biases do not."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": optim.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    if optim.name == "sgd":
+        return torch.optim.SGD(groups, lr=optim.lr)
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps, fused=True)
+
+
+def learning_rate(step: int, steps: int, optim: Optim) -> float:
+    """The rate of step 0, 1, ... of `steps`: a linear warm-up, then constant, linear or cosine down to final_lr * lr."""
+    if step < optim.warmup:
+        return optim.lr * (step + 1) / optim.warmup
+    progress = (step - optim.warmup) / max(1, steps - 1 - optim.warmup)
+    left = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[optim.schedule]
+    return optim.lr * (optim.final_lr + (1 - optim.final_lr) * left)
+
+
+@torch.no_grad()
+def clip_gradients(parameters: list[Parameter], max_norm: float | None) -> Tensor:
+    """Scale all gradients so that their common 2-norm is at most `max_norm`; returns the norm from before, a scalar.
+
+    The norm is that of the full gradients, wherever their shards live: one value for all ranks, as in one process.
+    """
+    by_mesh: dict = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+    norms = [get_total_norm([p.grad for p in group]) for group in by_mesh.values()]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+    if max_norm is not None:
+        for group in by_mesh.values():
+            clip_grads_with_norm_(group, max_norm, total)
+    return total
