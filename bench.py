@@ -55,10 +55,10 @@ def main(arguments: list[str]) -> None:
 
 def run(row: str, config, options) -> dict:
     """Measure one config, and write its result out at once."""
-    mesh = start(config)
-    outcome = measure(config, row, mesh, options.steps, options.warmup)
+    meshes = start(config)
+    outcome = measure(config, row, meshes, options.steps, options.warmup)
     if options.versus:
-        outcome |= versus_transformers(config, mesh, row, options.steps, options.warmup)
+        outcome |= versus_transformers(config, meshes, row, options.steps, options.warmup)
     if dist.get_rank() == 0:
         print(table([outcome]), flush=True)
         if options.json:

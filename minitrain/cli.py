@@ -1,4 +1,4 @@
-"""What the command lines share: errors of the user as one line and exit code 2, and a clean end of the process group."""
+"""What the command lines share: errors of the user as one line and exit code 2, and a clean end of the processes."""
 
 import argparse
 import os
@@ -45,7 +45,7 @@ def run(main: Callable[[list[str]], None]) -> None:
 def leave_group(code: int) -> None:
     """End a process whose group is still up. After an error the others are not waited for: the launcher stops them.
 
-    The interpreter's own teardown sometimes aborts after FSDP has run on gloo, turning success into a crash: hence _exit.
+    The interpreter's own teardown sometimes aborts after FSDP has run on gloo, making success a crash: hence _exit.
     """
     if code == 0:
         dist.barrier()

@@ -1,8 +1,8 @@
 """Every setting as a dataclass; a YAML file and `key=value` words in, one checked `Config` out.
 
-The YAML keys are the field names below, nested as the dataclasses are. What a single field cannot know (does the batch divide
-by the ranks, does the kind of data need a path) is checked in `validate`, before anything is built or any process group
-starts. Every mistake is an InputError with one line.
+The YAML keys are the field names below, nested as the dataclasses are. What a single field cannot know (does the batch
+divide by the ranks, does the kind of data need a path) is checked in `validate` and `check_layout`, before anything is
+built or any process group starts. Every mistake is an InputError with one line.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from typing import Any, Literal
 import yaml
 
 from minitrain.errors import InputError
-from minitrain.models.checkpoint_hf import read_config
+from minitrain.models.checkpoint_hf import exportable_family, read_config
 from minitrain.models.decoder import DecoderConfig
 from minitrain.models.zoo import model_config
 
@@ -59,12 +59,25 @@ class Batch:
 
 @dataclass
 class Parallel:
-    """How the ranks are used. dp_shard=-1 takes all that dp_replicate leaves."""
+    """How the ranks are used: their number is dp_replicate x dp_shard x cp x tp x pp.
 
-    dp_replicate: int = 1
-    dp_shard: int = -1
+    dp_shard=-1 takes all ranks that the others leave.
+    """
+
+    dp_replicate: int = 1  # copies of the parameters, each trained on other rows
+    dp_shard: int = -1  # shards of the parameters, each rank trained on other rows
+    tp: int = 1  # tensor and sequence parallel: heads, MLP channels, vocabulary
+    cp: int = 1  # context parallel: each row's sequence
+    pp: int = 1  # pipeline parallel: layers
     reshard_after_forward: bool = True  # free a block's gathered weights until its backward needs them again
     prefetch: int = 1  # how many blocks ahead to gather
+    context: Literal["allgather", "ulysses"] = "allgather"  # how context-parallel ranks exchange keys and values
+    async_tp: bool = False  # CUDA and compile only: overlap tensor parallel's collectives with its matrix products
+    schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"
+    vp: int = 1  # pipeline stages per rank
+    layers_per_stage: list[int] | None = None  # embedding and head count as a layer each; default: as even as possible
 
 
 @dataclass
@@ -120,17 +133,19 @@ class Config:
     reference: dict = field(default_factory=dict)  # published figures of the same row
 
 
-# ---------------------------------------------------------------------------------------------------------------- reading
+# -------------------------------------------------------------------------------------------------------------- reading
 
 
 class _Loader(yaml.SafeLoader):
     """SafeLoader that reads 1e-4 as a number, as YAML 1.2 does, and refuses a key given twice."""
 
     def construct_mapping(self, node, deep=False):
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key, (key_node, _) in zip(keys, node.value, strict=True):
-            if keys.count(key) > 1:
+        seen = []
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
                 raise yaml.MarkedYAMLError(problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark)
+            seen.append(key)
         return super().construct_mapping(node, deep)
 
 
@@ -152,7 +167,7 @@ def read_yaml(text: str, where: str) -> Any:
 
 
 def load(path: str | Path, overrides: list[str] = ()) -> Config:
-    """Read a YAML file, apply `key=value` words (dotted keys) over it, and check everything that needs no world size."""
+    """Read a YAML file, apply `key=value` words (dotted keys) over it, check all that needs no world size."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -231,7 +246,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
     if kind is Any or (kind is dict and isinstance(value, dict)):
         return value
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int and number and value == value // 1:  # 1e3 is fine where a whole number is wanted; nan and inf are not
+    if kind is int and number and value == value // 1:  # 1e3 is a whole number; nan and inf are not
         return int(value)
     if kind is float and number and abs(value) != float("inf") and value == value:
         return float(value)
@@ -275,15 +290,17 @@ def _describe(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
-# --------------------------------------------------------------------------------------------------------------- checking
+# ------------------------------------------------------------------------------------------------------------- checking
 
 
 def validate(config: Config) -> None:
     """Refuse settings that contradict each other. What depends on the number of ranks is in `check_layout`."""
     c, b, p, o = config, config.batch, config.parallel, config.optim
-    _at_least(1, ("steps", c.steps), ("batch.global", b.global_), ("batch.micro", b.micro), ("batch.seq_len", b.seq_len),
-              ("parallel.dp_replicate", p.dp_replicate), ("checkpoint.keep", c.checkpoint.keep),
-              ("validation.batches", c.validation.batches))  # fmt: skip
+    _at_least(1, ("steps", c.steps), ("batch.global", b.global_), ("batch.micro", b.micro),
+              ("batch.seq_len", b.seq_len), ("parallel.dp_replicate", p.dp_replicate), ("parallel.tp", p.tp),
+              ("parallel.cp", p.cp), ("parallel.pp", p.pp), ("parallel.vp", p.vp),
+              ("checkpoint.keep", c.checkpoint.keep), ("validation.batches", c.validation.batches))  # fmt: skip
+    exportable_family(c.model.config)
     _at_least(0, ("seed", c.seed), ("parallel.prefetch", p.prefetch), ("optim.lr", o.lr), ("optim.warmup", o.warmup),
               ("optim.eps", o.eps), ("optim.weight_decay", o.weight_decay), ("validation.every", c.validation.every),
               ("checkpoint.every", c.checkpoint.every))  # fmt: skip
@@ -292,9 +309,8 @@ def validate(config: Config) -> None:
     if b.global_ % b.micro:
         raise InputError(f"batch.micro={b.micro} does not divide batch.global={b.global_}")
     if b.seq_len > c.model.config.max_position_embeddings:
-        raise InputError(
-            f"batch.seq_len={b.seq_len} exceeds the model's max_position_embeddings={c.model.config.max_position_embeddings}"
-        )
+        limit = c.model.config.max_position_embeddings
+        raise InputError(f"batch.seq_len={b.seq_len} exceeds the model's max_position_embeddings={limit}")
     if len(o.betas) != 2 or not all(0 <= beta < 1 for beta in o.betas):
         raise InputError(f"optim.betas={o.betas} must be two numbers, each at least 0 and below 1")
     if o.clip is not None and o.clip <= 0:
@@ -319,16 +335,22 @@ def _at_least(least: int, *settings: tuple[str, float]) -> None:
 def check_layout(config: Config, world_size: int) -> None:
     """Can `world_size` ranks run this config? Raises an InputError that says what would be possible."""
     p, b = config.parallel, config.batch
-    shard = world_size // p.dp_replicate if p.dp_shard == -1 else p.dp_shard
-    if p.dp_replicate * shard != world_size:
+    others = p.dp_replicate * p.tp * p.cp * p.pp
+    if p.dp_shard == -1 and world_size % others:
         raise InputError(
-            f"parallel.dp_replicate={p.dp_replicate} x dp_shard={p.dp_shard} does not make {world_size} ranks "
-            f"(their product must be the number of processes)"
+            f"parallel.dp_replicate={p.dp_replicate} x tp={p.tp} x cp={p.cp} x pp={p.pp} = {others} "
+            f"does not divide the {world_size} ranks"
         )
-    if b.global_ % (b.micro * world_size):
+    if p.dp_shard != -1 and others * p.dp_shard != world_size:
         raise InputError(
-            f"batch.global={b.global_} is not a multiple of batch.micro={b.micro} x {world_size} data-parallel ranks "
-            f"(use a multiple of {b.micro * world_size})"
+            f"parallel.dp_replicate={p.dp_replicate} x dp_shard={p.dp_shard} x tp={p.tp} x cp={p.cp} x pp={p.pp} = "
+            f"{others * p.dp_shard} is not the number of ranks, {world_size}"
+        )
+    data_ranks = world_size // (p.tp * p.cp * p.pp)
+    if b.global_ % (b.micro * data_ranks):
+        raise InputError(
+            f"batch.global={b.global_} is not a multiple of batch.micro={b.micro} x {data_ranks} data-parallel ranks "
+            f"(use a multiple of {b.micro * data_ranks})"
         )
 
 

@@ -1,7 +1,7 @@
 """Continue a prompt: python -m minitrain.generate --model DIR --prompt TEXT, streamed to the terminal.
 
-DIR is any model folder in Hugging Face layout with a tokenizer.json, such as a training run's out_dir. Each token recomputes
-the whole prefix: simple and slow, for looking at a model.
+DIR is any model folder in Hugging Face layout with a tokenizer.json, such as a training run's out_dir. Each token
+recomputes the whole prefix: simple and slow, for looking at a model.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--model", required=True, metavar="DIR")
     parser.add_argument("--prompt", required=True, metavar="TEXT")
     parser.add_argument("--max-tokens", type=positive(int), default=200)
-    parser.add_argument("--temperature", type=positive(float, zero=True), default=0.8, help="0: always the likeliest token")
+    parser.add_argument("--temperature", type=positive(float, zero=True), default=0.8, help="0: the likeliest token")
     parser.add_argument("--top-k", type=positive(int), default=None, help="choose among the K likeliest tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
@@ -49,7 +49,7 @@ def sample(
     model: Decoder, prompt: list[int], count: int, temperature: float, top_k: int | None, end: int | None,
     generator: torch.Generator,
 ) -> Iterator[int]:
-    """Yield up to `count` tokens that follow `prompt`, stopping before `end`. The context is cut to what the model knows."""
+    """Yield up to `count` tokens that follow `prompt`, stopping before `end`; the context is cut to the model's."""
     tokens = torch.tensor([prompt], device=generator.device)
     for _ in range(count):
         context = tokens[:, -model.config.max_position_embeddings :]
@@ -61,7 +61,7 @@ def sample(
 
 
 def choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
-    """One token from logits [vocab]: softmax(logits / temperature) over the top_k largest, or the largest itself at 0."""
+    """One token from logits [vocab]: softmax(logits / temperature) over the top_k largest; at 0, the largest."""
     if temperature == 0:
         return logits.argmax()
     if top_k is not None:

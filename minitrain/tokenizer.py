@@ -1,12 +1,13 @@
 """Text to token ids and back: the built-in byte tokenizer, and Hugging Face `tokenizer.json` files.
 
 Bytes need no vocabulary file, no training and no package, and lose nothing; they make sequences about four times longer
-than a trained vocabulary does. Both kinds share one small interface: encode, encode_array, decode, bos_id, eos_id,
-vocab_size, save. Left out: chat templates, and training a vocabulary.
+than a trained vocabulary does. Both kinds share one small interface: encode, encode_array, decode, stream, bos_id,
+eos_id, vocab_size, save. Left out: chat templates, and training a vocabulary.
 """
 
 import json
 import shutil
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,10 @@ class ByteTokenizer:
         """The text of `ids`; invalid UTF-8 is replaced, ids that are no byte are dropped."""
         return bytes(i for i in ids if 0 <= i < 256).decode("utf-8", "replace")
 
+    def stream(self, ids: Iterable[int]) -> Iterator[str]:
+        """The text of `ids`, in pieces as they come: see `_stream`."""
+        return _stream(self.decode, ids)
+
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, which transformers.AutoTokenizer loads."""
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
@@ -47,7 +52,7 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`, through the `tokenizers` package. bos_id and eos_id are None if no file beside it names them."""
+    """A `tokenizer.json`, read by the `tokenizers` package; bos_id, eos_id: None if no file beside it names them."""
 
     def __init__(self, file: Path):
         try:
@@ -70,6 +75,9 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(list(map(int, ids)), skip_special_tokens=True)
+
+    def stream(self, ids: Iterable[int]) -> Iterator[str]:
+        return _stream(self.decode, ids)
 
     def save(self, folder: str | Path) -> None:
         """Copy the file, and those beside it that transformers.AutoTokenizer reads."""
@@ -99,30 +107,6 @@ class HuggingFaceTokenizer:
         return number
 
 
-class StreamDecoder:
-    """Text from ids that come one at a time; what it returns, joined, is `decode` of all ids.
-
-    A character whose bytes have not all come yet is held back, and so is a replacement character, since more bytes may
-    complete it. Each step decodes the last piece again as context: many vocabularies drop a space at the start of a text.
-    """
-
-    def __init__(self, tokenizer: ByteTokenizer | HuggingFaceTokenizer):
-        self.decode, self.context, self.pending = tokenizer.decode, [], []
-
-    def push(self, token: int) -> str:
-        """The text that is certain now and was not before; often empty."""
-        self.pending.append(token)
-        known, text = self.decode(self.context), self.decode(self.context + self.pending)
-        if len(text) == len(known) or text.endswith(REPLACEMENT):
-            return ""
-        self.context, self.pending = self.pending, []
-        return text[len(known) :]
-
-    def finish(self) -> str:
-        """What was still held back."""
-        return self.decode(self.context + self.pending)[len(self.decode(self.context)) :]
-
-
 def load_tokenizer(name_or_path: str | Path) -> ByteTokenizer | HuggingFaceTokenizer:
     """ "bytes", a tokenizer.json, or a folder that holds one. A saved ByteTokenizer needs no package."""
     if name_or_path == "bytes":
@@ -131,8 +115,25 @@ def load_tokenizer(name_or_path: str | Path) -> ByteTokenizer | HuggingFaceToken
     if file.is_dir():
         file = file / "tokenizer.json"
     if not file.is_file():
-        raise InputError(f"tokenizer {str(name_or_path)!r} is not 'bytes', a tokenizer.json, or a folder that holds one")
+        raise InputError(f"tokenizer {str(name_or_path)!r} is not 'bytes', a tokenizer.json or a folder that holds one")
     return ByteTokenizer() if _is_byte_tokenizer(_read_json(file)) else HuggingFaceTokenizer(file)
+
+
+def _stream(decode: Callable[[list[int]], str], ids: Iterable[int]) -> Iterator[str]:
+    """decode(ids) in pieces: each as soon as it is certain, at the latest after the last id.
+
+    A character whose bytes have not all come decodes to the replacement character, so a text that ends in one waits.
+    The last piece is decoded again with the next, as context: many vocabularies drop a space at the start of a text.
+    """
+    context, pending = [], []
+    for token in ids:
+        pending.append(token)
+        text = decode(context + pending)[len(decode(context)) :]
+        if text and not text.endswith(REPLACEMENT):
+            yield text
+            context, pending = pending, []
+    if rest := decode(context + pending)[len(decode(context)) :]:
+        yield rest
 
 
 def _to_bytes(text: str | bytes) -> bytes:
@@ -153,7 +154,7 @@ def _read_json(file: Path) -> dict:
 
 
 def _byte_vocabulary() -> dict[str, int]:
-    """Byte-level BPE writes each byte as a visible character: itself if printable, else the next one from 256 on (GPT-2)."""
+    """Byte-level BPE (GPT-2) writes a byte as a visible character: itself if printable, else the next from 256 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     spare = iter(range(256, 512))
     return {chr(byte if byte in printable else next(spare)): byte for byte in range(256)}

@@ -1,7 +1,8 @@
 """Train a model: python -m minitrain.train --config FILE [key=value ...], or the same under torchrun.
 
-Writes to `out_dir`: metrics.jsonl (one JSON object per step), config.yaml (what ran), checkpoints/ (to resume from, which happens
-by itself when the same command runs again), and at the end the model in Hugging Face layout with its tokenizer.
+Writes to `out_dir`: metrics.jsonl (one JSON object per step), config.yaml (what ran), checkpoints/ (to resume from,
+which happens by itself when the same command runs again), and at the end the model in Hugging Face layout with its
+tokenizer.
 """
 
 import math

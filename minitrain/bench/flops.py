@@ -1,12 +1,13 @@
 """FLOPs of a training step per token: by one clean convention, and by the one behind each published table.
 
-Published TFLOP/s are tokens/s times a formula, and the formulas disagree: on whether causal attention costs half of its
-square, on what a frozen weight saves, on whether padding counts. So a model is measured once (`Work`), and a convention is
-a function from that and a sequence length to FLOPs. To compare tables, turn their tokens/s into `clean` FLOPs.
+Published TFLOP/s are tokens/s times a formula, and the formulas disagree: on whether causal attention costs half of
+its square, on what a frozen weight saves, on whether padding counts. So a model is measured once (`Work`), and a
+convention is a function from that and a sequence length to FLOPs. To compare tables, turn their tokens/s into `clean`
+FLOPs.
 
-In the formulas N is `work.weights`, d L is `work.attention` and s is `seq_len`. A weight costs a token 2 FLOPs in each of
-three products: output, gradient of the input, gradient of the weight. Attention has two products per key (scores, values),
-hence 4 d L FLOPs forward and twice that backward: 12 d L per key.
+In the formulas N is `work.weights`, d L is `work.attention` and s is `seq_len`. A weight costs a token 2 FLOPs in each
+of three products: output, gradient of the input, gradient of the weight. Attention has two products per key (scores,
+values), hence 4 d L FLOPs forward and twice that backward: 12 d L per key.
 
 These are model FLOPs: recomputed activations, norms, rotary embeddings, softmax and the optimizer do not count.
 """
@@ -43,10 +44,10 @@ Convention = Callable[[Work, float], float]
 
 
 def clean(work: Work, seq_len: float) -> float:
-    """The work that a step has to do: 6 N, causal half of the attention square; LoRA: 4 per frozen weight, 6 per adapter's.
+    """What a step has to compute: 6 N + 6 d L s, the causal half; LoRA: 4 per frozen weight and 6 per adapter weight.
 
-    A frozen model still needs the gradients of its inputs, so attention's backward is whole. Packed documents: pass their
-    `effective_length`.
+    Frozen weights still pass gradients on to their inputs, so attention's backward is whole. For packed documents,
+    seq_len is their `effective_length`.
     """
     trained, frozen = (work.adapters, work.weights) if work.adapters else (work.weights, 0)
     return 6 * trained + 4 * frozen + 6 * work.attention * seq_len
@@ -70,15 +71,15 @@ def nemo_pretrain(work: Work, seq_len: float) -> float:
 
 
 def nemo_squad(work: Work, seq_len: float) -> float:
-    """NeMo 25.04 fine-tuning on packed SQuAD: 6 N (LoRA: 4 N) on the slots that hold tokens, 12 d L x 208 for attention.
+    """NeMo 25.04 fine-tuning on packed SQuAD: 6 N (LoRA: 4 N) for slots that hold tokens, 12 d L x 208 for attention.
 
-    seq_len: slots of a pack, the s of tokens/s. No source states this formula. Its shape is that of NVIDIA-NeMo/
-    Megatron-Bridge, flop_utils.py; 17 empty slots a pack and documents of an effective 208 tokens are fitted to the
-    table's 15 rows, which it meets within 0.05 %. Raises InputError for packs that could not hold one such document.
+    seq_len: slots of a pack, all of which the table's tokens/s counts. No source states this formula. Its shape is that
+    of NVIDIA-NeMo/Megatron-Bridge, flop_utils.py; 17 empty slots a pack and documents of an effective 208 tokens are
+    fitted to the table. Raises InputError for packs that could not hold one such document.
     """
     empty, document = 17, 208
     if seq_len < empty + document:
-        raise InputError(f"packed SQuAD is counted for packs of at least {empty + document} slots, not seq_len={seq_len}")
+        raise InputError(f"seq_len={seq_len} is too short for packed SQuAD (use at least {empty + document})")
     per_weight = 4 if work.adapters else 6
     return per_weight * work.weights * (1 - empty / seq_len) + 12 * work.attention * document
 
@@ -105,14 +106,12 @@ def lora_weights(config: DecoderConfig, rank: int, targets: Iterable[str] = LORA
 
 
 def effective_length(documents: Iterable[int]) -> float:
-    """The sequence length at which attention costs as much per token as over these packed documents: sum n^2 / sum n."""
+    """The sequence length at which attention costs a token as much as in these packed documents: sum n^2 / sum n."""
     lengths = list(documents)
     return sum(n * n for n in lengths) / sum(lengths)
 
 
-def flops_per_token(
-    config: DecoderConfig, seq_len: float, convention: Convention = clean, adapters: int = 0
-) -> float:
+def flops_per_token(config: DecoderConfig, seq_len: float, convention: Convention = clean, adapters: int = 0) -> float:
     """FLOPs of one training step, forward and backward, per token; x tokens/s = FLOP/s.
 
     seq_len: tokens per sequence, or slots per pack under `nemo_squad`. adapters: LoRA weights, from `lora_weights`.

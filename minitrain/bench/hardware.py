@@ -1,21 +1,21 @@
 """What a machine can do: published peaks of known GPUs, the matmul rate of this one, its memory peak, its name.
 
-A share of a published peak compares with other people's tables. A share of what a large matmul sustains here says how much
-is left to gain on any machine, a laptop too. Not here: FP8 rates, memory and network bandwidth.
+A share of a published peak compares with other people's tables. A share of what a large matmul sustains here says how
+much is left to gain on any machine, a laptop too. Not here: FP8 rates, memory and network bandwidth.
 """
 
 import os
 import platform
+import re
 import resource
-import sys
 import time
 from math import ceil
 from pathlib import Path
 
 import torch
 
-# (part of the name, dense bf16, plain fp32) in FLOP/s, from NVIDIA's datasheets; the first match counts: GB200 before B200.
-# Blackwell's fp32 is left out: its datasheets say 75 to 90 TFLOP/s.
+# (part of the name, dense bf16, plain fp32) in FLOP/s, from NVIDIA's datasheets. The first match counts, so GB200
+# stands before B200. Blackwell's fp32 is left out: its datasheets say 75 to 90 TFLOP/s.
 PEAKS = (
     ("H100 PCIe", 756e12, 51e12),
     ("H100 NVL", 835e12, 60e12),
@@ -26,6 +26,8 @@ PEAKS = (
     ("GB200", 2500e12, None),
     ("B200", 2250e12, None),
 )
+
+LINUX_STATUS = Path("/proc/self/status")
 
 
 def peak_flops(name: str, dtype: torch.dtype) -> float | None:
@@ -42,7 +44,7 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
 
 
 def measure_matmul(device: torch.device | str, dtype: torch.dtype) -> float:
-    """FLOP/s of a large square matmul here, the best of five runs of about 0.1 s: what other work on the machine leaves.
+    """FLOP/s of a large square matmul on this machine: the best of five runs of about 0.1 s each.
 
     dtype: a floating type that `@` takes. fp32 on CUDA uses TF32 or not, as torch is set.
     """
@@ -76,12 +78,13 @@ def peak_memory_bytes(device: torch.device | str) -> int:
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+    if LINUX_STATUS.exists():  # getrusage would count the memory of the process that started this one, up to its exec
+        return int(re.search(r"VmHWM:\s+(\d+) kB", LINUX_STATUS.read_text())[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: in bytes
 
 
 def describe(device: torch.device | str) -> dict[str, str | int]:
-    """`device`: its name; `cores`: a GPU's multiprocessors, or the CPU cores this process may use; `torch`: the version."""
+    """Its name, a GPU's multiprocessors or the CPU cores that this process may use, and torch's version."""
     device = torch.device(device)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

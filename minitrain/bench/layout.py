@@ -6,14 +6,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # the one sou
 
 from minitrain.config import Config, check_layout
 from minitrain.models.decoder import Decoder
-from minitrain.parallel.mesh import build_mesh, owned, world_size
+from minitrain.parallel.mesh import build_meshes, owned, world_size
 from minitrain.parallel.parallelize import parallelize
 
 
 def stated_ranks(config: Config) -> int:
-    """The product of the parallel dimensions; where one of them is left open, at least what this process was started with."""
-    parallel = config.parallel
-    return world_size() if parallel.dp_shard == -1 else parallel.dp_replicate * parallel.dp_shard
+    """The product of the parallel dimensions; an open dp_shard takes what this process was started with, at least 1."""
+    p = config.parallel
+    others = p.dp_replicate * p.tp * p.cp * p.pp
+    return others * (max(1, world_size() // others) if p.dp_shard == -1 else p.dp_shard)
 
 
 def dry_run(config: Config) -> str:
@@ -24,7 +25,7 @@ def dry_run(config: Config) -> str:
     try:
         with torch.device("meta"):
             model = Decoder(config.model.config)
-        parallelize(model, config, build_mesh(config, "cpu"))
+        parallelize(model, config, build_meshes(config, "cpu"))
         total = sum(p.numel() for p in model.parameters())
         mine = sum(owned(p)[0].numel() for p in model.parameters())
     finally:

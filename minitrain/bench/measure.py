@@ -5,31 +5,30 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 
-from minitrain.bench.flops import CLEAN, CONVENTIONS, flops_per_token
-from minitrain.bench.hardware import describe, measure_matmul, peak_memory_bytes
+from minitrain.bench.flops import automodel, clean, flops_per_token, nemo_pretrain, nemo_squad
+from minitrain.bench.hardware import describe, measure_matmul, peak_flops, peak_memory_bytes
 from minitrain.config import Config
-from minitrain.parallel.mesh import pick_device
+from minitrain.errors import InputError
+from minitrain.parallel.mesh import Meshes, pick_device
 from minitrain.training.data import open_data
 from minitrain.training.loop import Trainer
 
+CONVENTIONS = {convention.__name__: convention for convention in (clean, automodel, nemo_pretrain, nemo_squad)}
 
-def measure(config: Config, row: str, mesh: DeviceMesh, steps: int, warmup: int) -> dict:
+
+def measure(config: Config, row: str, meshes: Meshes, steps: int, warmup: int) -> dict:
     """Run `warmup` + `steps` optimizer steps and return one result row; keys as in the README. All ranks call it."""
     data, _ = open_data(config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed)
-    device = pick_device(config.device)
-    matmul = measure_matmul(device, compute_dtype(config))
+    device, dtype = pick_device(config.device), compute_dtype(config)
+    matmul = measure_matmul(device, dtype)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    trainer = Trainer(config, mesh)
-    times = []
-    for step in progress(warmup + steps, row):
-        elapsed = timed(lambda step=step: trainer.step(data, step), device)
-        if step >= warmup:
-            times.append(elapsed)
-    return result(config, row, device, mesh.size(), times, matmul)
+    trainer = Trainer(config, meshes)
+    times = [timed(lambda step=step: trainer.step(data, step), device) for step in progress(warmup + steps, row)]
+    matmul = max(matmul, measure_matmul(device, dtype))  # once might have been a busy moment of a shared machine
+    return result(config, row, device, times[warmup:], matmul)
 
 
 def timed(function, device: torch.device) -> float:
@@ -54,13 +53,17 @@ def compute_dtype(config: Config) -> torch.dtype:
     return torch.float32 if config.precision == "fp32" else torch.bfloat16
 
 
-def result(config: Config, row: str, device: torch.device, ranks: int, times: list[float], matmul: float) -> dict:
-    """The figures of a row from the seconds of its timed steps; `matmul` is the measured FLOP/s of one device."""
-    published = config.reference
-    step_time = sorted(times)[len(times) // 2]
-    tokens = config.batch.global_ * config.batch.seq_len / step_time / ranks
-    table = CONVENTIONS[published["convention"]] if "convention" in published else CLEAN
-    clean = tokens * flops_per_token(config.model.config, config.batch.seq_len, CLEAN)
+def result(config: Config, row: str, device: torch.device, times: list[float], matmul: float) -> dict:
+    """The figures of a row from the seconds of its timed steps; `matmul` is the measured FLOP/s of one device.
+
+    tflops_per_gpu counts as the published table does (`reference.convention`), clean_tflops_per_gpu as the work is.
+    """
+    published, shape, seq_len = config.reference, config.model.config, config.batch.seq_len
+    step_time, ranks = median(times), dist.get_world_size()
+    tokens = config.batch.global_ * seq_len / step_time / ranks
+    achieved = tokens * flops_per_token(shape, seq_len, clean)
+    machine = describe(device)
+    peak = peak_flops(machine["device"], compute_dtype(config))
     return {
         "row": row,
         "system": published.get("system"),
@@ -71,15 +74,28 @@ def result(config: Config, row: str, device: torch.device, ranks: int, times: li
         "step_time_min_s": min(times),
         "steps": len(times),
         "tokens_per_sec_per_gpu": tokens,
-        "tflops_per_gpu": tokens * flops_per_token(config.model.config, config.batch.seq_len, table) / 1e12,
-        "clean_tflops_per_gpu": clean / 1e12,
-        "mfu": clean / matmul,
+        "tflops_per_gpu": tokens * flops_per_token(shape, seq_len, table_convention(config)) / 1e12,
+        "clean_tflops_per_gpu": achieved / 1e12,
+        "mfu": achieved / matmul,
+        "mfu_of_peak": achieved / peak if peak else None,
         "matmul_tflops": matmul / 1e12,
         "peak_memory_gib": peak_memory_bytes(device) / 2**30,
         "reference": published,
         "ratio": tokens / published["tokens_per_sec_per_gpu"] if "tokens_per_sec_per_gpu" in published else None,
-        **describe(device),
+        **machine,
     }
+
+
+def table_convention(config: Config):
+    """How the row's table counts FLOPs; `clean` for a config that stands in no table."""
+    name = config.reference.get("convention", "clean")
+    if name not in CONVENTIONS:
+        raise InputError(f"reference.convention={name!r} is not one of {', '.join(CONVENTIONS)}")
+    return CONVENTIONS[name]
+
+
+def median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
 
 
 def row_name(path: str) -> str:

@@ -31,10 +31,7 @@ def markdown(columns: dict[str, list[str]]) -> str:
     """Aligned Markdown from equally long columns; the first is text, the others are numbers."""
     widths = {name: max(len(name), *map(len, cells)) for name, cells in columns.items()}
     lines = [list(columns), *map(list, zip(*columns.values(), strict=True))]
-    text = []
-    for cells in lines:
-        aligned = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths.values(), strict=True))]
-        text.append("| " + " | ".join(aligned) + " |")
-    rule = ["-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths.values())]
-    text.insert(1, "| " + " | ".join(rule) + " |")
-    return "\n".join(text)
+    first, *others = widths.values()
+    lines.insert(1, ["-" * first, *("-" * (width - 1) + ":" for width in others)])
+    rows = [[cells[0].ljust(first), *map(str.rjust, cells[1:], others)] for cells in lines]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)

@@ -1,14 +1,16 @@
-"""The same training step by another library, in turns with ours in one process, so that a noisy machine treats both alike."""
+"""The same training step by another library, in turns with ours in one process: a noisy machine treats both alike."""
 
 import contextlib
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from minitrain.bench.measure import progress, timed
+from minitrain.bench.measure import median, progress, timed
 from minitrain.config import Config
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import config_to_hf
+from minitrain.parallel.mesh import Meshes
 from minitrain.training.data import open_data
 from minitrain.training.loop import Trainer, to_device
 from minitrain.training.optim import clip_gradients, make_optimizer
@@ -23,8 +25,8 @@ class TransformersTrainer:
         except ImportError:
             raise InputError("--versus transformers needs the package: pip install 'minitrain[test]'") from None
         self.ours, config = ours, ours.config
-        hf_config = AutoConfig.for_model(**config_to_hf(config.model.config))
         dtype = torch.bfloat16 if config.precision == "bf16-pure" else torch.float32
+        hf_config = AutoConfig.for_model(**config_to_hf(config.model.config, dtype))
         with ours.device:
             self.model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
         if config.compile:
@@ -50,22 +52,22 @@ class TransformersTrainer:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def versus_transformers(config: Config, mesh, row: str, steps: int, warmup: int) -> dict:
-    """Time `steps` training steps of both, alternating. Returns versus, versus_ratio (above 1: ours is faster), seconds."""
-    if mesh.size() > 1:
-        raise InputError(f"--versus transformers runs in one process, not in {mesh.size()}")
+def versus_transformers(config: Config, meshes: Meshes, row: str, steps: int, warmup: int) -> dict:
+    """Time `steps` training steps of both, alternating. A versus_ratio above 1 says that ours is faster."""
+    if dist.get_world_size() > 1:
+        raise InputError(f"--versus transformers runs in one process, not in {dist.get_world_size()}")
     data, _ = open_data(config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed)
-    ours = Trainer(config, mesh)
-    theirs = TransformersTrainer(ours)
+    ours = Trainer(config, meshes)
+    trainers = (ours, TransformersTrainer(ours))
     pairs = []
     for step in progress(warmup + steps, f"{row} versus transformers"):
-        seconds = [timed(lambda t=trainer, step=step: t.step(data, step), ours.device) for trainer in (ours, theirs)]
+        seconds = [timed(lambda t=trainer, step=step: t.step(data, step), ours.device) for trainer in trainers]
         if step >= warmup:
             pairs.append(seconds)
-    ratios = sorted(their / our for our, their in pairs)
+    ratios = [their_time / our_time for our_time, their_time in pairs]
     return {
         "versus": "transformers",
-        "versus_ratio": ratios[len(ratios) // 2],
-        "versus_ratio_range": [ratios[0], ratios[-1]],
-        "versus_step_time_s": [sorted(column)[len(column) // 2] for column in zip(*pairs, strict=True)],
+        "versus_ratio": median(ratios),
+        "versus_ratio_range": [min(ratios), max(ratios)],
+        "versus_step_time_s": [median(column) for column in zip(*pairs, strict=True)],
     }

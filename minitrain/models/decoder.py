@@ -1,8 +1,8 @@
 """The decoder-only language model: one class for every family, shaped by its `DecoderConfig`.
 
-A family differs from another in data, not in code: biases, norms, rotary scaling and activations are fields of the config,
-and `zoo.py` holds their values for each published model. Parameter names are those of the Hugging Face checkpoints.
-What is not here: losses (training/loss.py), sharding (parallel/), reading weights (checkpoint_hf.py).
+A family differs from another in data, not in code: biases, norms, rotary scaling and activations are fields of the
+config, and `zoo.py` holds their values for each published model. Parameter names are those of the Hugging Face
+checkpoints. What is not here: losses (training/loss.py), sharding (parallel/), reading weights (checkpoint_hf.py).
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class DecoderConfig:
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     bos_token_id: int | None = None
-    eos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None  # Llama 3.1 has several
 
     def __post_init__(self):
         """Raises InputError for sizes that no model can have."""
@@ -98,41 +98,52 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids in, logits out; or, with a `head`, whatever that makes of the last hidden states."""
+    """Token ids in, logits out; or, with a `head`, whatever that makes of the last hidden states.
 
-    def __init__(self, config: DecoderConfig):
+    A pipeline stage holds only some `layers`; the `first` stage has the embedding, the `last` the final norm and the
+    head, and the others take and return hidden states. With tied embeddings, first and last each have the matrix.
+    """
+
+    def __init__(self, config: DecoderConfig, layers: range | None = None, first: bool = True, last: bool = True):
         super().__init__()
-        self.config = config
-        self.model = nn.ModuleDict({
-            "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
-            "layers": nn.ModuleDict({str(i): Block(config) for i in range(config.num_layers)}),
-            "norm": NORMS[config.norm](config.hidden_size, eps=config.norm_eps),
-        })
-        tied = config.tie_word_embeddings
-        self.lm_head = None if tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.config, self.first, self.last = config, first, last
+        self.make_mask = Mask  # context parallelism replaces it by one that knows where this rank's tokens are
+        hidden, vocab, tied = config.hidden_size, config.vocab_size, config.tie_word_embeddings
+        layers = range(config.num_layers) if layers is None else layers
+        self.model = nn.ModuleDict()
+        if first or (last and tied):
+            self.model["embed_tokens"] = nn.Embedding(vocab, hidden)
+        self.model["layers"] = nn.ModuleDict({str(i): Block(config) for i in layers})
+        if last:
+            self.model["norm"] = NORMS[config.norm](hidden, eps=config.norm_eps)
+        self.lm_head = nn.Linear(hidden, vocab, bias=False) if last and not tied else None
 
     def forward(
         self,
-        tokens: Tensor,
+        x: Tensor,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         labels: Tensor | None = None,
         head: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None,
     ) -> Tensor:
-        """tokens: int [batch, seq]. Returns logits [batch, seq, vocab], or head(hidden [batch, seq, hidden], weight, labels).
+        """Logits [batch, seq, vocab] of tokens, int [batch, seq]; or head(hidden [batch, seq, hidden], weight, labels).
 
+        x: the tokens; in a pipeline, all stages but the first get hidden states, and all but the last return them.
         positions: int [batch, seq], for the rotary embedding; 0, 1, 2, ... if not given.
         documents: int [batch, seq]; tokens see only those with the same number (packed sequences).
         head: called inside the forward pass, where a sharded head weight [vocab, hidden] is whole.
         """
-        x = self.model.embed_tokens(tokens)
+        if self.first:
+            x = self.model.embed_tokens(x)
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)[None]
-        config, mask = self.config, Mask(documents=documents)
+        config, mask = self.config, self.make_mask(documents=documents)
         frequencies = rotary_frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling, x.device)
         rotary = rotary_tables(positions, frequencies)
         for layer in self.model.layers.values():
             x = layer(x, rotary, mask)
+        if not self.last:
+            return x
         x = self.model.norm(x)
         weight = self.head_weight
         return F.linear(x, weight) if head is None else head(x, weight, labels)

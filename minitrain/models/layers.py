@@ -65,7 +65,7 @@ def llama3_scaled(frequencies: Tensor, scaling: dict) -> Tensor:
 
 
 def rotary_tables(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position's angles, in fp32. positions: [batch or 1, seq] -> 2 x [.., seq, 1, dim / 2]."""
+    """Cosines and sines of every position's angles, in fp32: [batch or 1, seq] -> 2 x [batch or 1, seq, 1, dim / 2]."""
     angles = (positions[..., None].float() * frequencies)[..., None, :]
     return angles.cos(), angles.sin()
 
@@ -73,7 +73,7 @@ def rotary_tables(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tenso
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate channel i against channel i + dim / 2 (the "rotate half" pairing of Llama and most others).
 
-    x: [batch, seq, heads, head_dim]; cos, sin: [batch or 1, seq, 1, dim / 2]. Only the first `dim` channels of a head turn.
+    x: [batch, seq, heads, head_dim]; cos, sin: [batch or 1, seq, 1, dim / 2]. Only a head's first `dim` channels turn.
     """
     half = cos.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)

@@ -1,4 +1,4 @@
-"""Every model of the tables by name, and a tiny twin of each (NAME-tiny) with the same quirks, for tests and laptops."""
+"""Every model of the tables by name, and a tiny twin of each (NAME-tiny) with its quirks, for tests and laptops."""
 
 import dataclasses
 import difflib
@@ -76,12 +76,13 @@ def tiny(fields: dict) -> dict:
 
 
 def model_config(name: str, **overrides) -> DecoderConfig:
-    """The config of the model called `name`, with some fields replaced. Raises InputError for unknown names and fields."""
+    """The config of the model called `name`, with some fields replaced. Raises InputError for an unknown name."""
     fields = ZOO.get(name.removesuffix("-tiny"))
     if fields is None:
         known = [n for base in ZOO for n in (base, base + "-tiny")]
         near = difflib.get_close_matches(name, known, n=1, cutoff=0)
-        raise InputError(f"model {name!r} is unknown (nearest: {near[0]!r}; known: {', '.join(ZOO)}, each also with -tiny)")
+        names = ", ".join(ZOO)
+        raise InputError(f"model {name!r} is unknown (nearest: {near[0]!r}; known: {names}, each also with -tiny)")
     if name.endswith("-tiny"):
         fields = tiny(fields)
     return dataclasses.replace(DecoderConfig(**fields), **overrides)

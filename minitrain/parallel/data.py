@@ -1,11 +1,11 @@
 """Sharded data parallelism (FSDP2, ZeRO-3; Rajbhandari et al. 2020): every rank keeps 1/n of each parameter.
 
-Before a block runs, its weights are all-gathered; after its backward, its gradients are reduce-scattered to their owners.
-Cost per micro-batch: two all-gathers (forward, backward) and one reduce-scatter of the parameters' bytes, each moving
-(n - 1) / n of them per rank. With replicas (HSDP) the shards' gradients are then all-reduced between the copies.
+Before a block runs, its weights are all-gathered; after its backward, its gradients are reduce-scattered to their
+owners. Cost per micro-batch: two all-gathers (forward, backward) and one reduce-scatter of the parameters' bytes, each
+moving (n - 1) / n of them per rank. With replicas (HSDP) the shards' gradients are then all-reduced between the copies.
 
-Gradients are summed over ranks, not averaged: the loss is already divided by the tokens of all ranks, so that ranks with
-more valid tokens weigh more, as they would in one process.
+Gradients are summed over ranks, not averaged: the loss is already divided by the tokens of all ranks, so that ranks
+with more valid tokens weigh more, as they would in one process.
 """
 
 import torch

@@ -1,10 +1,10 @@
-"""Start the processes' group and arrange them as a named grid.
+"""Start the processes' group, arrange its ranks as named meshes, and find a rank's part of a sharded tensor.
 
-A run is always distributed: alone, it is a world of one rank with the same code path. The grid has two dimensions,
-`dp_replicate` x `dp_shard`: parameters are sharded over the second and copied over the first (HSDP; Rajbhandari et al. 2020).
+A run is always distributed: alone, it is a world of one rank with the same code path.
 """
 
 import os
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -15,6 +15,21 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public name for it
 
 from minitrain.config import Config, check_layout
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The same ranks, seen by what is split over them.
+
+    Neighbouring ranks, which share the fastest links, are tensor-parallel; then come context, shards, replicas, stages.
+    """
+
+    parameters: DeviceMesh  # 2-D (dp_replicate, dp_shard): copied over the first, sharded over the second, cp included
+    batch: DeviceMesh  # 1-D: the ranks that take different rows of a batch
+    loss: DeviceMesh  # 1-D, batch x cp: the ranks that see different tokens, whose losses add up
+    cp: DeviceMesh
+    tp: DeviceMesh
+    pp: DeviceMesh
 
 
 def world_size() -> int:
@@ -29,8 +44,8 @@ def pick_device(setting: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
-def start(config: Config) -> DeviceMesh:
-    """Join the process group (NCCL on GPUs, gloo on CPUs) and return the mesh (dp_replicate, dp_shard).
+def start(config: Config) -> Meshes:
+    """Join the process group (NCCL on GPUs, gloo on CPUs) and arrange its ranks.
 
     Raises InputError when the ranks cannot be laid out so; no group has started then.
     """
@@ -42,16 +57,31 @@ def start(config: Config) -> DeviceMesh:
         backend = "nccl" if device.type == "cuda" else "gloo"
         alone = {} if "WORLD_SIZE" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
         dist.init_process_group(backend, timeout=timedelta(minutes=10), **alone)
-    return build_mesh(config, device.type)
+    return build_meshes(config, device.type)
 
 
-def build_mesh(config: Config, device_type: str) -> DeviceMesh:
-    """The mesh (dp_replicate, dp_shard) over the ranks of the running process group, and its flattened form `dp`."""
-    replicate = config.parallel.dp_replicate
-    shape = (replicate, dist.get_world_size() // replicate)
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
-    mesh["dp_replicate", "dp_shard"]._flatten("dp")
-    return mesh
+def build_meshes(config: Config, device_type: str) -> Meshes:
+    """Arrange the ranks of the running process group, whose number `check_layout` has accepted.
+
+    Meshes whose dimensions are not each other's are built apart: FSDP wants its mesh and tp's from the same one.
+    """
+    p, ranks = config.parallel, dist.get_world_size()
+    shards = ranks // (p.dp_replicate * p.tp * p.pp)  # context-parallel ranks share the work of holding parameters
+    rows = ranks // (p.cp * p.tp * p.pp)
+
+    def grid(**sizes: int) -> DeviceMesh:
+        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    for_parameters = grid(pp=p.pp, dp_replicate=p.dp_replicate, dp_shard=shards, tp=p.tp)
+    for_rows = grid(pp=p.pp, batch=rows, cp=p.cp, tp=p.tp)
+    return Meshes(
+        parameters=for_parameters["dp_replicate", "dp_shard"],
+        batch=for_rows["batch"],
+        loss=grid(pp=p.pp, loss=rows * p.cp, tp=p.tp)["loss"],
+        cp=for_rows["cp"],
+        tp=for_parameters["tp"],
+        pp=for_parameters["pp"],
+    )
 
 
 def owned(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:

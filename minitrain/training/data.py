@@ -1,8 +1,8 @@
 """Training data: row n of a dataset is a pure function of (seed, n), so a resumed run needs no saved iterator.
 
-Documents are tokenised, each ended by eos, laid end to end, and cut into rows of seq_len. A row numbers its documents, so
-that attention stays inside each, and positions restart with them. An epoch visits every row once, in an order that is
-computed for one row at a time (`shuffled`) and never stored. Token files are memory-mapped: of any size, opened at once.
+Documents are tokenised, each ended by eos, laid end to end, and cut into rows of seq_len. A row numbers its documents,
+so that attention stays inside each, and positions restart with them. An epoch visits every row once, in an order that
+is computed for one row at a time (`shuffled`) and never stored. Token files are memory-mapped: any size opens at once.
 Left out: streaming from a network, mixing sources by weight, and packing that avoids cutting documents.
 """
 
@@ -26,11 +26,10 @@ from torch import Tensor
 from minitrain.config import Data
 from minitrain.errors import InputError
 from minitrain.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+from minitrain.training.loss import IGNORE
 
-IGNORE = -100  # a label that is not predicted: cross_entropy's ignore_index
 
-
-def open_data(data: Data, seq_len: int, vocab_size: int, seed: int):
+def open_data(data: Data, seq_len: int, vocab_size: int, seed: int) -> tuple["Mock | Packed", "Mock | Packed | None"]:
     """The training dataset, and the held-out one (None if data.validation is 0; mock data always has one).
 
     A dataset has `row(n)` for n = 0, 1, 2, ... without end: a dict of int64 [seq_len] tensors. `tokens` and `labels`
@@ -45,13 +44,13 @@ def open_data(data: Data, seq_len: int, vocab_size: int, seed: int):
     return _open_documents(data, files, seq_len, vocab_size, seed)
 
 
-def rows(dataset, numbers: Iterable[int]) -> dict[str, Tensor]:
+def rows(dataset: "Mock | Packed", numbers: Iterable[int]) -> dict[str, Tensor]:
     """Rows `numbers` of a dataset, stacked: each value is [len(numbers), seq_len]."""
     each = [dataset.row(n) for n in numbers]
     return {key: torch.stack([row[key] for row in each]) for key in each[0]}
 
 
-# ------------------------------------------------------------------------------------------------------------------- rows
+# ---------------------------------------------------------------------------------------------------------------- rows
 
 
 @dataclass
@@ -132,12 +131,12 @@ def _hash(*values: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")
 
 
-# -------------------------------------------------------------------------------------------------------------- documents
+# ----------------------------------------------------------------------------------------------------------- documents
 
 
 @dataclass
 class Corpus:
-    """Documents in memory, end to end. tokens: [n]; ends: [documents], each one's last index; sizes: UTF-8 bytes of each."""
+    """Documents in memory, end to end. tokens: [n]; ends: [documents], last indices; sizes: [documents], in bytes."""
 
     tokens: np.ndarray
     ends: np.ndarray
@@ -162,20 +161,23 @@ class Corpus:
 
 
 def tokenize(documents: Iterable[str], tokenizer: ByteTokenizer | HuggingFaceTokenizer) -> Corpus:
-    """All documents with eos after each (if the tokenizer has one), at 2 or 4 bytes a token. Empty ones are left out."""
+    """All documents, each ended by eos if the tokenizer has one, at 2 or 4 bytes a token. Empty ones are left out."""
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     eos = np.array([] if tokenizer.eos_id is None else [tokenizer.eos_id], dtype).tobytes()
     tokens, ends, sizes = bytearray(), array("q"), array("q")
     for text in documents:
         ids = tokenizer.encode_array(text)
         if len(ids):
-            tokens += ids.astype(dtype).tobytes() + eos
+            tokens += memoryview(ids.astype(dtype))
+            tokens += eos
             ends.append(len(tokens) // dtype.itemsize - 1)
             sizes.append(len(text.encode("utf-8")))
     return Corpus(np.frombuffer(tokens, dtype), np.array(ends, np.int64), np.array(sizes, np.int64))
 
 
-def _open_documents(data: Data, files: list[Path], seq_len: int, vocab_size: int, seed: int):
+def _open_documents(
+    data: Data, files: list[Path], seq_len: int, vocab_size: int, seed: int
+) -> tuple[Packed, Packed | None]:
     tokenizer = load_tokenizer(data.tokenizer)
     if vocab_size < tokenizer.vocab_size:
         raise InputError(f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}")
@@ -197,9 +199,9 @@ def _cut(corpus: Corpus, seq_len: int, seed: int, what: str) -> Packed:
 
 
 def hold_out(documents: int, share: float, seed: int) -> np.ndarray:
-    """bool [documents]: true for a random `share` of them, chosen by (seed, index); at least one is true, and one false."""
+    """bool [documents]: true for a random `share`, chosen by (seed, index); at least one is true and one false."""
     if documents < 2:
-        raise InputError(f"data.validation={share} needs at least 2 documents, one for each side, but there is {documents}")
+        raise InputError(f"data.validation={share} needs 2 documents, one for each side, but there is {documents}")
     count = min(max(1, round(share * documents)), documents - 1)
     held = np.zeros(documents, bool)
     held[[shuffled(i, documents, seed) for i in range(count)]] = True
@@ -242,12 +244,12 @@ def _parse_line(line: bytes, field: str, where: str) -> str:
     return text
 
 
-# ------------------------------------------------------------------------------------------------------------ token files
+# --------------------------------------------------------------------------------------------------------- token files
 
 
 @dataclass
 class TokenFile:
-    """A memory-mapped run of tokens [n] that begins at index `offset` of a file. document_end: the id that ends one, or -1."""
+    """A memory-mapped run of tokens [n] from index `offset` of a file on. document_end: the id that ends one, or -1."""
 
     file: Path
     offset: int
@@ -265,7 +267,9 @@ class TokenFile:
         return window, window[:length] == self.document_end
 
 
-def _open_token_files(data: Data, files: list[Path], seq_len: int, vocab_size: int, seed: int):
+def _open_token_files(
+    data: Data, files: list[Path], seq_len: int, vocab_size: int, seed: int
+) -> tuple[Packed, Packed | None]:
     """Held out is the end of each file, a whole number of rows: round(data.validation x rows)."""
     end = -1 if data.document_end is None else data.document_end
     if data.document_end is not None and not 0 <= end < vocab_size:
@@ -288,7 +292,7 @@ def map_tokens(file: Path, raw_dtype: str) -> np.ndarray:
     """A .npy file, or any other as raw little-endian `raw_dtype`, memory-mapped: integers [n]. Nothing is read yet."""
     try:
         if file.suffix == ".npy":
-            tokens = np.load(file, mmap_mode="r", allow_pickle=False)
+            tokens = np.lib.format.open_memmap(file, mode="r")
         else:
             tokens = np.memmap(file, np.dtype(raw_dtype).newbyteorder("<"), mode="r")
     except OSError as error:
@@ -297,16 +301,16 @@ def map_tokens(file: Path, raw_dtype: str) -> np.ndarray:
         raise InputError(f"{file} does not hold tokens as {file.suffix or raw_dtype}: {error}") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise InputError(f"{file} must hold integers [n], not {tokens.dtype} {list(tokens.shape)}")
-    return tokens
+    return np.asarray(tokens)  # still mapped, but sliced without the bookkeeping of np.memmap
 
 
-# ------------------------------------------------------------------------------------------------------------------ files
+# --------------------------------------------------------------------------------------------------------------- files
 
-_IN_FOLDER = {"text": "*", "jsonl": "*.jsonl", "tokens": "*.[nb][pi][yn]"}  # which files of a folder are data
+_SUFFIXES = {"text": ("",), "jsonl": (".jsonl",), "tokens": (".npy", ".bin")}  # which files of a folder are data
 
 
 def find_files(data: Data) -> list[Path]:
-    """The files of data.path, without those of data.exclude, each once and sorted. A folder gives all of its kind below it."""
+    """The files of data.path but not of data.exclude, each once and sorted; of a folder, all of their kind below it."""
     found = set()
     for pattern in [data.path] if isinstance(data.path, str) else data.path:
         matches = _expand(pattern.replace("{stdlib}", sysconfig.get_paths()["stdlib"]), data.kind)
@@ -323,5 +327,5 @@ def _expand(pattern: str, kind: str) -> list[str]:
     pattern = os.path.expanduser(pattern)
     if os.path.isdir(pattern):
         walk = [os.path.join(folder, name) for folder, _, names in os.walk(pattern) for name in names]
-        return [file for file in walk if fnmatch.fnmatchcase(file, _IN_FOLDER[kind])]
+        return [file for file in walk if file.endswith(_SUFFIXES[kind])]
     return [file for file in [pattern, *glob.glob(pattern, recursive=True)] if os.path.isfile(file)]

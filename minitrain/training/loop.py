@@ -1,8 +1,8 @@
 """The training loop, one for all objectives, layouts and kinds of data.
 
-A step: take this rank's share of the step's rows, run forward and backward on each micro-batch, clip, update. The loss that is
-differentiated is a sum over valid tokens divided by their number in the whole step, over all ranks and micro-batches, so the
-gradients do not depend on how the rows were split.
+A step: take this rank's share of the step's rows, run forward and backward on each micro-batch, clip, update. The loss
+that is differentiated is a sum over valid tokens divided by their number in the whole step, over all ranks and
+micro-batches, so the gradients do not depend on how the rows were split.
 """
 
 import hashlib
@@ -12,27 +12,26 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 
 from minitrain.config import Config
 from minitrain.models.checkpoint_hf import load_weights
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.data import set_gradient_sync
-from minitrain.parallel.mesh import owned, pick_device
+from minitrain.parallel.mesh import Meshes, owned, pick_device
 from minitrain.parallel.parallelize import parallelize
 from minitrain.training.data import rows
 from minitrain.training.objectives import LanguageModeling
 from minitrain.training.optim import clip_gradients, learning_rate, make_optimizer
 
 
-def build_model(config: Config, mesh: DeviceMesh) -> Decoder:
-    """The config's model, laid out over the mesh, with the weights of `model.path` or else initial ones."""
+def build_model(config: Config, meshes: Meshes) -> Decoder:
+    """The config's model, laid out over the ranks, with the weights of `model.path` or else initial ones."""
     with torch.device("meta"):
         model = Decoder(config.model.config)
     if config.precision == "bf16-pure":
         model.to(torch.bfloat16)
-    parallelize(model, config, mesh)
+    parallelize(model, config, meshes)
     model.to_empty(device=pick_device(config.device))
     if config.model.path:
         load_weights(model, config.model.path, owned)
@@ -57,28 +56,28 @@ def initialize(model: Decoder, seed: int) -> None:
 
 
 class Trainer:
-    """A model, its objective and optimizer, on this rank of the mesh."""
+    """A model, its objective and optimizer, on this rank."""
 
-    def __init__(self, config: Config, mesh: DeviceMesh):
+    def __init__(self, config: Config, meshes: Meshes):
         self.config = config
         self.device = pick_device(config.device)
-        self.data_mesh = mesh["dp"]
-        self.model = build_model(config, mesh)
+        self.meshes = meshes
+        self.model = build_model(config, meshes)
         self.objective = LanguageModeling()
         self.optimizer = make_optimizer(self.model, config.optim)
 
     def micro_batches(self, dataset, step: int) -> list[dict[str, Tensor]]:
-        """This rank's rows of step 0, 1, ...: consecutive ones, so that all ranks together have seen rows 0..n in order."""
-        batch, ranks = self.config.batch, self.data_mesh.size()
-        share = batch.global_ // ranks
-        first = step * batch.global_ + self.data_mesh.get_local_rank() * share
+        """This rank's rows of step 0, 1, ...: consecutive ones, so that all ranks together see rows 0..n in order."""
+        batch, ranks = self.config.batch, self.meshes.batch
+        share = batch.global_ // ranks.size()
+        first = step * batch.global_ + ranks.get_local_rank() * share
         return [rows(dataset, range(n, n + batch.micro)) for n in range(first, first + share, batch.micro)]
 
     def step(self, dataset, step: int) -> dict[str, Tensor]:
-        """One optimizer step on the rows of `step`. Returns loss and grad_norm as tensors, without waiting for the device."""
+        """One optimizer step on the rows of `step`. Returns loss and grad_norm, without waiting for the device."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.config.steps, self.config.optim)
-        loss = forward_backward(self.model, self.objective, self.micro_batches(dataset, step), self.data_mesh, self.device)
+        loss = forward_backward(self.model, self.objective, self.micro_batches(dataset, step), self.meshes, self.device)
         norm = clip_gradients(list(self.model.parameters()), self.config.optim.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -89,31 +88,31 @@ class Trainer:
         """Mean loss over the first `validation.batches` global batches of a dataset, each row at most once."""
         batches = max(1, min(self.config.validation.batches, len(dataset) // self.config.batch.global_))
         micro_batches = [batch for step in range(batches) for batch in self.micro_batches(dataset, step)]
-        count = global_count(self.objective, micro_batches, self.data_mesh, self.device)
+        count = global_count(self.objective, micro_batches, self.meshes, self.device)
         total = sum(self.objective.loss(self.model, to_device(batch, self.device)) for batch in micro_batches)
-        dist.all_reduce(total, group=self.data_mesh.get_group())
+        dist.all_reduce(total, group=self.meshes.loss.get_group())
         return (total / count).item()
 
 
 def forward_backward(
-    model: Module, objective, micro_batches: list[dict[str, Tensor]], data_mesh: DeviceMesh, device: torch.device
+    model: Module, objective, micro_batches: list[dict[str, Tensor]], meshes: Meshes, device: torch.device
 ) -> Tensor:
-    """Add the gradients of the mean loss over all ranks' micro-batches to the parameters. Returns that loss, a scalar."""
-    count = global_count(objective, micro_batches, data_mesh, device)
+    """Add the gradients of the mean loss over all ranks' micro-batches to the parameters; returns that loss."""
+    count = global_count(objective, micro_batches, meshes, device)
     total = torch.zeros((), device=device)
     for i, batch in enumerate(micro_batches):
         set_gradient_sync(model, i == len(micro_batches) - 1)
         loss = objective.loss(model, to_device(batch, device)) / count
         loss.backward()
         total += loss.detach()
-    dist.all_reduce(total, group=data_mesh.get_group())
+    dist.all_reduce(total, group=meshes.loss.get_group())
     return total
 
 
-def global_count(objective, micro_batches, data_mesh: DeviceMesh, device: torch.device) -> Tensor:
+def global_count(objective, micro_batches, meshes: Meshes, device: torch.device) -> Tensor:
     """How many terms the loss has on all ranks together, as a float scalar, at least 1."""
     count = torch.tensor(sum(objective.count(batch) for batch in micro_batches), device=device)
-    dist.all_reduce(count, group=data_mesh.get_group())
+    dist.all_reduce(count, group=meshes.loss.get_group())
     return count.clamp(min=1).float()
 
 

@@ -1,8 +1,8 @@
 """Cross-entropy of a linear output head, without ever holding the logits of all tokens.
 
-For a 128k vocabulary the logits of 8192 tokens are 4 GB in fp32, and autograd would keep several copies. Here the head and
-the loss are one autograd function that takes `CHUNK` tokens at a time and computes their gradients right away, while their
-logits are at hand: memory no longer grows with tokens x vocabulary, and backward only scales what is there.
+For a 128k vocabulary the logits of 8192 tokens are 4 GB in fp32, and autograd would keep several copies. Here the head
+and the loss are one autograd function that takes `CHUNK` tokens at a time and computes their gradients right away,
+while their logits are at hand: memory no longer grows with tokens x vocabulary, and backward only scales.
 """
 
 import torch

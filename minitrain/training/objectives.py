@@ -1,6 +1,6 @@
 """What is minimised. An objective is an object with two methods, and the loop knows nothing else of the task:
 
-    count(batch)         how many terms of `batch` the loss sums over, an int; the loop divides by the step's global count
+    count(batch)         how many terms of `batch` the loss sums over, an int; the loop divides by the step's count
     loss(model, batch)   the sum of the terms, a scalar that can be differentiated
 """
 
@@ -17,4 +17,5 @@ class LanguageModeling:
         return int((batch["labels"] != IGNORE).sum())
 
     def loss(self, model: Module, batch: dict[str, Tensor]) -> Tensor:
-        return model(**batch, head=linear_cross_entropy)
+        batch = dict(batch)
+        return model(batch.pop("tokens"), **batch, head=linear_cross_entropy)

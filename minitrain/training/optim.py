@@ -24,7 +24,7 @@ def make_optimizer(model: Module, optim: Optim) -> torch.optim.Optimizer:
 
 
 def learning_rate(step: int, steps: int, optim: Optim) -> float:
-    """The rate of step 0, 1, ... of `steps`: a linear warm-up, then constant, linear or cosine down to final_lr * lr."""
+    """The rate of step 0, 1, ... of `steps`: linear warm-up, then constant, linear or cosine to final_lr * lr."""
     if step < optim.warmup:
         return optim.lr * (step + 1) / optim.warmup
     progress = (step - optim.warmup) / max(1, steps - 1 - optim.warmup)

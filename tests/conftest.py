@@ -1,0 +1,28 @@
+"""Settings and fixtures of all tests."""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # read once, when torch is imported, here and in the worker processes
+
+import pytest
+import torch
+
+from tests.pool import Pool
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """Worker processes that last for the whole session: `pool.run(world_size, function, *args)`."""
+    pool = Pool()
+    yield pool
+    pool.close()

@@ -1,0 +1,147 @@
+"""Exact resume: the same run, bit for bit, as one that was never stopped; and the same values on other layouts."""
+
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
+
+from minitrain import config as configs
+from minitrain.errors import InputError
+from minitrain.parallel.mesh import start
+from minitrain.training.checkpoint import Checkpointer
+from minitrain.training.loop import build_model, forward_backward
+from minitrain.training.objectives import LanguageModeling
+from minitrain.training.optim import make_optimizer
+from tests.oracle import micro_batches, ragged_batch, snapshot
+
+TREE = {
+    "model": {"name": "qwen3-32b-tiny", "vocab_size": 126, "num_layers": 2},
+    "batch": {"global": 4, "micro": 1, "seq_len": 16},
+    "optim": {"name": "adamw", "lr": 0.01},
+    "device": "cpu",
+}
+HSDP = TREE | {"parallel": {"dp_replicate": 2}}
+
+
+def make(tree):
+    config = configs.from_dict(tree)
+    meshes = start(config)
+    model = build_model(config, meshes)
+    return config, meshes.batch, model, make_optimizer(model, config.optim)
+
+
+def train(tree, folder, until, asynchronous=False):
+    """Resume from `folder`, train to step `until`, save; returns the losses by step and the final state in full."""
+    config, ranks, model, optimizer = make(tree)
+    checkpointer = Checkpointer(folder, keep=2, asynchronous=asynchronous)
+    first = (checkpointer.load(model, optimizer) or {"step": 0})["step"]
+    losses = {}
+    for step in range(first, until):
+        rows = micro_batches(ragged_batch(config, step), config, ranks)
+        losses[step] = forward_backward(model, LanguageModeling(), rows, ranks, torch.device("cpu")).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step + 1 in (until - 1, until):
+            checkpointer.save(step + 1, model, optimizer, {"step": step + 1})
+    checkpointer.wait()
+    return losses, full_state(model, optimizer)
+
+
+def full_state(model, optimizer):
+    state = snapshot(model.state_dict().items())
+    for name, parameter in model.named_parameters():
+        state |= snapshot((f"{name}/{key}", value) for key, value in optimizer.state[parameter].items())
+    return state
+
+
+def load(tree, folder):
+    _, _, model, optimizer = make(tree)
+    Checkpointer(folder, keep=2).load(model, optimizer)
+    return full_state(model, optimizer)
+
+
+def assert_equal(left, right):
+    assert left.keys() == right.keys()
+    assert not [name for name in left if not torch.equal(left[name], right[name])]
+
+
+@pytest.mark.parametrize(("world_size", "tree", "asynchronous"), [
+    (1, TREE, False), (2, TREE, False), (2, TREE, True), (4, HSDP, True), (2, TREE | {"precision": "bf16-pure"}, False),
+    (1, TREE | {"precision": "bf16"}, False),
+])  # fmt: skip
+def test_resumed_runs_equal_an_unbroken_one(pool, tmp_path, world_size, tree, asynchronous):
+    unbroken, state = pool.run(world_size, train, tree, tmp_path / "unbroken", 6)[0]
+    broken = {}
+    for until in (3, 5, 6):
+        losses, resumed = pool.run(world_size, train, tree, tmp_path / "broken", until, asynchronous)[0]
+        broken |= losses
+    assert broken == unbroken and len(unbroken) == 6
+    assert_equal(resumed, state)
+
+
+@pytest.mark.parametrize(("before", "after"), [
+    ((2, TREE), (4, TREE)), ((4, TREE), (1, TREE)), ((1, TREE), (4, HSDP)), ((4, HSDP), (2, TREE)),
+])  # fmt: skip
+def test_a_checkpoint_loads_into_another_layout(pool, tmp_path, before, after):
+    _, saved = pool.run(before[0], train, before[1], tmp_path, 2)[0]
+    for loaded in pool.run(after[0], load, after[1], tmp_path):
+        assert_equal(loaded, saved)
+    unbroken, _ = pool.run(before[0], train, before[1], tmp_path / "unbroken", 4)[0]
+    losses, _ = pool.run(after[0], train, after[1], tmp_path, 4)[0]
+    for step in (2, 3):
+        assert losses[step] == pytest.approx(unbroken[step], rel=1e-6)
+
+
+def save_after_evaluation(tree, folder):
+    """FSDP leaves some weights gathered after a forward pass without backward: the optimizer does not know those."""
+    config, ranks, model, optimizer = make(tree)
+    rows = micro_batches(ragged_batch(config, 0), config, ranks)
+    forward_backward(model, LanguageModeling(), rows, ranks, torch.device("cpu"))
+    optimizer.step()
+    expected = full_state(model, optimizer)
+    with torch.no_grad():
+        model(rows[0]["tokens"])
+    gathered = sum(not isinstance(p, DTensor) for p in model.parameters())
+    Checkpointer(folder, keep=1).save(1, model, optimizer, {})
+    return expected, gathered
+
+
+def test_a_save_after_evaluation_is_complete(pool, tmp_path):
+    expected, gathered = pool.run(2, save_after_evaluation, TREE, tmp_path)[0]
+    assert gathered
+    assert_equal(pool.run(2, load, TREE, tmp_path)[0], expected)
+
+
+def fail_on_the_last_rank(tree, folder):
+    _, _, model, optimizer = make(tree)
+    checkpointer = Checkpointer(folder, keep=1)
+    checkpointer.save(1, model, optimizer, {"step": 1})
+    last = dist.get_rank() == dist.get_world_size() - 1
+    full = OSError(28, "No space left on device")
+    disk = mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=full) if last else nullcontext()
+    with disk, pytest.raises(OSError, match="No space left on device"):
+        checkpointer.save(2, model, optimizer, {"step": 2})
+    return checkpointer.load(model, optimizer)
+
+
+def test_one_rank_that_cannot_write_stops_all(pool, tmp_path):
+    assert pool.run(2, fail_on_the_last_rank, TREE, tmp_path) == [{"step": 1}] * 2
+
+
+def load_misfit_on_one_rank(tree, folder):
+    _, _, model, optimizer = make(tree)
+    checkpointer = Checkpointer(folder, keep=1)
+    checkpointer.save(1, model, optimizer, {})
+    if dist.get_rank() == 1:  # as on a stage of a pipeline that has other layers
+        model.register_buffer("only_here", torch.zeros(3))
+    with pytest.raises(InputError, match=r"no only_here, which is \[3\] in the model"):
+        checkpointer.load(model, optimizer)
+    return True
+
+
+def test_one_rank_that_cannot_load_stops_all(pool, tmp_path):
+    assert pool.run(2, load_misfit_on_one_rank, TREE, tmp_path) == [True, True]

@@ -1,0 +1,67 @@
+"""FSDP2 and HSDP: the losses, gradients and weights of one process, whatever the layout."""
+
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.oracle import check_against_one_process, train
+
+MODEL = {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 3, "initializer_range": 0.05}
+TREE = {
+    "model": MODEL,
+    "batch": {"global": 8, "micro": 2, "seq_len": 16},
+    "optim": {"name": "sgd", "lr": 0.1},
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_fsdp(pool, world_size):
+    check_against_one_process(pool, world_size, TREE)
+
+
+@pytest.mark.parametrize("model", ["qwen2.5-7b-tiny", "qwen3-32b-tiny", "nemotron4-15b-tiny"])
+def test_other_families(pool, model):
+    check_against_one_process(pool, 4, TREE | {"model": MODEL | {"name": model}})
+
+
+def test_uneven_shards(pool):
+    check_against_one_process(pool, 4, TREE | {"model": MODEL | {"vocab_size": 126, "intermediate_size": 50}})
+
+
+def test_tied_embeddings(pool):
+    check_against_one_process(pool, 2, TREE | {"model": MODEL | {"tie_word_embeddings": True}})
+
+
+@pytest.mark.parametrize("parallel", [
+    {"dp_replicate": 2, "dp_shard": 2},
+    {"dp_replicate": 4},
+    {"reshard_after_forward": False},
+    {"prefetch": 0},
+    {"prefetch": 2},
+    {"dp_replicate": 2, "reshard_after_forward": False, "prefetch": 2},
+], ids=str)  # fmt: skip
+def test_layouts(pool, parallel):
+    check_against_one_process(pool, 4, TREE | {"parallel": parallel})
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_recompute(pool, world_size):
+    check_against_one_process(pool, world_size, TREE | {"recompute": "full"})
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_accumulation(pool, micro):
+    check_against_one_process(pool, 2, TREE | {"batch": TREE["batch"] | {"micro": micro}})
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_compiled_blocks(pool, recompute):
+    check_against_one_process(pool, 2, TREE | {"compile": True, "recompute": recompute}, run=train_compiled)
+
+
+def train_compiled(*args):
+    """`train` with block.compile() handing its graphs to autograd instead of to a C++ compiler."""
+    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+        return train(*args)

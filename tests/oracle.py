@@ -1,0 +1,139 @@
+"""The oracle of every parallel layout: train on some ranks, and check each step against plain autograd in one process.
+
+Plain SGD, not Adam, which would hide a wrong scale; every parameter's gradient, not the loss, which would hide most
+mistakes. Each step is checked from the weights it started with, so that rounding does not add up over the steps.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from minitrain import config as configs
+from minitrain.config import Config
+from minitrain.models.decoder import Decoder
+from minitrain.parallel.mesh import start, whole
+from minitrain.training.loop import build_model, forward_backward, initialize
+from minitrain.training.loss import IGNORE
+from minitrain.training.objectives import LanguageModeling
+from tests.pool import Pool
+
+Tensors = dict[str, Tensor]  # by parameter name
+
+
+@dataclass
+class Trace:
+    """What one rank saw of a training run, in full tensors. A rank of a pipeline knows only its own parameters."""
+
+    weights: list[Tensors] = field(default_factory=list)  # before the first step, and after each
+    gradients: list[Tensors] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+
+def ragged_batch(config: Config, step: int) -> Tensors:
+    """A global batch whose rows have very different numbers of valid labels: none in the first, most in the last."""
+    rows, length = config.batch.global_, config.batch.seq_len
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(config.model.config.vocab_size, (rows, length + 1), generator=generator)
+    valid = torch.arange(rows)[:, None] * length // rows
+    labels = torch.where(torch.arange(length) < valid, tokens[:, 1:], IGNORE)
+    return {"tokens": tokens[:, :-1], "labels": labels}
+
+
+def train(tree: dict, steps: int = 3, batch: Callable = ragged_batch) -> Trace:
+    """Train with plain SGD on this rank of the running group, on the product's own path. tree: a config, as in YAML."""
+    config = configs.from_dict(tree | {"device": "cpu"})
+    meshes = start(config)
+    model = build_model(config, meshes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.optim.lr)
+    trace = Trace(weights=[snapshot(model.named_parameters())])
+    for step in range(steps):
+        rows = micro_batches(batch(config, step), config, meshes.batch)
+        loss = forward_backward(model, LanguageModeling(), rows, meshes, torch.device("cpu"))
+        trace.losses.append(loss.item())
+        trace.gradients.append(snapshot((name, p.grad) for name, p in model.named_parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+        trace.weights.append(snapshot(model.named_parameters()))
+    return trace
+
+
+def micro_batches(batch: Tensors, config: Config, ranks: DeviceMesh) -> list[Tensors]:
+    """This rank's rows of a global batch, `batch.micro` at a time."""
+    share = config.batch.global_ // ranks.size()
+    first = ranks.get_local_rank() * share
+    starts = range(first, first + share, config.batch.micro)
+    return [{key: value[n : n + config.batch.micro] for key, value in batch.items()} for n in starts]
+
+
+def snapshot(named: Iterable[tuple[str, Tensor]]) -> Tensors:
+    """Copies of the full tensors; collective where they are sharded."""
+    return {name: whole(tensor.detach()).clone() for name, tensor in named}
+
+
+def initial_weights(config: Config) -> Tensors:
+    """Those of a model that no layout has touched."""
+    model = Decoder(config.model.config)
+    initialize(model, config.seed)
+    return snapshot(model.named_parameters())
+
+
+def plain_step(config: Config, weights: Tensors, batch: Tensors) -> tuple[float, Tensors]:
+    """Mean loss over the valid labels of a whole batch, and its gradients: no layout, no loop, no micro-batches.
+
+    In fp32 and with the product's own loss function, so that what differs is the layout and not the rounding; that the
+    model and the loss are right is for their own tests to say.
+    """
+    model = Decoder(config.model.config)
+    model.load_state_dict(weights)
+    loss = LanguageModeling().loss(model, batch) / (batch["labels"] != IGNORE).sum()
+    named = dict(model.named_parameters())
+    return loss.item(), dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+
+
+def check_against_one_process(
+    pool: Pool,
+    world_size: int,
+    tree: dict,
+    steps: int = 3,
+    batch: Callable = ragged_batch,
+    tolerance: float = 1e-6,
+    run: Callable = train,
+) -> None:
+    """Train `tree` on `world_size` ranks: every rank's losses, gradients and weights must be those of `plain_step`.
+
+    tolerance: on norm(difference) / norm(expected) of each parameter, and on the relative difference of the losses.
+    Initial weights must agree to the bit.
+    run: what each rank calls, `train` or something around it.
+    """
+    config = configs.from_dict(tree)
+    traces = pool.run(world_size, run, tree, steps, batch)
+    check_close([trace.weights[0] for trace in traces], initial_weights(config), 0, "initial weights")
+    for step in range(steps):
+        weights = {name: tensor for trace in traces for name, tensor in trace.weights[step].items()}
+        loss, gradients = plain_step(config, weights, batch(config, step))
+        updated = {name: weights[name] - config.optim.lr * gradients[name] for name in weights}
+        for rank, trace in enumerate(traces):
+            assert abs(trace.losses[step] / loss - 1) <= tolerance, f"loss of step {step} on rank {rank}"
+        check_close([trace.gradients[step] for trace in traces], gradients, tolerance, f"gradients of step {step}")
+        check_close([trace.weights[step + 1] for trace in traces], updated, tolerance, f"weights after step {step}")
+
+
+def check_close(ranks: list[Tensors], expected: Tensors, tolerance: float, what: str) -> None:
+    """The ranks together have all tensors, each close to the expected one; else fail with the name of the worst."""
+    actual = [(rank, name, tensor) for rank, tensors in enumerate(ranks) for name, tensor in tensors.items()]
+    assert {name for _, name, _ in actual} == set(expected), what
+    error, name, rank = max((relative_error(tensor, expected[name]), name, rank) for rank, name, tensor in actual)
+    assert error <= tolerance, f"{what}: {name} on rank {rank} is off by {error:.1e} (relative; allowed {tolerance})"
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """norm(actual - expected) / norm(expected), where 0 / 0 is 0; infinite for other shapes or non-finite values."""
+    if actual.shape != expected.shape or not actual.isfinite().all():
+        return float("inf")
+    difference, size = (actual.double() - expected).norm().item(), expected.double().norm().item()
+    if difference == 0:
+        return 0.0
+    return difference / size if size else float("inf")

@@ -1,0 +1,1 @@
+"""Against transformers: the same logits, the same gradients, the same files."""

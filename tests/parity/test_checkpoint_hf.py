@@ -1,0 +1,396 @@
+"""Checkpoints: what transformers writes is read, what we write it reads bit for bit, and what is wrong is said."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from minitrain import InputError, load_pretrained, save_pretrained
+from minitrain.models.checkpoint_hf import load_weights, read_config, save_tensors
+from minitrain.models.decoder import Decoder
+from tests.parity.hf_models import CONFIGS, build, random_tokens, reload
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A small Llama as transformers writes it."""
+    build("llama3").save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def edit_json(file, **changes):
+    """Set keys of a JSON file; None removes one."""
+    tree = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in tree.items() if value is not None}))
+
+
+def edit_weights(folder, **changes):
+    """Set tensors of model.safetensors; None removes one."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()} | changes
+    save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
+
+
+def refused(call, *parts):
+    """The one-line message of the InputError that `call` raises, which must hold all `parts`."""
+    with pytest.raises(InputError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert str(part) in message, message
+
+
+# ---------------------------------------------------------------------------------------------------------- round trips
+
+
+@pytest.mark.parametrize("max_shard_bytes", [5 * 10**9, 40_000])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_transformers_reads_what_we_write(family, max_shard_bytes, tmp_path):
+    theirs, tokens = build(family), random_tokens(2, 40)
+    theirs.save_pretrained(tmp_path / "theirs")
+    save_pretrained(load_pretrained(tmp_path / "theirs"), tmp_path / "ours", max_shard_bytes=max_shard_bytes)
+    again = reload(tmp_path / "ours")
+    assert type(again) is type(theirs)
+    assert again.dtype == torch.float32
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, theirs(tokens).logits)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_both_spellings_of_rotary_settings(family, tmp_path):
+    build(family).save_pretrained(tmp_path / "new")
+    assert "rope_parameters" in json.loads((tmp_path / "new/config.json").read_text())
+    save_pretrained(load_pretrained(tmp_path / "new"), tmp_path / "old")
+    old = json.loads((tmp_path / "old/config.json").read_text())
+    assert "rope_parameters" not in old
+    assert read_config(tmp_path / "old") == read_config(tmp_path / "new")
+    if old["rope_scaling"]:  # the first files of Llama 3.1 said `type`
+        old["rope_scaling"]["type"] = old["rope_scaling"].pop("rope_type")
+        edit_json(tmp_path / "old/config.json", **old)
+        assert read_config(tmp_path / "old") == read_config(tmp_path / "new")
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_config_means_the_same_in_transformers(family, tmp_path):
+    """Token ids and sizes that no logit depends on survive both ways."""
+    theirs = build(family, eos_token_id=[2, 7], initializer_range=0.0134, max_position_embeddings=300)
+    theirs.save_pretrained(tmp_path / "theirs")
+    save_pretrained(load_pretrained(tmp_path / "theirs"), tmp_path / "ours")
+    again = reload(tmp_path / "ours").config
+    for key in ("eos_token_id", "bos_token_id", "initializer_range", "max_position_embeddings", "num_key_value_heads",
+                "rope_parameters", "tie_word_embeddings", "hidden_act"):  # fmt: skip
+        assert getattr(again, key) == getattr(theirs.config, key), key
+
+
+def test_sharded_checkpoint_of_transformers(tmp_path):
+    theirs, tokens = build("qwen3"), random_tokens(1, 16)
+    theirs.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    torch.testing.assert_close(load_pretrained(tmp_path)(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
+
+
+def test_absent_head_dim_and_kv_heads_follow_from_the_others(folder):
+    edit_json(folder / "config.json", head_dim=None, num_key_value_heads=None, architectures=None)
+    config = read_config(folder)
+    assert (config.head_dim, config.num_key_value_heads) == (8, 6)
+
+
+@pytest.mark.parametrize("factor", [0.25, 0.5, 1.0])
+def test_partial_rotation_in_both_spellings(factor, tmp_path):
+    rope = dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=factor)
+    theirs, tokens = build("nemotron", rope_parameters=rope), random_tokens(1, 24)
+    theirs.save_pretrained(tmp_path / "new")
+    ours = load_pretrained(tmp_path / "new")
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
+    save_pretrained(ours, tmp_path / "old")
+    assert torch.equal(reload(tmp_path / "old")(tokens).logits, theirs(tokens).logits)
+    edit_json(tmp_path / "old/config.json", partial_rotary_factor=None)
+    default = reload(tmp_path / "old").config.rope_parameters["partial_rotary_factor"]
+    assert read_config(tmp_path / "old").partial_rotary_factor == default
+
+
+def test_redundant_tensors_are_ignored(tmp_path):
+    build("llama3-tied").save_pretrained(tmp_path)
+    expected = load_pretrained(tmp_path)(random_tokens(1, 8))
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    edit_weights(tmp_path, **frequencies, **{"lm_head.weight": torch.ones(96, 48)})
+    assert torch.equal(load_pretrained(tmp_path)(random_tokens(1, 8)), expected)
+
+
+# ---------------------------------------------------------------------------------------------------- dtypes and slices
+
+
+def test_dtype_is_the_checkpoints_unless_given(tmp_path):
+    theirs = build("llama3").to(torch.bfloat16)
+    theirs.save_pretrained(tmp_path)
+    assert load_pretrained(tmp_path).lm_head.weight.dtype == torch.bfloat16
+    widened = load_pretrained(tmp_path, dtype=torch.float32)
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(widened.get_parameter(name), parameter.float())
+    edit_json(tmp_path / "config.json", dtype="float16")
+    assert load_pretrained(tmp_path).lm_head.weight.dtype == torch.float16
+    edit_json(tmp_path / "config.json", dtype=None, torch_dtype="float32")
+    assert load_pretrained(tmp_path).lm_head.weight.dtype == torch.float32
+    edit_json(tmp_path / "config.json", torch_dtype=None)
+    assert load_pretrained(tmp_path).lm_head.weight.dtype == torch.bfloat16
+    edit_json(tmp_path / "config.json", torch_dtype="float8_e4m3fn")
+    refused(lambda: load_pretrained(tmp_path), "config.json", "float8_e4m3fn")
+
+
+def test_saved_in_the_models_dtype(folder):
+    model = load_pretrained(folder, dtype=torch.bfloat16)
+    save_pretrained(model, folder)
+    assert reload(folder).dtype == torch.bfloat16
+    assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}  # transformers 4 refuses files without it
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
+
+
+def test_each_process_reads_only_its_slices(folder):
+    full = load_pretrained(folder)
+    parts = {}
+
+    def owned(parameter):
+        """The last two thirds of the rows; of matrices, of those the first half of the columns."""
+        rows, columns = slice(parameter.shape[0] // 3, None), slice(0, parameter.shape[-1] // 2)
+        slices = (rows, columns) if parameter.ndim == 2 else (rows,)
+        parts[parameter] = (torch.full_like(parameter[slices], torch.nan), slices)
+        return parts[parameter]
+
+    model = Decoder(full.config)
+    load_weights(model, folder, owned)
+    for name, parameter in model.named_parameters():
+        local, slices = parts[parameter]
+        assert torch.equal(local, full.get_parameter(name)[slices])
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+MEMORY = """
+    import json, sys
+    import torch
+    from minitrain import load_pretrained
+    from minitrain.models.checkpoint_hf import save_tensors
+    from minitrain.models.decoder import Decoder, DecoderConfig
+
+    def status(key):
+        return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
+
+    def growth(call):
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # the peak starts again from here
+        before = status("VmRSS")
+        result = call()
+        return status("VmHWM") - before
+
+    def model(**sizes):
+        fields = dict(vocab_size=512, hidden_size=512, intermediate_size=1024, num_layers=8) | sizes
+        with torch.device("meta"):
+            return Decoder(DecoderConfig(**fields))
+
+    def save(path, limit, **sizes):
+        empty = model(**sizes)
+        filled = ((name, torch.full(p.shape, 1.0)) for name, p in empty.named_parameters())
+        save_tensors(filled, empty.config, torch.bfloat16, path, limit)
+
+    path = sys.argv[1]
+    save(path + "/warm", 10**6, num_layers=1)
+    load_pretrained(path + "/warm")
+    print(json.dumps(dict(
+        model=sum(p.numel() * 2 for p in model().parameters()),
+        save=growth(lambda: save(path + "/sharded", 4 * 2**20)),
+        sharded=growth(lambda: load_pretrained(path + "/sharded")),
+        save_single=growth(lambda: save(path + "/single", 10**9)),
+        single=growth(lambda: load_pretrained(path + "/single")),
+    )))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak of resident memory from /proc")
+def test_memory_is_one_shard_to_save_and_one_model_to_load(tmp_path):
+    """Resident memory, mapped files included, of a 41 MiB model in shards of 4 MiB and in one file."""
+    command = [sys.executable, "-c", textwrap.dedent(MEMORY), str(tmp_path)]
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc gives freed tensors back at once
+    peaks = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment).stdout)
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 8
+    slack = 6 * 2**20
+    assert peaks["save"] < 4 * 2**20 + slack
+    assert peaks["save_single"] > peaks["model"]  # one shard that holds everything: the measurement sees it
+    for kind in ("sharded", "single"):
+        assert peaks["model"] < peaks[kind] < peaks["model"] + slack, kind
+
+
+# --------------------------------------------------------------------------------------------------------- wrong inputs
+
+
+@pytest.mark.parametrize(
+    "family, changes, parts",
+    [
+        ("llama3", dict(architectures=["GPT2LMHeadModel"]), ["GPT2LMHeadModel", "LlamaForCausalLM, Qwen2ForCausalLM"]),
+        ("llama3", dict(architectures=None, model_type="gpt2"), ["model_type", "gpt2", "llama, qwen2"]),
+        ("llama3", dict(attention_bias=True), ["attention_bias"]),
+        ("llama3", dict(mlp_bias=True), ["mlp_bias"]),
+        ("llama3", dict(hidden_act="gelu"), ["hidden_act", "gelu", "silu"]),
+        ("llama3", dict(rope_parameters=dict(rope_type="yarn", factor=2.0)), ["rope_type", "yarn", "llama3"]),
+        ("llama3", dict(rope_parameters=None, rope_scaling=dict(type="linear", factor=2.0)), ["rope_type", "linear"]),
+        ("llama3", dict(rope_parameters=dict(rope_type="llama3", factor=8.0)), ["low_freq_factor", "missing"]),
+        ("llama3", dict(rope_parameters="default"), ["rope_parameters", "object"]),
+        ("llama3", dict(rope_parameters=dict(partial_rotary_factor=0.5)), ["partial_rotary_factor", "0.5"]),
+        ("llama3", dict(quantization_config=dict(quant_method="fp8")), ["quantization_config"]),
+        ("llama3", dict(hidden_size=None), ["hidden_size", "missing"]),
+        ("llama3", dict(hidden_size="48"), ["hidden_size", "whole number"]),
+        ("llama3", dict(num_attention_heads=0), ["num_attention_heads"]),
+        ("llama3", dict(num_key_value_heads=4), ["num_key_value_heads"]),
+        ("llama3", dict(rms_norm_eps=None), ["rms_norm_eps", "missing"]),
+        ("llama3", dict(tie_word_embeddings="yes"), ["tie_word_embeddings", "true or false"]),
+        ("llama3", dict(eos_token_id="</s>"), ["eos_token_id"]),
+        ("qwen2.5", dict(use_sliding_window=True), ["use_sliding_window"]),
+        ("qwen3", dict(layer_types=["full_attention", "sliding_attention"]), ["layer_types"]),
+        ("qwen3", dict(attention_bias=True), ["attention_bias"]),
+        ("nemotron", dict(hidden_act="silu"), ["hidden_act", "relu2"]),
+    ],
+)
+def test_configs_that_the_decoder_cannot_compute(family, changes, parts, tmp_path):
+    build(family).save_pretrained(tmp_path)
+    read_config(tmp_path)
+    edit_json(tmp_path / "config.json", **changes)
+    refused(lambda: read_config(tmp_path), tmp_path / "config.json", *parts)
+
+
+def test_config_file_that_cannot_be_read(folder, tmp_path):
+    refused(lambda: read_config(tmp_path / "nowhere"), tmp_path / "nowhere/config.json", "No such file")
+    (folder / "config.json").write_text('{\n  "hidden_size": 48,\n  "vocab_size" 96\n}')
+    refused(lambda: read_config(folder), f"{folder / 'config.json'}:3:16", "JSON")
+    (folder / "config.json").write_text("[]")
+    refused(lambda: read_config(folder), folder / "config.json", "object")
+    (folder / "config.json").write_bytes(b'{"hidden_size": "\xff"}')
+    refused(lambda: read_config(folder), folder / "config.json")
+
+
+@pytest.mark.parametrize(
+    "changes, parts",
+    [
+        ({"lm_head.weight": None}, ["lm_head.weight", "missing", "[96, 48]"]),
+        ({"model.layers.1.mlp.extra.weight": torch.ones(2)}, ["model.layers.1.mlp.extra.weight", "no place"]),
+        ({"model.norm.weight": torch.ones(47)}, ["model.norm.weight", "[47]", "[48]"]),
+        ({"lm_head.weight": torch.ones(48, 96)}, ["lm_head.weight", "[48, 96]", "[96, 48]"]),
+        ({"model.norm.weight": torch.ones(48, dtype=torch.int8)}, ["model.norm.weight", "I8", "BF16"]),
+    ],
+)
+def test_wrong_tensors_are_found_before_anything_is_written(changes, parts, folder):
+    edit_weights(folder, **changes)
+    model = Decoder(read_config(folder))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    refused(lambda: load_weights(model, folder), folder, *parts)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    build("llama3").save_pretrained(tmp_path / "sharded", max_shard_size="60KB")
+    return tmp_path / "sharded"
+
+
+@pytest.mark.parametrize("name", ["../llama/model.safetensors", "/etc/hostname", "..", "parts/model.safetensors"])
+def test_index_that_leaves_the_folder(name, sharded, folder):
+    index = sharded / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    edit_json(index, weight_map=weight_map | {EMBEDDING: name})
+    refused(lambda: load_pretrained(sharded), index, name, "same folder")
+
+
+def test_damaged_weight_files(sharded):
+    index, shards = sharded / "model.safetensors.index.json", sorted(sharded.glob("model-*.safetensors"))
+    contents = shards[1].read_bytes()
+    for damaged in (contents[:-1], contents[:100], b"", b"\xff" * 100):
+        shards[1].write_bytes(damaged)
+        refused(lambda: load_pretrained(sharded), shards[1])
+    shards[1].unlink()
+    refused(lambda: load_pretrained(sharded), shards[1], "No such file")
+    shards[1].write_bytes(shards[0].read_bytes())
+    refused(lambda: load_pretrained(sharded), shards[1], "also in", shards[0])
+    edit_json(index, weight_map=["model.safetensors"])
+    refused(lambda: load_pretrained(sharded), index, "weight_map")
+    index.unlink()
+    refused(lambda: load_pretrained(sharded), sharded / "model.safetensors", "No such file")
+
+
+# ------------------------------------------------------------------------------------------------------ careful writing
+
+
+def test_saving_replaces_an_older_checkpoint_and_nothing_else(folder):
+    model = load_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    save_pretrained(model, folder, max_shard_bytes=40_000)
+    shards = {file.name for file in folder.glob("*.safetensors")}
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert shards == set(index["weight_map"].values())
+    assert index["metadata"]["total_size"] == sum(p.nbytes for p in model.parameters())
+    save_pretrained(model, folder)
+    names = {file.name for file in folder.iterdir() if not file.name.startswith("generation")}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json"}
+
+
+def test_shards_are_as_full_as_their_limit_allows(folder):
+    model = load_pretrained(folder)
+    save_pretrained(model, folder, max_shard_bytes=16_000)
+    sizes = [sum(t.nbytes for t in load_file(file).values()) for file in sorted(folder.glob("model-*.safetensors"))]
+    expected = []
+    for parameter in model.parameters():
+        if expected and expected[-1] + parameter.nbytes <= 16_000:
+            expected[-1] += parameter.nbytes
+        else:
+            expected.append(parameter.nbytes)
+    assert sizes == expected
+    assert sum(size > 16_000 for size in sizes) == 2  # the embedding and the head stand alone
+    assert sum(size < 16_000 for size in sizes) > 2
+
+
+def test_a_failed_save_leaves_the_older_checkpoint(folder):
+    model = load_pretrained(folder)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+
+    def broken():
+        for name, parameter in model.named_parameters():
+            if name == "model.norm.weight":
+                raise RuntimeError("a rank died")
+            yield name, parameter * 0
+
+    with pytest.raises(RuntimeError, match="a rank died"):
+        save_tensors(broken(), model.config, torch.float32, folder, max_shard_bytes=40_000)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "family, changes",
+    [
+        ("llama3", dict(qk_norm=True)),
+        ("llama3", dict(qkv_bias=True)),
+        ("llama3", dict(partial_rotary_factor=0.5)),
+        ("qwen3", dict(mlp="relu2")),
+        ("nemotron", dict(norm="rmsnorm")),
+        ("llama3", dict(family="gpt2")),
+    ],
+)
+def test_models_without_a_place_in_transformers(family, changes, tmp_path):
+    build(family).save_pretrained(tmp_path / "theirs")
+    config = dataclasses.replace(read_config(tmp_path / "theirs"), **changes)
+    ((key, value),) = changes.items()
+    refused(lambda: save_pretrained(Decoder(config), tmp_path / "ours"), key, repr(value))
+    assert not (tmp_path / "ours").exists()
+
+
+def test_folder_that_cannot_be_made(folder):
+    refused(lambda: save_pretrained(load_pretrained(folder), folder / "config.json"), folder / "config.json", "written")

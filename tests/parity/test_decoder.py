@@ -1,0 +1,73 @@
+"""The decoder computes what transformers computes: logits and every gradient, for every family, packed or not."""
+
+import pytest
+import torch
+
+from minitrain import load_pretrained
+from minitrain.models.layers import rotary_frequencies
+from tests.parity.hf_models import CONFIGS, LLAMA3_ROPE, build, random_tokens
+
+
+@pytest.fixture(params=CONFIGS)
+def pair(request, tmp_path):
+    """The same weights in transformers and here, through a checkpoint on disk."""
+    theirs = build(request.param)
+    theirs.save_pretrained(tmp_path)
+    return theirs, load_pretrained(tmp_path)
+
+
+def assert_same_gradients(ours, theirs):
+    expected = {name: p.grad for name, p in theirs.named_parameters()}
+    found = {name: p.grad for name, p in ours.named_parameters()}
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient.norm() > 0, name
+        assert (found[name] - gradient).norm() <= 1e-3 * gradient.norm(), name
+
+
+def test_logits_and_gradients(pair):
+    theirs, ours = pair
+    tokens = random_tokens(2, 40)
+    expected, found = theirs(tokens).logits, ours(tokens)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    expected.backward(cotangent)
+    found.backward(cotangent)
+    assert_same_gradients(ours, theirs)
+
+
+def test_packed_documents_equal_each_document_alone(pair):
+    theirs, ours = pair
+    rows = [[9, 1, 20, 10], [25, 15]]
+    tokens = random_tokens(2, 40)
+    documents = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows])
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
+    pieces = [piece for i, row in enumerate(rows) for piece in tokens[i].split(row)]
+    expected = torch.cat([theirs(piece[None]).logits[0] for piece in pieces]).view(2, 40, -1)
+
+    found = ours(tokens, positions=positions, documents=documents)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    expected.backward(cotangent)
+    found.backward(cotangent)
+    assert_same_gradients(ours, theirs)
+
+
+def test_positions_shift_the_rotation_of_the_scaled_family(tmp_path):
+    """Far positions tell scaled from unscaled frequencies; near ones barely do."""
+    theirs = build("llama3.1")
+    theirs.save_pretrained(tmp_path)
+    tokens, positions = random_tokens(1, 24), torch.arange(24)[None] * 10
+    expected = theirs(tokens, position_ids=positions).logits
+    torch.testing.assert_close(load_pretrained(tmp_path)(tokens, positions=positions), expected, atol=1e-4, rtol=0)
+
+
+def test_llama3_scaling_covers_its_three_zones():
+    plain = rotary_frequencies(8, LLAMA3_ROPE["rope_theta"])
+    ratio = rotary_frequencies(8, LLAMA3_ROPE["rope_theta"], LLAMA3_ROPE) / plain
+    oracle = build("llama3.1").model.rotary_emb.inv_freq
+    torch.testing.assert_close(ratio * plain, oracle, atol=0, rtol=1e-6)
+    assert ratio[0] == 1
+    assert 1 / 8 < ratio[1] < 1
+    torch.testing.assert_close(ratio[2:], torch.full((2,), 1 / 8))

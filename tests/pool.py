@@ -1,0 +1,167 @@
+"""Run functions on several gloo ranks.
+
+The worker processes start once, at first use, and then serve every test: starting four takes seconds, a run on them
+milliseconds. Each run finds a default process group of exactly its world size, as torchrun would have made it, so the
+code under test needs no knowledge of the pool. A rank that fails or hangs fails the test, with its traceback; all
+workers are then replaced, since some may be stuck in a collective.
+"""
+
+import faulthandler
+import gc
+import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GRACE = 3.0  # seconds that the other ranks get to report too, once one has failed
+
+
+class RankFailure(AssertionError):
+    """A function raised, died or hung on some rank of a pool."""
+
+
+@dataclass
+class Worker:
+    process: multiprocessing.Process
+    connection: Connection
+    stacks: Path  # where the process writes its stack when asked to
+
+
+class Pool:
+    """`run` calls a function on any number of ranks; there are as many processes as the largest run needed.
+
+    least: how many to start in any case.
+    """
+
+    def __init__(self, least: int = 4):
+        self.least = least
+        self.folder = tempfile.TemporaryDirectory(prefix="minitrain-pool-")
+        self.workers: list[Worker] = []
+        self.numbers = itertools.count()
+        self.group = (0, "")  # world size and store file of the process group that the workers have now
+
+    def run(self, world_size: int, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
+        """The ranks' results of `function(*args)`, by rank. The function must be importable, results must pickle.
+
+        Raises RankFailure with the traceback of the rank that failed first, or the stacks of those that did not answer
+        within `timeout` seconds.
+        """
+        while len(self.workers) < max(world_size, self.least):
+            self._start_worker(len(self.workers))
+        if self.group[0] != world_size:
+            self.group = (world_size, self._new_path("store"))
+        workers = self.workers[:world_size]
+        task = pickle.dumps((self.group, function, args))
+        for worker in workers:
+            worker.connection.send_bytes(task)
+        answers = collect(workers, timeout)
+        if len(answers) < world_size or not all(succeeded for succeeded, _ in answers.values()):
+            message = describe_failure(workers, answers)
+            self.stop()
+            raise RankFailure(message)
+        return [answers[rank][1] for rank in range(world_size)]
+
+    def stop(self) -> None:
+        """Kill all workers; the next run starts new ones."""
+        for worker in self.workers:
+            worker.process.kill()
+            worker.process.join()
+        self.workers, self.group = [], (0, "")
+
+    def close(self) -> None:
+        """Let the workers end by themselves, and clean up."""
+        for worker in self.workers:
+            worker.connection.send_bytes(b"")
+        for worker in self.workers:
+            worker.process.join(5)
+        self.stop()
+        self.folder.cleanup()
+
+    def _start_worker(self, rank: int) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        ours, theirs = spawn.Pipe()
+        stacks = Path(self._new_path("stacks"))
+        process = spawn.Process(target=work, args=(rank, theirs, stacks), daemon=True)
+        process.start()
+        theirs.close()
+        self.workers.append(Worker(process, ours, stacks))
+
+    def _new_path(self, kind: str) -> str:
+        return str(Path(self.folder.name, f"{kind}-{next(self.numbers)}"))
+
+
+def collect(workers: list[Worker], timeout: float) -> dict[int, tuple[bool, Any]]:
+    """Each rank's (succeeded, result or traceback), in order of arrival; ranks that did not answer are missing."""
+    answers: dict[int, tuple[bool, Any]] = {}
+    ranks = {worker.connection: rank for rank, worker in enumerate(workers)}
+    deadline = time.monotonic() + timeout
+    while ranks and (ready := wait(list(ranks), max(0, deadline - time.monotonic()))):
+        for connection in ready:
+            rank = ranks.pop(connection)
+            answers[rank] = receive(workers[rank])
+            if not answers[rank][0]:
+                deadline = min(deadline, time.monotonic() + GRACE)
+    return answers
+
+
+def receive(worker: Worker) -> tuple[bool, Any]:
+    try:
+        return pickle.loads(worker.connection.recv_bytes())
+    except EOFError:
+        worker.process.join()
+        return False, f"the process died with exit code {worker.process.exitcode}"
+
+
+def describe_failure(workers: list[Worker], answers: dict[int, tuple[bool, Any]]) -> str:
+    """The first failure; or, if there is only silence, what the silent ranks are doing."""
+    failed = [rank for rank, (succeeded, _) in answers.items() if not succeeded]
+    if failed:
+        return f"rank {failed[0]} of {len(workers)} (failed: {sorted(failed)})\n{answers[failed[0]][1]}"
+    silent = [rank for rank in range(len(workers)) if rank not in answers]
+    for rank in silent:
+        os.kill(workers[rank].process.pid, signal.SIGUSR1)
+    time.sleep(0.5)
+    stacks = [workers[rank].stacks.read_text() for rank in silent]
+    return "\n".join([f"no answer from ranks {silent} of {len(workers)}", *stacks])
+
+
+def work(rank: int, connection: Connection, stacks: Path) -> None:
+    """The life of a worker process: answer tasks until an empty one comes."""
+    torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, stacks.open("w"))
+    joined = None
+    while task := connection.recv_bytes():
+        try:
+            group, function, args = pickle.loads(task)
+            if group != joined:
+                join(rank, *group)
+                joined = group
+            answer = pickle.dumps((True, function(*args)))
+        except BaseException:  # DCP's CheckpointException and pytest's Failed are no Exceptions
+            answer = pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(answer)
+    os._exit(0)  # a normal exit after FSDP has run now and then aborts
+
+
+def join(rank: int, world_size: int, store: str) -> None:
+    """Leave the process group of earlier runs and make a new one, with the environment that torchrun would have set."""
+    if dist.is_initialized():
+        gc.collect()
+        dist.destroy_process_group()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+    )

@@ -1,0 +1,300 @@
+"""Checkpoints of one process: what is stored, what a kill leaves, what is refused."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from minitrain.errors import InputError
+from minitrain.training.checkpoint import Checkpointer, read_index
+
+
+def make(width=8, layers=2, optimizer=torch.optim.AdamW, seed=0):
+    """A small model with a buffer and a frozen parameter, and its optimizer."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    model.register_buffer("count", torch.tensor(float(seed)))
+    model[0].bias.requires_grad_(False)
+    return model, optimizer([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+def step(model, optimizer):
+    inputs = torch.arange(16.0).view(2, 8) / 16
+    model(inputs).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def content(model, optimizer):
+    """All values: the model's state and, by parameter name, the optimizer's."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    state = {f"{names[p]}/{key}": value for p, entry in optimizer.state.items() for key, value in entry.items()}
+    return {key: value.clone() for key, value in {**model.state_dict(), **state}.items()}
+
+
+def equal(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+# ------------------------------------------------------------------------------------------------------ saving, loading
+
+
+def round_trip(folder, asynchronous, **options):
+    model, optimizer = make(seed=1)
+    for _ in range(2):
+        step(model, optimizer)
+    checkpointer = Checkpointer(folder, keep=2, asynchronous=asynchronous)
+    assert checkpointer.latest() is None and checkpointer.load(*make()) is None
+    saved = content(model, optimizer)
+    extra = {"step": 2, "loss": 0.1 + 0.2, "list": [None, "a"]}
+    checkpointer.save(2, model, optimizer, extra)
+    step(model, optimizer)  # must not leak into the checkpoint
+    checkpointer.wait()
+    assert checkpointer.latest() == 2
+    assert not equal(content(model, optimizer), saved)
+    other = make()
+    assert checkpointer.load(*other) == extra
+    assert equal(content(*other), saved)
+    step(*other)
+    assert equal(content(*other), content(model, optimizer))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_round_trip(pool, tmp_path, asynchronous):
+    pool.run(1, round_trip, tmp_path, asynchronous)
+
+
+def save_while_training(folder):
+    model, optimizer = make()
+    checkpointer = Checkpointer(folder, keep=2, asynchronous=True)
+    write, disk = dcp.FileSystemWriter.write_data, threading.Semaphore(0)
+    with mock.patch.object(dcp.FileSystemWriter, "write_data", lambda *args: disk.acquire() and write(*args)):
+        checkpointer.save(1, model, optimizer, {"step": 1})
+        dist.all_reduce(torch.ones(1))
+        step(model, optimizer)
+        assert checkpointer.latest() is None
+        disk.release()
+        checkpointer.save(2, model, optimizer, {"step": 2})  # after the first is complete
+        assert checkpointer.latest() == 1
+        disk.release()
+        assert checkpointer.load(model, optimizer) == {"step": 2}
+
+
+def test_training_goes_on_while_a_thread_writes(pool, tmp_path):
+    pool.run(1, save_while_training, tmp_path)
+
+
+def save_many(folder, numbers, keep):
+    model, optimizer = make()
+    checkpointer = Checkpointer(folder, keep)
+    for number in numbers:
+        step(model, optimizer)
+        checkpointer.save(number, model, optimizer, {"step": number})
+
+
+def load_newest(folder):
+    model, optimizer = make()
+    return Checkpointer(folder, keep=1).load(model, optimizer), content(model, optimizer)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_newest_are_kept(pool, tmp_path):
+    pool.run(1, save_many, tmp_path, [2, 4, 10, 100_000_000], 3)
+    assert names(tmp_path) == ["step-00000004", "step-00000010", "step-100000000"]
+    assert pool.run(1, load_newest, tmp_path)[0][0] == {"step": 100_000_000}
+
+
+def test_a_step_can_be_saved_again(pool, tmp_path):
+    pool.run(1, save_many, tmp_path, [1], 2)
+    first = pool.run(1, load_newest, tmp_path)[0][1]
+    pool.run(1, save_many, tmp_path, [3, 1], 2)
+    assert names(tmp_path) == ["step-00000001", "step-00000003"]  # nothing later than the saved step is removed
+    (tmp_path / "step-00000003").rename(tmp_path / "aside")
+    assert not equal(pool.run(1, load_newest, tmp_path)[0][1], first)
+
+
+# ------------------------------------------------------------------------------------------------------------- failures
+
+
+def fail_to_write(folder, asynchronous):
+    model, optimizer = make()
+    checkpointer = Checkpointer(folder, keep=1, asynchronous=asynchronous)
+    checkpointer.save(1, model, optimizer, {"step": 1})
+    checkpointer.wait()
+    full = OSError(28, "No space left on device")
+    with mock.patch("os.fsync", side_effect=full), pytest.raises(OSError, match="No space left on device"):
+        checkpointer.save(2, model, optimizer, {})
+        checkpointer.wait()
+    assert checkpointer.load(model, optimizer) == {"step": 1}
+    checkpointer.save(3, model, optimizer, {"step": 3})
+    checkpointer.wait()
+    assert checkpointer.load(model, optimizer) == {"step": 3}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_failed_write_is_an_error_and_keeps_the_previous(pool, tmp_path, asynchronous):
+    pool.run(1, fail_to_write, tmp_path, asynchronous)
+
+
+KILLS = {  # where the second save stops: before a call, or after it
+    "no tensor written": ("before", "dcp.FileSystemWriter.write_data"),
+    "no index written": ("before", "dcp.FileSystemWriter.finish"),
+    "no extra.json written": ("before", "checkpoint.write_json"),
+    "all written": ("before", "Path.replace"),
+    "first of several renamed": ("after", "Path.replace"),
+    "older one still there": ("before", "shutil.rmtree"),
+}
+KILLED_RUN = """
+    import os, shutil, signal, sys
+    from pathlib import Path
+    from unittest import mock
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from minitrain.training import checkpoint
+    from tests.test_checkpoint import KILLS, make, step
+
+    def save_and_die(folder, second, when, target):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        model, optimizer = make()
+        checkpointer = checkpoint.Checkpointer(folder, keep=1)
+        step(model, optimizer)
+        checkpointer.save(1, model, optimizer, {"save": "first"})
+        step(model, optimizer)
+        owner, name = target.rsplit(".", 1)
+        function = getattr(eval(owner), name)
+
+        def killed(*args, **kwargs):
+            when == "after" and function(*args, **kwargs)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        with mock.patch.object(eval(owner), name, killed):
+            checkpointer.save(second, model, optimizer, {"save": "second"})
+
+    for number, kill in enumerate(KILLS.values()):  # forks, since starting Python and torch for each would take seconds
+        if os.fork() == 0:
+            save_and_die(Path(sys.argv[1], str(number)), int(sys.argv[2]), *kill)
+            os._exit(0)
+    print([os.wait()[1] for _ in KILLS])
+"""
+
+
+@pytest.mark.parametrize(("second", "survivors"), [
+    (2, ["first", "first", "first", "first", "second", "second"]),
+    (1, ["first", "first", "first", "first", "first", "second"]),  # the first one gives way to one of the same step
+])  # fmt: skip
+def test_a_kill_at_any_moment_of_a_save_leaves_a_checkpoint(pool, tmp_path, second, survivors):
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "-c", textwrap.dedent(KILLED_RUN), str(tmp_path), str(second)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(root)})
+    assert done.stdout == f"{[signal.SIGKILL.value] * len(KILLS)}\n", done.stderr
+    folders = [tmp_path / str(number) for number in range(len(KILLS))]
+    assert [pool.run(1, load_newest, folder)[0][0]["save"] for folder in folders] == survivors
+    assert all(name.removeprefix("step-").isdecimal() for folder in folders for name in names(folder))
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+@contextmanager
+def refused(*parts):
+    """InputError of one line with all of `parts` in it."""
+    with pytest.raises(InputError) as caught:
+        yield
+    message = str(caught.value)
+    assert "\n" not in message and all(part in message for part in parts), message
+
+
+def load_misfits(folder):
+    checkpointer = Checkpointer(folder, keep=1)
+    checkpointer.save(1, *make(), {})
+    cases = [
+        (make(width=4), ("0.weight is [8, 8], and [4, 4] in the model",)),
+        (make(layers=3), ("has no 2.weight", "[8, 8]")),
+        (make(layers=1), ("has 1.weight [8, 8], which the model has not",)),
+        (make(optimizer=torch.optim.SGD), ("AdamW", "SGD")),
+    ]
+    for (model, optimizer), parts in cases:
+        before = content(model, optimizer)
+        with refused("step-00000001", *parts):
+            checkpointer.load(model, optimizer)
+        assert equal(content(model, optimizer), before)
+
+
+def test_a_checkpoint_of_another_model_is_refused(pool, tmp_path):
+    pool.run(1, load_misfits, tmp_path)
+
+
+class Hostile:
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+def spoil(path, file, value):
+    (path / file).write_bytes(value)
+
+
+def load_damaged(folder, proof):
+    Checkpointer(folder, keep=1).save(1, *make(), {})
+    path = folder / "step-00000001"
+    index = dcp.FileSystemReader(path).read_metadata()
+    index.state_dict_metadata["0.weight"] = dcp.BytesStorageMetadata()  # would have DCP unpickle the tensor's bytes
+    data = sorted(path.glob("*.distcp"))[0].name
+    cases = [
+        (".metadata", pickle.dumps(Hostile(proof)), "pathlib"),
+        (".metadata", pickle.dumps({"state": [Hostile(proof)]}), "pathlib"),
+        (".metadata", pickle.dumps(index), "BytesStorageMetadata"),
+        (".metadata", pickle.dumps({}), "dict"),
+        (".metadata", b"", ".metadata"),
+        ("extra.json", b"{", "extra.json"),
+        ("extra.json", b"[]", "extra.json"),
+        (data, b"short", "step-00000001"),
+    ]
+    for file, value, part in cases:
+        original = (path / file).read_bytes()
+        spoil(path, file, value)
+        with refused("step-00000001", part):
+            Checkpointer(folder, keep=1).load(*make())
+        spoil(path, file, original)
+    assert Checkpointer(folder, keep=1).load(*make()) == {}
+
+
+def test_damaged_and_hostile_checkpoints_are_refused(pool, tmp_path):
+    proof = tmp_path / "executed"
+    pool.run(1, load_damaged, tmp_path / "run", proof)
+    assert not proof.exists()
+    pickle.loads(pickle.dumps(Hostile(proof)))
+    assert proof.exists()  # so the pickle is one that could
+
+
+@pytest.mark.parametrize("code", [b"cos\nsystem\n(S'true'\ntR.", b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93."])
+def test_the_index_names_no_functions(tmp_path, code):
+    file = tmp_path / ".metadata"
+    file.write_bytes(code)
+    with refused(str(file), "system"):
+        read_index(file)
+
+
+def test_nothing_but_the_index_is_a_pickle(pool, tmp_path):
+    pool.run(1, save_many, tmp_path, [1], 1)
+    path = tmp_path / "step-00000001"
+    assert all(entry.size is not None for entry in read_index(path / ".metadata").state_dict_metadata.values())
+    assert json.loads((path / "extra.json").read_text()) == {"optimizer": "AdamW", "extra": {"step": 1}}

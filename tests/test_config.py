@@ -1,0 +1,147 @@
+"""Reading configs: what is accepted, and that each mistake is one line that names the key."""
+
+import pytest
+
+from minitrain.config import Config, check_layout, from_dict, load, to_dict
+from minitrain.errors import InputError
+
+
+def config_file(tmp_path, text):
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_defaults_are_valid():
+    assert from_dict({}) == Config()
+
+
+def test_nested_keys_overrides_and_numbers(tmp_path):
+    file = config_file(tmp_path, "model: llama3-8b-tiny\nsteps: 1e3\noptim: {lr: 3e-4, clip: null}\nbatch: {global: 6, micro: 2}\n")
+    config = load(file, ["batch.micro=3", "model.num_layers=2", "optim.betas=[0.8, 0.99]", "seed=7"])
+    assert config.steps == 1000 and isinstance(config.steps, int)
+    assert config.optim.lr == 3e-4 and config.optim.clip is None and config.optim.betas == [0.8, 0.99]
+    assert config.batch.global_ == 6 and config.batch.micro == 3 and config.seed == 7
+    assert config.model.name == "llama3-8b-tiny" and config.model.config.num_layers == 2
+    assert config.model.config.rope_theta == 500000.0
+
+
+def test_a_model_can_be_given_by_its_fields_alone():
+    config = from_dict({"model": {"hidden_size": 96, "num_key_value_heads": 2}})
+    assert config.model.name == "" and config.model.config.hidden_size == 96
+
+
+def test_what_is_written_is_read_back_the_same():
+    tree = {"model": {"name": "llama3.1-8b-tiny", "num_layers": 3}, "batch": {"global": 4, "micro": 2, "seq_len": 32}}
+    config = from_dict(tree)
+    assert from_dict(to_dict(config)) == config
+
+
+@pytest.mark.parametrize(
+    "tree, line",
+    [
+        ({"stepz": 1}, r"unknown key stepz \(nearest: steps\)"),
+        ({"optim": {"learning_rate": 1}}, r"unknown key optim.learning_rate \(nearest: \w+\)"),
+        ({"model": {"name": "llama3-8b", "layers": 2}}, r"unknown key model.layers \(nearest: num_layers\)"),
+        ({"model": "lama3-8b"}, r"model 'lama3-8b' is unknown \(nearest: 'llama3-8b'"),
+        ({"model": ["llama3-8b"]}, "model must be a name, a folder or a mapping, not list"),
+        ({"model": {"path": "/nowhere/at/all"}}, "/nowhere/at/all"),
+        ({"model": {"name": "a", "path": "b"}}, "cannot both be given"),
+        ({"model": {"num_attention_heads": 6, "num_key_value_heads": 4}}, "num_key_value_heads=4 does not divide"),
+        ({"model": {"hidden_size": 0}}, "model.hidden_size=0 must be at least 1"),
+        ({"model": {"norm": "batchnorm"}}, "model.norm='batchnorm' is not one of rmsnorm, layernorm1p"),
+        ({"model": {"rope_scaling": {"rope_type": "yarn"}}}, "model.rope_scaling=.* is not supported"),
+        ({"model": {"partial_rotary_factor": 1.5}}, "model.partial_rotary_factor=1.5"),
+        ({"steps": "many"}, "steps must be a whole number, not str 'many'"),
+        ({"steps": 2.5}, "steps must be a whole number, not float 2.5"),
+        ({"steps": True}, "steps must be a whole number, not bool True"),
+        ({"steps": float("nan")}, "steps must be a whole number, not float nan"),
+        ({"steps": float("inf")}, "steps must be a whole number, not float inf"),
+        ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"optim": {"lr": float("inf")}}, "optim.lr must be a finite number"),
+        ({"optim": {"lr": -1}}, "optim.lr=-1.0 must be at least 0"),
+        ({"optim": {"betas": [0.9]}}, "optim.betas=.* must be two numbers"),
+        ({"optim": {"betas": [0.9, "x"]}}, r"optim.betas\[1\] must be a finite number"),
+        ({"optim": {"betas": 0.9}}, "optim.betas must be a list"),
+        ({"optim": {"clip": 0}}, "optim.clip=0.0 must be above 0, or null"),
+        ({"optim": {"final_lr": 2}}, "optim.final_lr=2.0"),
+        ({"optim": {"warmup": 101}}, "optim.warmup=101 exceeds steps=100"),
+        ({"optim": 3}, "optim must be a mapping, not int 3"),
+        ({"precision": "fp64"}, "precision='fp64' is not one of fp32, bf16, bf16-pure"),
+        ({"batch": {"global": 6, "micro": 4}}, "batch.micro=4 does not divide batch.global=6"),
+        ({"batch": {"seq_len": 9000}}, "batch.seq_len=9000 exceeds the model's max_position_embeddings=8192"),
+        ({"parallel": {"dp_shard": 0}}, "parallel.dp_shard=0 must be at least 1, or -1"),
+        ({"data": {"kind": "text"}}, "data.kind=text needs data.path"),
+        ({"data": {"validation": 1.0}}, "data.validation=1.0 must be at least 0 and below 1"),
+        ({"data": {"kind": "text", "path": "x"}, "validation": {"every": 5}}, "validation.every=5 needs data.validation"),
+        ({"compile": "yes"}, "compile must be true or false"),
+        ({"reference": 3}, "reference must be a mapping"),
+    ],
+)
+def test_mistakes_are_one_line(tree, line):
+    with pytest.raises(InputError, match=line) as error:
+        from_dict(tree)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text, line",
+    [
+        ("steps: [1, 2\nseed: 0\n", r"config.yaml:2:5: "),
+        ("steps: 1\nsteps: 2\n", r"config.yaml:2:1: key 'steps' is given twice"),
+        ("- a\n- b\n", "a config must be a mapping of keys to values"),
+        ("steps: !!python/object:os.system 1\n", r"config.yaml:1:8: could not determine a constructor"),
+        ("a: \x00\n", "config.yaml: not valid YAML"),
+    ],
+)
+def test_malformed_files_name_the_place(tmp_path, text, line):
+    with pytest.raises(InputError, match=line) as error:
+        load(config_file(tmp_path, text))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "word, line",
+    [
+        ("steps", "argument 'steps' is not of the form key=value"),
+        ("steps.x=1", "'steps' is a value, it has no keys under it"),
+        ("optim.lr=[", r"argument 'optim.lr=\['"),
+        ("optm.lr=1", r"unknown key optm \(nearest: optim\)"),
+    ],
+)
+def test_wrong_overrides(tmp_path, word, line):
+    with pytest.raises(InputError, match=line) as error:
+        load(config_file(tmp_path, "steps: 5\n"), [word])
+    assert "\n" not in str(error.value)
+
+
+def test_missing_and_binary_files(tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
+        load(tmp_path / "none.yaml")
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(bytes(range(256)))
+    with pytest.raises(InputError, match="binary.yaml"):
+        load(binary)
+
+
+def layout(**parallel):
+    return from_dict({"batch": {"global": 8, "micro": 2}, "parallel": parallel})
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_possible_layouts(ranks):
+    check_layout(layout(), ranks)
+    check_layout(layout(dp_replicate=ranks), ranks)
+
+
+@pytest.mark.parametrize(
+    "parallel, ranks, line",
+    [
+        ({}, 3, r"batch.global=8 is not a multiple of batch.micro=2 x 3 .*use a multiple of 6"),
+        ({"dp_shard": 2}, 4, "dp_shard=2 x tp=1 x cp=1 x pp=1 = 2 is not the number of ranks, 4"),
+        ({"dp_replicate": 3}, 4, "dp_replicate=3 x tp=1 x cp=1 x pp=1 = 3 does not divide the 4 ranks"),
+    ],
+)
+def test_impossible_layouts(parallel, ranks, line):
+    with pytest.raises(InputError, match=line):
+        check_layout(layout(**parallel), ranks)

@@ -1,0 +1,485 @@
+"""Datasets against brute force: every row is rebuilt token by token from the documents."""
+
+import json
+import subprocess
+import sys
+import sysconfig
+import time
+from collections import Counter
+from itertools import chain, permutations
+from math import factorial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minitrain.config import Data
+from minitrain.errors import InputError
+from minitrain.tokenizer import ByteTokenizer
+from minitrain.training.data import open_data, rows, shuffled
+
+EOS = ByteTokenizer.eos_id
+unhurried = settings(deadline=None, database=None, max_examples=60)  # a shared machine may pause anywhere
+
+
+def open_texts(folder: Path, texts: list[str], seq_len: int, seed=0, **fields):
+    """A dataset of one file per text."""
+    for i, text in enumerate(texts):
+        (folder / f"{i:04}.txt").write_bytes(text.encode())
+    return open_data(Data(kind="text", path=str(folder), **fields), seq_len, 258, seed)
+
+
+def documents_of(texts: list[str]) -> list[list[int]]:
+    return [[*text.encode(), EOS] for text in texts if text]
+
+
+def brute_force_rows(documents: list[list[int]], seq_len: int) -> list[dict[str, list[int]]]:
+    """Every row of an epoch, one token at a time."""
+    stream = [(d, i) for d, document in enumerate(documents) for i in range(len(document))]
+    result = []
+    for start in range(0, len(stream) - seq_len + 1, seq_len):
+        row = {"tokens": [], "labels": [], "positions": [], "documents": []}
+        seen = []
+        for d, i in stream[start : start + seq_len]:
+            row["tokens"].append(documents[d][i])
+            row["labels"].append(documents[d][i + 1] if i + 1 < len(documents[d]) else -100)
+            row["positions"].append(seen.count(d))
+            seen.append(d)
+            row["documents"].append(len(set(seen)) - 1)
+        result.append(row)
+    return result
+
+
+def epoch_of(dataset, epoch=0) -> list[dict[str, list[int]]]:
+    numbers = range(epoch * len(dataset), (epoch + 1) * len(dataset))
+    return [{key: value.tolist() for key, value in dataset.row(n).items()} for n in numbers]
+
+
+def multiset(some_rows) -> Counter:
+    return Counter(json.dumps(row, sort_keys=True) for row in some_rows)
+
+
+def tokens_of(dataset) -> Counter:
+    return Counter(token for row in epoch_of(dataset) for token in row["tokens"])
+
+
+# --------------------------------------------------------------------------------------------------------- documents
+
+
+def test_rows_by_hand(tmp_path):
+    data, held = open_texts(tmp_path, ["ab", "", "cde"], seq_len=7)
+    assert held is None
+    assert epoch_of(data) == [
+        {
+            "tokens": [97, 98, EOS, 99, 100, 101, EOS],
+            "labels": [98, EOS, -100, 100, 101, EOS, -100],
+            "positions": [0, 1, 2, 0, 1, 2, 3],
+            "documents": [0, 0, 0, 1, 1, 1, 1],
+        }
+    ]
+
+
+@unhurried
+@given(st.lists(st.text(max_size=12), min_size=1, max_size=12), st.integers(1, 20), st.integers(0, 1 << 70))
+def test_every_epoch_is_the_corpus_cut_into_rows(tmp_path_factory, texts, seq_len, seed):
+    documents = documents_of(texts)
+    folder = tmp_path_factory.mktemp("texts")
+    expected = brute_force_rows(documents, seq_len)
+    if not expected:
+        with pytest.raises(InputError, match="holds"):
+            open_texts(folder, texts, seq_len, seed)
+        return
+    data, _ = open_texts(folder, texts, seq_len, seed)
+    assert len(data) == len(expected)
+    for epoch in (0, 1, 5):
+        assert multiset(epoch_of(data, epoch)) == multiset(expected)
+
+
+def test_rows_stacks_int64(tmp_path):
+    data, _ = open_texts(tmp_path, ["some text that fills rows"], seq_len=4)
+    batch = rows(data, [3, 0, 3])
+    assert {key: (value.dtype, value.shape) for key, value in batch.items()} == {
+        key: (torch.int64, (3, 4)) for key in ("tokens", "labels", "positions", "documents")
+    }
+    for key, value in batch.items():
+        assert torch.equal(value, torch.stack([data.row(n)[key] for n in (3, 0, 3)]))
+
+
+def test_jsonl_gives_the_same_rows_as_text(tmp_path):
+    texts = ["first\nline", "zweite Zeile: ä", "", "the 🙂 third"]
+    lines = [json.dumps({"id": i, "body": text}) for i, text in enumerate(texts)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines[:2]) + "\n\n", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text("\n".join(lines[2:]), encoding="utf-8")
+    data, _ = open_data(Data(kind="jsonl", path=str(tmp_path), field="body"), 5, 258, 0)
+    assert multiset(epoch_of(data)) == multiset(brute_force_rows(documents_of(texts), 5))
+
+
+def word_tokenizer(folder: Path, words: int) -> str:
+    """A vocabulary of w0, w1, ... without eos, split at spaces."""
+    model = {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(words)}, "unk_token": "w0"}
+    tree = {"version": "1.0", "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model}
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
+    return str(folder)
+
+
+@pytest.mark.parametrize("words", [300, 70_000])
+def test_without_eos_a_document_still_ends(tmp_path_factory, words):
+    """And with 70,000 words, ids above 16 bits stay whole."""
+    documents = [[1, 2, words - 1], [words - 2], [5, 6, 7, 8, 9]]
+    texts = [" ".join(f"w{i}" for i in document) for document in documents]
+    tokenizer = word_tokenizer(tmp_path_factory.mktemp("tokenizer"), words)
+    folder = tmp_path_factory.mktemp("texts")
+    for i, text in enumerate([*texts, "   "]):  # the last holds no token at all
+        (folder / f"{i}.txt").write_text(text)
+    data, _ = open_data(Data(kind="text", path=str(folder), tokenizer=tokenizer), 3, words, 0)
+    assert multiset(epoch_of(data)) == multiset(brute_force_rows(documents, 3))
+    predicted = sum(len(document) - 1 for document in documents)
+    assert data.bytes_per_token == sum(len(text) for text in texts) / predicted
+
+
+def test_bytes_per_token_counts_what_an_epoch_predicts(tmp_path):
+    """Four documents fill the rows exactly, so the labels of an epoch can be counted."""
+    texts = ["abc", "ä€", "🙂de", "0123456789"]
+    stream = sum(len(document) for document in documents_of(texts))
+    data, _ = open_texts(tmp_path, texts, seq_len=stream // 2)
+    assert stream % 2 == 0
+    labels = sum(label != -100 for row in epoch_of(data) for label in row["labels"])
+    assert data.bytes_per_token * labels == sum(len(text.encode()) for text in texts)
+
+
+# ------------------------------------------------------------------------------------------------------------- order
+
+
+def test_a_row_does_not_depend_on_what_was_read_before(tmp_path):
+    texts = ["the quick brown fox", "jumps over", "the lazy dog"]
+    data, _ = open_texts(tmp_path, texts, 4, seed=3)
+    again, _ = open_texts(tmp_path, texts, 4, seed=3)
+    forwards = [data.row(n) for n in range(30)]
+    np.random.seed(1)
+    torch.manual_seed(1)
+    for n in (29, 7, 7, 0, 15, np.int64(12), torch.tensor(21)):
+        for other in (data, again):
+            assert all(torch.equal(value, forwards[int(n)][key]) for key, value in other.row(n).items())
+
+
+def test_another_process_sees_the_same_rows(tmp_path):
+    data, held = open_texts(tmp_path, ["the quick brown fox", "jumps over", "the lazy dog"], 4, 3, validation=0.4)
+    program = f"""
+from minitrain.config import Data
+from minitrain.training.data import open_data
+for data in open_data(Data(kind="text", path={str(tmp_path)!r}, validation=0.4), 4, 258, 3):
+    print([data.row(n)["tokens"].tolist() for n in range(20)])
+print([open_data(Data(), 4, 258, 3)[0].row(5)["tokens"].tolist()])
+"""
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    mock = open_data(Data(), 4, 258, 3)[0]
+    expected = [[side.row(n)["tokens"].tolist() for n in range(20)] for side in (data, held)]
+    assert output.splitlines() == [*map(str, expected), str([mock.row(5)["tokens"].tolist()])]
+
+
+def test_epochs_and_seeds_have_their_own_order(tmp_path):
+    text = "".join(chr(33 + i) for i in range(90))
+    first, second = (open_texts(tmp_path, [text], 3, seed)[0] for seed in (0, 1))
+    orders = [[row["tokens"][0] for row in epoch_of(data, epoch)] for data in (first, second) for epoch in range(3)]
+    assert all(sorted(order) == sorted(orders[0]) for order in orders)
+    assert len({tuple(order) for order in orders}) == 6
+    assert all(order != sorted(order) for order in orders)
+
+
+@unhurried
+@given(st.integers(1, 300), st.integers(0, 1 << 70), st.integers(0, 1 << 40))
+def test_shuffled_is_a_permutation(length, seed, epoch):
+    assert sorted(shuffled(i, length, seed, epoch) for i in range(length)) == list(range(length))
+
+
+@pytest.mark.parametrize("length", [2, 3, 4])
+def test_shuffled_takes_every_order_equally_often(length):
+    """Chi-square over 200 draws an order; 60 is beyond p = 1e-4 for 23 degrees of freedom, and the fewer the rarer."""
+    draws = 200 * factorial(length)
+    counts = Counter(tuple(shuffled(i, length, 7, epoch) for i in range(length)) for epoch in range(draws))
+    assert sum((counts[order] - 200) ** 2 / 200 for order in permutations(range(length))) < 60
+
+
+def test_shuffled_spreads_neighbours():
+    """Over many epochs each index goes everywhere, and where one goes says nothing of where the next goes."""
+    places = np.array([[shuffled(i, 1000, 0, epoch) for i in range(10)] for epoch in range(500)])
+    assert abs(places.mean() - 499.5) < 5 * 1000 / 12**0.5 / places.size**0.5
+    correlation = np.corrcoef(places.T) - np.eye(10)
+    assert abs(correlation).max() < 5 / 500**0.5
+
+
+# --------------------------------------------------------------------------------------------------------- validation
+
+
+@pytest.mark.parametrize("share, held_out", [(0.25, 5), (0.001, 1), (0.999, 19)])
+def test_validation_holds_out_whole_documents(tmp_path, share, held_out):
+    texts = [chr(65 + i) * 3 for i in range(20)]
+    train, held = open_texts(tmp_path, texts, 4, validation=share)
+    assert (len(train), len(held)) == (20 - held_out, held_out)
+    assert multiset(epoch_of(train) + epoch_of(held)) == multiset(brute_force_rows(documents_of(texts), 4))
+
+
+def test_validation_depends_on_the_seed_alone(tmp_path):
+    texts = [chr(65 + i) * 3 for i in range(20)]
+    choices = [tokens_of(open_texts(tmp_path, texts, 4, seed, validation=0.3)[1]) for seed in (0, 0, 1, 2)]
+    assert choices[0] == choices[1]
+    assert len({tuple(sorted(choice)) for choice in choices}) == 3
+
+
+def test_bytes_per_token_is_of_each_split(tmp_path_factory):
+    tokenizer = word_tokenizer(tmp_path_factory.mktemp("tokenizer"), 300)
+    data = Data(kind="text", path=str(tmp_path_factory.mktemp("texts")), tokenizer=tokenizer, validation=0.5)
+    (Path(data.path) / "short.txt").write_text("w1 w2 w3")  # 8 bytes, 2 predicted
+    (Path(data.path) / "long.txt").write_text("w111 w222 w211 w222 w112")  # 24 bytes, 4 predicted
+    sides = open_data(data, 2, 300, 0)
+    assert {side.bytes_per_token: min(tokens_of(side)) > 100 for side in sides} == {4.0: False, 6.0: True}
+
+
+# ------------------------------------------------------------------------------------------------------------- mock
+
+
+def test_mock_tokens_are_uniform_and_differ_by_row_seed_and_split():
+    (data, held), (other, _) = (open_data(Data(), 512, 50, seed) for seed in (0, 1))
+    batch = rows(data, range(100))
+    assert set(batch) == {"tokens", "labels"}
+    assert all(value.dtype == torch.int64 and value.shape == (100, 512) for value in batch.values())
+    assert torch.equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
+    counts = torch.bincount(batch["labels"].flatten(), minlength=50)
+    assert len(counts) == 50 and (counts - 1024).abs().max() < 6 * 1024**0.5
+    some = [data.row(0), data.row(1), data.row(1 << 39), held.row(0), other.row(0)]
+    assert len({tuple(row["tokens"].tolist()) for row in some}) == 5
+    assert data.bytes_per_token is None
+
+
+# -------------------------------------------------------------------------------------------------------- token files
+
+
+def open_tokens(path, seq_len, vocab_size=1000, **fields):
+    return open_data(Data(kind="tokens", path=str(path), **fields), seq_len, vocab_size, 0)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", ">u2", "int32", "uint32", "int64", "uint64"])
+def test_npy_files_are_one_document_each(tmp_path, dtype):
+    files = [list(range(1, 12)), [50, 51], [60, 61, 62, 63]]
+    for i, tokens in enumerate(files):
+        np.save(tmp_path / f"{i}.npy", np.array(tokens, dtype))
+    data, held = open_tokens(tmp_path, 4)
+    assert held is None and data.bytes_per_token is None
+    # No row spans two files, so each is a corpus of its own.
+    assert multiset(epoch_of(data)) == multiset(row for tokens in files for row in brute_force_rows([tokens], 4))
+
+
+@unhurried
+@given(
+    st.lists(st.lists(st.integers(0, 98), max_size=6).map(lambda ids: [*ids, 99]), min_size=1, max_size=10),
+    st.integers(1, 12),
+    st.sampled_from(["uint16", "uint32"]),
+)
+def test_raw_files_are_split_at_document_end(tmp_path_factory, documents, seq_len, dtype):
+    file = tmp_path_factory.mktemp("tokens") / "all.bin"
+    np.array(list(chain(*documents)), np.dtype(dtype).newbyteorder("<")).tofile(file)
+    expected = brute_force_rows(documents, seq_len)
+    if not expected:
+        with pytest.raises(InputError, match="leaves no file with a row"):
+            open_tokens(file, seq_len, token_dtype=dtype, document_end=99)
+        return
+    data, _ = open_tokens(file, seq_len, token_dtype=dtype, document_end=99)
+    assert multiset(epoch_of(data)) == multiset(expected)
+
+
+def test_token_validation_is_the_end_of_each_file(tmp_path):
+    files = [np.arange(0, 43), np.arange(100, 120), np.arange(200, 203)]  # 10, 5 and 0 rows of 4
+    for i, tokens in enumerate(files):
+        np.save(tmp_path / f"{i}.npy", tokens)
+    train, held = open_tokens(tmp_path, 4, validation=0.2)
+    assert multiset(epoch_of(held)) == multiset(
+        brute_force_rows([list(range(35, 43))], 4) + brute_force_rows([list(range(116, 120))], 4)
+    )
+    assert multiset(epoch_of(train)) == multiset(
+        brute_force_rows([list(range(35))], 4) + brute_force_rows([list(range(100, 116))], 4)
+    )
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the resident size from Linux's /proc")
+def test_token_files_are_not_read_to_open_them(tmp_path):
+    """A sparse gigabyte, with ones in its last row."""
+    file, length = tmp_path / "huge.bin", 1 << 29
+    with open(file, "wb") as out:
+        out.truncate(2 * length)
+        out.seek(2 * (length - 1024))
+        out.write(np.ones(1024, "<u2").tobytes())
+    before, start = resident_bytes(), time.process_time()
+    data, held = open_tokens(file, 1024, document_end=0, validation=1024 / length)
+    assert time.process_time() - start < 0.2
+    assert len(data) + len(held) == length // 1024
+    assert held.row(0)["tokens"].sum() == 1024 and rows(data, range(20))["tokens"].sum() == 0
+    assert resident_bytes() - before < 32 << 20
+
+
+def test_a_token_outside_the_vocabulary_is_found_when_met(tmp_path):
+    tokens = np.zeros(20, np.int32)
+    tokens[13] = 1000
+    np.save(tmp_path / "a.npy", tokens)
+    train, held = open_tokens(tmp_path, 4, validation=0.5)
+    assert tokens_of(train) == Counter({0: 12})
+    with pytest.raises(InputError, match=r"a.npy holds 1000 at token 13, outside .* model.vocab_size=1000$"):
+        epoch_of(held)
+    tokens[13] = -1
+    np.save(tmp_path / "a.npy", tokens)
+    with pytest.raises(InputError, match=r"a.npy holds -1 at token 13,"):
+        epoch_of(open_tokens(tmp_path, 4)[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+def texts_found(data: Data) -> Counter:
+    """How often each letter stands in the training rows: one letter a file, in the tests below."""
+    train, _ = open_data(data, 1, 258, 0)
+    return Counter(chr(token) for token in tokens_of(train).elements() if token != EOS)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """a.txt, sub/b.py, sub/test/c.py, sub/test/deep/d.txt: each holds its own letter."""
+    for name in ("a.txt", "sub/b.py", "sub/test/c.py", "sub/test/deep/d.txt"):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(file.stem)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "paths, exclude, letters",
+    [
+        ("", [], "abcd"),
+        ("a.txt", [], "a"),
+        ("**/*.py", [], "bc"),
+        ("sub/*", [], "b"),
+        (["sub/test", "**/*.txt", "a.txt"], [], "acd"),
+        ("", ["*/test/*"], "ab"),
+        ("", ["*.py", "*/a.*"], "d"),
+    ],
+)
+def test_path_may_be_file_folder_glob_or_list(tree, paths, exclude, letters):
+    paths = str(tree / paths) if isinstance(paths, str) else [str(tree / path) for path in paths]
+    assert texts_found(Data(kind="text", path=paths, exclude=exclude)) == Counter(letters)
+
+
+def test_exclude_sees_the_full_path_of_relative_files(tree, monkeypatch):
+    monkeypatch.chdir(tree / "sub" / "test")
+    assert texts_found(Data(kind="text", path=["c.py", "../b.py"], exclude=["*/sub/test/*"])) == Counter("b")
+
+
+def test_home_and_standard_library_in_paths(tree, monkeypatch):
+    monkeypatch.setenv("HOME", str(tree))
+    assert texts_found(Data(kind="text", path="~/sub/b.py")) == Counter("b")
+    letters = (Path(sysconfig.get_paths()["stdlib"]) / "this.py").read_text()
+    assert texts_found(Data(kind="text", path="{stdlib}/this.py")) == Counter(letters)
+
+
+def test_documents_come_in_sorted_order(tree):
+    data, _ = open_data(Data(kind="text", path=[str(tree / "sub"), str(tree / "a.txt")]), 8, 258, 0)
+    assert bytes(token for token in data.row(0)["tokens"].tolist() if token < 256) == b"abcd"
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+def refused(message: str, folder: Path, kind: str, seq_len=2, vocab_size=258, **fields):
+    with pytest.raises(InputError, match=message) as error:
+        open_data(Data(kind=kind, path=fields.pop("path", str(folder)), **fields), seq_len, vocab_size, 0)
+    assert "\n" not in str(error.value)
+
+
+def test_file_errors(tree):
+    refused(r"data.path: no file matches '.*none\*'", tree, "text", path=[str(tree), str(tree / "none*")])
+    refused(r"data.path: no file matches", tree, "jsonl")  # a folder without any .jsonl
+    refused(r"data.exclude=\['\*'\] leaves no file", tree, "text", exclude=["*"])
+    (tree / "bad.txt").write_bytes(b"abc\xff")
+    refused(r"bad.txt is not UTF-8 at byte 3", tree, "text")
+    (tree / "empty").mkdir()
+    refused("data.path: no file matches", tree / "empty", "text")
+
+
+@pytest.mark.parametrize(
+    "name, kind", [("a.txt", "text"), ("a.jsonl", "jsonl"), ("a.npy", "tokens"), ("a.bin", "tokens")]
+)
+def test_an_unreadable_file_is_named(tmp_path, name, kind):
+    (tmp_path / name).symlink_to(tmp_path / "gone")
+    refused(f"{name} cannot be read: No such file", tmp_path, kind)
+
+
+def test_corpus_errors(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "a.txt").write_text("")
+    refused("data.path=.* holds no token to predict", folder, "text")
+    (folder / "a.txt").write_text("abc")
+    refused("holds 4 tokens, less than one row of batch.seq_len=5", folder, "text", seq_len=5)
+    refused("model.vocab_size=257 is smaller than the tokenizer's 258", folder, "text", vocab_size=257)
+    refused("data.validation=0.5 needs 2 documents, one for each side, but there is 1", folder, "text", validation=0.5)
+    refused("tokenizer 'nope' is not", folder, "text", tokenizer="nope")
+    for i in range(4):
+        (folder / f"{i}.txt").write_text("abc")
+    refused("data.validation=0.2 holds 4 tokens, less than one", folder, "text", seq_len=8, validation=0.2)
+    refused("without validation holds 4 tokens, less than one", folder, "text", seq_len=8, validation=0.8)
+    single_words = tmp_path_factory.mktemp("single")
+    (single_words / "a.txt").write_text("w1")
+    words = word_tokenizer(tmp_path_factory.mktemp("tokenizer"), 9)
+    refused("holds no token to predict", single_words, "text", seq_len=1, tokenizer=words)
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (b'{"text": ', "a.jsonl:3: not valid JSON"),
+        (b"[" * 100_000, "a.jsonl:3: not valid JSON"),
+        (b'{"text": "\xff"}', "a.jsonl:3: not valid JSON: 'utf-8' codec can't decode byte 0xff in position 10"),
+        (b'["text"]', "a.jsonl:3: no key 'text'"),
+        (b'{"body": "b"}', "a.jsonl:3: no key 'text'"),
+        (b'{"text": 5}', "a.jsonl:3: 'text' must be text, not int"),
+        (b'{"text": null}', "a.jsonl:3: 'text' must be text, not NoneType"),
+        (b'{"text": "\\ud83d"}', "a.jsonl:3: 'text' holds half of a surrogate pair"),
+    ],
+)
+def test_jsonl_errors_name_the_line(tmp_path, line, message):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "\\ud83d\\ude42"}\n\n' + line + b"\n")
+    refused(message, tmp_path, "jsonl")
+
+
+def test_token_file_errors(tmp_path):
+    file = tmp_path / "a.bin"
+    file.write_bytes(b"abc")
+    refused("a.bin does not hold tokens as .bin", tmp_path, "tokens")
+    file.write_bytes(b"")
+    refused("a.bin does not hold tokens as .bin", tmp_path, "tokens")
+    file.write_bytes(b"a\0b\0")
+    refused("leaves no file with a row of batch.seq_len=3", tmp_path, "tokens", seq_len=3)
+    refused("data.validation=0.1 holds out no row", tmp_path, "tokens", validation=0.1)
+    refused("leaves no file with a row", tmp_path, "tokens", validation=0.9)
+    for wrong in (-1, 258):
+        refused(
+            f"data.document_end={wrong} is outside .* of model.vocab_size=258", tmp_path, "tokens", document_end=wrong
+        )
+
+
+@pytest.mark.parametrize(
+    "array, message",
+    [
+        (np.zeros((4, 4), np.int64), r"a.npy must hold integers \[n\], not int64 \[4, 4\]"),
+        (np.zeros(4, np.float32), r"a.npy must hold integers \[n\], not float32 \[4\]"),
+        (np.array([None] * 4), "a.npy does not hold tokens as .npy"),
+    ],
+)
+def test_npy_errors(tmp_path, array, message):
+    np.save(tmp_path / "a.npy", array)
+    refused(message, tmp_path, "tokens")
+    (tmp_path / "a.npy").write_text("no array")
+    refused("a.npy does not hold tokens as .npy", tmp_path, "tokens")

@@ -1,0 +1,264 @@
+"""Tokenizers against transformers, the tokenizers package and Python's own UTF-8 codec."""
+
+import codecs
+import json
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer
+
+from minitrain.errors import InputError
+from minitrain.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+
+SENTENCES = ["the cat sat on the mat", "naïve café, 你好 🙂", "  two  spaces\n\tand\r\n\x00 control"]
+unhurried = settings(deadline=None, database=None)  # a shared machine may pause anywhere
+any_ids = st.lists(st.integers(0, 300) | st.integers(0x80, 0xFF), max_size=30)
+
+
+@pytest.fixture(scope="module")
+def byte_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bytes")
+    ByteTokenizer().save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def auto_tokenizer(byte_folder):
+    return AutoTokenizer.from_pretrained(byte_folder)
+
+
+@pytest.fixture
+def bpe_folder(tmp_path):
+    """A small trained vocabulary whose decoder drops the space before the first word, as Llama 2's does."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "<s>", "</s>", *byte_tokens])
+    tokenizer.train_from_iterator([SENTENCES[0]], trainer)
+    # The bytes must be ordinary tokens, or decoding skips them as special ones.
+    tree = json.loads(tokenizer.to_str())
+    tree["added_tokens"] = tree["added_tokens"][:3]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    return tmp_path
+
+
+def write_json(folder, name, tree):
+    (folder / name).write_text(json.dumps(tree))
+
+
+# ---------------------------------------------------------------------------------------------------------------- bytes
+
+
+@unhurried
+@given(st.text())
+def test_bytes_are_the_utf8_of_the_text(text):
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text)
+    assert ids == list(text.encode("utf-8")) == tokenizer.encode(text.encode("utf-8"))
+    assert tokenizer.encode_array(text).tolist() == ids
+    assert tokenizer.decode(ids) == text
+
+
+def test_decode_drops_specials_and_replaces_invalid_bytes():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode([256, 104, 105, 257, 1000, -1]) == "hi"
+    assert tokenizer.decode([0xE4, 0x61, 0xFF]) == "\ufffda\ufffd"
+
+
+@unhurried
+@given(st.text().filter(lambda text: "<|bos|>" not in text and "<|eos|>" not in text))
+def test_saved_bytes_encode_alike_in_transformers(auto_tokenizer, text):
+    assert auto_tokenizer.encode(text, add_special_tokens=False) == ByteTokenizer().encode(text)
+
+
+@unhurried
+@given(any_ids)
+def test_saved_bytes_decode_alike_in_transformers(auto_tokenizer, ids):
+    assert auto_tokenizer.decode(ids, skip_special_tokens=True) == ByteTokenizer().decode(ids)
+
+
+def test_text_never_encodes_to_a_special(auto_tokenizer):
+    """Where transformers, by default, lets a text end a document."""
+    assert ByteTokenizer().encode("a<|eos|>") == list(b"a<|eos|>")
+    assert auto_tokenizer.encode("a<|eos|>", add_special_tokens=False) == [97, 257]
+    assert auto_tokenizer.encode("a<|eos|>", add_special_tokens=False, split_special_tokens=True) == list(b"a<|eos|>")
+
+
+def test_saved_bytes_have_the_same_specials_in_transformers(auto_tokenizer):
+    assert (auto_tokenizer.bos_token_id, auto_tokenizer.eos_token_id, len(auto_tokenizer)) == (256, 257, 258)
+
+
+@pytest.mark.parametrize("resaved", [False, True])
+def test_saved_bytes_need_no_package(byte_folder, auto_tokenizer, tmp_path, monkeypatch, resaved):
+    if resaved:
+        auto_tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    folder = tmp_path if resaved else byte_folder
+    assert isinstance(load_tokenizer(folder), ByteTokenizer)
+    assert isinstance(load_tokenizer(folder / "tokenizer.json"), ByteTokenizer)
+
+
+@pytest.mark.parametrize("change", ["merge", "vocabulary", "specials", "normalizer"])
+def test_what_only_resembles_bytes_is_not_taken_for_them(byte_folder, tmp_path, change):
+    tree = json.loads((byte_folder / "tokenizer.json").read_text())
+    if change == "merge":
+        tree["added_tokens"] = []
+        tree["model"]["vocab"]["ab"] = 256
+        tree["model"]["merges"] = [["a", "b"]]
+    elif change == "vocabulary":
+        tree["model"]["vocab"] |= {"a": 98, "b": 97}
+    elif change == "specials":
+        tree["added_tokens"].pop()
+    else:
+        tree["normalizer"] = {"type": "Lowercase"}
+    write_json(tmp_path, "tokenizer.json", tree)
+    assert isinstance(load_tokenizer(tmp_path), HuggingFaceTokenizer)
+
+
+# --------------------------------------------------------------------------------------------------------- Hugging Face
+
+
+def test_hugging_face_file_encodes_and_decodes_as_its_package_does(bpe_folder):
+    ours, theirs = load_tokenizer(bpe_folder), Tokenizer.from_file(str(bpe_folder / "tokenizer.json"))
+    assert ours.vocab_size == theirs.get_vocab_size()
+    for text in SENTENCES:
+        ids = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text) == ids == ours.encode_array(text).tolist()
+        assert ours.decode(ids) == theirs.decode(ids)
+
+
+def test_encode_adds_no_specials(bpe_folder):
+    tree = json.loads((bpe_folder / "tokenizer.json").read_text())
+    single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    tree["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+    }
+    write_json(bpe_folder, "tokenizer.json", tree)
+    ours, theirs = load_tokenizer(bpe_folder), Tokenizer.from_file(str(bpe_folder / "tokenizer.json"))
+    assert [1, *ours.encode("the cat")] == theirs.encode("the cat").ids
+    assert ours.decode([1, *ours.encode("the cat"), 2]) == "the cat"
+
+
+def test_vocab_size_covers_gaps(tmp_path):
+    tree = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 5}, "unk_token": "a"}}
+    write_json(tmp_path, "tokenizer.json", tree)
+    assert load_tokenizer(tmp_path).vocab_size == 6
+
+
+@pytest.mark.parametrize(
+    "files, eos",
+    [
+        ({}, None),
+        ({"tokenizer_config.json": {"eos_token": "</s>"}}, 2),
+        ({"tokenizer_config.json": {"eos_token": {"content": "</s>", "lstrip": False}}}, 2),
+        ({"tokenizer_config.json": {"eos_token": None}, "config.json": {"eos_token_id": 1}}, None),
+        ({"tokenizer_config.json": {}, "special_tokens_map.json": {"eos_token": "</s>"}}, 2),
+        ({"config.json": {"eos_token_id": 1}}, 1),
+        ({"config.json": {"eos_token_id": [2, 1]}}, 2),
+        ({"config.json": {"eos_token_id": None}}, None),
+    ],
+)
+def test_eos_comes_from_the_files_beside_it(bpe_folder, files, eos):
+    for name, tree in files.items():
+        write_json(bpe_folder, name, tree)
+    assert load_tokenizer(bpe_folder).eos_id == load_tokenizer(bpe_folder / "tokenizer.json").eos_id == eos
+
+
+def test_bos_is_read_apart_from_eos(bpe_folder):
+    write_json(bpe_folder, "tokenizer_config.json", {"bos_token": "<s>"})
+    tokenizer = load_tokenizer(bpe_folder)
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (1, None)
+
+
+def test_save_copies_what_transformers_reads(bpe_folder, tmp_path_factory):
+    write_json(bpe_folder, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"})
+    write_json(bpe_folder, "special_tokens_map.json", {"eos_token": "</s>"})
+    (bpe_folder / "chat_template.jinja").write_text("{{ messages }}")
+    write_json(bpe_folder, "config.json", {"model_type": "of another model"})
+    target = tmp_path_factory.mktemp("export") / "new" / "folder"
+    tokenizer = load_tokenizer(bpe_folder)
+    tokenizer.save(target)
+    assert {file.name for file in target.iterdir()} == {file.name for file in bpe_folder.iterdir()} - {"config.json"}
+    assert all(file.read_bytes() == (bpe_folder / file.name).read_bytes() for file in target.iterdir())
+    theirs = AutoTokenizer.from_pretrained(target)
+    assert theirs.eos_token_id == tokenizer.eos_id == 2
+    assert theirs.encode(SENTENCES[0], add_special_tokens=False) == tokenizer.encode(SENTENCES[0])
+
+
+def test_save_into_its_own_folder_changes_nothing(bpe_folder):
+    before = (bpe_folder / "tokenizer.json").read_bytes()
+    load_tokenizer(bpe_folder).save(bpe_folder)
+    assert (bpe_folder / "tokenizer.json").read_bytes() == before
+
+
+# -------------------------------------------------------------------------------------------------------------- stream
+
+
+@unhurried
+@given(any_ids)
+def test_stream_joins_to_the_decoded_text(ids):
+    tokenizer = ByteTokenizer()
+    assert "".join(tokenizer.stream(ids)) == tokenizer.decode(ids)
+
+
+@unhurried
+@given(st.text())
+def test_stream_shows_a_character_with_its_last_byte(text):
+    """Python's incremental decoder shows each character as soon as it can; only a literal U+FFFD may come later."""
+    text = text.replace("\ufffd", "?")
+    ids, taken, shown = ByteTokenizer().encode(text), [], ""
+    decoder, expected = codecs.getincrementaldecoder("utf-8")(), ""
+    for piece in ByteTokenizer().stream(i for i in ids if not taken.append(i)):
+        shown += piece
+        while len(expected) < len(shown):
+            expected += decoder.decode(bytes([taken.pop(0)]))
+        assert shown == expected and not taken  # nothing came late
+    assert shown == text
+
+
+def test_stream_keeps_the_spaces_between_words(bpe_folder):
+    tokenizer = load_tokenizer(bpe_folder)
+    for text in SENTENCES:
+        ids = tokenizer.encode(text)
+        pieces = list(tokenizer.stream(ids))
+        assert "".join(pieces) == tokenizer.decode(ids)
+        assert len(pieces) > 5
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_missing_package_names_the_extra(bpe_folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(InputError, match=r"pip install 'minitrain\[text\]'"):
+        load_tokenizer(bpe_folder)
+
+
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        ({}, "is not 'bytes', a tokenizer.json or a folder that holds one"),
+        ({"tokenizer.json": "{"}, "cannot be read as JSON"),
+        ({"tokenizer.json": "[]"}, "must hold a JSON object, not a list"),
+        ({"tokenizer.json": '{"model": {"type": "none such"}}'}, "is not a Hugging Face tokenizer"),
+        (
+            {"tokenizer.json": '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": ""}}',
+             "tokenizer_config.json": '{"eos_token": "</s>"}'},
+            r"tokenizer_config.json names the token '</s>', which .*tokenizer.json does not hold",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_files_are_told_in_one_line(tmp_path, files, message):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=message) as error:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(error.value)
+    assert str(tmp_path) in str(error.value)
