@@ -1,0 +1,110 @@
+"""bench.py: its figures against arithmetic, its flags, and its errors."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from minitrain.bench.flops import clean, flops_per_token, nemo_pretrain
+from minitrain.bench.measure import result, row_name
+from minitrain.bench.report import markdown, table
+from minitrain.config import from_dict
+from minitrain.errors import InputError
+from tests.test_cli import ROOT, command, torchrun
+
+main = runpy.run_path(str(ROOT / "bench.py"), run_name="bench")["main"]
+TINY = ["model.hidden_size=64", "model.num_layers=2", "model.vocab_size=256", "batch.seq_len=64", "device=cpu"]
+
+
+@pytest.fixture(autouse=True)
+def four_ranks(monkeypatch):
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda *_: 4)
+
+
+def outcome(tree: dict, seconds: list[float], matmul: float = 1e12) -> dict:
+    return result(from_dict(tree), "row", torch.device("cpu"), seconds, matmul)
+
+
+def test_figures_are_arithmetic():
+    tree = {"model": "llama3-8b", "batch": {"global": 8, "micro": 2, "seq_len": 4096}}
+    reference = {"tokens_per_sec_per_gpu": 1000, "convention": "nemo_pretrain"}
+    found = outcome(tree | {"reference": reference}, [9.0, 2.0, 4.0])
+    shape = from_dict(tree).model.config
+    assert found["step_time_s"] == 4.0 and found["step_time_min_s"] == 2.0
+    assert found["tokens_per_sec_per_gpu"] == 8 * 4096 / 4.0 / 4
+    assert found["clean_tflops_per_gpu"] == pytest.approx(2048 * flops_per_token(shape, 4096, clean) / 1e12)
+    assert found["tflops_per_gpu"] == pytest.approx(2048 * flops_per_token(shape, 4096, nemo_pretrain) / 1e12)
+    assert found["mfu"] == pytest.approx(found["clean_tflops_per_gpu"])
+    assert found["ratio"] == 2.048
+
+
+def test_no_reference_no_ratio():
+    found = outcome({"model": "llama3-8b-tiny"}, [1.0])
+    assert found["ratio"] is None and found["tflops_per_gpu"] == found["clean_tflops_per_gpu"]
+    assert "ratio" not in table([found]) and "published" not in table([found])
+
+
+def test_unknown_convention():
+    with pytest.raises(InputError, match="reference.convention='guess' is not one of clean, automodel"):
+        outcome({"reference": {"convention": "guess"}}, [1.0])
+
+
+def test_row_names():
+    assert row_name("/x/configs/nemo/h100/a.yaml") == "nemo/h100/a"
+    assert row_name(Path("elsewhere/b.yaml")) == "b"
+
+
+def test_markdown_is_aligned():
+    text = markdown({"row": ["a", "bbbbbb"], "x": ["1", "22"]})
+    assert text == "| row    |  x |\n| ------ | -: |\n| a      |  1 |\n| bbbbbb | 22 |"
+
+
+def test_bench_prints_a_table_and_writes_json(tmp_path):
+    file = tmp_path / "results.jsonl"
+    config = ROOT / "configs" / "quickstart.yaml"
+    done = command("bench.py", "--config", config, config, "--steps", "2", "--warmup", "1", "--json", file, *TINY)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("| quickstart ") == 4  # each as it is done, and both at the end
+    assert "MFU is of the matmul rate measured here" in done.stdout
+    first, second = map(json.loads, file.read_text().splitlines())
+    assert first.keys() == second.keys() >= {
+        "row", "system", "device", "mode", "proxy", "world_size", "step_time_s", "tokens_per_sec_per_gpu",
+        "tflops_per_gpu", "clean_tflops_per_gpu", "mfu", "peak_memory_gib", "reference", "ratio",
+    }  # fmt: skip
+    assert first["world_size"] == 1 and first["mode"] == "measured" and first["steps"] == 2
+
+
+def test_bench_under_torchrun_and_against_transformers():
+    done = torchrun(2, "bench.py", "--steps", "2", "--warmup", "1", *TINY)
+    assert done.returncode == 0, done.stderr
+    assert "2 process(es)" in done.stdout and done.stdout.count("| quickstart ") == 1
+    done = command("bench.py", "--steps", "2", "--warmup", "1", "--versus", "transformers", *TINY)
+    assert done.returncode == 0, done.stderr
+    assert "versus transformers" in done.stdout
+
+
+def test_dry_run_lays_out_any_number_of_ranks():
+    done = command("bench.py", "--dry-run", "model=llama3-70b", "parallel.dp_shard=64", "batch.global=64", "batch.micro=1")
+    assert done.returncode == 0, done.stderr
+    total, ranks, mine = 70553706496, 64, int(done.stdout.split(" on rank 0")[0].split()[-1].replace(",", ""))
+    assert f"{total:,} parameters over {ranks} ranks" in done.stdout
+    assert mine == pytest.approx(total / ranks, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        (["--steps", "0"], "--steps=0 must be at least 1"),
+        (["--steps", "two"], "argument --steps: invalid int value: 'two'"),
+        (["--versus", "magic"], "invalid choice: 'magic'"),
+        (["--config", "none.yaml"], "none.yaml does not exist"),
+        (["--dry-run", "batch.global=5"], "batch.micro=2 does not divide batch.global=5"),
+        (["--dry-run", "parallel.dp_shard=64"], "is not a multiple of batch.micro=2 x 64 data-parallel ranks"),
+        (["parallel.dp_shard=64", "batch.global=128"], "is not the number of ranks, 1"),
+    ],
+)
+def test_mistakes(arguments, line):
+    with pytest.raises(InputError, match=line):
+        main(arguments)

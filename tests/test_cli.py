@@ -1,0 +1,198 @@
+"""The command lines as a user types them: what they print, write and exit with."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import minitrain
+from minitrain import generate, train
+from minitrain.errors import InputError
+
+ROOT = Path(__file__).parent.parent
+TINY = {
+    "model": {"name": "llama3-8b-tiny", "vocab_size": 258, "num_layers": 2, "tie_word_embeddings": True},
+    "steps": 6,
+    "data": {"kind": "text", "validation": 0.3},
+    "batch": {"global": 4, "micro": 2, "seq_len": 32},
+    "optim": {"lr": 0.01, "warmup": 2, "schedule": "cosine"},
+    "validation": {"every": 3, "batches": 2},
+    "checkpoint": {"every": 2},
+}
+
+
+def command(*words, **environment) -> subprocess.CompletedProcess:
+    """Run python with `words` in the checkout; one thread, as on a shared machine."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+def torchrun(ranks: int, *words) -> subprocess.CompletedProcess:
+    return command("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks, *words)
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    """A config that trains on a few small documents and writes below tmp_path."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(10):
+        (texts / f"{i}.txt").write_text("".join(f"line {i * k % 7} of text {i}\n" for k in range(20)))
+    tree = TINY | {"out_dir": str(tmp_path / "out"), "data": TINY["data"] | {"path": str(texts)}}
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_train_writes_metrics_checkpoints_and_a_model_that_generates(config_file, tmp_path, capsys):
+    train.main(["--config", str(config_file)])
+    out = tmp_path / "out"
+    lines = metrics(out)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in lines if "val_bits_per_byte" in line] == [3, 6]
+    for line in lines:
+        assert line["tokens"] == line["step"] * 4 * 32 and line["tokens_per_sec"] > 0 and line["grad_norm"] > 0
+    val = lines[-1]
+    assert val["val_bits_per_byte"] == pytest.approx(val["val_loss"] / math.log(2))  # byte tokens: one byte each
+    assert lines[0]["loss"] == pytest.approx(math.log(258), rel=0.05) and lines[-1]["loss"] < lines[0]["loss"]
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+
+    model = minitrain.load_pretrained(out)
+    tokens = torch.randint(258, (1, 8))
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    theirs = AutoModelForCausalLM.from_pretrained(out)
+    torch.testing.assert_close(theirs(tokens).logits, model(tokens), atol=1e-4, rtol=1e-4)
+    assert AutoTokenizer.from_pretrained(out)("line")["input_ids"] == list(b"line")
+
+    capsys.readouterr()
+    generate.main(["--model", str(out), "--prompt", "line ", "--max-tokens", "12", "--temperature", "0"])
+    text = capsys.readouterr().out
+    expected = theirs.generate(torch.tensor([list(b"line ")]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+    assert text.encode() == bytes(t for t in expected[0].tolist() if t < 256) + b"\n"
+
+
+def test_the_same_command_resumes_where_it_was(config_file, tmp_path):
+    """Interrupted after step 4 of 6, and run again: the losses of an unbroken run, to the bit."""
+    train.main(["--config", str(config_file), f"out_dir={tmp_path / 'unbroken'}"])
+    out = tmp_path / "broken"
+    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+        steps = train.training_steps
+
+        def stop_after_step_5(*args):
+            for numbers in steps(*args):
+                if numbers["step"] == 6:
+                    raise KeyboardInterrupt
+                yield numbers
+
+        patch.setattr(train, "training_steps", stop_after_step_5)
+        train.main(["--config", str(config_file), f"out_dir={out}"])
+    assert [line["step"] for line in metrics(out)] == [1, 2, 3, 4, 5]
+    train.main(["--config", str(config_file), f"out_dir={out}"])
+    keys = ("step", "loss", "grad_norm", "lr", "tokens")
+    assert [[line[k] for k in keys] for line in metrics(out)] == [
+        [line[k] for k in keys] for line in metrics(tmp_path / "unbroken")
+    ]
+
+
+def test_training_starts_from_a_model_folder(config_file, tmp_path):
+    train.main(["--config", str(config_file)])
+    final = metrics(tmp_path / "out")[-1]["val_loss"]
+    arguments = ["--config", str(config_file), f"model={tmp_path / 'out'}", f"out_dir={tmp_path / 'next'}"]
+    train.main([*arguments, "optim.lr=0", "validation.every=1", "steps=2"])
+    assert metrics(tmp_path / "next")[0]["val_loss"] == pytest.approx(final, rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
+def test_low_precision_learns(config_file, tmp_path, precision):
+    train.main(["--config", str(config_file), f"precision={precision}", "steps=10", "validation.every=0"])
+    lines = metrics(tmp_path / "out")
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.3
+    stored = minitrain.load_pretrained(tmp_path / "out").head_weight.dtype
+    assert stored == (torch.bfloat16 if precision == "bf16-pure" else torch.float32)
+
+
+def test_two_processes_train_as_one(config_file, tmp_path):
+    train.main(["--config", str(config_file)])
+    done = torchrun(2, "-m", "minitrain.train", "--config", config_file, f"out_dir={tmp_path / 'two'}")
+    assert done.returncode == 0, done.stderr
+    for one, two in zip(metrics(tmp_path / "out"), metrics(tmp_path / "two"), strict=True):
+        for key in one.keys() & {"loss", "grad_norm", "val_loss"}:
+            assert two[key] == pytest.approx(one[key], rel=1e-5), key
+    ours, theirs = (dict(minitrain.load_pretrained(tmp_path / o).named_parameters()) for o in ("out", "two"))
+    for name in ours:
+        torch.testing.assert_close(theirs[name], ours[name], atol=1e-4, rtol=1e-4)
+
+
+def test_errors_are_one_line_with_exit_code_2(config_file):
+    wrong = ("-m", "minitrain.train", "--config", config_file, "optim.learning_rate=1")
+    done = command(*wrong)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: unknown key optim.learning_rate") and done.stderr.count("\n") == 1
+    done = command(*wrong, "--debug")
+    assert done.returncode == 2 and "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        (["--config", "none.yaml"], "none.yaml does not exist"),
+        ([], "the following arguments are required: --config"),
+        (["--config", "{file}", "data.path=/nowhere/*.txt"], "no file matches '/nowhere"),
+        (["--config", "{file}", "model.vocab_size=100"], "model.vocab_size=100 is smaller than the tokenizer's 258"),
+        (["--config", "{file}", "batch.seq_len=4096"], "less than one row of batch.seq_len=4096"),
+        (["--config", "{file}", "parallel.dp_shard=2"], "is not the number of ranks, 1"),
+        (["--config", "{file}", "out_dir=/dev/null/x"], "out_dir='/dev/null/x' cannot be created"),
+        (["--config", "{file}", "model.qk_norm=true"], "qk_norm=True cannot be saved as LlamaForCausalLM"),
+    ],
+)
+def test_training_mistakes(config_file, tmp_path, arguments, line):
+    with pytest.raises(InputError, match=line) as error:
+        train.main([word.format(file=config_file) for word in arguments])
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_a_checkpoint_that_does_not_fit_is_an_error_and_stays(config_file, tmp_path):
+    train.main(["--config", str(config_file)])
+    before = (tmp_path / "out" / "metrics.jsonl").read_text()
+    with pytest.raises(InputError, match=r"gate_proj.weight is \[192, 64\], and \[64, 64\] in the model"):
+        train.main(["--config", str(config_file), "model.intermediate_size=64", "steps=8"])
+    assert (tmp_path / "out" / "metrics.jsonl").read_text() == before
+    train.main(["--config", str(config_file), "steps=8"])
+    assert [line["step"] for line in metrics(tmp_path / "out")] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        (["--model", "/nowhere", "--prompt", "x"], "/nowhere"),
+        (["--model", "/nowhere", "--prompt", "x", "--temperature", "-1"], "-1 must be at least 0"),
+        (["--model", "/nowhere", "--prompt", "x", "--max-tokens", "0"], "0 must be above 0"),
+    ],
+)
+def test_generation_mistakes(arguments, line):
+    with pytest.raises(InputError, match=line):
+        generate.main(arguments)
+
+
+def test_sampling_follows_the_distribution():
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.stack([generate.choose(logits, 0.5, 3, generator) for _ in range(4000)])
+    expected = torch.tensor([0.0, 2.0, 4.0, -torch.inf]).softmax(0) * 4000
+    seen = drawn.bincount(minlength=4).float()
+    assert seen[3] == 0  # outside the top 3
+    chi_square = ((seen - expected)[:3] ** 2 / expected[:3]).sum()
+    assert chi_square < 13.8  # the 0.1 % point for 2 degrees of freedom
+    assert generate.choose(logits, 0, None, generator) == 2
