@@ -222,6 +222,15 @@ def test_validation_holds_out_whole_documents(tmp_path, share, held_out):
     assert multiset(epoch_of(train) + epoch_of(held)) == multiset(brute_force_rows(documents_of(texts), 4))
 
 
+def test_a_lone_document_holds_out_its_tail(tmp_path):
+    text = "".join(chr(97 + i % 26) for i in range(100))
+    (tmp_path / "only.txt").write_text(text)
+    train, held = open_data(Data(kind="text", path=str(tmp_path), validation=0.2), 7, 258, seed=0)
+    eos = Counter([ByteTokenizer.eos_id])
+    for side, part in ((train, text[:80]), (held, text[80:])):
+        assert tokens_of(side) <= Counter(part.encode()) + eos and len(side) == (len(part) + 1) // 7
+
+
 def test_validation_depends_on_the_seed_alone(tmp_path):
     texts = [chr(65 + i) * 3 for i in range(20)]
     choices = [tokens_of(open_texts(tmp_path, texts, 4, seed, validation=0.3)[1]) for seed in (0, 0, 1, 2)]
@@ -424,6 +433,7 @@ def test_corpus_errors(tmp_path_factory):
     (folder / "a.txt").write_text("abc")
     refused("holds 4 tokens, less than one row of batch.seq_len=5", folder, "text", seq_len=5)
     refused("model.vocab_size=257 is smaller than the tokenizer's 258", folder, "text", vocab_size=257)
+    (folder / "b.txt").write_text("")
     refused("data.validation=0.5 needs 2 documents, one for each side, but there is 1", folder, "text", validation=0.5)
     refused("tokenizer 'nope' is not", folder, "text", tokenizer="nope")
     for i in range(4):

@@ -16,7 +16,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -182,10 +182,13 @@ def _open_documents(
     if vocab_size < tokenizer.vocab_size:
         raise InputError(f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}")
     read = read_text if data.kind == "text" else lambda file: read_jsonl(file, data.field)
-    corpus = tokenize((text for file in files for text in read(file)), tokenizer)
+    documents = (text for file in files for text in read(file))
     if not data.validation:
-        return _cut(corpus, seq_len, seed, f"data.path={data.path}"), None
-    held = hold_out(len(corpus.ends), data.validation, seed)
+        return _cut(tokenize(documents, tokenizer), seq_len, seed, f"data.path={data.path}"), None
+    lone, documents = split_lone(documents, data.validation)
+    corpus = tokenize(documents, tokenizer)
+    count = len(corpus.ends)
+    held = np.array([False, True]) if lone and count == 2 else hold_out(count, data.validation, seed)
     train = _cut(corpus.select(~held), seq_len, seed, f"data.path={data.path} without validation")
     return train, _cut(corpus.select(held), seq_len, seed, f"data.validation={data.validation}")
 
@@ -196,6 +199,15 @@ def _cut(corpus: Corpus, seq_len: int, seed: int, what: str) -> Packed:
     if len(corpus.tokens) < seq_len:
         raise InputError(f"{what} holds {len(corpus.tokens)} tokens, less than one row of batch.seq_len={seq_len}")
     return Packed([corpus], seq_len, seed, corpus.sizes.sum().item() / corpus.predicted)
+
+
+def split_lone(documents: Iterator[str], share: float) -> tuple[bool, Iterator[str]]:
+    """Whether there is one document only, and the documents; a lone one's tail, a `share` of it, becomes a second."""
+    first = list(islice(documents, 2))
+    if len(first) != 1:
+        return False, chain(first, documents)
+    text, cut = first[0], round(len(first[0]) * (1 - share))
+    return True, iter((text[:cut], text[cut:]))
 
 
 def hold_out(documents: int, share: float, seed: int) -> np.ndarray:
