@@ -1,4 +1,4 @@
-"""What the command lines share: errors of the user as one line and exit code 2, and a clean end of the processes."""
+"""What the command lines share: a mistake as one line and exit code 2, and a clean end of the processes."""
 
 import argparse
 import os
@@ -23,12 +23,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-    """Run a command line's `main(arguments)` and exit: 0, or 2 after an InputError, told in one line."""
+    """Run a command line's `main(arguments)` and exit: 0, or 2 after an InputError or a failing disk, told in one line."""
     arguments = sys.argv[1:]
     code = 0
     try:
         main(arguments)
-    except InputError as error:
+    except (InputError, OSError) as error:
         code = 2
         if "--debug" in arguments:
             traceback.print_exc()

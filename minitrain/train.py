@@ -39,7 +39,9 @@ def train(config: Config) -> None:
     data, held_out = open_data(config.data, config.batch.seq_len, vocab, config.seed)
     trainer = Trainer(config, start(config))
     checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous)
-    resumed = checkpointer.load(trainer.model, trainer.optimizer) if config.checkpoint.resume else None
+    if not config.checkpoint.resume and checkpointer.latest() is not None:
+        raise InputError(f"checkpoint.resume=false, but {checkpointer.folder} holds checkpoints (use another out_dir)")
+    resumed = checkpointer.load(trainer.model, trainer.optimizer)
     first = resumed["step"] if resumed else 0
     if dist.get_rank() == 0:
         (folder / "config.yaml").write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
@@ -74,7 +76,8 @@ def validation_numbers(trainer: Trainer, dataset) -> dict[str, float]:
 
 def export(trainer: Trainer, config: Config, folder: Path) -> None:
     """Write the model in Hugging Face layout; every rank must call it, rank 0 writes."""
-    tensors = ((name, whole(parameter.detach())) for name, parameter in trainer.model.named_parameters())
+    shards = trainer.model.state_dict()  # not parameters(): after a forward pass some of those are whole, in bf16
+    tensors = ((name, whole(shard)) for name, shard in shards.items())
     if dist.get_rank() != 0:
         for _ in tensors:
             pass

@@ -173,6 +173,13 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_and_stays(config_file, tmp_p
     assert [line["step"] for line in metrics(tmp_path / "out")] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
+def test_a_run_without_resuming_needs_a_fresh_folder(config_file, tmp_path):
+    arguments = ["--config", str(config_file), "checkpoint.resume=false"]
+    train.main(arguments)
+    with pytest.raises(InputError, match=r"checkpoint.resume=false, but .*out/checkpoints holds checkpoints"):
+        train.main(arguments)
+
+
 @pytest.mark.parametrize(
     "arguments, line",
     [

@@ -31,18 +31,18 @@ def make(tree):
     config = configs.from_dict(tree)
     meshes = start(config)
     model = build_model(config, meshes)
-    return config, meshes.batch, model, make_optimizer(model, config.optim)
+    return config, meshes, model, make_optimizer(model, config.optim)
 
 
 def train(tree, folder, until, asynchronous=False):
     """Resume from `folder`, train to step `until`, save; returns the losses by step and the final state in full."""
-    config, ranks, model, optimizer = make(tree)
+    config, meshes, model, optimizer = make(tree)
     checkpointer = Checkpointer(folder, keep=2, asynchronous=asynchronous)
     first = (checkpointer.load(model, optimizer) or {"step": 0})["step"]
     losses = {}
     for step in range(first, until):
-        rows = micro_batches(ragged_batch(config, step), config, ranks)
-        losses[step] = forward_backward(model, LanguageModeling(), rows, ranks, torch.device("cpu")).item()
+        rows = micro_batches(ragged_batch(config, step), config, meshes.batch)
+        losses[step] = forward_backward(model, LanguageModeling(), rows, meshes, torch.device("cpu")).item()
         optimizer.step()
         optimizer.zero_grad()
         if step + 1 in (until - 1, until):
@@ -98,9 +98,9 @@ def test_a_checkpoint_loads_into_another_layout(pool, tmp_path, before, after):
 
 def save_after_evaluation(tree, folder):
     """FSDP leaves some weights gathered after a forward pass without backward: the optimizer does not know those."""
-    config, ranks, model, optimizer = make(tree)
-    rows = micro_batches(ragged_batch(config, 0), config, ranks)
-    forward_backward(model, LanguageModeling(), rows, ranks, torch.device("cpu"))
+    config, meshes, model, optimizer = make(tree)
+    rows = micro_batches(ragged_batch(config, 0), config, meshes.batch)
+    forward_backward(model, LanguageModeling(), rows, meshes, torch.device("cpu"))
     optimizer.step()
     expected = full_state(model, optimizer)
     with torch.no_grad():
