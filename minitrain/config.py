@@ -17,7 +17,7 @@ from typing import Any, Literal
 import yaml
 
 from minitrain.errors import InputError
-from minitrain.models.checkpoint_hf import exportable_family, read_config
+from minitrain.models.config_hf import exportable_family, read_config
 from minitrain.models.decoder import DecoderConfig
 from minitrain.models.zoo import model_config
 
@@ -127,7 +127,7 @@ class Config:
     precision: Literal["fp32", "bf16", "bf16-pure"] = "fp32"  # bf16: fp32 weights, computed with in bf16
     optim: Optim = field(default_factory=Optim)
     compile: bool = False
-    recompute: Literal["none", "full"] = "none"
+    recompute: Literal["none", "full", "selective"] | int | float = "none"  # see parallel/recompute.py
     validation: Validation = field(default_factory=Validation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     reference: dict = field(default_factory=dict)  # published figures of the same row
@@ -271,7 +271,8 @@ def _convert_union(kinds: tuple, value: Any, where: str) -> Any:
     if value is None and type(None) in kinds:
         return None
     kinds = [kind for kind in kinds if kind is not type(None)]
-    fitting = [kind for kind in kinds if isinstance(value, list) == (typing.get_origin(kind) is list)]
+    stored_as = {kind: {Literal: str, list: list}.get(typing.get_origin(kind), kind) for kind in kinds}
+    fitting = [kind for kind in kinds if isinstance(value, stored_as[kind])]
     return _convert((fitting or kinds)[0], value, where)
 
 
@@ -324,6 +325,98 @@ def validate(config: Config) -> None:
         raise InputError(f"data.kind={c.data.kind} needs data.path")
     if c.validation.every and c.data.kind != "mock" and not c.data.validation:
         raise InputError(f"validation.every={c.validation.every} needs data.validation above 0, the share held out")
+    _validate_recompute(c)
+    _validate_context(c)
+    _validate_tensor(c)
+    _validate_pipeline(c)
+
+
+def _validate_context(config: Config) -> None:
+    p, heads, length = config.parallel, config.model.config.num_key_value_heads, config.batch.seq_len
+    unit = 2 * p.cp if p.context == "allgather" else p.cp
+    if p.cp > 1 and length % unit:
+        raise InputError(
+            f"batch.seq_len={length} is not a multiple of {unit}, which parallel.cp={p.cp} needs with "
+            f"context={p.context} (use {length // unit * unit} or {length // unit * unit + unit})"
+        )
+    if p.cp > 1 and p.context == "ulysses" and heads % (p.cp * p.tp):
+        possible = [n for n in range(1, heads + 1) if heads % (n * p.tp) == 0]
+        raise InputError(
+            f"parallel.cp={p.cp} x tp={p.tp} with context=ulysses does not divide num_key_value_heads={heads} "
+            f"(use context=allgather, or cp={_alternatives(possible)})"
+        )
+
+
+def _validate_recompute(config: Config) -> None:
+    setting, budget = config.recompute, isinstance(config.recompute, float)
+    if (budget and not 0 < setting < 1) or (isinstance(setting, int) and setting < 2):
+        raise InputError(
+            f"recompute={setting} must be none, full, selective, a whole number of at least 2 (every so many blocks), "
+            f"or a memory budget between 0 and 1"
+        )
+    if budget and not config.compile:
+        raise InputError(f"recompute={setting} is a memory budget for the compiler: it needs compile=true")
+
+
+def _validate_tensor(config: Config) -> None:
+    model, batch, p = config.model.config, config.batch, config.parallel
+    fields = ("num_key_value_heads", "num_attention_heads", "intermediate_size", "vocab_size")
+    sizes = {field: getattr(model, field) for field in fields}
+    sizes["batch.seq_len" if p.cp == 1 else f"batch.seq_len / parallel.cp={p.cp}, i.e. seq_len"] = batch.seq_len // p.cp
+    for name, size in sizes.items():
+        if size % p.tp:
+            possible = [n for n in range(1, size + 1) if not any(other % n for other in sizes.values())]
+            raise InputError(f"parallel.tp={p.tp} does not divide {name}={size} (use {_alternatives(possible)})")
+    if p.async_tp and (p.tp == 1 or not config.compile):
+        raise InputError("parallel.async_tp=true needs parallel.tp above 1 and compile=true")
+
+
+def _validate_pipeline(config: Config) -> None:
+    p, slots, stages = config.parallel, config.model.config.num_layers + 2, config.parallel.pp * config.parallel.vp
+    if p.pp == 1 and (p.vp > 1 or p.layers_per_stage):
+        raise InputError(f"parallel.vp={p.vp} and layers_per_stage={p.layers_per_stage} need parallel.pp above 1")
+    if p.pp == 1:
+        return
+    if p.schedule in ("GPipe", "1F1B") and p.vp > 1:
+        raise InputError(
+            f"parallel.schedule={p.schedule} has one stage per rank, not vp={p.vp} "
+            f"(use vp=1, or Interleaved1F1B, LoopedBFS or InterleavedZeroBubble)"
+        )
+    if p.schedule in ("ZBVZeroBubble", "DualPipeV") and p.vp != 2:
+        raise InputError(f"parallel.schedule={p.schedule} has two stages per rank, not vp={p.vp} (use vp=2)")
+    split = p.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    if split and (config.compile or config.recompute != "none"):
+        raise InputError(
+            f"parallel.schedule={p.schedule} runs each backward pass in two parts, which neither compile=true nor "
+            f"recompute={config.recompute} can do (use Interleaved1F1B, or compile=false and recompute=none)"
+        )
+    given = p.layers_per_stage
+    if given and (len(given) != stages or sum(given) != slots or min(given) < 1):
+        raise InputError(
+            f"parallel.layers_per_stage={given} must be {stages} numbers (pp={p.pp} x vp={p.vp} stages) of at least 1 "
+            f"with sum {slots} (num_layers={slots - 2}, embedding and head)"
+        )
+    if stages > slots:
+        raise InputError(
+            f"parallel.pp={p.pp} x vp={p.vp} stages are more than the {slots} that num_layers={slots - 2}, embedding "
+            f"and head can fill (use at most {slots} stages)"
+        )
+
+
+def _check_pipeline(config: Config, micro_batches: int) -> None:
+    p = config.parallel
+    least = {"1F1B": p.pp, "DualPipeV": 2 * p.pp}.get(p.schedule, 1)
+    rounds = max(1, micro_batches // p.pp) if p.schedule.startswith("Interleaved") else 1
+    if p.pp > 1 and (micro_batches < least or micro_batches % rounds):
+        needed = f"at least {least}" if micro_batches < least else f"a multiple of {p.pp}, or fewer than {2 * p.pp},"
+        raise InputError(
+            f"parallel.schedule={p.schedule} with pp={p.pp} needs {needed} micro-batches per rank and step, not "
+            f"{micro_batches} (batch.global={config.batch.global_} / batch.micro={config.batch.micro} / data ranks)"
+        )
+
+
+def _alternatives(values: list) -> str:
+    return " or ".join(filter(None, [", ".join(map(str, values[:-1])), str(values[-1])]))
 
 
 def _at_least(least: int, *settings: tuple[str, float]) -> None:
@@ -352,6 +445,7 @@ def check_layout(config: Config, world_size: int) -> None:
             f"batch.global={b.global_} is not a multiple of batch.micro={b.micro} x {data_ranks} data-parallel ranks "
             f"(use a multiple of {b.micro * data_ranks})"
         )
+    _check_pipeline(config, b.global_ // (b.micro * data_ranks))
 
 
 def to_dict(config: Config) -> dict:

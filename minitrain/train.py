@@ -16,6 +16,7 @@ from minitrain.config import Config, check_layout, load, to_dict
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import save_tensors
 from minitrain.parallel.mesh import start, whole, world_size
+from minitrain.parallel.pipeline import Pipeline
 from minitrain.tokenizer import load_tokenizer
 from minitrain.training.checkpoint import Checkpointer
 from minitrain.training.data import open_data
@@ -76,8 +77,11 @@ def validation_numbers(trainer: Trainer, dataset) -> dict[str, float]:
 
 def export(trainer: Trainer, config: Config, folder: Path) -> None:
     """Write the model in Hugging Face layout; every rank must call it, rank 0 writes."""
-    shards = trainer.model.state_dict()  # not parameters(): after a forward pass some of those are whole, in bf16
-    tensors = ((name, whole(shard)) for name, shard in shards.items())
+    if isinstance(trainer.model, Pipeline):
+        tensors = trainer.model.whole_tensors()
+    else:
+        shards = trainer.model.state_dict()  # not parameters(): after a forward pass some of those are whole, in bf16
+        tensors = ((name, whole(shard)) for name, shard in shards.items())
     if dist.get_rank() != 0:
         for _ in tensors:
             pass

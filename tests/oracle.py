@@ -5,7 +5,9 @@ mistakes. Each step is checked from the weights it started with, so that roundin
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,10 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from minitrain import config as configs
 from minitrain.config import Config
 from minitrain.models.decoder import Decoder
+from minitrain.parallel.context import split
 from minitrain.parallel.mesh import start, whole
 from minitrain.training.loop import build_model, forward_backward, initialize
 from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import LanguageModeling
+from minitrain.training.optim import clip_gradients
 from tests.pool import Pool
 
 Tensors = dict[str, Tensor]  # by parameter name
@@ -30,6 +34,7 @@ class Trace:
     weights: list[Tensors] = field(default_factory=list)  # before the first step, and after each
     gradients: list[Tensors] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)  # of all gradients, before they were clipped
 
 
 def ragged_batch(config: Config, step: int) -> Tensors:
@@ -43,7 +48,10 @@ def ragged_batch(config: Config, step: int) -> Tensors:
 
 
 def train(tree: dict, steps: int = 3, batch: Callable = ragged_batch) -> Trace:
-    """Train with plain SGD on this rank of the running group, on the product's own path. tree: a config, as in YAML."""
+    """Train with plain SGD on this rank of the running group, on the product's own path. tree: a config, as in YAML.
+
+    Gradients are clipped as `optim.clip` says, and recorded before that.
+    """
     config = configs.from_dict(tree | {"device": "cpu"})
     meshes = start(config)
     model = build_model(config, meshes)
@@ -51,9 +59,11 @@ def train(tree: dict, steps: int = 3, batch: Callable = ragged_batch) -> Trace:
     trace = Trace(weights=[snapshot(model.named_parameters())])
     for step in range(steps):
         rows = micro_batches(batch(config, step), config, meshes.batch)
+        rows = [split(each, meshes.cp, config.parallel.context) for each in rows]
         loss = forward_backward(model, LanguageModeling(), rows, meshes, torch.device("cpu"))
         trace.losses.append(loss.item())
         trace.gradients.append(snapshot((name, p.grad) for name, p in model.named_parameters()))
+        trace.norms.append(clip_gradients(list(model.parameters()), config.optim.clip, meshes.pp).item())
         optimizer.step()
         optimizer.zero_grad()
         trace.weights.append(snapshot(model.named_parameters()))
@@ -101,24 +111,50 @@ def check_against_one_process(
     batch: Callable = ragged_batch,
     tolerance: float = 1e-6,
     run: Callable = train,
+    double: bool = False,
 ) -> None:
-    """Train `tree` on `world_size` ranks: every rank's losses, gradients and weights must be those of `plain_step`.
+    """Train `tree` on `world_size` ranks: losses, gradients, their norm and weights must be those of `plain_step`.
 
     tolerance: on norm(difference) / norm(expected) of each parameter, and on the relative difference of the losses.
     Initial weights must agree to the bit.
     run: what each rank calls, `train` or something around it.
+    double: compute in fp64, on both sides. For layouts that split sums in other ways than data parallelism does, where
+    gradients that nearly cancel, as those of key biases do, differ by more than the tolerance through rounding alone.
     """
+    if double:
+        with double_precision():
+            run = partial(in_double_precision, run)
+            return check_against_one_process(pool, world_size, tree, steps, batch, tolerance, run)
     config = configs.from_dict(tree)
     traces = pool.run(world_size, run, tree, steps, batch)
     check_close([trace.weights[0] for trace in traces], initial_weights(config), 0, "initial weights")
     for step in range(steps):
         weights = {name: tensor for trace in traces for name, tensor in trace.weights[step].items()}
         loss, gradients = plain_step(config, weights, batch(config, step))
-        updated = {name: weights[name] - config.optim.lr * gradients[name] for name in weights}
+        norm = torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm().item()
+        rate = config.optim.lr * min(1, (config.optim.clip or norm) / norm)
+        updated = {name: weights[name] - rate * gradients[name] for name in weights}
         for rank, trace in enumerate(traces):
             assert abs(trace.losses[step] / loss - 1) <= tolerance, f"loss of step {step} on rank {rank}"
+            assert abs(trace.norms[step] / norm - 1) <= tolerance, f"gradient norm of step {step} on rank {rank}"
         check_close([trace.gradients[step] for trace in traces], gradients, tolerance, f"gradients of step {step}")
         check_close([trace.weights[step + 1] for trace in traces], updated, tolerance, f"weights after step {step}")
+
+
+@contextmanager
+def double_precision():
+    """What is fp32 unless said otherwise, is fp64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def in_double_precision(function: Callable, *args):
+    with double_precision():
+        return function(*args)
 
 
 def check_close(ranks: list[Tensors], expected: Tensors, tolerance: float, what: str) -> None:

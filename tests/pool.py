@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 GRACE = 3.0  # seconds that the other ranks get to report too, once one has failed
 
@@ -161,6 +162,7 @@ def join(rank: int, world_size: int, store: str) -> None:
     if dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # DTensor takes meshes of the same shape for the same, even old ones
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timedelta(seconds=60)

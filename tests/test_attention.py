@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
-from minitrain.models.attention import Mask, attention
+from minitrain.models.attention import attention, block_pairs, make_mask
+
+CPU = torch.device("cpu")
 
 
 def brute_force(q, k, v, allowed):
@@ -23,31 +26,81 @@ def brute_force(q, k, v, allowed):
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("packed", [False, True])
-def test_attention_equals_brute_force(kv_heads, causal, packed):
+@pytest.mark.parametrize("place", [None, [4, 0, 6]])
+def test_attention_equals_brute_force(kv_heads, causal, packed, place):
     torch.manual_seed(0)
-    q = torch.randn(2, 4, 7, 8)
+    q = torch.randn(2, 4, 7 if place is None else 3, 8)
     k, v = torch.randn(2, 2, kv_heads, 7, 8)
     documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 9]]) if packed else None
 
-    def allowed(b, i, j):
+    def allowed(b, query, j):
+        i = query if place is None else place[query]
         return (j <= i or not causal) and (documents is None or documents[b, i] == documents[b, j])
 
-    ours = attention(q, k, v, Mask(causal=causal, documents=documents))
-    torch.testing.assert_close(ours, brute_force(q, k, v, allowed), atol=1e-5, rtol=1e-5)
+    mask = make_mask(7, CPU, documents, causal, None if place is None else torch.tensor(place))
+    torch.testing.assert_close(attention(q, k, v, mask), brute_force(q, k, v, allowed), atol=1e-5, rtol=1e-5)
+
+
+def test_only_what_needs_pairs_has_them():
+    """Plain causal and full attention are left to the kernel that is fastest at them."""
+    documents, places = torch.zeros(1, 8, dtype=torch.long), torch.tensor([0, 1, 6, 7])
+    for causal in (True, False):
+        assert make_mask(8, CPU, causal=causal).pairs is None
+        assert make_mask(8, CPU, documents, causal).pairs.shape == (1, 1, 8, 8)
+    assert make_mask(8, CPU, places=places, causal=False).pairs is None  # all see all, wherever they are
+    assert make_mask(8, CPU, places=places).pairs.shape == (1, 1, 4, 8)
+
+
+def packed_rows(length):
+    """Two rows whose documents end at different places, never at a tile's border."""
+    return torch.stack([torch.arange(length) // 100, torch.arange(length) // 77 + 5])
+
+
+def split_places(rank, length=512):
+    """The tokens of one of two context-parallel ranks."""
+    return torch.cat([torch.arange(length).chunk(4)[i] for i in (rank, 3 - rank)])
+
+
+CASES = [
+    pytest.param(causal, packed, places, id=f"{causal=} {packed=} places={'all' if places is None else 'own'}")
+    for causal in (True, False)
+    for packed in (True, False)
+    for places in (None, split_places(0), split_places(1))
+    if packed or (causal and places is not None)
+]
+
+
+@pytest.mark.parametrize("causal, packed, places", CASES)
+def test_tiles_equal_dense_mask(causal, packed, places):
+    """The form for CUDA, which FlexAttention can run on CPU forwards."""
+    torch.manual_seed(0)
+    q = torch.randn(2, 2, 512 if places is None else len(places), 16)
+    k, v = torch.randn(2, 2, 1, 512, 16)
+    rule = dict(documents=packed_rows(512) if packed else None, causal=causal, places=places)
+    expected = attention(q, k, v, make_mask(512, CPU, **rule))
+    ours = flex_attention(q, k, v, block_mask=blocks(CPU, **rule), enable_gqa=True)
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+def blocks(device, **rule):
+    """`make_mask` with the form for CUDA, on any device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minitrain.models.attention.dense_pairs", block_pairs)
+        return make_mask(512, device, **rule).pairs
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("causal", [True, False])
-def test_flex_attention_equals_dense_mask(causal):
+@pytest.mark.parametrize("causal, packed, places", CASES)
+def test_flex_attention_equals_dense_mask(causal, packed, places):
     torch.manual_seed(0)
-    q = torch.randn(2, 4, 256, 64, requires_grad=True)
-    k, v = (torch.randn(2, 2, 256, 64, requires_grad=True) for _ in range(2))
-    documents = torch.arange(256).div(100, rounding_mode="floor").expand(2, -1).contiguous()
-    ours = attention(*(x.cuda() for x in (q, k, v)), Mask(causal=causal, documents=documents.cuda()))
-    dense = attention(q, k, v, Mask(causal=causal, documents=documents))
+    q = torch.randn(2, 4, 512 if places is None else len(places), 64, requires_grad=True)
+    k, v = (torch.randn(2, 2, 512, 64, requires_grad=True) for _ in range(2))
+    rule = dict(documents=packed_rows(512) if packed else None, places=places)
+    on_gpu = {key: value if value is None else value.cuda() for key, value in rule.items()}
+    ours = attention(*(x.cuda() for x in (q, k, v)), make_mask(512, torch.device("cuda"), causal=causal, **on_gpu))
+    dense = attention(q, k, v, make_mask(512, CPU, causal=causal, **rule))
     torch.testing.assert_close(ours.cpu(), dense, atol=2e-3, rtol=2e-3)
     upstream = torch.randn_like(dense)
-    for mine, reference in zip(
-        torch.autograd.grad(ours, (q, k, v), upstream.cuda()), torch.autograd.grad(dense, (q, k, v), upstream), strict=True
-    ):
-        assert (mine - reference).norm() / reference.norm() < 2e-3
+    expected = torch.autograd.grad(dense, (q, k, v), upstream)
+    for mine, reference in zip(torch.autograd.grad(ours, (q, k, v), upstream.cuda()), expected, strict=True):
+        assert (mine.cpu() - reference.cpu()).norm() / reference.norm() < 2e-3

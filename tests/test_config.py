@@ -49,7 +49,7 @@ def test_what_is_written_is_read_back_the_same():
         ({"model": {"name": "a", "path": "b"}}, "cannot both be given"),
         ({"model": {"num_attention_heads": 6, "num_key_value_heads": 4}}, "num_key_value_heads=4 does not divide"),
         ({"model": {"hidden_size": 0}}, "model.hidden_size=0 must be at least 1"),
-        ({"model": {"norm": "batchnorm"}}, "model.norm='batchnorm' is not one of rmsnorm, layernorm1p"),
+        ({"model": {"norm": "batchnorm"}}, "model.norm='batchnorm' is not one of rmsnorm, layernorm, layernorm1p"),
         ({"model": {"rope_scaling": {"rope_type": "yarn"}}}, "model.rope_scaling=.* is not supported"),
         ({"model": {"partial_rotary_factor": 1.5}}, "model.partial_rotary_factor=1.5"),
         ({"steps": "many"}, "steps must be a whole number, not str 'many'"),

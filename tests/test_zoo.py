@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from minitrain import InputError
-from minitrain.models.checkpoint_hf import read_config
+from minitrain.models.config_hf import read_config
 from minitrain.models.decoder import Decoder
 from minitrain.models.layers import rotary_frequencies
 from minitrain.models.zoo import ZOO, model_config
@@ -24,6 +25,17 @@ PUBLISHED_PARAMETERS = {
     "qwen3-32b": 32_762_123_264,
     "nemotron4-15b": 15_628_775_424,
     "nemotron4-340b": 341_029_195_776,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "deepseek-v3": 671_026_404_352,
+    "kimi-k2": 1_026_408_209_408,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "nemotron3-nano-30b-a3b": 31_577_937_344,
+    "nemotron3-super-120b-a12b": 120_668_687_360,
+    "gpt3-175b": 174_604_259_328,
 }
 # As on the hub, without what says nothing about the shape (use_cache, transformers_version, ...).
 PUBLISHED_CONFIGS = {
@@ -53,9 +65,63 @@ PUBLISHED_CONFIGS = {
         rope_theta=1000000, sliding_window=None, tie_word_embeddings=False, torch_dtype="bfloat16",
         use_sliding_window=False, vocab_size=151936,
     ),
+    "mixtral-8x7b": dict(
+        architectures=["MixtralForCausalLM"], attention_dropout=0.0, bos_token_id=1, eos_token_id=2, hidden_act="silu",
+        hidden_size=4096, initializer_range=0.02, intermediate_size=14336, max_position_embeddings=32768,
+        model_type="mixtral", num_attention_heads=32, num_experts_per_tok=2, num_hidden_layers=32,
+        num_key_value_heads=8, num_local_experts=8, output_router_logits=False, rms_norm_eps=1e-05,
+        rope_theta=1000000.0, router_aux_loss_coef=0.02, sliding_window=None, tie_word_embeddings=False,
+        torch_dtype="bfloat16", vocab_size=32000,
+    ),
+    "qwen3-30b-a3b": dict(
+        architectures=["Qwen3MoeForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=151643,
+        decoder_sparse_step=1, eos_token_id=151645, head_dim=128, hidden_act="silu", hidden_size=2048,
+        initializer_range=0.02, intermediate_size=6144, max_position_embeddings=40960, max_window_layers=48,
+        mlp_only_layers=[], model_type="qwen3_moe", moe_intermediate_size=768, norm_topk_prob=True,
+        num_attention_heads=32, num_experts=128, num_experts_per_tok=8, num_hidden_layers=48, num_key_value_heads=4,
+        output_router_logits=False, rms_norm_eps=1e-06, rope_scaling=None, rope_theta=1000000.0,
+        router_aux_loss_coef=0.001, sliding_window=None, tie_word_embeddings=False, torch_dtype="bfloat16",
+        use_sliding_window=False, vocab_size=151936,
+    ),
+    "deepseek-v3": dict(
+        architectures=["DeepseekV3ForCausalLM"], attention_bias=False, attention_dropout=0.0, aux_loss_alpha=0.001,
+        bos_token_id=0, eos_token_id=1, ep_size=1, first_k_dense_replace=3, hidden_act="silu", hidden_size=7168,
+        initializer_range=0.02, intermediate_size=18432, kv_lora_rank=512, max_position_embeddings=163840,
+        model_type="deepseek_v3", moe_intermediate_size=2048, moe_layer_freq=1, n_group=8, n_routed_experts=256,
+        n_shared_experts=1, norm_topk_prob=True, num_attention_heads=128, num_experts_per_tok=8, num_hidden_layers=61,
+        num_key_value_heads=128, num_nextn_predict_layers=1, q_lora_rank=1536, qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        quantization_config=dict(
+            activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128]
+        ),
+        rms_norm_eps=1e-06,
+        rope_scaling=dict(
+            beta_fast=32, beta_slow=1, factor=40, mscale=1.0, mscale_all_dim=1.0,
+            original_max_position_embeddings=4096, type="yarn",
+        ),
+        rope_theta=10000, routed_scaling_factor=2.5, scoring_func="sigmoid", seq_aux=True, tie_word_embeddings=False,
+        topk_group=4, topk_method="noaux_tc", torch_dtype="bfloat16", v_head_dim=128, vocab_size=129280,
+    ),
+    "gpt-oss-20b": dict(
+        architectures=["GptOssForCausalLM"], attention_bias=True, attention_dropout=0.0, bos_token_id=199998,
+        eos_token_id=200002, experts_per_token=4, head_dim=64, hidden_act="silu", hidden_size=2880,
+        initial_context_length=4096, initializer_range=0.02, intermediate_size=2880,
+        layer_types=["sliding_attention", "full_attention"] * 12, max_position_embeddings=131072,
+        model_type="gpt_oss", num_attention_heads=64, num_experts_per_tok=4, num_hidden_layers=24,
+        num_key_value_heads=8, num_local_experts=32, pad_token_id=199999,
+        quantization_config=dict(modules_to_not_convert=["model.embed_tokens", "lm_head"], quant_method="mxfp4"),
+        rms_norm_eps=1e-05,
+        rope_scaling=dict(
+            beta_fast=32.0, beta_slow=1.0, factor=32.0, original_max_position_embeddings=4096, rope_type="yarn",
+            truncate=False,
+        ),
+        rope_theta=150000, router_aux_loss_coef=0.9, sliding_window=128, swiglu_limit=7.0, tie_word_embeddings=False,
+        vocab_size=201088,
+    ),
 }  # fmt: skip
-QUIRKS = ("family", "norm", "norm_eps", "mlp", "qkv_bias", "qk_norm", "rope_theta", "partial_rotary_factor",
-          "tie_word_embeddings", "max_position_embeddings")  # fmt: skip
+QUIRKS = ("family", "norm", "norm_eps", "mlp", "qkv_bias", "o_bias", "qk_norm", "rope_theta", "partial_rotary_factor",
+          "tie_word_embeddings", "max_position_embeddings", "position_embedding", "scaled_residual_init",
+          "scoring_func", "routed_scaling_factor", "sinks", "expert_bias", "conv_kernel")  # fmt: skip
 
 
 def build_meta(name: str) -> Decoder:
@@ -65,6 +131,11 @@ def build_meta(name: str) -> Decoder:
 
 def count(model: Decoder) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def kinds_of_parameters(name: str) -> set[str]:
+    """Their names, whatever the layer."""
+    return {re.sub(r"layers\.\d+\.", "layers.N.", key) for key, _ in build_meta(name).named_parameters()}
 
 
 def test_every_model_has_a_published_total():
@@ -87,12 +158,17 @@ def test_tiny_twin_is_small_and_keeps_the_quirks(name):
     full, tiny = model_config(name), model_config(name + "-tiny")
     assert 100_000 <= count(build_meta(name + "-tiny")) <= 1_000_000
     assert [getattr(tiny, key) for key in QUIRKS] == [getattr(full, key) for key in QUIRKS]
-    assert tiny.num_attention_heads > tiny.num_key_value_heads
+    grouped = [config.num_attention_heads > config.num_key_value_heads for config in (tiny, full)]
+    assert grouped[0] == grouped[1]
+    assert set(tiny.layer_pattern) == set(full.layer_pattern)
+    for key in ("moe_latent_size", "kv_lora_rank", "sliding_window", "num_experts", "first_k_dense_replace",
+                "shared_expert_intermediate_size"):  # fmt: skip
+        assert bool(getattr(tiny, key)) == bool(getattr(full, key)), key
+    assert (tiny.n_group > 1) == (full.n_group > 1)
+    assert tiny.num_experts % 4 == 0
     for key in ("num_layers", "num_attention_heads", "num_key_value_heads"):
         assert getattr(tiny, key) % 4 == 0
-    names, tiny_names = ({n for n, _ in build_meta(n).named_parameters()} for n in (name, name + "-tiny"))
-    assert tiny_names <= names
-    assert {n for n in names if "layers.0." in n or "layers" not in n} <= tiny_names
+    assert kinds_of_parameters(name + "-tiny") == kinds_of_parameters(name)
     assert (tiny.rope_scaling is None) == (full.rope_scaling is None)
 
 

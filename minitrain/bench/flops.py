@@ -5,9 +5,10 @@ its square, on what a frozen weight saves, on whether padding counts. So a model
 convention is a function from that and a sequence length to FLOPs. To compare tables, turn their tokens/s into `clean`
 FLOPs.
 
-In the formulas N is `work.weights`, d L is `work.attention` and s is `seq_len`. A weight costs a token 2 FLOPs in each
-of three products: output, gradient of the input, gradient of the weight. Attention has two products per key (scores,
-values), hence 4 d L FLOPs forward and twice that backward: 12 d L per key.
+In the formulas N is `work.weights`, d L is `work.attention`, S is `work.state` and s is `seq_len`. A weight costs a
+token 2 FLOPs in each of three products: output, gradient of the input, gradient of the weight. Attention has two
+products per key (scores, values), hence 4 d L FLOPs forward and twice that backward: 12 d L per key. A Mamba-2 state
+has two per element whatever the length (what a token adds, what it reads): 12 S.
 
 These are model FLOPs: recomputed activations, norms, rotary embeddings, softmax and the optimizer do not count.
 """
@@ -30,12 +31,14 @@ class Work:
 
     weights: N, the matmul weights: every nn.Linear, the output head too (tied or not), the embedding look-up not.
     attention: d L, heads * head_dim summed over the layers: multiply-adds per key, for scores and again for values.
+    state: S, the elements of all Mamba-2 states: heads * head_dim * state size, summed over the layers.
     parameters: all of the model's, without adapters.
     adapters: LoRA weights, all else being frozen; 0 if the whole model is trained.
     """
 
     weights: int
     attention: int
+    state: int
     parameters: int
     adapters: int = 0
 
@@ -44,21 +47,21 @@ Convention = Callable[[Work, float], float]
 
 
 def clean(work: Work, seq_len: float) -> float:
-    """What a step has to compute: 6 N + 6 d L s, the causal half; LoRA: 4 per frozen weight and 6 per adapter weight.
+    """What a step has to compute: 6 N + 6 d L s, the causal half, + 12 S; LoRA: 4 per frozen weight, 6 per adapter's.
 
     Frozen weights still pass gradients on to their inputs, so attention's backward is whole. For packed documents,
     seq_len is their `effective_length`.
     """
     trained, frozen = (work.adapters, work.weights) if work.adapters else (work.weights, 0)
-    return 6 * trained + 4 * frozen + 6 * work.attention * seq_len
+    return 6 * trained + 4 * frozen + 6 * work.attention * seq_len + 12 * work.state
 
 
 def automodel(work: Work, seq_len: float) -> float:
-    """NeMo AutoModel: 6 N + 6 d L s; LoRA takes (2 + adapters / parameters) / 3 of that, attention's backward included.
+    """NeMo AutoModel: 6 N + 6 d L s + 6 S; LoRA: (2 + adapters / parameters) / 3 of it, attention's backward included.
 
     Source: NVIDIA-NeMo/Automodel, nemo_automodel/components/utils/flops_utils.py and recipes/llm/benchmark.py.
     """
-    full = 6 * work.weights + 6 * work.attention * seq_len
+    full = 6 * work.weights + 6 * work.attention * seq_len + 6 * work.state
     return full * (2 + work.adapters / work.parameters) / 3 if work.adapters else full
 
 
@@ -90,9 +93,11 @@ def count_work(config: DecoderConfig, adapters: int = 0) -> Work:
     weights = sum(layer.weight.numel() for layer in _linear_layers(model).values())
     if config.tie_word_embeddings:
         weights += model.head_weight.numel()
+    mixers = [config.parts(layer)[0] for layer in range(config.num_layers)]
     return Work(
         weights=weights,
-        attention=config.num_layers * config.num_attention_heads * config.head_dim,
+        attention=mixers.count("attention") * config.num_attention_heads * config.head_dim,
+        state=mixers.count("mamba") * config.mamba.width * config.ssm_state_size,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         adapters=adapters,
     )

@@ -1,13 +1,14 @@
 """Check a config without running it: lay its model out, without memory, for the number of ranks that it states."""
 
-import torch
+from functools import partial
+
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore  # the one source of a fake process group
 
 from minitrain.config import Config, check_layout
-from minitrain.models.decoder import Decoder
 from minitrain.parallel.mesh import build_meshes, owned, world_size
-from minitrain.parallel.parallelize import parallelize
+from minitrain.parallel.parallelize import lay_out
+from minitrain.training.loop import make_model
 
 
 def stated_ranks(config: Config) -> int:
@@ -23,12 +24,11 @@ def dry_run(config: Config) -> str:
     check_layout(config, ranks)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        with torch.device("meta"):
-            model = Decoder(config.model.config)
-        parallelize(model, config, build_meshes(config, "cpu"))
-        total = sum(p.numel() for p in model.parameters())
+        model = lay_out(partial(make_model, config), config, build_meshes(config, "cpu"))
+        total = sum(p.numel() for p in make_model(config).parameters())
         mine = sum(owned(p)[0].numel() for p in model.parameters())
     finally:
         dist.destroy_process_group()
-    steps = config.batch.global_ // (config.batch.micro * ranks)
+    p, b = config.parallel, config.batch
+    steps = b.global_ // (b.micro * (ranks // (p.tp * p.cp * p.pp)))
     return f"{total:,} parameters over {ranks} ranks, {mine:,} on rank 0; {steps} micro-batch(es) a step: ok"

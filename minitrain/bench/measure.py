@@ -5,15 +5,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import calculate_time_spent, counters  # no public names for what the compiler has done
 from tqdm import tqdm
 
 from minitrain.bench.flops import automodel, clean, flops_per_token, nemo_pretrain, nemo_squad
 from minitrain.bench.hardware import describe, measure_matmul, peak_flops, peak_memory_bytes
+from minitrain.bench.memory import working_memory
 from minitrain.config import Config
 from minitrain.errors import InputError
 from minitrain.parallel.mesh import Meshes, pick_device
 from minitrain.training.data import open_data
-from minitrain.training.loop import Trainer
+from minitrain.training.loop import Trainer, forward_backward
 
 CONVENTIONS = {convention.__name__: convention for convention in (clean, automodel, nemo_pretrain, nemo_squad)}
 
@@ -25,10 +27,36 @@ def measure(config: Config, row: str, meshes: Meshes, steps: int, warmup: int) -
     matmul = measure_matmul(device, dtype)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    torch.compiler.reset()  # an earlier config's graphs would count against the limit of recompilations
+    compile_seconds = calculate_time_spent()["total_wall_time"]
     trainer = Trainer(config, meshes)
-    times = [timed(lambda step=step: trainer.step(data, step), device) for step in progress(warmup + steps, row)]
+    times, graphs = [], []
+    for step in progress(warmup + steps, row):
+        times.append(timed(lambda step=step: trainer.step(data, step), device))
+        graphs.append(counters["stats"]["unique_graphs"])
     matmul = max(matmul, measure_matmul(device, dtype))  # once might have been a busy moment of a shared machine
-    return result(config, row, device, times[warmup:], matmul)
+    return result(config, row, device, times[warmup:], matmul) | {
+        "compile_s": calculate_time_spent()["total_wall_time"] - compile_seconds,
+        "recompiles": graphs[-1] - graphs[min(1, len(graphs) - 1)],  # after the second step
+        "activations_gib": activation_bytes(trainer, data) / 2**30,
+    }
+
+
+def activation_bytes(trainer: Trainer, dataset) -> int:
+    """The most memory that this rank's forward and backward passes of a step hold beyond weights and gradients.
+
+    Activations, then: what is saved for the backward pass and what the running block and the loss need, with gathered
+    weights. In the first pass gradients appear, so that the second, which is measured, only adds to them.
+    """
+    batches = trainer.micro_batches(dataset, 0)
+
+    def passes():
+        forward_backward(trainer.model, trainer.objective, batches, trainer.meshes, trainer.device)
+
+    passes()
+    held = working_memory(passes, trainer.device)
+    trainer.optimizer.zero_grad(set_to_none=True)
+    return held
 
 
 def timed(function, device: torch.device) -> float:

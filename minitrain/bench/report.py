@@ -9,18 +9,25 @@ def table(results: list[dict]) -> str:
         f"MFU is of the matmul rate measured here, {first['matmul_tflops']:.4g} TFLOP/s"
     )
     columns = {
-        "row": [r["row"] for r in results],
+        "row": [r["row"] if r["mode"] == "measured" else f"{r['row']} ({r['mode']})" for r in results],
         "step s": [f"{r['step_time_s']:.4g}" for r in results],
         "tokens/s/GPU": [f"{r['tokens_per_sec_per_gpu']:,.0f}" for r in results],
         "TFLOP/s": [f"{r['tflops_per_gpu']:.4g}" for r in results],
         "clean TFLOP/s": [f"{r['clean_tflops_per_gpu']:.4g}" for r in results],
         "MFU": [f"{r['mfu']:.1%}" for r in results],
         "peak GiB": [f"{r['peak_memory_gib']:.2f}" for r in results],
-        "published tokens/s": [number(r["reference"].get("tokens_per_sec_per_gpu"), ",.0f") for r in results],
+        "activations GiB": [f"{r['activations_gib']:.3f}" for r in results],
+        "compile s": [f"{r['compile_s']:.1f}" if r["compile_s"] else "" for r in results],
+        "published tokens/s": [number(published(r), ",.0f") for r in results],
         "ratio": [number(r["ratio"], ".3f") for r in results],
         "versus transformers": [number(r.get("versus_ratio"), ".3f") for r in results],
     }
     return header + "\n" + markdown({name: cells for name, cells in columns.items() if any(cells)})
+
+
+def published(result: dict) -> float | None:
+    """The table's tokens/s per GPU, where this result can be compared with it."""
+    return None if result["ratio"] is None else result["reference"]["tokens_per_sec_per_gpu"]
 
 
 def number(value: float | None, form: str) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 from minitrain.bench.measure import median, progress, timed
 from minitrain.config import Config
 from minitrain.errors import InputError
-from minitrain.models.checkpoint_hf import config_to_hf
+from minitrain.models.config_hf import config_to_hf
 from minitrain.parallel.mesh import Meshes
 from minitrain.training.data import open_data
 from minitrain.training.loop import Trainer, to_device

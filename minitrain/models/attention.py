@@ -1,10 +1,11 @@
-"""Which query may see which key (`Mask`), the kernel that computes it (`attention`), and grouped-query attention.
+"""Which query may see which key (`make_mask`), the kernel that computes it (`attention`), and grouped-query attention.
 
 Plain causal and full attention go to scaled_dot_product_attention, which is cuDNN on Hopper. Any other mask goes to
 FlexAttention on CUDA, where a BlockMask skips the empty tiles; on CPU, where FlexAttention has no backward, the same
 mask is made dense and given to scaled_dot_product_attention.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,101 +17,143 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from minitrain.models.layers import apply_rotary
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Mask:
-    """Query i sees key j if every condition that is set allows it.
+    """What a query may see: with `pairs` just those, else keys up to its own (causal), else all.
 
-    causal: j <= i. documents: int [batch, queries], i and j carry the same number (packed sequences).
-    Keys are the queries' own unless key_documents [batch, keys] says otherwise. index [queries] and key_index [keys]
-    are their places in the row, if those are not 0, 1, 2, ... (context parallel).
-    One Mask serves all layers of a forward pass, so its dense and block forms are built once.
+    pairs: bool [rows or 1, 1, queries, keys], or the same as a BlockMask; built once, for all layers of a forward pass.
     """
 
     causal: bool = True
-    documents: Tensor | None = None
-    key_documents: Tensor | None = None
-    index: Tensor | None = None
-    key_index: Tensor | None = None
+    pairs: Tensor | BlockMask | None = None
 
-    @property
-    def is_plain(self) -> bool:
-        return self.documents is None and self.index is None
 
-    def allows(self, batch: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Elementwise over broadcastable numbers of rows, queries and keys; FlexAttention calls it with scalars."""
-        allowed = torch.ones_like(query == key)
-        if self.causal and self.index is None:
-            allowed = query >= key
-        elif self.causal:
-            allowed = self.index[query] >= self.key_index[key]
-        if self.documents is not None:
-            keys = self.documents if self.key_documents is None else self.key_documents
-            allowed = allowed & (self.documents[batch, query] == keys[batch, key])
+def make_mask(
+    length: int,
+    device: torch.device,
+    documents: Tensor | None = None,
+    causal: bool = True,
+    places: Tensor | None = None,
+    window: int | None = None,
+) -> Mask:
+    """Query i sees key j of the same row if every condition allows it. length: the number of keys.
+
+    causal: j <= i. documents: int [rows, length]; i and j have the same number there (packed sequences).
+    places: int [queries]; which of the keys' places the queries have, if not all in order (context parallel).
+    window: i - j < window, so many keys with the query's own.
+    """
+    if documents is None and window is None and (places is None or not causal):
+        return Mask(causal)
+
+    def allows(row, head, query, key):
+        if places is not None:
+            query = places[query]
+        allowed = key >= 0  # all, until a condition forbids some
+        if causal:
+            allowed = allowed & (key <= query)
+        if window is not None:
+            allowed = allowed & (query - key < window)
+        if documents is not None:
+            allowed = allowed & (documents[row, query] == documents[row, key])
         return allowed
 
-    def dense(self, q: Tensor, k: Tensor) -> Tensor:
-        """bool [batch or 1, 1, queries, keys], for scaled_dot_product_attention."""
-        if self._dense is None:
-            rows = 1 if self.documents is None else len(q)
-            batch, query, key = (torch.arange(n, device=q.device) for n in (rows, q.shape[2], k.shape[2]))
-            self._dense = self.allows(batch[:, None, None], query[:, None], key)[:, None]
-        return self._dense
+    rows = 1 if documents is None else len(documents)
+    queries = length if places is None else len(places)
+    build = block_pairs if device.type == "cuda" else dense_pairs
+    return Mask(causal, build(allows, rows, queries, length, device))
 
-    def block(self, q: Tensor, k: Tensor) -> BlockMask:
-        """The tiles that hold at least one allowed pair, for FlexAttention."""
-        if self._block is None:
-            rows = None if self.documents is None else len(q)
-            self._block = create_block_mask(self._mod, rows, None, q.shape[2], k.shape[2], device=q.device)
-        return self._block
 
-    def _mod(self, batch, head, query, key):
-        return self.allows(batch, query, key)
+def dense_pairs(allows: Callable, rows: int, queries: int, keys: int, device: torch.device) -> Tensor:
+    """bool [rows, 1, queries, keys], for scaled_dot_product_attention."""
+    row, query, key = (torch.arange(n, device=device) for n in (rows, queries, keys))
+    return allows(row[:, None, None], 0, query[:, None], key).expand(rows, queries, keys)[:, None]
 
-    def __post_init__(self):
-        self._dense = self._block = None
+
+def block_pairs(allows: Callable, rows: int, queries: int, keys: int, device: torch.device) -> BlockMask:
+    """The tiles that hold at least one allowed pair, for FlexAttention, which calls `allows` only in mixed tiles."""
+    return create_block_mask(allows, rows, None, queries, keys, device=device)
+
+
+def _flex_attention() -> Callable:
+    return flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
 
 
 @cache
-def _compiled_flex_attention():
+def _compiled_flex_attention() -> Callable:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None = None) -> Tensor:
     """softmax(q k^T / sqrt(head_dim), over the keys that `mask` allows) v.
 
-    q: [batch, heads, queries, head_dim]; k, v: [batch, kv_heads, keys, head_dim], where kv_heads divides heads.
-    Returns q's shape.
+    q: [batch, heads, queries, head_dim]; k, v: [batch, kv_heads, keys, head_dim], where kv_heads divides heads. The
+    heads of v may have another width. sinks: [heads], see `attention_with_sinks`.
+    Returns [batch, heads, queries, v's head_dim].
+    """
+    if sinks is not None:
+        return attention_with_sinks(sinks, q, k, v, mask)
+    grouped, pairs = q.shape[1] != k.shape[1], mask.pairs
+    if isinstance(pairs, BlockMask):
+        return _flex_attention()(q, k, v, block_mask=pairs, enable_gqa=grouped)
+    causal = mask.causal and pairs is None
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=pairs, is_causal=causal, enable_gqa=grouped)
+
+
+def attention_with_sinks(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """`attention` whose softmax has one more term below the line, exp(sinks[head]): weights add up to less than 1.
+
+    sinks: [heads]. If l is the log of the sum of all other terms, that is a factor sigmoid(l - sink) on the output.
     """
     grouped = q.shape[1] != k.shape[1]
-    if mask.is_plain:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=mask.causal, enable_gqa=grouped)
     if q.is_cuda:
-        return _compiled_flex_attention()(q, k, v, block_mask=mask.block(q, k), enable_gqa=grouped)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense(q, k), enable_gqa=grouped)
+        flex, pairs = _flex_attention(), mask.pairs
+        if pairs is None:
+            pairs = _causal_pairs(q.shape[2], q.device)
+        out, log_sum = flex(q, k, v, block_mask=pairs, enable_gqa=grouped, return_lse=True)
+        return out * torch.sigmoid(log_sum - sinks.float()[:, None])[..., None].to(out.dtype)
+    pairs = mask.pairs
+    if pairs is None:
+        pairs = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+    # A key of zeros, whose score is the bias alone, with a value of zeros.
+    scores = torch.zeros(pairs.shape, dtype=q.dtype).masked_fill(~pairs, -torch.inf)
+    scores = scores.expand(*q.shape[:3], -1)
+    bias = torch.cat([scores, sinks.to(q.dtype)[:, None, None].expand(*q.shape[:3], 1)], dim=-1)
+    k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=grouped)
+
+
+@cache
+def _causal_pairs(length: int, device: torch.device) -> BlockMask:
+    return block_pairs(lambda row, head, query, key: key <= query, 1, length, length, device)
 
 
 class GroupedQueryAttention(nn.Module):
     """Attention in which several query heads share one key/value head (Ainslie et al. 2023).
 
-    qkv_bias: Qwen 2.5. qk_norm: an RMSNorm over each head of q and k before the rotation, Qwen 3.
+    qkv_bias: Qwen 2.5; with o_bias: GPT-3. qk_norm: an RMSNorm over each head of q and k before the rotation, Qwen 3.
+    sinks: see `attention_with_sinks`, GPT-OSS.
     """
 
-    def __init__(self, hidden, heads, kv_heads, head_dim, qkv_bias=False, qk_norm=False, norm_eps=1e-5):
+    def __init__(
+        self, hidden, heads, kv_heads, head_dim, qkv_bias=False, o_bias=False, qk_norm=False, norm_eps=1e-5, sinks=False
+    ):
         super().__init__()
         self.head_dim = head_dim
         self.attend = attention  # context parallelism puts its exchange of keys and values around it
         self.q_proj = nn.Linear(hidden, heads * head_dim, bias=qkv_bias)
         self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=qkv_bias)
         self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=qkv_bias)
-        self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, hidden, bias=o_bias)
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
+        self.sinks = nn.Parameter(torch.empty(heads)) if sinks else None
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
-        """x: [batch, seq, hidden]; rotary: the tables of `rotary_tables`. Returns [batch, seq, hidden]."""
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Mask) -> Tensor:
+        """x: [batch, seq, hidden]; rotary: the tables of `rotary_tables`, or None. Returns [batch, seq, hidden]."""
         split = (*x.shape[:2], -1, self.head_dim)  # -1: a tensor-parallel rank holds fewer heads
-        q = apply_rotary(self.q_norm(self.q_proj(x).view(split)), *rotary)
-        k = apply_rotary(self.k_norm(self.k_proj(x).view(split)), *rotary)
+        q, k = self.q_norm(self.q_proj(x).view(split)), self.k_norm(self.k_proj(x).view(split))
+        if rotary is not None:
+            q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
         v = self.v_proj(x).view(split)
-        out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+        out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, self.sinks)
         return self.o_proj(out.transpose(1, 2).flatten(2))

@@ -42,14 +42,30 @@ class SquaredReluMLP(nn.Module):
         return self.down_proj(F.relu(self.up_proj(x)).square())
 
 
+class GeluMLP(nn.Module):
+    """down(gelu(up(x))) with biases, and tanh in place of the error function (GPT-2, GPT-3). x: [..., hidden]."""
+
+    def __init__(self, hidden: int, intermediate: int):
+        super().__init__()
+        self.up_proj = nn.Linear(hidden, intermediate)
+        self.down_proj = nn.Linear(intermediate, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
+
+
 def rotary_frequencies(dim: int, theta: float, scaling: dict | None = None, device=None) -> Tensor:
     """Angle per position of each rotated pair: theta ** (-2i / dim), rescaled where `scaling` says so.
 
     dim: how many channels of a head are rotated. Returns fp32 [dim / 2].
-    `scaling` is the `rope_scaling` of a Hugging Face config; `rope_type: llama3` is the only kind so far (Llama 3.1).
+    `scaling` is the `rope_scaling` of a Hugging Face config: `rope_type` llama3 or yarn.
     """
     frequencies = theta ** -(torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
-    return frequencies if scaling is None else llama3_scaled(frequencies, scaling)
+    if scaling is None:
+        return frequencies
+    if scaling["rope_type"] == "yarn":
+        return yarn_scaled(frequencies, theta, scaling)
+    return llama3_scaled(frequencies, scaling)
 
 
 def llama3_scaled(frequencies: Tensor, scaling: dict) -> Tensor:
@@ -64,10 +80,45 @@ def llama3_scaled(frequencies: Tensor, scaling: dict) -> Tensor:
     return frequencies * (keep + (1 - keep) / scaling["factor"])
 
 
-def rotary_tables(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position's angles, in fp32: [batch or 1, seq] -> 2 x [batch or 1, seq, 1, dim / 2]."""
+def yarn_scaled(frequencies: Tensor, theta: float, scaling: dict) -> Tensor:
+    """YaRN's context extension (Peng et al. 2023, section 3.2; DeepSeek-V3, GPT-OSS).
+
+    Pairs that turn more than beta_fast times within the original context stay, those below beta_slow are divided by
+    `factor`, and between these two the share that stays falls linearly with the pair's number.
+    """
+    dim, original = 2 * len(frequencies), scaling["original_max_position_embeddings"]
+
+    def number_of(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = number_of(scaling.get("beta_fast", 32.0)), number_of(scaling.get("beta_slow", 1.0))
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    numbers = torch.arange(dim // 2, device=frequencies.device, dtype=torch.float32)
+    divided = ((numbers - low) / (high - low or 0.001)).clamp(0, 1)
+    return frequencies * ((1 - divided) + divided / scaling["factor"])
+
+
+def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's temperature: scores over a longer context are multiplied by its square (Peng et al. 2023, section 3.3)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def rotary_magnitude(scaling: dict | None) -> float:
+    """The factor on cosines and sines: on rotated queries and keys alike. 1 without yarn."""
+    if scaling is None or scaling["rope_type"] != "yarn":
+        return 1.0
+    factor, mscale, all_dim = scaling["factor"], scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if mscale and all_dim:
+        return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
+    return yarn_magnitude(factor)
+
+
+def rotary_tables(positions: Tensor, frequencies: Tensor, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
+    """magnitude x cosines and sines of all angles, in fp32: [batch or 1, seq] -> 2 x [batch or 1, seq, 1, dim / 2]."""
     angles = (positions[..., None].float() * frequencies)[..., None, :]
-    return angles.cos(), angles.sin()
+    return angles.cos() * magnitude, angles.sin() * magnitude
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

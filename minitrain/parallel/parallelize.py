@@ -1,27 +1,53 @@
-"""The one place that knows the order in which a model is transformed: recompute, compile each block, shard.
+"""The one place that knows the order in which a model is transformed.
+
+Pipeline split, tensor, context, recompute, compile each block, shard; all but the first for each stage by itself.
 
 Recomputation must be inside the compiled region, so that the compiler sees it, and sharding outside, so that its hooks
 gather and free weights around the compiled block.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import Module
 
 from minitrain.config import Config
+from minitrain.parallel.context import context_parallel
 from minitrain.parallel.data import shard
 from minitrain.parallel.mesh import Meshes
+from minitrain.parallel.pipeline import Pipeline, local_stages
 from minitrain.parallel.recompute import recompute
+from minitrain.parallel.tensor import tensor_parallel
+
+
+def lay_out(make: Callable[..., Module], config: Config, meshes: Meshes) -> Module:
+    """The model `make()`, transformed; in a pipeline, this rank's stages of it, from make(layers=, first=, last=)."""
+    parallel = config.parallel
+    if parallel.pp == 1:
+        model = make()
+        parallelize(model, config, meshes)
+        return model
+    parts = local_stages(parallel, config.model.config.num_layers, meshes.pp.get_local_rank())
+    stages = {number: make(**part) for number, part in parts.items()}
+    for stage in stages.values():
+        parallelize(stage, config, meshes)
+    dtype = torch.get_default_dtype() if config.precision == "fp32" else torch.bfloat16
+    return Pipeline(stages, parallel.schedule, meshes.pp, meshes.tp.size(), dtype)
 
 
 def parallelize(model: Module, config: Config, meshes: Meshes) -> None:
     """Transform `model`, still on the meta device or not, in place. It must have `.blocks`."""
-    if config.recompute == "full":
-        for block in model.blocks:
-            recompute(block)
+    if meshes.tp.size() > 1:
+        tensor_parallel(model, meshes.tp)
+    if meshes.cp.size() > 1:
+        context_parallel(model, meshes.cp, config.parallel.context)
+    recompute(model.blocks, config.recompute)
     if config.compile:
         for block in model.blocks:
             block.compile(fullgraph=True, dynamic=False)
     compute_dtype = torch.bfloat16 if config.precision == "bf16" else None
-    if meshes.parameters.size() > 1 or compute_dtype:  # one rank alone needs the wrapper only to cast its weights
+    # FSDP shards, adds up tensor parallelism's partial gradients, and casts weights: one rank may need it for the latter
+    if meshes.parameters.size() * meshes.tp.size() > 1 or compute_dtype:
         parallel = config.parallel
-        shard(model, model.blocks, meshes.parameters, compute_dtype, parallel.reshard_after_forward, parallel.prefetch)
+        reshard = parallel.reshard_after_forward and parallel.pp == 1
+        shard(model, model.blocks, meshes.parameters, compute_dtype, reshard, parallel.prefetch)

@@ -8,6 +8,7 @@ micro-batches, so the gradients do not depend on how the rows were split.
 import hashlib
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,21 +18,20 @@ from torch.nn import Module
 from minitrain.config import Config
 from minitrain.models.checkpoint_hf import load_weights
 from minitrain.models.decoder import Decoder
+from minitrain.models.moe import Router, update_selection_bias
+from minitrain.parallel.context import split
 from minitrain.parallel.data import set_gradient_sync
 from minitrain.parallel.mesh import Meshes, owned, pick_device
-from minitrain.parallel.parallelize import parallelize
+from minitrain.parallel.parallelize import lay_out
+from minitrain.parallel.pipeline import Pipeline
 from minitrain.training.data import rows
 from minitrain.training.objectives import LanguageModeling
 from minitrain.training.optim import clip_gradients, learning_rate, make_optimizer
 
 
-def build_model(config: Config, meshes: Meshes) -> Decoder:
+def build_model(config: Config, meshes: Meshes) -> Decoder | Pipeline:
     """The config's model, laid out over the ranks, with the weights of `model.path` or else initial ones."""
-    with torch.device("meta"):
-        model = Decoder(config.model.config)
-    if config.precision == "bf16-pure":
-        model.to(torch.bfloat16)
-    parallelize(model, config, meshes)
+    model = lay_out(partial(make_model, config), config, meshes)
     model.to_empty(device=pick_device(config.device))
     if config.model.path:
         load_weights(model, config.model.path, owned)
@@ -40,13 +40,23 @@ def build_model(config: Config, meshes: Meshes) -> Decoder:
     return model
 
 
+def make_model(config: Config, **stage) -> Decoder:
+    """The config's model on the meta device, or one stage of it (see Decoder)."""
+    with torch.device("meta"):
+        model = Decoder(config.model.config, **stage)
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.tokens_per_step = config.batch.global_ * config.batch.seq_len
+    return model.to(torch.bfloat16) if config.precision == "bf16-pure" else model
+
+
 @torch.no_grad()
 def initialize(model: Decoder, seed: int) -> None:
     """Fill the parameters with values that depend on the seed and their names alone, however they are sharded.
 
     Each rank draws every parameter in full and keeps its part, one parameter at a time.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.state_dict().items():  # with buffers
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8]) >> 1)
         full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
@@ -67,21 +77,31 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, config.optim)
 
     def micro_batches(self, dataset, step: int) -> list[dict[str, Tensor]]:
-        """This rank's rows of step 0, 1, ...: consecutive ones, so that all ranks together see rows 0..n in order."""
+        """This rank's rows of step 0, 1, ...: consecutive ones, so that all ranks together see rows 0..n in order.
+
+        With context parallelism, just its tokens of them.
+        """
         batch, ranks = self.config.batch, self.meshes.batch
         share = batch.global_ // ranks.size()
         first = step * batch.global_ + ranks.get_local_rank() * share
-        return [rows(dataset, range(n, n + batch.micro)) for n in range(first, first + share, batch.micro)]
+        batches = (rows(dataset, range(n, n + batch.micro)) for n in range(first, first + share, batch.micro))
+        return [split(each, self.meshes.cp, self.config.parallel.context) for each in batches]
 
     def step(self, dataset, step: int) -> dict[str, Tensor]:
         """One optimizer step on the rows of `step`. Returns loss and grad_norm, without waiting for the device."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.config.steps, self.config.optim)
         loss = forward_backward(self.model, self.objective, self.micro_batches(dataset, step), self.meshes, self.device)
-        norm = clip_gradients(list(self.model.parameters()), self.config.optim.clip)
+        norm = clip_gradients(list(self.model.parameters()), self.config.optim.clip, self.meshes.pp)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        update_selection_bias(self.model, self.config.model.config.bias_update_speed, self.sum_over_tokens)
         return {"loss": loss, "grad_norm": norm}
+
+    def sum_over_tokens(self, load: Tensor) -> Tensor:
+        """The sum over all ranks that see different tokens."""
+        dist.all_reduce(load, group=self.meshes.loss.get_group())
+        return load
 
     @torch.no_grad()
     def evaluate(self, dataset) -> float:
@@ -89,7 +109,11 @@ class Trainer:
         batches = max(1, min(self.config.validation.batches, len(dataset) // self.config.batch.global_))
         micro_batches = [batch for step in range(batches) for batch in self.micro_batches(dataset, step)]
         count = global_count(self.objective, micro_batches, self.meshes, self.device)
-        total = sum(self.objective.loss(self.model, to_device(batch, self.device)) for batch in micro_batches)
+        batches = [to_device(batch, self.device) for batch in micro_batches]
+        if isinstance(self.model, Pipeline):
+            total = self.model.evaluate(self.objective, batches)
+        else:
+            total = sum(self.objective.loss(self.model, batch) for batch in batches)
         dist.all_reduce(total, group=self.meshes.loss.get_group())
         return (total / count).item()
 
@@ -99,13 +123,23 @@ def forward_backward(
 ) -> Tensor:
     """Add the gradients of the mean loss over all ranks' micro-batches to the parameters; returns that loss."""
     count = global_count(objective, micro_batches, meshes, device)
-    total = torch.zeros((), device=device)
-    for i, batch in enumerate(micro_batches):
-        set_gradient_sync(model, i == len(micro_batches) - 1)
-        loss = objective.loss(model, to_device(batch, device)) / count
+    batches = [to_device(batch, device) for batch in micro_batches]
+    if isinstance(model, Pipeline):
+        total = model.forward_backward(objective, batches, count)
+    else:
+        total = accumulate_gradients(model, objective, batches, count)
+    dist.all_reduce(total, group=meshes.loss.get_group())
+    return total
+
+
+def accumulate_gradients(model: Module, objective, batches: list[dict[str, Tensor]], count: Tensor) -> Tensor:
+    """Forward and backward of one micro-batch after the other; returns the sum of this rank's losses / count."""
+    total = torch.zeros((), device=count.device)
+    for i, batch in enumerate(batches):
+        set_gradient_sync(model, i == len(batches) - 1)
+        loss = objective.loss(model, batch) / count
         loss.backward()
         total += loss.detach()
-    dist.all_reduce(total, group=meshes.loss.get_group())
     return total
 
 

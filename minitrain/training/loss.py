@@ -3,38 +3,64 @@
 For a 128k vocabulary the logits of 8192 tokens are 4 GB in fp32, and autograd would keep several copies. Here the head
 and the loss are one autograd function that takes `CHUNK` tokens at a time and computes their gradients right away,
 while their logits are at hand: memory no longer grows with tokens x vocabulary, and backward only scales.
+
+Where tensor parallelism splits the head by vocabulary, each rank computes the logits and gradients of its own part, and
+the ranks tell each other three numbers per token: the peak, the sum of exponentials and the label's logit of each part.
 """
 
+from typing import NamedTuple
+
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 IGNORE = -100  # the label of a token that is not predicted
 CHUNK = 2048  # tokens at a time: matrix products still run at full rate, and the logits of a chunk fit
 
 
+class Part(NamedTuple):
+    """Which part of the vocabulary this process has; by default, all of it."""
+
+    first: int = 0
+    group: dist.ProcessGroup | None = None  # who has the others
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All parts' `x`, stacked along a new first dimension."""
+        if self.group is None:
+            return x[None]
+        parts = x.new_empty(self.group.size(), *x.shape)
+        dist.all_gather(list(parts.unbind()), x, group=self.group)
+        return parts
+
+
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Sum over tokens of -log softmax(hidden @ weight^T)[label], in fp32; tokens labelled IGNORE count nothing.
 
-    hidden: [..., dim]; weight: [vocab, dim]; labels: int [...]. Returns a scalar: divide by the number of valid labels.
+    hidden: [..., dim]; weight: [vocab, dim], whole or a DTensor split evenly by vocabulary, whose ranks all have the
+    same hidden and labels; labels: int [...]. Returns a scalar: divide by the number of valid labels. With a split
+    weight, the gradient of `hidden` is this rank's term of a sum over ranks.
     """
-    hidden, labels = hidden.flatten(0, -2), labels.flatten()
+    hidden, labels, part = hidden.flatten(0, -2), labels.flatten(), Part()
+    if isinstance(weight, DTensor):
+        mesh, weight = weight.device_mesh, weight.to_local()
+        part = Part(mesh.get_local_rank() * len(weight), mesh.get_group())
     if torch.is_grad_enabled():
-        return _LinearCrossEntropy.apply(hidden, weight, labels)
+        return _LinearCrossEntropy.apply(hidden, weight, labels, part)
     chunks = zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True)
-    return sum(F.cross_entropy((x @ weight.T).float(), y, ignore_index=IGNORE, reduction="sum") for x, y in chunks)
+    return sum(_loss_and_grad((x @ weight.T).float(), y, part)[0] for x, y in chunks)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels):
-        need_hidden, need_weight, _ = ctx.needs_input_grad
+    def forward(ctx, hidden, weight, labels, part):
+        need_hidden, need_weight, *_ = ctx.needs_input_grad
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
         for start in range(0, len(hidden), CHUNK):
             chunk = slice(start, start + CHUNK)
-            chunk_loss, grad_logits = _loss_and_grad((hidden[chunk] @ weight.T).float(), labels[chunk])
+            chunk_loss, grad_logits = _loss_and_grad((hidden[chunk] @ weight.T).float(), labels[chunk], part)
             loss += chunk_loss
             grad_logits = grad_logits.to(hidden.dtype)
             if need_hidden:
@@ -52,18 +78,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_hidden = grad_hidden * grad_loss.to(grad_hidden.dtype)
         if grad_weight is not None:
             grad_weight = (grad_weight * grad_loss).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None
+        return grad_hidden, grad_weight, None, None
 
 
-def _loss_and_grad(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss sum of a chunk and its gradient softmax(logits) - onehot(labels), in place of the logits [tokens, vocab]."""
+def _loss_and_grad(logits: Tensor, labels: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    """Loss sum of a chunk, and its gradient softmax(logits) - onehot(labels) in place of the logits [tokens, part]."""
     valid = (labels != IGNORE)[:, None]
-    labels = labels.clamp(min=0)[:, None]
+    rows = labels[:, None] - part.first
+    mine = valid & (rows >= 0) & (rows < logits.shape[1])
+    rows = rows * mine
     peak = logits.amax(-1, keepdim=True)
-    target = logits.gather(1, labels)
+    target = logits.gather(1, rows) * mine
     total = logits.sub_(peak).exp_().sum(-1, keepdim=True)
-    loss = ((total.log() + peak - target) * valid).sum()
-    grad = logits.mul_(valid / total).scatter_add_(1, labels, -valid.to(logits.dtype))
+    peaks, totals, targets = part.gather(torch.stack([peak, total, target])).unbind(1)
+    highest = peaks.amax(0)
+    total = (totals * (peaks - highest).exp()).sum(0)
+    loss = ((total.log() + highest - targets.sum(0)) * valid).sum()
+    grad = logits.mul_(valid * (peak - highest).exp() / total).scatter_add_(1, rows, -mine.to(logits.dtype))
     return loss, grad
 
 

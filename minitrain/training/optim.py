@@ -3,7 +3,9 @@
 import math
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -33,10 +35,11 @@ def learning_rate(step: int, steps: int, optim: Optim) -> float:
 
 
 @torch.no_grad()
-def clip_gradients(parameters: list[Parameter], max_norm: float | None) -> Tensor:
+def clip_gradients(parameters: list[Parameter], max_norm: float | None, stages: DeviceMesh | None = None) -> Tensor:
     """Scale all gradients so that their common 2-norm is at most `max_norm`; returns the norm from before, a scalar.
 
     The norm is that of the full gradients, wherever their shards live: one value for all ranks, as in one process.
+    stages: the ranks of a pipeline, which have different parameters.
     """
     by_mesh: dict = {}
     for parameter in parameters:
@@ -44,7 +47,13 @@ def clip_gradients(parameters: list[Parameter], max_norm: float | None) -> Tenso
             by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
     norms = [get_total_norm([p.grad for p in group]) for group in by_mesh.values()]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    if not norms:  # a stage of a pipeline may have nothing to train
+        norms = [torch.zeros((), device=parameters[0].device)]
     total = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+    if stages is not None and stages.size() > 1:
+        squares = total.square()
+        dist.all_reduce(squares, group=stages.get_group())
+        total = squares.sqrt()
     if max_norm is not None:
         for group in by_mesh.values():
             clip_grads_with_norm_(group, max_norm, total)

@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.oracle import check_against_one_process, train
 
@@ -65,3 +66,17 @@ def train_compiled(*args):
     """`train` with block.compile() handing its graphs to autograd instead of to a C++ compiler."""
     with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
         return train(*args)
+
+
+def count_reductions(tree):
+    """How many reduce-scatters a training step takes, by the name they have in this version of torch."""
+    names = [name for name in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name)]
+    with mock.patch.object(dist, names[0], wraps=getattr(dist, names[0])) as reduce_scatter:
+        train(tree, steps=1)
+    return reduce_scatter.call_count
+
+
+def test_gradients_are_reduced_once_per_step(pool):
+    tree = TREE | {"batch": TREE["batch"] | {"micro": 1}}  # four micro-batches on each of two ranks
+    units = MODEL["num_layers"] + 1
+    assert pool.run(2, count_reductions, tree) == [units] * 2

@@ -1,7 +1,17 @@
 """Tiny transformers models of every family, with nothing at its default: the oracles of the parity tests."""
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, NemotronConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    NemotronConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 _SIZES = dict(
     vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
@@ -29,12 +39,45 @@ CONFIGS = {
     "nemotron": lambda: NemotronConfig(**_SIZES, norm_eps=1e-5, partial_rotary_factor=0.5),
 }
 
+_MOE = dict(num_experts_per_tok=3, moe_intermediate_size=32)
+# Of the 4 pairs of an 8-wide head, 2 turn at least once in 32 positions and stay, the last is divided, one is mixed.
+_YARN = dict(
+    rope_type="yarn", rope_theta=100.0, factor=8.0, original_max_position_embeddings=32, beta_fast=1.0, beta_slow=0.2,
+)  # fmt: skip
+_DEEPSEEK = _SIZES | dict(
+    num_hidden_layers=3, num_key_value_heads=6, rms_norm_eps=1e-5, n_routed_experts=16, n_shared_experts=2,
+    num_experts_per_tok=4, moe_intermediate_size=24, first_k_dense_replace=1, q_lora_rank=40, kv_lora_rank=32,
+    qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10,
+)  # fmt: skip
+MOE_CONFIGS = {
+    "mixtral": lambda: MixtralConfig(
+        **_SIZES, num_local_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-5, rope_parameters=_theta(500.0)
+    ),
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        **_SIZES, **_MOE, num_experts=8, norm_topk_prob=True, head_dim=16, rms_norm_eps=1e-6,
+        rope_parameters=_theta(1000.0),
+    ),
+    "deepseek-v3": lambda: DeepseekV3Config(
+        **_DEEPSEEK, n_group=4, topk_group=2, routed_scaling_factor=2.5,
+        rope_parameters=_YARN | dict(mscale=0.7, mscale_all_dim=1.0),
+    ),
+    "kimi-k2": lambda: DeepseekV3Config(
+        **_DEEPSEEK, n_group=1, topk_group=1, routed_scaling_factor=2.827,
+        rope_parameters=_YARN | dict(beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
+    ),
+    "gpt-oss": lambda: GptOssConfig(
+        **_SIZES | dict(num_hidden_layers=3), head_dim=16, num_local_experts=8, num_experts_per_tok=3, sliding_window=8,
+        rms_norm_eps=1e-5, rope_parameters=_YARN | dict(truncate=False),
+    ),
+}  # fmt: skip
+
 
 def build(family: str, seed: int = 0, **changes):
     """The transformers model in fp32 with eager attention, every parameter random."""
-    config = CONFIGS[family]()
+    config = (CONFIGS | MOE_CONFIGS)[family]()
     config.update(changes)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    options = dict(attn_implementation="eager", experts_implementation="eager", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, **options).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -42,11 +85,18 @@ def build(family: str, seed: int = 0, **changes):
                 parameter.normal_(0, 0.15, generator=generator)
             else:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
+        for name, parameter in model.named_parameters():
+            if config.model_type == "gpt_oss" and name.endswith("gate_up_proj"):
+                parameter.mul_(4)  # so that some activations are clamped
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.4, generator=generator)
     return model
 
 
 def reload(path, **options):
-    return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", **options).eval()
+    options = dict(attn_implementation="eager", experts_implementation="eager") | options
+    return AutoModelForCausalLM.from_pretrained(path, **options).eval()
 
 
 def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:

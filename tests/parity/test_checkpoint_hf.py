@@ -13,7 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from minitrain import InputError, load_pretrained, save_pretrained
-from minitrain.models.checkpoint_hf import load_weights, read_config, save_tensors
+from minitrain.models.checkpoint_hf import load_weights, save_tensors
+from minitrain.models.config_hf import read_config
 from minitrain.models.decoder import Decoder
 from tests.parity.hf_models import CONFIGS, build, random_tokens, reload
 
@@ -237,12 +238,12 @@ def test_memory_is_one_shard_to_save_and_one_model_to_load(tmp_path):
 @pytest.mark.parametrize(
     "family, changes, parts",
     [
-        ("llama3", dict(architectures=["GPT2LMHeadModel"]), ["GPT2LMHeadModel", "LlamaForCausalLM, Qwen2ForCausalLM"]),
-        ("llama3", dict(architectures=None, model_type="gpt2"), ["model_type", "gpt2", "llama, qwen2"]),
+        ("llama3", dict(architectures=["BloomModel"]), ["BloomModel", "LlamaForCausalLM, Qwen2ForCausalLM"]),
+        ("llama3", dict(architectures=None, model_type="bloom"), ["model_type", "bloom", "llama, qwen2"]),
         ("llama3", dict(attention_bias=True), ["attention_bias"]),
         ("llama3", dict(mlp_bias=True), ["mlp_bias"]),
         ("llama3", dict(hidden_act="gelu"), ["hidden_act", "gelu", "silu"]),
-        ("llama3", dict(rope_parameters=dict(rope_type="yarn", factor=2.0)), ["rope_type", "yarn", "llama3"]),
+        ("llama3", dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)), ["rope_type", "dynamic", "llama3"]),
         ("llama3", dict(rope_parameters=None, rope_scaling=dict(type="linear", factor=2.0)), ["rope_type", "linear"]),
         ("llama3", dict(rope_parameters=dict(rope_type="llama3", factor=8.0)), ["low_freq_factor", "missing"]),
         ("llama3", dict(rope_parameters="default"), ["rope_parameters", "object"]),
@@ -381,7 +382,7 @@ def test_a_failed_save_leaves_the_older_checkpoint(folder):
         ("llama3", dict(partial_rotary_factor=0.5)),
         ("qwen3", dict(mlp="relu2")),
         ("nemotron", dict(norm="rmsnorm")),
-        ("llama3", dict(family="gpt2")),
+        ("llama3", dict(family="bloom")),
     ],
 )
 def test_models_without_a_place_in_transformers(family, changes, tmp_path):

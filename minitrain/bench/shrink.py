@@ -1,0 +1,130 @@
+"""Any config at toy width on this machine: the same parallel layout, with two ranks wherever it has more.
+
+`shrink` makes the small config: the model's tiny twin, every parallel dimension above 1 at 2, a batch and a sequence
+that still fill them. `run_shrunk` starts a gloo process per rank and measures it there, so a layout for a thousand GPUs
+runs on a laptop before it runs for money. What it shows is that the layout works, not how fast it is. Left out:
+compilation, real data, and uneven pipeline splits, whose lengths are those of the real model.
+"""
+
+import dataclasses
+import json
+import os
+import tempfile
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from tqdm import tqdm
+
+from minitrain.bench.layout import stated_ranks
+from minitrain.bench.measure import measure
+from minitrain.config import Batch, Config, Data, Model, Parallel, check_layout, validate
+from minitrain.errors import InputError
+from minitrain.models.decoder import DecoderConfig
+from minitrain.models.zoo import tiny
+from minitrain.parallel.mesh import start
+
+SEQ_LEN = 128  # at most, and a multiple of 8: two context ranks want four parts, two tensor ranks two of each
+
+
+def shrink(config: Config) -> Config:
+    """The config's small twin, with all its settings that are not sizes. Raises InputError for a wrong layout."""
+    parallel = shrink_parallel(config)
+    rows = parallel.dp_replicate * parallel.dp_shard
+    micro = min(config.batch.micro, 2)
+    batch = Batch(
+        global_=rows * micro * micro_batches(config, parallel),
+        micro=micro,
+        seq_len=min(SEQ_LEN, max(8, config.batch.seq_len // 8 * 8)),
+    )
+    small = dataclasses.replace(
+        config,
+        model=Model(config=shrink_model(config.model.config, parallel)),
+        data=Data(),
+        device="cpu",
+        batch=batch,
+        parallel=parallel,
+        compile=False,
+        recompute="none" if isinstance(config.recompute, float) else config.recompute,
+    )
+    validate(small)
+    check_layout(small, stated_ranks(small))
+    return small
+
+
+def shrink_parallel(config: Config) -> Parallel:
+    """Two ranks in every dimension that has more than one, and two stages per rank if there are more."""
+    p = config.parallel
+    sizes = {name: min(getattr(p, name), 2) for name in ("dp_replicate", "tp", "cp", "pp", "vp")}
+    shards = min(row_ranks(config) // p.dp_replicate, 2)
+    return dataclasses.replace(p, **sizes, dp_shard=shards, layers_per_stage=None, async_tp=False)
+
+
+def shrink_model(shape: DecoderConfig, parallel: Parallel) -> DecoderConfig:
+    """Its tiny twin, with two layers or more for each pipeline stage."""
+    layers = max(4, 2 * parallel.pp * parallel.vp)
+    return DecoderConfig(**tiny(dataclasses.asdict(shape), layers))
+
+
+def micro_batches(config: Config, small: Parallel) -> int:
+    """How many a rank of the small layout takes per step: at most 4, or at most 4 per pipeline rank.
+
+    Below that, as many as the real one; in a pipeline, as many per pipeline rank, and at least one per stage.
+    """
+    real = max(1, config.batch.global_ // (config.batch.micro * row_ranks(config)))
+    per_rank = min(max(1, real // config.parallel.pp), 4)
+    return max(small.pp * per_rank, small.pp * small.vp)
+
+
+def row_ranks(config: Config) -> int:
+    """Ranks that take different rows. An open dp_shard fills the GPUs of the table, or else is taken for 2."""
+    p = config.parallel
+    others = p.dp_replicate * p.tp * p.cp * p.pp
+    if p.dp_shard != -1:
+        shards = p.dp_shard
+    elif "gpus" in config.reference:
+        shards = max(1, config.reference["gpus"] // others)
+    else:
+        shards = 2
+    return p.dp_replicate * shards
+
+
+# ------------------------------------------------------------------------------------------------------------- running
+
+
+def run_shrunk(config: Config, row: str, steps: int, warmup: int) -> dict:
+    """Measure a shrunk config on as many gloo processes as it has ranks; returns rank 0's result row.
+
+    Raises InputError for what a rank found wrong with the config, and RuntimeError when a rank died: the others are
+    then ended too.
+    """
+    ranks = stated_ranks(config)
+    with tempfile.TemporaryDirectory(prefix="minitrain-shrink-") as folder:
+        try:
+            torch.multiprocessing.spawn(work, (ranks, Path(folder), config, row, steps, warmup), nprocs=ranks)
+        except (torch.multiprocessing.ProcessExitedException, torch.multiprocessing.ProcessRaisedException) as error:
+            for complaint in Path(folder).glob("error-*"):
+                raise InputError(complaint.read_text(encoding="utf-8")) from None
+            raise RuntimeError(f"{row}: rank {error.error_index} of {ranks} failed: {error}") from None
+        return json.loads(Path(folder, "result").read_text(encoding="utf-8"))
+
+
+def work(rank: int, ranks: int, folder: Path, config: Config, row: str, steps: int, warmup: int) -> None:
+    """One rank's process, from start to end."""
+    torch.set_num_threads(1)
+    tqdm.set_lock(threading.RLock())  # its own is shared between processes, and complains when one ends by _exit
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    store = dist.FileStore(str(folder / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=5))
+    try:
+        result = measure(config, row, start(config), steps, warmup)
+    except InputError as error:
+        (folder / f"error-{rank}").write_text(str(error), encoding="utf-8")
+        os._exit(2)
+    if rank == 0:
+        (folder / "result").write_text(json.dumps(result | {"mode": "shrunk", "ratio": None}), encoding="utf-8")
+    dist.barrier()
+    os._exit(0)  # the interpreter's own teardown sometimes aborts after FSDP has run on gloo

@@ -1,0 +1,107 @@
+"""From noise to data along a learned velocity: Euler's method, UniPC of order 2, and classifier-free guidance.
+
+A velocity is a function of x, of any shape, and sigma, a float: dx / dsigma. Sigmas fall from 1, pure noise, to 0.
+"""
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from minitrain.errors import InputError
+from minitrain.training.flow import shift_sigma
+
+Velocity = Callable[[Tensor, float], Tensor]
+
+
+def sigma_schedule(steps: int, shift: float) -> list[float]:
+    """steps + 1 sigmas from 1 to 0, evenly spaced before the shift."""
+    if steps < 1:
+        raise InputError(f"steps={steps} must be at least 1")
+    return shift_sigma(torch.linspace(1, 0, steps + 1, dtype=torch.float64), shift).tolist()
+
+
+@torch.no_grad()
+def euler(velocity: Velocity, x: Tensor, sigmas: list[float]) -> Tensor:
+    """Follow straight lines between the sigmas; the error falls with their number."""
+    for now, after in pairwise(sigmas):
+        x = x + (after - now) * velocity(x, now)
+    return x
+
+
+@torch.no_grad()
+def unipc(velocity: Velocity, x: Tensor, sigmas: list[float]) -> Tensor:
+    """UniPC-2 on predicted data, with B(h) = e^h - 1 (Zhao et al. 2023): far more exact than Euler for the same steps.
+
+    In terms of lambda, half the logarithm of the signal-to-noise ratio, the way from one sigma to the next is an
+    integral over the data that x is predicted to become. A predictor puts a line through the last two predictions; once
+    the velocity is known at its result, a corrector takes the same step again with a parabola through three. Each
+    sigma's velocity is evaluated once, at the uncorrected x.
+    """
+    data: list[Tensor] = []  # what each x seen so far was predicted to become
+    lambdas = [half_log_snr(sigma) for sigma in sigmas]
+    last = x
+    for i, sigma in enumerate(sigmas[:-1]):
+        data.append(x - sigma * velocity(x, sigma))
+        if i > 0:
+            x = _step(last, data[i - 1], sigmas, lambdas, i - 1, _corrections(data, lambdas, i))
+        last = x
+        order = min(2, i + 1, len(sigmas) - 1 - i)
+        predictions = [(0.5, _slope(data[i - 1], data[i], lambdas, i - 1, i))] if order == 2 else []
+        x = _step(x, data[i], sigmas, lambdas, i, predictions)
+    return x
+
+
+def half_log_snr(sigma: float) -> float:
+    sigma = min(sigma, 1 - 1e-6)  # pure noise would have none at all
+    return math.log((1 - sigma) / sigma) if sigma > 0 else math.inf
+
+
+def _step(x: Tensor, data: Tensor, sigmas, lambdas, i: int, corrections: list[tuple[float, Tensor]]) -> Tensor:
+    """From sigmas[i] to the next, with constant predicted data plus factor * difference for each correction."""
+    sigma, after = min(sigmas[i], 1 - 1e-6), sigmas[i + 1]
+    change = -math.expm1(lambdas[i] - lambdas[i + 1])
+    for factor, difference in corrections:
+        data = data + factor * difference
+    return after / sigma * x + (1 - after) * change * data
+
+
+def _slope(other: Tensor, data: Tensor, lambdas, j: int, i: int) -> Tensor:
+    """How predicted data changes over the step from i, judged by how it changed between j and i."""
+    return (data - other) * (lambdas[i + 1] - lambdas[i]) / (lambdas[i] - lambdas[j])
+
+
+def _corrections(data: list[Tensor], lambdas, i: int) -> list[tuple[float, Tensor]]:
+    """Factors that make the step from i - 1 to i exact for predicted data that is a parabola in lambda."""
+    new = data[i] - data[i - 1]
+    if i == 1:
+        return [(0.5, new)]
+    h = lambdas[i] - lambdas[i - 1]
+    ratio = (lambdas[i - 2] - lambdas[i - 1]) / h
+    change = math.expm1(-h)
+    phi2 = -change / h - 1
+    phi3 = -phi2 / h - 0.5
+    first, second = phi2 / change, 2 * phi3 / change
+    old = (first - second) / (1 - ratio)
+    return [(old, (data[i - 2] - data[i - 1]) / ratio), (first - old, new)]
+
+
+SAMPLERS = {"euler": euler, "unipc": unipc}
+
+
+def guided(model: Module, text: Tensor, scale: float, image: Tensor | None = None) -> Velocity:
+    """The model's velocity for `text` [batch, tokens, text_dim], away from that for no text (Ho & Salimans 2022):
+    v(no text) + scale * (v(text) - v(no text)). A scale of 1 is the plain velocity, and half the work."""
+
+    def velocity(x: Tensor, sigma: float) -> Tensor:
+        timestep = torch.full((len(x),), 1000 * sigma, device=x.device)
+        if scale == 1:
+            return model(x, timestep, text, image)
+        texts, images = torch.cat([text, torch.zeros_like(text)]), None if image is None else torch.cat([image, image])
+        with_text, without = model(torch.cat([x, x]), timestep.repeat(2), texts, images).chunk(2)
+        return without + scale * (with_text - without)
+
+    return velocity

@@ -1,0 +1,58 @@
+"""What config.json and tensor names of a Nemotron-H checkpoint mean (Nemotron 3 Nano and Super).
+
+Every layer there has one `norm` and one `mixer`, whatever it does; here it has the names that such a part has in other
+families. That rows of Mamba-2 layers are in another order there is told in mamba.py. Reading and writing the files
+themselves is in checkpoint_hf.py.
+"""
+
+import re
+from pathlib import Path
+
+from minitrain.errors import InputError
+from minitrain.models.decoder import DecoderConfig
+
+KEYS = {  # of config.json: as in Llama's, or a field of ours -> as in Nemotron-H's
+    "hidden_act": "mlp_hidden_act",
+    "rms_norm_eps": "layer_norm_epsilon",
+    "layer_pattern": "hybrid_override_pattern",
+}
+LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "moe": "E", "mlp": "-"}
+LEAST_DT = 1e-30  # stands for none: transformers takes its logarithm
+
+
+def from_nemotron_h_keys(raw: dict, file: Path) -> dict:
+    """config.json with Llama's keys; the layer pattern is read in both its spellings.
+
+    `time_step_min` is read as transformers 5 means it, dt is at least so much. In NVIDIA's own code it is a setting of
+    the initialisation alone, so that to compute like that code is to set it to 0.
+    """
+    ours = {theirs: key for key, theirs in KEYS.items()}
+    raw = {ours.get(key, key): value for key, value in raw.items()}
+    layers = raw.pop("layers_block_type", None)
+    if layers is not None:
+        unknown = [layer for layer in layers if layer not in LETTERS]
+        if unknown:
+            raise InputError(f"{file}: layers_block_type has {unknown[0]!r}, which is none of {', '.join(LETTERS)}")
+        raw["layer_pattern"] = "".join(LETTERS[layer] for layer in layers)
+    if not isinstance(raw.get("layer_pattern"), str):
+        raise InputError(f"{file}: key hybrid_override_pattern or layers_block_type is missing")
+    return raw | {"num_hidden_layers": len(raw["layer_pattern"])}
+
+
+def to_nemotron_h_keys(settings: dict, config: DecoderConfig) -> dict:
+    settings = {KEYS.get(key, key): value for key, value in settings.items()}
+    return settings | dict(
+        hybrid_override_pattern=config.layer_pattern,
+        moe_latent_size=config.moe_latent_size or None,
+        routed_scaling_factor=config.routed_scaling_factor,
+        rescale_prenorm_residual=True,
+        time_step_min=max(config.time_step_min, LEAST_DT),
+    )
+
+
+def stored_name(name: str) -> str:
+    """Our name of a parameter -> the stored one."""
+    name = re.sub(r"\.(input|post_attention)_layernorm\.", ".norm.", name)
+    name = re.sub(r"(\.layers\.\d+)\.(self_attn|mamba|mlp)\.", r"\1.mixer.", name)
+    name = name.replace("model.embed_tokens.", "model.embeddings.").replace("model.norm.", "model.norm_f.")
+    return re.sub(r"^model\.", "backbone.", name)

@@ -1,0 +1,189 @@
+"""What config.json and tensor names of a Wan checkpoint mean, in diffusers' spelling and in that of Wan's repository.
+
+Our parameter names are diffusers'. The original ones differ in name only: no tensor is transposed, split or reordered.
+Reading and writing the files themselves is in checkpoint_hf.py.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch import Tensor
+
+from minitrain.errors import InputError
+from minitrain.models.wan import WanConfig
+
+STEM = "diffusion_pytorch_model"  # of the weight files, in both spellings
+DIFFUSERS, ORIGINAL = "WanTransformer3DModel", "WanModel"  # _class_name in config.json
+IMAGE_DIM = 1280  # the only one that Wan's own code has
+
+ORIGINAL_FIELDS = {  # ours -> theirs; a head's width is dim / num_heads there
+    "num_attention_heads": "num_heads",
+    "ffn_dim": "ffn_dim",
+    "num_layers": "num_layers",
+    "in_channels": "in_dim",
+    "out_channels": "out_dim",
+    "freq_dim": "freq_dim",
+}
+# Ours -> original, first at the beginning of a name, then anywhere between two dots.
+ORIGINAL_PREFIXES = {
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.time_proj": "time_projection.1",
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "condition_embedder.image_embedder.norm1": "img_emb.proj.0",
+    "condition_embedder.image_embedder.ff.net.0.proj": "img_emb.proj.1",
+    "condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3",
+    "condition_embedder.image_embedder.norm2": "img_emb.proj.4",
+    "scale_shift_table": "head.modulation",
+    "proj_out": "head.head",
+}
+ORIGINAL_PARTS = {
+    "attn1": "self_attn",
+    "attn2": "cross_attn",
+    "to_q": "q",
+    "to_k": "k",
+    "to_v": "v",
+    "to_out.0": "o",
+    "add_k_proj": "k_img",
+    "add_v_proj": "v_img",
+    "norm_added_k": "norm_k_img",
+    "norm2": "norm3",  # the one that has weights is third there
+    "ffn.net.0.proj": "ffn.0",
+    "ffn.net.2": "ffn.2",
+    "scale_shift_table": "modulation",
+}
+
+
+def is_wan(raw: dict) -> bool:
+    """Is this config.json one of Wan's, in either spelling?"""
+    return raw.get("_class_name") in (DIFFUSERS, ORIGINAL)
+
+
+def original_name(name: str) -> str:
+    """Our name of a parameter -> the original one."""
+    for ours, theirs in ORIGINAL_PREFIXES.items():
+        if name.startswith(ours):
+            return theirs + name.removeprefix(ours)
+    for ours, theirs in ORIGINAL_PARTS.items():
+        name = re.sub(rf"\.{re.escape(ours)}(?=\.|$)", f".{theirs}", name)
+    return name
+
+
+def rename_to_ours(stored: dict, parameters: Iterable[str]) -> dict:
+    """A dict by stored names -> the same by ours, if the names are original ones; what fits no parameter stays."""
+    if "head.modulation" not in stored:
+        return stored
+    ours = {original_name(name): name for name in parameters}
+    return {ours.get(name, name): value for name, value in stored.items()}
+
+
+def rename_to_original(tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    return ((original_name(name), tensor) for name, tensor in tensors)
+
+
+def config_from_json(raw: dict, file: Path, stored: dict) -> WanConfig:
+    """The shape of the network that config.json `raw` describes.
+
+    stored: the checkpoint's tensors by name, each with a `.shape`; the original config.json leaves some sizes to them.
+    Raises InputError, naming `file`, for what the network would not compute exactly.
+    """
+    fields = _from_diffusers(raw, file) if raw["_class_name"] == DIFFUSERS else _from_original(raw, file, stored)
+    try:
+        return WanConfig(**fields)
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from None
+
+
+def _from_diffusers(raw: dict, file: Path) -> dict:
+    fixed = dict(cross_attn_norm=True, qk_norm="rms_norm_across_heads", pos_embed_seq_len=None)
+    _refuse_other(raw, fixed, file)
+    sizes = (*ORIGINAL_FIELDS, "attention_head_dim", "text_dim")
+    fields = {key: _whole(raw, key, file) for key in sizes} | {"patch_size": _patch(raw, file), "eps": _eps(raw, file)}
+    fields["image_dim"] = None if raw.get("image_dim") is None else _whole(raw, "image_dim", file)
+    dim = fields["num_attention_heads"] * fields["attention_head_dim"]
+    _refuse_other(raw, dict(added_kv_proj_dim=None if fields["image_dim"] is None else dim), file)
+    return fields
+
+
+def _from_original(raw: dict, file: Path, stored: dict) -> dict:
+    """Wan 2.1's and 2.2's image-to-video models have the same config.json, but only the former see CLIP features."""
+    kind = raw.get("model_type")
+    if kind not in ("t2v", "i2v"):
+        raise InputError(f"{file}: model_type={kind!r} is not supported (known: 't2v', 'i2v')")
+    _refuse_other(raw, dict(cross_attn_norm=True, qk_norm=True), file)
+    fields = {ours: _whole(raw, theirs, file) for ours, theirs in ORIGINAL_FIELDS.items()}
+    dim, heads = _whole(raw, "dim", file), fields["num_attention_heads"]
+    if heads < 1 or dim % heads:
+        raise InputError(f"{file}: num_heads={heads} does not divide dim={dim}")
+    return fields | dict(
+        attention_head_dim=dim // heads,
+        text_dim=_inputs(stored, "text_embedding.0.weight") or 4096,
+        patch_size=_patch(raw, file),
+        eps=_eps(raw, file),
+        image_dim=_inputs(stored, "img_emb.proj.1.weight"),
+    )
+
+
+def _inputs(stored: dict, name: str) -> int | None:
+    return stored[name].shape[1] if name in stored and len(stored[name].shape) == 2 else None
+
+
+def config_to_json(config: WanConfig) -> dict:
+    """config.json for diffusers."""
+    keys = ("attention_head_dim", "eps", "image_dim", "text_dim", *ORIGINAL_FIELDS)
+    return {key: getattr(config, key) for key in keys} | dict(
+        _class_name=DIFFUSERS,
+        added_kv_proj_dim=None if config.image_dim is None else config.dim,
+        cross_attn_norm=True,
+        patch_size=list(config.patch_size),
+        pos_embed_seq_len=None,
+        qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=1024,
+    )
+
+
+def config_to_original_json(config: WanConfig) -> dict:
+    """config.json for Wan's own code. Raises InputError for sizes that it takes for granted."""
+    for field, known in (("image_dim", (None, IMAGE_DIM)), ("patch_size", ((1, 2, 2),))):
+        if getattr(config, field) not in known:
+            values = " or ".join(map(str, known))
+            raise InputError(f"model.{field}={getattr(config, field)} cannot be saved as {ORIGINAL} (must be {values})")
+    fields = {theirs: getattr(config, ours) for ours, theirs in ORIGINAL_FIELDS.items()}
+    return fields | dict(
+        _class_name=ORIGINAL,
+        dim=config.dim,
+        eps=config.eps,
+        model_type="t2v" if config.in_channels == config.out_channels else "i2v",
+        text_dim=config.text_dim,
+        text_len=512,
+    )
+
+
+def _refuse_other(raw: dict, supported: dict, file: Path) -> None:
+    for key, value in supported.items():
+        if raw.get(key, value) != value:
+            raise InputError(f"{file}: {key}={raw[key]!r} is not supported (must be {value!r})")
+
+
+def _whole(raw: dict, key: str, file: Path) -> int:
+    if key not in raw:
+        raise InputError(f"{file}: key {key} is missing")
+    if isinstance(raw[key], bool) or not isinstance(raw[key], int):
+        raise InputError(f"{file}: {key}={raw[key]!r} must be a whole number")
+    return raw[key]
+
+
+def _eps(raw: dict, file: Path) -> float:
+    eps = raw.get("eps", 1e-6)
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not eps > 0:
+        raise InputError(f"{file}: eps={eps!r} must be a number above 0")
+    return float(eps)
+
+
+def _patch(raw: dict, file: Path) -> tuple[int, ...]:
+    patch = raw.get("patch_size", [1, 2, 2])
+    if not isinstance(patch, list) or not all(isinstance(p, int) for p in patch):
+        raise InputError(f"{file}: patch_size={patch!r} must be a list of three whole numbers")
+    return tuple(patch)

@@ -1,0 +1,381 @@
+"""config.json of Hugging Face in and out of a `DecoderConfig`: what each architecture's name and keys mean.
+
+Both spellings of rotary settings are read, that of transformers 4 is written, which 5 reads too. What the decoder would
+not compute exactly is refused by name.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from minitrain.errors import InputError
+from minitrain.models import checkpoint_gpt2, checkpoint_nemotron_h
+from minitrain.models.decoder import DecoderConfig
+from minitrain.models.wan import WanConfig
+
+EPS_KEYS = {"rmsnorm": "rms_norm_eps", "layernorm": "layer_norm_epsilon", "layernorm1p": "norm_eps"}
+ACTIVATIONS = {"swiglu": "silu", "relu2": "relu2", "clamped_swiglu": "silu", "gelu": "gelu_new"}
+SIZES = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
+                                 "max_position_embeddings")} | {"num_layers": "num_hidden_layers"}  # fmt: skip
+
+
+ALSO_CALLED = {"num_experts": "num_local_experts"}  # by transformers 5
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+
+
+class Family(NamedTuple):
+    """What an architecture's name fixes, and what its config.json says that the decoder only does in one way.
+
+    switches: must be off or absent; required: must be on; values: must be so, or absent. sizes: further whole numbers,
+    ours -> theirs. quantised: the quant_method that is read.
+    """
+
+    architecture: str
+    switches: tuple[str, ...]
+    required: tuple[str, ...] = ()
+    values: dict[str, Any] = {}  # noqa: RUF012
+    sizes: dict[str, str] = {}  # noqa: RUF012
+    quantised: str | None = None
+    scoring_func: str = "softmax"
+    sinks: bool = False
+    expert_bias: bool = False
+    norm: str = "rmsnorm"
+    mlp: str = "swiglu"
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    position_embedding: str = "rotary"
+    scaled_residual_init: bool = False
+    partial_rotary: float | None = None  # the factor where config.json gives none; None: heads are always rotated whole
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", ("attention_bias", "mlp_bias")),
+    "qwen2": Family("Qwen2ForCausalLM", ("use_sliding_window",), qkv_bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", ("attention_bias", "use_sliding_window"), qk_norm=True),
+    "mixtral": Family(
+        "MixtralForCausalLM", (), values=dict(sliding_window=None),
+        sizes=dict(
+            num_experts="num_local_experts", num_experts_per_tok="num_experts_per_tok",
+            moe_intermediate_size="intermediate_size",
+        ),
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", ("attention_bias", "use_sliding_window"), required=("norm_topk_prob",),
+        values=dict(decoder_sparse_step=1, mlp_only_layers=[]), qk_norm=True,
+        sizes={key: key for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")},
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM", ("attention_bias",), required=("norm_topk_prob",),
+        values=dict(rope_interleave=True, moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc"),
+        sizes=dict(num_experts="n_routed_experts") | {
+            key: key
+            for key in ("num_experts_per_tok", "moe_intermediate_size", "first_k_dense_replace", "n_group",
+                        "topk_group", *LATENT)
+        },
+        quantised="fp8", scoring_func="sigmoid",
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM", (), required=("attention_bias",), values=dict(swiglu_limit=7.0, swiglu_alpha=1.702),
+        sizes=dict(
+            num_experts="num_local_experts", num_experts_per_tok="num_experts_per_tok",
+            moe_intermediate_size="intermediate_size", sliding_window="sliding_window",
+        ),
+        quantised="mxfp4", mlp="clamped_swiglu", qkv_bias=True, o_bias=True, sinks=True, expert_bias=True,
+    ),
+    "nemotron": Family(
+        "NemotronForCausalLM", ("attention_bias", "mlp_bias"), norm="layernorm1p", mlp="relu2", partial_rotary=0.5
+    ),
+    "nemotron_h": Family(
+        "NemotronHForCausalLM", ("attention_bias", "mlp_bias", "use_bias"),
+        values=dict(
+            norm_topk_prob=True, use_conv_bias=True, mamba_hidden_act="silu", n_shared_experts=1, sliding_window=None,
+        ),
+        sizes=dict(
+            num_experts="n_routed_experts", shared_expert_intermediate_size="moe_shared_expert_intermediate_size",
+            mamba_n_groups="n_groups", mamba_chunk_size="chunk_size",
+        ) | {
+            key: key for key in (
+                "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group", "mamba_num_heads",
+                "mamba_head_dim", "ssm_state_size", "conv_kernel",
+            )
+        },
+        mlp="relu2", scoring_func="sigmoid", position_embedding="none", scaled_residual_init=True,
+    ),
+    "gpt2": Family(
+        "GPT2LMHeadModel", ("scale_attn_by_inverse_layer_idx", "add_cross_attention"),
+        values=dict(scale_attn_weights=True), norm="layernorm", mlp="gelu", qkv_bias=True, o_bias=True,
+        position_embedding="learned", scaled_residual_init=True,
+    ),
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------------ in
+
+
+def read_config(path: str | Path) -> DecoderConfig:
+    """The shape of the model in folder `path`. Raises InputError for what the decoder would not compute exactly."""
+    file = Path(path) / "config.json"
+    raw = read_json(file)
+    name = _find_family(raw, file)
+    family = FAMILIES[name]
+    raw = _with_common_keys(raw, name, file)
+    _refuse_unsupported(raw, family, file)
+    rope = _read_rope(raw, file)
+    sizes = {ours: _number(raw, theirs, file) for ours, theirs in (SIZES | family.sizes).items()}
+    hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    fields = dict(
+        num_key_value_heads=_number(raw, "num_key_value_heads", file, default=heads),
+        head_dim=_number(raw, "head_dim", file, default=hidden // max(heads, 1)),
+        norm_eps=_number(raw, EPS_KEYS[family.norm], file, float),
+        rope_theta=_number(rope, "rope_theta", file, float, default=10000.0),
+        rope_scaling=_rope_scaling(rope, file),
+        partial_rotary_factor=_partial_rotary(rope, family, file),
+        tie_word_embeddings=_switch(raw, "tie_word_embeddings", file),
+        initializer_range=_number(raw, "initializer_range", file, float, default=0.02),
+        bos_token_id=_token_ids(raw, "bos_token_id", file),
+        eos_token_id=_token_ids(raw, "eos_token_id", file),
+    )
+    if name == "deepseek_v3":
+        fields |= _deepseek_fields(raw, sizes, file)
+    if name == "nemotron_h":
+        fields |= _nemotron_h_fields(raw, file)
+    try:
+        return DecoderConfig(family=name, **sizes, **fields, **_fixed(family))
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from None
+
+
+def _fixed(family: Family) -> dict:
+    keys = ("norm", "mlp", "qkv_bias", "o_bias", "qk_norm", "scoring_func", "sinks", "expert_bias",
+            "position_embedding", "scaled_residual_init")  # fmt: skip
+    return {key: getattr(family, key) for key in keys}
+
+
+def _with_common_keys(raw: dict, name: str, file: Path) -> dict:
+    """config.json as if all families had Llama's keys."""
+    if name == "gpt2":
+        return checkpoint_gpt2.from_gpt2_keys(raw)
+    return checkpoint_nemotron_h.from_nemotron_h_keys(raw, file) if name == "nemotron_h" else raw
+
+
+def _nemotron_h_fields(raw: dict, file: Path) -> dict:
+    return dict(
+        layer_pattern=raw["layer_pattern"],
+        moe_latent_size=_number(raw, "moe_latent_size", file, default=0),
+        routed_scaling_factor=_number(raw, "routed_scaling_factor", file, float, default=1.0),
+        time_step_min=_number(raw, "time_step_min", file, float, default=0.001),
+    )
+
+
+def _deepseek_fields(raw: dict, sizes: dict, file: Path) -> dict:
+    return dict(
+        head_dim=sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"],
+        shared_expert_intermediate_size=_number(raw, "n_shared_experts", file) * sizes["moe_intermediate_size"],
+        routed_scaling_factor=_number(raw, "routed_scaling_factor", file, float),
+    )
+
+
+def read_json(file: Path) -> dict:
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise InputError(f"{file}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"{file} cannot be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise InputError(f"{file}: must hold a JSON object, not a {type(raw).__name__}")
+    return raw
+
+
+def _find_family(raw: dict, file: Path) -> str:
+    """The family that `architectures` names, or `model_type` where there is no such key."""
+    if raw.get("architectures"):
+        key, known = "architectures", {family.architecture: name for name, family in FAMILIES.items()}
+        values = raw[key] if isinstance(raw[key], list) else [raw[key]]
+    else:
+        key, known = "model_type", {name: name for name in FAMILIES}
+        values = [raw.get(key)]
+    for value in values:
+        if isinstance(value, str) and value in known:
+            return known[value]
+    raise InputError(f"{file}: {key}={raw.get(key)!r} is not supported (known: {', '.join(known)})")
+
+
+def _refuse_unsupported(raw: dict, family: Family, file: Path) -> None:
+    for key in family.switches:
+        if _switch(raw, key, file):
+            raise InputError(f"{file}: {key}=true is not supported for {family.architecture}")
+    for key in family.required:
+        if not _switch(raw, key, file):
+            raise InputError(f"{file}: {key} must be true for {family.architecture}")
+    for key, value in family.values.items():
+        if raw.get(key, value) != value:
+            given, architecture = raw[key], family.architecture
+            raise InputError(f"{file}: {key}={given!r} is not supported for {architecture} (must be {value!r})")
+    _refuse_other_layers(raw, family, file)
+    activation, expected = raw.get("hidden_act"), ACTIVATIONS[family.mlp]
+    if activation not in (None, expected):
+        raise InputError(f"{file}: hidden_act={activation!r} is not supported (must be {expected!r})")
+    _refuse_other_quantisation(raw.get("quantization_config") or {}, family, file)
+
+
+def _refuse_other_quantisation(settings: Any, family: Family, file: Path) -> None:
+    settings = settings if isinstance(settings, dict) else dict(quant_method=settings)
+    method, blocks = settings.get("quant_method"), settings.get("weight_block_size")
+    if settings and (method is None or method != family.quantised):
+        wanted = f"must be {family.quantised!r}" if family.quantised else f"{family.architecture} must have none"
+        raise InputError(f"{file}: quant_method={method!r} of quantization_config is not supported ({wanted})")
+    if method == "fp8" and blocks != [128, 128]:
+        raise InputError(f"{file}: weight_block_size={blocks} of quantization_config must be [128, 128]")
+
+
+def _refuse_other_layers(raw: dict, family: Family, file: Path) -> None:
+    given = raw.get("layer_types") or []
+    kinds = ["sliding_attention", "full_attention"] if family.sinks else ["full_attention"]
+    expected = [kinds[i % len(kinds)] for i in range(len(given))]
+    if given != expected:
+        raise InputError(f"{file}: layer_types other than {', '.join(kinds)} in turn are not supported")
+
+
+def _read_rope(raw: dict, file: Path) -> dict:
+    """Everything about rotary embeddings in one dict, from the old keys (transformers 4) and the new one (5)."""
+    rope = {key: raw[key] for key in ("rope_theta", "partial_rotary_factor") if raw.get(key) is not None}
+    for key in ("rope_scaling", "rope_parameters"):
+        value = raw.get(key)
+        if not isinstance(value, dict | None):
+            raise InputError(f"{file}: {key} must be an object, not a {type(value).__name__}")
+        rope |= value or {}
+    return rope
+
+
+def _rope_scaling(rope: dict, file: Path) -> dict | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind not in ("llama3", "yarn"):
+        raise InputError(f"{file}: rope_type {kind!r} is not supported (known: 'default', 'llama3', 'yarn')")
+    keys = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
+    scaling = dict(rope_type=kind) | {key: _number(rope, key, file, float) for key in keys}
+    scaling["original_max_position_embeddings"] = _number(rope, "original_max_position_embeddings", file)
+    if kind == "yarn":
+        scaling |= {key: _number(rope, key, file, float) for key in YARN if rope.get(key) is not None}
+        scaling |= {} if _switch({"truncate": True} | rope, "truncate", file) else dict(truncate=False)
+        if rope.get("attention_factor") is not None:
+            raise InputError(f"{file}: attention_factor={rope['attention_factor']} is not supported (must be absent)")
+    return scaling
+
+
+def _partial_rotary(rope: dict, family: Family, file: Path) -> float:
+    factor = _number(rope, "partial_rotary_factor", file, float, default=family.partial_rotary or 1.0)
+    if family.partial_rotary is None and factor != 1:
+        raise InputError(f"{file}: partial_rotary_factor={factor} is not supported for {family.architecture} (use 1)")
+    return factor
+
+
+def _number(raw: dict, key: str, file: Path, kind: type = int, default: Any = None) -> Any:
+    value = raw.get(key, raw.get(ALSO_CALLED.get(key)))
+    if value is None and default is not None:
+        return default
+    if value is None and key not in raw:
+        raise InputError(f"{file}: key {key} is missing")
+    if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
+        raise InputError(f"{file}: {key}={value!r} must be a {'whole ' if kind is int else ''}number")
+    return kind(value)
+
+
+def _switch(raw: dict, key: str, file: Path) -> bool:
+    value = raw.get(key, False)
+    if not isinstance(value, bool | None):
+        raise InputError(f"{file}: {key}={value!r} must be true or false")
+    return bool(value)
+
+
+def _token_ids(raw: dict, key: str, file: Path) -> int | list[int] | None:
+    value = raw.get(key)
+    for token in value if isinstance(value, list) else [value]:
+        if isinstance(token, bool) or not isinstance(token, int | None):
+            raise InputError(f"{file}: {key}={value!r} must be a token id or a list of them")
+    return value
+
+
+# ----------------------------------------------------------------------------------------------------------------- out
+
+
+def config_to_hf(config: DecoderConfig, dtype: torch.dtype) -> dict:
+    """config.json in the spelling of transformers 4, which 5 reads too."""
+    family = exportable_family(config)
+    partial = {} if family.partial_rotary is None else dict(partial_rotary_factor=config.partial_rotary_factor)
+    settings = dict(
+        architectures=[family.architecture],
+        model_type=config.family,
+        **{theirs: getattr(config, ours) for ours, theirs in (SIZES | family.sizes).items()},
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        hidden_act=ACTIVATIONS[family.mlp],
+        **{EPS_KEYS[family.norm]: config.norm_eps},
+        rope_theta=config.rope_theta,
+        rope_scaling=config.rope_scaling,
+        **partial,
+        **dict.fromkeys(family.switches, False),
+        **dict.fromkeys(family.required, True),
+        **family.values,
+        tie_word_embeddings=config.tie_word_embeddings,
+        initializer_range=config.initializer_range,
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        torch_dtype=str(dtype).removeprefix("torch."),
+    )
+    if config.family == "deepseek_v3":
+        settings |= dict(
+            head_dim=config.qk_rope_head_dim,  # what transformers rotates
+            n_shared_experts=config.shared_expert_intermediate_size // config.moe_intermediate_size,
+            routed_scaling_factor=config.routed_scaling_factor,
+        )
+    if config.position_embedding != "rotary":
+        del settings["rope_theta"], settings["rope_scaling"]
+    if config.family == "nemotron_h":
+        return checkpoint_nemotron_h.to_nemotron_h_keys(settings, config)
+    if config.family == "gpt2":
+        return checkpoint_gpt2.to_gpt2_keys(settings)
+    if config.sinks:
+        kinds = ("full_attention", "sliding_attention")
+        settings["layer_types"] = [kinds[config.windowed(layer)] for layer in range(config.num_layers)]
+    return settings
+
+
+def exportable_family(config: DecoderConfig) -> Family:
+    if isinstance(config, WanConfig):
+        raise InputError("model: a Wan model generates video: it cannot be trained as a language model")
+    family = FAMILIES.get(config.family)
+    if family is None:
+        raise InputError(f"model.family={config.family!r} cannot be saved (known: {', '.join(FAMILIES)})")
+    fixed = _fixed(family) | _unused(config, family)
+    fixed |= {} if family.partial_rotary else dict(partial_rotary_factor=1.0)
+    for key, value in fixed.items():
+        given = getattr(config, key)
+        if given != value:
+            raise InputError(f"model.{key}={given!r} cannot be saved as {family.architecture} (must be {value!r})")
+    return family
+
+
+def _unused(config: DecoderConfig, family: Family) -> dict:
+    """The values that fields must have of which config.json says nothing, or nothing apart from another one."""
+    theirs = {ours for other in FAMILIES.values() for ours in other.sizes} - family.sizes.keys()
+    if config.family != "nemotron_h":
+        theirs |= {"layer_pattern", "time_step_min"}
+    unused = {key: getattr(DecoderConfig, key) for key in theirs}
+    if family.sizes.get("moe_intermediate_size") == "intermediate_size":
+        unused["moe_intermediate_size"] = config.intermediate_size
+    if config.family == "deepseek_v3":
+        shared, size = config.shared_expert_intermediate_size, config.moe_intermediate_size
+        return unused | dict(shared_expert_intermediate_size=shared // size * size, moe_latent_size=0)
+    if config.family == "nemotron_h":
+        return unused
+    if config.family == "gpt2":
+        heads = config.num_attention_heads
+        unused |= dict(num_key_value_heads=heads, head_dim=config.hidden_size // heads)
+    return unused | dict(shared_expert_intermediate_size=0, routed_scaling_factor=1.0, moe_latent_size=0)

@@ -1,0 +1,213 @@
+"""How each family stores its weights on the hub: names, stacked or separate experts, FP8 and MXFP4.
+
+A parameter is filled from one or several `Piece`s: stored tensors, or single experts of a stored stack, each holding a
+region of it. A piece is read in full or in part, so that a process reads only what it owns. Writing goes the other way,
+always unquantised: one parameter becomes one or several stored tensors.
+
+    ours                            Mixtral                        Qwen3, DeepSeek, Kimi               GPT-OSS
+    mlp.gate                        block_sparse_moe.gate          mlp.gate                            mlp.router
+    mlp.experts.gate_up_proj [e]    block_sparse_moe.experts.e.w1  mlp.experts.e.gate_proj.weight      mlp.experts.gate_up_proj
+                                    ... and .w3, up                ... and .up_proj                    transposed, interleaved
+    mlp.experts.down_proj [e]       ....w2                         ....down_proj                       transposed
+"""  # noqa: E501
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minitrain.models import checkpoint_gpt2, checkpoint_nemotron_h
+from minitrain.models.mamba import MambaShape, by_part
+
+FP8_BLOCK = 128
+FP8_SCALE = "_scale_inv"
+MXFP4_BLOCK = 32
+MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 without sign
+FLOATS = ("F64", "F32", "F16", "BF16")
+Slices = tuple[slice, ...]
+Fetch = Callable[[str, Slices], Tensor]  # key of a stored tensor, which part -> that part
+EXPERT_KEYS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+MIXTRAL_KEYS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+class Piece(NamedTuple):
+    """region: what of the parameter it holds. needs: shape and possible types of the stored tensors it is read from.
+
+    read(fetch, slices): the part `slices` of the region.
+    """
+
+    region: Slices
+    needs: Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]
+    read: Callable[[Fetch, Slices], Tensor]
+
+
+def stored_name(name: str, family: str) -> str:
+    """Our name of a module's parameter -> its name on the hub. Stacked experts apart: see `pieces`."""
+    if family == "mixtral":
+        return name.replace(".mlp.", ".block_sparse_moe.")
+    if family == "gpt_oss":
+        return name.replace(".mlp.gate.", ".mlp.router.")
+    if family == "nemotron_h":
+        return checkpoint_nemotron_h.stored_name(name)
+    return name
+
+
+def pieces(
+    name: str, shape: tuple[int, ...], family: str, stored: Mapping[str, str], mamba: MambaShape | None = None
+) -> list[Piece]:
+    """Where the parameter `name` comes from. stored: the safetensors dtype of every tensor there is."""
+    whole = tuple(slice(0, n) for n in shape)
+    if family == "gpt2":
+        return [gpt2_matrix(name, whole)]
+    if mamba and mamba.parts(name):
+        return mamba_rows(stored_name(name, family), whole, mamba.rows(mamba.parts(name)))
+    prefix, _, last = name.rpartition(".experts.")
+    if not prefix:
+        return [matrix(stored_name(name, family), whole, stored)]
+    if family == "gpt_oss":
+        return stacked_experts(name, whole, stored)
+    found = []
+    for expert in range(shape[0]):
+        for i, part in enumerate(EXPERT_KEYS[last]):
+            rows = shape[1] // len(EXPERT_KEYS[last])
+            region = (slice(expert, expert + 1), slice(i * rows, (i + 1) * rows), slice(0, shape[2]))
+            found.append(matrix(expert_key(name, family, expert, part), region, stored, stacked=True))
+    return found
+
+
+def expert_key(name: str, family: str, expert: int, part: str) -> str:
+    """layers.0.mlp.experts.down_proj, expert 3 -> layers.0.mlp.experts.3.down_proj.weight, or Mixtral's spelling."""
+    part = MIXTRAL_KEYS[part] if family == "mixtral" else part
+    return stored_name(f"{name.rpartition('.')[0]}.{expert}.{part}.weight", family)
+
+
+def to_stored(name: str, tensor: Tensor, family: str, mamba: MambaShape | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The stored tensors that a whole parameter becomes, one after the other."""
+    prefix, _, last = name.rpartition(".experts.")
+    if mamba and mamba.parts(name):
+        yield stored_name(name, family), by_part(tensor, mamba.parts(name), mamba.groups)
+    elif not prefix:
+        yield stored_name(name, family), tensor
+    elif family == "gpt_oss":
+        tensor = interleave(tensor) if last.startswith("gate_up_proj") else tensor
+        yield name, tensor if last.endswith("_bias") else tensor.transpose(1, 2)
+    else:
+        for expert, weights in enumerate(tensor):
+            parts = EXPERT_KEYS[last]
+            for part, rows in zip(parts, weights.chunk(len(parts)), strict=True):
+                yield expert_key(name, family, expert, part), rows
+
+
+def is_ignored(key: str, family: str, num_layers: int, tied: bool) -> bool:
+    """Stored tensors without a place here: multi-token prediction (layers after the last), old tables, a tied head."""
+    parts = key.split(".")
+    predicts_more = family == "deepseek_v3" and parts[1] == "layers" and int(parts[2]) >= num_layers
+    predicts_more |= family == "nemotron_h" and parts[0] == "mtp"
+    return predicts_more or key.endswith(".rotary_emb.inv_freq") or (tied and key == "lm_head.weight")
+
+
+# ------------------------------------------------------------------------------------------------------ single tensors
+
+
+def matrix(key: str, region: Slices, stored: Mapping[str, str], stacked: bool = False) -> Piece:
+    """A stored tensor as it is, FP8 where it is stored so. stacked: it lacks the region's first dimension."""
+    shape = tuple(part.stop - part.start for part in region[stacked:])
+    if stored.get(key) != "F8_E4M3":
+        return Piece(region, {key: (shape, FLOATS)}, partial(read_matrix, key, stacked))
+    scales = tuple(-(-n // FP8_BLOCK) for n in shape)
+    needs = {key: (shape, ("F8_E4M3",)), key + FP8_SCALE: (scales, FLOATS)}
+    return Piece(region, needs, partial(read_fp8, key, stacked))
+
+
+def read_matrix(key: str, stacked: bool, fetch: Fetch, slices: Slices) -> Tensor:
+    return fetch(key, slices[1:])[None] if stacked else fetch(key, slices)
+
+
+def mamba_rows(key: str, whole: Slices, rows: list[tuple[int, int, int]]) -> list[Piece]:
+    """rows: ranges of ours, as (first of ours, first stored, how many); see mamba.py."""
+    shape = tuple(part.stop for part in whole)
+    return [
+        Piece((slice(ours, ours + n), *whole[1:]), {key: (shape, FLOATS)}, partial(read_rows, key, theirs))
+        for ours, theirs, n in rows
+    ]
+
+
+def read_rows(key: str, first: int, fetch: Fetch, slices: Slices) -> Tensor:
+    return fetch(key, (slice(first + slices[0].start, first + slices[0].stop), *slices[1:]))
+
+
+def gpt2_matrix(name: str, whole: Slices) -> Piece:
+    """A matrix is stored transposed, q, k and v below each other in one."""
+    key, part = checkpoint_gpt2.stored_name(name), checkpoint_gpt2.fused_part(name)
+    rows = whole[0].stop
+    shape = (rows if part is None else 3 * rows, *(columns.stop for columns in whole[1:]))
+    transposed = checkpoint_gpt2.is_transposed(name)
+
+    def read(fetch: Fetch, slices: Slices) -> Tensor:
+        first = slices[0]
+        slices = (slice(first.start + rows * (part or 0), first.stop + rows * (part or 0)), *slices[1:])
+        return fetch(key, slices[::-1]).T if transposed else fetch(key, slices)
+
+    return Piece(whole, {key: (shape[::-1] if transposed else shape, FLOATS)}, read)
+
+
+def read_fp8(key: str, stacked: bool, fetch: Fetch, slices: Slices) -> Tensor:
+    """fp32: each block of 128 x 128 values times its own scale (DeepSeek-V3)."""
+    scale = fetch(key + FP8_SCALE, ()).float()
+    for dim, part in enumerate(slices[stacked:]):
+        scale = scale.index_select(dim, torch.arange(part.start, part.stop) // FP8_BLOCK)
+    return read_matrix(key, stacked, fetch, slices).float() * scale
+
+
+# ---------------------------------------------------------------------------------------------------- stacks of GPT-OSS
+
+
+def stacked_experts(name: str, whole: Slices, stored: Mapping[str, str]) -> list[Piece]:
+    """One piece per expert, of which all rows are read: gates and ups alternate there."""
+    experts, *rest = (part.stop for part in whole)
+    if name.endswith("_bias"):
+        needs, read = {name: ((experts, *rest), FLOATS)}, read_expert
+    elif name + "_blocks" in stored:
+        out, into = rest
+        scales = (experts, out, into // MXFP4_BLOCK)
+        needs = {name + "_blocks": ((*scales, MXFP4_BLOCK // 2), ("U8",)), name + "_scales": (scales, ("U8",))}
+        read = read_mxfp4
+    else:
+        needs, read = {name: ((experts, *reversed(rest)), FLOATS)}, read_transposed
+    read_part = partial(read_stack, name, read)
+    return [Piece((slice(e, e + 1), *whole[1:]), needs, partial(read_part, slice(e, e + 1))) for e in range(experts)]
+
+
+def read_stack(name: str, read: Callable, expert: slice, fetch: Fetch, slices: Slices) -> Tensor:
+    value = read(name, fetch, expert)
+    value = deinterleave(value) if "gate_up_proj" in name else value
+    return value[(slice(None), *slices[1:])]
+
+
+def read_expert(name: str, fetch: Fetch, expert: slice) -> Tensor:
+    return fetch(name, (expert,))
+
+
+def read_transposed(name: str, fetch: Fetch, expert: slice) -> Tensor:
+    return fetch(name, (expert,)).transpose(1, 2)
+
+
+def read_mxfp4(name: str, fetch: Fetch, expert: slice) -> Tensor:
+    """fp32 [1, out, in]: 32 neighbours share a power of two; two values to a byte, the first in its low half."""
+    blocks = fetch(name + "_blocks", (expert,))  # [1, out, in / 32, 16]
+    exponents = fetch(name + "_scales", (expert,)).int() - 127
+    values = torch.tensor([*MXFP4_VALUES, *(-value for value in MXFP4_VALUES)])
+    halves = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2).long()  # [1, out, in / 32, 32]
+    return torch.ldexp(values[halves], exponents[..., None]).flatten(-2)
+
+
+def deinterleave(x: Tensor) -> Tensor:
+    """[experts, gate 0, up 0, gate 1, up 1, ..., ...] -> [experts, all gates, all ups, ...]"""
+    return torch.cat([x[:, 0::2], x[:, 1::2]], dim=1)
+
+
+def interleave(x: Tensor) -> Tensor:
+    """The other way round."""
+    return torch.stack(x.chunk(2, dim=1), dim=2).flatten(1, 2)

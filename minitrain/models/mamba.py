@@ -1,0 +1,244 @@
+"""The Mamba-2 mixer (Dao & Gu 2024, "Transformers are SSMs"), as Nemotron-H uses it, in matrix products alone.
+
+Each head h of width P keeps a state of N vectors, S [P, N], that every token decays, adds to and reads from:
+
+    S_t = exp(dt_t A) S_(t-1) + dt_t x_t B_t^T        A = -exp(A_log) < 0: one number per head
+    y_t = S_t C_t + D x_t                             dt_t = softplus(input + dt_bias), one per head and token
+
+x, B, C and dt are made from the token by one projection; B and C are shared by the heads of a group, as keys and values
+are in grouped-query attention. Unrolled, y_t = sum_(j <= t) (C_t . B_j) exp(a_t - a_j) dt_j x_j with a = cumsum(dt A):
+attention without softmax whose mask decays. `scan` cuts the row into chunks of Q tokens (section 6 of the paper):
+
+    inside a chunk           the sum above as a masked [Q, Q] matrix per head
+    what a chunk adds        S_c = sum_j exp(a_Q - a_j) dt_j x_j B_j^T
+    state at its start       sum of the earlier S_c, each decayed by the chunks between: a [chunks, chunks] matrix
+    what that gives token i  exp(a_i) S C_i
+
+Decays are always exponentials of fp32 differences, of which none is above 0; a document's first token cuts them off.
+
+Rows of in_proj and channels of the convolution are ordered by group, [z x B C dt] of the first group first, where Hub
+checkpoints have all of z first. So a range of rows is a range of whole heads, with all that they need, and tensor
+parallelism can split every parameter here evenly; `by_group` and `by_part` turn one order into the other.
+Left out: the state that token-by-token decoding keeps, and fused kernels: torch.compile fuses what is pointwise.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class MambaShape:
+    """heads: H, each of head_dim P; groups: G, a divisor of H; state: N; conv: taps of the causal convolution.
+
+    chunk: Q, which changes speed and memory only. dt_min: dt is at least so much.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    conv: int
+    chunk: int
+    dt_min: float = 0.0
+
+    @property
+    def width(self) -> int:
+        """Channels of x, of z and of the output: H P."""
+        return self.heads * self.head_dim
+
+    @property
+    def projected(self) -> list[int]:
+        """Rows of in_proj: z, x, B, C, dt."""
+        return [self.width, *self.convolved, self.heads]
+
+    @property
+    def convolved(self) -> list[int]:
+        """Channels of the convolution: x, B, C."""
+        return [self.width, self.groups * self.state, self.groups * self.state]
+
+    def parts(self, name: str) -> list[int] | None:
+        """Of what the rows of the decoder's parameter `name` consist, if they are ordered by group; else None."""
+        if ".mamba.in_proj." in name:
+            return self.projected
+        return self.convolved if ".mamba.conv1d." in name else None
+
+    def rows(self, parts: list[int]) -> list[tuple[int, int, int]]:
+        """`by_group` as ranges of rows that stay together: (first row after, first row before, how many)."""
+        found, after = [], 0
+        for group in range(self.groups):
+            for i, part in enumerate(parts):
+                size = part // self.groups
+                found.append((after, sum(parts[:i]) + group * size, size))
+                after += size
+        return found
+
+
+def by_group(tensor: Tensor, parts: list[int], groups: int) -> Tensor:
+    """Reorder the first dimension from [part 1 | part 2 | ...], `parts` rows each, to [group 1 of every part | ...]."""
+    return torch.cat([part.unflatten(0, (groups, -1)) for part in tensor.split(parts)], dim=1).flatten(0, 1)
+
+
+def by_part(tensor: Tensor, parts: list[int], groups: int) -> Tensor:
+    """The inverse of `by_group`."""
+    split = tensor.unflatten(0, (groups, -1)).split([rows // groups for rows in parts], dim=1)
+    return torch.cat([part.flatten(0, 1) for part in split])
+
+
+class GroupedRMSNorm(nn.Module):
+    """RMSNorm over each group of channels by itself, after gating by silu(z). x, z: [batch, seq, groups, channels]."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        gated = x.float() * F.silu(z.float())
+        normed = F.rms_norm(gated, gated.shape[-1:], eps=self.eps)
+        return (normed * self.weight.float().view(x.shape[-2:])).to(z.dtype)
+
+
+class Mamba2(nn.Module):
+    """out_proj(norm(scan(silu(conv([x B C])), dt) * silu(z))), all of z, x, B, C, dt from in_proj."""
+
+    def __init__(self, hidden: int, shape: MambaShape, norm_eps: float = 1e-5):
+        super().__init__()
+        self.shape = shape
+        channels = sum(shape.convolved)
+        self.in_proj = nn.Linear(hidden, sum(shape.projected), bias=False)
+        self.conv1d = nn.Conv1d(channels, channels, shape.conv, groups=channels)  # a place for its parameters
+        self.A_log = nn.Parameter(torch.empty(shape.heads))
+        self.D = nn.Parameter(torch.empty(shape.heads))
+        self.dt_bias = nn.Parameter(torch.empty(shape.heads))
+        self.norm = GroupedRMSNorm(shape.width, norm_eps)
+        self.out_proj = nn.Linear(shape.width, hidden, bias=False)
+
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        """x: [batch, seq, hidden]; documents: int [batch, seq], a change of which clears state and convolution."""
+        heads, head_dim, state = self.shape.heads // self.shape.groups, self.shape.head_dim, self.shape.state
+        split = [heads * head_dim, heads * head_dim + 2 * state, heads]
+        projected = self.in_proj(x).unflatten(-1, (-1, sum(split)))  # [batch, seq, groups, z x B C dt]
+        z, mixed, dt = projected.split(split, dim=-1)
+        mixed = F.silu(causal_conv(mixed, self.conv1d.weight, self.conv1d.bias, documents))
+        x, b, c = mixed.split([heads * head_dim, state, state], dim=-1)
+        a_log, d, dt_bias = (p.float().view(-1, heads) for p in (self.A_log, self.D, self.dt_bias))
+        dt = F.softplus(dt.float() + dt_bias)
+        if self.shape.dt_min:
+            dt = dt.clamp(min=self.shape.dt_min)
+        y = scan(x.unflatten(-1, (heads, head_dim)), dt, -a_log.exp(), d, b, c, self.shape.chunk, documents)
+        return self.out_proj(self.norm(y.flatten(-2), z).flatten(-2))
+
+
+def initialize_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> bool:
+    """Fill a mixer's parameter as mamba_ssm does; False, and nothing done, for one that has no rule of its own."""
+    if name == "A_log":  # A = -1, -2, ..., -H
+        tensor.copy_(torch.arange(1, len(tensor) + 1).log())
+    elif name == "D":
+        tensor.fill_(1)
+    elif name == "dt_bias":  # softplus of it is log-uniform between 0.001 and 0.1
+        dt = tensor.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp()
+        tensor.copy_(dt + torch.log(-torch.expm1(-dt)))
+    elif name == "conv1d.weight":
+        bound = tensor.shape[-1] ** -0.5
+        tensor.uniform_(-bound, bound, generator=generator)
+    else:
+        return False
+    return True
+
+
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor, documents: Tensor | None = None) -> Tensor:
+    """y_t = bias + sum_k weight[..., -1 - k] x_(t - k), each channel by itself, over tokens of t's document.
+
+    x: [batch, seq, groups, channels / groups]; weight: [channels, 1, taps]; bias: [channels]. Shifted products instead
+    of a convolution: the compiler fuses them with what surrounds them, and documents cost nothing.
+    """
+    taps = weight.shape[-1]
+    weight = weight.view(*x.shape[-2:], taps)
+    y = bias.view(x.shape[-2:]) + x * weight[..., -1]
+    for k in range(1, taps):
+        earlier = F.pad(x, (0, 0, 0, 0, k, 0))[:, : x.shape[1]]
+        if documents is not None:
+            same = documents == F.pad(documents, (k, 0))[:, : x.shape[1]]
+            earlier = earlier * same[..., None, None]
+        y = y + earlier * weight[..., -1 - k]
+    return y
+
+
+def scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    d: Tensor,
+    b: Tensor,
+    c: Tensor,
+    chunk: int,
+    documents: Tensor | None = None,
+) -> Tensor:
+    """The recurrence at the top of this file, a chunk of tokens at a time. R: heads of a group.
+
+    x: [batch, seq, G, R, P]; dt: fp32 [batch, seq, G, R], above 0; a (below 0) and d: fp32 [G, R]; b, c:
+    [batch, seq, G, N]; documents: int [batch, seq], the state is cleared where they change. Returns x's shape and type.
+    """
+    length = x.shape[1]
+    runs = _runs(documents) if documents is not None else torch.zeros_like(x[:, :, 0, 0, 0], dtype=torch.int)
+    xs, dts, bs, cs, runs = (_chunks(tensor, chunk) for tensor in (x, dt, b, c, runs))
+    decay = (dts * a).cumsum(2)  # [batch, chunks, Q, G, R]: log of what is left of a chunk's initial state
+    last = runs[:, :, -1]  # [batch, chunks]: the document alive at each chunk's end
+    before = F.pad(last, (1, 0), value=-1)[:, :-1]  # and at the end of the chunk before
+    inside = _inside(xs, dts, bs, cs, decay, runs)
+    carried = _carry(_added(xs, dts, bs, decay, runs == last[..., None]), decay[:, :, -1], last, before)
+    read = torch.einsum("zkqgn,zkgrpn->zkqgrp", cs, carried.to(c.dtype))
+    left = decay.exp() * (runs == before[..., None])[..., None, None]
+    y = (inside + read * left[..., None]).flatten(1, 2)[:, :length]
+    return (y + x * d[..., None]).to(x.dtype)
+
+
+def _runs(documents: Tensor) -> Tensor:
+    """Number each row's documents 0, 1, 2, ..., so that equal numbers mean that nothing was cleared in between."""
+    return F.pad(documents[:, 1:] != documents[:, :-1], (1, 0)).cumsum(1)
+
+
+def _chunks(x: Tensor, chunk: int) -> Tensor:
+    """[batch, seq, ...] -> [batch, chunks, Q, ...], filled up with zeros: with dt = 0 a token does nothing."""
+    x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, -x.shape[1] % chunk))
+    return x.unflatten(1, (-1, chunk))
+
+
+def _inside(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, decay: Tensor, runs: Tensor) -> Tensor:
+    """What the tokens of a chunk get from each other: [batch, chunks, Q, G, R, P]."""
+    decay, dt = (tensor.permute(0, 1, 3, 4, 2) for tensor in (decay, dt))  # [batch, chunks, G, R, Q]
+    causal = torch.ones(decay.shape[-1], decay.shape[-1], dtype=torch.bool, device=x.device).tril()
+    seen = causal & (runs[..., :, None] == runs[..., None, :])  # [batch, chunks, Q, Q]
+    weight = _exp_where(seen[:, :, None, None], decay[..., :, None] - decay[..., None, :]) * dt[..., None, :]
+    scores = torch.einsum("zkign,zkjgn->zkgij", c, b)
+    return torch.einsum("zkgrij,zkjgrp->zkigrp", (scores[:, :, :, None] * weight).to(x.dtype), x)
+
+
+def _added(x: Tensor, dt: Tensor, b: Tensor, decay: Tensor, alive: Tensor) -> Tensor:
+    """The state that each chunk leaves behind on its own: [batch, chunks, G, R, P, N]. alive: until the chunk's end."""
+    weight = (decay[:, :, -1:] - decay).exp() * dt * alive[..., None, None]
+    return torch.einsum("zkqgrp,zkqgn->zkgrpn", (x * weight[..., None]).to(x.dtype), b)
+
+
+def _carry(added: Tensor, decay: Tensor, last: Tensor, before: Tensor) -> Tensor:
+    """The state at the start of each chunk: the sum of what earlier ones added, decayed since. [..., G, R, P, N]
+
+    decay: [batch, chunks, G, R], of whole chunks. A state survives if its document is still alive at the chunk before.
+    """
+    chunks = decay.shape[1]
+    earlier = torch.ones(chunks, chunks, dtype=torch.bool, device=decay.device).tril(-1)
+    # summed from chunk j on and not as a difference of sums from the start, which are large: [..., chunk i, chunk j]
+    through = (decay.permute(0, 2, 3, 1)[..., None] * earlier).cumsum(-2)
+    since = F.pad(through, (0, 0, 1, -1))  # from the end of chunk j to the start of chunk i
+    survives = earlier & (before[:, :, None] == last[:, None, :])
+    weight = _exp_where(survives[:, None, None], since)
+    return torch.einsum("zgrij,zjgrpn->zigrpn", weight, added.float())
+
+
+def _exp_where(condition: Tensor, x: Tensor) -> Tensor:
+    """exp(x) where the condition holds, else 0: masked before the exponential, which could overflow where it is not."""
+    return torch.where(condition, x, float("-inf")).exp()

@@ -1,0 +1,288 @@
+"""Mixture of experts (Shazeer et al. 2017): a router sends every token to a few of many small MLPs.
+
+    choose    the router scores all experts for a token, in fp32, and picks top_k of them with their weights
+    dispatch  tokens are copied and sorted by expert, so that each expert's rows are contiguous
+    experts   grouped matrix products over stacks [experts, out, in]: one kernel for all experts, whatever their loads
+    combine   each token adds up its experts' outputs; the weights are already in them
+
+No token is dropped and no expert's rows are padded; an expert without tokens is an empty group. How many rows an expert
+has is known to the device only, so nothing waits for it. Copying rows out and adding them up are each other's
+transposes: forward and backward both gather, without atomic additions, and so give the same bits every time.
+Largest tensors: [tokens x top_k, hidden] and [tokens x top_k, 2 x intermediate]; none has tokens x experts x channels.
+
+Balance, all off by default: `bias_update_speed` for the selection bias of DeepSeek-V3, `router_aux_loss_coef` for an
+auxiliary loss, and `fake_balanced_gate`, with which the published throughput tables were measured.
+Left out: capacity limits, router noise and z-loss; and expert parallelism, which replaces `MoE.dispatch`.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minitrain.models.layers import GatedMLP, SquaredReluMLP
+
+
+class MoE(nn.Module):
+    """Routed experts plus, where the family has one, a shared expert that sees every token. x: [..., hidden].
+
+    latent: experts work on a projection of this width (Nemotron 3 Super); router and shared expert see x itself.
+    """
+
+    def __init__(self, router: "Router", hidden: int, intermediate: int, mlp: str, bias: bool, shared: int = 0,
+                 latent: int = 0):  # fmt: skip
+        super().__init__()
+        self.gate = router
+        self.experts = Experts(router.num_experts, latent or hidden, intermediate, mlp, bias)
+        self.dispatch = dispatch  # expert parallelism puts its all-to-alls in its place
+        dense = SquaredReluMLP if mlp == "relu2" else GatedMLP
+        self.shared_experts = dense(hidden, shared) if shared else None
+        self.fc1_latent_proj = nn.Linear(hidden, latent, bias=False) if latent else nn.Identity()
+        self.fc2_latent_proj = nn.Linear(latent, hidden, bias=False) if latent else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        indices, weights = self.gate(x)
+        tokens = self.fc1_latent_proj(x).flatten(0, -2)
+        routed = self.dispatch(tokens, indices, weights.to(x.dtype), self.experts)
+        routed = self.fc2_latent_proj(routed).view_as(x)
+        return routed if self.shared_experts is None else routed + self.shared_experts(x)
+
+
+# -------------------------------------------------------------------------------------------------------------- routing
+
+
+class Router(nn.Module):
+    """Which experts a token goes to, and with which weights.
+
+    scoring: `softmax` over the chosen experts' logits, the same as over all and then renormalised (Mixtral, Qwen3,
+    GPT-OSS); or `sigmoid` of each logit, divided by the sum of the chosen ones and times `scale` (DeepSeek-V3).
+    Sigmoid routers choose by score + e_score_correction_bias, a buffer that no gradient reaches; with n_group > 1, only
+    from the topk_group groups of experts whose two best sum highest.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        num_experts: int,
+        top_k: int,
+        scoring: str = "softmax",
+        bias: bool = False,
+        n_group: int = 1,
+        topk_group: int = 1,
+        scale: float = 1.0,
+        fake_balanced: bool = False,
+        count_load: bool = False,
+        aux_loss_coef: float = 0.0,
+        aux_per_sequence: bool = False,
+    ):
+        super().__init__()
+        self.num_experts, self.top_k, self.sigmoid = num_experts, top_k, scoring == "sigmoid"
+        self.n_group, self.topk_group, self.scale = n_group, topk_group, scale
+        self.fake_balanced, self.count_load = fake_balanced, count_load
+        self.aux_loss_coef, self.aux_per_sequence = aux_loss_coef, aux_per_sequence
+        self.load: Tensor | None = None  # int64 [experts]: tokens per expert since the last update of the bias
+        self.tokens_per_step: int | None = None  # of all ranks and micro-batches; None: this forward pass is all
+        self.sum_counts: Callable = lambda counts: counts  # over the ranks that share the tokens that are balanced
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden))
+        self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
+        if self.sigmoid:
+            self.register_buffer("e_score_correction_bias", torch.zeros(num_experts, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x: [..., hidden] -> experts int64 [tokens, top_k], weights fp32 [tokens, top_k]."""
+        if self.fake_balanced:
+            return balanced_choice(x.shape[:-1].numel(), self.top_k, self.num_experts, x.device)
+        bias = None if self.bias is None else self.bias.float()
+        logits = F.linear(x.flatten(0, -2).float(), self.weight.float(), bias)
+        scores = logits.sigmoid() if self.sigmoid else logits
+        indices = self._choose(scores.detach())
+        weights = scores.gather(1, indices)
+        if self.sigmoid:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.scale
+        else:
+            weights = weights.softmax(-1)
+        if self.count_load and torch.is_grad_enabled() and not is_recomputing():
+            self._count(indices)
+        if self.aux_loss_coef and torch.is_grad_enabled():
+            shares = scores / scores.sum(-1, keepdim=True) if self.sigmoid else scores.softmax(-1)
+            weights = AttachLoss.apply(weights, self._aux_loss(shares, indices, rows=x.shape[:-2].numel()))
+        return indices, weights
+
+    def _apply(self, fn, recurse=True):
+        """Whatever type the model is cast to, the selection bias stays in fp32: steps of 1e-3 would be lost in bf16."""
+        before = getattr(self, "e_score_correction_bias", None)
+        super()._apply(fn, recurse)
+        if before is not None and self.e_score_correction_bias.dtype != torch.float32:
+            self.e_score_correction_bias = before.to(self.e_score_correction_bias.device)
+        return self
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        if not self.sigmoid:
+            return scores.topk(self.top_k, dim=-1).indices
+        choice = scores + self.e_score_correction_bias
+        if self.n_group > 1:
+            groups = choice.unflatten(-1, (self.n_group, -1))  # [tokens, groups, experts per group]
+            rank = groups.topk(2, dim=-1).values.sum(-1)
+            kept = torch.zeros_like(rank).scatter(1, rank.topk(self.topk_group, dim=-1).indices, 1).bool()
+            choice = groups.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+        return choice.topk(self.top_k, dim=-1).indices
+
+    def _count(self, indices: Tensor) -> None:
+        counts = count_tokens(indices, self.num_experts)
+        self.load = counts if self.load is None else self.load + counts
+
+    def _aux_loss(self, shares: Tensor, indices: Tensor, rows: int) -> Tensor:
+        """coef x mean over the step's tokens of E sum_e f_e P_e: 1 x coef if all experts are chosen alike.
+
+        f_e: the share of choices that fell on expert e, P_e: its mean `shares` [tokens, experts], both over all tokens
+        of this forward pass (Fedus et al. 2021, eq. 4) or, per sequence, over each of its rows (DeepSeek-V3, eq. 17).
+        """
+        rows = rows if self.aux_per_sequence else 1
+        indices = indices.view(rows, -1) + self.num_experts * torch.arange(rows, device=indices.device)[:, None]
+        counts = self.sum_counts(count_tokens(indices, rows * self.num_experts).view(rows, -1)).float()
+        f = counts / counts.sum(-1, keepdim=True)
+        summed = shares.view(rows, -1, self.num_experts).sum(1)  # a row's P times its tokens
+        return self.aux_loss_coef * self.num_experts * (f * summed).sum() / (self.tokens_per_step or len(shares))
+
+
+def balanced_choice(tokens: int, top_k: int, num_experts: int, device) -> tuple[Tensor, Tensor]:
+    """The fake gate of published benchmarks: experts in turn, top_k neighbouring ones for each token, equal weights."""
+    indices = torch.arange(tokens * top_k, device=device).view(tokens, top_k) % num_experts
+    return indices, torch.full((tokens, top_k), 1 / top_k, device=device)
+
+
+def count_tokens(indices: Tensor, num_experts: int) -> Tensor:
+    """int64 [num_experts]: how often each occurs in `indices`. Unlike bincount, does not wait for the device."""
+    indices = indices.flatten()
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=indices.device)
+    return counts.scatter_add(0, indices, torch.ones_like(indices))
+
+
+def is_recomputing() -> bool:
+    """Is this a second forward pass, run inside a backward pass? A compiled block keeps what the first one counted."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1  # there is no public name
+
+
+class AttachLoss(torch.autograd.Function):
+    """Returns `x` and gives `loss`, a scalar, the gradient 1, as if it were added to what is differentiated."""
+
+    @staticmethod
+    def forward(ctx, x, loss):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.ones((), dtype=torch.float32, device=grad.device)
+
+
+@torch.no_grad()
+def update_selection_bias(model: nn.Module, speed: float, sum_load: Callable[[Tensor], Tensor] = lambda load: load):
+    """After an optimizer step: bias += speed x sign(mean load - load) in every sigmoid router (DeepSeek-V3, 2.1.2).
+
+    sum_load: [routers, experts] -> the same, summed over all ranks that saw other tokens.
+    """
+    routers = [m for m in model.modules() if isinstance(m, Router) and m.load is not None]
+    if not routers:
+        return
+    load = sum_load(torch.stack([router.load for router in routers])).float()
+    changes = speed * torch.sign(load.mean(-1, keepdim=True) - load)
+    for router, change in zip(routers, changes, strict=True):
+        router.e_score_correction_bias += change
+        router.load = None
+
+
+# ------------------------------------------------------------------------------------------------------------- dispatch
+
+
+def dispatch(x: Tensor, indices: Tensor, weights: Tensor, experts: "Experts") -> Tensor:
+    """Each token's weighted sum over its experts. x: [tokens, hidden]; indices, weights: [tokens, top_k]."""
+    order = indices.flatten().argsort(stable=True)  # token x top_k + choice, sorted by expert
+    place = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
+    counts = count_tokens(indices, experts.num_experts)
+    top_k = indices.shape[1]
+    rows = CopyOut.apply(x, order // top_k, place, top_k)
+    rows = experts(rows, weights.flatten().gather(0, order), counts)
+    return AddUp.apply(rows, order // top_k, place, top_k)
+
+
+class CopyOut(torch.autograd.Function):
+    """[tokens, hidden] -> [tokens x top_k, hidden]: row i is token source[i].
+
+    place [tokens x top_k]: in which row a token's 1st, 2nd, ... copy is. Backward is `AddUp`.
+    """
+
+    @staticmethod
+    def forward(ctx, x, source, place, top_k):
+        ctx.save_for_backward(source, place)
+        ctx.top_k = top_k
+        return x.index_select(0, source)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return AddUp.apply(grad, *ctx.saved_tensors, ctx.top_k), None, None, None
+
+
+class AddUp(torch.autograd.Function):
+    """[tokens x top_k, hidden] -> [tokens, hidden]: the sum of each token's rows. Backward is `CopyOut`."""
+
+    @staticmethod
+    def forward(ctx, rows, source, place, top_k):
+        ctx.save_for_backward(source, place)
+        ctx.top_k = top_k
+        return rows.index_select(0, place).unflatten(0, (-1, top_k)).sum(1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return CopyOut.apply(grad, *ctx.saved_tensors, ctx.top_k), None, None, None
+
+
+# -------------------------------------------------------------------------------------------------------------- experts
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """GPT-OSS: both inputs are limited to 7, the sigmoid is steeper, and the linear part is shifted by one."""
+    gate = gate.clamp(max=7.0)
+    return (up.clamp(-7.0, 7.0) + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+GATED = {"swiglu": swiglu, "clamped_swiglu": clamped_swiglu}
+EXPERT_MLPS = (*GATED, "relu2")
+
+
+class Experts(nn.Module):
+    """All experts' weights. gate_up_proj: each expert's gate rows, then its up rows; without a gate, up_proj."""
+
+    def __init__(self, num_experts: int, hidden: int, intermediate: int, mlp: str, bias: bool):
+        super().__init__()
+        self.num_experts, self.gated = num_experts, GATED.get(mlp)
+        self.first = "gate_up_proj" if self.gated else "up_proj"
+        width = 2 * intermediate if self.gated else intermediate
+        for name, out, into in ((self.first, width, hidden), ("down_proj", hidden, intermediate)):
+            self.register_parameter(name, nn.Parameter(torch.empty(num_experts, out, into)))
+            self.register_parameter(name + "_bias", nn.Parameter(torch.empty(num_experts, out)) if bias else None)
+
+    def forward(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        """x: [rows, hidden], sorted by expert; weights: [rows]; counts: int64 [experts]. Returns x's shape.
+
+        A row's output is multiplied by its weight, before the last product: on fewer channels, and its backward then
+        needs no output.
+        """
+        offsets = counts.cumsum(0, dtype=torch.int32)
+        weights = weights[:, None]
+        hidden = self._linear(self.first, x, torch.ones_like(weights), offsets)
+        hidden = self.gated(*hidden.chunk(2, dim=-1)) if self.gated else F.relu(hidden).square()
+        return self._linear("down_proj", hidden * weights, weights, offsets)
+
+    def _linear(self, name: str, x: Tensor, scale: Tensor, offsets: Tensor) -> Tensor:
+        """x W_e^T + scale b_e. A bias is a second product, so that its gradient is one too and not a scattered sum."""
+        y = F.grouped_mm(x, getattr(self, name).transpose(-2, -1), offs=offsets)
+        bias = getattr(self, name + "_bias")
+        if bias is None:
+            return y
+        padding = 7  # grouped_mm wants rows of 16 bytes
+        return y + F.grouped_mm(F.pad(scale, (0, padding)), F.pad(bias[:, None], (0, 0, 0, padding)), offs=offsets)

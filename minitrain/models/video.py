@@ -1,0 +1,100 @@
+"""Latents of videos as tokens: patches, rotary embeddings in three dimensions, several videos in one sequence.
+
+Plain functions; the network that uses them is in wan.py.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minitrain.models.attention import Mask, block_pairs, dense_pairs
+
+THETA = 10000.0  # of the rotations and of the timestep's sinusoids
+
+
+def patch_grid(latents: Tensor, patch: tuple[int, int, int]) -> tuple[int, int, int]:
+    """How many patches of [..., frames, height, width] lie along each axis; their product is the number of tokens."""
+    frames, height, width = (size // p for size, p in zip(latents.shape[-3:], patch, strict=True))
+    return frames, height, width
+
+
+def patchify(latents: Tensor, patch: tuple[int, int, int]) -> Tensor:
+    """[batch, channels, frames, height, width] -> [batch, tokens, channels * patch], frame by frame, row by row."""
+    batch, channels = latents.shape[:2]
+    (f, h, w), (pf, ph, pw) = patch_grid(latents, patch), patch
+    pieces = latents.reshape(batch, channels, f, pf, h, ph, w, pw).permute(0, 2, 4, 6, 1, 3, 5, 7)
+    return pieces.reshape(batch, f * h * w, channels * pf * ph * pw)
+
+
+def unpatchify(x: Tensor, grid: tuple[int, int, int], patch: tuple[int, int, int]) -> Tensor:
+    """[batch, tokens, patch * channels] -> [batch, channels, frames, height, width]. Channels come last here, but first
+    in `patchify`: so they are in Wan."""
+    pieces = x.unflatten(-1, (*patch, -1)).unflatten(1, grid).permute(0, 7, 1, 4, 2, 5, 3, 6)
+    return pieces.flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+
+def rotary_tables(grids: list[tuple[int, int, int]], head_dim: int, device=None) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of all tokens of some videos in a row, fp32: 2 x [1, tokens, 1, head_dim / 2]."""
+    angles = torch.cat([grid_angles(grid, head_dim, device) for grid in grids])
+    return angles.cos().float()[None, :, None], angles.sin().float()[None, :, None]
+
+
+def grid_angles(grid: tuple[int, int, int], head_dim: int, device=None) -> Tensor:
+    """fp64 [tokens, head_dim / 2]: what each pair of channels turns by at each token.
+
+    A third of the pairs, rounded down, turns with the row and as many with the column, the rest with the frame.
+    """
+    third = head_dim // 6
+    columns = []
+    for axis, pairs in enumerate((head_dim // 2 - 2 * third, third, third)):
+        exponents = torch.arange(pairs, dtype=torch.float64, device=device) / max(pairs, 1)
+        places = torch.arange(grid[axis], dtype=torch.float64, device=device)
+        shape = [1, 1, 1, pairs]
+        shape[axis] = grid[axis]
+        columns.append(torch.outer(places, THETA**-exponents).view(shape).expand(*grid, pairs))
+    return torch.cat(columns, dim=-1).flatten(0, 2)
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate channel 2i against channel 2i + 1, in fp32. x: [batch, seq, heads, head_dim]; cos, sin: fp32
+    [1, seq, 1, head_dim / 2]."""
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).type_as(x)
+
+
+def timestep_sinusoids(timestep: Tensor, dim: int) -> Tensor:
+    """fp32 [batch] -> [batch, dim]: cosines, then sines, of dim / 2 frequencies from 1 down to almost 1 / 10000."""
+    exponents = torch.arange(dim // 2, dtype=torch.float32, device=timestep.device) / (dim // 2)
+    angles = timestep.float()[:, None] * torch.exp(-math.log(THETA) * exponents)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+class Pack(NamedTuple):
+    """What blocks need to know of several videos in one sequence: whose each token is, int [1, seq], and thereby which
+    of all texts' and images' tokens, laid end to end, it sees."""
+
+    documents: Tensor
+    text_mask: Mask
+    image_mask: Mask | None
+
+
+def number_tokens(grids: list[tuple[int, int, int]], device) -> Tensor:
+    """int [1, seq]: which of the packed videos each token belongs to."""
+    return torch.cat([torch.full((math.prod(grid),), i, device=device) for i, grid in enumerate(grids)])[None]
+
+
+def make_pack(documents: Tensor, text: Tensor, image: Tensor | None) -> Pack:
+    """documents: int [1, seq], from `number_tokens`; text, image: [videos, tokens, dim]."""
+
+    def see_own(keys: Tensor) -> Mask:
+        videos, tokens = keys.shape[:2]
+
+        def allows(row, head, query, key):
+            return documents[row, query] == key // tokens
+
+        build = block_pairs if documents.is_cuda else dense_pairs
+        return Mask(False, build(allows, 1, documents.shape[1], videos * tokens, documents.device))
+
+    return Pack(documents, see_own(text), None if image is None else see_own(image))

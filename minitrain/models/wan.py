@@ -1,0 +1,304 @@
+"""The Wan 2.1 video diffusion transformer: noisy latents, a timestep and text embeddings in, velocity out.
+
+A video of latents is cut into patches, one token each; blocks of self-attention over all tokens, cross-attention to the
+text and an MLP follow, each shifted, scaled and gated by the timestep ("adaLN", Peebles & Xie 2022). The image-to-video
+models see the first frame twice: as 20 more input channels, which the caller adds, and as CLIP features in a second
+cross-attention. Parameter names are those of diffusers. Wan 2.2's A14B models are two such networks, one per range of
+timesteps. What is not here: the video autoencoder, the text and image encoders, first-and-last-frame models, and the
+5B model of Wan 2.2, whose timesteps differ between tokens.
+
+Computed in fp32 whatever the weights' type: timesteps, all that is derived from them, norms, and rotations. In bf16,
+timestep 998.4 would be 1000. Sources: Wan-Video/Wan2.1, wan/modules/model.py; diffusers, transformer_wan.py.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minitrain.errors import InputError
+from minitrain.models.attention import Mask, attention, make_mask
+from minitrain.models.video import (
+    Pack,
+    make_pack,
+    number_tokens,
+    patch_grid,
+    patchify,
+    rotary_tables,
+    rotate_pairs,
+    timestep_sinusoids,
+    unpatchify,
+)
+
+
+@dataclass(frozen=True)
+class WanConfig:
+    """Everything that fixes the network's shape; names follow diffusers' config.json."""
+
+    num_attention_heads: int = 12
+    attention_head_dim: int = 128
+    ffn_dim: int = 8960
+    num_layers: int = 30
+    in_channels: int = 16
+    out_channels: int = 16
+    text_dim: int = 4096
+    freq_dim: int = 256  # of the sinusoids of a timestep
+    patch_size: tuple[int, int, int] = (1, 2, 2)  # frames, rows, columns
+    eps: float = 1e-6
+    image_dim: int | None = None  # of the CLIP features; None: no image cross-attention
+    embedder_std: float = 0.02  # initial text and time embedders; made for dim 5120: small models need about 0.1
+
+    def __post_init__(self):
+        """Raises InputError for sizes that no model can have."""
+        object.__setattr__(self, "patch_size", tuple(self.patch_size))
+        sizes = ("num_attention_heads", "attention_head_dim", "ffn_dim", "num_layers", "in_channels", "out_channels",
+                 "text_dim", "freq_dim")  # fmt: skip
+        for field in sizes:
+            if getattr(self, field) < 1:
+                raise InputError(f"model.{field}={getattr(self, field)} must be at least 1")
+        for field in ("attention_head_dim", "freq_dim"):
+            if getattr(self, field) % 2:
+                raise InputError(f"model.{field}={getattr(self, field)} must be even")
+        if len(self.patch_size) != 3 or min(self.patch_size) < 1:
+            raise InputError(f"model.patch_size={list(self.patch_size)} must be three numbers of at least 1")
+        if self.image_dim is not None and self.image_dim < 1:
+            raise InputError(f"model.image_dim={self.image_dim} must be at least 1, or null for text-to-video")
+
+    @property
+    def dim(self) -> int:
+        return self.num_attention_heads * self.attention_head_dim
+
+
+class Wan(nn.Module):
+    """The whole network; see `forward`. `blocks` are the units of recomputation, compilation and sharding."""
+
+    def __init__(self, config: WanConfig):
+        super().__init__()
+        self.config = config
+        self.make_mask = make_mask  # context parallelism replaces these three: by a mask of the whole row,
+        self.share, self.join = identity, identity  # the choice of this rank's tokens (dim 1), and its inverse
+        self.patch_embedding = PatchEmbedding(config.in_channels, config.dim, config.patch_size, config.patch_size)
+        self.condition_embedder = ConditionEmbedder(config)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.proj_out = nn.Linear(config.dim, config.out_channels * math.prod(config.patch_size))
+        self.scale_shift_table = nn.Parameter(torch.randn(1, 2, config.dim) / config.dim**0.5)
+
+    def forward(
+        self, latents: Tensor | list[Tensor], timestep: Tensor, text: Tensor, image: Tensor | None = None
+    ) -> Tensor | list[Tensor]:
+        """The velocity noise - data, with `out_channels` channels and otherwise in the latents' shape, in fp32.
+
+        latents: [batch, in_channels, frames, height, width]; or a list of videos [in_channels, frames, height, width]
+        of any sizes, which are packed into one sequence, and a list is returned.
+        timestep: [batch], 0 (data) to 1000 (noise), not rounded. text: [batch, tokens, text_dim]; padding is seen.
+        image: [batch, tokens, image_dim], for image-to-video models only.
+        Raises InputError for latents that the patches do not divide, and for an image too many or too few.
+        """
+        self._check(latents, image)
+        packed = isinstance(latents, list)
+        videos = [video[None] for video in latents] if packed else [latents]
+        grids = [patch_grid(video, self.config.patch_size) for video in videos]
+        patches = torch.cat([patchify(video, self.config.patch_size) for video in videos], dim=1)
+        x = self.patch_embedding(self.share(patches))
+        rotary = tuple(map(self.share, rotary_tables(grids, self.config.attention_head_dim, x.device)))
+        embedding, modulation, text, image = self.condition_embedder(timestep, text, image)
+        pack = make_pack(self.share(number_tokens(grids, x.device)), text, image) if packed else None
+        mask = self.make_mask(x.shape[1], x.device, pack.documents if packed else None, causal=False)
+        for block in self.blocks:
+            x = block(x, modulation, rotary, mask, text, image, pack)
+        shift, scale = select(self.scale_shift_table.float() + embedding[:, None], pack)
+        x = self.join(self.proj_out(modulate(x, shift, scale, self.config.eps)).float())
+        pieces = x.split([math.prod(grid) for grid in grids], dim=1)
+        out = [unpatchify(piece, grid, self.config.patch_size) for piece, grid in zip(pieces, grids, strict=True)]
+        return [video[0] for video in out] if packed else out[0]
+
+    def _check(self, latents: Tensor | list[Tensor], image: Tensor | None) -> None:
+        for video in latents if isinstance(latents, list) else [latents]:
+            sizes, patch = tuple(video.shape[-3:]), self.config.patch_size
+            if any(size % p for size, p in zip(sizes, patch, strict=True)):
+                raise InputError(f"latents of {list(sizes)} frames, rows, columns do not divide into patches {patch}")
+        if (image is None) != (self.config.image_dim is None):
+            needs = "needs an image" if image is None else "has image_dim=None: it takes no image"
+            raise InputError(f"this Wan model {needs}")
+
+    @torch.no_grad()
+    def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fill `tensor`, the whole parameter called `name`, with its initial value, as the original does.
+
+        The last layer starts at zero, so that an untrained model predicts no velocity at all.
+        """
+        if name.endswith("scale_shift_table"):
+            tensor.normal_(0, self.config.dim**-0.5, generator=generator)
+        elif name.startswith("proj_out.") or name.endswith("bias"):
+            tensor.zero_()
+        elif "text_embedder" in name or "time_embedder" in name:
+            tensor.normal_(0, self.config.embedder_std, generator=generator)
+        elif tensor.ndim == 1:  # a norm's weight
+            tensor.fill_(1)
+        else:
+            nn.init.xavier_uniform_(tensor.flatten(1), generator=generator)
+
+
+class Block(nn.Module):
+    """Self-attention, cross-attention and MLP, each added to the residual stream; the first and last gated."""
+
+    def __init__(self, config: WanConfig):
+        super().__init__()
+        self.eps = config.eps
+        self.attn1 = SelfAttention(config.dim, config.num_attention_heads, config.eps)
+        self.attn2 = CrossAttention(config.dim, config.num_attention_heads, config.eps, config.image_dim is not None)
+        self.norm2 = FP32LayerNorm(config.dim, config.eps)
+        self.ffn = FeedForward(config.dim, config.ffn_dim, config.dim, approximate="tanh")
+        self.scale_shift_table = nn.Parameter(torch.randn(1, 6, config.dim) / config.dim**0.5)
+
+    def forward(
+        self, x: Tensor, modulation: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask, text: Tensor,
+        image: Tensor | None, pack: Pack | None,
+    ) -> Tensor:  # fmt: skip
+        """x: [batch, seq, dim], of a pack [1, all tokens, dim]; modulation: fp32 [videos, 6, dim]; text, image:
+        [videos, tokens, dim]."""
+        rows = select(self.scale_shift_table.float() + modulation, pack)
+        attention_shift, attention_scale, attention_gate, mlp_shift, mlp_scale, mlp_gate = rows
+        out = self.attn1(modulate(x, attention_shift, attention_scale, self.eps), rotary, mask)
+        x = (x.float() + out * attention_gate).type_as(x)
+        x = x + self.attn2(self.norm2(x), text, image, pack)
+        out = self.ffn(modulate(x, mlp_shift, mlp_scale, self.eps))
+        return (x.float() + out * mlp_gate).type_as(x)
+
+
+class SelfAttention(nn.Module):
+    """Every token sees every token. Queries and keys are normalised over all heads together, then rotated."""
+
+    def __init__(self, dim: int, heads: int, eps: float):
+        super().__init__()
+        self.head_dim = dim // heads
+        self.attend = attention  # context parallelism puts its exchange of keys and values around it
+        self.to_q, self.to_k, self.to_v = (nn.Linear(dim, dim) for _ in range(3))
+        self.norm_q, self.norm_k = nn.RMSNorm(dim, eps), nn.RMSNorm(dim, eps)
+        self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
+        """x: [batch, seq, dim]; rotary: the tables of video.py. Returns [batch, seq, dim]."""
+        split = (*x.shape[:2], -1, self.head_dim)  # -1: a tensor-parallel rank holds fewer heads
+        q = rotate_pairs(self.norm_q(self.to_q(x)).view(split), *rotary)
+        k = rotate_pairs(self.norm_k(self.to_k(x)).view(split), *rotary)
+        v = self.to_v(x).view(split)
+        out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+        return self.to_out[0](out.transpose(1, 2).flatten(2))
+
+
+class CrossAttention(nn.Module):
+    """Tokens see the text, and apart from it the image; the two outputs are added. Nothing is rotated."""
+
+    def __init__(self, dim: int, heads: int, eps: float, image: bool):
+        super().__init__()
+        self.head_dim = dim // heads
+        self.to_q, self.to_k, self.to_v = (nn.Linear(dim, dim) for _ in range(3))
+        self.norm_q, self.norm_k = nn.RMSNorm(dim, eps), nn.RMSNorm(dim, eps)
+        if image:
+            self.add_k_proj, self.add_v_proj = nn.Linear(dim, dim), nn.Linear(dim, dim)
+            self.norm_added_k = nn.RMSNorm(dim, eps)
+        self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
+
+    def forward(self, x: Tensor, text: Tensor, image: Tensor | None, pack: Pack | None) -> Tensor:
+        """x: [batch, seq, dim]; text, image: [videos, tokens, dim]. Returns [batch, seq, dim]."""
+        q = self.norm_q(self.to_q(x))
+        out = self._look(q, self.norm_k(self.to_k(text)), self.to_v(text), pack and pack.text_mask)
+        if image is not None:
+            keys = self.norm_added_k(self.add_k_proj(image))
+            out = out + self._look(q, keys, self.add_v_proj(image), pack and pack.image_mask)
+        return self.to_out[0](out)
+
+    def _look(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
+        if mask is not None:  # a pack: one sequence sees all keys, but for the mask
+            k, v = k.flatten(0, 1)[None], v.flatten(0, 1)[None]
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
+        return attention(q, k, v, mask or Mask(causal=False)).transpose(1, 2).flatten(2)
+
+
+class ConditionEmbedder(nn.Module):
+    """Timestep, text and image features -> what the blocks take."""
+
+    def __init__(self, config: WanConfig):
+        super().__init__()
+        self.freq_dim = config.freq_dim
+        self.time_embedder = Embedder(config.freq_dim, config.dim)
+        self.time_proj = nn.Linear(config.dim, 6 * config.dim)
+        self.text_embedder = Embedder(config.text_dim, config.dim)
+        self.image_embedder = None if config.image_dim is None else ImageEmbedder(config.image_dim, config.dim)
+
+    def forward(self, timestep: Tensor, text: Tensor, image: Tensor | None):
+        """Returns the timestep's embedding [batch, dim] and modulation [batch, 6, dim], in fp32; text and image
+        [batch, tokens, dim]."""
+        time, dtype = self.time_embedder, self.time_proj.weight.dtype
+        hidden = F.silu(linear_fp32(time.linear_1, timestep_sinusoids(timestep, self.freq_dim)))
+        embedding = linear_fp32(time.linear_2, hidden)
+        modulation = linear_fp32(self.time_proj, F.silu(embedding)).unflatten(1, (6, -1))
+        hidden = F.gelu(self.text_embedder.linear_1(text.to(dtype)), approximate="tanh")
+        text = self.text_embedder.linear_2(hidden)
+        return embedding, modulation, text, None if image is None else self.image_embedder(image.to(dtype))
+
+
+class Embedder(nn.Module):
+    """Holds two Linears under diffusers' names; ConditionEmbedder says how they are used."""
+
+    def __init__(self, inputs: int, dim: int):
+        super().__init__()
+        self.linear_1, self.linear_2 = nn.Linear(inputs, dim), nn.Linear(dim, dim)
+
+
+class ImageEmbedder(nn.Module):
+    def __init__(self, inputs: int, dim: int):
+        super().__init__()
+        self.norm1 = FP32LayerNorm(inputs)
+        self.ff = FeedForward(inputs, inputs, dim, approximate="none")
+        self.norm2 = FP32LayerNorm(dim)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.norm2(self.ff(self.norm1(image)))
+
+
+class PatchEmbedding(nn.Conv3d):
+    """The convolution of the checkpoints, whose stride is its kernel: a Linear on patches."""
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return F.linear(patches.to(self.weight.dtype), self.weight.flatten(1), self.bias)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, inputs: int, hidden: int, outputs: int, approximate: str):
+        super().__init__()
+        self.approximate = approximate
+        first = nn.ModuleDict({"proj": nn.Linear(inputs, hidden)})
+        self.net = nn.ModuleDict({"0": first, "2": nn.Linear(hidden, outputs)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net["2"](F.gelu(self.net["0"]["proj"](x), approximate=self.approximate))
+
+
+class FP32LayerNorm(nn.LayerNorm):
+    """Computed in fp32, returned in the input's type."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight.float(), self.bias.float()
+        return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).type_as(x)
+
+
+def identity(x: Tensor) -> Tensor:
+    return x
+
+
+def linear_fp32(layer: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x.float(), layer.weight.float(), layer.bias.float())
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """normalise(x) * (1 + scale) + shift, computed in fp32 and returned in x's type."""
+    return (F.layer_norm(x.float(), x.shape[-1:], eps=eps) * (1 + scale) + shift).type_as(x)
+
+
+def select(table: Tensor, pack: Pack | None) -> list[Tensor]:
+    """The rows of table [videos, rows, dim], each [videos, 1, dim]; for a pack each token's own, [1, seq, dim]."""
+    return [row[:, None] if pack is None else row[pack.documents] for row in table.unbind(1)]

@@ -1,0 +1,132 @@
+"""Context parallelism: the ranks of a group share each row's tokens, for rows too long for one.
+
+Everything but attention treats each token alone and needs no communication. Around attention, one of two exchanges:
+
+allgather (Llama 3 paper, section 3.3.2). Every rank gathers all keys and values, and attends from its own queries; the
+    backward pass reduce-scatters the gradients of keys and values to their owners. Causal attention gives late tokens
+    more work, so the row is cut into 2 cp chunks and rank r holds chunks r and 2 cp - 1 - r: all ranks then have
+    equally many pairs. Any number of heads will do. A rank receives, per layer and direction,
+        (cp - 1) / cp x [rows, seq, 2 kv_heads head_dim],
+    one collective, once more if the layer is recomputed. Its queries are two pieces of the row, so even plain causal
+    attention needs a mask, and runs on FlexAttention. The mask's tiles are found once per length and kept; with
+    documents once per forward pass, during which each pair of query and key briefly takes a few bytes.
+
+ulysses (DeepSpeed-Ulysses, Jacobs et al. 2023). All-to-alls turn shards of the row into shards of the heads: each rank
+    runs ordinary attention over the whole row for 1 / cp of the heads, and a last all-to-all turns the output back.
+    The row is cut into cp chunks in order; plain causal attention stays plain, on the fastest kernel. The key/value
+    heads must divide by cp. A rank receives, per layer and direction, in four collectives,
+        (cp - 1) / cp x [rows, seq / cp, 2 (heads + kv_heads) head_dim],
+    once more if recomputed; that is less than the other form's if heads + kv_heads < kv_heads cp.
+
+Left out: ring attention, which overlaps the exchange with attention but needs a kernel that returns partial softmaxes.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+import torch.distributed._functional_collectives as collectives  # no public ones are differentiable and compile
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Module
+
+# torch 2.11 knows only the second name, later versions warn about it
+_all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+
+
+def context_parallel(model: Module, mesh: DeviceMesh, form: str) -> None:
+    """Make `model` attend over whole rows while every rank of the 1-D `mesh` holds only the tokens that `split` gives.
+
+    form: `allgather` or `ulysses`. Replaces `model.make_mask`, and `attend` of every module that has one.
+    """
+    model.make_mask = whole_row_mask(model.make_mask, mesh, form)
+    exchange = {"allgather": attend_to_all_keys, "ulysses": attend_with_own_heads}[form]
+    for module in model.modules():
+        if hasattr(module, "attend"):
+            module.attend = partial(exchange, module.attend, mesh)
+
+
+# ----------------------------------------------------------------------------------------------- who holds which tokens
+
+
+def chunks(rank: int, size: int, form: str) -> list[int]:
+    """Which of a row's equal chunks `rank` of `size` holds, in this order."""
+    return [rank, 2 * size - 1 - rank] if form == "allgather" else [rank]
+
+
+def places(length: int, mesh: DeviceMesh, form: str, device: torch.device | str = "cpu") -> Tensor:
+    """int [length / cp]: where in a row of `length` tokens this rank's tokens stand."""
+    held = chunks(mesh.get_local_rank(), mesh.size(), form)
+    every = torch.arange(length, device=device).chunk(mesh.size() * len(held))
+    return torch.cat([every[i] for i in held])
+
+
+def split(batch: dict[str, Tensor], mesh: DeviceMesh, form: str) -> dict[str, Tensor]:
+    """This rank's tokens of a micro-batch: every value [rows, seq] becomes [rows, seq / cp].
+
+    seq must be a multiple of 2 cp (allgather) or cp (ulysses). A batch without `positions` gets them: 0, 1, 2, ... is
+    no longer what they are.
+    """
+    if mesh.size() == 1:
+        return batch
+    rows, length = batch["tokens"].shape
+    held = places(length, mesh, form)
+    batch = {"positions": torch.arange(length).expand(rows, -1), **batch}
+    return {key: value[:, held] for key, value in batch.items()}
+
+
+def gather_row(x: Tensor, dim: int, mesh: DeviceMesh, form: str) -> Tensor:
+    """All ranks' tokens in the row's order: seq / cp along `dim` becomes seq. Gradients are summed to the owners."""
+    size = mesh.size()
+    own = torch.stack(x.chunk(len(chunks(0, size, form)), dim))
+    pieces = _all_gather(own, 0, mesh).unbind()
+    order = [number for rank in range(size) for number in chunks(rank, size, form)]
+    return torch.cat([pieces[order.index(number)] for number in range(len(order))], dim)
+
+
+# ------------------------------------------------------------------------------------------------------- into the model
+
+
+def whole_row_mask(make_mask: Callable, mesh: DeviceMesh, form: str) -> Callable:
+    """`make_mask` for a rank that knows only its own tokens: the documents of the others are gathered, once a call."""
+
+    def build(length, device, documents=None, **rule):
+        if form == "allgather":
+            rule["places"] = places(length, mesh, form, device)
+        return make_mask(length, device, documents, **rule)
+
+    build_once = cache(build)
+
+    def make(length, device, documents=None, **rule):
+        if documents is None:
+            return build_once(length * mesh.size(), device, **rule)
+        return build(length * mesh.size(), device, gather_row(documents, 1, mesh, form), **rule)
+
+    return make
+
+
+def attend_to_all_keys(
+    attend: Callable, mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor, mask, sinks: Tensor | None = None
+) -> Tensor:
+    """This rank's queries, all keys and values.
+
+    q, k, v: [batch, heads or kv_heads, seq / cp, head_dim]; sinks: [heads]. Returns [batch, heads, seq / cp, head_dim].
+    """
+    row = gather_row(torch.cat([k, v], dim=-1), 2, mesh, "allgather")
+    return attend(q, *row.split([k.shape[-1], v.shape[-1]], dim=-1), mask, sinks)
+
+
+def attend_with_own_heads(
+    attend: Callable, mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor, mask, sinks: Tensor | None = None
+) -> Tensor:
+    """All queries, keys and values of 1 / cp of the heads. Shapes as in `attend_to_all_keys`."""
+    q, k, v = (exchange(x, mesh, cut=1, join=2) for x in (q, k, v))
+    if sinks is not None:
+        sinks = sinks.chunk(mesh.size())[mesh.get_local_rank()]
+    return exchange(attend(q, k, v, mask, sinks), mesh, cut=2, join=1)
+
+
+def exchange(x: Tensor, mesh: DeviceMesh, cut: int, join: int) -> Tensor:
+    """All-to-all: cut `x` along one dimension, a part for each rank; join what arrives along another, in rank order."""
+    parts = torch.stack(x.chunk(mesh.size(), cut))
+    return torch.cat(collectives.all_to_all_single_autograd(parts, None, None, mesh).unbind(), join)

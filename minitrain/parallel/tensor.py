@@ -1,0 +1,165 @@
+"""Tensor and sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022): every matrix is split over tp ranks.
+
+In a block, the first matrices (q, k, v, gate, up) are split by output: each rank has some heads, or some channels of
+the MLP, and computes them from all tokens. The last ones (o, down) are split by input, so a rank's product is one term
+of a sum over ranks. In between nothing is exchanged. Norms and the residual stream treat each token by itself, so there
+a rank has seq / tp of every row instead; the sum over ranks and that split are one reduce-scatter.
+
+    [batch, seq / tp, hidden]                                            in the backward pass
+      norm                      every rank has the whole weight          its gradient is a sum over ranks
+      all-gather                -> [batch, seq, hidden]                  reduce-scatter
+      q, k, v | gate, up        rows of the weight, Shard(0)
+      attention | activation    heads / tp | channels / tp
+      o | down                  columns of the weight, Shard(1)
+      reduce-scatter            -> [batch, seq / tp, hidden]             all-gather
+
+Embedding and head are split by vocabulary. A rank embeds the tokens that it has rows for, and the reduce-scatter adds
+the others' zeros. The last norm's output is gathered for the head, whose loss needs three numbers per token from each
+rank (training/loss.py), never the logits of the whole vocabulary.
+
+Cost per layer: 2 all-gathers and 2 reduce-scatters forward and the same backward, each moving (tp - 1) / tp of the bytes
+of [batch, seq, hidden] per rank; around the layers, one of each per direction. Full recomputation repeats the forward's,
+but for the last reduce-scatter.
+Gradients of norms are all-reduced once per step: they are marked as partial sums, and FSDP adds them up.
+
+Parameters are DTensors, which FSDP shards once more and checkpoints store whole. But modules compute with plain tensors,
+their rank's parts, and the collectives stand between them: no operation is dispatched through DTensor on the host, and
+a block compiles as one graph. Left out: fewer kv heads than ranks, biases of o and down, uneven parts (config.py
+refuses the first and the last, `split_parameters` the second).
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.nn import Module
+
+BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+BY_INPUT = ("o_proj", "down_proj")
+
+
+def tensor_parallel(model: Module, mesh: DeviceMesh) -> None:
+    """Split a decoder, or one of its pipeline stages, in place over the 1-D `mesh`. To be followed by FSDP.
+
+    Between blocks, and between stages, hidden states are [batch, seq / tp, hidden] afterwards. Tokens, labels,
+    positions and the head's input stay whole; the head's weight is a DTensor, split by vocabulary.
+    """
+    gather, scatter = collectives(mesh)
+    for block in model.blocks:
+        split_block(block, mesh, gather, scatter)
+    outer = model.model
+    if "embed_tokens" in outer:
+        split_parameters(outer["embed_tokens"], mesh, Shard(0))
+        outer["embed_tokens"].forward = partial(embed, outer["embed_tokens"], mesh, scatter)
+    if "norm" in outer:
+        split_parameters(outer["norm"], mesh, Replicate())
+        outer["norm"].register_forward_pre_hook(use_parts)
+        outer["norm"].register_forward_hook(lambda module, inputs, output: gather(output))
+    if model.lm_head is not None:
+        split_parameters(model.lm_head, mesh, Shard(0))
+    model.sequence_split = mesh.size()
+
+
+def split_block(block: Module, mesh: DeviceMesh, gather: Callable, scatter: Callable) -> None:
+    for name, module in block.named_modules():
+        kind = name.rpartition(".")[2]
+        if kind in BY_OUTPUT:
+            split_parameters(module, mesh, Shard(0))
+        elif kind in BY_INPUT:
+            split_parameters(module, mesh, Shard(1))
+            module.register_forward_hook(lambda module, inputs, output: scatter(output))
+        else:
+            split_parameters(module, mesh, Replicate())
+    for half in (block.self_attn, block.mlp):
+        half.register_forward_pre_hook(lambda module, inputs: (gather(inputs[0]), *inputs[1:]))
+    block.register_forward_pre_hook(use_parts)
+
+
+def split_parameters(module: Module, mesh: DeviceMesh, placement: Placement) -> None:
+    """Replace the module's own parameters by DTensors, each placed so on `mesh`. Every rank must hold the same values."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if isinstance(placement, Shard) and placement.dim >= parameter.ndim:
+            raise NotImplementedError(f"{name} of {module} would be added once by every rank")
+        part = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+
+
+def use_parts(unit: Module, inputs: tuple) -> None:
+    """A forward pre-hook, after FSDP's: give the modules of `unit` plain tensors, this rank's parts, as parameters.
+
+    They are attributes that hide the parameters of the same names. They stay, for recomputation in the backward pass,
+    and are views of what FSDP frees and gathers again. Outside the unit's forward, so that compiled graphs take plain
+    tensors: in torch 2.13 some fail on DTensors.
+    """
+    for module in unit.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            # all ranks have such a parameter whole, and see its gradient for their own tokens or heads
+            gradients = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
+            module.__dict__[name] = parameter.to_local(grad_placements=gradients)
+
+
+def embed(embedding: nn.Embedding, mesh: DeviceMesh, scatter: Callable, tokens: Tensor) -> Tensor:
+    """Look up those of `tokens` [batch, seq] that this rank has rows for. Returns [batch, seq / tp, hidden], complete."""
+    weight = embedding.weight.to_local()  # [vocab / tp, hidden]
+    rows = tokens - mesh.get_local_rank() * len(weight)
+    mine = (rows >= 0) & (rows < len(weight))
+    return scatter(torch.where(mine[..., None], F.embedding(rows * mine, weight), 0))
+
+
+# ------------------------------------------------------------------------------------------------------- collectives
+
+
+def collectives(mesh: DeviceMesh) -> tuple[Callable, Callable]:
+    """all_gather and reduce_scatter of dimension 1 over `mesh`, both differentiable; each is the other's backward."""
+    size, name = mesh.size(), mesh.get_group().group_name
+    return (lambda x: AllGather.apply(x, size, name)), (lambda x: ReduceScatter.apply(x, size, name))
+
+
+class AllGather(torch.autograd.Function):
+    """[batch, seq / tp, hidden] -> [batch, seq, hidden]. What a rank computes from it gives a part of the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, size, name):
+        ctx.group = size, name
+        return all_gather(x, size, name)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return reduce_scatter(grad, *ctx.group), None, None
+
+
+class ReduceScatter(torch.autograd.Function):
+    """[batch, seq, hidden], a term of the sum over ranks -> [batch, seq / tp, hidden], of the sum."""
+
+    @staticmethod
+    def forward(ctx, x, size, name):
+        ctx.group = size, name
+        return reduce_scatter(x, size, name)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_gather(grad, *ctx.group), None, None
+
+
+# The operators behind torch.distributed's functional collectives, whose public names differ between 2.11 and 2.13.
+# With one row, the usual case in long training, gathering concatenates already: no copy is made to bring rows together.
+_ops = torch.ops._c10d_functional
+
+
+def all_gather(x: Tensor, size: int, name: str) -> Tensor:
+    batch, length, hidden = x.shape
+    parts = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous().view(batch * length, hidden), size, name))
+    if batch == 1:
+        return parts.view(1, size * length, hidden)
+    return torch.cat(parts.view(size * batch, length, hidden).chunk(size), dim=1)
+
+
+def reduce_scatter(x: Tensor, size: int, name: str) -> Tensor:
+    batch, length, hidden = x.shape
+    parts = x.contiguous() if batch == 1 else torch.cat(x.chunk(size, dim=1))
+    total = _ops.wait_tensor(_ops.reduce_scatter_tensor(parts.view(batch * length, hidden), "sum", size, name))
+    return total.view(batch, length // size, hidden)

@@ -1,0 +1,179 @@
+"""Flow matching (Lipman et al. 2022): learn the velocity that leads from noise to data along straight lines.
+
+Data x and noise e are mixed to (1 - sigma) x + sigma e; the model sees that, the timestep 1000 sigma and the text, and
+is to predict the velocity e - x. The loss is the squared error, in fp32.
+
+What is random about a step (noise, sigma, whether the text is hidden) is drawn with the data, as a pure function of the
+seed and the row's number: resuming is exact, and all ranks that share a video see the same.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args, get_type_hints
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from minitrain.errors import InputError
+
+GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True)
+class Diffusion:
+    """How sigmas are drawn and weighed.
+
+    sampling, of u between 0 and 1: uniform; logit_normal, sigmoid(mean + std * normal); mode, heavy at both ends if
+    mode_scale > 0 (both Esser et al. 2024, section 3.1); mixed, logit_normal but for a uniform_share of the samples.
+    shift: then sigma = shift u / (1 + (shift - 1) u), more noise for larger videos; and clamped to the limits.
+    weighting: none; linear, 1 + shift sigma; bell, exp(-2 (sigma - 1/2)^2) less its minimum, of mean 1 (DiffSynth).
+    text_dropout: the share of samples without their text, which classifier-free guidance needs (Ho & Salimans 2022).
+    """
+
+    sampling: Literal["uniform", "logit_normal", "mode", "mixed"] = "uniform"
+    mean: float = 0.0
+    std: float = 1.0
+    mode_scale: float = 1.29
+    uniform_share: float = 0.1
+    shift: float = 3.0
+    sigma_min: float = 0.0
+    sigma_max: float = 1.0
+    weighting: Literal["none", "linear", "bell"] = "none"
+    text_dropout: float = 0.1
+
+    def __post_init__(self):
+        """Raises InputError for unknown names and for numbers without a meaning."""
+        for field in ("sampling", "weighting"):
+            known = get_args(get_type_hints(Diffusion)[field])
+            if getattr(self, field) not in known:
+                raise InputError(f"diffusion.{field}={getattr(self, field)!r} is not one of {', '.join(known)}")
+        for field in ("std", "shift"):
+            if not getattr(self, field) > 0:
+                raise InputError(f"diffusion.{field}={getattr(self, field)} must be above 0")
+        for field in ("uniform_share", "text_dropout"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise InputError(f"diffusion.{field}={getattr(self, field)} must be between 0 and 1")
+        if not -1 <= self.mode_scale <= 2 / (math.pi - 2):  # beyond, more noise would not mean a larger sigma
+            raise InputError(f"diffusion.mode_scale={self.mode_scale} must be between -1 and 1.75")
+        if not 0 <= self.sigma_min < self.sigma_max <= 1:
+            limits = f"diffusion.sigma_min={self.sigma_min} and sigma_max={self.sigma_max}"
+            raise InputError(f"{limits} must be between 0 and 1, the first below the second")
+
+
+class FlowMatching:
+    """The objective: squared error of the velocity, summed over all elements of the latents, weighted by sigma.
+
+    Batches have latents, noise [batch, channels, frames, height, width], sigma [batch], text [batch, tokens, text_dim];
+    for image-to-video also condition [batch, more channels, frames, height, width] and image [batch, tokens,
+    image_dim]. Lists of videos of different shapes in latents, noise and condition are packed into one sequence.
+    """
+
+    def __init__(self, settings: Diffusion):
+        self.settings = settings
+        self.totals = None
+
+    def count(self, batch: dict) -> int:
+        return sum(video.numel() for video in batch["latents"])
+
+    def loss(self, model: Module, batch: dict) -> Tensor:
+        latents, noise, sigma = batch["latents"], batch["noise"], batch["sigma"].float()
+        noisy = [torch.lerp(x, e, s) for x, e, s in zip(latents, noise, sigma, strict=True)]
+        if "condition" in batch:
+            noisy = [torch.cat(pair) for pair in zip(noisy, batch["condition"], strict=True)]
+        noisy = noisy if isinstance(latents, list) else torch.stack(noisy)
+        velocities = model(noisy, 1000 * sigma, batch["text"], *([batch["image"]] if "image" in batch else []))
+        pairs = zip(velocities, noise, latents, strict=True)
+        errors = torch.stack([(v.float() - (e - x)).square().sum() for v, e, x in pairs])
+        self._record(sigma, errors.detach(), [x.numel() for x in latents])
+        return (errors * weight(sigma, self.settings)).sum()
+
+    def take_totals(self) -> Tensor:
+        """fp32 [2, 4]: squared error and number of elements by quartile of sigma, since the last call; ranks add up."""
+        totals, self.totals = self.totals, None
+        return totals
+
+    def _record(self, sigma: Tensor, errors: Tensor, elements: list[int]) -> None:
+        if self.totals is None:
+            self.totals = torch.zeros(2, 4, device=sigma.device)
+        quartile = (4 * sigma).long().clamp(max=3)
+        self.totals.index_add_(1, quartile, torch.stack([errors, errors.new_tensor(elements)]))
+
+
+def loss_by_quartile(totals: Tensor) -> dict[str, float]:
+    """Mean squared error of each quartile of sigma that had samples, for the log. totals: from `take_totals`."""
+    errors, elements = totals.tolist()
+    return {f"loss_sigma_q{i + 1}": errors[i] / elements[i] for i in range(4) if elements[i]}
+
+
+def sigma_from_uniform(u: Tensor, settings: Diffusion) -> Tensor:
+    """Turn uniform numbers between 0 and 1, in fp64, into sigmas of the settings' distribution."""
+    if settings.sampling == "logit_normal":
+        u = logit_normal(u, settings)
+    elif settings.sampling == "mode":
+        u = 1 - u - settings.mode_scale * (torch.cos(math.pi / 2 * u) ** 2 - 1 + u)
+    elif settings.sampling == "mixed":
+        share = settings.uniform_share
+        rest = logit_normal(((u - share) / (1 - share)).clamp(0, 1), settings) if share < 1 else u
+        u = torch.where(u < share, u / max(share, 1e-12), rest)
+    return shift_sigma(u, settings.shift).clamp(settings.sigma_min, settings.sigma_max)
+
+
+def logit_normal(u: Tensor, settings: Diffusion) -> Tensor:
+    return torch.sigmoid(settings.mean + settings.std * torch.special.ndtri(u))
+
+
+def shift_sigma(u: Tensor, shift: float) -> Tensor:
+    """Keep 0 and 1, and move what is between towards 1 if shift > 1 (Esser et al. 2024, section 5.3.2)."""
+    return shift * u / (1 + (shift - 1) * u)
+
+
+def weight(sigma: Tensor, settings: Diffusion) -> Tensor:
+    """What the squared error at each sigma is multiplied by."""
+    if settings.weighting == "linear":
+        return 1 + settings.shift * sigma
+    if settings.weighting == "bell":
+        least = math.exp(-0.5)
+        mean = math.sqrt(math.pi / 2) * math.erf(math.sqrt(0.5)) - least
+        return (torch.exp(-2 * (sigma - 0.5) ** 2) - least) / mean
+    return torch.ones_like(sigma)
+
+
+class Noised:
+    """A dataset of latents and texts with what flow matching adds to row n: noise, sigma, and at times a hidden text.
+
+    dataset: has `row(n)`, a dict with fp32 latents [channels, frames, height, width] and text [tokens, text_dim], where
+    a row of zeros stands for no token. With held_out, texts are never hidden, and sigmas cover 0 to 1 evenly in any run
+    of rows, whatever the settings, so that losses of different runs compare.
+    """
+
+    bytes_per_token = None
+
+    def __init__(self, dataset, settings: Diffusion, seed: int, held_out: bool = False):
+        self.dataset, self.settings, self.seed, self.held_out = dataset, settings, seed, held_out
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def row(self, n: int) -> dict[str, Tensor]:
+        """The dataset's row n, and noise like its latents and a scalar sigma."""
+        return add_noise(self.dataset.row(n), n, self.settings, self.seed, self.held_out)
+
+
+def add_noise(row: dict[str, Tensor], n: int, settings: Diffusion, seed: int, held_out: bool) -> dict[str, Tensor]:
+    """What `Noised` does to row n."""
+    random = generator(seed, held_out, n)
+    u, hide = torch.rand(2, dtype=torch.float64, generator=random)
+    noise = torch.randn(row["latents"].shape, generator=random)
+    if held_out:
+        sigma, text = torch.tensor((0.5 + n * GOLDEN_RATIO) % 1), row["text"]
+    else:
+        sigma, text = sigma_from_uniform(u, settings), row["text"] * (hide >= settings.text_dropout)
+    return row | {"text": text, "noise": noise, "sigma": sigma.float()}
+
+
+def generator(*key: int | bool) -> torch.Generator:
+    """Random numbers that depend on `key` alone; on the CPU, so that all devices draw the same."""
+    digest = hashlib.sha256(repr(tuple(map(int, key))).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)

@@ -1,0 +1,164 @@
+"""Videos as latents with their text embeddings: a cache of safetensors files, or random ones of one shape.
+
+Encoding videos takes an autoencoder and a text encoder, both large and frozen, so it happens once, before training.
+Each file of the cache is one video: `latents` [channels, frames, height, width], normalised per channel, and `text`
+[tokens, text_dim], the real tokens only; for image-to-video models also `condition` [more channels, frames, height,
+width] and `image` [tokens, image_dim]. Videos of one shape form a bucket, and a micro-batch comes from one bucket, or
+else is a pack: videos of all shapes in one sequence.
+What is not here: the encoders, and pickled files, which could run any code.
+"""
+
+import math
+from bisect import bisect_right
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from minitrain.errors import InputError
+from minitrain.training.data import shuffled
+from minitrain.training.flow import Diffusion, add_noise, generator
+
+DIMENSIONS = {"latents": 4, "text": 2, "condition": 4, "image": 2}
+
+
+class MockLatents:
+    """Normal latents [channels, frames, height, width] and text [tokens, text_dim] of given shapes: for benchmarks."""
+
+    def __init__(self, latents: tuple[int, ...], text: tuple[int, int], seed: int):
+        self.shapes, self.seed = {"latents": latents, "text": text}, seed
+
+    def __len__(self) -> int:
+        return 1 << 40  # no epoch ever ends
+
+    def row(self, n: int) -> dict[str, Tensor]:
+        random = generator(self.seed, n)
+        return {key: torch.randn(shape, generator=random) for key, shape in self.shapes.items()}
+
+
+class LatentCache:
+    """The videos of a folder of .safetensors files, by bucket.
+
+    Row n is a pure function of (seed, n). An epoch visits the buckets in groups of `group` videos, in an order that
+    differs from epoch to epoch; a bucket that `group` does not divide repeats a few of its videos. So rows
+    k * group ... k * group + group - 1, one micro-batch, have the same shape.
+    text_tokens: texts are padded with zeros to it, as Wan was trained.
+    Raises InputError for a folder without videos, a file that is none, and a text longer than text_tokens.
+    """
+
+    def __init__(self, folder: str | Path, text_tokens: int, group: int, seed: int):
+        self.text_tokens, self.group, self.seed = text_tokens, group, seed
+        self.buckets = [files for _, files in sorted(find_buckets(Path(folder), text_tokens).items())]
+        self.firsts = list(accumulate((-(-len(files) // group) for files in self.buckets), initial=0))
+
+    def __len__(self) -> int:
+        return self.firsts[-1] * self.group
+
+    def row(self, n: int) -> dict[str, Tensor]:
+        """fp32 latents and text [text_tokens, text_dim], and what else the file holds."""
+        epoch, index = divmod(int(n), len(self))
+        group, place = divmod(index, self.group)
+        group = shuffled(group, self.firsts[-1], self.seed, epoch)
+        bucket = bisect_right(self.firsts, group) - 1
+        files = self.buckets[bucket]
+        place = ((group - self.firsts[bucket]) * self.group + place) % len(files)
+        return self.read(files[shuffled(place, len(files), self.seed, epoch, bucket)])
+
+    def read(self, path: Path) -> dict[str, Tensor]:
+        """One video, as in a row."""
+        with open_video(path) as file:
+            row = {key: file.get_tensor(key).float() for key in DIMENSIONS if key in file.keys()}  # noqa: SIM118
+        row["text"] = F.pad(row["text"], (0, 0, 0, self.text_tokens - len(row["text"])))
+        return row
+
+
+def find_buckets(folder: Path, text_tokens: int) -> dict[tuple, list[Path]]:
+    """The files by the shapes of what they hold, text apart; each file's header is read and checked."""
+    buckets: dict[tuple, list[Path]] = {}
+    for path in sorted(folder.glob("**/*.safetensors")):
+        shapes = read_shapes(path)
+        if shapes["text"][0] > text_tokens:
+            raise InputError(f"{path}: text has {shapes['text'][0]} tokens, more than the {text_tokens} of a row")
+        key = tuple((name, shape) for name, shape in shapes.items() if name != "text")
+        buckets.setdefault((*key, shapes["text"][1]), []).append(path)
+    if not buckets:
+        raise InputError(f"data.path={str(folder)!r} holds no .safetensors files of latents")
+    if len({(key[-1], len(key)) for key in buckets}) > 1:
+        raise InputError(f"data.path={str(folder)!r} mixes videos with different text_dim or different tensors")
+    return buckets
+
+
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    with open_video(path) as file:
+        names = [name for name in DIMENSIONS if name in file.keys()]  # noqa: SIM118
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    for name in ("latents", "text"):
+        if name not in shapes:
+            raise InputError(f"{path}: tensor {name} is missing")
+    for name, shape in shapes.items():
+        if len(shape) != DIMENSIONS[name] or 0 in shape:
+            raise InputError(f"{path}: tensor {name} has shape {list(shape)}, expected {DIMENSIONS[name]} dimensions")
+    return shapes
+
+
+def open_video(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path} cannot be read as safetensors: {error}") from None
+
+
+def save_video(path: str | Path, latents: Tensor, text: Tensor, **more: Tensor) -> None:
+    """Write one file of a cache. more: `condition` and `image`, for image-to-video."""
+    tensors = {"latents": latents, "text": text, **more}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+# ------------------------------------------------------------------------------------------------------------- packing
+
+
+class Packs:
+    """The videos of a cache, whatever their shapes, packed into sequences of at most `budget` tokens (patches).
+
+    Row n, a pure function of (seed, n), is a whole micro-batch for `FlowMatching`: several videos, each with its own
+    noise and sigma (see flow.py). The packs are the same in every epoch, their order and noise are not.
+    patch: the model's patch_size. Raises InputError for a video that exceeds the budget by itself.
+    """
+
+    def __init__(self, cache: LatentCache, settings: Diffusion, budget: int, patch: tuple[int, int, int], seed: int):
+        self.cache, self.settings, self.seed = cache, settings, seed
+        self.files = [file for bucket in cache.buckets for file in bucket]
+        sizes = [read_shapes(file)["latents"][1:] for file in self.files]
+        self.packs = pack_first_fit([math.prod(size) // math.prod(patch) for size in sizes], budget)
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def row(self, n: int) -> dict[str, list[Tensor] | Tensor]:
+        """Lists of latents, noise and condition, and stacked sigma [videos], text and image [videos, tokens, dim]."""
+        epoch, index = divmod(int(n), len(self))
+        pack = self.packs[shuffled(index, len(self), self.seed, epoch)]
+        first = epoch * len(self.files)
+        videos = [add_noise(self.cache.read(self.files[i]), first + i, self.settings, self.seed, False) for i in pack]
+        lists = {key: [video[key] for video in videos] for key in videos[0]}
+        return lists | {key: torch.stack(lists[key]) for key in ("sigma", "text", "image") if key in lists}
+
+
+def pack_first_fit(lengths: list[int], budget: int) -> list[list[int]]:
+    """Put items into packs of at most `budget`, longest first, each into the first pack with room. Returns their
+    numbers. At most 11 / 9 of the fewest possible packs, and one more (Johnson 1973)."""
+    packs, room = [], []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if lengths[i] > budget:
+            raise InputError(f"a video of {lengths[i]} tokens exceeds the budget of {budget} tokens per pack")
+        fitting = next((p for p, left in enumerate(room) if left >= lengths[i]), len(packs))
+        if fitting == len(packs):
+            packs.append([])
+            room.append(budget)
+        packs[fitting].append(i)
+        room[fitting] -= lengths[i]
+    return packs

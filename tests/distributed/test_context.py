@@ -1,0 +1,272 @@
+"""Context parallelism: the attention of whole rows, and the losses, gradients and weights of one process."""
+
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+
+from minitrain.config import from_dict
+from minitrain.errors import InputError
+from minitrain.models.decoder import Decoder, DecoderConfig
+from minitrain.parallel.context import context_parallel, places, split
+from minitrain.parallel.mesh import start
+from minitrain.training.data import rows
+from minitrain.training.loop import Trainer
+from tests.oracle import check_against_one_process, initial_weights, plain_step, ragged_batch, train
+
+FORMS = ["allgather", "ulysses"]
+MODEL = {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 2, "initializer_range": 0.05}
+TREE = {
+    "model": MODEL,
+    "batch": {"global": 4, "micro": 2, "seq_len": 16},
+    "optim": {"name": "sgd", "lr": 0.1},
+}
+
+
+def with_parallel(**settings):
+    return TREE | {"parallel": settings}
+
+
+# ------------------------------------------------------------------------------------------------------ attention alone
+
+
+def explicit_attention(q, k, v, allowed, sinks):
+    """softmax over the allowed pairs, bool [rows, queries, keys], and a sink per head, written out."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("bhid,bhjd->bhij", q, k) * q.shape[-1] ** -0.5
+    terms = scores.exp() * allowed[:, None]
+    below = terms.sum(-1, keepdim=True) + (0 if sinks is None else sinks[:, None, None].exp())
+    return torch.einsum("bhij,bhjd->bhid", terms / below, v)
+
+
+def sharded_attention(form, size, q, k, v, upstream, documents, sinks, rule):
+    """On each rank: its tokens' places, outputs and gradients, from whole rows of which it uses only its tokens."""
+    mesh = init_device_mesh("cpu", (size,))
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig(num_layers=1))
+    context_parallel(model, mesh, form)
+    held = places(q.shape[2], mesh, form)
+    own = [x[:, :, held].requires_grad_() for x in (q, k, v)]
+    own_documents = None if documents is None else documents[:, held]
+    mask = model.make_mask(len(held), held.device, own_documents, **rule)
+    if sinks is not None:
+        sinks = sinks.clone().requires_grad_()
+    out = model.blocks[0].self_attn.attend(*own, mask, sinks)
+    out.backward(upstream[:, :, held])
+    return held, None if sinks is None else sinks.grad, [out.detach(), *(x.grad for x in own)]
+
+
+def check_attention(pool, form, size, packed, causal=True, window=16, with_sinks=False):
+    random = torch.Generator().manual_seed(0)
+    q, upstream = torch.randn(2, 2, 8, 16, 4, dtype=torch.double, generator=random)
+    k, v = torch.randn(2, 2, 4, 16, 4, dtype=torch.double, generator=random)
+    documents = torch.randint(2, (2, 16), generator=random).cumsum(1) if packed else None
+    sinks = torch.randn(8, dtype=torch.double, generator=random).requires_grad_() if with_sinks else None
+    distance = torch.arange(16)[:, None] - torch.arange(16)
+    allowed = (distance < window) & ((distance >= 0) | torch.tensor(not causal))
+    allowed = allowed & (documents[:, :, None] == documents[:, None]) if packed else allowed[None]
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = explicit_attention(*whole, allowed, sinks)
+    out.backward(upstream)
+    expected = [out.detach(), *(x.grad for x in whole)]
+
+    rule = {"causal": causal} | ({"window": window} if window < 16 else {})
+    given = None if sinks is None else sinks.detach()
+    ranks = pool.run(size, sharded_attention, form, size, q, k, v, upstream, documents, given, rule)
+    for held, _, results in ranks:
+        for mine, reference in zip(results, expected, strict=True):
+            torch.testing.assert_close(mine, reference[:, :, held], atol=1e-12, rtol=1e-12)
+    assert sorted(place for held, *_ in ranks for place in held.tolist()) == list(range(16))
+    if with_sinks:
+        torch.testing.assert_close(sum(grad for _, grad, _ in ranks), sinks.grad, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_equals_brute_force(pool, form, size, causal, packed):
+    check_attention(pool, form, size, packed, causal)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [5, 16])
+def test_windows_and_sinks(pool, form, packed, window):
+    check_attention(pool, form, 2, packed, window=window, with_sinks=True)
+
+
+def look_at_masks(form, size, length):
+    """Pairs that this rank computes (None: plain causal), and whether a mask is built again for a second forward."""
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig(num_layers=1))
+    context_parallel(model, init_device_mesh("cpu", (size,)), form)
+    make = partial(model.make_mask, length // size, torch.device("cpu"))
+    documents = torch.zeros(1, length // size, dtype=torch.long)
+    again = make() is not make(), make(documents) is not make(documents)
+    pairs = make().pairs
+    return None if pairs is None else pairs.sum().item(), again
+
+
+def test_allgather_is_balanced(pool):
+    pairs = 64 * 65 // 2  # of a causal row
+    assert pool.run(4, look_at_masks, "allgather", 4, 64) == [(pairs // 4, (False, True))] * 4
+
+
+def test_ulysses_keeps_the_plain_kernel(pool):
+    assert pool.run(4, look_at_masks, "ulysses", 4, 64) == [(None, (False, True))] * 4
+
+
+# --------------------------------------------------------------------------------------------------------- whole models
+
+
+def packed_batch(config, step):
+    """`ragged_batch` with a document border before every fourth token or so, and positions that restart there."""
+    batch = ragged_batch(config, step)
+    begins = torch.rand(batch["tokens"].shape, generator=torch.Generator().manual_seed(step)) < 0.25
+    place = torch.arange(begins.shape[1])
+    positions = place - torch.where(begins, place, 0).cummax(1).values
+    return batch | {"documents": begins.cumsum(1), "positions": positions}
+
+
+@pytest.mark.parametrize("batch", [ragged_batch, packed_batch])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("form", FORMS)
+def test_context(pool, form, size, batch):
+    check_against_one_process(pool, size, with_parallel(cp=size, context=form), batch=batch)
+
+
+@pytest.mark.parametrize("batch", [ragged_batch, packed_batch])
+@pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"dp_shard": 1, "dp_replicate": 2}], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_with_data_parallel(pool, form, layout, batch):
+    check_against_one_process(pool, 4, with_parallel(cp=2, context=form, **layout), batch=batch)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_with_tensor_parallel(pool, form):
+    check_against_one_process(pool, 4, with_parallel(cp=2, tp=2, context=form), batch=packed_batch)
+
+
+@pytest.mark.parametrize("model", ["qwen2.5-7b-tiny", "qwen3-32b-tiny", "nemotron4-15b-tiny", "llama3.1-8b-tiny"])
+@pytest.mark.parametrize("form", FORMS)
+def test_families(pool, form, model):
+    tree = with_parallel(cp=2, context=form) | {"model": MODEL | {"name": model}}
+    check_against_one_process(pool, 2, tree, batch=packed_batch)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("form", FORMS)
+def test_recompute(pool, form, recompute):
+    tree = with_parallel(cp=2, context=form) | {"recompute": recompute}
+    check_against_one_process(pool, 2, tree, batch=packed_batch)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_accumulation(pool, form):
+    tree = with_parallel(cp=2, context=form) | {"batch": TREE["batch"] | {"micro": 1}}
+    check_against_one_process(pool, 4, tree, batch=packed_batch)
+
+
+@pytest.mark.parametrize("recompute, batch", [("none", ragged_batch), ("full", packed_batch)])
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_blocks(pool, form, recompute, batch):
+    tree = with_parallel(cp=2, context=form) | {"compile": True, "recompute": recompute}
+    check_against_one_process(pool, 2, tree, batch=batch, run=train_compiled)
+
+
+def train_compiled(*args):
+    """`train` with block.compile() handing its graphs to autograd instead of to a C++ compiler."""
+    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+        return train(*args)
+
+
+class Packed:
+    """A dataset of `packed_batch`'s rows."""
+
+    def __init__(self, config):
+        self.batches = [packed_batch(config, step) for step in range(2)]
+
+    def __len__(self):
+        return sum(len(batch["tokens"]) for batch in self.batches)
+
+    def row(self, n):
+        size = len(self.batches[0]["tokens"])
+        return {key: value[n % size] for key, value in self.batches[n // size].items()}
+
+
+def evaluate(tree):
+    config = from_dict(tree | {"device": "cpu"})
+    return Trainer(config, start(config)).evaluate(Packed(config))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_evaluation(pool, form):
+    tree = with_parallel(cp=2, context=form)
+    config = from_dict(tree)
+    dataset = Packed(config)
+    expected, _ = plain_step(config, initial_weights(config), rows(dataset, range(len(dataset))))
+    assert pool.run(4, evaluate, tree) == [pytest.approx(expected, rel=1e-6)] * 4
+
+
+def count_collectives(tree):
+    """All-gathers, reduce-scatters and all-to-alls between activations in a step; FSDP's have other names."""
+    config = from_dict(tree | {"device": "cpu"})
+    trainer = Trainer(config, start(config))
+    with CommDebugMode() as communication:
+        trainer.step(Packed(config), 0)
+    counts = {op.__name__: count for op, count in communication.get_comm_counts().items()}
+    return [counts.get(name, 0) for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")]
+
+
+@pytest.mark.parametrize("recompute, form, expected", [
+    ("none", "allgather", [2 + 1, 2, 0]),  # and one for the documents
+    ("full", "allgather", [4 + 1, 2, 0]),
+    ("none", "ulysses", [1, 0, 8 + 8]),
+])  # fmt: skip
+def test_collectives_of_two_layers(pool, form, recompute, expected):
+    tree = with_parallel(cp=2, context=form) | {"batch": TREE["batch"] | {"micro": 4}, "recompute": recompute}
+    assert pool.run(2, count_collectives, tree) == [expected] * 2
+
+
+# ------------------------------------------------------------------------------------------------------ split, refusals
+
+
+def split_rows(form, batch):
+    return split(batch, init_device_mesh("cpu", (2,)), form)
+
+
+@pytest.mark.parametrize("form, held", [
+    ("allgather", [[0, 1, 6, 7], [2, 3, 4, 5]]),  # of four chunks, the first rank has the outer two
+    ("ulysses", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+])  # fmt: skip
+def test_split(pool, form, held):
+    tokens = torch.arange(10, 26).view(2, 8)
+    given = torch.arange(8).flip(0).expand(2, -1)
+    for batch, positions in [({}, torch.arange(8).expand(2, -1)), ({"positions": given}, given)]:
+        parts = pool.run(2, split_rows, form, {"tokens": tokens, "labels": tokens + 1, **batch})
+        for part, mine in zip(parts, held, strict=True):
+            assert set(part) == {"tokens", "labels", "positions"}
+            assert torch.equal(part["tokens"], tokens[:, mine])
+            assert torch.equal(part["labels"], tokens[:, mine] + 1)
+            assert torch.equal(part["positions"], positions[:, mine])
+
+
+@pytest.mark.parametrize("parallel, seq_len, message", [
+    ({"cp": 4}, 20, r"batch\.seq_len=20 is not a multiple of 8, .* parallel\.cp=4 .* context=allgather \(use 16 or 24"),
+    ({"cp": 4, "context": "ulysses"}, 18, r"seq_len=18 is not a multiple of 4, .* context=ulysses \(use 16 or 20\)"),
+    ({"cp": 2, "tp": 4}, 12, r"parallel\.tp=4 does not divide batch\.seq_len / parallel\.cp=2"),
+    ({"cp": 3, "context": "ulysses"}, 24, r"cp=3 x tp=1 .* num_key_value_heads=4 \(use .*allgather, or cp=1, 2 or 4\)"),
+    ({"cp": 4, "tp": 2, "context": "ulysses"}, 16, r"cp=4 x tp=2 .* num_key_value_heads=4 .* or cp=1 or 2\)"),
+])  # fmt: skip
+def test_refusals(parallel, seq_len, message):
+    with pytest.raises(InputError, match=message):
+        from_dict(with_parallel(**parallel) | {"batch": TREE["batch"] | {"seq_len": seq_len}})
+
+
+def test_accepted():
+    from_dict(with_parallel(cp=8))  # more ranks than key/value heads
+    from_dict(with_parallel(cp=2, tp=2, context="ulysses"))

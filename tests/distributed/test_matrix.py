@@ -1,0 +1,75 @@
+"""The parity matrix: every pair of techniques, and the large combinations, against one process.
+
+Rows are packed documents with very different numbers of valid labels; gradients are clipped, which takes a norm over
+parameters on different meshes. A technique alone, its options and its errors are for its own test file.
+"""
+
+from itertools import combinations
+from math import prod
+
+import pytest
+import torch
+
+from minitrain.config import from_dict
+from tests.distributed.test_context import packed_batch
+from tests.oracle import check_against_one_process, initial_weights, plain_step
+
+TREE = {
+    "model": {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 2, "initializer_range": 0.05},
+    "batch": {"global": 8, "micro": 2, "seq_len": 16},
+    "optim": {"name": "sgd", "lr": 0.1, "clip": 1.0},
+    "parallel": {"dp_shard": 1},
+}
+TECHNIQUES = {
+    "fsdp": {"parallel": {"dp_shard": 2}},
+    "hsdp": {"parallel": {"dp_replicate": 2}},
+    "tp": {"parallel": {"tp": 2}},
+    "cp": {"parallel": {"cp": 2, "context": "allgather"}},
+    "ulysses": {"parallel": {"cp": 2, "context": "ulysses"}},
+    "pp": {"parallel": {"pp": 2}},
+    "recompute": {"recompute": "full"},
+    "selective": {"recompute": "selective"},
+    "accumulation": {"batch": {"micro": 1}},
+    "tied": {"model": {"tie_word_embeddings": True}},
+}
+EXCLUSIVE = [{"cp", "ulysses"}, {"recompute", "selective"}]
+PAIRS = [pair for pair in combinations(TECHNIQUES, 2) if set(pair) not in EXCLUSIVE]
+MANY = [
+    ("fsdp", "tp", "pp"),
+    ("fsdp", "tp", "cp"),
+    ("fsdp", "cp", "pp"),
+    ("hsdp", "ulysses", "pp", "selective"),
+    ("fsdp", "tp", "cp", "pp", "recompute", "tied"),
+]
+
+
+def combine(*names):
+    """TREE with the settings of all these techniques."""
+    tree = {key: dict(value) for key, value in TREE.items()}
+    for name in names:
+        for key, value in TECHNIQUES[name].items():
+            tree[key] = tree[key] | value if isinstance(value, dict) else value
+    return tree
+
+
+def ranks(tree):
+    return prod(tree["parallel"].get(name, 1) for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp"))
+
+
+@pytest.mark.parametrize("names", PAIRS, ids=" x ".join)
+def test_pairs(pool, names):
+    tree = combine(*names)
+    check_against_one_process(pool, ranks(tree), tree, batch=packed_batch, double=True)
+
+
+@pytest.mark.parametrize("names", MANY, ids=" x ".join)
+def test_many(pool, names):
+    tree = combine(*names)
+    check_against_one_process(pool, ranks(tree), tree, steps=2, batch=packed_batch, double=True)
+
+
+def test_gradients_are_clipped():
+    config = from_dict(TREE)
+    for step in range(3):
+        _, gradients = plain_step(config, initial_weights(config), packed_batch(config, step))
+        assert torch.stack([g.norm() for g in gradients.values()]).norm() > 2 * config.optim.clip

@@ -1,0 +1,345 @@
+"""Pipeline parallelism: every schedule gives the losses, gradients and weights of one process."""
+
+from contextlib import contextmanager
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from minitrain import config as configs
+from minitrain.bench.layout import dry_run
+from minitrain.errors import InputError
+from minitrain.models.checkpoint_hf import load_pretrained, save_pretrained
+from minitrain.models.decoder import Decoder
+from minitrain.parallel.mesh import build_meshes, start
+from minitrain.parallel.parallelize import lay_out
+from minitrain.parallel.pipeline import cut, rank_of
+from minitrain.train import export
+from minitrain.training.checkpoint import Checkpointer
+from minitrain.training.loop import Trainer, build_model, forward_backward, make_model
+from minitrain.training.objectives import LanguageModeling
+from minitrain.training.optim import make_optimizer
+from tests import oracle
+from tests.oracle import check_against_one_process, initial_weights, micro_batches, plain_step, ragged_batch, snapshot
+
+TWO_STAGES = {"Interleaved1F1B": 2, "LoopedBFS": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2, "DualPipeV": 2}
+SCHEDULES = {"GPipe": 1, "1F1B": 1} | TWO_STAGES
+
+
+def tree(pp=2, schedule="1F1B", layers=4, micro_batches=4, data_ranks=1, model=(), parallel=(), **settings):
+    """A config with `micro_batches` of two rows on each data rank."""
+    model = {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": layers, "initializer_range": 0.05} | dict(model)
+    return {
+        "model": model,
+        "batch": {"global": 2 * micro_batches * data_ranks, "micro": 2, "seq_len": 16},
+        "optim": {"name": "sgd", "lr": 0.1, "clip": 0.5},
+        "parallel": {"pp": pp, "schedule": schedule, "vp": SCHEDULES[schedule]} | dict(parallel),
+        "device": "cpu",
+    } | settings
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules(pool, schedule):
+    check_against_one_process(pool, 2, tree(schedule=schedule), steps=2)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_with_fsdp(pool, schedule):
+    check_against_one_process(pool, 4, tree(schedule=schedule, data_ranks=2), steps=2)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+def test_four_ranks_with_one_layer_per_stage(pool, schedule):
+    vp = SCHEDULES[schedule]
+    check_against_one_process(pool, 4, tree(4, schedule, layers=4 * vp - 2, micro_batches=8), steps=1)
+
+
+@pytest.mark.parametrize("parallel", [
+    {"layers_per_stage": [1, 5]},
+    {"layers_per_stage": [5, 1]},
+    {"schedule": "ZBVZeroBubble", "vp": 2, "layers_per_stage": [1, 2, 2, 1]},
+    {"schedule": "Interleaved1F1B", "vp": 3},
+    {"schedule": "Interleaved1F1B"},
+    {"schedule": "InterleavedZeroBubble"},
+    {"schedule": "LoopedBFS"},
+], ids=str)  # fmt: skip
+def test_splits(pool, parallel):
+    check_against_one_process(pool, 2, tree(parallel=parallel), steps=2)
+
+
+@pytest.mark.parametrize(("schedule", "count"), [
+    ("GPipe", 1), ("LoopedBFS", 1), ("ZBVZeroBubble", 1), ("Interleaved1F1B", 1), ("InterleavedZeroBubble", 2),
+    ("1F1B", 3), ("DualPipeV", 5),
+])  # fmt: skip
+def test_other_numbers_of_micro_batches(pool, schedule, count):
+    check_against_one_process(pool, 2, tree(schedule=schedule, micro_batches=count), steps=1)
+
+
+@pytest.mark.parametrize(("schedule", "world_size"), [
+    ("1F1B", 2), ("Interleaved1F1B", 4), ("DualPipeV", 2), ("DualPipeV", 4),
+])  # fmt: skip
+def test_tied_embeddings(pool, schedule, world_size):
+    tied = {"tie_word_embeddings": True, "vocab_size": 125}
+    check_against_one_process(pool, world_size, tree(schedule=schedule, data_ranks=world_size // 2, model=tied))
+
+
+@pytest.mark.parametrize("model", ["qwen2.5-7b-tiny", "qwen3-32b-tiny", "nemotron4-15b-tiny"])
+def test_other_families(pool, model):
+    check_against_one_process(pool, 2, tree(schedule="InterleavedZeroBubble", model={"name": model}), steps=1)
+
+
+def packed_batch(config, step):
+    """Rows of documents of different lengths, with positions that start anew in each."""
+    batch = ragged_batch(config, step)
+    rows, length = batch["tokens"].shape
+    starts = torch.randint(1, length, (rows, 1), generator=torch.Generator().manual_seed(step))
+    place = torch.arange(length).expand(rows, length)
+    return batch | {"documents": (place >= starts).int(), "positions": place - starts * (place >= starts)}
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_packed_documents(pool, schedule):
+    check_against_one_process(pool, 2, tree(schedule=schedule), steps=1, batch=packed_batch)
+
+
+@pytest.mark.parametrize(("parallel", "data_ranks"), [
+    ({"dp_replicate": 2}, 2),
+    ({"tp": 2}, 1),
+    ({"tp": 2, "schedule": "ZBVZeroBubble", "vp": 2}, 1),
+    ({"cp": 2, "schedule": "Interleaved1F1B", "vp": 2}, 1),
+    ({"cp": 2, "schedule": "DualPipeV", "vp": 2}, 1),
+], ids=str)  # fmt: skip
+def test_with_other_techniques(pool, parallel, data_ranks):
+    check_against_one_process(pool, 4, tree(parallel=parallel, data_ranks=data_ranks), steps=2, double=True)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+@pytest.mark.parametrize("settings", [{"recompute": "full"}, {"recompute": "full", "compile": True}], ids=str)
+def test_recompute_and_compile(pool, schedule, settings):
+    check_against_one_process(pool, 4, tree(schedule=schedule, data_ranks=2, **settings), steps=1, run=train_compiled)
+
+
+def train_compiled(*args):
+    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+        return oracle.train(*args)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
+def test_bf16(pool, precision):
+    config = configs.from_dict(tree())
+    loss, _ = plain_step(config, initial_weights(config), ragged_batch(config, 0))
+    for trace in pool.run(2, oracle.train, tree(precision=precision), 1):
+        assert trace.losses[0] == pytest.approx(loss, rel=1e-2) and trace.losses[0] != loss
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+
+class Rows:
+    """The global batches of `ragged_batch`, one after the other, as a dataset."""
+
+    def __init__(self, config, batches):
+        self.batches, self.rows = [ragged_batch(config, step) for step in range(batches)], config.batch.global_
+
+    def __len__(self):
+        return len(self.batches) * self.rows
+
+    def __getitem__(self, index):
+        return {key: value[index % self.rows] for key, value in self.batches[index // self.rows].items()}
+
+
+def evaluate_and_train(settings):
+    """Losses of evaluations before and after a training step, and that step's."""
+    config = configs.from_dict(settings)
+    trainer = Trainer(config, start(config))
+    data = Rows(config, 3)
+    with mock.patch("minitrain.training.loop.rows", lambda data, numbers: stack([data[n] for n in numbers])):
+        before = trainer.evaluate(data)
+        step = trainer.step(data, 0)["loss"].item()
+        return before, step, trainer.evaluate(data)
+
+
+def stack(rows):
+    return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+@pytest.mark.parametrize(("schedule", "tied"), [
+    ("1F1B", True), ("GPipe", False), ("Interleaved1F1B", True), ("LoopedBFS", False), ("ZBVZeroBubble", True),
+    ("DualPipeV", False),
+])  # fmt: skip
+def test_evaluation(pool, schedule, tied):
+    settings = tree(schedule=schedule, data_ranks=2, model={"tie_word_embeddings": tied}, validation={"batches": 3})
+    config = configs.from_dict(settings)
+    batches = Rows(config, 3).batches
+    everything = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+    weights = initial_weights(config)
+    before, _ = plain_step(config, weights, everything)
+    step, gradients = plain_step(config, weights, batches[0])
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    rate = config.optim.lr * min(1, config.optim.clip / norm)
+    after, _ = plain_step(config, {name: weights[name] - rate * gradients[name] for name in weights}, everything)
+    for losses in pool.run(4, evaluate_and_train, settings | {"optim": settings["optim"] | {"weight_decay": 0}}):
+        assert losses == pytest.approx((before, step, after), rel=1e-6)
+
+
+# ----------------------------------------------------------------------------------------------- checkpoints in and out
+
+
+def export_initial(settings, folder):
+    config = configs.from_dict(settings)
+    trainer = Trainer(config, start(config))
+    export(trainer, config, folder)
+    return {name for name, _ in trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize(("schedule", "tied", "world_size"), [
+    ("1F1B", False, 2), ("Interleaved1F1B", True, 4), ("DualPipeV", True, 2),
+])  # fmt: skip
+def test_export(pool, tmp_path, schedule, tied, world_size):
+    settings = tree(schedule=schedule, data_ranks=world_size // 2, model={"tie_word_embeddings": tied})
+    held = pool.run(world_size, export_initial, settings, tmp_path)
+    expected = initial_weights(configs.from_dict(settings))
+    exported = dict(load_pretrained(tmp_path).named_parameters())
+    assert list(exported) == list(expected)
+    assert all(torch.equal(exported[name], expected[name]) for name in expected)
+    assert set.union(*held) == set(expected) and all(names < set(expected) for names in held)
+
+
+def initial(settings):
+    config = configs.from_dict(settings)
+    return snapshot(build_model(config, start(config)).named_parameters())
+
+
+def test_stages_load_their_part_of_a_checkpoint(pool, tmp_path):
+    settings = tree(model={"tie_word_embeddings": True})
+    config = configs.from_dict(settings).model.config
+    torch.manual_seed(1)
+    model = Decoder(config)
+    save_pretrained(model, tmp_path)
+    parts = pool.run(2, initial, settings | {"model": {"path": str(tmp_path)}})
+    loaded = parts[0] | parts[1]
+    assert not parts[0].keys() & parts[1].keys()
+    assert loaded.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(loaded[name], parameter) for name, parameter in model.named_parameters())
+
+
+def resume(settings, folder, steps):
+    """Train from the newest checkpoint, with AdamW, and save; returns the losses."""
+    config = configs.from_dict(settings)
+    meshes = start(config)
+    model = build_model(config, meshes)
+    optimizer = make_optimizer(model, config.optim)
+    checkpointer = Checkpointer(folder, keep=1)
+    first = (checkpointer.load(model, optimizer) or {"step": 0})["step"]
+    losses = []
+    for step in range(first, first + steps):
+        rows = micro_batches(ragged_batch(config, step), config, meshes.batch)
+        losses.append(forward_backward(model, LanguageModeling(), rows, meshes, torch.device("cpu")).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    checkpointer.save(first + steps, model, optimizer, {"step": first + steps})
+    return losses
+
+
+def test_a_checkpoint_continues_under_other_layouts(pool, tmp_path):
+    settings = tree(optim={"name": "adamw", "lr": 0.01}, model={"tie_word_embeddings": True})
+    layouts = [(2, {"pp": 2}), (2, {}), (4, {"pp": 2, "schedule": "DualPipeV", "vp": 2, "dp_shard": 2}), (2, {"pp": 2})]
+    settings["batch"] = {"global": 8, "micro": 1, "seq_len": 16}
+    unbroken = pool.run(1, resume, settings | {"parallel": {}}, tmp_path / "unbroken", len(layouts))[0]
+    losses = []
+    for world_size, parallel in layouts:
+        losses += pool.run(world_size, resume, settings | {"parallel": parallel}, tmp_path / "moving", 1)[0]
+    assert losses == pytest.approx(unbroken, rel=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------- without ranks
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(126, 64), (4, 6), (4, 4), (7, 2), (96, 16), (1, 3)])
+def test_every_layer_is_on_one_stage(layers, stages):
+    parts = cut(layers, stages)
+    assert [layer for part in parts for layer in part["layers"]] == list(range(layers))
+    assert [part["first"] for part in parts] == [True] + [False] * (stages - 1)
+    assert [part["last"] for part in parts] == [False] * (stages - 1) + [True]
+    slots = [len(part["layers"]) + part["first"] + part["last"] for part in parts]
+    assert max(slots) - min(slots) <= 1 and slots == sorted(slots, reverse=True)
+
+
+def test_layers_per_stage_counts_embedding_and_head():
+    parts = cut(126, 64, [2] * 64)
+    assert [len(part["layers"]) for part in parts] == [1] + [2] * 62 + [1]
+    parts = cut(4, 3, [1, 4, 1])
+    assert [list(part["layers"]) for part in parts] == [[], [0, 1, 2, 3], []]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(("style", "vp"), [("loop", 1), ("loop", 3), ("v", 2)])
+def test_stages_are_where_torch_expects_them(ranks, style, vp):
+    ours = {stage: rank_of(stage, ranks, style == "v") for stage in range(ranks * vp)}
+    assert ours == generate_stage_to_rank_mapping(ranks, ranks * vp, style)
+
+
+@contextmanager
+def fake_ranks(world_size, rank):
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("rank", [0, 31])
+def test_a_step_runs_on_fake_tensors_in_a_fake_world(schedule, rank):
+    config = configs.from_dict(tree(4, schedule, layers=6, micro_batches=8, data_ranks=8))
+    with fake_ranks(32, rank):
+        meshes = build_meshes(config, "cpu")
+        model = lay_out(partial(make_model, config), config, meshes)
+        rows = micro_batches(ragged_batch(config, 0), config, meshes.batch)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model.to_empty(device="cpu")
+            loss = model.forward_backward(LanguageModeling(), rows, torch.tensor(5.0))
+        assert loss.shape == () and all(p.grad is not None for p in model.parameters())
+
+
+def test_dry_run_counts_all_stages():
+    config = configs.from_dict(tree(schedule="DualPipeV", layers=8, data_ranks=2, parallel={"dp_shard": 2}))
+    total = sum(p.numel() for p in Decoder(config.model.config).parameters())
+    line = dry_run(config)
+    assert line.startswith(f"{total:,} parameters over 4 ranks") and "; 4 micro-batch(es) a step" in line
+
+
+@pytest.mark.parametrize(("settings", "line"), [
+    (tree(1, parallel={"vp": 2}), "parallel.vp=2 and layers_per_stage=None need parallel.pp above 1"),
+    (tree(1, parallel={"layers_per_stage": [6]}), r"layers_per_stage=\[6\] need parallel.pp above 1"),
+    (tree(parallel={"vp": 2}), "parallel.schedule=1F1B has one stage per rank, not vp=2"),
+    (tree(schedule="GPipe", parallel={"vp": 3}), "parallel.schedule=GPipe has one stage per rank, not vp=3"),
+    (tree(schedule="DualPipeV", parallel={"vp": 1}), r"DualPipeV has two stages per rank, not vp=1 \(use vp=2\)"),
+    (tree(schedule="ZBVZeroBubble", compile=True), "two parts, which neither compile=true nor recompute=none"),
+    (tree(schedule="InterleavedZeroBubble", recompute="full"), "nor recompute=full can do"),
+    (tree(parallel={"layers_per_stage": [3, 2, 1]}), r"layers_per_stage=\[3, 2, 1\] must be 2 numbers"),
+    (tree(parallel={"layers_per_stage": [4, 4]}), r"layers_per_stage=\[4, 4\] must be 2 numbers .* with sum 6"),
+    (tree(parallel={"layers_per_stage": [6, 0]}), r"layers_per_stage=\[6, 0\] must be 2 numbers .* of at least 1"),
+    (tree(4, "Interleaved1F1B"), r"parallel.pp=4 x vp=2 stages are more than the 6 .*\(use at most 6 stages\)"),
+])  # fmt: skip
+def test_refused_settings(settings, line):
+    with pytest.raises(InputError, match=line) as error:
+        configs.from_dict(settings)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("settings", "line"), [
+    (tree(micro_batches=1), "schedule=1F1B with pp=2 needs at least 2 micro-batches per rank and step, not 1"),
+    (tree(schedule="DualPipeV", micro_batches=3), "schedule=DualPipeV with pp=2 needs at least 4 micro-batches"),
+    (tree(schedule="Interleaved1F1B", micro_batches=5), "needs a multiple of 2, or fewer than 4, micro-batches"),
+    (tree(schedule="InterleavedZeroBubble", micro_batches=5), "a multiple of 2, or fewer than 4, micro-batches"),
+])  # fmt: skip
+def test_refused_numbers_of_micro_batches(settings, line):
+    with pytest.raises(InputError, match=line) as error:
+        configs.check_layout(configs.from_dict(settings), 2)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,167 @@
+"""Recomputation: the same gradients whatever is kept, less memory the less is, and no collective more than needed."""
+
+from collections import Counter
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minitrain.bench.measure import activation_bytes
+from minitrain.bench.memory import working_memory
+from minitrain.config import from_dict
+from minitrain.errors import InputError
+from minitrain.parallel.mesh import start
+from minitrain.training.data import open_data
+from minitrain.training.loop import Trainer
+from tests.distributed.test_context import packed_batch
+from tests.oracle import check_against_one_process, train
+
+MODEL = {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 4, "initializer_range": 0.05}
+TREE = {
+    "model": MODEL,
+    "batch": {"global": 4, "micro": 2, "seq_len": 16},
+    "optim": {"name": "sgd", "lr": 0.1},
+}
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective", 2, 3])
+def test_gradients(pool, recompute):
+    check_against_one_process(pool, 2, TREE | {"recompute": recompute}, double=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- compiled
+
+
+def train_compiled(*args):
+    """`train` with graphs handed to autograd, split as for the real compiler; a compilation after step 2 fails."""
+    torch.compiler.reset()
+    graphs = []
+
+    def batch(config, step):
+        graphs.append(counters["stats"]["unique_graphs"])
+        return packed_batch(config, step)
+
+    tree, steps, _ = args
+    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager_decomp_partition")):
+        trace = train(tree, steps, batch)
+    assert 0 < graphs[1] - graphs[0] <= 4, f"graphs compiled before each step: {graphs}"
+    assert counters["stats"]["unique_graphs"] == graphs[2], f"graphs compiled before each step: {graphs}"
+    return trace
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("parallel", [{}, {"tp": 2}, {"cp": 2}, {"cp": 2, "context": "ulysses"}], ids=str)
+def test_compiled(pool, parallel, recompute):
+    tree = TREE | {"compile": True, "recompute": recompute, "parallel": parallel}
+    check_against_one_process(pool, 2, tree, batch=packed_batch, run=train_compiled, double=True)
+
+
+@pytest.mark.parametrize("recompute", [2, 0.5])
+def test_compiled_sharded(pool, recompute):
+    tree = TREE | {"compile": True, "recompute": recompute}
+    check_against_one_process(pool, 2, tree, batch=packed_batch, run=train_compiled, double=True)
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def measured_activations(tree):
+    torch.compiler.reset()
+    config = from_dict(tree | {"device": "cpu"})
+    data, _ = open_data(config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed)
+    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager_decomp_partition")):
+        return activation_bytes(Trainer(config, start(config)), data)
+
+
+def activations(pool, **settings):
+    (size,) = pool.run(1, measured_activations, TREE | {"batch": {"global": 2, "micro": 2, "seq_len": 64}} | settings)
+    return size
+
+
+def test_the_less_is_kept_the_less_memory(pool):
+    none, every_third, every_second, selective, full = (
+        activations(pool, recompute=setting) for setting in ("none", 3, 2, "selective", "full")
+    )
+    assert full < every_second < every_third < none
+    assert full < selective < none
+
+
+def test_full_keeps_one_hidden_state_per_block(pool):
+    """Twice the blocks, with the same work at hand: their inputs, [2, 64, 64] in fp32, are all that is added."""
+    small, large = (activations(pool, recompute="full", model=MODEL | {"num_layers": n}) for n in (4, 8))
+    assert large - small == pytest.approx(4 * 2 * 64 * 64 * 4, rel=0.05)
+
+
+def test_budget(pool):
+    none, half, least = (activations(pool, compile=True, recompute=setting) for setting in ("none", 0.5, 0.05))
+    assert least < half < none
+
+
+def test_working_memory_is_what_is_alive_at_once():
+    def function():
+        a = torch.zeros(100_000)
+        b = torch.zeros(50_000)
+        del a
+        c = torch.zeros(60_000)
+        del b, c
+
+    assert working_memory(function, torch.device("cpu")) == 4 * 150_000
+    kept = []
+    assert working_memory(lambda: kept.append(torch.zeros(1000)), torch.device("cpu")) == 4000
+    assert working_memory(kept.clear, torch.device("cpu")) == 0
+
+
+# ---------------------------------------------------------------------------------------------------------- collectives
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Counts the collectives between activations, of forward and backward; FSDP's have other names."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # see the operations it is made of instead
+        if op.namespace == "_c10d_functional":
+            self.counts[op._opname] += 1
+        return op(*args, **kwargs or {})
+
+
+def count_collectives(tree):
+    config = from_dict(tree | {"device": "cpu"})
+    data, _ = open_data(config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed)
+    trainer = Trainer(config, start(config))
+    with CollectiveCounter() as counter:
+        trainer.step(data, 0)
+    return [sum(n for name, n in counter.counts.items() if part in name) for part in ("reduce_scatter", "all_to_all")]
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"cp": 2, "context": "ulysses"}], ids=str)
+def test_selective_does_not_send_again_what_it_keeps(pool, parallel):
+    tree = TREE | {"parallel": parallel}
+    none, selective, full = (
+        pool.run(2, count_collectives, tree | {"recompute": setting})[0] for setting in ("none", "selective", "full")
+    )
+    assert none == selective
+    assert sum(full) > sum(none)
+
+
+# --------------------------------------------------------------------------------------------------------------- config
+
+
+@pytest.mark.parametrize("setting, line", [
+    (1, "recompute=1 must be none, full, selective, a whole number of at least 2"),
+    (1.5, "recompute=1.5 must be none, full"),
+    (0.5, "recompute=0.5 is a memory budget for the compiler: it needs compile=true"),
+    ("sum", "recompute='sum' is not one of none, full, selective"),
+    (True, "recompute must be a whole number, not bool True"),
+])  # fmt: skip
+def test_refusals(setting, line):
+    with pytest.raises(InputError, match=line):
+        from_dict({"recompute": setting})

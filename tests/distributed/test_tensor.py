@@ -1,0 +1,230 @@
+"""Tensor parallelism: the losses, gradients and weights of one process, and only the collectives that the file states.
+
+Most runs are in fp64, where equality means equality: splitting the sums of a matrix product moves fp32 gradients that
+nearly cancel by about as much as they are off in one process.
+"""
+
+from collections import Counter
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch._dynamo.utils
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from minitrain import config as configs
+from minitrain import save_pretrained
+from minitrain.errors import InputError
+from minitrain.models.decoder import Decoder
+from minitrain.parallel.mesh import start
+from minitrain.parallel.tensor import tensor_parallel
+from minitrain.training import loss as losses
+from minitrain.training.checkpoint import Checkpointer
+from minitrain.training.data import open_data
+from minitrain.training.loop import Trainer, build_model
+from minitrain.training.loss import IGNORE, linear_cross_entropy
+from tests import oracle
+from tests.oracle import check_close, plain_step, ragged_batch, relative_error, snapshot, train
+
+MODEL = {"name": "llama3-8b-tiny", "vocab_size": 124, "num_layers": 2, "initializer_range": 0.05}
+TREE = {
+    "model": MODEL,
+    "batch": {"global": 4, "micro": 2, "seq_len": 16},
+    "optim": {"name": "sgd", "lr": 0.1},
+    "parallel": {"tp": 2},
+}
+FAMILIES = ["llama3-8b-tiny", "qwen2.5-7b-tiny", "qwen3-32b-tiny", "nemotron4-15b-tiny"]
+LAYOUTS = [(4, {"tp": 4}), (4, {"tp": 2, "dp_shard": 2}), (4, {"tp": 2, "dp_replicate": 2}),
+           (8, {"tp": 2, "dp_shard": 2, "dp_replicate": 2})]  # fmt: skip
+check_against_one_process = partial(oracle.check_against_one_process, double=True)
+
+
+def with_model(tree=TREE, **fields):
+    return tree | {"model": MODEL | fields}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(pool, name, tied):
+    check_against_one_process(pool, 2, with_model(name=name, tie_word_embeddings=tied))
+
+
+@pytest.mark.parametrize(("world_size", "parallel"), LAYOUTS, ids=str)
+def test_layouts(pool, world_size, parallel):
+    tree = with_model(name="qwen3-32b-tiny", num_key_value_heads=4)
+    check_against_one_process(pool, world_size, tree | {"parallel": parallel, "batch": TREE["batch"] | {"micro": 1}})
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_parts_that_fsdp_splits_unevenly(pool, tied):
+    check_against_one_process(pool, 4, with_model(vocab_size=126, intermediate_size=50, tie_word_embeddings=tied))
+
+
+@pytest.mark.parametrize("micro", [1, 4])
+def test_accumulation(pool, micro):
+    check_against_one_process(pool, 2, TREE | {"batch": TREE["batch"] | {"micro": micro}})
+
+
+def packed_batch(config, step):
+    """Rows of documents of 5, 6 and 5 tokens, each with its own positions."""
+    batch = ragged_batch(config, step)
+    documents = torch.tensor([0] * 5 + [1] * 6 + [2] * 5).expand(len(batch["tokens"]), -1)
+    positions = torch.tensor([*range(5), *range(6), *range(5)]).expand(len(batch["tokens"]), -1)
+    return batch | {"documents": documents, "positions": positions}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_packed_documents(pool, world_size):
+    check_against_one_process(pool, world_size, TREE, batch=packed_batch)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_recompute(pool, recompute, compiled):
+    tree = with_model(name="qwen3-32b-tiny") | {"recompute": recompute, "compile": compiled}
+    check_against_one_process(pool, 2, tree, run=train_compiled if compiled else train)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_compiled_blocks(pool, world_size, name):
+    check_against_one_process(pool, world_size, with_model(name=name) | {"compile": True}, run=train_compiled)
+
+
+def train_compiled(*args):
+    """`train` with each block one graph, handed to autograd instead of to a C++ compiler, and the same for all blocks."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+        trace = train(*args)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    return trace
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
+def test_rounding_is_no_worse_than_in_one_process(pool, precision):
+    tree = TREE | {"precision": precision}
+
+    def error(world_size, parallel):
+        trace = pool.run(world_size, train, tree | {"parallel": parallel}, 1)[0]
+        with oracle.double_precision():
+            config = configs.from_dict(tree)
+            weights = {name: tensor.double() for name, tensor in trace.weights[0].items()}
+            _, exact = plain_step(config, weights, ragged_batch(config, 0))
+        return max(relative_error(trace.gradients[0][name], exact[name]) for name in exact)
+
+    alone = error(1, {})
+    assert 0 < alone < {"fp32": 1e-5, "bf16": 0.1, "bf16-pure": 0.1}[precision]
+    for world_size in (2, 4):
+        assert error(world_size, {"tp": 2}) < 1.5 * alone
+
+
+# ---------------------------------------------------------------------------------------------------- head and loss
+
+
+def materialised(hidden, weight, labels):
+    logits = (hidden @ weight.T).flatten(0, 1)
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def split_head(tp, chunk, scale):
+    """This rank's loss and gradients of a head split over `tp` ranks, next to those of whole logits."""
+    torch.manual_seed(0)
+    hidden = (torch.randn(2, 9, 16) * scale).requires_grad_()
+    weight = torch.randn(24, 16, requires_grad=True)
+    labels = torch.randint(24, (2, 9))
+    labels[0, ::3] = IGNORE
+    expected = materialised(hidden, weight, labels)
+    expected = [expected.detach(), *torch.autograd.grad(expected / 7, [hidden, weight])]
+    mesh = init_device_mesh("cpu", (tp,))
+    parts = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
+    with mock.patch.object(losses, "CHUNK", chunk):
+        value = linear_cross_entropy(hidden, parts, labels)
+        with torch.no_grad():
+            assert torch.equal(linear_cross_entropy(hidden, parts, labels), value)
+    grads = torch.autograd.grad(value / 7, [hidden, parts])
+    torch.distributed.all_reduce(grads[0])
+    return [value.detach(), grads[0], grads[1].full_tensor()], expected
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("chunk", [1, 8, 1000])
+@pytest.mark.parametrize("scale", [1, 1e4])
+def test_split_head_equals_whole_logits(pool, tp, chunk, scale):
+    for actual, expected in pool.run(tp, split_head, tp, chunk, scale):
+        torch.testing.assert_close(actual, expected)
+
+
+class Shapes(TorchDispatchMode):
+    """Sizes of all dimensions of all plain tensors that operations return."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
+                self.sizes |= set(tensor.shape)
+        return out
+
+
+def run_trainer(tree, watch):
+    """One step and one evaluation on mock data under the context `watch`, which is returned."""
+    config = configs.from_dict(tree | {"device": "cpu"})
+    trainer = Trainer(config, start(config))
+    data, _ = open_data(config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed)
+    with mock.patch.object(losses, "CHUNK", 10), watch:
+        trainer.step(data, 0)
+        trainer.evaluate(data)
+    return watch
+
+
+def sizes_in_a_step(tree):
+    return run_trainer(tree, Shapes()).sizes
+
+
+def test_no_rank_sees_all_logits_of_a_token(pool):
+    vocab = MODEL["vocab_size"]
+    for name in FAMILIES:
+        sizes = pool.run(2, sizes_in_a_step, with_model(name=name))
+        assert all(vocab not in seen and vocab // 2 in seen for seen in sizes)
+    assert vocab in pool.run(1, sizes_in_a_step, TREE | {"parallel": {}})[0]
+
+
+# ------------------------------------------------------------------------------------------------------- collectives
+
+
+class Collectives(TorchDispatchMode):
+    """How often each of the functional collectives ran, which FSDP does not use for its own gathering and reducing."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "_c10d_functional":
+            self.counts[func.__name__.partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def collectives_of_a_step(tree):
+    return run_trainer(tree, Collectives()).counts
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_collectives(pool, layers, recompute):
+    """A training step of two micro-batches and an evaluation, on 2 ranks that FSDP does not split further."""
+    tree = with_model(num_layers=layers) | {"recompute": recompute, "validation": {"batches": 1}}
+    once, again = 2 * layers + 1, layers * (recompute == "full")
+    for counts in pool.run(2, collectives_of_a_step, tree):
+        assert counts["all_gather_into_tensor"] == 2 * (once + 2 * again + once) + 2 * once
+        assert counts["reduce_scatter_tensor"] == 2 * (once + again + once) + 2 * once
+        assert counts["all_reduce"] == 2 * layers + 1

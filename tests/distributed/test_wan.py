@@ -1,0 +1,135 @@
+"""Wan under bf16, FSDP2, recomputation, context parallelism: what stays fp32, and the gradients of one process."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from minitrain.models.wan import Wan, WanConfig
+from minitrain.parallel.context import context_parallel, gather_row, places
+from minitrain.parallel.data import shard
+from minitrain.parallel.mesh import whole
+from minitrain.parallel.recompute import recompute
+
+CONFIG = WanConfig(
+    num_attention_heads=4, attention_head_dim=12, ffn_dim=48, num_layers=3, in_channels=4, out_channels=4, text_dim=24,
+    freq_dim=32,
+)  # fmt: skip
+
+
+def make_model() -> Wan:
+    """Every parameter random, so that none hides a mistake."""
+    model = Wan(CONFIG)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.15 if parameter.ndim > 1 else 0.3, generator=generator)
+            if parameter.ndim == 1:
+                parameter += 1
+    return model
+
+
+def inputs(batch: int = 2, grid: tuple[int, int, int] = (3, 4, 4)) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    latents = torch.randn(batch, CONFIG.in_channels, *grid, generator=generator)
+    return latents, torch.linspace(998.39, 20.5, batch), torch.randn(batch, 7, CONFIG.text_dim, generator=generator)
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.double() - expected).norm() / expected.double().norm()).item()
+
+
+def test_time_norms_and_rotations_stay_fp32_in_bf16():
+    model = make_model().bfloat16()
+    check_fp32_islands(model)
+
+
+def test_time_norms_and_rotations_stay_fp32_under_fsdp(pool):
+    pool.run(1, check_fsdp)
+
+
+def check_fsdp() -> None:
+    model = make_model()
+    shard(model, list(model.blocks), parameter_mesh(1), torch.bfloat16)
+    check_fp32_islands(model)
+
+
+def parameter_mesh(ranks: int):
+    return init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def check_fp32_islands(model: Wan) -> None:
+    """What blocks are handed equals, to fp32 precision, what a model in fp32 with the same rounded weights hands them.
+
+    bf16 would round timestep 998.39 to 1000, and an angle of 149 radians' sine to two digits.
+    """
+    rounded = make_model()
+    rounded.load_state_dict({key: value.bfloat16().float() for key, value in rounded.state_dict().items()})
+    seen = []
+    for each in (model, rounded):
+        each.blocks[0].register_forward_pre_hook(lambda _, args: seen.append(args))
+        each.blocks[0].norm2.register_forward_hook(lambda _, args, out: seen.append((args[0], out)))
+    given = inputs(grid=(2, 2, 302))
+    out, exact = model(*given), rounded(*given)
+    (x, modulation, rotary, *_), (before, after), (_, exact_modulation, exact_rotary, *_), _ = seen
+    assert x.dtype == before.dtype == after.dtype == torch.bfloat16
+    assert modulation.dtype == rotary[0].dtype == rotary[1].dtype == out.dtype == torch.float32
+    torch.testing.assert_close(modulation, exact_modulation, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(rotary, exact_rotary, atol=0, rtol=0)
+    norm = rounded.blocks[0].norm2
+    expected = F.layer_norm(before.float(), norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+    assert torch.equal(after, expected.bfloat16())  # rounded once, at the end
+    assert relative(out, exact) < 0.03
+
+
+@pytest.mark.parametrize("setting", ["none", "full", "selective", 2])
+def test_fsdp_and_recompute_give_the_gradients_of_one_process(pool, setting):
+    """Two ranks, one video each; the loss is a sum, and so are gradients over ranks."""
+    expected = gradients(make_model(), *inputs())
+    for found in pool.run(2, sharded_gradients, setting):
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert relative(found[name], gradient) < 1e-5, name
+
+
+def gradients(model: Wan, latents: Tensor | list[Tensor], timestep: Tensor, text: Tensor) -> dict[str, Tensor]:
+    out = model(latents, timestep, text)
+    sum(video.square().sum() for video in out).backward()
+    return {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+def sharded_gradients(setting: str | int) -> dict[str, Tensor]:
+    model, mesh = make_model(), parameter_mesh(2)
+    recompute(model.blocks, setting)
+    shard(model, model.blocks, mesh)
+    return gradients(model, *(value[torch.distributed.get_rank()][None] for value in inputs()))
+
+
+@pytest.mark.parametrize("form", ["allgather", "ulysses"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_context_parallelism_gives_the_gradients_of_one_process(pool, form, packed):
+    """Every rank computes the whole loss, from the tokens of all: the sum over ranks is twice one process's."""
+    videos = packed_inputs() if packed else inputs()
+    expected = gradients(make_model(), *videos)
+    for found in pool.run(2, shared_gradients, videos, form):
+        for name, gradient in expected.items():
+            assert relative(found[name], 2 * gradient) < 1e-5, name
+
+
+def packed_inputs() -> tuple[list[Tensor], Tensor, Tensor]:
+    """16 tokens of three videos, cut within the second."""
+    videos = [inputs(1, grid)[0][0] for grid in [(1, 2, 4), (2, 4, 4), (3, 2, 4)]]
+    _, timestep, text = inputs(3)
+    return videos, timestep, text
+
+
+def shared_gradients(videos: tuple, form: str) -> dict[str, Tensor]:
+    model, mesh = make_model(), init_device_mesh("cpu", (2,))
+    context_parallel(model, mesh, form)
+    model.share = lambda x: x[:, places(x.shape[1], mesh, form)]
+    model.join = lambda x: gather_row(x, 1, mesh, form)
+    found = gradients(model, *videos)
+    for gradient in found.values():
+        torch.distributed.all_reduce(gradient)
+    return found

@@ -1,0 +1,217 @@
+"""Nemotron-H, with and without latent experts, and GPT-2, which has GPT-3's architecture, against transformers."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from transformers import GPT2Config, NemotronHConfig
+
+from minitrain import InputError, load_pretrained, save_pretrained
+from minitrain.models.checkpoint_hf import load_weights, read_config, save_tensors
+from minitrain.models.decoder import Decoder
+from minitrain.models.zoo import model_config
+from tests.parity import hf_models
+from tests.parity.hf_models import random_tokens, reload
+
+_HYBRID = dict(
+    vocab_size=96, hidden_size=48, intermediate_size=80, num_attention_heads=6, num_key_value_heads=2, head_dim=16,
+    layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+    max_position_embeddings=256, ssm_state_size=16, mamba_num_heads=8, mamba_head_dim=12, conv_kernel=3, chunk_size=32,
+    n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, moe_shared_expert_intermediate_size=56,
+    routed_scaling_factor=2.5, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+CONFIGS = {
+    "nemotron_h": lambda: NemotronHConfig(**_HYBRID, n_groups=2, time_step_min=1e-30, layer_norm_epsilon=1e-3),
+    "nemotron_h-latent": lambda: NemotronHConfig(**_HYBRID, n_groups=4, moe_latent_size=24, n_group=2, topk_group=1),
+    "nemotron_h-least-dt": lambda: NemotronHConfig(**_HYBRID, n_groups=2, time_step_min=0.6),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=96, n_embd=48, n_layer=3, n_head=6, n_positions=64, n_inner=80, layer_norm_epsilon=1e-3,
+    ),
+}  # fmt: skip
+HYBRIDS = [name for name in CONFIGS if name != "gpt2"]
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch):
+    """hf_models builds these families too."""
+    monkeypatch.setattr(hf_models, "CONFIGS", CONFIGS)
+
+
+def build(family):
+    """The transformers model, with random selection biases too, and every expert computed by itself."""
+    model = hf_models.build(family)
+    model.set_experts_implementation("eager")
+    generator = torch.Generator().manual_seed(1)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0, 0.3, generator=generator)
+    return model
+
+
+@pytest.fixture(params=CONFIGS)
+def pair(request, tmp_path):
+    """The same weights in transformers and here, through a checkpoint on disk."""
+    theirs = build(request.param)
+    theirs.save_pretrained(tmp_path / "theirs")
+    return theirs, load_pretrained(tmp_path / "theirs")
+
+
+def assert_same_gradients(ours, theirs, path):
+    """Ours are written as a checkpoint, so that transformers tells which of its parameters each belongs to."""
+    tensors = ours.state_dict(keep_vars=True)
+    gradients = {name: tensor.grad if tensor.requires_grad else tensor for name, tensor in tensors.items()}
+    save_tensors(gradients.items(), ours.config, torch.float32, path)
+    found = dict(reload(path).named_parameters())
+    for name, parameter in theirs.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        assert (found[name] - gradient).norm() <= 1e-3 * gradient.norm(), name
+        assert gradient.norm() > 0, name
+
+
+def test_logits_and_gradients(pair, tmp_path):
+    theirs, ours = pair
+    tokens = random_tokens(2, 44)
+    expected, found = theirs(tokens).logits, ours(tokens)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    expected.backward(cotangent)
+    found.backward(cotangent)
+    assert_same_gradients(ours, theirs, tmp_path / "gradients")
+
+
+def test_packed_documents_equal_each_document_alone(pair, tmp_path):
+    theirs, ours = pair
+    rows = [[9, 1, 20, 14], [32, 12]]
+    tokens = random_tokens(2, 44)
+    documents = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows])
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
+    pieces = [piece for i, row in enumerate(rows) for piece in tokens[i].split(row)]
+    expected = torch.cat([theirs(piece[None]).logits[0] for piece in pieces]).view(2, 44, -1)
+    found = ours(tokens, positions=positions, documents=documents)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    expected.backward(cotangent)
+    found.backward(cotangent)
+    assert_same_gradients(ours, theirs, tmp_path / "gradients")
+
+
+@pytest.mark.parametrize("max_shard_bytes", [5 * 10**9, 40_000])
+def test_transformers_reads_what_we_write(pair, max_shard_bytes, tmp_path):
+    theirs, ours = pair
+    tokens = random_tokens(2, 40)
+    save_pretrained(ours, tmp_path / "ours", max_shard_bytes=max_shard_bytes)
+    again = reload(tmp_path / "ours")
+    again.set_experts_implementation("eager")
+    assert type(again) is type(theirs)
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, theirs(tokens).logits)
+    assert read_config(tmp_path / "ours") == ours.config
+
+
+def test_each_process_reads_only_its_slices(pair, tmp_path):
+    """The last two thirds of the rows; of matrices, of those the first half of the columns."""
+    _, full = pair
+    parts = {}
+
+    def owned(parameter):
+        slices = (slice(parameter.shape[0] // 3, parameter.shape[0]), slice(0, parameter.shape[-1] // 2))
+        slices = slices[: parameter.ndim] + tuple(slice(0, n) for n in parameter.shape[2:])
+        parts[parameter] = (torch.full_like(parameter[slices], torch.nan), slices)
+        return parts[parameter]
+
+    model = Decoder(full.config)
+    load_weights(model, tmp_path / "theirs", owned)
+    for name, parameter in model.state_dict(keep_vars=True).items():
+        local, slices = parts[parameter]
+        assert torch.equal(local, full.state_dict()[name][slices]), name
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_both_spellings_of_the_pattern(family, tmp_path):
+    build(family).save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    expected = read_config(tmp_path)
+    assert expected.layer_pattern == "ME*-ME"
+    del raw["layers_block_type"]
+    (tmp_path / "config.json").write_text(json.dumps(raw | dict(hybrid_override_pattern="ME*-ME", num_hidden_layers=6)))
+    assert read_config(tmp_path) == expected
+
+
+def test_weights_of_further_predictions_are_ignored(tmp_path):
+    """Nemotron 3 Super comes with layers that predict more than one token."""
+    ours = Decoder(model_config("nemotron3-super-120b-a12b-tiny"))
+    for i, (name, parameter) in enumerate(ours.named_parameters()):
+        ours.initialize_parameter(name, parameter, torch.Generator().manual_seed(i))
+    extra = {"mtp.layers.0.eh_proj.weight": torch.ones(2, 2)}
+    save_tensors([*ours.state_dict().items(), *extra.items()], ours.config, torch.float32, tmp_path)
+    tokens = random_tokens(1, 8)
+    assert torch.equal(load_pretrained(tmp_path)(tokens), ours(tokens))
+
+
+@pytest.mark.parametrize("name", ["nemotron3-nano-30b-a3b", "nemotron3-super-120b-a12b", "gpt3-175b"])
+def test_models_of_the_zoo_can_be_saved(name, tmp_path):
+    """transformers builds the tiny twin from what we write, and computes what it computes."""
+    ours = Decoder(model_config(name + "-tiny"))
+    for i, (key, parameter) in enumerate(ours.named_parameters()):
+        ours.initialize_parameter(key, parameter, torch.Generator().manual_seed(i))
+    save_pretrained(ours, tmp_path)
+    tokens = random_tokens(1, 40)
+    torch.testing.assert_close(ours(tokens), reload(tmp_path)(tokens).logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "family, changes, parts",
+    [
+        ("nemotron_h", dict(layers_block_type=["moe", "conv"]), ["layers_block_type", "'conv'"]),
+        ("nemotron_h", dict(layers_block_type=None), ["hybrid_override_pattern", "missing"]),
+        ("nemotron_h", dict(layers_block_type=None, hybrid_override_pattern="MXM"), ["'X'", "M * E -"]),
+        ("nemotron_h", dict(use_bias=True), ["use_bias"]),
+        ("nemotron_h", dict(use_conv_bias=False), ["use_conv_bias"]),
+        ("nemotron_h", dict(mlp_hidden_act="silu"), ["silu", "relu2"]),
+        ("nemotron_h", dict(n_groups=3), ["mamba_n_groups=3", "mamba_num_heads=8"]),
+        ("nemotron_h", dict(num_experts_per_tok=9), ["num_experts_per_tok=9", "num_experts=8"]),
+        ("gpt2", dict(scale_attn_weights=False), ["scale_attn_weights"]),
+        ("gpt2", dict(add_cross_attention=True), ["add_cross_attention"]),
+        ("gpt2", dict(activation_function="relu"), ["relu", "gelu_new"]),
+    ],
+)
+def test_configs_that_the_decoder_cannot_compute(family, changes, parts, tmp_path):
+    build(family).save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+    with pytest.raises(InputError) as caught:
+        read_config(tmp_path)
+    for part in [str(tmp_path / "config.json"), *parts]:
+        assert part in str(caught.value)
+
+
+def test_gpt2_defaults(tmp_path):
+    """Files on the hub leave out the width of the MLP and that embeddings are tied."""
+    build("gpt2").save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    del raw["n_inner"], raw["tie_word_embeddings"], raw["scale_attn_weights"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = read_config(tmp_path)
+    assert config.intermediate_size == 4 * 48
+    assert config.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("gpt3-175b-tiny", dict(num_key_value_heads=4)),
+        ("gpt3-175b-tiny", dict(head_dim=32)),
+        ("gpt3-175b-tiny", dict(position_embedding="rotary")),
+        ("gpt3-175b-tiny", dict(o_bias=False)),
+        ("nemotron3-nano-30b-a3b-tiny", dict(position_embedding="rotary")),
+        ("nemotron3-nano-30b-a3b-tiny", dict(scoring_func="softmax", routed_scaling_factor=1.0)),
+        ("llama3-8b-tiny", dict(layer_pattern="*-*-")),
+        ("llama3-8b-tiny", dict(time_step_min=0.1)),
+    ],
+)
+def test_models_without_a_place_in_transformers(name, changes, tmp_path):
+    config = dataclasses.replace(model_config(name), **changes)
+    with torch.device("meta"), pytest.raises(InputError, match=next(iter(changes))):
+        save_pretrained(Decoder(config), tmp_path / "ours")

@@ -1,0 +1,167 @@
+"""Mixture-of-experts families against transformers: logits, every gradient, files; packed rows; the balancing loss."""
+
+import json
+
+import pytest
+import torch
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from minitrain import load_pretrained, save_pretrained
+from minitrain.models.config_hf import read_config
+from minitrain.models.layers import rotary_frequencies, rotary_magnitude
+from minitrain.models.moe import Router
+from tests.parity.hf_models import MOE_CONFIGS, build, random_tokens, reload
+
+
+@pytest.fixture(params=MOE_CONFIGS)
+def pair(request, tmp_path):
+    """The same weights in transformers and here, through a checkpoint on disk."""
+    theirs = build(request.param)
+    theirs.save_pretrained(tmp_path)
+    return theirs, load_pretrained(tmp_path)
+
+
+def in_our_layout(name, gradient, gpt_oss):
+    """transformers stacks experts as we do, but GPT-OSS's transposed, with gate and up columns in turn."""
+    name = name.replace(".router.", ".gate.")
+    if gpt_oss and name.endswith(("gate_up_proj", "down_proj")):
+        gradient = gradient.transpose(1, 2)
+    if gpt_oss and "gate_up_proj" in name:
+        gradient = torch.cat([gradient[:, ::2], gradient[:, 1::2]], dim=1)
+    return name, gradient
+
+
+def assert_same_gradients(ours, theirs):
+    gpt_oss = theirs.config.model_type == "gpt_oss"
+    expected = dict(in_our_layout(name, p.grad, gpt_oss) for name, p in theirs.named_parameters())
+    found = {name: p.grad for name, p in ours.named_parameters()}
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient.norm() > 0, name
+        assert (found[name] - gradient).norm() <= 1e-3 * gradient.norm(), name
+
+
+def assert_same(found, expected, ours, theirs):
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    expected.backward(cotangent)
+    found.backward(cotangent)
+    assert_same_gradients(ours, theirs)
+
+
+def test_logits_and_gradients(pair):
+    theirs, ours = pair
+    tokens = random_tokens(2, 40)
+    assert_same(ours(tokens), theirs(tokens).logits, ours, theirs)
+
+
+def test_packed_documents_equal_each_document_alone(pair):
+    theirs, ours = pair
+    rows = [[9, 1, 20, 10], [25, 15]]
+    tokens = random_tokens(2, 40)
+    documents = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows])
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
+    pieces = [piece for i, row in enumerate(rows) for piece in tokens[i].split(row)]
+    expected = torch.cat([theirs(piece[None]).logits[0] for piece in pieces]).view(2, 40, -1)
+    assert_same(ours(tokens, positions=positions, documents=documents), expected, ours, theirs)
+
+
+# Each value of the oracle's config must matter, or the tests above would not see it wrong.
+@pytest.mark.parametrize(
+    "family, changes",
+    [
+        ("mixtral", dict(num_experts_per_tok=3)),
+        ("deepseek-v3", dict(topk_group=3)),
+        ("deepseek-v3", dict(n_group=2)),
+        ("deepseek-v3", dict(routed_scaling_factor=2.4)),
+        ("deepseek-v3", dict(beta_fast=32.0)),
+        ("deepseek-v3", dict(mscale_all_dim=0.9)),
+        ("deepseek-v3", dict(mscale=0.9)),
+        ("gpt-oss", dict(sliding_window=9)),
+        ("gpt-oss", dict(truncate=True)),
+    ],
+)
+def test_oracle_has_the_quirk_on(family, changes):
+    theirs, tokens = build(family), random_tokens(2, 40)
+    rope = theirs.config.rope_parameters
+    in_rope = {key: value for key, value in changes.items() if key in rope}
+    changed = build(family, **(dict(rope_parameters=rope | in_rope) if in_rope else changes))
+    with torch.no_grad():
+        assert (changed(tokens).logits - theirs(tokens).logits).abs().max() > 1e-2
+
+
+def test_gpt_oss_clamps_some_activations(tmp_path):
+    """Inside the oracle's experts, both limits are met, so that gradients outside of them are compared too."""
+    theirs = build("gpt-oss")
+    theirs.save_pretrained(tmp_path)
+    ours, seen = load_pretrained(tmp_path), []
+    experts = ours.model.layers["1"].mlp.experts
+    gated, experts.gated = experts.gated, lambda gate, up: seen.append((gate, up)) or gated(gate, up)
+    ours(random_tokens(2, 40))
+    ((gate, up),) = seen
+    assert (gate > 7).any() and (up.abs() > 7).any() and (gate < 7).float().mean() > 0.5
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "kimi-k2", "gpt-oss"])
+def test_yarn_frequencies(family, tmp_path):
+    theirs = build(family)
+    theirs.save_pretrained(tmp_path)
+    config, oracle = read_config(tmp_path), theirs.model.rotary_emb
+    found = rotary_frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling)
+    torch.testing.assert_close(found, oracle.inv_freq, atol=0, rtol=1e-6)
+    assert rotary_magnitude(config.rope_scaling) == pytest.approx(oracle.attention_scaling, rel=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------------------- round trips
+
+
+@pytest.mark.parametrize("max_shard_bytes", [5 * 10**9, 40_000])
+@pytest.mark.parametrize("family", MOE_CONFIGS)
+def test_transformers_reads_what_we_write(family, max_shard_bytes, tmp_path):
+    theirs, tokens = build(family), random_tokens(2, 40)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size=max_shard_bytes)
+    save_pretrained(load_pretrained(tmp_path / "theirs"), tmp_path / "ours", max_shard_bytes=max_shard_bytes)
+    again = reload(tmp_path / "ours")
+    assert type(again) is type(theirs)
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, theirs(tokens).logits)
+    assert read_config(tmp_path / "ours") == read_config(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("family", MOE_CONFIGS)
+def test_same_tensor_names_as_transformers_writes(family, tmp_path):
+    build(family).save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    save_pretrained(load_pretrained(tmp_path / "theirs"), tmp_path / "ours", max_shard_bytes=20_000)
+    names = [json.loads((tmp_path / who / "model.safetensors.index.json").read_text()) for who in ("ours", "theirs")]
+    ours, theirs = (set(index["weight_map"]) for index in names)
+    assert ours == theirs
+
+
+def test_selection_bias_stays_in_fp32(tmp_path):
+    theirs = build("deepseek-v3")
+    bias = theirs.model.layers[1].mlp.gate.e_score_correction_bias.clone()
+    theirs.save_pretrained(tmp_path / "fp32")
+    model = load_pretrained(tmp_path / "fp32", dtype=torch.bfloat16)
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    assert torch.equal(model.model.layers["1"].mlp.gate.e_score_correction_bias, bias)
+    save_pretrained(model, tmp_path / "bf16")
+    assert torch.equal(load_pretrained(tmp_path / "bf16").model.layers["1"].mlp.gate.e_score_correction_bias, bias)
+    cast = load_pretrained(tmp_path / "fp32").to(torch.bfloat16)
+    assert torch.equal(cast.model.layers["1"].mlp.gate.e_score_correction_bias, bias)
+
+
+# -------------------------------------------------------------------------------------------------------------- balance
+
+
+def test_auxiliary_loss_has_the_gradient_of_transformers():
+    """Theirs has f sum to top_k, ours to 1; both over all tokens of one layer."""
+    torch.manual_seed(0)
+    router, x = Router(16, num_experts=6, top_k=2, aux_loss_coef=0.3), torch.randn(2, 20, 16)
+    torch.nn.init.normal_(router.weight)
+    _, weights = router(x)
+    (found,) = torch.autograd.grad(weights.sum() * 0, router.weight)  # what is left is the attached loss
+    loss = 0.3 * load_balancing_loss_func((x.flatten(0, 1) @ router.weight.T,), 6, 2) / 2
+    (expected,) = torch.autograd.grad(loss, router.weight)
+    assert expected.norm() > 1e-3
+    torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-4)

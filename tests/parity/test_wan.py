@@ -1,0 +1,167 @@
+"""Wan against diffusers: output and every gradient, in both kinds; then what no layout or precision may change."""
+
+import dataclasses
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+
+from minitrain.errors import InputError
+from minitrain.models.wan import Wan, WanConfig
+from minitrain.models.zoo import model_config
+
+TINY = dict(
+    num_attention_heads=2, attention_head_dim=16, ffn_dim=48, num_layers=2, in_channels=4, out_channels=4, text_dim=24,
+    freq_dim=32,
+)  # fmt: skip
+CONFIGS = {"t2v": WanConfig(**TINY), "i2v": WanConfig(**TINY | dict(in_channels=9, image_dim=20))}
+PARAMETERS = {  # counted in the published checkpoints
+    "wan2.1-14b": 14_288_491_584,
+    "wan2.1-1.3b": 1_418_996_800,
+}
+
+
+def diffusers_twin(config: WanConfig, seed: int = 0) -> WanTransformer3DModel:
+    """diffusers' model of the same shape, every parameter random, norms and biases too, so that swaps show."""
+    image = dict(image_dim=config.image_dim, added_kv_proj_dim=config.dim) if config.image_dim else {}
+    fields = {key: getattr(config, key) for key in TINY}
+    model = WanTransformer3DModel(**fields, eps=config.eps, **image)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise * 0.15 if parameter.ndim > 1 else parameter + noise * 0.3)
+    return model
+
+
+def pair(kind: str) -> tuple[WanTransformer3DModel, Wan]:
+    theirs, ours = diffusers_twin(CONFIGS[kind]), Wan(CONFIGS[kind])
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def inputs(config: WanConfig, batch: int = 2, grid=(3, 6, 10), seed: int = 1) -> dict[str, torch.Tensor]:
+    """diffusers tells image from text tokens by counting 512 of the latter, in image-to-video models."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
+    values = dict(
+        latents=draw(batch, config.in_channels, *grid),
+        timestep=torch.linspace(998.39, 20.5, batch),
+        text=draw(batch, 512 if config.image_dim else 7, config.text_dim),
+    )
+    return values | (dict(image=draw(batch, 5, config.image_dim)) if config.image_dim else {})
+
+
+def run_diffusers(model, latents, timestep, text, image=None):
+    return model(latents, timestep, text, encoder_hidden_states_image=image, return_dict=False)[0]
+
+
+def gradients(model, out: torch.Tensor) -> dict[str, torch.Tensor]:
+    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)))
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual.double() - expected).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_output_and_gradients_equal_diffusers(kind):
+    theirs, ours = pair(kind)
+    given = inputs(CONFIGS[kind])
+    given["latents"].requires_grad_()
+    expected = run_diffusers(theirs, **given)
+    expected_gradients = gradients(theirs, expected)
+    input_gradient, given["latents"].grad = given["latents"].grad, None
+    found = ours(**given)
+    found_gradients = gradients(ours, found)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert relative(given["latents"].grad, input_gradient) < 1e-5
+    assert found_gradients.keys() == expected_gradients.keys()
+    for name, gradient in expected_gradients.items():
+        assert gradient.norm() > 0, name
+        assert relative(found_gradients[name], gradient) < 1e-5, name
+
+
+def test_packed_videos_equal_each_alone():
+    """Videos of three shapes in one sequence, each with its own timestep and text."""
+    _, ours = pair("i2v")
+    videos = [inputs(CONFIGS["i2v"], 1, grid, seed) for seed, grid in enumerate([(2, 4, 6), (1, 8, 2), (3, 2, 4)])]
+    for i, video in enumerate(videos):
+        video.update(timestep=torch.tensor([300.0 * i + 5]), text=video["text"][:, :9])
+    alone = [ours(**video)[0] for video in videos]
+    alone_gradients = gradients(ours, torch.cat([out.flatten() for out in alone]))
+    ours.zero_grad()
+    together = {key: torch.cat([video[key] for video in videos]) for key in ("timestep", "text", "image")}
+    packed = ours([video["latents"][0] for video in videos], **together)
+    packed_gradients = gradients(ours, torch.cat([out.flatten() for out in packed]))
+    for found, expected in zip(packed, alone, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    for name, gradient in alone_gradients.items():
+        assert relative(packed_gradients[name], gradient) < 1e-5, name
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_as_published(name):
+    with torch.device("meta"):
+        model = Wan(model_config(name))
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
+
+
+def test_image_to_video_parameters_as_published():
+    with torch.device("meta"):
+        model = Wan(dataclasses.replace(model_config("wan2.1-14b"), in_channels=36, image_dim=1280))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 16_394_878_784
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_tiny_twins(name):
+    config = model_config(name + "-tiny")
+    assert sum(parameter.numel() for parameter in Wan(config).parameters()) < 500_000
+    assert config.num_layers % 4 == 0 and config.num_attention_heads % 4 == 0
+    run_diffusers(diffusers_twin(config), **inputs(config))
+
+
+def test_initial_weights():
+    """Zero velocity at first; the rest with the spread that the original gives it."""
+    config = WanConfig(num_attention_heads=8, attention_head_dim=32, ffn_dim=512, num_layers=1, text_dim=64)
+    model = Wan(config)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        parameter.data.fill_(torch.nan)
+        model.initialize_parameter(name, parameter.data, generator)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert (model(torch.randn(1, 16, 1, 4, 4), torch.tensor([500.0]), torch.randn(1, 3, 64)) == 0).all()
+    block, embedder = model.blocks[0], model.condition_embedder
+    spreads = {
+        block.attn1.to_q.weight: (2 / (256 + 256)) ** 0.5,
+        block.ffn.net["2"].weight: (2 / (256 + 512)) ** 0.5,
+        model.patch_embedding.weight: (2 / (256 + 64)) ** 0.5,
+        embedder.text_embedder.linear_1.weight: 0.02,
+        embedder.time_embedder.linear_2.weight: 0.02,
+        embedder.time_proj.weight: (2 / (256 + 6 * 256)) ** 0.5,
+        block.scale_shift_table: 256**-0.5,
+    }
+    for parameter, expected in spreads.items():
+        assert parameter.std().item() == pytest.approx(expected, rel=0.05)
+    assert (block.norm2.weight == 1).all() and (block.attn2.norm_k.weight == 1).all() and (block.norm2.bias == 0).all()
+
+
+def test_mistakes():
+    t2v, i2v = (Wan(config) for config in CONFIGS.values())
+    given = inputs(CONFIGS["t2v"])
+    with pytest.raises(InputError, match=r"\[3, 5, 10\] frames, rows, columns do not divide into patches \(1, 2, 2\)"):
+        t2v(**given | dict(latents=given["latents"][..., :5, :]))
+    with pytest.raises(InputError, match="takes no image"):
+        t2v(**given, image=torch.zeros(2, 5, 20))
+    with pytest.raises(InputError, match="needs an image"):
+        i2v(**inputs(CONFIGS["i2v"]) | dict(image=None))
+    with pytest.raises(InputError, match=r"model\.attention_head_dim=15 must be even"):
+        WanConfig(attention_head_dim=15)
+    with pytest.raises(InputError, match=r"model\.num_layers=0 must be at least 1"):
+        WanConfig(num_layers=0)
+    with pytest.raises(InputError, match=r"model\.patch_size=\[2, 2\] must be three numbers"):
+        WanConfig(patch_size=(2, 2))
+    with pytest.raises(InputError, match=r"model\.image_dim=0 must be at least 1"):
+        WanConfig(image_dim=0)

@@ -1,0 +1,69 @@
+"""Wan's FLOPs against torch's own counter, and the published rows."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from minitrain.bench.flops_wan import forward_flops, implied_step_time, training_flops
+from minitrain.models.wan import Wan, WanConfig
+from minitrain.models.zoo import model_config
+
+ROWS = {row["id"]: row for row in yaml.safe_load((Path(__file__).parent / "published/tables.yaml").read_text())}
+
+
+@pytest.mark.parametrize("patch", [(1, 2, 2), (2, 1, 2)])
+def test_formula_is_what_torch_counts(patch):
+    """Forward, all but the timestep's three products; attention as plain products, as torch counts no others on CPU."""
+    config = WanConfig(num_attention_heads=2, attention_head_dim=16, ffn_dim=48, num_layers=3, text_dim=24, freq_dim=32,
+                       patch_size=patch)  # fmt: skip
+    model, grid, texts = Wan(config), (4, 4, 6), 7
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        model(torch.randn(1, 16, *grid), torch.tensor([5.0]), torch.randn(1, texts, 24))
+    timestep = 2 * (config.freq_dim * config.dim + 7 * config.dim**2)
+    tokens = math.prod(grid) // math.prod(patch)
+    assert counter.get_total_flops() == forward_flops(config, tokens, texts) + timestep
+
+
+def test_training_is_three_times_forward_in_torch_too():
+    """But for what needs no gradient: the text's and the patches' own."""
+    config = model_config("wan2.1-1.3b-tiny")
+    model = Wan(config)
+    given = torch.randn(1, 16, 2, 8, 8).requires_grad_(), torch.tensor([5.0]), torch.randn(1, 9, 64).requires_grad_()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(*given).sum().backward()
+    timestep = 2 * (config.freq_dim * config.dim + 7 * config.dim**2)
+    no_input_gradient = 2 * config.freq_dim * config.dim
+    assert counter.get_total_flops() == training_flops(config, 32, 9) + 3 * timestep - no_input_gradient
+
+
+@pytest.mark.parametrize("name, tokens, petaflops, per_token", [
+    ("wan2.1-14b", 37440, 6.184, 165.2),
+    ("wan2.1-14b", 32760, 5.035, 153.7),
+    ("wan2.1-14b", 75600, 19.570, 258.9),
+    ("wan2.1-1.3b", 32760, 0.849, 25.9),
+])  # fmt: skip
+def test_figures_of_the_published_shapes(name, tokens, petaflops, per_token):
+    """As its authors' formula gives them, evaluated apart from this code."""
+    flops = training_flops(model_config(name), tokens)
+    assert flops / 1e15 == pytest.approx(petaflops, abs=6e-4)
+    assert flops / tokens / 1e9 == pytest.approx(per_token, abs=0.05)
+
+
+@pytest.mark.parametrize("name, seconds", [
+    ("dfm-wan2.1-14b-gb200-32gpu", 15.70),
+    ("dfm-wan2.1-14b-gb300-32gpu", 12.10),
+    ("dfm-wan2.1-14b-h100-128gpu", 18.98),
+    ("dfm-wan2.1-14b-h100-8gpu", 35.16),
+    ("dfm-wan2.1-14b-h100-64gpu", 27.02),
+])  # fmt: skip
+def test_step_times_that_the_rows_imply(name, seconds):
+    """6.184 PFLOP a video, by hand: x videos per GPU / the row's TFLOP/s."""
+    row = ROWS[name]
+    config = model_config(row["arch"])
+    implied = implied_step_time(config, row["seq_len"], row["tflops_per_gpu"], row["gbs"], row["gpus"])
+    assert implied == pytest.approx(seconds, abs=0.01)

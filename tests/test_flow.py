@@ -1,0 +1,221 @@
+"""Flow matching against closed forms: distributions of sigma, the loss of known velocities, and what seeds fix."""
+
+import math
+from statistics import NormalDist
+
+import pytest
+import torch
+from diffusers.training_utils import compute_density_for_timestep_sampling
+
+from minitrain.errors import InputError
+from minitrain.models.wan import Wan
+from minitrain.models.zoo import model_config
+from minitrain.training.flow import Diffusion, FlowMatching, Noised, loss_by_quartile, sigma_from_uniform, weight
+
+EVEN = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000  # a stand-in for uniform random numbers
+
+
+class Clips:
+    """Row n: latents filled with n + 1, a text of ones."""
+
+    def __len__(self) -> int:
+        return 50
+
+    def row(self, n: int) -> dict[str, torch.Tensor]:
+        return {"latents": torch.full((2, 1, 2, 4), n + 1.0), "text": torch.ones(3, 5)}
+
+
+def batch_of(dataset, numbers) -> dict[str, torch.Tensor]:
+    rows = [dataset.row(n) for n in numbers]
+    return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+# -------------------------------------------------------------------------------------------------------------- sigmas
+
+
+def share_below(sigmas: torch.Tensor, limit: float) -> float:
+    return (sigmas < limit).double().mean().item()
+
+
+@pytest.mark.parametrize("limit", [0.1, 0.37, 0.5, 0.9])
+def test_logit_normal_and_mixed_have_the_closed_form(limit):
+    mean, std, share = 0.3, 0.8, 0.25
+    normal = NormalDist(mean, std).cdf(math.log(limit / (1 - limit)))
+    for sampling, expected in (("logit_normal", normal), ("mixed", share * limit + (1 - share) * normal)):
+        settings = Diffusion(sampling, mean=mean, std=std, uniform_share=share, shift=1)
+        assert share_below(sigma_from_uniform(EVEN, settings), limit) == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0.0, 1.29, 1.75])
+def test_mode_is_that_of_diffusers(scale):
+    theirs = compute_density_for_timestep_sampling("mode", 64, mode_scale=scale, generator=torch.manual_seed(0))
+    u = torch.rand(64, generator=torch.manual_seed(0)).double()
+    ours = sigma_from_uniform(u, Diffusion("mode", mode_scale=scale, shift=1))
+    torch.testing.assert_close(ours.float(), theirs, atol=1e-6, rtol=1e-6)
+
+
+def test_mixed_at_its_ends_is_one_of_its_parts():
+    for share, part in ((0.0, "logit_normal"), (1.0, "uniform")):
+        mixed = sigma_from_uniform(EVEN, Diffusion("mixed", uniform_share=share))
+        torch.testing.assert_close(mixed, sigma_from_uniform(EVEN, Diffusion(part)))
+
+
+@pytest.mark.parametrize("shift", [0.5, 1.0, 3.0, 5.0])
+def test_shift_is_the_published_one(shift):
+    """s = shift / (shift + 1 / u - 1), which moves the median of a uniform u to shift / (shift + 1)."""
+    sigmas = sigma_from_uniform(EVEN, Diffusion("uniform", shift=shift))
+    torch.testing.assert_close(sigmas, shift / (shift + 1 / EVEN - 1))
+    assert sigmas.median().item() == pytest.approx(shift / (shift + 1), abs=1e-3)
+
+
+def test_limits_clamp():
+    sigmas = sigma_from_uniform(EVEN, Diffusion(shift=1, sigma_min=0.2, sigma_max=0.9))
+    assert sigmas.min() == 0.2 and sigmas.max() == 0.9
+    assert share_below(sigmas, 0.5) == pytest.approx(0.5, abs=1e-3)
+
+
+def test_weights():
+    assert (weight(EVEN, Diffusion()) == 1).all()
+    torch.testing.assert_close(weight(EVEN, Diffusion(weighting="linear", shift=3)), 1 + 3 * EVEN)
+    bell = weight(EVEN, Diffusion(weighting="bell"))
+    assert bell.mean().item() == pytest.approx(1, abs=1e-5)
+    t = 1000 * EVEN  # as DiffSynth writes it, over evenly spaced timesteps
+    theirs = torch.exp(-2 * ((t - 500) / 1000) ** 2)
+    theirs = theirs - theirs.min()
+    torch.testing.assert_close(bell, theirs / theirs.mean(), atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("settings, message", [
+    (dict(sampling="logitnormal"), "diffusion.sampling='logitnormal' is not one of uniform, logit_normal, mode, mixed"),
+    (dict(weighting="min_snr"), "diffusion.weighting='min_snr' is not one of none, linear, bell"),
+    (dict(shift=0), "diffusion.shift=0 must be above 0"),
+    (dict(std=-1), "diffusion.std=-1 must be above 0"),
+    (dict(text_dropout=1.1), "diffusion.text_dropout=1.1 must be between 0 and 1"),
+    (dict(uniform_share=-0.1), "diffusion.uniform_share=-0.1 must be between 0 and 1"),
+    (dict(mode_scale=2), "diffusion.mode_scale=2 must be between -1 and 1.75"),
+    (dict(sigma_min=0.5, sigma_max=0.5), "must be between 0 and 1, the first below the second"),
+    (dict(sigma_max=1000), "must be between 0 and 1, the first below the second"),
+], ids=str)  # fmt: skip
+def test_unknown_settings_are_refused(settings, message):
+    with pytest.raises(InputError) as error:
+        Diffusion(**settings)
+    assert message in str(error.value)
+    with pytest.raises(TypeError):
+        Diffusion(timestep_sampling="uniform")
+
+
+# ------------------------------------------------------------------------------------------------------ what seeds fix
+
+
+def assert_same(one: dict, other: dict) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_rows_depend_on_seed_and_number_alone():
+    dataset, again = (Noised(Clips(), Diffusion(), seed=3) for _ in range(2))
+    rows = [dataset.row(n) for n in range(6)]
+    for n in reversed(range(6)):
+        assert_same(again.row(n), rows[n])
+    noise = [row["noise"] for row in rows] + [Noised(Clips(), Diffusion(), seed=4).row(0)["noise"]]
+    noise += [Noised(Clips(), Diffusion(), seed=3, held_out=True).row(0)["noise"]]
+    assert all(not torch.equal(noise[i], noise[j]) for i in range(8) for j in range(i))
+
+
+def test_noise_and_sigma_have_their_distributions():
+    rows = [Noised(Clips(), Diffusion(shift=3), seed=0).row(n) for n in range(2000)]
+    noise = torch.stack([row["noise"] for row in rows])
+    assert noise.mean().abs() < 0.02 and noise.std().item() == pytest.approx(1, abs=0.02)
+    sigmas = torch.stack([row["sigma"] for row in rows])
+    assert sigmas.dtype == torch.float32  # bf16 would know only 8 bits of a timestep
+    assert share_below(sigmas, 0.75) == pytest.approx(0.5, abs=0.05)
+
+
+def test_text_is_hidden_in_the_right_share():
+    kept = [Noised(Clips(), Diffusion(text_dropout=0.3), seed=0).row(n)["text"] for n in range(1000)]
+    assert all((text == 0).all() or (text == 1).all() for text in kept)
+    assert sum((text == 0).all().item() for text in kept) / 1000 == pytest.approx(0.3, abs=0.05)
+
+
+def test_held_out_rows_show_their_text_and_cover_all_sigmas():
+    """Any 40 consecutive rows put 10 in each quartile, give or take two, whatever the settings."""
+    dataset = Noised(Clips(), Diffusion(shift=5, sigma_max=0.4, text_dropout=1.0), seed=0, held_out=True)
+    rows = [dataset.row(n) for n in range(60)]
+    assert all((row["text"] == 1).all() for row in rows)
+    for first in range(20):
+        quartiles = [int(4 * row["sigma"]) for row in rows[first : first + 40]]
+        assert all(8 <= quartiles.count(q) <= 12 for q in range(4))
+
+
+# ------------------------------------------------------------------------------------------------------------ the loss
+
+
+def test_loss_of_known_velocities():
+    """The right velocity costs nothing; a constant 0 costs the mean square of noise - data, and more with weights."""
+    batch = batch_of(Noised(Clips(), Diffusion(), seed=0), range(5))
+    target = batch["noise"] - batch["latents"]
+    sigma = batch["sigma"].view(-1, 1, 1, 1, 1)
+
+    def perfect(noisy, timestep, text):
+        torch.testing.assert_close(noisy, (1 - sigma) * batch["latents"] + sigma * batch["noise"])
+        torch.testing.assert_close(timestep, 1000 * batch["sigma"])
+        assert torch.equal(text, batch["text"])
+        return target
+
+    def still(noisy, timestep, text):
+        return torch.zeros_like(noisy).bfloat16()
+
+    objective = FlowMatching(Diffusion())
+    assert objective.count(batch) == 5 * 16
+    assert objective.loss(perfect, batch) == 0
+    torch.testing.assert_close(objective.loss(still, batch), target.square().sum())
+    linear = FlowMatching(Diffusion(weighting="linear", shift=2)).loss(still, batch)
+    torch.testing.assert_close(linear, ((1 + 2 * sigma) * target.square()).sum())
+
+
+def test_loss_by_quartile_of_sigma():
+    """Two quartiles seen in two calls; the unweighted error of each, once."""
+    objective = FlowMatching(Diffusion(weighting="linear"))
+    batch = batch_of(Noised(Clips(), Diffusion(), seed=0), range(4)) | {"sigma": torch.tensor([0.3, 0.49, 1.0, 0.26])}
+    errors = (batch["noise"] - batch["latents"]).square().flatten(1).mean(1)
+
+    def still(noisy, timestep, text):
+        return torch.zeros_like(noisy)
+
+    for part in (slice(0, 1), slice(1, 4)):
+        objective.loss(still, {key: value[part] for key, value in batch.items()})
+    numbers = loss_by_quartile(objective.take_totals())
+    assert numbers.keys() == {"loss_sigma_q2", "loss_sigma_q4"}
+    assert numbers["loss_sigma_q2"] == pytest.approx(errors[[0, 1, 3]].mean().item(), rel=1e-5)
+    assert numbers["loss_sigma_q4"] == pytest.approx(errors[2].item(), rel=1e-5)
+    assert objective.take_totals() is None
+
+
+def make_model(**overrides) -> Wan:
+    torch.manual_seed(0)
+    return Wan(model_config("wan2.1-1.3b-tiny", **overrides))
+
+
+def test_image_to_video_sees_its_condition():
+    model = make_model(in_channels=5, out_channels=2, image_dim=6, text_dim=5)
+    batch = batch_of(Noised(Clips(), Diffusion(), seed=0), range(2))
+    batch |= {"condition": torch.randn(2, 3, 1, 2, 4), "image": torch.randn(2, 4, 6)}
+    loss = FlowMatching(Diffusion()).loss(model, batch)
+    s = batch["sigma"].view(-1, 1, 1, 1, 1)
+    noisy = torch.cat([(1 - s) * batch["latents"] + s * batch["noise"], batch["condition"]], dim=1)
+    velocity = model(noisy, 1000 * batch["sigma"], batch["text"], batch["image"])
+    torch.testing.assert_close(loss, (velocity - batch["noise"] + batch["latents"]).square().sum())
+
+
+def test_packed_loss_is_the_sum_of_each_alone():
+    model, objective = make_model(in_channels=2, out_channels=2, text_dim=5), FlowMatching(Diffusion())
+    shapes = [(2, 2, 2, 4), (2, 1, 4, 4), (2, 3, 2, 2)]
+    videos = [
+        {"latents": torch.randn(s), "noise": torch.randn(s), "sigma": torch.rand(()), "text": torch.randn(3, 5)}
+        for s in shapes
+    ]
+    alone = sum(objective.loss(model, {key: value[None] for key, value in video.items()}) for video in videos)
+    batch = {key: [video[key] for video in videos] for key in videos[0]}
+    batch |= {key: torch.stack(batch[key]) for key in ("sigma", "text")}
+    assert objective.count(batch) == sum(math.prod(shape) for shape in shapes)
+    torch.testing.assert_close(objective.loss(model, batch), alone)

@@ -1,0 +1,130 @@
+"""The cache of latents: every video once an epoch, one shape per micro-batch, files that are refused; packing."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from minitrain.errors import InputError
+from minitrain.training.flow import Diffusion
+from minitrain.training.latents import LatentCache, MockLatents, Packs, pack_first_fit, save_video
+
+SHAPES = [(2, 1, 2, 4), (2, 3, 4, 4)]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Five videos of the first shape and four of the second, filled with their own number, texts of 1 to 3 tokens."""
+    for i in range(9):
+        latents = torch.full(SHAPES[i >= 5], float(i), dtype=torch.float16)
+        save_video(tmp_path / f"{i}.safetensors", latents, torch.full((1 + i % 3, 6), 1.0 + i))
+    return tmp_path
+
+
+def number(row: dict) -> int:
+    return int(row["latents"].flatten()[0])
+
+
+def test_an_epoch_is_every_video_in_groups_of_one_shape(folder):
+    cache = LatentCache(folder, text_tokens=4, group=2, seed=0)
+    assert len(cache) == 6 + 4  # five videos take three groups of two: one video comes twice
+    orders = []
+    for epoch in range(2):
+        rows = [cache.row(n) for n in range(epoch * 10, epoch * 10 + 10)]
+        orders.append([number(row) for row in rows])
+        assert set(orders[-1]) == set(range(9))
+        for one, other in zip(rows[::2], rows[1::2], strict=True):
+            assert one["latents"].shape == other["latents"].shape
+    assert orders[0] != orders[1]
+    again = LatentCache(folder, text_tokens=4, group=2, seed=0)
+    assert [number(again.row(n)) for n in reversed(range(20))] == (orders[0] + orders[1])[::-1]
+
+
+def test_rows_are_fp32_and_texts_padded_with_zeros(folder):
+    cache = LatentCache(folder, text_tokens=4, group=1, seed=0)
+    for n in range(9):
+        row = cache.row(n)
+        i = number(row)
+        assert row["latents"].dtype == torch.float32
+        assert torch.equal(row["latents"], torch.full(SHAPES[i >= 5], float(i)))
+        expected = torch.zeros(4, 6)
+        expected[: 1 + i % 3] = 1 + i
+        assert torch.equal(row["text"], expected)
+
+
+def test_image_to_video_files(tmp_path):
+    more = {"condition": torch.randn(3, 1, 2, 4), "image": torch.randn(5, 7)}
+    save_video(tmp_path / "a.safetensors", torch.randn(2, 1, 2, 4), torch.randn(2, 6), **more)
+    row = LatentCache(tmp_path, text_tokens=2, group=1, seed=0).row(0)
+    assert all(torch.equal(row[key], more[key]) for key in more)
+
+
+def test_mock_latents_are_normal_and_reproducible():
+    dataset = MockLatents((4, 2, 6, 8), (5, 16), seed=0)
+    row = dataset.row(7)
+    assert row["latents"].shape == (4, 2, 6, 8) and row["text"].shape == (5, 16)
+    assert torch.equal(row["latents"], MockLatents((4, 2, 6, 8), (5, 16), seed=0).row(7)["latents"])
+    assert not torch.equal(row["latents"], dataset.row(8)["latents"])
+    values = torch.cat([dataset.row(n)["latents"].flatten() for n in range(20)])
+    assert values.mean().abs() < 0.05 and values.std().item() == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize("tensors, message", [
+    ({"latents": torch.zeros(2, 1, 2, 4)}, "tensor text is missing"),
+    ({"text": torch.zeros(2, 6)}, "tensor latents is missing"),
+    ({"latents": torch.zeros(1, 2, 1, 2, 4), "text": torch.zeros(2, 6)}, "tensor latents has shape [1, 2, 1, 2, 4]"),
+    ({"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(0, 6)}, "tensor text has shape [0, 6]"),
+    ({"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(9, 6)}, "text has 9 tokens, more than the 4 of a row"),
+    ({"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(2, 5)}, "mixes videos with different text_dim"),
+    ({"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(2, 6), "image": torch.zeros(1, 1)}, "different tensors"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_files_that_are_refused(folder, tensors, message):
+    save_file(tensors, folder / "x.safetensors")
+    with pytest.raises(InputError) as error:
+        LatentCache(folder, text_tokens=4, group=1, seed=0)
+    assert message in str(error.value) and str(folder) in str(error.value)
+
+
+def test_folders_that_are_refused(tmp_path):
+    with pytest.raises(InputError, match=r"holds no \.safetensors files"):
+        LatentCache(tmp_path, text_tokens=4, group=1, seed=0)
+    (tmp_path / "x.safetensors").write_bytes(b"pickle")
+    with pytest.raises(InputError, match=r"x\.safetensors cannot be read as safetensors"):
+        LatentCache(tmp_path, text_tokens=4, group=1, seed=0)
+
+
+def test_packs_hold_every_video_with_noise_of_its_own(folder):
+    """2 and 12 tokens a video, by patches of (1, 2, 2)."""
+    packs = Packs(LatentCache(folder, 4, 1, seed=0), Diffusion(), budget=14, patch=(1, 2, 2), seed=0)
+    rows = [packs.row(n) for n in range(2 * len(packs))]
+    for epoch in (rows[: len(packs)], rows[len(packs) :]):
+        assert sorted(int(x.flatten()[0]) for row in epoch for x in row["latents"]) == list(range(9))
+    for row in rows:
+        videos = len(row["latents"])
+        assert sum(x[0].numel() // 4 for x in row["latents"]) <= 14
+        assert row["sigma"].shape == (videos,) and row["text"].shape == (videos, 4, 6)
+        assert [e.shape for e in row["noise"]] == [x.shape for x in row["latents"]]
+    sigmas = torch.cat([row["sigma"] for row in rows])
+    assert len(sigmas.unique()) == 18
+    with pytest.raises(InputError, match="a video of 12 tokens exceeds the budget of 11"):
+        Packs(LatentCache(folder, 4, 1, seed=0), Diffusion(), budget=11, patch=(1, 2, 2), seed=0)
+
+
+def fewest_packs(lengths: list[int], budget: int) -> int:
+    """By brute force over all ways to give each item a pack."""
+    for count in range(1, len(lengths) + 1):
+        for places in itertools.product(range(count), repeat=len(lengths)):
+            if all(sum(n for n, p in zip(lengths, places, strict=True) if p == k) <= budget for k in range(count)):
+                return count
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(1, 10), min_size=1, max_size=5))
+def test_packing_is_complete_and_tight(lengths):
+    packs = pack_first_fit(lengths, 10)
+    assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in pack) <= 10 for pack in packs)
+    assert len(packs) <= 11 / 9 * fewest_packs(lengths, 10) + 1

@@ -1,0 +1,164 @@
+"""The Mamba-2 mixer against the recurrence, one token at a time, and against transformers' mixer."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import NemotronHConfig
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
+
+from minitrain.models.mamba import Mamba2, MambaShape, by_group, by_part, causal_conv, initialize_parameter, scan
+
+BATCH, SEQ, GROUPS, HEADS, WIDTH, STATE = 2, 75, 2, 3, 4, 8  # heads of a group; their width
+SHAPE = MambaShape(heads=6, head_dim=4, groups=2, state=8, conv=4, chunk=16)
+PACKED = torch.zeros(BATCH, SEQ, dtype=torch.long)
+PACKED[0, 16:], PACKED[0, 17:], PACKED[0, 20:], PACKED[0, 48:] = 1, 2, 3, 1  # at a chunk's start, inside; 1 again
+PACKED[1, 9:] = 4  # the other row stays in one document for many chunks
+
+
+def random_inputs(seed=0):
+    """x, dt, a, d, b, c of a scan: heads that forget within a few tokens and heads that hardly forget."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(BATCH, SEQ, GROUPS, HEADS, WIDTH, generator=generator)
+    b, c = torch.randn(2, BATCH, SEQ, GROUPS, STATE, generator=generator)
+    dt = torch.rand(BATCH, SEQ, GROUPS, HEADS, generator=generator) * 0.2 + 0.001
+    a = -torch.tensor([[0.02, 1.0, 16.0], [0.3, 4.0, 40.0]])
+    d = torch.randn(GROUPS, HEADS, generator=generator)
+    return [tensor.requires_grad_() for tensor in (x, dt, a, d, b, c)]
+
+
+def recurrence(x, dt, a, d, b, c, documents=None):
+    """The definition, one token at a time."""
+    state, out = x.new_zeros(BATCH, GROUPS, HEADS, WIDTH, STATE), []
+    for t in range(SEQ):
+        if documents is not None and t:
+            state = state * (documents[:, t] == documents[:, t - 1])[:, None, None, None, None]
+        state = state * torch.exp(dt[:, t] * a)[..., None, None]
+        state = state + torch.einsum("zgr,zgrp,zgn->zgrpn", dt[:, t], x[:, t], b[:, t])
+        out.append(torch.einsum("zgrpn,zgn->zgrp", state, c[:, t]) + x[:, t] * d[..., None])
+    return torch.stack(out, 1)
+
+
+@pytest.mark.parametrize("documents", [None, PACKED], ids=["one", "packed"])
+@pytest.mark.parametrize("chunk", [1, 5, 16, 128])
+def test_scan_is_the_recurrence(chunk, documents):
+    inputs = random_inputs()
+    found, expected = scan(*inputs, chunk, documents), recurrence(*inputs, documents)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+    cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    gradients = [torch.autograd.grad(result, inputs, cotangent) for result in (found, expected)]
+    for name, ours, theirs in zip(["x", "dt", "a", "d", "b", "c"], *gradients, strict=True):
+        assert (ours - theirs).norm() <= 2e-5 * theirs.norm(), name
+
+
+def test_decay_stays_exact_after_much_of_it():
+    """A head that forgot 50,000 e-folds ago still remembers exactly since: sums from the row's start would not do."""
+    x, dt, a, d, b, c = (tensor.detach() for tensor in random_inputs())
+    dt[:, :40] = 1000.0
+    a = torch.full_like(a, -1.25)
+    found = scan(x, dt, a, d, b, c, 8)
+    expected = recurrence(*(tensor.double() for tensor in (x, dt, a, d, b, c)))
+    torch.testing.assert_close(found[:, 48:].double(), expected[:, 48:], atol=1e-4, rtol=1e-4)
+
+
+def test_scan_compiles_to_one_graph():
+    inputs = random_inputs()
+    compiled = torch.compile(scan, fullgraph=True, backend="aot_eager")
+    found, expected = compiled(*inputs, 16, PACKED), scan(*inputs, 16, PACKED)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+    gradients = [torch.autograd.grad(result.sum(), inputs) for result in (found, expected)]
+    for ours, theirs in zip(*gradients, strict=True):
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+def test_low_precision_activations_keep_the_decay_in_full():
+    """bf16 in, bf16 out, and no further from the truth than a few roundings of bf16."""
+    x, dt, a, d, b, c = (tensor.detach() for tensor in random_inputs())
+    x, b, c = (tensor.bfloat16() for tensor in (x, b, c))
+    found, expected = scan(x, dt, a, d, b, c, 16), recurrence(x.float(), dt, a, d, b.float(), c.float())
+    assert found.dtype == torch.bfloat16
+    assert (found - expected).norm() <= 2**-7 * expected.norm()
+
+
+@pytest.mark.parametrize("taps", [1, 4])
+def test_convolution_is_torchs(taps):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 11, 2, 3, generator=generator)
+    weight, bias = torch.randn(6, 1, taps, generator=generator), torch.randn(6, generator=generator)
+    rows = x.flatten(2).transpose(1, 2)  # [batch, channels, seq]
+    expected = F.conv1d(F.pad(rows, (taps - 1, 0)), weight, bias, groups=6).transpose(1, 2).unflatten(2, (2, 3))
+    torch.testing.assert_close(causal_conv(x, weight, bias), expected)
+
+
+def test_orders_of_rows():
+    """Two groups of z (4 rows), x (4) and dt (2): written out."""
+    rows = torch.tensor([10, 11, 20, 21, 12, 13, 22, 23, 15, 25])  # tens: the group
+    expected = torch.tensor([10, 11, 12, 13, 15, 20, 21, 22, 23, 25])
+    assert torch.equal(by_group(rows, [4, 4, 2], 2), expected)
+    assert torch.equal(by_part(expected, [4, 4, 2], 2), rows)
+
+
+def mixers(dt_min=0.0):
+    """The same random mixer here and in transformers."""
+    torch.manual_seed(0)
+    config = NemotronHConfig(
+        hidden_size=20, mamba_num_heads=6, mamba_head_dim=4, n_groups=2, ssm_state_size=8, conv_kernel=4, chunk_size=32,
+        time_step_min=dt_min, layers_block_type=["linear_attention"],
+    )  # fmt: skip
+    theirs = NemotronHMamba2Mixer(config, layer_idx=0).train()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.5)
+    shape = MambaShape(6, 4, 2, 8, 4, 16, dt_min)
+    ours = Mamba2(20, shape, norm_eps=config.layer_norm_epsilon)
+    ours.load_state_dict(reordered(dict(theirs.named_parameters())))
+    return ours, theirs
+
+
+def reordered(tensors):
+    """Tensors of transformers' mixer with the rows of ours."""
+    parts = {"in_proj.weight": SHAPE.projected, "conv1d.weight": SHAPE.convolved, "conv1d.bias": SHAPE.convolved}
+    return {name: by_group(t, parts[name], 2) if name in parts else t for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize("dt_min", [0.0, 0.6])
+def test_mixer_is_that_of_transformers(dt_min):
+    ours, theirs = mixers(dt_min)
+    x = torch.randn(2, 50, 20, generator=torch.Generator().manual_seed(1))
+    found, expected = ours(x), theirs(x)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+    cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2))
+    found.backward(cotangent)
+    expected.backward(cotangent)
+    gradients = reordered({name: parameter.grad for name, parameter in theirs.named_parameters()})
+    for name, parameter in ours.named_parameters():
+        assert (parameter.grad - gradients[name]).norm() <= 1e-4 * gradients[name].norm(), name
+
+
+def test_least_dt_matters():
+    x = torch.randn(1, 30, 20, generator=torch.Generator().manual_seed(1))
+    assert (mixers(0.6)[0](x) - mixers()[0](x)).norm() > 0.01 * mixers()[0](x).norm()
+
+
+def test_packed_documents_equal_each_alone():
+    """Neither state nor convolution crosses from one document to the next."""
+    ours, _ = mixers()
+    x = torch.randn(BATCH, SEQ, 20, generator=torch.Generator().manual_seed(1))
+    for row, cuts in zip(range(BATCH), ([16, 1, 3, 28, 27], [9, 66]), strict=True):
+        alone = [ours(piece[None])[0] for piece in x[row].split(cuts)]
+        torch.testing.assert_close(ours(x, PACKED)[row], torch.cat(alone), atol=2e-5, rtol=0)
+
+
+def test_initial_values():
+    generator = torch.Generator().manual_seed(0)
+    heads = torch.empty(1000)
+    assert initialize_parameter("A_log", heads, generator)
+    torch.testing.assert_close(heads.exp(), torch.arange(1.0, 1001.0))
+    assert initialize_parameter("D", heads, generator)
+    assert (heads == 1).all()
+    assert initialize_parameter("dt_bias", heads, generator)
+    log_dt = F.softplus(heads).log10()  # uniform between -3 and -1
+    assert -3.001 < log_dt.min() < -2.98 and -1.02 < log_dt.max() < -0.999
+    assert abs(log_dt.mean() + 2) < 0.06
+    taps = torch.empty(1000, 1, 4)
+    assert initialize_parameter("conv1d.weight", taps, generator)
+    assert 0.49 < taps.abs().max() <= 0.5
+    assert not initialize_parameter("out_proj.weight", torch.empty(3, 3), generator)

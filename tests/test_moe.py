@@ -1,0 +1,316 @@
+"""Routing and experts against loops over tokens; balance against its definitions; memory, recomputation, bad configs."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from minitrain.errors import InputError
+from minitrain.models.decoder import Decoder, DecoderConfig, mixture_of_experts
+from minitrain.models.moe import Experts, MoE, Router, dispatch, update_selection_bias
+from minitrain.models.zoo import model_config
+
+HIDDEN, WIDTH = 16, 24
+
+
+def fill(module, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, 0, 0.5, generator=generator)
+    return module
+
+
+def one_expert(experts, mlp, e, x):
+    """Expert e on one token, by the formulas."""
+    first = experts.gate_up_proj[e] if mlp != "relu2" else experts.up_proj[e]
+    bias = getattr(experts, experts.first + "_bias")
+    hidden = first @ x + (0 if bias is None else bias[e])
+    if mlp == "relu2":
+        hidden = hidden.clamp(min=0) ** 2
+    else:
+        gate, up = hidden[:WIDTH], hidden[WIDTH:]
+        if mlp == "clamped_swiglu":
+            gate, up = torch.minimum(gate, torch.tensor(7.0)), up.clip(-7, 7) + 1
+        hidden = up * gate / (1 + torch.exp(-gate * (1.702 if mlp == "clamped_swiglu" else 1)))
+    return experts.down_proj[e] @ hidden + (0 if bias is None else experts.down_proj_bias[e])
+
+
+def loop(x, indices, weights, experts, mlp):
+    rows = [
+        sum(w * one_expert(experts, mlp, e, token) for e, w in zip(chosen.tolist(), weight, strict=True))
+        for token, chosen, weight in zip(x, indices, weights, strict=True)
+    ]
+    return torch.stack(rows)
+
+
+def gradients(output, *inputs):
+    cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(9))
+    return torch.autograd.grad(output, inputs, cotangent)
+
+
+# ---------------------------------------------------------------------------------------------------- dispatch, experts
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("mlp", ["swiglu", "clamped_swiglu", "relu2"])
+@pytest.mark.parametrize("load", ["random", "one expert", "last expert empty"])
+def test_dispatch_and_experts_equal_a_loop_over_tokens(mlp, bias, load):
+    torch.manual_seed(0)
+    experts = fill(Experts(6, HIDDEN, WIDTH, mlp, bias))
+    x = torch.randn(11, HIDDEN, requires_grad=True)
+    weights = torch.rand(11, 2, requires_grad=True)
+    indices = torch.stack([torch.randperm(5 if load == "last expert empty" else 6)[:2] for _ in range(11)])
+    if load == "one expert":
+        indices, weights = torch.full((11, 1), 3), torch.rand(11, 1, requires_grad=True)
+    found = dispatch(x, indices, weights, experts)
+    expected = loop(x, indices, weights, experts, mlp)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+    inputs = [x, weights, *experts.parameters()]
+    for mine, oracle in zip(gradients(found, *inputs), gradients(expected, *inputs), strict=True):
+        assert oracle.norm() > 0
+        assert (mine - oracle).norm() <= 1e-5 * oracle.norm()
+
+
+def test_an_expert_without_tokens_has_gradient_zero():
+    experts = fill(Experts(4, HIDDEN, WIDTH, "swiglu", bias=True))
+    indices = torch.tensor([[0, 2], [2, 0], [0, 2]])
+    dispatch(torch.randn(3, HIDDEN), indices, torch.rand(3, 2), experts).square().sum().backward()
+    for parameter in experts.parameters():
+        assert (parameter.grad[[1, 3]] == 0).all() and (parameter.grad[[0, 2]] != 0).any()
+
+
+def test_same_bits_every_time_whatever_order_tokens_come_in():
+    torch.manual_seed(0)
+    experts = fill(Experts(8, HIDDEN, WIDTH, "swiglu", bias=False))
+    x, weights = torch.randn(64, HIDDEN), torch.rand(64, 4)
+    indices = torch.rand(64, 8).argsort(dim=-1)[:, :4]
+    order = torch.randperm(64)
+    assert torch.equal(dispatch(x, indices, weights, experts)[order], dispatch(x[order], indices[order], weights[order], experts))
+
+
+def test_shared_and_latent_experts_by_hand():
+    router = fill(Router(HIDDEN, 4, 2, "sigmoid"))
+    moe = fill(MoE(router, HIDDEN, WIDTH, "relu2", bias=False, shared=40, latent=8), seed=1)
+    x = torch.randn(2, 5, HIDDEN)
+    indices, weights = router(x)
+    low = (x @ moe.fc1_latent_proj.weight.T).flatten(0, 1)
+    routed = loop(low, indices, weights, moe.experts, "relu2") @ moe.fc2_latent_proj.weight.T
+    shared = F.relu(x @ moe.shared_experts.up_proj.weight.T) ** 2 @ moe.shared_experts.down_proj.weight.T
+    torch.testing.assert_close(moe(x), routed.view_as(x) + shared, atol=1e-4, rtol=1e-4)
+
+
+# -------------------------------------------------------------------------------------------------------------- routing
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_grouped_sigmoid_routing_token_by_token(seed):
+    torch.manual_seed(seed)
+    router, x = fill(Router(HIDDEN, 12, 3, "sigmoid", n_group=4, topk_group=2, scale=2.5), seed), torch.randn(50, HIDDEN)
+    router.e_score_correction_bias.normal_(0, 0.5)
+    indices, weights = router(x)
+    for token, chosen, weight in zip(x, indices, weights, strict=True):
+        score = torch.sigmoid(router.weight @ token)
+        choice = (score + router.e_score_correction_bias).tolist()
+        groups = sorted(range(4), key=lambda g: -sum(sorted(choice[3 * g : 3 * g + 3])[1:]))[:2]
+        best = sorted((e for e in range(12) if e // 3 in groups), key=lambda e: -choice[e])[:3]
+        assert set(chosen.tolist()) == set(best)
+        torch.testing.assert_close(weight, 2.5 * score[chosen] / score[chosen].sum())
+
+
+def test_router_computes_in_fp32():
+    router, x = fill(Router(64, 32, 4)), torch.randn(40, 64)
+    half = copy.deepcopy(router).to(torch.bfloat16)
+    indices, weights = half(x.to(torch.bfloat16))
+    logits = x.to(torch.bfloat16).double() @ half.weight.double().T
+    values, expected = logits.topk(4)
+    assert weights.dtype == torch.float32
+    assert torch.equal(indices, expected)
+    torch.testing.assert_close(weights, values.softmax(-1).float(), atol=1e-5, rtol=1e-5)
+
+
+def test_fake_balanced_gate():
+    config = model_config("qwen3-30b-a3b-tiny", fake_balanced_gate=True, num_experts=6, num_experts_per_tok=4)
+    indices, weights = mixture_of_experts(config).gate(torch.randn(3, 2, 64))
+    assert indices.tolist() == [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5]] * 2
+    assert torch.equal(weights, torch.full((6, 4), 0.25))
+
+
+# -------------------------------------------------------------------------------------------------------------- balance
+
+
+def routed_load(router, x):
+    """Tokens per expert, one by one."""
+    indices, _ = router(x)
+    return [sum(e in chosen for chosen in indices.tolist()) for e in range(router.num_experts)]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_load_is_counted_once_per_forward_pass_that_trains(recompute):
+    torch.manual_seed(0)
+    router = fill(Router(HIDDEN, 8, 2, "sigmoid", count_load=True))
+    batches = [torch.randn(2, 7, HIDDEN) for _ in range(3)]
+    with torch.no_grad():
+        expected = [sum(counts) for counts in zip(*(routed_load(router, x) for x in batches), strict=True)]
+        assert router.load is None  # an evaluation does not count
+
+    def weigh(x):
+        return router(x)[1].square().sum()
+
+    losses = [checkpoint(weigh, x, use_reentrant=False) if recompute else weigh(x) for x in batches]
+    sum(losses).backward()
+    assert router.load.tolist() == expected
+
+
+def test_load_is_counted_once_where_a_compiled_block_recomputes():
+    torch.manual_seed(0)
+    router = fill(Router(HIDDEN, 8, 2, "sigmoid", count_load=True))
+    x = torch.randn(2, 7, HIDDEN)
+    with torch.no_grad():
+        expected = routed_load(router, x)
+    block = torch.compile(
+        lambda x: checkpoint(lambda x: router(x)[1], x, use_reentrant=False), backend="aot_eager", fullgraph=True
+    )
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        block(x).square().sum().backward()
+    assert router.load.tolist() == expected
+
+
+def test_selection_bias_moves_against_the_load():
+    model = nn.ModuleList([Router(HIDDEN, 4, 1, "sigmoid") for _ in range(2)])
+    model[0].load, model[1].load = torch.tensor([5, 3, 4, 4]), torch.tensor([0, 0, 0, 8])
+    update_selection_bias(model, 0.01, sum_load=lambda load: load + torch.tensor([[0, 0, 0, 4], [0, 0, 0, 0]]))
+    torch.testing.assert_close(model[0].e_score_correction_bias, torch.tensor([0.0, 0.01, 0.01, -0.01]))
+    torch.testing.assert_close(model[1].e_score_correction_bias, torch.tensor([0.01, 0.01, 0.01, -0.01]))
+    assert model[0].load is None
+
+
+def test_selection_bias_evens_out_a_skewed_router():
+    torch.manual_seed(0)
+    router, x = fill(Router(HIDDEN, 8, 2, "sigmoid", count_load=True)), torch.randn(256, HIDDEN) + 0.3
+    spread = []
+    for _ in range(300):
+        router(x)
+        spread.append(router.load.float().std().item())
+        update_selection_bias(router, 0.01)
+    assert spread[-1] < 0.2 * spread[0]
+
+
+def aux_loss(probabilities, indices, top_k):
+    """E sum_e f_e P_e of one group of tokens, by counting."""
+    experts = probabilities.shape[1]
+    f = [sum(e in chosen for chosen in indices.tolist()) / (len(indices) * top_k) for e in range(experts)]
+    return experts * sum(f[e] * probabilities[:, e].mean() for e in range(experts))
+
+
+@pytest.mark.parametrize("per_sequence", [False, True])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_auxiliary_loss_by_definition(scoring, per_sequence):
+    torch.manual_seed(0)
+    router = fill(Router(HIDDEN, 6, 2, scoring, aux_loss_coef=0.7, aux_per_sequence=per_sequence))
+    x = torch.randn(3, 8, HIDDEN)
+    indices, weights = router(x)
+    (found,) = torch.autograd.grad(weights.sum() * 0, router.weight)
+    logits = x.flatten(0, 1) @ router.weight.T
+    scores = logits.sigmoid()
+    probabilities = logits.softmax(-1) if scoring == "softmax" else scores / scores.sum(-1, keepdim=True)
+    groups = zip(probabilities.split(8), indices.split(8), strict=True) if per_sequence else [(probabilities, indices)]
+    losses = [aux_loss(*group, top_k=2) for group in groups]
+    (expected,) = torch.autograd.grad(0.7 * sum(losses) / len(losses), router.weight)
+    assert expected.norm() > 1e-3
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+
+
+def test_auxiliary_loss_adds_up_over_micro_batches():
+    """Per sequence, the gradient of a step does not depend on how its rows are split."""
+    torch.manual_seed(0)
+    router = fill(Router(HIDDEN, 6, 2, aux_loss_coef=0.7, aux_per_sequence=True))
+    x, found = torch.randn(6, 8, HIDDEN), 0
+    whole = torch.autograd.grad(router(x)[1].sum() * 0, router.weight)[0]
+    router.tokens_per_step = 48
+    for rows in x.split([1, 3, 2]):
+        found = found + torch.autograd.grad(router(rows)[1].sum() * 0, router.weight)[0]
+    torch.testing.assert_close(found, whole, atol=1e-7, rtol=1e-4)
+
+
+def test_even_routing_costs_the_coefficient():
+    """f = P = 1 / E: the loss is 1, whatever E, top_k and the lengths."""
+    router = Router(HIDDEN, 6, 2, aux_loss_coef=0.7)
+    indices = torch.arange(24).view(12, 2) % 6
+    loss = router._aux_loss(torch.full((12, 6), 1 / 6), indices, rows=1)
+    assert loss.item() == pytest.approx(0.7)
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes():
+                self.size = max(self.size, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result
+
+
+def test_no_tensor_of_tokens_by_experts_by_channels():
+    """Forward and backward of a DeepSeek-V3-shaped block: at most one row per chosen expert, of both halves."""
+    config = model_config("deepseek-v3-tiny", num_experts=128, n_group=8, topk_group=4, num_experts_per_tok=2)
+    moe, tokens = fill(mixture_of_experts(config)), 512
+    x = torch.randn(1, tokens, config.hidden_size, requires_grad=True)
+    with Largest() as largest:
+        moe(x).square().mean().backward()
+    stacks = max(parameter.numel() for parameter in moe.parameters())
+    rows = tokens * config.num_experts_per_tok * max(2 * config.moe_intermediate_size, config.hidden_size)
+    assert tokens * config.num_experts <= max(stacks, rows) < tokens * config.num_experts * 8
+    assert largest.size <= max(stacks, rows)
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    "name, changes, message",
+    [
+        ("mixtral-8x7b", dict(num_experts_per_tok=9), "num_experts_per_tok=9 must be between 1 and num_experts=8"),
+        ("mixtral-8x7b", dict(num_experts_per_tok=0), "num_experts_per_tok=0 must be between 1"),
+        ("mixtral-8x7b", dict(num_experts=-1), "num_experts=-1 must be at least 0"),
+        ("mixtral-8x7b", dict(moe_intermediate_size=100), "moe_intermediate_size=100 must be a multiple of 8"),
+        ("mixtral-8x7b", dict(moe_intermediate_size=0), "moe_intermediate_size=0 must be a multiple of 8"),
+        ("mixtral-8x7b", dict(scoring_func="tanh"), "scoring_func='tanh' is not one of softmax, sigmoid"),
+        ("mixtral-8x7b", dict(n_group=2), "n_group=2 needs scoring_func=sigmoid"),
+        ("mixtral-8x7b", dict(bias_update_speed=0.001), "bias_update_speed=0.001 needs scoring_func=sigmoid"),
+        ("mixtral-8x7b", dict(mlp="gelu"), "mlp='gelu' is not one of swiglu, clamped_swiglu, relu2"),
+        ("mixtral-8x7b", dict(router_aux_loss_coef=-0.1), "router_aux_loss_coef=-0.1 must be at least 0"),
+        ("llama3-8b", dict(mlp="clamped_swiglu"), "mlp='clamped_swiglu' is not one of"),
+        ("llama3-8b", dict(sliding_window=-1), "sliding_window=-1 must be at least 0"),
+        ("gpt-oss-20b", dict(first_k_dense_replace=1), "mlp=clamped_swiglu is for experts only"),
+        ("deepseek-v3", dict(n_group=3), "n_group=3 does not divide num_experts=256"),
+        ("deepseek-v3", dict(n_group=256), "n_group=256 leaves 1 of num_experts=256 to a group"),
+        ("deepseek-v3", dict(topk_group=9), "topk_group=9 must be between 1 and n_group=8"),
+        ("deepseek-v3", dict(num_experts=32, topk_group=1), "num_experts_per_tok=8 exceeds the 4 experts of topk_group=1"),
+        ("deepseek-v3", dict(v_head_dim=0), "v_head_dim=0 must be at least 1 in latent attention"),
+        ("deepseek-v3", dict(qk_rope_head_dim=3), "qk_rope_head_dim=3 must be even"),
+        ("deepseek-v3", dict(num_key_value_heads=8), "num_key_value_heads=8 must be num_attention_heads=128"),
+        ("deepseek-v3", dict(rope_scaling=dict(rope_type="yarn")), "must have rope_type llama3 and"),
+    ],
+)
+def test_impossible_models_are_refused(name, changes, message):
+    with pytest.raises(InputError) as caught:
+        model_config(name, **changes)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_dense_models_need_nothing_of_experts():
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig(num_experts=0, num_experts_per_tok=7))
+    assert not any(isinstance(module, Router) for module in model.modules())

@@ -1,0 +1,132 @@
+"""bench.py --shrink: what a config becomes, and that its processes run, complain and die cleanly."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from minitrain.bench.layout import stated_ranks
+from minitrain.bench.shrink import micro_batches, shrink, shrink_parallel
+from minitrain.config import check_layout, from_dict, load
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+ROW_405B = ROOT / "configs/nemo/h100/llama3.1-405b-pretrain-1024gpu.yaml"
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: str(file.relative_to(ROOT / "configs")))
+def test_every_config_shrinks_to_a_layout_that_fits(file):
+    small = shrink(load(file))
+    assert stated_ranks(small) <= 16
+    check_layout(small, stated_ranks(small))
+    assert small.model.config.hidden_size <= 64 and small.batch.seq_len <= 128
+
+
+def test_dimensions_batch_and_settings():
+    real = load(ROW_405B)
+    small = shrink(real)
+    p, b = small.parallel, small.batch
+    assert (p.dp_replicate, p.dp_shard, p.tp, p.cp, p.pp, p.vp) == (1, 2, 2, 2, 2, 2)
+    assert stated_ranks(small) == 16
+    assert (p.schedule, p.reshard_after_forward) == ("Interleaved1F1B", False)
+    assert b.global_ // (b.micro * 2) == 8  # the real one has 64 for 8 pipeline ranks; at most 4 for each of 2
+    assert small.model.config.num_layers == 8  # two for each of four stages
+    assert (small.precision, small.optim, small.reference) == (real.precision, real.optim, real.reference)
+
+
+def test_quirks_of_the_model_stay():
+    small = shrink(from_dict({"model": {"name": "qwen3-32b", "tie_word_embeddings": True}})).model.config
+    assert small.family == "qwen3" and small.qk_norm and small.tie_word_embeddings
+
+
+@pytest.mark.parametrize("parallel, reference, shards", [
+    ({"dp_shard": 1}, {}, 1),
+    ({"dp_shard": 7}, {}, 2),
+    ({}, {}, 2),
+    ({}, {"gpus": 1}, 1),
+    ({"tp": 8}, {"gpus": 8}, 1),
+    ({"tp": 4}, {"gpus": 8}, 2),
+    ({"dp_replicate": 3}, {"gpus": 3}, 1),
+])  # fmt: skip
+def test_an_open_number_of_shards(parallel, reference, shards):
+    config = from_dict({"parallel": parallel | {"dp_shard": parallel.get("dp_shard", -1)}, "reference": reference})
+    assert shrink_parallel(config).dp_shard == shards
+
+
+@pytest.mark.parametrize("parallel, rows, expected", [
+    ({"dp_shard": 4}, 4, 1),
+    ({"dp_shard": 4}, 12, 3),
+    ({"dp_shard": 4}, 400, 4),
+    ({"dp_shard": 1, "pp": 4, "vp": 3, "schedule": "Interleaved1F1B"}, 12, 6),  # three per pipeline rank
+    ({"dp_shard": 1, "pp": 4, "vp": 1}, 4, 2),
+    ({"dp_shard": 1, "pp": 4, "vp": 2, "schedule": "ZBVZeroBubble"}, 8, 4),  # one for each stage
+])  # fmt: skip
+def test_accumulation(parallel, rows, expected):
+    tree = {"model": {"num_layers": 24}, "batch": {"global": rows, "micro": 1}, "parallel": parallel}
+    config = from_dict(tree)
+    assert micro_batches(config, shrink_parallel(config)) == expected
+
+
+# ------------------------------------------------------------------------------------------------------ whole commands
+
+
+def bench(*words, **options):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "bench.py", "--shrink", "--steps", "1", "--warmup", "2", *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, **options)
+
+
+def test_run(tmp_path):
+    result = tmp_path / "rows.jsonl"
+    done = bench("--config", ROOT / "configs/automodel/llama3-70b-pretrain-64gpu.yaml", "--json", result)
+    assert done.returncode == 0, done.stderr
+    (row,) = map(json.loads, result.read_text().splitlines())
+    assert row["row"] == "automodel/llama3-70b-pretrain-64gpu"
+    assert (row["mode"], row["world_size"], row["ratio"]) == ("shrunk", 4, None)
+    assert row["activations_gib"] > 0 and row["step_time_s"] > 0 and row["recompiles"] == 0
+    assert "(shrunk)" in done.stdout and "leaked" not in done.stderr
+
+
+@pytest.mark.parametrize("words, line", [
+    (["parallel.tp=3"], "error: .*tp=3"),
+    (["--versus", "transformers"], "error: --shrink starts its own processes"),
+    (["reference.convention=guess"], "error: reference.convention='guess' is not one of"),  # found by the ranks
+])  # fmt: skip
+def test_mistakes_are_one_line(words, line):
+    done = bench(*words)
+    assert done.returncode == 2
+    errors = [text for text in done.stderr.splitlines() if "error" in text]
+    assert len(errors) == 1 and "Traceback" not in done.stderr
+    assert re.search(line, errors[0])
+
+
+def worker_processes(parent):
+    """Processes that `parent` started to be ranks."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            status, command = (folder / "status").read_text(), (folder / "cmdline").read_text()
+            if f"PPid:\t{parent}\n" in status and "spawn_main" in command:
+                yield int(folder.name)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="finds the processes in Linux's /proc")
+def test_a_dead_rank_ends_the_run():
+    command = [sys.executable, "bench.py", "--shrink", "--steps", "100000"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        watchdog = threading.Timer(120, process.kill)
+        watchdog.start()
+        errors = b""
+        while b"step/s" not in errors and (text := os.read(process.stderr.fileno(), 4096)):
+            errors += text
+        _, rank = worker_processes(process.pid)
+        os.kill(rank, signal.SIGKILL)
+        errors += process.stderr.read()
+        watchdog.cancel()
+    assert process.returncode == 1 and b"failed" in errors
