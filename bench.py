@@ -29,7 +29,7 @@ QUICKSTART = Path(__file__).parent / "configs" / "quickstart.yaml"
 
 def main(arguments: list[str]) -> None:
     parser = cli.Parser(prog="bench.py", description=__doc__)
-    parser.add_argument("--config", nargs="+", action="extend", default=[], metavar="FILE", help="default: configs/quickstart.yaml")
+    parser.add_argument("--config", nargs="+", action="extend", default=[], metavar="FILE", help="default: quickstart")
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default 10)")
     parser.add_argument("--warmup", type=int, default=3, help="untimed steps before them (default 3)")
     parser.add_argument("--json", metavar="FILE", help="append each result to FILE as one JSON line")

@@ -328,6 +328,8 @@ def validate(config: Config) -> None:
     _validate_recompute(c)
     _validate_context(c)
     _validate_tensor(c)
+    _validate_mixers(c)
+    _validate_experts(c)
     _validate_pipeline(c)
 
 
@@ -367,8 +369,28 @@ def _validate_tensor(config: Config) -> None:
         if size % p.tp:
             possible = [n for n in range(1, size + 1) if not any(other % n for other in sizes.values())]
             raise InputError(f"parallel.tp={p.tp} does not divide {name}={size} (use {_alternatives(possible)})")
+    for name in ("num_experts", "kv_lora_rank", "sinks", "o_bias"):
+        if p.tp > 1 and getattr(model, name):
+            raise InputError(f"parallel.tp={p.tp} cannot split models with {name}={getattr(model, name)} (use tp=1)")
     if p.async_tp and (p.tp == 1 or not config.compile):
         raise InputError("parallel.async_tp=true needs parallel.tp above 1 and compile=true")
+
+
+def _validate_mixers(config: Config) -> None:
+    model, p = config.model.config, config.parallel
+    if p.cp > 1 and "M" in model.layer_pattern:
+        raise InputError(f"parallel.cp={p.cp}: the state of Mamba-2 layers runs through the whole sequence (use cp=1)")
+    if p.tp > 1 and (model.layer_pattern or model.position_embedding == "learned"):
+        kind = f"layer_pattern={model.layer_pattern}" if model.layer_pattern else "position_embedding=learned"
+        raise InputError(f"parallel.tp={p.tp} cannot split models with {kind} (use tp=1)")
+
+
+def _validate_experts(config: Config) -> None:
+    model = config.model.config
+    if config.parallel.cp > 1 and model.sinks:
+        raise InputError(f"parallel.cp={config.parallel.cp} cannot split models with attention sinks (use cp=1)")
+    if config.compile and config.precision == "fp32" and model.num_experts:
+        raise InputError("compile=true with precision=fp32: experts compile in bf16 only (use bf16 or bf16-pure)")
 
 
 def _validate_pipeline(config: Config) -> None:
@@ -387,8 +409,9 @@ def _validate_pipeline(config: Config) -> None:
     split = p.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
     if split and (config.compile or config.recompute != "none"):
         raise InputError(
-            f"parallel.schedule={p.schedule} runs each backward pass in two parts, which neither compile=true nor "
-            f"recompute={config.recompute} can do (use Interleaved1F1B, or compile=false and recompute=none)"
+            f"parallel.schedule={p.schedule} runs each backward pass in two parts: with compile=true all of it would run "
+            f"twice, with recompute={config.recompute} a block's forward once per weight (use compile=false and "
+            f"recompute=none, or Interleaved1F1B)"
         )
     given = p.layers_per_stage
     if given and (len(given) != stages or sum(given) != slots or min(given) < 1):

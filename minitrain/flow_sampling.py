@@ -92,16 +92,25 @@ def _corrections(data: list[Tensor], lambdas, i: int) -> list[tuple[float, Tenso
 SAMPLERS = {"euler": euler, "unipc": unipc}
 
 
-def guided(model: Module, text: Tensor, scale: float, image: Tensor | None = None) -> Velocity:
+def guided(
+    model: Module, text: Tensor, scale: float, image: Tensor | None = None, condition: Tensor | None = None
+) -> Velocity:
     """The model's velocity for `text` [batch, tokens, text_dim], away from that for no text (Ho & Salimans 2022):
-    v(no text) + scale * (v(text) - v(no text)). A scale of 1 is the plain velocity, and half the work."""
+    v(no text) + scale * (v(text) - v(no text)). A scale of 1 is the plain velocity, at half the work.
+
+    image, condition: for image-to-video models, which see them with and without text; see FlowMatching.
+    """
+    copies = 1 if scale == 1 else 2
+    texts = text if scale == 1 else torch.cat([text, torch.zeros_like(text)])
+    image, condition = (None if x is None else torch.cat([x] * copies) for x in (image, condition))
 
     def velocity(x: Tensor, sigma: float) -> Tensor:
-        timestep = torch.full((len(x),), 1000 * sigma, device=x.device)
+        noisy = torch.cat([x] * copies)
+        noisy = noisy if condition is None else torch.cat([noisy, condition], dim=1)
+        out = model(noisy, torch.full((len(noisy),), 1000 * sigma, device=x.device), texts, image)
         if scale == 1:
-            return model(x, timestep, text, image)
-        texts, images = torch.cat([text, torch.zeros_like(text)]), None if image is None else torch.cat([image, image])
-        with_text, without = model(torch.cat([x, x]), timestep.repeat(2), texts, images).chunk(2)
+            return out
+        with_text, without = out.chunk(2)
         return without + scale * (with_text - without)
 
     return velocity

@@ -6,7 +6,12 @@ import torch.nn.functional as F
 from transformers import NemotronHConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 
+from minitrain.config import Optim, from_dict
+from minitrain.errors import InputError
+from minitrain.models.decoder import Block, Decoder
 from minitrain.models.mamba import Mamba2, MambaShape, by_group, by_part, causal_conv, initialize_parameter, scan
+from minitrain.models.zoo import model_config
+from minitrain.training.optim import make_optimizer
 
 BATCH, SEQ, GROUPS, HEADS, WIDTH, STATE = 2, 75, 2, 3, 4, 8  # heads of a group; their width
 SHAPE = MambaShape(heads=6, head_dim=4, groups=2, state=8, conv=4, chunk=16)
@@ -58,16 +63,6 @@ def test_decay_stays_exact_after_much_of_it():
     found = scan(x, dt, a, d, b, c, 8)
     expected = recurrence(*(tensor.double() for tensor in (x, dt, a, d, b, c)))
     torch.testing.assert_close(found[:, 48:].double(), expected[:, 48:], atol=1e-4, rtol=1e-4)
-
-
-def test_scan_compiles_to_one_graph():
-    inputs = random_inputs()
-    compiled = torch.compile(scan, fullgraph=True, backend="aot_eager")
-    found, expected = compiled(*inputs, 16, PACKED), scan(*inputs, 16, PACKED)
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
-    gradients = [torch.autograd.grad(result.sum(), inputs) for result in (found, expected)]
-    for ours, theirs in zip(*gradients, strict=True):
-        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
 
 
 def test_low_precision_activations_keep_the_decay_in_full():
@@ -162,3 +157,99 @@ def test_initial_values():
     assert initialize_parameter("conv1d.weight", taps, generator)
     assert 0.49 < taps.abs().max() <= 0.5
     assert not initialize_parameter("out_proj.weight", torch.empty(3, 3), generator)
+
+
+# -------------------------------------------------------------------------------------------------------- in a decoder
+
+
+def test_layers_follow_the_pattern():
+    with torch.device("meta"):
+        model = Decoder(model_config("nemotron3-nano-30b-a3b"))
+    parts = {"M": "mamba", "*": "self_attn", "E": "mlp"}
+    for block, letter in zip(model.blocks, model.config.layer_pattern, strict=True):
+        names = [name for name, _ in block.named_children()]
+        assert [name for name in names if not name.endswith("norm")] == [parts[letter]]
+        assert len(names) == 2
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(layer_pattern="ME*X"), r"'ME\*X': letter 'X' is not one of M \* E -"),
+        (dict(layer_pattern="ME*"), "'ME\\*' has 3 letters, expected num_layers=4"),
+        (dict(num_layers=5), "has 4 letters, expected num_layers=5"),
+        (dict(num_experts=0, moe_latent_size=0), "has layers of experts, but num_experts is 0"),
+        (dict(mamba_n_groups=3), "mamba_n_groups=3 does not divide mamba_num_heads=8"),
+        (dict(ssm_state_size=0), "ssm_state_size=0 must be at least 1"),
+        (dict(time_step_min=-0.1), "time_step_min=-0.1 must be at least 0"),
+        (dict(position_embedding="alibi"), "position_embedding='alibi' is not one of rotary, learned, none"),
+    ],
+)
+def test_wrong_shapes_are_refused(changes, message):
+    with pytest.raises(InputError, match=message):
+        model_config("nemotron3-nano-30b-a3b-tiny", **changes)
+
+
+@pytest.mark.parametrize(
+    "model, parallel, message",
+    [
+        ("nemotron3-nano-30b-a3b-tiny", dict(cp=2), "parallel.cp=2: the state of Mamba-2 layers"),
+        ("nemotron3-nano-30b-a3b-tiny", dict(tp=2), r"parallel.tp=2 cannot split models with layer_pattern=ME\*E"),
+        ("gpt3-175b-tiny", dict(tp=2), "parallel.tp=2 cannot split models with position_embedding=learned"),
+    ],
+)
+def test_layouts_that_these_models_cannot_have(model, parallel, message):
+    tree = dict(model=model, parallel=parallel, batch=dict(seq_len=64))
+    with pytest.raises(InputError, match=message):
+        from_dict(tree)
+    from_dict(tree | dict(parallel={}))
+
+
+def test_block_compiles_to_one_graph():
+    """A Mamba-2 layer with its norm, forward and backward, on packed rows."""
+    block = Block(model_config("nemotron3-nano-30b-a3b-tiny"), layer=0)
+    for i, parameter in enumerate(block.parameters()):
+        parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
+    x = torch.randn(BATCH, SEQ, 64, generator=torch.Generator().manual_seed(1))
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    results = [run(x, None, None, PACKED) for run in (compiled, block)]
+    torch.testing.assert_close(*results, atol=1e-6, rtol=0)
+    gradients = [torch.autograd.grad(result.square().sum(), list(block.parameters())) for result in results]
+    for ours, theirs in zip(*gradients, strict=True):
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+@pytest.mark.parametrize(
+    "model, scaled, writers",
+    [
+        ("nemotron3-nano-30b-a3b-tiny", "layers.0.mamba.out_proj", 4),
+        ("nemotron3-nano-30b-a3b-tiny", "layers.1.mlp.shared_experts.down_proj", 4),
+        ("nemotron3-nano-30b-a3b-tiny", "layers.2.self_attn.o_proj", 4),
+        ("gpt3-175b-tiny", "layers.0.self_attn.o_proj", 8),
+        ("gpt3-175b-tiny", "layers.0.mlp.down_proj", 8),
+        ("gpt3-175b-tiny", "layers.0.mlp.up_proj", 1),
+        ("nemotron3-nano-30b-a3b-tiny", "layers.0.mamba.in_proj", 1),
+        ("llama3-8b-tiny", "layers.0.mlp.down_proj", 1),
+    ],
+)
+def test_what_writes_into_the_residual_stream_starts_smaller(model, scaled, writers):
+    """std = 0.02 / sqrt(number of writers): a layer of GPT-3 has two, one of Nemotron-H one (GPT-2 paper, 2.3)."""
+    with torch.device("meta"):
+        decoder = Decoder(model_config(model))
+    tensor = torch.empty(300, 300)
+    decoder.initialize_parameter(f"model.{scaled}.weight", tensor, torch.Generator().manual_seed(0))
+    assert decoder.get_parameter(f"model.{scaled}.weight").ndim == 2
+    assert tensor.std().item() == pytest.approx(0.02 * writers**-0.5, rel=0.02)
+
+
+def test_dynamics_and_norms_do_not_decay():
+    """Weight decay is for matrices; the numbers that say how a state evolves are 1-D, as norms and biases are."""
+    with torch.device("meta"):
+        block = Block(model_config("nemotron3-nano-30b-a3b-tiny"), layer=0)
+    decayed, others = make_optimizer(block, Optim(name="sgd")).param_groups
+    names = {id(parameter): name for name, parameter in block.named_parameters()}
+    assert others["weight_decay"] == 0
+    assert {names[id(p)] for p in decayed["params"]} == {
+        "mamba.in_proj.weight", "mamba.conv1d.weight", "mamba.out_proj.weight",
+    }  # fmt: skip
+    assert {"mamba.A_log", "mamba.D", "mamba.dt_bias"} <= {names[id(p)] for p in others["params"]}

@@ -1,4 +1,4 @@
-"""Routing and experts against loops over tokens; balance against its definitions; memory, recomputation, bad configs."""
+"""Routing and experts against loops over tokens; balance against its definitions; memory, recomputation, bad input."""
 
 import copy
 
@@ -89,7 +89,8 @@ def test_same_bits_every_time_whatever_order_tokens_come_in():
     x, weights = torch.randn(64, HIDDEN), torch.rand(64, 4)
     indices = torch.rand(64, 8).argsort(dim=-1)[:, :4]
     order = torch.randperm(64)
-    assert torch.equal(dispatch(x, indices, weights, experts)[order], dispatch(x[order], indices[order], weights[order], experts))
+    shuffled = dispatch(x[order], indices[order], weights[order], experts)
+    assert torch.equal(dispatch(x, indices, weights, experts)[order], shuffled)
 
 
 def test_shared_and_latent_experts_by_hand():
@@ -109,7 +110,8 @@ def test_shared_and_latent_experts_by_hand():
 @pytest.mark.parametrize("seed", range(3))
 def test_grouped_sigmoid_routing_token_by_token(seed):
     torch.manual_seed(seed)
-    router, x = fill(Router(HIDDEN, 12, 3, "sigmoid", n_group=4, topk_group=2, scale=2.5), seed), torch.randn(50, HIDDEN)
+    router = fill(Router(HIDDEN, 12, 3, "sigmoid", n_group=4, topk_group=2, scale=2.5), seed)
+    x = torch.randn(50, HIDDEN)
     router.e_score_correction_bias.normal_(0, 0.5)
     indices, weights = router(x)
     for token, chosen, weight in zip(x, indices, weights, strict=True):
@@ -271,8 +273,8 @@ def test_no_tensor_of_tokens_by_experts_by_channels():
         moe(x).square().mean().backward()
     stacks = max(parameter.numel() for parameter in moe.parameters())
     rows = tokens * config.num_experts_per_tok * max(2 * config.moe_intermediate_size, config.hidden_size)
-    assert tokens * config.num_experts <= max(stacks, rows) < tokens * config.num_experts * 8
-    assert largest.size <= max(stacks, rows)
+    channels = min(config.moe_intermediate_size, config.hidden_size)
+    assert tokens <= largest.size <= max(stacks, rows) < tokens * config.num_experts * channels
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input
@@ -297,7 +299,7 @@ def test_no_tensor_of_tokens_by_experts_by_channels():
         ("deepseek-v3", dict(n_group=3), "n_group=3 does not divide num_experts=256"),
         ("deepseek-v3", dict(n_group=256), "n_group=256 leaves 1 of num_experts=256 to a group"),
         ("deepseek-v3", dict(topk_group=9), "topk_group=9 must be between 1 and n_group=8"),
-        ("deepseek-v3", dict(num_experts=32, topk_group=1), "num_experts_per_tok=8 exceeds the 4 experts of topk_group=1"),
+        ("deepseek-v3", dict(num_experts=32, topk_group=1), "num_experts_per_tok=8 exceeds the 4 experts of"),
         ("deepseek-v3", dict(v_head_dim=0), "v_head_dim=0 must be at least 1 in latent attention"),
         ("deepseek-v3", dict(qk_rope_head_dim=3), "qk_rope_head_dim=3 must be even"),
         ("deepseek-v3", dict(num_key_value_heads=8), "num_key_value_heads=8 must be num_attention_heads=128"),

@@ -80,7 +80,7 @@ def test_accumulation(parallel, rows, expected):
 def bench(*words, **options):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "bench.py", "--shrink", "--steps", "1", "--warmup", "2", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, **options)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, **options)
 
 
 def test_run(tmp_path):
@@ -120,7 +120,7 @@ def worker_processes(parent):
 def test_a_dead_rank_ends_the_run():
     command = [sys.executable, "bench.py", "--shrink", "--steps", "100000"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-        watchdog = threading.Timer(120, process.kill)
+        watchdog = threading.Timer(300, process.kill)
         watchdog.start()
         errors = b""
         while b"step/s" not in errors and (text := os.read(process.stderr.fileno(), 4096)):

@@ -7,7 +7,8 @@ FLOPs.
 
 In the formulas N is `work.weights`, d L is `work.attention`, S is `work.state` and s is `seq_len`. A weight costs a
 token 2 FLOPs in each of three products: output, gradient of the input, gradient of the weight. Attention has two
-products per key (scores, values), hence 4 d L FLOPs forward and twice that backward: 12 d L per key. A Mamba-2 state
+products per key (scores, values), hence 4 d L FLOPs forward and twice that backward: 12 d L per key; with a window,
+there are fewer keys. Of the experts only those count that a token goes to. A Mamba-2 state
 has two per element whatever the length (what a token adds, what it reads): 12 S.
 
 These are model FLOPs: recomputed activations, norms, rotary embeddings, softmax and the optimizer do not count.
@@ -21,6 +22,7 @@ from torch import nn
 
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder, DecoderConfig
+from minitrain.models.moe import Experts, Router
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -29,18 +31,29 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 class Work:
     """What one token meets on its way through a model.
 
-    weights: N, the matmul weights: every nn.Linear, the output head too (tied or not), the embedding look-up not.
-    attention: d L, heads * head_dim summed over the layers: multiply-adds per key, for scores and again for values.
+    weights: N, the matmul weights: every nn.Linear, the chosen experts, the output head (tied or not), no embedding.
+    attention: d L, heads * head_dim summed over the layers: multiply-adds per key, for scores and again for values
+        (where keys and values have different widths, their mean).
+    windowed: d L of further layers, in which a token sees only `window` keys.
+    routers: the weights that score experts.
     state: S, the elements of all Mamba-2 states: heads * head_dim * state size, summed over the layers.
     parameters: all of the model's, without adapters.
     adapters: LoRA weights, all else being frozen; 0 if the whole model is trained.
     """
 
     weights: int
-    attention: int
+    attention: float
     state: int
     parameters: int
     adapters: int = 0
+    windowed: float = 0
+    window: int = 0
+    routers: int = 0
+
+    def keys(self, seq_len: float) -> float:
+        """d L times the keys that a token sees, on average over a causal sequence: half of it, or about the window."""
+        unseen = max(seq_len - self.window, 0) ** 2 / max(seq_len, 1)  # by the later tokens, per token, twice
+        return (self.attention * seq_len + self.windowed * (seq_len - unseen)) / 2
 
 
 Convention = Callable[[Work, float], float]
@@ -49,11 +62,13 @@ Convention = Callable[[Work, float], float]
 def clean(work: Work, seq_len: float) -> float:
     """What a step has to compute: 6 N + 6 d L s, the causal half, + 12 S; LoRA: 4 per frozen weight, 6 per adapter's.
 
+    Routers count as weights.
     Frozen weights still pass gradients on to their inputs, so attention's backward is whole. For packed documents,
     seq_len is their `effective_length`.
     """
-    trained, frozen = (work.adapters, work.weights) if work.adapters else (work.weights, 0)
-    return 6 * trained + 4 * frozen + 6 * work.attention * seq_len + 12 * work.state
+    weights = work.weights + work.routers
+    trained, frozen = (work.adapters, weights) if work.adapters else (weights, 0)
+    return 6 * trained + 4 * frozen + 12 * work.keys(seq_len) + 12 * work.state
 
 
 def automodel(work: Work, seq_len: float) -> float:
@@ -61,7 +76,8 @@ def automodel(work: Work, seq_len: float) -> float:
 
     Source: NVIDIA-NeMo/Automodel, nemo_automodel/components/utils/flops_utils.py and recipes/llm/benchmark.py.
     """
-    full = 6 * work.weights + 6 * work.attention * seq_len + 6 * work.state
+    routers = work.routers if work.state else 0  # counted for hybrid models only
+    full = 6 * (work.weights + routers) + 12 * work.keys(seq_len) + 6 * work.state
     return full * (2 + work.adapters / work.parameters) / 3 if work.adapters else full
 
 
@@ -93,14 +109,30 @@ def count_work(config: DecoderConfig, adapters: int = 0) -> Work:
     weights = sum(layer.weight.numel() for layer in _linear_layers(model).values())
     if config.tie_word_embeddings:
         weights += model.head_weight.numel()
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    stacks = sum(p.numel() for module in experts for p in module.parameters() if p.ndim == 3)
+    if experts:
+        weights += stacks * config.num_experts_per_tok // config.num_experts
     mixers = [config.parts(layer)[0] for layer in range(config.num_layers)]
+    windowed = sum(mixers[layer] == "attention" and config.windowed(layer) for layer in range(config.num_layers))
+    width = _attention_width(config)
     return Work(
         weights=weights,
-        attention=mixers.count("attention") * config.num_attention_heads * config.head_dim,
+        attention=(mixers.count("attention") - windowed) * width,
+        windowed=windowed * width,
+        window=config.sliding_window,
+        routers=sum(module.weight.numel() for module in model.modules() if isinstance(module, Router)),
         state=mixers.count("mamba") * config.mamba.width * config.ssm_state_size,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         adapters=adapters,
     )
+
+
+def _attention_width(config: DecoderConfig) -> float:
+    """heads * head_dim, where keys and values differ their mean."""
+    if config.kv_lora_rank:
+        return config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
+    return config.num_attention_heads * config.head_dim
 
 
 def lora_weights(config: DecoderConfig, rank: int, targets: Iterable[str] = LORA_TARGETS) -> int:

@@ -28,7 +28,7 @@ from minitrain.models.wan import Wan, WanConfig
 
 STEMS = ("model", checkpoint_wan.STEM)  # of weight files: transformers', diffusers'
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-FP32 = ("e_score_correction_bias",)  # ends of names of tensors that are stored in fp32, whatever the others are
+FP32 = ("e_score_correction_bias", ".A_log", ".D", ".dt_bias")  # ends of names that are stored so, whatever the others
 
 
 def load_pretrained(path: str | Path, dtype: torch.dtype | None = None, device=None) -> Decoder | Wan:

@@ -112,6 +112,7 @@ class DecoderConfig:
                 f"model.num_key_value_heads={self.num_key_value_heads} does not divide "
                 f"num_attention_heads={self.num_attention_heads}"
             )
+        self._check_latent_attention()
         if not 0 < self.partial_rotary_factor <= 1 or self.rotary_dim % 2 or self.rotary_dim == 0:
             raise InputError(
                 f"model.partial_rotary_factor={self.partial_rotary_factor} of head_dim={self.head_dim} "
@@ -122,7 +123,6 @@ class DecoderConfig:
             if getattr(self, field) not in known:
                 raise InputError(f"model.{field}={getattr(self, field)!r} is not one of {', '.join(known)}")
         self._check_rope_scaling()
-        self._check_latent_attention()
         self._check_experts()
         self._check_pattern()
 

@@ -224,14 +224,13 @@ class ConditionEmbedder(nn.Module):
     def __init__(self, config: WanConfig):
         super().__init__()
         self.freq_dim = config.freq_dim
-        self.time_embedder = Embedder(config.freq_dim, config.dim)
+        self.time_embedder = two_linears(config.freq_dim, config.dim)
         self.time_proj = nn.Linear(config.dim, 6 * config.dim)
-        self.text_embedder = Embedder(config.text_dim, config.dim)
+        self.text_embedder = two_linears(config.text_dim, config.dim)
         self.image_embedder = None if config.image_dim is None else ImageEmbedder(config.image_dim, config.dim)
 
     def forward(self, timestep: Tensor, text: Tensor, image: Tensor | None):
-        """Returns the timestep's embedding [batch, dim] and modulation [batch, 6, dim], in fp32; text and image
-        [batch, tokens, dim]."""
+        """Returns the timestep's embedding [batch, dim] and modulation [batch, 6, dim] in fp32, then text and image."""
         time, dtype = self.time_embedder, self.time_proj.weight.dtype
         hidden = F.silu(linear_fp32(time.linear_1, timestep_sinusoids(timestep, self.freq_dim)))
         embedding = linear_fp32(time.linear_2, hidden)
@@ -239,14 +238,6 @@ class ConditionEmbedder(nn.Module):
         hidden = F.gelu(self.text_embedder.linear_1(text.to(dtype)), approximate="tanh")
         text = self.text_embedder.linear_2(hidden)
         return embedding, modulation, text, None if image is None else self.image_embedder(image.to(dtype))
-
-
-class Embedder(nn.Module):
-    """Holds two Linears under diffusers' names; ConditionEmbedder says how they are used."""
-
-    def __init__(self, inputs: int, dim: int):
-        super().__init__()
-        self.linear_1, self.linear_2 = nn.Linear(inputs, dim), nn.Linear(dim, dim)
 
 
 class ImageEmbedder(nn.Module):
@@ -284,6 +275,10 @@ class FP32LayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight.float(), self.bias.float()
         return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).type_as(x)
+
+
+def two_linears(inputs: int, dim: int) -> nn.ModuleDict:
+    return nn.ModuleDict({"linear_1": nn.Linear(inputs, dim), "linear_2": nn.Linear(dim, dim)})
 
 
 def identity(x: Tensor) -> Tensor:

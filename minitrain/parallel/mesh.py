@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public name for it
 
 from minitrain.config import Config, check_layout
+from minitrain.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ def start(config: Config) -> Meshes:
     """
     check_layout(config, world_size())
     device = pick_device(config.device)
+    if config.parallel.async_tp and device.type != "cuda":
+        raise InputError("parallel.async_tp=true needs CUDA devices, and this run is on the CPU (use false)")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():

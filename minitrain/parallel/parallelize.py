@@ -17,7 +17,7 @@ from minitrain.parallel.data import shard
 from minitrain.parallel.mesh import Meshes
 from minitrain.parallel.pipeline import Pipeline, local_stages
 from minitrain.parallel.recompute import recompute
-from minitrain.parallel.tensor import tensor_parallel
+from minitrain.parallel.tensor import overlap_collectives, tensor_parallel
 
 
 def lay_out(make: Callable[..., Module], config: Config, meshes: Meshes) -> Module:
@@ -42,11 +42,13 @@ def parallelize(model: Module, config: Config, meshes: Meshes) -> None:
     if meshes.cp.size() > 1:
         context_parallel(model, meshes.cp, config.parallel.context)
     recompute(model.blocks, config.recompute)
+    if config.parallel.async_tp:
+        overlap_collectives(meshes.tp)
     if config.compile:
         for block in model.blocks:
             block.compile(fullgraph=True, dynamic=False)
     compute_dtype = torch.bfloat16 if config.precision == "bf16" else None
-    # FSDP shards, adds up tensor parallelism's partial gradients, and casts weights: one rank may need it for the latter
+    # FSDP shards, adds up tensor parallelism's partial gradients, and casts weights: one rank may need it for that
     if meshes.parameters.size() * meshes.tp.size() > 1 or compute_dtype:
         parallel = config.parallel
         reshard = parallel.reshard_after_forward and parallel.pp == 1

@@ -172,7 +172,7 @@ class Pipeline(nn.Module):
         return schedule
 
     def new_stage(self, number: int) -> "Stage":
-        hidden, loss = self.boundary(), torch.empty((), device="meta", requires_grad=True)
+        hidden, loss = self.boundary(), torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
         first, last = number == 0, number == self.count - 1
         return Stage(
             partial(self.run, number), self.stages[str(number)], number, self.count, self.device,
@@ -223,8 +223,8 @@ class Pipeline(nn.Module):
     @torch.no_grad()
     def add_tied_gradient(self) -> None:
         """Add the gradient of the last stage's copy to that of the embedding."""
-        if self.config.tie_word_embeddings:
-            first, last = self.tied_weights()
+        first, last = self.tied_weights() if self.config.tie_word_embeddings else (None, None)
+        if any(p is not None and p.requires_grad for p in (first, last)):
             arrived = self.move(local(last.grad if last is not None else None), local(first), self.count - 1, 0)
             if first is not None:
                 local(first.grad).add_(arrived)

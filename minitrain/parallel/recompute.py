@@ -3,18 +3,18 @@
 A block of width h saves about 34 h bytes per token in bf16 (Korthikanti et al. 2022). What `recompute` keeps of them,
 and what that costs:
 
-    none        everything                                        no compute
+    none        everything                                        nothing
     full        each block's input: 2 h bytes                     one more forward pass: a third more compute
     k = 2, 3..  of every k-th block only its input                1/k of that
-    selective   outputs of matrix products, attention, and of     norms, activations and rotations run twice:
-                collectives that are not followed by either       a few percent
-    0 < b < 1   the share b of what a compiled block would save,  the least that the compiler can find
-                between its input and everything
+    selective   outputs of matrix products, of attention, of      norms, activations and rotations run twice:
+                all-to-alls and reduce-scatters                   a few percent
+    0 < b < 1   the share b of what a compiled block would save   the least that the compiler can find
 
 In the backward pass one block's activations come on top.
 
-Recomputing runs a block's collectives again too, in the same order on every rank, since every rank recomputes the same
-blocks. Nothing here draws random numbers, so no generator's state is saved. Left out: offloading to host memory.
+Recomputing runs a block's other collectives again, in the same order on every rank, since all ranks recompute the same
+blocks; what an all-gather returns is too large to keep. Nothing here draws random numbers, so no generator's state is
+saved. Left out: offloading to host memory.
 """
 
 from functools import partial

@@ -17,14 +17,14 @@ Embedding and head are split by vocabulary. A rank embeds the tokens that it has
 the others' zeros. The last norm's output is gathered for the head, whose loss needs three numbers per token from each
 rank (training/loss.py), never the logits of the whole vocabulary.
 
-Cost per layer: 2 all-gathers and 2 reduce-scatters forward and the same backward, each moving (tp - 1) / tp of the bytes
-of [batch, seq, hidden] per rank; around the layers, one of each per direction. Full recomputation repeats the forward's,
-but for the last reduce-scatter.
-Gradients of norms are all-reduced once per step: they are marked as partial sums, and FSDP adds them up.
+Cost per layer: 2 all-gathers and 2 reduce-scatters forward and the same backward, each moving (tp - 1) / tp of the
+bytes of [batch, seq, hidden] per rank; around the layers, one of each per direction. Full recomputation repeats the
+forward's, but for the last reduce-scatter. Gradients of norms are all-reduced once per step: they are marked as partial
+sums, and FSDP adds them up.
 
-Parameters are DTensors, which FSDP shards once more and checkpoints store whole. But modules compute with plain tensors,
-their rank's parts, and the collectives stand between them: no operation is dispatched through DTensor on the host, and
-a block compiles as one graph. Left out: fewer kv heads than ranks, biases of o and down, uneven parts (config.py
+Parameters are DTensors, which FSDP shards once more and checkpoints store whole. But modules compute with their rank's
+parts, plain tensors, and the collectives stand between modules: no operation is dispatched through DTensor on the host,
+and a block compiles as one graph. Left out: fewer kv heads than ranks, biases of o and down, uneven parts (config.py
 refuses the first and the last, `split_parameters` the second).
 """
 
@@ -37,6 +37,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import Module
+
+from minitrain.errors import InputError
 
 BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 BY_INPUT = ("o_proj", "down_proj")
@@ -80,7 +82,7 @@ def split_block(block: Module, mesh: DeviceMesh, gather: Callable, scatter: Call
 
 
 def split_parameters(module: Module, mesh: DeviceMesh, placement: Placement) -> None:
-    """Replace the module's own parameters by DTensors, each placed so on `mesh`. Every rank must hold the same values."""
+    """Replace the module's own parameters, the same on all ranks, by DTensors that are placed so on `mesh`."""
     for name, parameter in module.named_parameters(recurse=False):
         if isinstance(placement, Shard) and placement.dim >= parameter.ndim:
             raise NotImplementedError(f"{name} of {module} would be added once by every rank")
@@ -88,12 +90,12 @@ def split_parameters(module: Module, mesh: DeviceMesh, placement: Placement) -> 
         module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 
+@torch.compiler.disable  # so that compiled graphs take plain tensors: in torch 2.13 some fail on DTensors
 def use_parts(unit: Module, inputs: tuple) -> None:
     """A forward pre-hook, after FSDP's: give the modules of `unit` plain tensors, this rank's parts, as parameters.
 
     They are attributes that hide the parameters of the same names. They stay, for recomputation in the backward pass,
-    and are views of what FSDP frees and gathers again. Outside the unit's forward, so that compiled graphs take plain
-    tensors: in torch 2.13 some fail on DTensors.
+    and are views of what FSDP frees and gathers again.
     """
     for module in unit.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -103,11 +105,44 @@ def use_parts(unit: Module, inputs: tuple) -> None:
 
 
 def embed(embedding: nn.Embedding, mesh: DeviceMesh, scatter: Callable, tokens: Tensor) -> Tensor:
-    """Look up those of `tokens` [batch, seq] that this rank has rows for. Returns [batch, seq / tp, hidden], complete."""
+    """Embed those of `tokens` [batch, seq] that this rank has, add all ranks'. Returns [batch, seq / tp, hidden]."""
     weight = embedding.weight.to_local()  # [vocab / tp, hidden]
     rows = tokens - mesh.get_local_rank() * len(weight)
     mine = (rows >= 0) & (rows < len(weight))
     return scatter(torch.where(mine[..., None], F.embedding(rows * mine, weight), 0))
+
+
+# ------------------------------------------------------------------------------------------------ asynchronous form
+
+
+def overlap_collectives(mesh: DeviceMesh) -> None:
+    """Let the compiler cut a collective and the matrix product next to it into pieces, and overlap them (CUDA only).
+
+    Holds for everything that this process compiles from now on. See `check_overlap`.
+    """
+    import torch._inductor.config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group  # to be left out from torch 2.13 on
+
+    torch._inductor.config._micro_pipeline_tp = True  # the option has no public name
+    if torch.__version__ < "2.13":
+        enable_symm_mem_for_group(mesh.get_group().group_name)
+
+
+def check_overlap(step: Callable[[], list[Tensor]], tolerance: float = 0.05) -> None:
+    """Compare what `step` returns, compiled, with what it returns without the compiler: 2.12 was silently wrong.
+
+    tolerance: on norm(difference) / norm(expected) of each tensor; bf16 differs by 0.01, a lost piece by far more.
+    Raises InputError.
+    """
+    with torch.compiler.set_stance("force_eager"):
+        expected = step()
+    for actual, right in zip(step(), expected, strict=True):
+        error = ((actual - right).norm() / right.norm().clamp(min=1e-12)).item()
+        if not error <= tolerance:
+            raise InputError(
+                f"parallel.async_tp=true: torch {torch.__version__} computes wrong results with it, off by {error:.1e} "
+                f"relative to the synchronous ones (use false)"
+            )
 
 
 # ------------------------------------------------------------------------------------------------------- collectives

@@ -24,7 +24,8 @@ from minitrain.parallel.data import set_gradient_sync
 from minitrain.parallel.mesh import Meshes, owned, pick_device
 from minitrain.parallel.parallelize import lay_out
 from minitrain.parallel.pipeline import Pipeline
-from minitrain.training.data import rows
+from minitrain.parallel.tensor import check_overlap
+from minitrain.training.data import Mock, rows
 from minitrain.training.objectives import LanguageModeling
 from minitrain.training.optim import clip_gradients, learning_rate, make_optimizer
 
@@ -75,6 +76,17 @@ class Trainer:
         self.model = build_model(config, meshes)
         self.objective = LanguageModeling()
         self.optimizer = make_optimizer(self.model, config.optim)
+        if config.parallel.async_tp:
+            check_overlap(self.trial_step)
+
+    def trial_step(self) -> list[Tensor]:
+        """Loss and gradients (this rank's parts) of a step on mock data that changes nothing."""
+        dataset = Mock(self.config.batch.seq_len, self.config.model.config.vocab_size, seed=0, split=0)
+        batches = self.micro_batches(dataset, 0)
+        loss = forward_backward(self.model, self.objective, batches, self.meshes, self.device)
+        gradients = [owned(p.grad)[0].clone() for p in self.model.parameters() if p.grad is not None]
+        self.optimizer.zero_grad(set_to_none=True)
+        return [loss, *gradients]
 
     def micro_batches(self, dataset, step: int) -> list[dict[str, Tensor]]:
         """This rank's rows of step 0, 1, ...: consecutive ones, so that all ranks together see rows 0..n in order.

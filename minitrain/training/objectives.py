@@ -2,6 +2,9 @@
 
     count(batch)         how many terms of `batch` the loss sums over, an int; the loop divides by the step's count
     loss(model, batch)   the sum of the terms, a scalar that can be differentiated
+
+In a pipeline every stage calls `loss` with itself as the model, and only the last one gives a scalar: so `loss` returns
+what the model does, unchanged, and leaves what follows the hidden states to the model's `head`.
 """
 
 from torch import Tensor

@@ -15,11 +15,11 @@ from minitrain.config import Optim
 
 def make_optimizer(model: Module, optim: Optim) -> torch.optim.Optimizer:
     """AdamW (Loshchilov & Hutter 2019) or SGD. Matrices decay; norms and biases do not."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": optim.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
+    decayed, others = [], []
+    for name, p in model.named_parameters():
+        if p.requires_grad:  # stacked biases of experts have two dimensions
+            (decayed if p.ndim > 1 and not name.endswith("bias") else others).append(p)
+    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr)
     return torch.optim.AdamW(groups, lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps, fused=True)

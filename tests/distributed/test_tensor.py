@@ -4,6 +4,7 @@ Most runs are in fp64, where equality means equality: splitting the sums of a ma
 nearly cancel by about as much as they are off in one process.
 """
 
+import os
 from collections import Counter
 from functools import partial
 from unittest import mock
@@ -22,7 +23,7 @@ from minitrain import save_pretrained
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.mesh import start
-from minitrain.parallel.tensor import tensor_parallel
+from minitrain.parallel.tensor import check_overlap
 from minitrain.training import loss as losses
 from minitrain.training.checkpoint import Checkpointer
 from minitrain.training.data import open_data
@@ -97,7 +98,7 @@ def test_compiled_blocks(pool, world_size, name):
 
 
 def train_compiled(*args):
-    """`train` with each block one graph, handed to autograd instead of to a C++ compiler, and the same for all blocks."""
+    """`train` with one graph for all blocks, handed to autograd instead of to a C++ compiler."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
@@ -228,3 +229,107 @@ def test_collectives(pool, layers, recompute):
         assert counts["all_gather_into_tensor"] == 2 * (once + 2 * again + once) + 2 * once
         assert counts["reduce_scatter_tensor"] == 2 * (once + again + once) + 2 * once
         assert counts["all_reduce"] == 2 * layers + 1
+
+
+# ------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def train_and_save(tree, folder, until):
+    """Resume from `folder` if there is something, train to step `until`, save. Returns the losses of those steps."""
+    config = configs.from_dict(tree | {"device": "cpu"})
+    trainer = Trainer(config, start(config))
+    checkpointer = Checkpointer(folder, keep=2)
+    first = (checkpointer.load(trainer.model, trainer.optimizer) or {"step": 0})["step"]
+    data, _ = open_data(config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed)
+    steps = [trainer.step(data, step)["loss"].item() for step in range(first, until)]
+    checkpointer.save(until, trainer.model, trainer.optimizer, {"step": until})
+    return steps
+
+
+@pytest.mark.parametrize("other", [(2, {}), (4, {"tp": 4}), (4, {"tp": 2})], ids=str)
+def test_a_checkpoint_resumes_in_another_layout(pool, tmp_path, other):
+    tree = with_model(name="qwen3-32b-tiny") | {"optim": {"name": "adamw", "lr": 0.01}, "compile": False}
+    tree["batch"] = TREE["batch"] | {"micro": 1}
+    unbroken = pool.run(2, train_and_save, tree, tmp_path / "unbroken", 3)[0]
+    for folder, (before, after) in {"there": ((2, {"tp": 2}), other), "back": (other, (2, {"tp": 2}))}.items():
+        losses = []
+        for (world_size, parallel), until in ((before, 2), (after, 3)):
+            losses += pool.run(world_size, train_and_save, tree | {"parallel": parallel}, tmp_path / folder, until)[0]
+        assert losses == pytest.approx(unbroken, rel=1e-6)
+
+
+def built(tree):
+    config = configs.from_dict(tree | {"device": "cpu"})
+    return snapshot(build_model(config, start(config)).named_parameters())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pretrained_weights_are_cut_right(pool, tmp_path, name):
+    torch.manual_seed(0)
+    model = Decoder(configs.from_dict(with_model(name=name, vocab_size=126)).model.config)
+    save_pretrained(model, tmp_path)
+    tree = TREE | {"model": {"path": str(tmp_path)}}
+    check_close(pool.run(4, built, tree), snapshot(model.named_parameters()), 0, "loaded weights")
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"parallel": {"tp": 8}}, "parallel.tp=8 does not divide num_key_value_heads=4 (use 1, 2 or 4)"),
+    ({"parallel": {"tp": 3}}, "parallel.tp=3 does not divide num_key_value_heads=4 (use 1, 2 or 4)"),
+    ({"parallel": {"tp": 4}, "model": MODEL | {"vocab_size": 126}}, "tp=4 does not divide vocab_size=126 (use 1 or 2)"),
+    ({"model": MODEL | {"intermediate_size": 51}}, "parallel.tp=2 does not divide intermediate_size=51 (use 1)"),
+    ({"batch": TREE["batch"] | {"seq_len": 18}, "parallel": {"tp": 4}}, "tp=4 does not divide batch.seq_len=18 "),
+    ({"model": MODEL | {"o_bias": True, "name": "gpt-oss-20b-tiny"}}, "cannot split models with num_experts="),
+    ({"parallel": {"tp": 2, "async_tp": True}}, "async_tp=true needs parallel.tp above 1 and compile=true"),
+    ({"parallel": {"async_tp": True}, "compile": True}, "async_tp=true needs parallel.tp above 1 and compile=true"),
+])  # fmt: skip
+def test_refusals(change, message):
+    with pytest.raises(InputError) as refused:
+        configs.from_dict(TREE | change)
+    assert message in str(refused.value)
+
+
+def refused_start(tree):
+    with pytest.raises(InputError, match="async_tp=true needs CUDA devices"):
+        start(configs.from_dict(tree))
+    return True
+
+
+def test_async_needs_cuda(pool):
+    tree = TREE | {"device": "cpu", "compile": True, "parallel": {"tp": 2, "async_tp": True}}
+    assert pool.run(2, refused_start, tree) == [True, True]
+
+
+@pytest.mark.parametrize(("factor", "agrees"), [(1.0, True), (1.01, True), (1.5, False), (float("nan"), False)])
+def test_async_results_are_compared_with_synchronous_ones(factor, agrees):
+    function = torch.compile(lambda x: x * (factor if torch.compiler.is_compiling() else 1), backend="eager")
+    x = torch.randn(8)
+    if agrees:
+        return check_overlap(lambda: [function(x)])
+    with pytest.raises(InputError, match="computes wrong results"):
+        check_overlap(lambda: [function(x)])
+
+
+def train_asynchronously(tree):
+    config = configs.from_dict(tree)
+    trainer = Trainer(config, start(config))  # compares one step with the synchronous one
+    data, _ = open_data(config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed)
+    return trainer.step(data, 0)["loss"].item()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_async_on_gpus():
+    from torch.multiprocessing.spawn import spawn
+
+    spawn(run_on_gpu, nprocs=2)
+
+
+def run_on_gpu(rank):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29511")
+    tree = TREE | {"device": "cuda", "precision": "bf16", "compile": True, "parallel": {"tp": 2, "async_tp": True}}
+    tree |= {"model": {"name": "llama3-8b", "num_layers": 2}, "batch": {"global": 1, "micro": 1, "seq_len": 4096}}
+    assert torch.isfinite(torch.tensor(train_asynchronously(tree)))

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import GPT2Config, NemotronHConfig
 
 from minitrain import InputError, load_pretrained, save_pretrained
@@ -46,6 +47,14 @@ def build(family):
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(0, 0.3, generator=generator)
+    return model
+
+
+def initial_twin(name):
+    """A tiny twin with initial weights."""
+    model = Decoder(model_config(name))
+    for i, (key, parameter) in enumerate(model.named_parameters()):
+        model.initialize_parameter(key, parameter, torch.Generator().manual_seed(i))
     return model
 
 
@@ -123,9 +132,9 @@ def test_each_process_reads_only_its_slices(pair, tmp_path):
 
     model = Decoder(full.config)
     load_weights(model, tmp_path / "theirs", owned)
-    for name, parameter in model.state_dict(keep_vars=True).items():
+    for name, parameter in model.named_parameters():
         local, slices = parts[parameter]
-        assert torch.equal(local, full.state_dict()[name][slices]), name
+        assert torch.equal(local, full.get_parameter(name)[slices]), name
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -141,21 +150,28 @@ def test_both_spellings_of_the_pattern(family, tmp_path):
 
 def test_weights_of_further_predictions_are_ignored(tmp_path):
     """Nemotron 3 Super comes with layers that predict more than one token."""
-    ours = Decoder(model_config("nemotron3-super-120b-a12b-tiny"))
-    for i, (name, parameter) in enumerate(ours.named_parameters()):
-        ours.initialize_parameter(name, parameter, torch.Generator().manual_seed(i))
+    ours = initial_twin("nemotron3-super-120b-a12b-tiny")
     extra = {"mtp.layers.0.eh_proj.weight": torch.ones(2, 2)}
     save_tensors([*ours.state_dict().items(), *extra.items()], ours.config, torch.float32, tmp_path)
     tokens = random_tokens(1, 8)
     assert torch.equal(load_pretrained(tmp_path)(tokens), ours(tokens))
 
 
+def test_numbers_that_small_steps_add_up_in_are_stored_in_fp32(tmp_path):
+    ours = initial_twin("nemotron3-nano-30b-a3b-tiny")
+    save_tensors(ours.state_dict().items(), ours.config, torch.bfloat16, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    for name in ("A_log", "D", "dt_bias"):
+        expected = ours.get_parameter(f"model.layers.0.mamba.{name}")
+        assert torch.equal(stored[f"backbone.layers.0.mixer.{name}"], expected)
+    assert stored["backbone.layers.0.mixer.norm.weight"].dtype == torch.bfloat16
+    assert reload(tmp_path).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("name", ["nemotron3-nano-30b-a3b", "nemotron3-super-120b-a12b", "gpt3-175b"])
 def test_models_of_the_zoo_can_be_saved(name, tmp_path):
     """transformers builds the tiny twin from what we write, and computes what it computes."""
-    ours = Decoder(model_config(name + "-tiny"))
-    for i, (key, parameter) in enumerate(ours.named_parameters()):
-        ours.initialize_parameter(key, parameter, torch.Generator().manual_seed(i))
+    ours = initial_twin(name + "-tiny")
     save_pretrained(ours, tmp_path)
     tokens = random_tokens(1, 40)
     torch.testing.assert_close(ours(tokens), reload(tmp_path)(tokens).logits, atol=1e-4, rtol=0)

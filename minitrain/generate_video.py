@@ -1,0 +1,99 @@
+"""Generate latents of videos: python -m minitrain.generate_video --model DIR --prompts FILE --out FILE.
+
+DIR is a Wan model, in diffusers' layout or the original one. The prompts are a safetensors file with `text`, embeddings
+[videos, tokens, text_dim]; for image-to-video models also `condition` and `image` (see training/latents.py). The result
+is a safetensors file with `latents` [videos, channels, frames, height, width], for the video autoencoder to decode.
+`--prompts shapes` are those of the toy world (training/shapes.py): the result is a PNG, a video a row, and a score.
+"""
+
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from minitrain import cli
+from minitrain.errors import InputError
+from minitrain.flow_sampling import SAMPLERS, guided, sigma_schedule
+from minitrain.generate import positive
+from minitrain.models.checkpoint_hf import load_pretrained
+from minitrain.models.wan import Wan
+from minitrain.parallel.mesh import pick_device
+from minitrain.training import shapes
+from minitrain.training.latents import open_video
+
+
+def main(arguments: list[str]) -> None:
+    parser = cli.Parser(prog="python -m minitrain.generate_video", description=__doc__)
+    parser.add_argument("--model", required=True, metavar="DIR")
+    parser.add_argument("--prompts", required=True, metavar="FILE")
+    parser.add_argument("--out", required=True, metavar="FILE")
+    parser.add_argument("--size", type=positive(int), nargs=3, metavar=("FRAMES", "HEIGHT", "WIDTH"), help="of latents")
+    parser.add_argument("--text-tokens", type=positive(int), default=512, help="texts are padded to so many tokens")
+    parser.add_argument("--sampler", choices=SAMPLERS, default="unipc")
+    parser.add_argument("--steps", type=positive(int), default=50)
+    parser.add_argument("--shift", type=positive(float), default=5.0, help="3 for 480p, 5 for 720p")
+    parser.add_argument("--guidance", type=positive(float, zero=True), default=5.0, help="1: none, in half the time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    options = parser.parse_args(arguments)
+
+    model = load_pretrained(options.model, device=pick_device(options.device))
+    if not isinstance(model, Wan):
+        raise InputError(f"--model {options.model} is no Wan model (python -m minitrain.generate continues texts)")
+    if options.prompts == "shapes":
+        text = torch.stack([shapes.embed_text(words) for words in shapes.all_prompts()])
+        options.size = (shapes.FRAMES, shapes.SIZE // shapes.PATCH, shapes.SIZE // shapes.PATCH)
+        show_toy(generate(model, {"text": text}, options), options.out)
+    else:
+        if options.size is None:
+            raise InputError("--size is missing: frames, height and width of the latents, such as 21 60 104")
+        prompts = read_prompts(Path(options.prompts), options.text_tokens)
+        save_file({"latents": generate(model, prompts, options)}, options.out)
+
+
+def generate(model: Wan, prompts: dict[str, Tensor], options: Namespace) -> Tensor:
+    """fp32 latents [videos, channels, frames, height, width]; the same noise on every device."""
+    check_prompts(prompts, model, options.prompts)
+    device = model.proj_out.weight.device
+    random = torch.Generator().manual_seed(options.seed)
+    noise = torch.randn(len(prompts["text"]), model.config.out_channels, *options.size, generator=random)
+    velocity = guided(model, scale=options.guidance, **{key: value.to(device) for key, value in prompts.items()})
+    return SAMPLERS[options.sampler](velocity, noise.to(device), sigma_schedule(options.steps, options.shift)).cpu()
+
+
+def read_prompts(path: Path, text_tokens: int) -> dict[str, Tensor]:
+    """What the file holds of text, condition and image, in fp32, the text padded with zeros."""
+    with open_video(path) as file:
+        keys = set(file.keys()) & {"text", "condition", "image"}
+        prompts = {key: file.get_tensor(key).float() for key in keys}
+    if "text" not in prompts or prompts["text"].ndim != 3:
+        raise InputError(f"{path} must hold a tensor `text` [videos, tokens, text_dim]")
+    if prompts["text"].shape[1] > text_tokens:
+        raise InputError(f"{path}: text has {prompts['text'].shape[1]} tokens, more than --text-tokens {text_tokens}")
+    prompts["text"] = F.pad(prompts["text"], (0, 0, 0, text_tokens - prompts["text"].shape[1]))
+    return prompts
+
+
+def check_prompts(prompts: dict[str, Tensor], model: Wan, source: str) -> None:
+    given, expected = prompts["text"].shape[2], model.config.text_dim
+    if given != expected:
+        raise InputError(f"--prompts {source}: text has text_dim {given}, the model's is {expected}")
+    given, expected = model.config.out_channels, model.config.in_channels
+    given += prompts["condition"].shape[1] if "condition" in prompts else 0
+    if given != expected:
+        raise InputError(f"--prompts {source}: {given} channels with the condition's, the model takes {expected}")
+
+
+def show_toy(latents: Tensor, path: str) -> None:
+    world = shapes.ShapesWorld()
+    videos = world.decode(latents)
+    shapes.write_sheet(path, videos)
+    score = world.judge(videos, shapes.all_prompts())
+    print("right in", ", ".join(f"{name} {share:.0%}" for name, share in score.items()))
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,310 @@
+"""Weights as they lie on the hub: FP8 blocks, MXFP4, stacked and separate experts, extra layers; and parts of them."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from minitrain import InputError, load_pretrained
+from minitrain.models import checkpoint_hf
+from minitrain.models.checkpoint_hf import load_weights
+from minitrain.models.config_hf import read_config
+from minitrain.models.decoder import Decoder
+from tests.parity.hf_models import MOE_CONFIGS, build
+
+FP8_SETTINGS = dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128])
+MXFP4_SETTINGS = dict(quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"])
+NOT_FP8 = ("norm.weight", "gate.weight", "embed_tokens.weight", "lm_head.weight", "e_score_correction_bias")
+
+
+def edit_json(folder, **changes):
+    """Set keys of config.json; None removes one."""
+    tree = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in tree.items() if value is not None}))
+
+
+def edit_weights(folder, **changes):
+    """Set tensors; None removes one."""
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()} | changes
+    save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
+
+
+def refused(call, *parts):
+    with pytest.raises(InputError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert str(part) in message, message
+
+
+def to_fp8(weight):
+    """Block by block. Returns the stored values, their scales, and what they mean."""
+    stored, scales = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), []
+    meant = torch.empty_like(weight)
+    for top in range(0, len(weight), 128):
+        scales.append([])
+        for left in range(0, weight.shape[1], 128):
+            block = (slice(top, top + 128), slice(left, left + 128))
+            scale = (weight[block].abs().max() / 448).item()
+            stored[block] = (weight[block] / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+            meant[block] = stored[block].float() * torch.tensor(scale)
+            scales[-1].append(scale)
+    return stored, torch.tensor(scales), meant
+
+
+@pytest.fixture
+def fp8(tmp_path):
+    """Folders of the same DeepSeek in FP8, with a layer for multi-token prediction, and in fp32."""
+    sizes = dict(hidden_size=152, intermediate_size=264, moe_intermediate_size=136, n_routed_experts=4, n_group=2)
+    theirs = build("deepseek-v3", **sizes, topk_group=2, num_experts_per_tok=2)
+    for name in ("fp8", "fp32"):
+        theirs.save_pretrained(tmp_path / name)
+    tensors, plain = {}, {}
+    for key, weight in load_file(tmp_path / "fp32/model.safetensors").items():
+        tensors[key] = plain[key] = weight
+        if not key.endswith(NOT_FP8):
+            tensors[key], tensors[key + "_scale_inv"], plain[key] = to_fp8(weight)
+    tensors |= {"model.layers.3.eh_proj.weight": torch.zeros(152, 304), "model.layers.3.enorm.weight": torch.ones(152)}
+    save_file(tensors, tmp_path / "fp8/model.safetensors")
+    save_file(plain, tmp_path / "fp32/model.safetensors")
+    edit_json(tmp_path / "fp8", quantization_config=FP8_SETTINGS, num_nextn_predict_layers=1)
+    return tmp_path / "fp8", tmp_path / "fp32"
+
+
+@pytest.fixture
+def mxfp4(tmp_path):
+    """Folders of the same GPT-OSS with experts in MXFP4 and in fp32."""
+    theirs = build("gpt-oss", hidden_size=64, intermediate_size=96)
+    for name in ("mxfp4", "fp32"):
+        theirs.save_pretrained(tmp_path / name)
+    tensors, plain = {}, {}
+    generator = torch.Generator().manual_seed(0)
+    for key, weight in load_file(tmp_path / "fp32/model.safetensors").items():
+        tensors[key] = plain[key] = weight
+        if key.endswith(("gate_up_proj", "down_proj")):
+            experts, into, out = weight.shape
+            blocks = torch.randint(0, 256, (experts, out, into // 32, 16), dtype=torch.uint8, generator=generator)
+            scales = torch.randint(118, 128, (experts, out, into // 32), dtype=torch.uint8, generator=generator)
+            del tensors[key]
+            tensors |= {key + "_blocks": blocks, key + "_scales": scales}
+            plain[key] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+            assert plain[key].shape == weight.shape
+    save_file(tensors, tmp_path / "mxfp4/model.safetensors")
+    save_file(plain, tmp_path / "fp32/model.safetensors")
+    edit_json(tmp_path / "mxfp4", quantization_config=MXFP4_SETTINGS)
+    return tmp_path / "mxfp4", tmp_path / "fp32"
+
+
+def assert_same_weights(found, expected):
+    found, expected = found.state_dict(), expected.state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_fp8_blocks(fp8):
+    quantised, plain = fp8
+    assert_same_weights(load_pretrained(quantised, dtype=torch.float32), load_pretrained(plain))
+
+
+def test_mxfp4(mxfp4):
+    quantised, plain = mxfp4
+    assert_same_weights(load_pretrained(quantised), load_pretrained(plain))
+
+
+def test_mxfp4_by_the_table(mxfp4):
+    """One value of one expert, by hand: OCP Microscaling Formats 1.0, tables 2 and 5.3.3."""
+    tensors = load_file(mxfp4[0] / "model.safetensors")
+    key = "model.layers.1.mlp.experts.down_proj"
+    byte = int(tensors[key + "_blocks"][5, 7, 1, 3])  # expert 5, output 7, inputs 32 + 6 and 32 + 7
+    scale = 2.0 ** (int(tensors[key + "_scales"][5, 7, 1]) - 127)
+    weight = load_pretrained(mxfp4[0]).model.layers["1"].mlp.experts.down_proj
+    for value, nibble in ((weight[5, 7, 38], byte % 16), (weight[5, 7, 39], byte // 16)):
+        sign, exponent, mantissa = nibble // 8, nibble // 2 % 4, nibble % 2
+        size = mantissa / 2 if exponent == 0 else 2 ** (exponent - 1) * (1 + mantissa / 2)
+        assert value.item() == (-1) ** sign * size * scale
+
+
+# --------------------------------------------------------------------------------------------------------------- slices
+
+
+class Spy:
+    """A safetensors file that notes what is read: (name, number of values)."""
+
+    def __init__(self, file, log):
+        self.file, self.log = file, log
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def keys(self):
+        return self.file.keys()
+
+    def get_slice(self, name):
+        part, log = self.file.get_slice(name), self.log
+
+        class Slice:
+            get_shape, get_dtype = part.get_shape, part.get_dtype
+
+            def __getitem__(self, slices):
+                value = part[slices]
+                log.append((name, value.numel()))
+                return value
+
+        return Slice()
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """What was read from files, in turn."""
+    entries, original = [], checkpoint_hf._open
+    monkeypatch.setattr(checkpoint_hf, "_open", lambda file: Spy(original(file), entries))
+    return entries
+
+
+def load_parts(folder, cut):
+    """Fill the parts `cut(shape)` of all parameters. Returns them by name, with their slices."""
+    model, parts = Decoder(read_config(folder)), {}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def owned(parameter):
+        slices = cut(parameter.shape)
+        part = torch.full_like(parameter[slices], torch.nan)
+        parts[names.get(id(parameter), len(parts))] = (part, slices)
+        return part, slices
+
+    load_weights(model, folder, owned)
+    return {name: part for name, part in parts.items() if isinstance(name, str)}
+
+
+def second_rank_of_experts(shape):
+    """Experts 2 and 3 of stacks, as in expert parallelism, and of those the last rows; all of the rest."""
+    return (slice(2, 4), slice(shape[1] // 3, shape[1])) if len(shape) == 3 else (slice(0, shape[0]),)
+
+
+def columns_and_rows(shape):
+    """The parts of some rank under sharding in two dimensions; borders within blocks of 128 and within gate and up."""
+    return tuple(slice(n // 5, n - n // 3) for n in shape)
+
+
+@pytest.mark.parametrize("cut", [second_rank_of_experts, columns_and_rows])
+@pytest.mark.parametrize("family", [*MOE_CONFIGS, "fp8", "mxfp4"])
+def test_parts_equal_parts_of_the_whole(family, cut, tmp_path, request):
+    folder = tmp_path
+    if family in MOE_CONFIGS:
+        build(family).save_pretrained(folder)
+    else:
+        folder, _ = request.getfixturevalue(family)
+    whole = load_pretrained(folder, dtype=torch.float32)
+    for name, (part, slices) in load_parts(folder, all_dimensions(cut)).items():
+        assert part.numel() > 0
+        assert torch.equal(part, whole.get_parameter(name)[slices]), name
+
+
+def all_dimensions(cut):
+    return lambda shape: (*cut(shape), *(slice(0, n) for n in shape[len(cut(shape)) :]))
+
+
+@pytest.mark.parametrize("family", [*MOE_CONFIGS, "fp8", "mxfp4"])
+def test_a_rank_reads_only_its_experts(family, tmp_path, request, log):
+    folder = tmp_path
+    if family in MOE_CONFIGS:
+        build(family).save_pretrained(folder)
+    else:
+        folder, _ = request.getfixturevalue(family)
+    stacks = [p for name, p in Decoder(read_config(folder)).named_parameters() if ".experts." in name and p.ndim == 3]
+    log.clear()
+    load_parts(folder, all_dimensions(second_rank_of_experts))
+    not_weights = ("_scale_inv", "_scales", "_bias")
+    read = sum(size for name, size in log if ".experts." in name and not name.endswith(not_weights))
+    owned = sum(p.numel() * 2 // len(p) for p in stacks)
+    assert 0 < read <= owned
+    assert not any(".experts.0." in name or ".experts.5." in name for name, _ in log)
+
+
+@pytest.mark.parametrize("family", [*MOE_CONFIGS, "fp8", "mxfp4"])
+def test_one_expert_at_a_time(family, tmp_path, request, log):
+    folder = tmp_path
+    if family in MOE_CONFIGS:
+        build(family).save_pretrained(folder)
+    else:
+        folder, _ = request.getfixturevalue(family)
+    log.clear()
+    model = load_pretrained(folder)
+    largest = max(p.numel() // len(p) if ".experts." in name else p.numel() for name, p in model.named_parameters())
+    assert max(size for _, size in log) <= largest
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+def test_bad_fp8(fp8):
+    folder, _ = fp8
+    key = "model.layers.1.mlp.experts.2.up_proj.weight"
+    edit_weights(folder, **{key + "_scale_inv": None})
+    refused(lambda: load_pretrained(folder), key + "_scale_inv", "[2, 2]", "missing")
+    edit_weights(folder, **{key + "_scale_inv": torch.ones(2, 1)})
+    refused(lambda: load_pretrained(folder), key + "_scale_inv", "[2, 1]", "[2, 2]")
+    edit_weights(folder, **{key + "_scale_inv": torch.ones(2, 2), key: torch.zeros(136, 152, dtype=torch.int8)})
+    refused(lambda: load_pretrained(folder), key, "I8")
+    edit_json(folder, quantization_config=FP8_SETTINGS | dict(weight_block_size=[64, 64]))
+    refused(lambda: load_pretrained(folder), "config.json", "weight_block_size=[64, 64]", "[128, 128]")
+    edit_json(folder, quantization_config=dict(quant_method="gptq"))
+    refused(lambda: load_pretrained(folder), "config.json", "gptq", "fp8")
+
+
+def test_bad_mxfp4(mxfp4):
+    folder, _ = mxfp4
+    key = "model.layers.0.mlp.experts.gate_up_proj_scales"
+    edit_weights(folder, **{key: torch.zeros(8, 192, 3, dtype=torch.uint8)})
+    refused(lambda: load_pretrained(folder), key, "[8, 192, 3]", "[8, 192, 2]")
+    edit_weights(folder, **{key: None})
+    refused(lambda: load_pretrained(folder), key, "missing")
+
+
+@pytest.mark.parametrize("key", ["model.layers.3.enorm.weight", "model.layers.1.mlp.experts.8.up_proj.weight"])
+def test_tensors_without_a_place(key, tmp_path):
+    build("qwen3-moe").save_pretrained(tmp_path)
+    edit_weights(tmp_path, **{key: torch.ones(2)})
+    refused(lambda: load_pretrained(tmp_path), key, "no place")
+
+
+def test_a_missing_expert(tmp_path):
+    build("mixtral").save_pretrained(tmp_path)
+    key = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    edit_weights(tmp_path, **{key: None})
+    refused(lambda: load_pretrained(tmp_path), key, "[48, 80]", "missing")
+
+
+@pytest.mark.parametrize(
+    "family, changes, parts",
+    [
+        ("qwen3-moe", dict(norm_topk_prob=False), ["norm_topk_prob must be true"]),
+        ("qwen3-moe", dict(norm_topk_prob=None), ["norm_topk_prob must be true"]),
+        ("qwen3-moe", dict(mlp_only_layers=[0]), ["mlp_only_layers=[0]", "must be []"]),
+        ("qwen3-moe", dict(decoder_sparse_step=2), ["decoder_sparse_step=2", "must be 1"]),
+        ("qwen3-moe", dict(num_experts_per_tok=9), ["num_experts_per_tok=9", "num_experts=8"]),
+        ("qwen3-moe", dict(num_local_experts=None), ["num_experts", "missing"]),
+        ("mixtral", dict(sliding_window=64), ["sliding_window=64", "must be None"]),
+        ("deepseek-v3", dict(rope_interleave=False), ["rope_interleave=False"]),
+        ("deepseek-v3", dict(scoring_func="softmax"), ["scoring_func='softmax'", "sigmoid"]),
+        ("deepseek-v3", dict(q_lora_rank=None), ["q_lora_rank", "missing"]),
+        ("deepseek-v3", dict(n_group=5), ["n_group=5", "num_experts=16"]),
+        ("gpt-oss", dict(layer_types=["full_attention"] * 3), ["layer_types"]),
+        ("gpt-oss", dict(swiglu_limit=5.0), ["swiglu_limit=5.0", "must be 7.0"]),
+        ("gpt-oss", dict(attention_bias=False), ["attention_bias must be true"]),
+        ("gpt-oss", dict(quantization_config=FP8_SETTINGS), ["fp8", "mxfp4"]),
+        ("mixtral", dict(quantization_config=FP8_SETTINGS), ["fp8", "MixtralForCausalLM must have none"]),
+        ("gpt-oss", dict(rope_parameters=dict(rope_type="yarn", factor=2.0)), ["original_max_position_embeddings"]),
+    ],
+)
+def test_configs_that_the_decoder_cannot_compute(family, changes, parts, tmp_path):
+    build(family).save_pretrained(tmp_path)
+    edit_json(tmp_path, **changes)
+    refused(lambda: load_pretrained(tmp_path), "config.json", *parts)

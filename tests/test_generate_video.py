@@ -1,0 +1,78 @@
+"""The command line that generates latents: what it writes, prints and refuses."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from minitrain import save_pretrained
+from minitrain.errors import InputError
+from minitrain.flow_sampling import sigma_schedule
+from minitrain.generate_video import main
+from minitrain.models.decoder import Decoder
+from minitrain.models.wan import Wan
+from minitrain.models.zoo import model_config
+
+
+def save_model(folder, **overrides) -> Wan:
+    torch.manual_seed(0)
+    model = Wan(model_config("wan2.1-1.3b-tiny", num_layers=1, **overrides))
+    save_pretrained(model, folder)
+    return model
+
+
+def run(folder, *words: str) -> None:
+    main(["--model", str(folder), "--prompts", str(folder / "prompts"), "--out", str(folder / "out"), "--device", "cpu",
+          *words])  # fmt: skip
+
+
+def test_latents_are_eulers_of_the_model_with_padded_text(tmp_path):
+    """Image-to-video, so that everything is used; two steps, by hand."""
+    model = save_model(tmp_path, in_channels=19, image_dim=6)
+    prompts = {"text": torch.randn(2, 3, 64), "condition": torch.randn(2, 3, 1, 4, 4), "image": torch.randn(2, 5, 6)}
+    save_file(prompts, tmp_path / "prompts")
+    run(tmp_path, "--size", "1", "4", "4", "--sampler", "euler", "--steps", "2", "--shift", "3", "--guidance", "2.5",
+        "--text-tokens", "7", "--seed", "4")  # fmt: skip
+    x = torch.randn(2, 16, 1, 4, 4, generator=torch.Generator().manual_seed(4))
+    text = torch.cat([prompts["text"], torch.zeros(2, 4, 64)], dim=1)
+    sigmas = sigma_schedule(2, 3.0)
+    with torch.no_grad():
+        for now, after in pairwise(sigmas):
+            noisy, timestep = torch.cat([x, prompts["condition"]], dim=1), torch.full((2,), 1000 * now)
+            given, hidden = (model(noisy, timestep, each, prompts["image"]) for each in (text, 0 * text))
+            x = x + (after - now) * (hidden + 2.5 * (given - hidden))
+    torch.testing.assert_close(load_file(tmp_path / "out")["latents"], x, atol=1e-4, rtol=1e-4)
+
+
+def test_shapes_end_in_a_picture_and_a_score(tmp_path, capsys):
+    save_model(tmp_path, in_channels=8, out_channels=8)
+    main(["--model", str(tmp_path), "--prompts", "shapes", "--out", str(tmp_path / "out.png"), "--steps", "2",
+          "--device", "cpu"])  # fmt: skip
+    assert Image.open(tmp_path / "out.png").size == (4 * 17 * 4, 48 * 17 * 4)
+    printed = capsys.readouterr().out
+    assert printed.startswith("right in colour ") and printed.count("%") == 3
+
+
+@pytest.mark.parametrize("tensors, words, message", [
+    ({"text": torch.zeros(1, 3, 64)}, ["--guidance", "1"], "--size is missing"),
+    ({"text": torch.zeros(3, 64)}, ["--size", "1", "4", "4"], "must hold a tensor `text` [videos, tokens, text_dim]"),
+    ({"text": torch.zeros(1, 3, 60)}, ["--size", "1", "4", "4"], "text has text_dim 60, the model's is 64"),
+    ({"text": torch.zeros(1, 9, 64)}, ["--size", "1", "4", "4", "--text-tokens", "8"], "more than --text-tokens 8"),
+    ({"text": torch.zeros(1, 3, 64), "condition": torch.zeros(1, 3, 1, 4, 4)}, ["--size", "1", "4", "4"],
+     "19 channels with the condition's, the model takes 16"),
+    ({"text": torch.zeros(1, 3, 64)}, ["--size", "1", "5", "4"], "do not divide into patches"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_mistakes(tmp_path, tensors, words, message):
+    save_model(tmp_path)
+    save_file(tensors, tmp_path / "prompts")
+    with pytest.raises(InputError) as error:
+        run(tmp_path, *words)
+    assert message in str(error.value)
+
+
+def test_a_language_model_is_refused(tmp_path):
+    save_pretrained(Decoder(model_config("llama3-8b-tiny", num_layers=1)), tmp_path)
+    with pytest.raises(InputError, match="is no Wan model"):
+        run(tmp_path)
