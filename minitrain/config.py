@@ -328,7 +328,6 @@ def validate(config: Config) -> None:
     _validate_recompute(c)
     _validate_context(c)
     _validate_tensor(c)
-    _validate_mixers(c)
     _validate_experts(c)
     _validate_pipeline(c)
 
@@ -336,6 +335,8 @@ def validate(config: Config) -> None:
 def _validate_context(config: Config) -> None:
     p, heads, length = config.parallel, config.model.config.num_key_value_heads, config.batch.seq_len
     unit = 2 * p.cp if p.context == "allgather" else p.cp
+    if p.cp > 1 and "M" in config.model.config.layer_pattern:
+        raise InputError(f"parallel.cp={p.cp}: the state of Mamba-2 layers runs through the whole sequence (use cp=1)")
     if p.cp > 1 and length % unit:
         raise InputError(
             f"batch.seq_len={length} is not a multiple of {unit}, which parallel.cp={p.cp} needs with "
@@ -369,20 +370,11 @@ def _validate_tensor(config: Config) -> None:
         if size % p.tp:
             possible = [n for n in range(1, size + 1) if not any(other % n for other in sizes.values())]
             raise InputError(f"parallel.tp={p.tp} does not divide {name}={size} (use {_alternatives(possible)})")
-    for name in ("num_experts", "kv_lora_rank", "sinks", "o_bias"):
+    for name in ("layer_pattern", "num_experts", "kv_lora_rank", "sinks", "o_bias"):
         if p.tp > 1 and getattr(model, name):
             raise InputError(f"parallel.tp={p.tp} cannot split models with {name}={getattr(model, name)} (use tp=1)")
     if p.async_tp and (p.tp == 1 or not config.compile):
         raise InputError("parallel.async_tp=true needs parallel.tp above 1 and compile=true")
-
-
-def _validate_mixers(config: Config) -> None:
-    model, p = config.model.config, config.parallel
-    if p.cp > 1 and "M" in model.layer_pattern:
-        raise InputError(f"parallel.cp={p.cp}: the state of Mamba-2 layers runs through the whole sequence (use cp=1)")
-    if p.tp > 1 and (model.layer_pattern or model.position_embedding == "learned"):
-        kind = f"layer_pattern={model.layer_pattern}" if model.layer_pattern else "position_embedding=learned"
-        raise InputError(f"parallel.tp={p.tp} cannot split models with {kind} (use tp=1)")
 
 
 def _validate_experts(config: Config) -> None:

@@ -1,10 +1,12 @@
 """The mask and the kernels behind it against a softmax over explicitly allowed pairs."""
 
+import itertools
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from minitrain.models.attention import attention, block_pairs, make_mask
+from minitrain.models.attention import attention, attention_with_sinks, block_pairs, make_mask
 
 CPU = torch.device("cpu")
 
@@ -104,3 +106,49 @@ def test_flex_attention_equals_dense_mask(causal, packed, places):
     expected = torch.autograd.grad(dense, (q, k, v), upstream)
     for mine, reference in zip(torch.autograd.grad(ours, (q, k, v), upstream.cuda()), expected, strict=True):
         assert (mine.cpu() - reference.cpu()).norm() / reference.norm() < 2e-3
+
+
+@pytest.mark.parametrize("window", [1, 3, 7, 20])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_window_is_so_many_keys_with_the_querys_own(window, packed):
+    torch.manual_seed(0)
+    q, (k, v) = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 2, 7, 8)
+    documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 9]]) if packed else None
+
+    def allowed(b, i, j):
+        return i - window < j <= i and (documents is None or documents[b, i] == documents[b, j])
+
+    mask = make_mask(7, CPU, documents, window=window)
+    torch.testing.assert_close(attention(q, k, v, mask), brute_force(q, k, v, allowed), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_sinks_are_one_more_term_below_the_line(window):
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 4, 7, 8, requires_grad=True), torch.randn(2, 2, 7, 8, requires_grad=True)
+    v, sinks = torch.randn(2, 2, 7, 8, requires_grad=True), torch.randn(4, requires_grad=True)
+    rows = []
+    for b, h, i in itertools.product(range(2), range(4), range(7)):
+        seen = slice(0 if window is None else max(0, i - window + 1), i + 1)
+        terms = torch.exp(k[b, h // 2, seen] @ q[b, h, i] * 8**-0.5)
+        rows.append(terms @ v[b, h // 2, seen] / (terms.sum() + sinks[h].exp()))
+    expected = torch.stack(rows).view(2, 4, 7, 8)
+    found = attention_with_sinks(sinks, q, k, v, make_mask(7, CPU, window=window))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    upstream = torch.randn_like(found)
+    mine, oracle = (torch.autograd.grad(x, (sinks, q, k, v), upstream) for x in (found, expected))
+    torch.testing.assert_close(mine, oracle, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 128])
+def test_sinks_on_cuda_equal_those_on_the_cpu(window):
+    torch.manual_seed(0)
+    inputs = [torch.randn(4), torch.randn(2, 4, 512, 64), torch.randn(2, 2, 512, 64), torch.randn(2, 2, 512, 64)]
+    results = []
+    for device in (CPU, torch.device("cuda")):
+        there = [x.to(device).requires_grad_() for x in inputs]
+        out = attention_with_sinks(*there, make_mask(512, device, window=window))
+        results.append([out, *torch.autograd.grad(out.square().sum(), there)])
+    for oracle, mine in zip(*results, strict=True):
+        assert (mine.cpu() - oracle).norm() / oracle.norm() < 5e-3

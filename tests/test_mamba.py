@@ -195,7 +195,7 @@ def test_wrong_shapes_are_refused(changes, message):
     [
         ("nemotron3-nano-30b-a3b-tiny", dict(cp=2), "parallel.cp=2: the state of Mamba-2 layers"),
         ("nemotron3-nano-30b-a3b-tiny", dict(tp=2), r"parallel.tp=2 cannot split models with layer_pattern=ME\*E"),
-        ("gpt3-175b-tiny", dict(tp=2), "parallel.tp=2 cannot split models with position_embedding=learned"),
+        ("gpt3-175b-tiny", dict(tp=2), "parallel.tp=2 cannot split models with o_bias=True"),
     ],
 )
 def test_layouts_that_these_models_cannot_have(model, parallel, message):

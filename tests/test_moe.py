@@ -9,10 +9,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from minitrain import config as configs
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder, DecoderConfig, mixture_of_experts
 from minitrain.models.moe import Experts, MoE, Router, dispatch, update_selection_bias
 from minitrain.models.zoo import model_config
+from minitrain.parallel.mesh import start
+from minitrain.parallel.recompute import recompute
+from minitrain.training.data import open_data, rows
+from minitrain.training.loop import Trainer, initialize
+from minitrain.training.optim import make_optimizer
+from tests.oracle import check_against_one_process
 
 HIDDEN, WIDTH = 16, 24
 
@@ -233,8 +240,8 @@ def test_auxiliary_loss_adds_up_over_micro_batches():
     x, found = torch.randn(6, 8, HIDDEN), 0
     whole = torch.autograd.grad(router(x)[1].sum() * 0, router.weight)[0]
     router.tokens_per_step = 48
-    for rows in x.split([1, 3, 2]):
-        found = found + torch.autograd.grad(router(rows)[1].sum() * 0, router.weight)[0]
+    for part in x.split([1, 3, 2]):
+        found = found + torch.autograd.grad(router(part)[1].sum() * 0, router.weight)[0]
     torch.testing.assert_close(found, whole, atol=1e-7, rtol=1e-4)
 
 
@@ -244,6 +251,71 @@ def test_even_routing_costs_the_coefficient():
     indices = torch.arange(24).view(12, 2) % 6
     loss = router._aux_loss(torch.full((12, 6), 1 / 6), indices, rows=1)
     assert loss.item() == pytest.approx(0.7)
+
+
+def test_a_training_step_moves_the_selection_bias(pool):
+    """After a step the bias has moved by the sign of the load, over all micro-batches and both ranks."""
+    small = dict(name="deepseek-v3-tiny", num_layers=2, bias_update_speed=0.01)
+    tree = dict(model=small, device="cpu", steps=1, batch={"global": 8, "micro": 2, "seq_len": 16}, recompute="full")
+    (one,), two = pool.run(1, bias_after_a_step, tree), pool.run(2, bias_after_a_step, tree)
+    bias, expected = one
+    assert torch.equal(bias, expected)
+    assert (bias != 0).any()
+    for bias, _ in two:
+        assert torch.equal(bias, expected)
+
+
+def bias_after_a_step(tree):
+    """The bias of the only router, and what it should be by the choices that one process makes for the whole batch."""
+    config = configs.from_dict(tree)
+    trainer = Trainer(config, start(config))
+    dataset, _ = open_data(config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed)
+    whole = Decoder(config.model.config)
+    initialize(whole, config.seed)
+    router = whole.model.layers["1"].mlp.gate
+    whole(rows(dataset, range(8))["tokens"])
+    load = router.load.float()
+    trainer.step(dataset, 0)
+    bias = trainer.model.model.layers["1"].mlp.gate.e_score_correction_bias
+    return bias.clone(), 0.01 * torch.sign(load.mean() - load)
+
+
+@pytest.mark.parametrize("per_sequence, micro", [(True, 1), (False, 2)])
+def test_auxiliary_loss_over_ranks(pool, per_sequence, micro):
+    """The gradients of one process that sees all rows at once; per sequence also in several micro-batches."""
+    model = dict(name="mixtral-8x7b-tiny", num_layers=1, router_aux_loss_coef=1.0, seq_aux=per_sequence)
+    batch = {"global": 4, "micro": micro, "seq_len": 24}
+    check_against_one_process(pool, 2, dict(model=model, batch=batch, optim=dict(name="sgd", lr=0.1), recompute="full"))
+
+
+# -------------------------------------------------------------------------------------------------------------- compile
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("deepseek-v3-tiny", dict(first_k_dense_replace=0, bias_update_speed=0.01, router_aux_loss_coef=0.01)),
+        ("gpt-oss-20b-tiny", {}),
+        ("qwen3-30b-a3b-tiny", dict(fake_balanced_gate=True)),
+    ],
+)
+def test_a_block_compiles_as_one_graph_under_recomputation(name, changes):
+    """In bf16: torch knows the shapes of grouped products of no other type. The same operations, so the same bits."""
+    config = model_config(name, num_layers=1, **changes)
+    tokens, results = torch.arange(32).view(2, 16), []
+    for compiled in (False, True):
+        model = Decoder(config)
+        initialize(model, seed=0)
+        model.to(torch.bfloat16)
+        if compiled:
+            recompute(model.blocks, "full")
+            model.blocks[0].compile(fullgraph=True, dynamic=False, backend="aot_eager")
+        logits = model(tokens)
+        logits.float().square().sum().backward()
+        load = model.blocks[0].mlp.gate.load
+        results.append([logits, *(p.grad for p in model.parameters() if p.grad is not None), load])
+    for mine, oracle in zip(*results, strict=True):
+        assert (mine is None and oracle is None) or torch.equal(mine, oracle)
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
@@ -316,3 +388,40 @@ def test_dense_models_need_nothing_of_experts():
     with torch.device("meta"):
         model = Decoder(DecoderConfig(num_experts=0, num_experts_per_tok=7))
     assert not any(isinstance(module, Router) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    "tree, message",
+    [
+        (dict(model="gpt-oss-20b-tiny", parallel=dict(cp=2)), "cannot split models with attention sinks"),
+        (dict(model="mixtral-8x7b-tiny", compile=True), "experts compile in bf16 only"),
+    ],
+)
+def test_impossible_runs_are_refused(tree, message):
+    with pytest.raises(InputError, match=message):
+        configs.from_dict(tree | {"batch": {"seq_len": 64}})
+
+
+def test_biases_of_experts_do_not_decay():
+    model = Decoder(model_config("gpt-oss-20b-tiny"))
+    decayed, others = (group["params"] for group in make_optimizer(model, configs.Optim()).param_groups)
+    names = {name for name, p in model.named_parameters() if any(p is q for q in others)}
+    assert len(decayed) + len(others) == len(list(model.parameters()))
+    assert names == {name for name, _ in model.named_parameters() if name.endswith(("bias", "norm.weight", "sinks"))}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts_on_cuda_in_bf16(bias):
+    torch.manual_seed(0)
+    experts = fill(Experts(8, 64, 128, "swiglu", bias))
+    x, weights = torch.randn(256, 64), torch.rand(256, 2)
+    indices = torch.rand(256, 7).argsort(dim=-1)[:, :2]  # expert 7 stays empty
+    outputs = []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        there = copy.deepcopy(experts).to(device, dtype)
+        y = dispatch(x.to(device, dtype), indices.to(device), weights.to(device, dtype), there)
+        y.float().square().mean().backward()
+        outputs.append([y, *(parameter.grad for parameter in there.parameters())])
+    for mine, oracle in zip(outputs[1], outputs[0], strict=True):
+        assert (mine.cpu().float() - oracle).norm() / oracle.norm() < 2e-2

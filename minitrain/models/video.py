@@ -31,8 +31,9 @@ def patchify(latents: Tensor, patch: tuple[int, int, int]) -> Tensor:
 def unpatchify(x: Tensor, grid: tuple[int, int, int], patch: tuple[int, int, int]) -> Tensor:
     """[batch, tokens, patch * channels] -> [batch, channels, frames, height, width]. Channels come last here, but first
     in `patchify`: so they are in Wan."""
+    frames, height, width = (n * p for n, p in zip(grid, patch, strict=True))
     pieces = x.unflatten(-1, (*patch, -1)).unflatten(1, grid).permute(0, 7, 1, 4, 2, 5, 3, 6)
-    return pieces.flatten(6, 7).flatten(4, 5).flatten(2, 3)
+    return pieces.reshape(len(x), -1, frames, height, width)
 
 
 def rotary_tables(grids: list[tuple[int, int, int]], head_dim: int, device=None) -> tuple[Tensor, Tensor]:

@@ -112,7 +112,7 @@ class Wan(nn.Module):
         x = self.join(self.proj_out(modulate(x, shift, scale, self.config.eps)).float())
         pieces = x.split([math.prod(grid) for grid in grids], dim=1)
         out = [unpatchify(piece, grid, self.config.patch_size) for piece, grid in zip(pieces, grids, strict=True)]
-        return [video[0] for video in out] if packed else out[0]
+        return [video[0].clone() for video in out] if packed else out[0]  # FSDP watches the outputs: no views
 
     def _check(self, latents: Tensor | list[Tensor], image: Tensor | None) -> None:
         for video in latents if isinstance(latents, list) else [latents]:

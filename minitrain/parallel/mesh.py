@@ -76,6 +76,7 @@ def build_meshes(config: Config, device_type: str) -> Meshes:
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     for_parameters = grid(pp=p.pp, dp_replicate=p.dp_replicate, dp_shard=shards, tp=p.tp)
+    for_parameters["dp_shard", "tp"]._flatten("shards")  # no public name; one all-reduce for the gradient norm, not two
     for_rows = grid(pp=p.pp, batch=rows, cp=p.cp, tp=p.tp)
     return Meshes(
         parameters=for_parameters["dp_replicate", "dp_shard"],

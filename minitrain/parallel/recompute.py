@@ -20,7 +20,8 @@ saved. Left out: offloading to host memory.
 from functools import partial
 
 import torch
-import torch._functorch.config  # the compiler's budget has no public name
+import torch._dynamo.config
+import torch._functorch.config  # neither of the two settings of the compiler has a public name
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -47,6 +48,8 @@ def recompute(blocks: list[Module], setting: str | int | float) -> None:
     setting: `none`, `full`, `selective`, a whole number k (every k-th block, counted from the first), or a budget
     between 0 and 1, which holds for everything that this process compiles from now on.
     """
+    # what a block changes outside itself, counts of tokens per expert, the second run must not change again
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     torch._functorch.config.activation_memory_budget = setting if isinstance(setting, float) else 1.0
     if setting == "none" or isinstance(setting, float):
         return

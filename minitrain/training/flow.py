@@ -86,7 +86,8 @@ class FlowMatching:
         velocities = model(noisy, 1000 * sigma, batch["text"], *([batch["image"]] if "image" in batch else []))
         pairs = zip(velocities, noise, latents, strict=True)
         errors = torch.stack([(v.float() - (e - x)).square().sum() for v, e, x in pairs])
-        self._record(sigma, errors.detach(), [x.numel() for x in latents])
+        if torch.is_grad_enabled():  # not in validation
+            self._record(sigma, errors.detach(), [x.numel() for x in latents])
         return (errors * weight(sigma, self.settings)).sum()
 
     def take_totals(self) -> Tensor:

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 
 from minitrain.config import Config
@@ -33,6 +34,7 @@ from minitrain.training.optim import clip_gradients, learning_rate, make_optimiz
 def build_model(config: Config, meshes: Meshes) -> Decoder | Pipeline:
     """The config's model, laid out over the ranks, with the weights of `model.path` or else initial ones."""
     model = lay_out(partial(make_model, config), config, meshes)
+    balance_over_ranks(model, config, meshes)
     model.to_empty(device=pick_device(config.device))
     if config.model.path:
         load_weights(model, config.model.path, owned)
@@ -45,10 +47,23 @@ def make_model(config: Config, **stage) -> Decoder:
     """The config's model on the meta device, or one stage of it (see Decoder)."""
     with torch.device("meta"):
         model = Decoder(config.model.config, **stage)
+    return model.to(torch.bfloat16) if config.precision == "bf16-pure" else model
+
+
+def balance_over_ranks(model: Module, config: Config, meshes: Meshes) -> None:
+    """Let auxiliary losses see the tokens of all ranks, or all tokens of a sequence, and weigh them as in one process."""
+    mesh = meshes.cp if config.model.config.seq_aux else meshes.loss
     for module in model.modules():
         if isinstance(module, Router):
             module.tokens_per_step = config.batch.global_ * config.batch.seq_len
-    return model.to(torch.bfloat16) if config.precision == "bf16-pure" else model
+            module.sum_counts = partial(sum_over, mesh)
+
+
+def sum_over(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
+    """The sum of all ranks' tensors, in place."""
+    if mesh.size() > 1:
+        dist.all_reduce(tensor, group=mesh.get_group())
+    return tensor
 
 
 @torch.no_grad()
@@ -107,13 +122,10 @@ class Trainer:
         norm = clip_gradients(list(self.model.parameters()), self.config.optim.clip, self.meshes.pp)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        update_selection_bias(self.model, self.config.model.config.bias_update_speed, self.sum_over_tokens)
+        update_selection_bias(
+            self.model, self.config.model.config.bias_update_speed, partial(sum_over, self.meshes.loss)
+        )
         return {"loss": loss, "grad_norm": norm}
-
-    def sum_over_tokens(self, load: Tensor) -> Tensor:
-        """The sum over all ranks that see different tokens."""
-        dist.all_reduce(load, group=self.meshes.loss.get_group())
-        return load
 
     @torch.no_grad()
     def evaluate(self, dataset) -> float:
