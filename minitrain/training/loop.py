@@ -51,7 +51,7 @@ def make_model(config: Config, **stage) -> Decoder:
 
 
 def balance_over_ranks(model: Module, config: Config, meshes: Meshes) -> None:
-    """Let auxiliary losses see the tokens of all ranks, or all tokens of a sequence, and weigh them as in one process."""
+    """Let auxiliary losses see the tokens of all ranks, or of whole sequences, and weigh them as in one process."""
     mesh = meshes.cp if config.model.config.seq_aux else meshes.loss
     for module in model.modules():
         if isinstance(module, Router):

@@ -41,6 +41,7 @@ def known(monkeypatch):
 
 def build(family):
     """The transformers model, with random selection biases too, and every expert computed by itself."""
+    torch.manual_seed(0)  # transformers draws the initial dt_bias from the global generator
     model = hf_models.build(family)
     model.set_experts_implementation("eager")
     generator = torch.Generator().manual_seed(1)
