@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-    """Run a command line's `main(arguments)` and exit: 0, or 2 after an InputError or a failing disk, told in one line."""
+    """Run a command line's `main(arguments)` and exit: 0, or 2 after an InputError or a failing disk, in one line."""
     arguments = sys.argv[1:]
     code = 0
     try:

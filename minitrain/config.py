@@ -378,10 +378,7 @@ def _validate_tensor(config: Config) -> None:
 
 
 def _validate_experts(config: Config) -> None:
-    model = config.model.config
-    if config.parallel.cp > 1 and model.sinks:
-        raise InputError(f"parallel.cp={config.parallel.cp} cannot split models with attention sinks (use cp=1)")
-    if config.compile and config.precision == "fp32" and model.num_experts:
+    if config.compile and config.precision == "fp32" and config.model.config.num_experts:
         raise InputError("compile=true with precision=fp32: experts compile in bf16 only (use bf16 or bf16-pure)")
 
 
@@ -401,8 +398,8 @@ def _validate_pipeline(config: Config) -> None:
     split = p.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
     if split and (config.compile or config.recompute != "none"):
         raise InputError(
-            f"parallel.schedule={p.schedule} runs each backward pass in two parts: with compile=true all of it would run "
-            f"twice, with recompute={config.recompute} a block's forward once per weight (use compile=false and "
+            f"parallel.schedule={p.schedule} runs each backward pass in two parts: with compile=true all of it would "
+            f"run twice, with recompute={config.recompute} a block's forward once per weight (use compile=false and "
             f"recompute=none, or Interleaved1F1B)"
         )
     given = p.layers_per_stage

@@ -17,8 +17,8 @@ def test_defaults_are_valid():
 
 
 def test_nested_keys_overrides_and_numbers(tmp_path):
-    file = config_file(tmp_path, "model: llama3-8b-tiny\nsteps: 1e3\noptim: {lr: 3e-4, clip: null}\nbatch: {global: 6, micro: 2}\n")
-    config = load(file, ["batch.micro=3", "model.num_layers=2", "optim.betas=[0.8, 0.99]", "seed=7"])
+    text = "model: llama3-8b-tiny\nsteps: 1e3\noptim: {lr: 3e-4, clip: null}\nbatch: {global: 6, micro: 2}\n"
+    config = load(config_file(tmp_path, text), ["batch.micro=3", "model.num_layers=2", "optim.betas=[0.8, 0.99]", "seed=7"])
     assert config.steps == 1000 and isinstance(config.steps, int)
     assert config.optim.lr == 3e-4 and config.optim.clip is None and config.optim.betas == [0.8, 0.99]
     assert config.batch.global_ == 6 and config.batch.micro == 3 and config.seed == 7
@@ -73,7 +73,7 @@ def test_what_is_written_is_read_back_the_same():
         ({"parallel": {"dp_shard": 0}}, "parallel.dp_shard=0 must be at least 1, or -1"),
         ({"data": {"kind": "text"}}, "data.kind=text needs data.path"),
         ({"data": {"validation": 1.0}}, "data.validation=1.0 must be at least 0 and below 1"),
-        ({"data": {"kind": "text", "path": "x"}, "validation": {"every": 5}}, "validation.every=5 needs data.validation"),
+        ({"data": {"kind": "text", "path": "x"}, "validation": {"every": 5}}, "every=5 needs data.validation above 0"),
         ({"compile": "yes"}, "compile must be true or false"),
         ({"reference": 3}, "reference must be a mapping"),
     ],

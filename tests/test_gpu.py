@@ -1,4 +1,4 @@
-"""The product's path on CUDA against the same on CPU: kernels, FSDP2 on NCCL, compiled blocks. `pytest -m gpu` runs it."""
+"""The product's path on CUDA against the same on CPU: kernels, FSDP2 on NCCL, compiled blocks (`pytest -m gpu`)."""
 
 import pytest
 import torch

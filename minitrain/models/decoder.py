@@ -313,7 +313,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, layers: range | None = None, first: bool = True, last: bool = True):
         super().__init__()
         self.config, self.first, self.last = config, first, last
-        self.sequence_split = 1  # tensor parallelism splits each row's hidden states, between layers, over so many ranks
+        self.sequence_split = 1  # over so many ranks tensor parallelism splits a row's hidden states between layers
         self.make_mask = make_mask  # context parallelism replaces it by one that knows where this rank's tokens are
         hidden, vocab, tied = config.hidden_size, config.vocab_size, config.tie_word_embeddings
         layers = range(config.num_layers) if layers is None else layers

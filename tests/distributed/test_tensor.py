@@ -40,8 +40,7 @@ TREE = {
     "parallel": {"tp": 2},
 }
 FAMILIES = ["llama3-8b-tiny", "qwen2.5-7b-tiny", "qwen3-32b-tiny", "nemotron4-15b-tiny"]
-LAYOUTS = [(4, {"tp": 4}), (4, {"tp": 2, "dp_shard": 2}), (4, {"tp": 2, "dp_replicate": 2}),
-           (8, {"tp": 2, "dp_shard": 2, "dp_replicate": 2})]  # fmt: skip
+LAYOUTS = [(4, {"tp": 4}), (4, {"tp": 2, "dp_shard": 2}), (4, {"tp": 2, "dp_replicate": 2})]
 check_against_one_process = partial(oracle.check_against_one_process, double=True)
 
 
@@ -49,8 +48,7 @@ def with_model(tree=TREE, **fields):
     return tree | {"model": MODEL | fields}
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "tied"), [*((name, False) for name in FAMILIES), (FAMILIES[0], True)])
 def test_families(pool, name, tied):
     check_against_one_process(pool, 2, with_model(name=name, tie_word_embeddings=tied))
 
@@ -61,9 +59,8 @@ def test_layouts(pool, world_size, parallel):
     check_against_one_process(pool, world_size, tree | {"parallel": parallel, "batch": TREE["batch"] | {"micro": 1}})
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_parts_that_fsdp_splits_unevenly(pool, tied):
-    check_against_one_process(pool, 4, with_model(vocab_size=126, intermediate_size=50, tie_word_embeddings=tied))
+def test_parts_that_fsdp_splits_unevenly(pool):
+    check_against_one_process(pool, 4, with_model(vocab_size=126, intermediate_size=50, tie_word_embeddings=True))
 
 
 @pytest.mark.parametrize("micro", [1, 4])
@@ -84,15 +81,13 @@ def test_packed_documents(pool, world_size):
     check_against_one_process(pool, world_size, TREE, batch=packed_batch)
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("recompute", "compiled"), [("full", True), ("selective", False)])
 def test_recompute(pool, recompute, compiled):
     tree = with_model(name="qwen3-32b-tiny") | {"recompute": recompute, "compile": compiled}
     check_against_one_process(pool, 2, tree, run=train_compiled if compiled else train)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("world_size", "name"), [(2, name) for name in FAMILIES[1:]] + [(4, FAMILIES[0])])
 def test_compiled_blocks(pool, world_size, name):
     check_against_one_process(pool, world_size, with_model(name=name) | {"compile": True}, run=train_compiled)
 
@@ -107,7 +102,7 @@ def train_compiled(*args):
     return trace
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_rounding_is_no_worse_than_in_one_process(pool, precision):
     tree = TREE | {"precision": precision}
 
@@ -120,7 +115,7 @@ def test_rounding_is_no_worse_than_in_one_process(pool, precision):
         return max(relative_error(trace.gradients[0][name], exact[name]) for name in exact)
 
     alone = error(1, {})
-    assert 0 < alone < {"fp32": 1e-5, "bf16": 0.1, "bf16-pure": 0.1}[precision]
+    assert 0 < alone < {"fp32": 1e-5, "bf16": 0.1}[precision]
     for world_size in (2, 4):
         assert error(world_size, {"tp": 2}) < 1.5 * alone
 
@@ -246,7 +241,7 @@ def train_and_save(tree, folder, until):
     return steps
 
 
-@pytest.mark.parametrize("other", [(2, {}), (4, {"tp": 4}), (4, {"tp": 2})], ids=str)
+@pytest.mark.parametrize("other", [(2, {}), (4, {"tp": 2})], ids=str)
 def test_a_checkpoint_resumes_in_another_layout(pool, tmp_path, other):
     tree = with_model(name="qwen3-32b-tiny") | {"optim": {"name": "adamw", "lr": 0.01}, "compile": False}
     tree["batch"] = TREE["batch"] | {"micro": 1}
