@@ -18,7 +18,8 @@ def test_defaults_are_valid():
 
 def test_nested_keys_overrides_and_numbers(tmp_path):
     text = "model: llama3-8b-tiny\nsteps: 1e3\noptim: {lr: 3e-4, clip: null}\nbatch: {global: 6, micro: 2}\n"
-    config = load(config_file(tmp_path, text), ["batch.micro=3", "model.num_layers=2", "optim.betas=[0.8, 0.99]", "seed=7"])
+    words = ["batch.micro=3", "model.num_layers=2", "optim.betas=[0.8, 0.99]", "seed=7"]
+    config = load(config_file(tmp_path, text), words)
     assert config.steps == 1000 and isinstance(config.steps, int)
     assert config.optim.lr == 3e-4 and config.optim.clip is None and config.optim.betas == [0.8, 0.99]
     assert config.batch.global_ == 6 and config.batch.micro == 3 and config.seed == 7
