@@ -18,7 +18,7 @@ import yaml
 
 from minitrain.errors import InputError
 from minitrain.models.config_hf import exportable_family, read_config
-from minitrain.models.decoder import DecoderConfig
+from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.zoo import model_config
 
 

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from minitrain import config as configs
 from minitrain.errors import InputError
-from minitrain.models.decoder import Decoder, DecoderConfig, mixture_of_experts
+from minitrain.models.decoder import Decoder, mixture_of_experts
+from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.moe import Experts, MoE, Router, dispatch, update_selection_bias
 from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import start

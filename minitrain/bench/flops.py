@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from minitrain.errors import InputError
-from minitrain.models.decoder import Decoder, DecoderConfig
+from minitrain.models.decoder import Decoder
+from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.moe import Experts, Router
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -23,7 +23,7 @@ from minitrain.bench.layout import stated_ranks
 from minitrain.bench.measure import measure
 from minitrain.config import Batch, Config, Data, Model, Parallel, check_layout, validate
 from minitrain.errors import InputError
-from minitrain.models.decoder import DecoderConfig
+from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.zoo import tiny
 from minitrain.parallel.mesh import start
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from minitrain.errors import InputError
 from minitrain.models import checkpoint_gpt2, checkpoint_wan
 from minitrain.models.config_hf import config_to_hf, read_config, read_json
-from minitrain.models.decoder import Decoder, DecoderConfig
+from minitrain.models.decoder import Decoder
+from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layouts_hf import Piece, Slices, is_ignored, pieces, to_stored
 from minitrain.models.wan import Wan, WanConfig
 
@@ -79,7 +80,7 @@ class StoredTensor(NamedTuple):
     dtype: str  # as safetensors spells it
 
 
-def whole(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+def all_of(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     """This process holds all of every parameter."""
     return parameter, ()
 
@@ -88,7 +89,7 @@ def whole(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
 def load_weights(
     model: Decoder | Wan,
     path: str | Path,
-    owned: Callable[[Tensor], tuple[Tensor, tuple[slice, ...]]] = whole,
+    owned: Callable[[Tensor], tuple[Tensor, tuple[slice, ...]]] = all_of,
 ) -> None:
     """Fill `model`, which must be materialised, from the safetensors of folder `path`, converting to its dtype.
 

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from minitrain.errors import InputError
-from minitrain.models.decoder import DecoderConfig
+from minitrain.models.decoder_config import DecoderConfig
 
 KEYS = {  # of config.json: as in Llama's, or a field of ours -> as in Nemotron-H's
     "hidden_act": "mlp_hidden_act",

@@ -12,7 +12,7 @@ import torch
 
 from minitrain.errors import InputError
 from minitrain.models import checkpoint_gpt2, checkpoint_nemotron_h
-from minitrain.models.decoder import DecoderConfig
+from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.wan import WanConfig
 
 EPS_KEYS = {"rmsnorm": "rms_norm_eps", "layernorm": "layer_norm_epsilon", "layernorm1p": "norm_eps"}

@@ -6,232 +6,27 @@ checkpoints. What is not here: losses (training/loss.py), sharding (parallel/), 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitrain.errors import InputError
 from minitrain.models.attention import GroupedQueryAttention, Mask, make_mask
+from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layers import (
-    GatedMLP,
-    GeluMLP,
-    LayerNorm1P,
-    SquaredReluMLP,
+    MLPS,
+    NORMS,
     rotary_frequencies,
     rotary_magnitude,
     rotary_tables,
     yarn_magnitude,
 )
-from minitrain.models.mamba import Mamba2, MambaShape
+from minitrain.models.mamba import Mamba2
 from minitrain.models.mamba import initialize_parameter as initialize_mamba
 from minitrain.models.mla import LatentAttention
-from minitrain.models.moe import EXPERT_MLPS, MoE, Router
+from minitrain.models.moe import MoE, Router
 
-NORMS = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm, "layernorm1p": LayerNorm1P}
-MLPS = {"swiglu": GatedMLP, "relu2": SquaredReluMLP, "gelu": GeluMLP}
-POSITIONS = ("rotary", "learned", "none")
-PARTS = {  # what a layer consists of, by its letter in a pattern
-    "M": ("mamba", None),
-    "*": ("attention", None),
-    "E": (None, "moe"),
-    "-": (None, "mlp"),
-}
 RESIDUAL_OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
-
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    """Everything that fixes a decoder's shape. Names follow Hugging Face's config.json where it has one."""
-
-    family: str = "llama"  # which Hugging Face architecture reads and writes the checkpoint
-    vocab_size: int = 32000
-    hidden_size: int = 512
-    intermediate_size: int = 1536
-    num_layers: int = 8
-    num_attention_heads: int = 8
-    num_key_value_heads: int = 8
-    head_dim: int = 64
-    max_position_embeddings: int = 8192
-    norm: str = "rmsnorm"  # rmsnorm | layernorm | layernorm1p
-    norm_eps: float = 1e-5
-    mlp: str = "swiglu"  # swiglu | relu2 | gelu, which has biases | clamped_swiglu, of experts only
-    qkv_bias: bool = False
-    o_bias: bool = False
-    qk_norm: bool = False
-    position_embedding: str = "rotary"  # rotary | learned | none
-    rope_theta: float = 10000.0
-    rope_scaling: dict | None = None
-    partial_rotary_factor: float = 1.0  # the share of each head that is rotated
-    tie_word_embeddings: bool = False
-    sliding_window: int = 0  # layers 0, 2, 4, ... see so many keys; 0: all layers see all
-    sinks: bool = False  # a learned term in each head's softmax
-    kv_lora_rank: int = 0  # above 0: multi-head latent attention, which uses this and the next four, and no head_dim
-    q_lora_rank: int = 0
-    qk_nope_head_dim: int = 0
-    qk_rope_head_dim: int = 0
-    v_head_dim: int = 0
-    num_experts: int = 0  # 0: all MLPs are dense, and what follows on experts is not used
-    num_experts_per_tok: int = 1
-    moe_intermediate_size: int = 0
-    first_k_dense_replace: int = 0  # so many first layers have no experts
-    shared_expert_intermediate_size: int = 0  # of an expert that sees every token; 0: there is none
-    moe_latent_size: int = 0  # width that experts work on, if not hidden_size
-    expert_bias: bool = False  # router and experts have biases
-    scoring_func: str = "softmax"  # softmax | sigmoid, which has a selection bias and groups
-    n_group: int = 1
-    topk_group: int = 1
-    routed_scaling_factor: float = 1.0
-    bias_update_speed: float = 0.0  # of the selection bias, after every step
-    router_aux_loss_coef: float = 0.0
-    seq_aux: bool = False  # balance each sequence, rather than the tokens of a forward pass together
-    fake_balanced_gate: bool = False  # experts in turn, whatever the token: for benchmarks
-    layer_pattern: str = ""  # a letter per layer, see `parts`; empty: attention and MLP in each
-    mamba_num_heads: int = 8
-    mamba_head_dim: int = 64
-    mamba_n_groups: int = 1  # heads of a group share B and C
-    ssm_state_size: int = 128
-    conv_kernel: int = 4
-    mamba_chunk_size: int = 128
-    time_step_min: float = 0.0  # dt is at least so much
-    initializer_range: float = 0.02
-    scaled_residual_init: bool = False  # divide what writes into the residual stream by sqrt(number of writers)
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None  # Llama 3.1 has several
-
-    def __post_init__(self):
-        """Raises InputError for sizes that no model can have."""
-        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_attention_heads",
-                      "num_key_value_heads", "head_dim", "max_position_embeddings", "mamba_num_heads",
-                      "mamba_head_dim", "mamba_n_groups", "ssm_state_size", "conv_kernel", "mamba_chunk_size"):
-            if getattr(self, field) < 1:
-                raise InputError(f"model.{field}={getattr(self, field)} must be at least 1")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise InputError(
-                f"model.num_key_value_heads={self.num_key_value_heads} does not divide "
-                f"num_attention_heads={self.num_attention_heads}"
-            )
-        self._check_latent_attention()
-        if not 0 < self.partial_rotary_factor <= 1 or self.rotary_dim % 2 or self.rotary_dim == 0:
-            raise InputError(
-                f"model.partial_rotary_factor={self.partial_rotary_factor} of head_dim={self.head_dim} "
-                f"must rotate an even number of channels, between 2 and head_dim"
-            )
-        mlps = EXPERT_MLPS if self.num_experts else MLPS
-        for field, known in (("norm", NORMS), ("mlp", mlps), ("position_embedding", POSITIONS)):
-            if getattr(self, field) not in known:
-                raise InputError(f"model.{field}={getattr(self, field)!r} is not one of {', '.join(known)}")
-        self._check_rope_scaling()
-        self._check_experts()
-        self._check_pattern()
-
-    def _check_rope_scaling(self):
-        needed = {
-            "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-            "yarn": {"factor", "original_max_position_embeddings"},
-        }
-        kind = (self.rope_scaling or {}).get("rope_type")
-        if self.rope_scaling is not None and (kind not in needed or needed[kind] - self.rope_scaling.keys()):
-            wanted = " or ".join(f"rope_type {kind} and {', '.join(sorted(keys))}" for kind, keys in needed.items())
-            raise InputError(f"model.rope_scaling={self.rope_scaling} is not supported: it must have {wanted}")
-
-    def _check_latent_attention(self):
-        if self.sliding_window < 0:
-            raise InputError(f"model.sliding_window={self.sliding_window} must be at least 0")
-        if not self.kv_lora_rank:
-            return
-        for field in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-            if getattr(self, field) < 1:
-                raise InputError(f"model.{field}={getattr(self, field)} must be at least 1 in latent attention")
-        if self.qk_rope_head_dim % 2:
-            raise InputError(f"model.qk_rope_head_dim={self.qk_rope_head_dim} must be even")
-        if self.num_key_value_heads != self.num_attention_heads:
-            raise InputError(
-                f"model.num_key_value_heads={self.num_key_value_heads} must be num_attention_heads="
-                f"{self.num_attention_heads} in latent attention"
-            )
-
-    def _check_experts(self):
-        experts, chosen = self.num_experts, self.num_experts_per_tok
-        if experts < 0:
-            raise InputError(f"model.num_experts={experts} must be at least 0")
-        if experts == 0:
-            return
-        if not 1 <= chosen <= experts:
-            raise InputError(f"model.num_experts_per_tok={chosen} must be between 1 and num_experts={experts}")
-        for field in ("hidden_size", "moe_intermediate_size", "moe_latent_size"):
-            size = getattr(self, field)
-            if size % 8 or size < 8 * (field != "moe_latent_size"):
-                raise InputError(f"model.{field}={size} must be a multiple of 8 for grouped matrix products")
-        if self.scoring_func not in ("softmax", "sigmoid"):
-            raise InputError(f"model.scoring_func={self.scoring_func!r} is not one of softmax, sigmoid")
-        if self.mlp not in MLPS and self.first_k_dense_replace:
-            raise InputError(f"model.mlp={self.mlp} is for experts only: it needs first_k_dense_replace=0")
-        for field in ("first_k_dense_replace", "shared_expert_intermediate_size", "bias_update_speed",
-                      "router_aux_loss_coef"):  # fmt: skip
-            if getattr(self, field) < 0:
-                raise InputError(f"model.{field}={getattr(self, field)} must be at least 0")
-        self._check_groups()
-
-    def _check_groups(self):
-        experts, groups, kept = self.num_experts, self.n_group, self.topk_group
-        softmax = self.scoring_func == "softmax"
-        for field, needless in (("n_group", 1), ("routed_scaling_factor", 1), ("bias_update_speed", 0)):
-            if softmax and getattr(self, field) != needless:
-                raise InputError(f"model.{field}={getattr(self, field)} needs scoring_func=sigmoid")
-        if groups < 1 or experts % groups:
-            raise InputError(f"model.n_group={groups} does not divide num_experts={experts}")
-        if not 1 <= kept <= groups:
-            raise InputError(f"model.topk_group={kept} must be between 1 and n_group={groups}")
-        if groups > 1 and experts // groups < 2:
-            raise InputError(f"model.n_group={groups} leaves 1 of num_experts={experts} to a group (at least 2)")
-        if kept * (experts // groups) < self.num_experts_per_tok:
-            raise InputError(
-                f"model.num_experts_per_tok={self.num_experts_per_tok} exceeds the {kept * (experts // groups)} "
-                f"experts of topk_group={kept} groups"
-            )
-
-    def _check_pattern(self):
-        pattern = self.layer_pattern
-        unknown = set(pattern) - PARTS.keys()
-        if unknown:
-            raise InputError(
-                f"model.layer_pattern={pattern!r}: letter {min(unknown)!r} is not one of {' '.join(PARTS)} "
-                f"(M Mamba-2, * attention, E experts, - MLP)"
-            )
-        if "E" in pattern and not self.num_experts:
-            raise InputError(f"model.layer_pattern={pattern!r} has layers of experts, but num_experts is 0")
-        if pattern and len(pattern) != self.num_layers:
-            raise InputError(
-                f"model.layer_pattern={pattern!r} has {len(pattern)} letters, expected num_layers={self.num_layers}"
-            )
-        if self.mamba_num_heads % self.mamba_n_groups:
-            raise InputError(
-                f"model.mamba_n_groups={self.mamba_n_groups} does not divide mamba_num_heads={self.mamba_num_heads}"
-            )
-        if self.time_step_min < 0:
-            raise InputError(f"model.time_step_min={self.time_step_min} must be at least 0")
-
-    @property
-    def rotary_dim(self) -> int:
-        return self.qk_rope_head_dim if self.kv_lora_rank else int(self.head_dim * self.partial_rotary_factor)
-
-    def parts(self, layer: int) -> tuple[str | None, str | None]:
-        """What layer 0, 1, ... is: a mixer of tokens ("attention", "mamba") and an "mlp" or "moe", or only one."""
-        if self.layer_pattern:
-            return PARTS[self.layer_pattern[layer]]
-        return "attention", "moe" if self.num_experts and layer >= self.first_k_dense_replace else "mlp"
-
-    def windowed(self, layer: int) -> bool:
-        return bool(self.sliding_window) and layer % 2 == 0
-
-    @property
-    def mamba(self) -> MambaShape:
-        return MambaShape(
-            self.mamba_num_heads, self.mamba_head_dim, self.mamba_n_groups, self.ssm_state_size, self.conv_kernel,
-            self.mamba_chunk_size, self.time_step_min,
-        )  # fmt: skip
 
 
 class Block(nn.Module):

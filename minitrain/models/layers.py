@@ -54,6 +54,10 @@ class GeluMLP(nn.Module):
         return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
 
 
+NORMS = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm, "layernorm1p": LayerNorm1P}
+MLPS = {"swiglu": GatedMLP, "relu2": SquaredReluMLP, "gelu": GeluMLP}
+
+
 def rotary_frequencies(dim: int, theta: float, scaling: dict | None = None, device=None) -> Tensor:
     """Angle per position of each rotated pair: theta ** (-2i / dim), rescaled where `scaling` says so.
 

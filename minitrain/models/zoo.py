@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 
 from minitrain.errors import InputError
-from minitrain.models.decoder import DecoderConfig
+from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.wan import WanConfig
 
 _LLAMA3 = dict(

@@ -10,7 +10,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from minitrain.config import from_dict
 from minitrain.errors import InputError
-from minitrain.models.decoder import Decoder, DecoderConfig
+from minitrain.models.decoder import Decoder
+from minitrain.models.decoder_config import DecoderConfig
 from minitrain.parallel.context import context_parallel, places, split
 from minitrain.parallel.mesh import start
 from minitrain.training.data import rows

@@ -183,7 +183,8 @@ MEMORY = """
     import torch
     from minitrain import load_pretrained
     from minitrain.models.checkpoint_hf import save_tensors
-    from minitrain.models.decoder import Decoder, DecoderConfig
+    from minitrain.models.decoder import Decoder
+    from minitrain.models.decoder_config import DecoderConfig
 
     def status(key):
         return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
