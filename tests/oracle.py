@@ -47,6 +47,15 @@ def ragged_batch(config: Config, step: int) -> Tensors:
     return {"tokens": tokens[:, :-1], "labels": labels}
 
 
+def packed_batch(config, step):
+    """`ragged_batch` with a document border before every fourth token or so, and positions that restart there."""
+    batch = ragged_batch(config, step)
+    begins = torch.rand(batch["tokens"].shape, generator=torch.Generator().manual_seed(step)) < 0.25
+    place = torch.arange(begins.shape[1])
+    positions = place - torch.where(begins, place, 0).cummax(1).values
+    return batch | {"documents": begins.cumsum(1), "positions": positions}
+
+
 def train(tree: dict, steps: int = 2, batch: Callable = ragged_batch) -> Trace:
     """Train with plain SGD on this rank of the running group, on the product's own path. tree: a config, as in YAML.
 

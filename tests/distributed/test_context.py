@@ -16,7 +16,7 @@ from minitrain.parallel.context import context_parallel, places, split
 from minitrain.parallel.mesh import start
 from minitrain.training.data import rows
 from minitrain.training.loop import Trainer
-from tests.oracle import check_against_one_process, initial_weights, plain_step, ragged_batch, train
+from tests.oracle import check_against_one_process, initial_weights, packed_batch, plain_step, ragged_batch, train
 
 FORMS = ["allgather", "ulysses"]
 MODEL = {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 2, "initializer_range": 0.05}
@@ -122,15 +122,6 @@ def test_ulysses_keeps_the_plain_kernel(pool):
 
 
 # --------------------------------------------------------------------------------------------------------- whole models
-
-
-def packed_batch(config, step):
-    """`ragged_batch` with a document border before every fourth token or so, and positions that restart there."""
-    batch = ragged_batch(config, step)
-    begins = torch.rand(batch["tokens"].shape, generator=torch.Generator().manual_seed(step)) < 0.25
-    place = torch.arange(begins.shape[1])
-    positions = place - torch.where(begins, place, 0).cummax(1).values
-    return batch | {"documents": begins.cumsum(1), "positions": positions}
 
 
 @pytest.mark.parametrize("batch", [ragged_batch, packed_batch])

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from minitrain.config import from_dict
-from tests.distributed.test_context import packed_batch
-from tests.oracle import check_against_one_process, initial_weights, plain_step
+from tests.oracle import check_against_one_process, initial_weights, packed_batch, plain_step
 
 TREE = {
     "model": {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 2, "initializer_range": 0.05},

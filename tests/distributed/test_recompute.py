@@ -17,8 +17,7 @@ from minitrain.errors import InputError
 from minitrain.parallel.mesh import start
 from minitrain.training.data import open_data
 from minitrain.training.loop import Trainer
-from tests.distributed.test_context import packed_batch
-from tests.oracle import check_against_one_process, train
+from tests.oracle import check_against_one_process, packed_batch, train
 
 MODEL = {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 4, "initializer_range": 0.05}
 TREE = {

@@ -101,3 +101,24 @@ def reload(path, **options):
 
 def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, _SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+
+
+def packed(theirs, tokens, rows):
+    """The logits of each document run alone; then the documents and positions that say where they are in `tokens`.
+
+    rows: for each row of `tokens`, the lengths of its documents.
+    """
+    documents = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows])
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
+    pieces = [piece for i, row in enumerate(rows) for piece in tokens[i].split(row)]
+    expected = torch.cat([theirs(piece[None]).logits[0] for piece in pieces]).view(*tokens.shape, -1)
+    return expected, documents, positions
+
+
+def compare_and_differentiate(found, expected):
+    """Logits must agree; then both models get the gradients of the same random combination of them."""
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    expected.backward(cotangent)
+    found.backward(cotangent)

@@ -5,7 +5,7 @@ import torch
 
 from minitrain import load_pretrained
 from minitrain.models.layers import rotary_frequencies
-from tests.parity.hf_models import CONFIGS, LLAMA3_ROPE, build, random_tokens
+from tests.parity.hf_models import CONFIGS, LLAMA3_ROPE, build, compare_and_differentiate, packed, random_tokens
 
 
 @pytest.fixture(params=CONFIGS)
@@ -29,11 +29,7 @@ def test_logits_and_gradients(pair):
     theirs, ours = pair
     tokens = random_tokens(2, 40)
     expected, found = theirs(tokens).logits, ours(tokens)
-    assert expected.std() > 0.1
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-    cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
-    expected.backward(cotangent)
-    found.backward(cotangent)
+    compare_and_differentiate(found, expected)
     assert_same_gradients(ours, theirs)
 
 
@@ -41,16 +37,10 @@ def test_packed_documents_equal_each_document_alone(pair):
     theirs, ours = pair
     rows = [[9, 1, 20, 10], [25, 15]]
     tokens = random_tokens(2, 40)
-    documents = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows])
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
-    pieces = [piece for i, row in enumerate(rows) for piece in tokens[i].split(row)]
-    expected = torch.cat([theirs(piece[None]).logits[0] for piece in pieces]).view(2, 40, -1)
+    expected, documents, positions = packed(theirs, tokens, rows)
 
     found = ours(tokens, positions=positions, documents=documents)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-    cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
-    expected.backward(cotangent)
-    found.backward(cotangent)
+    compare_and_differentiate(found, expected)
     assert_same_gradients(ours, theirs)
 
 

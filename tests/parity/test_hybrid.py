@@ -13,7 +13,7 @@ from minitrain.models.checkpoint_hf import load_weights, read_config, save_tenso
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
 from tests.parity import hf_models
-from tests.parity.hf_models import random_tokens, reload
+from tests.parity.hf_models import compare_and_differentiate, packed, random_tokens, reload
 
 _HYBRID = dict(
     vocab_size=96, hidden_size=48, intermediate_size=80, num_attention_heads=6, num_key_value_heads=2, head_dim=16,
@@ -83,11 +83,7 @@ def test_logits_and_gradients(pair, tmp_path):
     theirs, ours = pair
     tokens = random_tokens(2, 44)
     expected, found = theirs(tokens).logits, ours(tokens)
-    assert expected.std() > 0.1
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-    cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
-    expected.backward(cotangent)
-    found.backward(cotangent)
+    compare_and_differentiate(found, expected)
     assert_same_gradients(ours, theirs, tmp_path / "gradients")
 
 
@@ -95,15 +91,9 @@ def test_packed_documents_equal_each_document_alone(pair, tmp_path):
     theirs, ours = pair
     rows = [[9, 1, 20, 14], [32, 12]]
     tokens = random_tokens(2, 44)
-    documents = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows])
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
-    pieces = [piece for i, row in enumerate(rows) for piece in tokens[i].split(row)]
-    expected = torch.cat([theirs(piece[None]).logits[0] for piece in pieces]).view(2, 44, -1)
+    expected, documents, positions = packed(theirs, tokens, rows)
     found = ours(tokens, positions=positions, documents=documents)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-    cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
-    expected.backward(cotangent)
-    found.backward(cotangent)
+    compare_and_differentiate(found, expected)
     assert_same_gradients(ours, theirs, tmp_path / "gradients")
 
 

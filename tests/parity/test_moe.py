@@ -10,7 +10,7 @@ from minitrain import load_pretrained, save_pretrained
 from minitrain.models.config_hf import read_config
 from minitrain.models.layers import rotary_frequencies, rotary_magnitude
 from minitrain.models.moe import Router
-from tests.parity.hf_models import MOE_CONFIGS, build, random_tokens, reload
+from tests.parity.hf_models import MOE_CONFIGS, build, compare_and_differentiate, packed, random_tokens, reload
 
 
 @pytest.fixture(params=MOE_CONFIGS)
@@ -42,11 +42,7 @@ def assert_same_gradients(ours, theirs):
 
 
 def assert_same(found, expected, ours, theirs):
-    assert expected.std() > 0.1
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-    cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
-    expected.backward(cotangent)
-    found.backward(cotangent)
+    compare_and_differentiate(found, expected)
     assert_same_gradients(ours, theirs)
 
 
@@ -60,10 +56,7 @@ def test_packed_documents_equal_each_document_alone(pair):
     theirs, ours = pair
     rows = [[9, 1, 20, 10], [25, 15]]
     tokens = random_tokens(2, 40)
-    documents = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows])
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
-    pieces = [piece for i, row in enumerate(rows) for piece in tokens[i].split(row)]
-    expected = torch.cat([theirs(piece[None]).logits[0] for piece in pieces]).view(2, 40, -1)
+    expected, documents, positions = packed(theirs, tokens, rows)
     assert_same(ours(tokens, positions=positions, documents=documents), expected, ours, theirs)
 
 
