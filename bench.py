@@ -20,7 +20,8 @@ from minitrain.bench.measure import measure, row_name
 from minitrain.bench.report import table
 from minitrain.bench.shrink import run_shrunk, shrink
 from minitrain.bench.versus import versus_transformers
-from minitrain.config import check_layout, load
+from minitrain.config import load
+from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
 from minitrain.parallel.mesh import start, world_size
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 import yaml
 
 from minitrain import cli
-from minitrain.config import Config, check_layout, load, to_dict
+from minitrain.config import Config, load, to_dict
+from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import save_tensors
 from minitrain.parallel.mesh import start, whole, world_size

@@ -18,7 +18,8 @@ from minitrain.config import Config
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.context import split
 from minitrain.parallel.mesh import start, whole
-from minitrain.training.loop import build_model, forward_backward, initialize
+from minitrain.training.build import build_model, initialize
+from minitrain.training.loop import forward_backward
 from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import LanguageModeling
 from minitrain.training.optim import clip_gradients

@@ -2,7 +2,8 @@
 
 import pytest
 
-from minitrain.config import Config, check_layout, from_dict, load, to_dict
+from minitrain.config import Config, from_dict, load, to_dict
+from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
 
 

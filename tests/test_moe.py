@@ -17,8 +17,9 @@ from minitrain.models.moe import Experts, MoE, Router, dispatch, update_selectio
 from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import start
 from minitrain.parallel.recompute import recompute
+from minitrain.training.build import initialize
 from minitrain.training.data import open_data, rows
-from minitrain.training.loop import Trainer, initialize
+from minitrain.training.loop import Trainer
 from minitrain.training.optim import make_optimizer
 from tests.oracle import check_against_one_process
 

@@ -14,7 +14,8 @@ import pytest
 
 from minitrain.bench.layout import stated_ranks
 from minitrain.bench.shrink import micro_batches, shrink, shrink_parallel
-from minitrain.config import check_layout, from_dict, load
+from minitrain.config import from_dict, load
+from minitrain.config_checks import check_layout
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))

@@ -5,10 +5,11 @@ from functools import partial
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore  # the one source of a fake process group
 
-from minitrain.config import Config, check_layout
+from minitrain.config import Config
+from minitrain.config_checks import check_layout
 from minitrain.parallel.mesh import build_meshes, owned, world_size
 from minitrain.parallel.parallelize import lay_out
-from minitrain.training.loop import make_model
+from minitrain.training.build import make_model
 
 
 def stated_ranks(config: Config) -> int:

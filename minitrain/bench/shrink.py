@@ -21,7 +21,8 @@ from tqdm import tqdm
 
 from minitrain.bench.layout import stated_ranks
 from minitrain.bench.measure import measure
-from minitrain.config import Batch, Config, Data, Model, Parallel, check_layout, validate
+from minitrain.config import Batch, Config, Data, Model, Parallel
+from minitrain.config_checks import check_layout, validate
 from minitrain.errors import InputError
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.zoo import tiny

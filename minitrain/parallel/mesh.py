@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public name for it
 
-from minitrain.config import Config, check_layout
+from minitrain.config import Config
+from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
 
 

@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 from minitrain import config as configs
 from minitrain.errors import InputError
 from minitrain.parallel.mesh import start
+from minitrain.training.build import build_model
 from minitrain.training.checkpoint import Checkpointer
-from minitrain.training.loop import build_model, forward_backward
+from minitrain.training.loop import forward_backward
 from minitrain.training.objectives import LanguageModeling
 from minitrain.training.optim import make_optimizer
 from tests.oracle import micro_batches, ragged_batch, snapshot

@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from minitrain import config as configs
 from minitrain.bench.layout import dry_run
+from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import load_pretrained, save_pretrained
 from minitrain.models.decoder import Decoder
@@ -22,8 +23,9 @@ from minitrain.parallel.mesh import build_meshes, start
 from minitrain.parallel.parallelize import lay_out
 from minitrain.parallel.pipeline import V_SHAPED, cut, rank_of
 from minitrain.train import export
+from minitrain.training.build import build_model, make_model
 from minitrain.training.checkpoint import Checkpointer
-from minitrain.training.loop import Trainer, build_model, forward_backward, make_model
+from minitrain.training.loop import Trainer, forward_backward
 from minitrain.training.objectives import LanguageModeling
 from minitrain.training.optim import make_optimizer
 from tests import oracle
@@ -409,5 +411,5 @@ def test_refused_settings(settings, line):
 ])  # fmt: skip
 def test_refused_numbers_of_micro_batches(settings, line):
     with pytest.raises(InputError, match=line) as error:
-        configs.check_layout(configs.from_dict(settings), 2)
+        check_layout(configs.from_dict(settings), 2)
     assert "\n" not in str(error.value)

@@ -25,9 +25,10 @@ from minitrain.models.decoder import Decoder
 from minitrain.parallel.mesh import start
 from minitrain.parallel.tensor import check_overlap
 from minitrain.training import loss as losses
+from minitrain.training.build import build_model
 from minitrain.training.checkpoint import Checkpointer
 from minitrain.training.data import open_data
-from minitrain.training.loop import Trainer, build_model
+from minitrain.training.loop import Trainer
 from minitrain.training.loss import IGNORE, linear_cross_entropy
 from tests import oracle
 from tests.oracle import check_close, plain_step, ragged_batch, relative_error, snapshot, train
