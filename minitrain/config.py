@@ -14,40 +14,52 @@ from typing import Any, Literal
 from minitrain.config_checks import validate
 from minitrain.config_yaml import apply_override, check_known, convert, describe, read_yaml
 from minitrain.errors import InputError
-from minitrain.models.config_hf import read_config
+from minitrain.models.checkpoint_hf import read_any_config
+from minitrain.models.checkpoint_peft import read_adapter_config
 from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.lora import Lora
+from minitrain.models.wan import WanConfig
 from minitrain.models.zoo import model_config
+from minitrain.training.flow import Diffusion
 
 
 @dataclass
 class Model:
-    """`model: llama3-8b`, or `model: {name | path: ..., any field of DecoderConfig: ...}`, or those fields alone.
+    """`model: llama3-8b`, or `model: {name | path: ..., any field of its config: ...}`, or those fields alone.
 
     path: a folder in Hugging Face layout; training starts from its weights.
     """
 
     name: str = ""
     path: str = ""
-    config: DecoderConfig = field(default_factory=DecoderConfig)
+    config: DecoderConfig | WanConfig = field(default_factory=DecoderConfig)  # Wan's if the task is diffusion
 
 
 @dataclass
 class Data:
-    """Where tokens come from: see training/data.py."""
+    """Where tokens come from: see training/data.py; for diffusion, training/latents.py and shapes.py."""
 
-    kind: Literal["mock", "text", "jsonl", "tokens"] = "mock"
+    kind: Literal["mock", "text", "jsonl", "tokens", "latents", "shapes"] = "mock"
     path: str | list[str] = ""  # files, folders or globs; {stdlib} stands for Python's own library
     exclude: list[str] = field(default_factory=list)  # glob patterns of files to leave out
-    field: str = "text"  # jsonl: the key that holds the text
+    size: list[int] = field(default_factory=lambda: [24, 104, 60])  # mock latents: frames, height, width
+    field: str = "text"  # jsonl: the key that holds the text; fine-tuning looks for chats, see training/chat.py
+    template: Literal["auto", "llama3", "chatml", "plain"] = "auto"  # fine-tuning: how chats become text
+    over_long: Literal["truncate", "drop"] = "truncate"  # fine-tuning: chats longer than batch.seq_len
+    packed: bool | None = None  # do chats (by default, yes) or videos (no) share rows; mock chats: as SQuAD's would
     tokenizer: str = "bytes"  # or a tokenizer.json, or a folder that holds one
     token_dtype: Literal["uint16", "uint32"] = "uint16"  # tokens: of raw .bin files (.npy files know theirs)
     document_end: int | None = None  # tokens: the id that ends a document; None: one document per file
-    validation: float = 0.0  # the share of documents held out
+    text_tokens: int = 512  # latents: texts are padded to so many
+    validation: float = 0.0  # the share of documents, or of videos, held out
 
 
 @dataclass
 class Batch:
-    """global_ (`global` in YAML): sequences per optimizer step over all ranks; micro: per rank and forward pass."""
+    """global_ (`global` in YAML): sequences per optimizer step over all ranks; micro: per rank and forward pass.
+
+    For diffusion a sequence is a video, or a pack of them, and seq_len the patches that it has, or has at most.
+    """
 
     global_: int = 8
     micro: int = 8
@@ -66,7 +78,8 @@ class Parallel:
     tp: int = 1  # tensor and sequence parallel: heads, MLP channels, vocabulary
     cp: int = 1  # context parallel: each row's sequence
     pp: int = 1  # pipeline parallel: layers
-    reshard_after_forward: bool = True  # free a block's gathered weights until its backward needs them again
+    ep: int = 1  # expert parallel: experts, over neighbouring ranks of those above that see different tokens
+    reshard_after_forward: bool = True  # free a block's weights until its backward, and reduce gradients each time
     prefetch: int = 1  # how many blocks ahead to gather
     context: Literal["allgather", "ulysses"] = "allgather"  # how context-parallel ranks exchange keys and values
     async_tp: bool = False  # CUDA and compile only: overlap tensor parallel's collectives with its matrix products
@@ -87,17 +100,30 @@ class Optim:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: float | None = 1.0
+    states: Literal["fp32", "bf16"] = "fp32"  # of AdamW
+    stochastic_rounding: bool = False  # of all that is stored in bf16, weights and states
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup: int = 0
     final_lr: float = 0.0  # as a share of lr, reached at the last step
 
 
 @dataclass
+class Fp8:
+    """With precision=fp8: see models/fp8.py."""
+
+    fast_accumulation: Literal["none", "forward", "all"] = "forward"  # which products Hopper sums up with fewer bits
+
+
+@dataclass
 class Validation:
-    """Every `every` steps (0: never) and after the last, on `batches` global batches of held-out data."""
+    """Every `every` steps (0: never) and after the last, on `batches` global batches of held-out data.
+
+    exact_match: fine-tuning; so many held-out chats are answered by the trained model and compared (0: none).
+    """
 
     every: int = 0
     batches: int = 8
+    exact_match: int = 0
 
 
 @dataclass
@@ -111,9 +137,55 @@ class Checkpoint:
 
 
 @dataclass
+class Rollout:
+    """How the sampler draws responses: see rollout/."""
+
+    temperature: float = 1.0
+    max_tokens: int = 128  # of a response
+
+
+@dataclass
+class GRPO:
+    """Reinforcement learning on groups of samples; grpo/objective.py has the formulas, and the methods they make up.
+
+    A step samples `group` responses to each of `prompts` prompts (see `rollout`), and updates the weights once for
+    every batch.global of them.
+    """
+
+    prompts: int = 16
+    group: int = 8
+    reward: str = "exact"  # exact, math, or a function of one's own as package.module:name (see grpo/rewards.py)
+    prompt_key: str = ""  # of the lines of data.path; default: the first usual name that a line has (see grpo/data.py)
+    answer_key: str = ""
+    mock_digits: int = 4  # data.kind=mock: how long the texts are that are to be reversed
+    baseline: Literal["group", "leave_one_out"] = "leave_one_out"
+    std_scaling: bool = True
+    ratio: Literal["token", "sequence"] = "token"
+    surrogate: Literal["clip", "cispo", "reinforce"] = "clip"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    aggregation: Literal["token", "sequence", "constant"] = "token"
+    kl: float = 0.0  # coefficient of the divergence from the weights that the run began with
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    importance: Literal["none", "truncate", "mask", "sequence-mask"] = "none"
+    importance_low: float = 0.0
+    importance_high: float = 2.0
+    generations: int = 1  # above 1: groups without a signal are replaced, in up to so many rounds of sampling (DAPO)
+    overlong_buffer: int = 0  # the last tokens before rollout.max_tokens, over which the reward sinks
+    overlong_penalty: float = 1.0  # by so much
+    overlong_filter: bool = False  # leave truncated responses out of the loss
+    lag: Literal[0, 1] = 0  # 1: sample with weights one step old, so that sampling and training can go on at once
+    generation_ranks: int = 0  # the last ranks only sample, the others only train (needs lag=1); 0: all do both
+    warmup_steps: int = 0  # of supervised training on the answers, before the first step
+    warmup_lr: float = 1e-3
+    eval_samples: int = 8  # per held-out prompt, for pass@k
+
+
+@dataclass
 class Config:
     model: Model = field(default_factory=Model)
-    task: Literal["pretrain"] = "pretrain"
+    task: Literal["pretrain", "sft", "diffusion", "lora", "grpo"] = "pretrain"
     steps: int = 100
     seed: int = 0
     out_dir: str = "out/run"
@@ -121,8 +193,14 @@ class Config:
     data: Data = field(default_factory=Data)
     batch: Batch = field(default_factory=Batch)
     parallel: Parallel = field(default_factory=Parallel)
-    precision: Literal["fp32", "bf16", "bf16-pure"] = "fp32"  # bf16: fp32 weights, computed with in bf16
+    # bf16: fp32 weights, computed with in bf16; fp8: the same, with the blocks' matrix products in FP8
+    precision: Literal["fp32", "bf16", "bf16-pure", "fp8"] = "fp32"
+    fp8: Fp8 = field(default_factory=Fp8)
     optim: Optim = field(default_factory=Optim)
+    lora: Lora | None = None  # with it, whatever the task, only adapters are trained; task=lora is sft with them
+    diffusion: Diffusion = field(default_factory=Diffusion)
+    rollout: Rollout = field(default_factory=Rollout)
+    grpo: GRPO = field(default_factory=GRPO)
     compile: bool = False
     recompute: Literal["none", "full", "selective"] | int | float = "none"  # see parallel/recompute.py
     validation: Validation = field(default_factory=Validation)
@@ -151,14 +229,28 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
 def from_dict(tree: dict) -> Config:
     """A checked Config from nested dicts, as YAML gives them."""
     tree = dict(tree)
-    model = _read_model(tree.pop("model", {}))
+    model = _read_model(tree.pop("model", {}), WanConfig if tree.get("task") == "diffusion" else DecoderConfig)
     config = convert(Config, tree, "")
     config.model = model
+    config.lora = _read_lora(config, tree.get("lora") or {})
     validate(config)
     return config
 
 
-def _read_model(value: Any) -> Model:
+def _read_lora(config: Config, given: dict) -> Lora | None:
+    """The adapters' settings, those of the adapters to start from where there are some. given: what was written."""
+    lora = config.lora
+    if lora is None or not lora.path:
+        return Lora() if lora is None and config.task == "lora" else lora
+    stored = read_adapter_config(lora.path)
+    for key in ("rank", "alpha", "rslora", "targets"):
+        ours, theirs = getattr(lora, key), getattr(stored, key)
+        if key in given and ours != theirs:
+            raise InputError(f"lora.{key}={ours} cannot be changed: lora.path={lora.path} has {theirs}")
+    return dataclasses.replace(stored, dropout=lora.dropout, dtype=lora.dtype, path=lora.path)
+
+
+def _read_model(value: Any, kind: type) -> Model:
     if isinstance(value, str):
         value = {"path" if Path(value).is_dir() else "name": value}
     if not isinstance(value, dict):
@@ -167,13 +259,15 @@ def _read_model(value: Any) -> Model:
     name, path = (convert(str, value.pop(key, ""), f"model.{key}") for key in ("name", "path"))
     if name and path:
         raise InputError("model.name and model.path cannot both be given")
-    hints = typing.get_type_hints(DecoderConfig)
+    hints = typing.get_type_hints(kind)
     for key in value:
         check_known(key, ["name", "path", *hints], "model")
     overrides = {key: convert(hints[key], v, f"model.{key}") for key, v in value.items()}
-    if path:
-        return Model("", path, dataclasses.replace(read_config(path), **overrides))
-    return Model(name, "", model_config(name, **overrides) if name else DecoderConfig(**overrides))
+    shape = read_any_config(path) if path else model_config(name) if name else kind(**overrides)
+    if not isinstance(shape, kind):
+        wanted = "is not, as task=diffusion needs" if kind is WanConfig else "is: it needs task=diffusion"
+        raise InputError(f"model={name or path!r}: a diffusion model it {wanted}")
+    return Model(name, path, dataclasses.replace(shape, **overrides))
 
 
 def to_dict(config: Config) -> dict:

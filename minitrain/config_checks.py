@@ -3,9 +3,11 @@
 All of it is checked before anything is built or any process group starts.
 """
 
+import math
 from typing import TYPE_CHECKING
 
 from minitrain.errors import InputError
+from minitrain.models.checkpoint_peft import adapter_shapes, refuse_gpt2
 from minitrain.models.config_hf import exportable_family
 
 if TYPE_CHECKING:
@@ -17,19 +19,16 @@ def validate(config: "Config") -> None:
     c, b, p, o = config, config.batch, config.parallel, config.optim
     _at_least(1, ("steps", c.steps), ("batch.global", b.global_), ("batch.micro", b.micro),
               ("batch.seq_len", b.seq_len), ("parallel.dp_replicate", p.dp_replicate), ("parallel.tp", p.tp),
-              ("parallel.cp", p.cp), ("parallel.pp", p.pp), ("parallel.vp", p.vp),
+              ("parallel.cp", p.cp), ("parallel.pp", p.pp), ("parallel.vp", p.vp), ("parallel.ep", p.ep),
               ("checkpoint.keep", c.checkpoint.keep), ("validation.batches", c.validation.batches))  # fmt: skip
-    exportable_family(c.model.config)
     _at_least(0, ("seed", c.seed), ("parallel.prefetch", p.prefetch), ("optim.lr", o.lr), ("optim.warmup", o.warmup),
               ("optim.eps", o.eps), ("optim.weight_decay", o.weight_decay), ("validation.every", c.validation.every),
-              ("checkpoint.every", c.checkpoint.every))  # fmt: skip
+              ("checkpoint.every", c.checkpoint.every),
+              ("validation.exact_match", c.validation.exact_match))  # fmt: skip
     if p.dp_shard < 1 and p.dp_shard != -1:
         raise InputError(f"parallel.dp_shard={p.dp_shard} must be at least 1, or -1 for all remaining ranks")
     if b.global_ % b.micro:
         raise InputError(f"batch.micro={b.micro} does not divide batch.global={b.global_}")
-    if b.seq_len > c.model.config.max_position_embeddings:
-        limit = c.model.config.max_position_embeddings
-        raise InputError(f"batch.seq_len={b.seq_len} exceeds the model's max_position_embeddings={limit}")
     if len(o.betas) != 2 or not all(0 <= beta < 1 for beta in o.betas):
         raise InputError(f"optim.betas={o.betas} must be two numbers, each at least 0 and below 1")
     if o.clip is not None and o.clip <= 0:
@@ -39,15 +38,99 @@ def validate(config: "Config") -> None:
             raise InputError(f"{name}={share} must be at least 0 and below 1")
     if o.warmup > c.steps:
         raise InputError(f"optim.warmup={o.warmup} exceeds steps={c.steps}")
-    if c.data.kind != "mock" and not c.data.path:
+    if c.data.kind not in ("mock", "shapes") and not c.data.path:
         raise InputError(f"data.kind={c.data.kind} needs data.path")
+    _validate_states(c)
+    _validate_recompute(c)
+    _validate_fp8(c)
+    _validate_lora(c)
+    _validate_expert_parallel(c)
+    (_validate_diffusion if c.task == "diffusion" else _validate_language)(c)
+    if c.task == "grpo":
+        _validate_grpo(c)
+    elif c.grpo.generation_ranks:
+        raise InputError(f"grpo.generation_ranks={c.grpo.generation_ranks} is for task=grpo, not {c.task}")
+
+
+def _validate_language(c: "Config") -> None:
+    exportable_family(c.model.config)
+    if c.batch.seq_len > c.model.config.max_position_embeddings:
+        limit = c.model.config.max_position_embeddings
+        raise InputError(f"batch.seq_len={c.batch.seq_len} exceeds the model's max_position_embeddings={limit}")
+    if c.data.kind in ("latents", "shapes"):
+        raise InputError(f"data.kind={c.data.kind} holds videos: it needs task=diffusion")
     if c.validation.every and c.data.kind != "mock" and not c.data.validation:
         raise InputError(f"validation.every={c.validation.every} needs data.validation above 0, the share held out")
-    _validate_recompute(c)
+    _validate_chats(c)
     _validate_context(c)
     _validate_tensor(c)
     _validate_experts(c)
     _validate_pipeline(c)
+
+
+def _validate_fp8(config: "Config") -> None:
+    model, tp = config.model.config, config.parallel.tp
+    width = model.dim if config.task == "diffusion" else model.hidden_size
+    if config.precision == "fp8" and width % (16 * tp):
+        raise InputError(
+            f"precision=fp8 needs a model width that is a multiple of 16 x parallel.tp={tp}, not {width} (use bf16)"
+        )
+
+
+def _validate_lora(config: "Config") -> None:
+    lora = config.lora
+    if lora is None:
+        return
+    _at_least(1, ("lora.rank", lora.rank))
+    if not 0 <= lora.dropout < 1:
+        raise InputError(f"lora.dropout={lora.dropout} must be at least 0 and below 1")
+    if any("experts." in target for target in lora.targets) and lora.rank % 8:
+        raise InputError(f"lora.rank={lora.rank} must be a multiple of 8 for experts, whose products want whole 16 bytes")
+    refuse_gpt2(config.model.config)
+    adapter_shapes(config.model.config, lora)  # says which targets the model has not
+
+
+def _validate_states(config: "Config") -> None:
+    o = config.optim
+    if o.name != "adamw" and (o.states != "fp32" or o.stochastic_rounding):
+        raise InputError(f"optim.states={o.states} and stochastic_rounding are for optim.name=adamw, not {o.name}")
+    if o.stochastic_rounding and o.states == "fp32" and config.precision in ("fp32", "bf16"):
+        raise InputError("optim.stochastic_rounding=true needs bf16 to round to: precision=bf16-pure or states=bf16")
+
+
+def _validate_chats(config: "Config") -> None:
+    data, tunes = config.data, config.task in ("sft", "lora")
+    if tunes and data.kind not in ("jsonl", "mock"):
+        raise InputError(f"data.kind={data.kind} holds no chats, as task={config.task} needs (use jsonl or mock)")
+    if not tunes and data.packed is False:
+        raise InputError(f"data.packed=false is for task=sft or lora: task={config.task} always packs")
+    p, exact = config.parallel, config.validation.exact_match
+    if exact and p.tp * p.cp * p.pp > 1:
+        raise InputError(f"validation.exact_match={exact} generates token by token, so tp, cp and pp must be 1")
+    if exact and not (tunes and data.kind == "jsonl" and data.validation):
+        raise InputError(
+            f"validation.exact_match={exact} needs chats that are held out: task=sft or lora, data.kind=jsonl and "
+            f"data.validation above 0"
+        )
+
+
+def _validate_diffusion(config: "Config") -> None:
+    p, model, data, length = config.parallel, config.model.config, config.data, config.batch.seq_len
+    if data.kind not in ("mock", "latents", "shapes"):
+        raise InputError(f"data.kind={data.kind} holds no videos (for task=diffusion use latents, shapes or mock)")
+    if p.pp > 1 or p.async_tp:
+        raise InputError(f"parallel.pp={p.pp}, async_tp={str(p.async_tp).lower()} are not for diffusion (use 1, false)")
+    patch = list(model.patch_size)
+    if len(data.size) != 3 or min(data.size) < 1 or any(s % n for s, n in zip(data.size, patch, strict=True)):
+        raise InputError(f"data.size={data.size} must be frames, height and width, which patches of {patch} divide")
+    patches = math.prod(data.size) // math.prod(patch)
+    if data.kind == "mock" and length != patches:
+        raise InputError(f"batch.seq_len={length} is not the number of patches of data.size={data.size}, {patches}")
+    heads = p.cp * p.tp if p.context == "ulysses" else p.tp
+    parts = {"num_attention_heads": (model.num_attention_heads, heads), "ffn_dim": (model.ffn_dim, p.tp)}
+    for name, (size, ranks) in (parts | {"batch.seq_len": (length, p.cp * p.tp)}).items():
+        if size % ranks:
+            raise InputError(f"parallel.tp={p.tp} x cp={p.cp} with context={p.context} does not divide {name}={size}")
 
 
 def _validate_context(config: "Config") -> None:
@@ -100,6 +183,32 @@ def _validate_experts(config: "Config") -> None:
         raise InputError("compile=true with precision=fp32: experts compile in bf16 only (use bf16 or bf16-pure)")
 
 
+def _validate_expert_parallel(config: "Config") -> None:
+    ep, experts = config.parallel.ep, getattr(config.model.config, "num_experts", 0)
+    if ep > 1 and not experts:
+        raise InputError(f"parallel.ep={ep} needs a model with experts (use ep=1)")
+    if experts % ep:
+        possible = [n for n in range(1, experts + 1) if experts % n == 0]
+        raise InputError(f"parallel.ep={ep} does not divide num_experts={experts} (use {_alternatives(possible)})")
+
+
+def _check_expert_parallel(config: "Config", ranks: int) -> None:
+    """ranks: how many see different tokens and have the same layers, in one replica."""
+    p, model = config.parallel, config.model.config
+    if ranks % p.ep:
+        possible = [n for n in range(1, ranks + 1) if not ranks % n and not model.num_experts % n]
+        raise InputError(
+            f"parallel.ep={p.ep} does not divide dp_shard x cp x tp = {ranks} ranks (use {_alternatives(possible)})"
+        )
+    same = ranks // p.ep
+    for name in ("moe_intermediate_size", "moe_latent_size" if model.moe_latent_size else "hidden_size"):
+        if getattr(model, name) % same:
+            raise InputError(
+                f"parallel.ep={p.ep} leaves {same} ranks with the same experts, which do not divide "
+                f"{name}={getattr(model, name)} (use a larger ep)"
+            )
+
+
 def _validate_pipeline(config: "Config") -> None:
     p, slots, stages = config.parallel, config.model.config.num_layers + 2, config.parallel.pp * config.parallel.vp
     if p.pp == 1 and (p.vp > 1 or p.layers_per_stage):
@@ -145,6 +254,50 @@ def _check_pipeline(config: "Config", micro_batches: int) -> None:
         )
 
 
+def _validate_grpo(config: "Config") -> None:
+    g, b, limit = config.grpo, config.batch, config.rollout
+    _at_least(1, ("grpo.prompts", g.prompts), ("grpo.generations", g.generations), ("grpo.mock_digits", g.mock_digits),
+              ("grpo.eval_samples", g.eval_samples), ("rollout.max_tokens", limit.max_tokens))  # fmt: skip
+    _at_least(2, ("grpo.group", g.group))
+    _at_least(0, ("grpo.clip_low", g.clip_low), ("grpo.clip_high", g.clip_high), ("grpo.kl", g.kl),
+              ("grpo.importance_low", g.importance_low), ("grpo.importance_high", g.importance_high),
+              ("grpo.overlong_buffer", g.overlong_buffer), ("grpo.generation_ranks", g.generation_ranks),
+              ("grpo.warmup_steps", g.warmup_steps), ("grpo.warmup_lr", g.warmup_lr))  # fmt: skip
+    if config.data.kind not in ("mock", "jsonl"):
+        raise InputError(f"data.kind={config.data.kind} holds no problems, as task=grpo needs (use jsonl or mock)")
+    if g.prompts * g.group % b.global_:
+        raise InputError(
+            f"batch.global={b.global_} does not divide grpo.prompts={g.prompts} x group={g.group} = "
+            f"{g.prompts * g.group} responses per step"
+        )
+    if limit.temperature <= 0:
+        raise InputError(f"rollout.temperature={limit.temperature} must be above 0, for samples that differ")
+    if g.dual_clip is not None and g.dual_clip <= 1 + g.clip_high:
+        raise InputError(f"grpo.dual_clip={g.dual_clip} must be above 1 + clip_high={1 + g.clip_high}")
+    if g.importance_low > g.importance_high:
+        raise InputError(f"grpo.importance_low={g.importance_low} exceeds importance_high={g.importance_high}")
+    if g.overlong_buffer > limit.max_tokens:
+        raise InputError(f"grpo.overlong_buffer={g.overlong_buffer} exceeds rollout.max_tokens={limit.max_tokens}")
+    if config.parallel.cp > 1 and (g.ratio == "sequence" or g.importance == "sequence-mask"):
+        raise InputError(f"parallel.cp={config.parallel.cp}: no rank sees whole sequences, as ratio=sequence and "
+                         f"importance=sequence-mask need (use cp=1)")  # fmt: skip
+    if g.generation_ranks and not g.lag:
+        raise InputError(f"grpo.generation_ranks={g.generation_ranks} of their own need grpo.lag=1")
+
+
+def _training_ranks(config: "Config", world_size: int) -> int:
+    """How many ranks train; those that only sample must be a multiple of them."""
+    sampling = config.grpo.generation_ranks
+    training = world_size - sampling
+    if sampling and (training < 1 or sampling % training):
+        possible = [n for n in range(world_size) if n % (world_size - n) == 0]
+        raise InputError(
+            f"grpo.generation_ranks={sampling} of {world_size} ranks must be a multiple of those that train "
+            f"(use {_alternatives(possible)})"
+        )
+    return training
+
+
 def _alternatives(values: list) -> str:
     return " or ".join(filter(None, [", ".join(map(str, values[:-1])), str(values[-1])]))
 
@@ -158,6 +311,8 @@ def _at_least(least: int, *settings: tuple[str, float]) -> None:
 def check_layout(config: "Config", world_size: int) -> None:
     """Can `world_size` ranks run this config? Raises an InputError that says what would be possible."""
     p, b = config.parallel, config.batch
+    if config.task == "grpo":
+        world_size = _training_ranks(config, world_size)
     others = p.dp_replicate * p.tp * p.cp * p.pp
     if p.dp_shard == -1 and world_size % others:
         raise InputError(
@@ -169,6 +324,8 @@ def check_layout(config: "Config", world_size: int) -> None:
             f"parallel.dp_replicate={p.dp_replicate} x dp_shard={p.dp_shard} x tp={p.tp} x cp={p.cp} x pp={p.pp} = "
             f"{others * p.dp_shard} is not the number of ranks, {world_size}"
         )
+    if p.ep > 1:
+        _check_expert_parallel(config, world_size // (p.dp_replicate * p.pp))
     data_ranks = world_size // (p.tp * p.cp * p.pp)
     if b.global_ % (b.micro * data_ranks):
         raise InputError(

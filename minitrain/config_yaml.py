@@ -72,6 +72,8 @@ def convert(kind: Any, value: Any, where: str) -> Any:
         return value
     if origin in (types.UnionType, typing.Union):
         return _convert_union(arguments, value, where)
+    if origin is tuple:
+        return tuple(convert(list[arguments[0]], list(value) if isinstance(value, tuple) else value, where))
     if origin is list:
         if not isinstance(value, list):
             raise InputError(f"{where} must be a list, not {describe(value)}")

@@ -1,4 +1,4 @@
-"""Generate latents of videos: python -m minitrain.generate_video --model DIR --prompts FILE --out FILE.
+"""Generate latents of videos: python -m minitrain.generate --task diffusion --model DIR --prompts FILE --out FILE.
 
 DIR is a Wan model, in diffusers' layout or the original one. The prompts are a safetensors file with `text`, embeddings
 [videos, tokens, text_dim]; for image-to-video models also `condition` and `image` (see training/latents.py). The result
@@ -6,7 +6,7 @@ is a safetensors file with `latents` [videos, channels, frames, height, width], 
 `--prompts shapes` are those of the toy world (training/shapes.py): the result is a PNG, a video a row, and a score.
 """
 
-from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from minitrain.training.latents import open_video
 
 
 def main(arguments: list[str]) -> None:
-    parser = cli.Parser(prog="python -m minitrain.generate_video", description=__doc__)
+    parser = cli.Parser(prog="python -m minitrain.generate --task diffusion", description=__doc__)
     parser.add_argument("--model", required=True, metavar="DIR")
     parser.add_argument("--prompts", required=True, metavar="FILE")
     parser.add_argument("--out", required=True, metavar="FILE")
@@ -43,25 +43,27 @@ def main(arguments: list[str]) -> None:
     model = load_pretrained(options.model, device=pick_device(options.device))
     if not isinstance(model, Wan):
         raise InputError(f"--model {options.model} is no Wan model (python -m minitrain.generate continues texts)")
+    way = {name: getattr(options, name) for name in ("sampler", "steps", "shift", "guidance", "seed")}
     if options.prompts == "shapes":
-        text = torch.stack([shapes.embed_text(words) for words in shapes.all_prompts()])
-        options.size = (shapes.FRAMES, shapes.SIZE // shapes.PATCH, shapes.SIZE // shapes.PATCH)
-        show_toy(generate(model, {"text": text}, options), options.out)
-    else:
-        if options.size is None:
-            raise InputError("--size is missing: frames, height and width of the latents, such as 21 60 104")
-        prompts = read_prompts(Path(options.prompts), options.text_tokens)
-        save_file({"latents": generate(model, prompts, options)}, options.out)
-
-
-def generate(model: Wan, prompts: dict[str, Tensor], options: Namespace) -> Tensor:
-    """fp32 latents [videos, channels, frames, height, width]; the same noise on every device."""
+        print(draw_shapes(model, options.out, **way))
+        return
+    if options.size is None:
+        raise InputError("--size is missing: frames, height and width of the latents, such as 21 60 104")
+    prompts = read_prompts(Path(options.prompts), options.text_tokens)
     check_prompts(prompts, model, options.prompts)
+    save_file({"latents": generate(model, prompts, options.size, **way)}, options.out)
+
+
+def generate(
+    model: Wan, prompts: dict[str, Tensor], size: Sequence[int], sampler: str = "unipc", steps: int = 50,
+    shift: float = 5.0, guidance: float = 5.0, seed: int = 0,
+) -> Tensor:  # fmt: skip
+    """fp32 latents [videos, channels, *size]; the same noise on every device. All ranks of a sharded model call it."""
     device = model.proj_out.weight.device
-    random = torch.Generator().manual_seed(options.seed)
-    noise = torch.randn(len(prompts["text"]), model.config.out_channels, *options.size, generator=random)
-    velocity = guided(model, scale=options.guidance, **{key: value.to(device) for key, value in prompts.items()})
-    return SAMPLERS[options.sampler](velocity, noise.to(device), sigma_schedule(options.steps, options.shift)).cpu()
+    random = torch.Generator().manual_seed(seed)
+    noise = torch.randn(len(prompts["text"]), model.config.out_channels, *size, generator=random)
+    velocity = guided(model, scale=guidance, **{key: value.to(device) for key, value in prompts.items()})
+    return SAMPLERS[sampler](velocity, noise.to(device), sigma_schedule(steps, shift)).cpu()
 
 
 def read_prompts(path: Path, text_tokens: int) -> dict[str, Tensor]:
@@ -87,12 +89,16 @@ def check_prompts(prompts: dict[str, Tensor], model: Wan, source: str) -> None:
         raise InputError(f"--prompts {source}: {given} channels with the condition's, the model takes {expected}")
 
 
-def show_toy(latents: Tensor, path: str) -> None:
-    world = shapes.ShapesWorld()
-    videos = world.decode(latents)
+def draw_shapes(model: Wan, path: str | Path, steps: int = 12, guidance: float = 4.0, **way) -> str:
+    """Write a PNG of what the model draws for every prompt of the toy world; returns how much is right, in words."""
+    world, prompts = shapes.ShapesWorld(), shapes.all_prompts()
+    text = {"text": torch.stack([shapes.embed_text(words) for words in prompts])}
+    check_prompts(text, model, "shapes")
+    size = shapes.FRAMES, shapes.SIZE // shapes.PATCH, shapes.SIZE // shapes.PATCH
+    videos = world.decode(generate(model, text, size, steps=steps, guidance=guidance, **way))
     shapes.write_sheet(path, videos)
-    score = world.judge(videos, shapes.all_prompts())
-    print("right in", ", ".join(f"{name} {share:.0%}" for name, share in score.items()))
+    score = world.judge(videos, prompts)
+    return f"{path}: right in " + ", ".join(f"{name} {share:.0%}" for name, share in score.items())
 
 
 if __name__ == "__main__":

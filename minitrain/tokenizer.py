@@ -2,7 +2,8 @@
 
 Bytes need no vocabulary file, no training and no package, and lose nothing; they make sequences about four times longer
 than a trained vocabulary does. Both kinds share one small interface: encode, encode_array, decode, stream, bos_id,
-eos_id, vocab_size, save. Left out: chat templates, and training a vocabulary.
+eos_id, token_id, vocab_size, chat_template, save. Left out: rendering chat templates (training/chat.py has the common
+ones), and training a vocabulary.
 """
 
 import json
@@ -25,6 +26,7 @@ class ByteTokenizer:
     """
 
     bos_id, eos_id, vocab_size = 256, 257, 258
+    chat_template = ""
 
     def encode(self, text: str | bytes) -> list[int]:
         """The ids of `text`, without bos and eos."""
@@ -41,6 +43,10 @@ class ByteTokenizer:
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
         """The text of `ids`, in pieces as they come: see `_stream`."""
         return _stream(self.decode, ids)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of the special token that is written so, if there is one."""
+        return {BOS: self.bos_id, EOS: self.eos_id}.get(token)
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, which transformers.AutoTokenizer loads."""
@@ -78,6 +84,20 @@ class HuggingFaceTokenizer:
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
         return _stream(self.decode, ids)
+
+    def token_id(self, token: str) -> int | None:
+        return self.tokenizer.token_to_id(token)
+
+    @property
+    def chat_template(self) -> str:
+        """The template that came with the tokenizer, in Jinja; empty if none did."""
+        file = self.file.with_name("chat_template.jinja")
+        if file.exists():
+            return file.read_text(encoding="utf-8")
+        stored = _read_json(self.file.with_name("tokenizer_config.json")).get("chat_template") or ""
+        if isinstance(stored, list):  # several, by name
+            stored = next((entry["template"] for entry in stored if entry["name"] == "default"), "")
+        return stored
 
     def save(self, folder: str | Path) -> None:
         """Copy the file, and those beside it that transformers.AutoTokenizer reads."""

@@ -1,8 +1,8 @@
 """Train a model: python -m minitrain.train --config FILE [key=value ...], or the same under torchrun.
 
 Writes to `out_dir`: metrics.jsonl (one JSON object per step), config.yaml (what ran), checkpoints/ (to resume from,
-which happens by itself when the same command runs again), and at the end the model in Hugging Face layout with its
-tokenizer.
+which happens by itself when the same command runs again), and at the end the model in Hugging Face layout, or its
+adapters in PEFT's, with its tokenizer; for the toy world of shapes also before.png and after.png, what the model draws.
 """
 
 import math
@@ -15,12 +15,16 @@ from minitrain import cli
 from minitrain.config import Config, load, to_dict
 from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
+from minitrain.generate import exact_match
+from minitrain.generate_video import draw_shapes
 from minitrain.models.checkpoint_hf import save_tensors
+from minitrain.models.checkpoint_peft import save_adapter
+from minitrain.models.lora import is_adapter
 from minitrain.parallel.mesh import start, whole, world_size
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.tokenizer import load_tokenizer
 from minitrain.training.checkpoint import Checkpointer
-from minitrain.training.data import open_data
+from minitrain.training.datasets import open_dataset
 from minitrain.training.loop import Trainer, training_steps
 from minitrain.training.metrics import MetricsLog
 
@@ -37,8 +41,7 @@ def train(config: Config) -> None:
     """Train as the config says, from the newest checkpoint in its out_dir if there is one."""
     check_layout(config, world_size())
     folder = make_folder(config.out_dir)
-    vocab = config.model.config.vocab_size
-    data, held_out = open_data(config.data, config.batch.seq_len, vocab, config.seed)
+    data, held_out = open_dataset(config)
     trainer = Trainer(config, start(config))
     checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous)
     if not config.checkpoint.resume and checkpointer.latest() is not None:
@@ -50,14 +53,23 @@ def train(config: Config) -> None:
     log = MetricsLog(folder / "metrics.jsonl", config.steps, first)
     if first:
         log.say(f"resumed from step {first}")
+    if about := getattr(data, "about", None):
+        log.say(about)
+    if config.data.kind == "shapes" and not first:
+        log.say(draw_shapes(trainer.model, folder / "before.png"))
     for numbers in training_steps(trainer, data, first):
         step = numbers["step"]
         if is_due(step, config.validation.every, config.steps) and config.validation.every:
             numbers |= validation_numbers(trainer, held_out or data)
+        if step == config.steps and config.validation.exact_match:
+            numbers["val_exact_match"] = exact_match(trainer.model, held_out.questions(config.validation.exact_match))
+            log.say(f"exact match on held-out chats: {numbers['val_exact_match']:.1%}")
         if is_due(step, config.checkpoint.every, config.steps):
             checkpointer.save(step, trainer.model, trainer.optimizer, {"step": step, "tokens": numbers["tokens"]})
         log.step(numbers)
     checkpointer.wait()
+    if config.data.kind == "shapes":
+        log.say(draw_shapes(trainer.model, folder / "after.png"))
     export(trainer, config, folder)
     log.close()
 
@@ -77,19 +89,22 @@ def validation_numbers(trainer: Trainer, dataset) -> dict[str, float]:
 
 
 def export(trainer: Trainer, config: Config, folder: Path) -> None:
-    """Write the model in Hugging Face layout; every rank must call it, rank 0 writes."""
+    """Write the model in Hugging Face layout, or its adapters in PEFT's; every rank must call it, rank 0 writes."""
+    wanted = is_adapter if config.lora else lambda name: True
     if isinstance(trainer.model, Pipeline):
-        tensors = trainer.model.whole_tensors()
+        tensors = trainer.model.whole_tensors(wanted)
     else:
         shards = trainer.model.state_dict()  # not parameters(): after a forward pass some of those are whole, in bf16
-        tensors = ((name, whole(shard)) for name, shard in shards.items())
+        tensors = ((name, whole(shard)) for name, shard in shards.items() if wanted(name))
     if dist.get_rank() != 0:
         for _ in tensors:
             pass
         return
-    dtype = next(trainer.model.parameters()).dtype
-    save_tensors(tensors, config.model.config, dtype, folder)
-    if config.data.kind != "mock":
+    if config.lora:
+        save_adapter(tensors, config.model.config, config.lora, folder, config.model.path or config.model.name)
+    else:
+        save_tensors(tensors, config.model.config, next(trainer.model.parameters()).dtype, folder)
+    if config.task != "diffusion" and config.data.kind != "mock":
         load_tokenizer(config.data.tokenizer).save(folder)
 
 

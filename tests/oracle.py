@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from minitrain import config as configs
 from minitrain.config import Config
 from minitrain.models.decoder import Decoder
+from minitrain.models.lora import add_adapters
 from minitrain.parallel.context import split
 from minitrain.parallel.mesh import start, whole
 from minitrain.training.build import build_model, initialize
@@ -72,7 +73,7 @@ def train(tree: dict, steps: int = 2, batch: Callable = ragged_batch) -> Trace:
         rows = [split(each, meshes.cp, config.parallel.context) for each in rows]
         loss = forward_backward(model, LanguageModeling(), rows, meshes, torch.device("cpu"))
         trace.losses.append(loss.item())
-        trace.gradients.append(snapshot((name, p.grad) for name, p in model.named_parameters()))
+        trace.gradients.append(snapshot((name, p.grad) for name, p in model.named_parameters() if p.requires_grad))
         trace.norms.append(clip_gradients(list(model.parameters()), config.optim.clip, meshes.pp).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -95,9 +96,17 @@ def snapshot(named: Iterable[tuple[str, Tensor]]) -> Tensors:
 
 def initial_weights(config: Config) -> Tensors:
     """Those of a model that no layout has touched."""
-    model = Decoder(config.model.config)
-    initialize(model, config.seed)
+    model = plain_model(config)
     return snapshot(model.named_parameters())
+
+
+def plain_model(config: Config) -> Decoder:
+    """With the initial weights, and without any layout."""
+    model = Decoder(config.model.config)
+    if config.lora:
+        add_adapters(model, config.lora)
+    initialize(model, config.seed)
+    return model
 
 
 def plain_step(config: Config, weights: Tensors, batch: Tensors) -> tuple[float, Tensors]:
@@ -106,11 +115,10 @@ def plain_step(config: Config, weights: Tensors, batch: Tensors) -> tuple[float,
     In fp32 and with the product's own loss function, so that what differs is the layout and not the rounding; that the
     model and the loss are right is for their own tests to say.
     """
-    model = Decoder(config.model.config)
-    initialize(model, config.seed)  # the buffers; weights follow
+    model = plain_model(config)  # for the buffers; weights follow
     model.load_state_dict(weights, strict=False)
     loss = LanguageModeling().loss(model, batch) / (batch["labels"] != IGNORE).sum()
-    named = dict(model.named_parameters())
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return loss.item(), dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
 
 
@@ -144,7 +152,7 @@ def check_against_one_process(
         loss, gradients = plain_step(config, weights, batch(config, step))
         norm = torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm().item()
         rate = config.optim.lr * min(1, (config.optim.clip or norm) / norm)
-        updated = {name: weights[name] - rate * gradients[name] for name in weights}
+        updated = {name: weights[name] - rate * gradients.get(name, 0) for name in weights}
         for rank, trace in enumerate(traces):
             assert abs(trace.losses[step] / loss - 1) <= tolerance, f"loss of step {step} on rank {rank}"
             assert abs(trace.norms[step] / norm - 1) <= tolerance, f"gradient norm of step {step} on rank {rank}"

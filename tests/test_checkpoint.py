@@ -27,7 +27,7 @@ def make(width=8, layers=2, optimizer=torch.optim.AdamW, seed=0):
     torch.manual_seed(seed)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     model.register_buffer("count", torch.tensor(float(seed)))
-    model[0].bias.requires_grad_(False)
+    model[0].bias.requires_grad_(False).fill_(0.5)
     return model, optimizer([p for p in model.parameters() if p.requires_grad], lr=0.1)
 
 
@@ -50,6 +50,24 @@ def equal(left, right):
 
 
 # ------------------------------------------------------------------------------------------------------ saving, loading
+
+
+def store_trained_only(folder):
+    model, optimizer = make()
+    checkpointer = Checkpointer(folder, keep=2)
+    checkpointer.save(1, model, optimizer, {})
+    stored = read_index(folder / "step-00000001" / ".metadata").state_dict_metadata
+    assert "0.weight" in stored and "count" in stored and "0.bias" not in stored
+    other, other_optimizer = make(seed=1)
+    other[0].bias.data[3] += 1
+    before = content(other, other_optimizer)
+    with pytest.raises(InputError, match="step-00000001 was trained over another base model"):
+        checkpointer.load(other, other_optimizer)
+    assert equal(content(other, other_optimizer), before)
+
+
+def test_frozen_weights_are_not_stored_but_must_be_the_same(pool, tmp_path):
+    pool.run(1, store_trained_only, tmp_path)
 
 
 def round_trip(folder, asynchronous, **options):
@@ -297,4 +315,5 @@ def test_nothing_but_the_index_is_a_pickle(pool, tmp_path):
     pool.run(1, save_many, tmp_path, [1], 1)
     path = tmp_path / "step-00000001"
     assert all(entry.size is not None for entry in read_index(path / ".metadata").state_dict_metadata.values())
-    assert json.loads((path / "extra.json").read_text()) == {"optimizer": "AdamW", "extra": {"step": 1}}
+    about = json.loads((path / "extra.json").read_text())
+    assert about["optimizer"] == "AdamW" and about["extra"] == {"step": 1}

@@ -452,7 +452,7 @@ def test_corpus_errors(tmp_path_factory):
         (b'{"text": ', "a.jsonl:3: not valid JSON"),
         (b"[" * 100_000, "a.jsonl:3: not valid JSON"),
         (b'{"text": "\xff"}', "a.jsonl:3: not valid JSON: 'utf-8' codec can't decode byte 0xff in position 10"),
-        (b'["text"]', "a.jsonl:3: no key 'text'"),
+        (b'["text"]', "a.jsonl:3: must be a JSON object, not list"),
         (b'{"body": "b"}', "a.jsonl:3: no key 'text'"),
         (b'{"text": 5}', "a.jsonl:3: 'text' must be text, not int"),
         (b'{"text": null}', "a.jsonl:3: 'text' must be text, not NoneType"),

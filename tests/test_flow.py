@@ -10,7 +10,7 @@ from diffusers.training_utils import compute_density_for_timestep_sampling
 from minitrain.errors import InputError
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
-from minitrain.training.flow import Diffusion, FlowMatching, Noised, loss_by_quartile, sigma_from_uniform, weight
+from minitrain.training.flow import Diffusion, FlowMatching, Noised, sigma_from_uniform, weight
 
 EVEN = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000  # a stand-in for uniform random numbers
 
@@ -175,7 +175,7 @@ def test_loss_of_known_velocities():
 
 def test_loss_by_quartile_of_sigma():
     """Two quartiles seen in two calls; the unweighted error of each, once."""
-    objective = FlowMatching(Diffusion(weighting="linear"))
+    objective = FlowMatching(Diffusion(weighting="linear"), patch_elements=4)
     batch = batch_of(Noised(Clips(), Diffusion(), seed=0), range(4)) | {"sigma": torch.tensor([0.3, 0.49, 1.0, 0.26])}
     errors = (batch["noise"] - batch["latents"]).square().flatten(1).mean(1)
 
@@ -184,13 +184,14 @@ def test_loss_by_quartile_of_sigma():
 
     for part in (slice(0, 1), slice(1, 4)):
         objective.loss(still, {key: value[part] for key, value in batch.items()})
-    numbers = loss_by_quartile(objective.take_totals())
-    assert numbers.keys() == {"loss_sigma_q2", "loss_sigma_q4"}
+    numbers = objective.numbers(lambda totals: totals)
+    assert numbers.keys() == {"loss_sigma_q2", "loss_sigma_q4", "video_tokens"}
+    assert numbers["video_tokens"] == 4 * 16 / 4
     assert numbers["loss_sigma_q2"] == pytest.approx(errors[[0, 1, 3]].mean().item(), rel=1e-5)
     assert numbers["loss_sigma_q4"] == pytest.approx(errors[2].item(), rel=1e-5)
     with torch.no_grad():
         objective.loss(still, batch)
-    assert objective.take_totals() is None
+    assert objective.totals is None
 
 
 def make_model(**overrides) -> Wan:

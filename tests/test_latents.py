@@ -63,10 +63,10 @@ def test_image_to_video_files(tmp_path):
 
 
 def test_mock_latents_are_normal_and_reproducible():
-    dataset = MockLatents((4, 2, 6, 8), (5, 16), seed=0)
+    dataset = MockLatents({"latents": (4, 2, 6, 8), "text": (5, 16)}, seed=0)
     row = dataset.row(7)
     assert row["latents"].shape == (4, 2, 6, 8) and row["text"].shape == (5, 16)
-    assert torch.equal(row["latents"], MockLatents((4, 2, 6, 8), (5, 16), seed=0).row(7)["latents"])
+    assert torch.equal(row["latents"], MockLatents({"latents": (4, 2, 6, 8), "text": (5, 16)}, seed=0).row(7)["latents"])
     assert not torch.equal(row["latents"], dataset.row(8)["latents"])
     values = torch.cat([dataset.row(n)["latents"].flatten() for n in range(20)])
     assert values.mean().abs() < 0.05 and values.std().item() == pytest.approx(1, abs=0.05)

@@ -109,9 +109,10 @@ def mixers(dt_min=0.0):
 
 
 def reordered(tensors):
-    """Tensors of transformers' mixer with the rows of ours."""
+    """Tensors of transformers' mixer with the names and the rows of ours."""
     parts = {"in_proj.weight": SHAPE.projected, "conv1d.weight": SHAPE.convolved, "conv1d.bias": SHAPE.convolved}
-    return {name: by_group(t, parts[name], 2) if name in parts else t for name, t in tensors.items()}
+    tensors = {name: by_group(t, parts[name], 2) if name in parts else t for name, t in tensors.items()}
+    return {f"dynamics.{name}" if name in ("A_log", "D", "dt_bias") else name: t for name, t in tensors.items()}
 
 
 @pytest.mark.parametrize("dt_min", [0.0, 0.6])
@@ -252,4 +253,4 @@ def test_dynamics_and_norms_do_not_decay():
     assert {names[id(p)] for p in decayed["params"]} == {
         "mamba.in_proj.weight", "mamba.conv1d.weight", "mamba.out_proj.weight",
     }  # fmt: skip
-    assert {"mamba.A_log", "mamba.D", "mamba.dt_bias"} <= {names[id(p)] for p in others["params"]}
+    assert {f"mamba.dynamics.{name}" for name in ("A_log", "D", "dt_bias")} <= {names[id(p)] for p in others["params"]}

@@ -41,7 +41,7 @@ def one_expert(experts, mlp, e, x):
     if mlp == "relu2":
         hidden = hidden.clamp(min=0) ** 2
     else:
-        gate, up = hidden[:WIDTH], hidden[WIDTH:]
+        gate, up = hidden[0::2], hidden[1::2]
         if mlp == "clamped_swiglu":
             gate, up = torch.minimum(gate, torch.tensor(7.0)), up.clip(-7, 7) + 1
         hidden = up * gate / (1 + torch.exp(-gate * (1.702 if mlp == "clamped_swiglu" else 1)))

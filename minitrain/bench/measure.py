@@ -9,12 +9,14 @@ from torch._dynamo.utils import calculate_time_spent, counters  # no public name
 from tqdm import tqdm
 
 from minitrain.bench.flops import automodel, clean, flops_per_token, nemo_pretrain, nemo_squad
+from minitrain.bench.flops_wan import training_flops
 from minitrain.bench.hardware import describe, measure_matmul, peak_flops, peak_memory_bytes
 from minitrain.bench.memory import working_memory
 from minitrain.config import Config
 from minitrain.errors import InputError
+from minitrain.models.wan import WanConfig
 from minitrain.parallel.mesh import Meshes, pick_device
-from minitrain.training.data import open_data
+from minitrain.training.datasets import open_dataset
 from minitrain.training.loop import Trainer, forward_backward
 
 CONVENTIONS = {convention.__name__: convention for convention in (clean, automodel, nemo_pretrain, nemo_squad)}
@@ -22,7 +24,7 @@ CONVENTIONS = {convention.__name__: convention for convention in (clean, automod
 
 def measure(config: Config, row: str, meshes: Meshes, steps: int, warmup: int) -> dict:
     """Run `warmup` + `steps` optimizer steps and return one result row; keys as in the README. All ranks call it."""
-    data, _ = open_data(config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed)
+    data, _ = open_dataset(config)
     device, dtype = pick_device(config.device), compute_dtype(config)
     matmul = measure_matmul(device, dtype)
     if device.type == "cuda":
@@ -86,10 +88,10 @@ def result(config: Config, row: str, device: torch.device, times: list[float], m
 
     tflops_per_gpu counts as the published table does (`reference.convention`), clean_tflops_per_gpu as the work is.
     """
-    published, shape, seq_len = config.reference, config.model.config, config.batch.seq_len
+    published = config.reference
     step_time, ranks = median(times), dist.get_world_size()
-    tokens = config.batch.global_ * seq_len / step_time / ranks
-    achieved = tokens * flops_per_token(shape, seq_len, clean)
+    tokens = config.batch.global_ * config.batch.seq_len / step_time / ranks
+    achieved, as_published = tokens * count_flops(config, clean), tokens * count_flops(config, table_convention(config))
     machine = describe(device)
     peak = peak_flops(machine["device"], compute_dtype(config))
     return {
@@ -102,16 +104,41 @@ def result(config: Config, row: str, device: torch.device, times: list[float], m
         "step_time_min_s": min(times),
         "steps": len(times),
         "tokens_per_sec_per_gpu": tokens,
-        "tflops_per_gpu": tokens * flops_per_token(shape, seq_len, table_convention(config)) / 1e12,
+        "tflops_per_gpu": as_published / 1e12,
         "clean_tflops_per_gpu": achieved / 1e12,
         "mfu": achieved / matmul,
         "mfu_of_peak": achieved / peak if peak else None,
         "matmul_tflops": matmul / 1e12,
         "peak_memory_gib": peak_memory_bytes(device) / 2**30,
         "reference": published,
-        "ratio": tokens / published["tokens_per_sec_per_gpu"] if "tokens_per_sec_per_gpu" in published else None,
+        "published_step_time_s": published_step_time(config),
+        "ratio": compare(tokens, as_published, published),
         **machine,
     }
+
+
+def compare(tokens: float, flops: float, published: dict) -> float | None:
+    """Our tokens/s over the published ones; where a table gives FLOP/s only, over what those imply."""
+    if "tokens_per_sec_per_gpu" in published:
+        return tokens / published["tokens_per_sec_per_gpu"]
+    return flops / 1e12 / published["tflops_per_gpu"] if "tflops_per_gpu" in published else None
+
+
+def published_step_time(config: Config) -> float | None:
+    """Seconds per optimizer step as published, or as FLOP/s imply where a table gives nothing else."""
+    published, batch = config.reference, config.batch
+    if "tokens_per_sec_per_gpu" in published or not {"tflops_per_gpu", "gpus"} <= published.keys():
+        return published.get("step_time_s")
+    flops = batch.global_ * batch.seq_len * count_flops(config, table_convention(config))
+    return flops / published["gpus"] / published["tflops_per_gpu"] / 1e12
+
+
+def count_flops(config: Config, convention) -> float:
+    """FLOPs of a training step per token. For diffusion there is one convention, which counts what is computed."""
+    shape, batch = config.model.config, config.batch
+    if isinstance(shape, WanConfig):
+        return training_flops(shape, batch.seq_len, config.data.text_tokens) / batch.seq_len
+    return flops_per_token(shape, batch.seq_len, convention)
 
 
 def table_convention(config: Config):

@@ -19,6 +19,7 @@ def table(results: list[dict]) -> str:
         "activations GiB": [f"{r['activations_gib']:.3f}" for r in results],
         "compile s": [f"{r['compile_s']:.1f}" if r["compile_s"] else "" for r in results],
         "published tokens/s": [number(published(r), ",.0f") for r in results],
+        "published step s": [number(r["published_step_time_s"], ".4g") for r in results],
         "ratio": [number(r["ratio"], ".3f") for r in results],
         "versus transformers": [number(r.get("versus_ratio"), ".3f") for r in results],
     }

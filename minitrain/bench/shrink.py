@@ -25,9 +25,11 @@ from minitrain.config import Batch, Config, Data, Model, Parallel
 from minitrain.config_checks import check_layout, validate
 from minitrain.errors import InputError
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.models.zoo import tiny
+from minitrain.models.wan import WanConfig
+from minitrain.models.zoo import TINY_WAN, tiny
 from minitrain.parallel.mesh import start
 
+VIDEO, VIDEO_TOKENS = [2, 8, 16], 64  # frames, height, width of latents, in patches of (1, 2, 2)
 SEQ_LEN = 128  # at most, and a multiple of 8: two context ranks want four parts, two tensor ranks two of each
 
 
@@ -39,12 +41,12 @@ def shrink(config: Config) -> Config:
     batch = Batch(
         global_=rows * micro * micro_batches(config, parallel),
         micro=micro,
-        seq_len=min(SEQ_LEN, max(8, config.batch.seq_len // 8 * 8)),
+        seq_len=VIDEO_TOKENS if config.task == "diffusion" else min(SEQ_LEN, max(8, config.batch.seq_len // 8 * 8)),
     )
     small = dataclasses.replace(
         config,
         model=Model(config=shrink_model(config.model.config, parallel)),
-        data=Data(),
+        data=Data(size=VIDEO, text_tokens=8),
         device="cpu",
         batch=batch,
         parallel=parallel,
@@ -57,15 +59,23 @@ def shrink(config: Config) -> Config:
 
 
 def shrink_parallel(config: Config) -> Parallel:
-    """Two ranks in every dimension that has more than one, and two stages per rank if there are more."""
+    """Two ranks in every dimension that has more than one, and two stages per rank if there are more.
+
+    Where several ranks have the same experts, and share their parameters, two of them do.
+    """
     p = config.parallel
-    sizes = {name: min(getattr(p, name), 2) for name in ("dp_replicate", "tp", "cp", "pp", "vp")}
-    shards = min(row_ranks(config) // p.dp_replicate, 2)
+    sizes = {name: min(getattr(p, name), 2) for name in ("dp_replicate", "tp", "cp", "pp", "vp", "ep")}
+    real_shards = row_ranks(config) // p.dp_replicate
+    shards = min(real_shards, 2)
+    if 1 < p.ep < real_shards * p.cp * p.tp:
+        shards = max(shards, 4 // (sizes["cp"] * sizes["tp"]))
     return dataclasses.replace(p, **sizes, dp_shard=shards, layers_per_stage=None, async_tp=False)
 
 
-def shrink_model(shape: DecoderConfig, parallel: Parallel) -> DecoderConfig:
+def shrink_model(shape: DecoderConfig | WanConfig, parallel: Parallel) -> DecoderConfig | WanConfig:
     """Its tiny twin, with two layers or more for each pipeline stage."""
+    if isinstance(shape, WanConfig):
+        return dataclasses.replace(shape, **TINY_WAN)
     layers = max(4, 2 * parallel.pp * parallel.vp)
     return DecoderConfig(**tiny(dataclasses.asdict(shape), layers))
 

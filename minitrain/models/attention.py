@@ -148,12 +148,15 @@ class GroupedQueryAttention(nn.Module):
         self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
         self.sinks = nn.Parameter(torch.empty(heads)) if sinks else None
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Mask) -> Tensor:
-        """x: [batch, seq, hidden]; rotary: the tables of `rotary_tables`, or None. Returns [batch, seq, hidden]."""
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Mask | None, cache=None) -> Tensor:
+        """x: [batch, seq, hidden]; rotary: the tables of `rotary_tables`, or None. Returns [batch, seq, hidden].
+
+        cache: in place of a mask, what holds the keys and values of earlier tokens (rollout/caches.py).
+        """
         split = (*x.shape[:2], -1, self.head_dim)  # -1: a tensor-parallel rank holds fewer heads
         q, k = self.q_norm(self.q_proj(x).view(split)), self.k_norm(self.k_proj(x).view(split))
         if rotary is not None:
             q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
-        v = self.v_proj(x).view(split)
-        out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, self.sinks)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, self.v_proj(x).view(split)))
+        out = self.attend(q, k, v, mask, self.sinks) if cache is None else cache.attend(q, k, v, self.sinks)
         return self.o_proj(out.transpose(1, 2).flatten(2))

@@ -25,6 +25,7 @@ from minitrain.models.config_hf import config_to_hf, read_config, read_json
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layouts_hf import Piece, Slices, is_ignored, pieces, to_stored
+from minitrain.models.lora import is_adapter
 from minitrain.models.wan import Wan, WanConfig
 
 STEMS = ("model", checkpoint_wan.STEM)  # of weight files: transformers', diffusers'
@@ -38,16 +39,22 @@ def load_pretrained(path: str | Path, dtype: torch.dtype | None = None, device=N
     dtype: of the weights. By default the checkpoint's own, as in transformers: what config.json says, or, where it says
     nothing, what the embedding is stored in. Raises InputError for anything that is wrong with the folder.
     """
-    file = Path(path) / "config.json"
-    raw = read_json(file)
-    is_wan = checkpoint_wan.is_wan(raw)
-    config = checkpoint_wan.config_from_json(raw, file, _stored_tensors(Path(path))) if is_wan else read_config(path)
+    config = read_any_config(path)
     dtype = dtype or _stored_dtype(Path(path))
     with torch.device("meta"):
-        model = (Wan if is_wan else Decoder)(config).to(dtype)
+        model = (Wan if isinstance(config, WanConfig) else Decoder)(config).to(dtype)
     model.to_empty(device=device or "cpu")
     load_weights(model, path)
     return model
+
+
+def read_any_config(path: str | Path) -> DecoderConfig | WanConfig:
+    """The shape of the model in folder `path`, of either kind."""
+    file = Path(path) / "config.json"
+    raw = read_json(file)
+    if checkpoint_wan.is_wan(raw):
+        return checkpoint_wan.config_from_json(raw, file, _stored_tensors(Path(path)))
+    return read_config(path)
 
 
 def save_pretrained(
@@ -99,6 +106,7 @@ def load_weights(
     written, for a tensor that is missing, unknown, misshapen or of an unknown type, and for a damaged file.
     """
     mine = model.state_dict() | dict(model.named_parameters())  # that is, with buffers
+    mine = {name: tensor for name, tensor in mine.items() if not is_adapter(name)}
     is_wan = isinstance(model, Wan)
     with torch.device("meta"):  # a pipeline stage has some of these, and is given all to hold, so that all ranks agree
         everything = (Wan if is_wan else Decoder)(model.config).state_dict()
@@ -221,6 +229,7 @@ def save_tensors(
     """
     if isinstance(config, WanConfig):
         settings, stem = checkpoint_wan.config_to_json(config), checkpoint_wan.STEM
+        tensors = ((checkpoint_wan.diffusers_name(name), x) for name, x in tensors)
     else:
         settings, stem = config_to_hf(config, dtype), STEMS[0]
         if config.family == "gpt2":

@@ -53,6 +53,6 @@ def to_nemotron_h_keys(settings: dict, config: DecoderConfig) -> dict:
 def stored_name(name: str) -> str:
     """Our name of a parameter -> the stored one."""
     name = re.sub(r"\.(input|post_attention)_layernorm\.", ".norm.", name)
-    name = re.sub(r"(\.layers\.\d+)\.(self_attn|mamba|mlp)\.", r"\1.mixer.", name)
+    name = re.sub(r"(\.layers\.\d+)\.(self_attn|mamba|mlp)\.(dynamics\.)?", r"\1.mixer.", name)
     name = name.replace("model.embed_tokens.", "model.embeddings.").replace("model.norm.", "model.norm_f.")
     return re.sub(r"^model\.", "backbone.", name)

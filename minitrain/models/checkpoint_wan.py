@@ -1,6 +1,7 @@
 """What config.json and tensor names of a Wan checkpoint mean, in diffusers' spelling and in that of Wan's repository.
 
-Our parameter names are diffusers'. The original ones differ in name only: no tensor is transposed, split or reordered.
+Our parameter names are diffusers', but for scale_shift_table, which lies in a module `adaln` of its own here. The
+original ones differ in name only too: no tensor is transposed, split or reordered.
 Reading and writing the files themselves is in checkpoint_hf.py.
 """
 
@@ -61,8 +62,14 @@ def is_wan(raw: dict) -> bool:
     return raw.get("_class_name") in (DIFFUSERS, ORIGINAL)
 
 
+def diffusers_name(name: str) -> str:
+    """Our name of a parameter -> diffusers'."""
+    return name.replace("adaln.scale_shift_table", "scale_shift_table")
+
+
 def original_name(name: str) -> str:
     """Our name of a parameter -> the original one."""
+    name = diffusers_name(name)
     for ours, theirs in ORIGINAL_PREFIXES.items():
         if name.startswith(ours):
             return theirs + name.removeprefix(ours)
@@ -72,10 +79,9 @@ def original_name(name: str) -> str:
 
 
 def rename_to_ours(stored: dict, parameters: Iterable[str]) -> dict:
-    """A dict by stored names -> the same by ours, if the names are original ones; what fits no parameter stays."""
-    if "head.modulation" not in stored:
-        return stored
-    ours = {original_name(name): name for name in parameters}
+    """A dict by stored names, of either kind -> the same by ours; what fits no parameter stays."""
+    spell = original_name if "head.modulation" in stored else diffusers_name
+    ours = {spell(name): name for name in parameters}
     return {ours.get(name, name): value for name, value in stored.items()}
 
 

@@ -53,15 +53,16 @@ class Block(nn.Module):
         self,
         x: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
-        mask: Mask,
+        mask: Mask | None,
         documents: Tensor | None = None,
         window_mask: Mask | None = None,
+        cache=None,
     ) -> Tensor:
         """x: [batch, seq, hidden]; documents: int [batch, seq], for what mixes tokens without looking at the mask."""
         if self.self_attn is not None:
-            x = x + self.self_attn(self.input_layernorm(x), rotary, window_mask if self.windowed else mask)
+            x = x + self.self_attn(self.input_layernorm(x), rotary, window_mask if self.windowed else mask, cache)
         if self.mamba is not None:
-            x = x + self.mamba(self.input_layernorm(x), documents)
+            x = x + self.mamba(self.input_layernorm(x), documents, cache)
         if self.mlp is not None:
             x = x + self.mlp(self.post_attention_layernorm(x))
         return x
@@ -129,6 +130,7 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         labels: Tensor | None = None,
         head: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None,
+        cache=None,
     ) -> Tensor:
         """Logits [batch, seq, vocab] of tokens, int [batch, seq]; or head(hidden [batch, seq, hidden], weight, labels).
 
@@ -136,6 +138,8 @@ class Decoder(nn.Module):
         positions: int [batch, seq], for rotary or learned embeddings; 0, 1, 2, ... if not given.
         documents: int [batch, seq]; tokens see only those with the same number (packed sequences).
         head: called inside the forward pass, where a sharded head weight [vocab, hidden] is whole.
+        cache: what each layer keeps of earlier tokens, by its number (rollout/caches.py). The tokens are then one row
+        of pieces of sequences, and the cache knows which are whose; they need positions, and no documents.
         """
         if positions is None:
             positions = torch.arange(x.shape[1] * (1 if self.first else self.sequence_split), device=x.device)[None]
@@ -143,16 +147,17 @@ class Decoder(nn.Module):
             x = self.model.embed_tokens(x)
             if self.config.position_embedding == "learned":
                 x = x + self.model.embed_positions(positions)
-        config, mask = self.config, self.make_mask(positions.shape[1], x.device, documents)
-        rotary = None
+        config, mask, rotary = self.config, None, None
+        if cache is None:
+            mask = self.make_mask(positions.shape[1], x.device, documents)
         if config.position_embedding == "rotary":
             frequencies = rotary_frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling, x.device)
             rotary = rotary_tables(positions, frequencies, rotary_magnitude(config.rope_scaling))
         window_mask = None
-        if config.sliding_window:
+        if config.sliding_window and cache is None:
             window_mask = self.make_mask(positions.shape[1], x.device, documents, window=config.sliding_window)
-        for layer in self.model.layers.values():
-            x = layer(x, rotary, mask, documents, window_mask)
+        for number, layer in self.model.layers.items():
+            x = layer(x, rotary, mask, documents, window_mask, cache and cache[int(number)])
         if not self.last:
             return x
         x = self.model.norm(x)

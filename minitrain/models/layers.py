@@ -10,6 +10,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class KeepsFP32(nn.Module):
+    """Holds parameters that stay in fp32 whatever the rest is cast to, as they are too fine for bf16.
+
+    A holder is never called: other modules read what it holds, and parallel/data.py leaves its parameters as they are.
+    """
+
+    def _apply(self, fn, recurse=True):
+        def keep(tensor: Tensor) -> Tensor:
+            changed = fn(tensor)
+            return changed if changed.dtype.itemsize >= tensor.dtype.itemsize else tensor.to(changed.device)
+
+        return super()._apply(keep, recurse)
+
+
 class LayerNorm1P(nn.LayerNorm):
     """LayerNorm whose weight is stored around zero: y = normalise(x) * (weight + 1) + bias (Nemotron-4)."""
 

@@ -7,7 +7,7 @@ always unquantised: one parameter becomes one or several stored tensors.
     ours                            Mixtral                        Qwen3, DeepSeek, Kimi               GPT-OSS
     mlp.gate                        block_sparse_moe.gate          mlp.gate                            mlp.router
     mlp.experts.gate_up_proj [e]    block_sparse_moe.experts.e.w1  mlp.experts.e.gate_proj.weight      mlp.experts.gate_up_proj
-                                    ... and .w3, up                ... and .up_proj                    transposed, interleaved
+        rows of both in turn        ... and .w3, up                ... and .up_proj                    transposed
     mlp.experts.down_proj [e]       ....w2                         ....down_proj                       transposed
 """  # noqa: E501
 
@@ -68,12 +68,12 @@ def pieces(
         return [matrix(stored_name(name, family), whole, stored)]
     if family == "gpt_oss":
         return stacked_experts(name, whole, stored)
-    found = []
+    found, parts = [], EXPERT_KEYS[last]
     for expert in range(shape[0]):
-        for i, part in enumerate(EXPERT_KEYS[last]):
-            rows = shape[1] // len(EXPERT_KEYS[last])
-            region = (slice(expert, expert + 1), slice(i * rows, (i + 1) * rows), slice(0, shape[2]))
-            found.append(matrix(expert_key(name, family, expert, part), region, stored, stacked=True))
+        region = (slice(expert, expert + 1), slice(0, shape[1] // len(parts)), slice(0, shape[2]))
+        keys = [expert_key(name, family, expert, part) for part in parts]
+        rows = [matrix(key, region, stored, stacked=True) for key in keys]
+        found.append(rows[0] if len(rows) == 1 else in_turn(*rows))
     return found
 
 
@@ -91,12 +91,11 @@ def to_stored(name: str, tensor: Tensor, family: str, mamba: MambaShape | None =
     elif not prefix:
         yield stored_name(name, family), tensor
     elif family == "gpt_oss":
-        tensor = interleave(tensor) if last.startswith("gate_up_proj") else tensor
         yield name, tensor if last.endswith("_bias") else tensor.transpose(1, 2)
     else:
         for expert, weights in enumerate(tensor):
             parts = EXPERT_KEYS[last]
-            for part, rows in zip(parts, weights.chunk(len(parts)), strict=True):
+            for part, rows in zip(parts, weights.unflatten(0, (-1, len(parts))).unbind(1), strict=True):
                 yield expert_key(name, family, expert, part), rows
 
 
@@ -123,6 +122,19 @@ def matrix(key: str, region: Slices, stored: Mapping[str, str], stacked: bool = 
 
 def read_matrix(key: str, stacked: bool, fetch: Fetch, slices: Slices) -> Tensor:
     return fetch(key, slices[1:])[None] if stacked else fetch(key, slices)
+
+
+def in_turn(gate: Piece, up: Piece) -> Piece:
+    """A piece whose rows are gate 0, up 0, gate 1, up 1, ... Of both, as many are read as are needed."""
+
+    def read(fetch: Fetch, slices: Slices) -> Tensor:
+        expert, rows, columns = slices
+        pairs = slice(rows.start // 2, -(-rows.stop // 2))
+        value = interleave(*(part.read(fetch, (expert, pairs, columns)) for part in (gate, up)))
+        return value[:, rows.start - 2 * pairs.start : rows.stop - 2 * pairs.start]
+
+    expert, rows, columns = gate.region
+    return Piece((expert, slice(0, 2 * rows.stop), columns), {**gate.needs, **up.needs}, read)
 
 
 def mamba_rows(key: str, whole: Slices, rows: list[tuple[int, int, int]]) -> list[Piece]:
@@ -165,7 +177,7 @@ def read_fp8(key: str, stacked: bool, fetch: Fetch, slices: Slices) -> Tensor:
 
 
 def stacked_experts(name: str, whole: Slices, stored: Mapping[str, str]) -> list[Piece]:
-    """One piece per expert, of which all rows are read: gates and ups alternate there."""
+    """One piece per expert, of which all rows are read."""
     experts, *rest = (part.stop for part in whole)
     if name.endswith("_bias"):
         needs, read = {name: ((experts, *rest), FLOATS)}, read_expert
@@ -181,9 +193,7 @@ def stacked_experts(name: str, whole: Slices, stored: Mapping[str, str]) -> list
 
 
 def read_stack(name: str, read: Callable, expert: slice, fetch: Fetch, slices: Slices) -> Tensor:
-    value = read(name, fetch, expert)
-    value = deinterleave(value) if "gate_up_proj" in name else value
-    return value[(slice(None), *slices[1:])]
+    return read(name, fetch, expert)[(slice(None), *slices[1:])]
 
 
 def read_expert(name: str, fetch: Fetch, expert: slice) -> Tensor:
@@ -203,11 +213,6 @@ def read_mxfp4(name: str, fetch: Fetch, expert: slice) -> Tensor:
     return torch.ldexp(values[halves], exponents[..., None]).flatten(-2)
 
 
-def deinterleave(x: Tensor) -> Tensor:
-    """[experts, gate 0, up 0, gate 1, up 1, ..., ...] -> [experts, all gates, all ups, ...]"""
-    return torch.cat([x[:, 0::2], x[:, 1::2]], dim=1)
-
-
-def interleave(x: Tensor) -> Tensor:
-    """The other way round."""
-    return torch.stack(x.chunk(2, dim=1), dim=2).flatten(1, 2)
+def interleave(gate: Tensor, up: Tensor) -> Tensor:
+    """Two stacks [experts, rows, ...] -> [experts, 2 x rows, ...], whose rows are gate 0, up 0, gate 1, up 1, ..."""
+    return torch.stack([gate, up], dim=2).flatten(1, 2)

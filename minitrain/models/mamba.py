@@ -19,7 +19,8 @@ Decays are always exponentials of fp32 differences, of which none is above 0; a 
 Rows of in_proj and channels of the convolution are ordered by group, [z x B C dt] of the first group first, where Hub
 checkpoints have all of z first. So a range of rows is a range of whole heads, with all that they need, and tensor
 parallelism can split every parameter here evenly; `by_group` and `by_part` turn one order into the other.
-Left out: the state that token-by-token decoding keeps, and fused kernels: torch.compile fuses what is pointwise.
+A row can also go on from the state that earlier tokens left: decoding is the same scan, one token long.
+Left out: fused kernels; torch.compile fuses what is pointwise.
 """
 
 import math
@@ -28,6 +29,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from minitrain.models.layers import KeepsFP32
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,19 @@ class GroupedRMSNorm(nn.Module):
         return (normed * self.weight.float().view(x.shape[-2:])).to(z.dtype)
 
 
+class Dynamics(KeepsFP32):
+    """What each head's state evolves by. A_log and D act over whole rows, and dt_bias learns in tiny steps."""
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.D = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+
+
+State = tuple[Tensor, Tensor]  # the last taps - 1 inputs of the convolution, and the scan's state: see `mix`
+
+
 class Mamba2(nn.Module):
     """out_proj(norm(scan(silu(conv([x B C])), dt) * silu(z))), all of z, x, B, C, dt from in_proj."""
 
@@ -111,30 +127,42 @@ class Mamba2(nn.Module):
         channels = sum(shape.convolved)
         self.in_proj = nn.Linear(hidden, sum(shape.projected), bias=False)
         self.conv1d = nn.Conv1d(channels, channels, shape.conv, groups=channels)  # a place for its parameters
-        self.A_log = nn.Parameter(torch.empty(shape.heads))
-        self.D = nn.Parameter(torch.empty(shape.heads))
-        self.dt_bias = nn.Parameter(torch.empty(shape.heads))
+        self.dynamics = Dynamics(shape.heads)
         self.norm = GroupedRMSNorm(shape.width, norm_eps)
         self.out_proj = nn.Linear(shape.width, hidden, bias=False)
 
-    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
-        """x: [batch, seq, hidden]; documents: int [batch, seq], a change of which clears state and convolution."""
+    def forward(self, x: Tensor, documents: Tensor | None = None, cache=None) -> Tensor:
+        """x: [batch, seq, hidden]; documents: int [batch, seq], a change of which clears state and convolution.
+
+        cache: holds what earlier tokens have left (rollout/caches.py).
+        """
         heads, head_dim, state = self.shape.heads // self.shape.groups, self.shape.head_dim, self.shape.state
         split = [heads * head_dim, heads * head_dim + 2 * state, heads]
         projected = self.in_proj(x).unflatten(-1, (-1, sum(split)))  # [batch, seq, groups, z x B C dt]
         z, mixed, dt = projected.split(split, dim=-1)
-        mixed = F.silu(causal_conv(mixed, self.conv1d.weight, self.conv1d.bias, documents))
-        x, b, c = mixed.split([heads * head_dim, state, state], dim=-1)
-        a_log, d, dt_bias = (p.float().view(-1, heads) for p in (self.A_log, self.D, self.dt_bias))
+        y = self.mix(mixed, dt, documents) if cache is None else cache.mix(self.mix, mixed, dt)
+        return self.out_proj(self.norm(y.flatten(-2), z).flatten(-2))
+
+    def mix(self, mixed: Tensor, dt: Tensor, documents: Tensor | None = None, state: State | None = None) -> Tensor:
+        """Convolution and scan. mixed: x B C and dt as projected. Returns y: [batch, seq, groups, heads, head_dim].
+
+        state: what earlier tokens left, which is overwritten by what these leave.
+        """
+        heads, head_dim = dt.shape[-1], self.shape.head_dim
+        conv, ssm = (None, None) if state is None else state
+        mixed = F.silu(causal_conv(mixed, self.conv1d.weight, self.conv1d.bias, documents, conv))
+        x, b, c = mixed.split([heads * head_dim, self.shape.state, self.shape.state], dim=-1)
+        a_log, d, dt_bias = (p.view(-1, heads) for p in (self.dynamics.A_log, self.dynamics.D, self.dynamics.dt_bias))
         dt = F.softplus(dt.float() + dt_bias)
         if self.shape.dt_min:
             dt = dt.clamp(min=self.shape.dt_min)
-        y = scan(x.unflatten(-1, (heads, head_dim)), dt, -a_log.exp(), d, b, c, self.shape.chunk, documents)
-        return self.out_proj(self.norm(y.flatten(-2), z).flatten(-2))
+        x, chunk = x.unflatten(-1, (heads, head_dim)), min(self.shape.chunk, x.shape[1])
+        return scan(x, dt, -a_log.exp(), d, b, c, chunk, documents, ssm)
 
 
 def initialize_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> bool:
     """Fill a mixer's parameter as mamba_ssm does; False, and nothing done, for one that has no rule of its own."""
+    name = name.removeprefix("dynamics.")
     if name == "A_log":  # A = -1, -2, ..., -H
         tensor.copy_(torch.arange(1, len(tensor) + 1).log())
     elif name == "D":
@@ -150,13 +178,20 @@ def initialize_parameter(name: str, tensor: Tensor, generator: torch.Generator) 
     return True
 
 
-def causal_conv(x: Tensor, weight: Tensor, bias: Tensor, documents: Tensor | None = None) -> Tensor:
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor, documents: Tensor | None = None, earlier: Tensor | None = None
+) -> Tensor:
     """y_t = bias + sum_k weight[..., -1 - k] x_(t - k), each channel by itself, over tokens of t's document.
 
     x: [batch, seq, groups, channels / groups]; weight: [channels, 1, taps]; bias: [channels]. Shifted products instead
     of a convolution: the compiler fuses them with what surrounds them, and documents cost nothing.
+    earlier: [batch, taps - 1, ...], the tokens before x, which is overwritten by the last ones of x.
     """
     taps = weight.shape[-1]
+    if earlier is not None:
+        x = torch.cat([earlier, x], dim=1)
+        earlier.copy_(x[:, x.shape[1] - taps + 1 :])
+        return causal_conv(x, weight, bias)[:, taps - 1 :]
     weight = weight.view(*x.shape[-2:], taps)
     y = bias.view(x.shape[-2:]) + x * weight[..., -1]
     for k in range(1, taps):
@@ -177,20 +212,26 @@ def scan(
     c: Tensor,
     chunk: int,
     documents: Tensor | None = None,
+    initial: Tensor | None = None,
 ) -> Tensor:
     """The recurrence at the top of this file, a chunk of tokens at a time. R: heads of a group.
 
     x: [batch, seq, G, R, P]; dt: fp32 [batch, seq, G, R], above 0; a (below 0) and d: fp32 [G, R]; b, c:
     [batch, seq, G, N]; documents: int [batch, seq], the state is cleared where they change. Returns x's shape and type.
+    initial: fp32 [batch, G, R, P, N], the state before the first token, which is overwritten by that after the last;
+    without documents.
     """
     length = x.shape[1]
     runs = _runs(documents) if documents is not None else torch.zeros_like(x[:, :, 0, 0, 0], dtype=torch.int)
     xs, dts, bs, cs, runs = (_chunks(tensor, chunk) for tensor in (x, dt, b, c, runs))
     decay = (dts * a).cumsum(2)  # [batch, chunks, Q, G, R]: log of what is left of a chunk's initial state
     last = runs[:, :, -1]  # [batch, chunks]: the document alive at each chunk's end
-    before = F.pad(last, (1, 0), value=-1)[:, :-1]  # and at the end of the chunk before
+    before = F.pad(last, (1, 0), value=-1 if initial is None else 0)[:, :-1]  # and at the end of the chunk before
     inside = _inside(xs, dts, bs, cs, decay, runs)
-    carried = _carry(_added(xs, dts, bs, decay, runs == last[..., None]), decay[:, :, -1], last, before)
+    added = _added(xs, dts, bs, decay, runs == last[..., None])
+    carried = _carry(added, decay[:, :, -1], last, before)
+    if initial is not None:
+        carried = carried + _continue(initial, added, carried, decay[:, :, -1])
     read = torch.einsum("zkqgn,zkgrpn->zkqgrp", cs, carried.to(c.dtype))
     left = decay.exp() * (runs == before[..., None])[..., None, None]
     y = (inside + read * left[..., None]).flatten(1, 2)[:, :length]
@@ -237,6 +278,14 @@ def _carry(added: Tensor, decay: Tensor, last: Tensor, before: Tensor) -> Tensor
     survives = earlier & (before[:, :, None] == last[:, None, :])
     weight = _exp_where(survives[:, None, None], since)
     return torch.einsum("zgrij,zjgrpn->zigrpn", weight, added.float())
+
+
+def _continue(initial: Tensor, added: Tensor, carried: Tensor, decay: Tensor) -> Tensor:
+    """What is left of `initial` at the start of each chunk; it becomes the state after the last. Shapes: `_carry`."""
+    through = F.pad(decay.cumsum(1), (0, 0, 0, 0, 1, 0)).exp()[..., None, None]  # [batch, chunks + 1, G, R, 1, 1]
+    left = through * initial[:, None]
+    initial.copy_(left[:, -1] + carried[:, -1] * decay[:, -1].exp()[..., None, None] + added[:, -1])
+    return left[:, :-1]
 
 
 def _exp_where(condition: Tensor, x: Tensor) -> Tensor:

@@ -5,8 +5,9 @@
     q              = q_b_proj(norm(q_a_proj(x)))           for each head, [nope | rope]
     score          = q_nope . k_nope + q_rope . k_rope     only the rope parts are rotated; k_rope serves all heads
 
-Written as trained: latents are expanded to full keys and values. Left out: the decoding form, which caches latents and
-folds kv_b_proj into the neighbouring matrices.
+In training, latents are expanded to full keys and values. With a cache they are what is kept, and kv_b_proj = [W_k; W_v]
+is folded into its neighbours: q_nope . W_k latent = (W_k^T q_nope) . latent, so that all heads attend to the latents
+themselves, [latent | k_rope] as the one key and latent as the one value, and W_v comes after the sum over tokens.
 """
 
 import torch
@@ -32,19 +33,43 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = nn.Linear(kv_rank, heads * (nope + v_dim), bias=False)
         self.o_proj = nn.Linear(heads * v_dim, hidden, bias=False)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
-        """x: [batch, seq, hidden]; rotary: the tables of `rotary_tables`. Returns [batch, seq, hidden]."""
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask | None, cache=None) -> Tensor:
+        """x: [batch, seq, hidden]; rotary: the tables of `rotary_tables`. Returns [batch, seq, hidden].
+
+        cache: in place of a mask, what holds the latents of earlier tokens (rollout/caches.py).
+        """
         q = self.q_a_layernorm(self.q_a_proj(x)) * self.scale  # here, where q is narrow
         q = self.q_b_proj(q).unflatten(-1, (-1, self.nope + self.rope))  # [batch, seq, heads, nope + rope]
         q_nope, q_rope = q.split([self.nope, self.rope], dim=-1)
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([self.kv_a_layernorm.weight.shape[0], self.rope], dim=-1)
-        kv = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (-1, self.nope + self.v_dim))
-        k_nope, v = kv.split([self.nope, self.v_dim], dim=-1)
+        latent = self.kv_a_layernorm(latent)
         q_rope, k_rope = (apply_rotary(pairs_to_halves(r), *rotary) for r in (q_rope, k_rope.unsqueeze(2)))
+        if cache is not None:
+            return self.o_proj(self.attend_to_latents(q_nope, q_rope, latent, k_rope, cache))
+        k_nope, v = self.kv_b_proj(latent).unflatten(-1, (-1, self.nope + self.v_dim)).split([self.nope, self.v_dim], -1)
         q = torch.cat([q_nope, q_rope], dim=-1)
         k = torch.cat([k_nope, k_rope.expand_as(q_rope)], dim=-1)
         out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def attend_to_latents(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, cache) -> Tensor:
+        """What the heads get from the tokens so far: [batch, seq, heads v_dim].
+
+        q_nope, q_rope: [batch, seq, heads, nope or rope]; latent: [batch, seq, rank]; k_rope: [batch, seq, 1, rope].
+        """
+        w_k, w_v = cache.once(self.absorbed)
+        key = torch.cat([latent.unsqueeze(2), k_rope], dim=-1)
+        q = torch.cat([torch.einsum("bshn,hnr->bshr", q_nope, w_k), q_rope], dim=-1)
+        q = q * (key.shape[-1] / (self.nope + self.rope)) ** 0.5  # attention divides by the root of what it sees
+        key = key.transpose(1, 2)
+        out = cache.attend(q.transpose(1, 2), key, key[..., : latent.shape[-1]])  # [batch, heads, seq, rank]
+        return torch.einsum("bhsr,hvr->bshv", out, w_v).flatten(2)
+
+    def absorbed(self) -> tuple[Tensor, Tensor]:
+        """W_k [heads, nope, rank] and W_v [heads, v_dim, rank], asked of the module: it may have adapters."""
+        weight = self.kv_b_proj.weight
+        rows = self.kv_b_proj(torch.eye(self.kv_a_layernorm.weight.shape[0], dtype=weight.dtype, device=weight.device))
+        return rows.T.unflatten(0, (-1, self.nope + self.v_dim)).split([self.nope, self.v_dim], dim=1)
 
 
 def pairs_to_halves(x: Tensor) -> Tensor:

@@ -255,7 +255,10 @@ EXPERT_MLPS = (*GATED, "relu2")
 
 
 class Experts(nn.Module):
-    """All experts' weights. gate_up_proj: each expert's gate rows, then its up rows; without a gate, up_proj."""
+    """All experts' weights. gate_up_proj: gate and up rows in turn; without a gate, up_proj.
+
+    So a range of rows is a range of whole channels, and tensor parallelism can split every parameter here evenly.
+    """
 
     def __init__(self, num_experts: int, hidden: int, intermediate: int, mlp: str, bias: bool):
         super().__init__()
@@ -275,7 +278,7 @@ class Experts(nn.Module):
         offsets = counts.cumsum(0, dtype=torch.int32)
         weights = weights[:, None]
         hidden = self._linear(self.first, x, torch.ones_like(weights), offsets)
-        hidden = self.gated(*hidden.chunk(2, dim=-1)) if self.gated else F.relu(hidden).square()
+        hidden = self.gated(*hidden.unflatten(-1, (-1, 2)).unbind(-1)) if self.gated else F.relu(hidden).square()
         return self._linear("down_proj", hidden * weights, weights, offsets)
 
     def _linear(self, name: str, x: Tensor, scale: Tensor, offsets: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def grid_angles(grid: tuple[int, int, int], head_dim: int, device=None) -> Tenso
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate channel 2i against channel 2i + 1, in fp32. x: [batch, seq, heads, head_dim]; cos, sin: fp32
     [1, seq, 1, head_dim / 2]."""
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    even, odd = upcast(x).unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).type_as(x)
 
 
@@ -72,11 +72,18 @@ def timestep_sinusoids(timestep: Tensor, dim: int) -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
-class Pack(NamedTuple):
-    """What blocks need to know of several videos in one sequence: whose each token is, int [1, seq], and thereby which
-    of all texts' and images' tokens, laid end to end, it sees."""
+def upcast(x: Tensor) -> Tensor:
+    """In fp32, or fp64 if it is that."""
+    return x if x.dtype == torch.float64 else x.float()
 
-    documents: Tensor
+
+class Pack(NamedTuple):
+    """What blocks need to know of several videos in one sequence.
+
+    The masks say which of all texts' and images' tokens, laid end to end, each token sees.
+    """
+
+    held: Tensor  # int [1, seq]: whose each token is that the block is given
     text_mask: Mask
     image_mask: Mask | None
 
@@ -86,8 +93,9 @@ def number_tokens(grids: list[tuple[int, int, int]], device) -> Tensor:
     return torch.cat([torch.full((math.prod(grid),), i, device=device) for i, grid in enumerate(grids)])[None]
 
 
-def make_pack(documents: Tensor, text: Tensor, image: Tensor | None) -> Pack:
-    """documents: int [1, seq], from `number_tokens`; text, image: [videos, tokens, dim]."""
+def make_pack(documents: Tensor, held: Tensor, text: Tensor, image: Tensor | None) -> Pack:
+    """documents: int [1, seq], from `number_tokens`, of the tokens that attend; held: of those that blocks are given;
+    text, image: [videos, tokens, dim]."""
 
     def see_own(keys: Tensor) -> Mask:
         videos, tokens = keys.shape[:2]
@@ -98,4 +106,4 @@ def make_pack(documents: Tensor, text: Tensor, image: Tensor | None) -> Pack:
         build = block_pairs if documents.is_cuda else dense_pairs
         return Mask(False, build(allows, 1, documents.shape[1], videos * tokens, documents.device))
 
-    return Pack(documents, see_own(text), None if image is None else see_own(image))
+    return Pack(held, see_own(text), None if image is None else see_own(image))

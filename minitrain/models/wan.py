@@ -7,8 +7,8 @@ cross-attention. Parameter names are those of diffusers. Wan 2.2's A14B models a
 timesteps. What is not here: the video autoencoder, the text and image encoders, first-and-last-frame models, and the
 5B model of Wan 2.2, whose timesteps differ between tokens.
 
-Computed in fp32 whatever the weights' type: timesteps, all that is derived from them, norms, and rotations. In bf16,
-timestep 998.4 would be 1000. Sources: Wan-Video/Wan2.1, wan/modules/model.py; diffusers, transformer_wan.py.
+Computed in fp32 whatever the other weights' type: timesteps, all that is derived from them, norms, and rotations. In
+bf16, timestep 998.4 would be 1000. Sources: Wan-Video/Wan2.1, wan/modules/model.py; diffusers, transformer_wan.py.
 """
 
 import math
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from minitrain.errors import InputError
 from minitrain.models.attention import Mask, attention, make_mask
+from minitrain.models.layers import KeepsFP32
 from minitrain.models.video import (
     Pack,
     make_pack,
@@ -30,6 +31,7 @@ from minitrain.models.video import (
     rotate_pairs,
     timestep_sinusoids,
     unpatchify,
+    upcast,
 )
 
 
@@ -77,13 +79,15 @@ class Wan(nn.Module):
     def __init__(self, config: WanConfig):
         super().__init__()
         self.config = config
-        self.make_mask = make_mask  # context parallelism replaces these three: by a mask of the whole row,
-        self.share, self.join = identity, identity  # the choice of this rank's tokens (dim 1), and its inverse
+        # Parallelism replaces these: by a mask of the whole row, by the choice of the tokens (dim 1) that this rank
+        # attends from, of those among them that it holds between attentions, and by what joins all ranks' tokens.
+        self.make_mask = make_mask
+        self.share = self.hold = self.join = identity
         self.patch_embedding = PatchEmbedding(config.in_channels, config.dim, config.patch_size, config.patch_size)
         self.condition_embedder = ConditionEmbedder(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.proj_out = nn.Linear(config.dim, config.out_channels * math.prod(config.patch_size))
-        self.scale_shift_table = nn.Parameter(torch.randn(1, 2, config.dim) / config.dim**0.5)
+        self.adaln = AdaLN(2, config.dim)
 
     def forward(
         self, latents: Tensor | list[Tensor], timestep: Tensor, text: Tensor, image: Tensor | None = None
@@ -101,15 +105,16 @@ class Wan(nn.Module):
         videos = [video[None] for video in latents] if packed else [latents]
         grids = [patch_grid(video, self.config.patch_size) for video in videos]
         patches = torch.cat([patchify(video, self.config.patch_size) for video in videos], dim=1)
-        x = self.patch_embedding(self.share(patches))
+        x = self.patch_embedding(self.hold(self.share(patches)))
         rotary = tuple(map(self.share, rotary_tables(grids, self.config.attention_head_dim, x.device)))
         embedding, modulation, text, image = self.condition_embedder(timestep, text, image)
-        pack = make_pack(self.share(number_tokens(grids, x.device)), text, image) if packed else None
-        mask = self.make_mask(x.shape[1], x.device, pack.documents if packed else None, causal=False)
+        documents = self.share(number_tokens(grids, x.device)) if packed else None
+        pack = make_pack(documents, self.hold(documents), text, image) if packed else None
+        mask = self.make_mask(rotary[0].shape[1], x.device, documents, causal=False)
         for block in self.blocks:
             x = block(x, modulation, rotary, mask, text, image, pack)
-        shift, scale = select(self.scale_shift_table.float() + embedding[:, None], pack)
-        x = self.join(self.proj_out(modulate(x, shift, scale, self.config.eps)).float())
+        shift, scale = select(self.adaln.scale_shift_table + embedding[:, None], pack)
+        x = self.join(upcast(self.proj_out(modulate(x, shift, scale, self.config.eps))))
         pieces = x.split([math.prod(grid) for grid in grids], dim=1)
         out = [unpatchify(piece, grid, self.config.patch_size) for piece, grid in zip(pieces, grids, strict=True)]
         return [video[0].clone() for video in out] if packed else out[0]  # FSDP watches the outputs: no views
@@ -149,9 +154,9 @@ class Block(nn.Module):
         self.eps = config.eps
         self.attn1 = SelfAttention(config.dim, config.num_attention_heads, config.eps)
         self.attn2 = CrossAttention(config.dim, config.num_attention_heads, config.eps, config.image_dim is not None)
-        self.norm2 = FP32LayerNorm(config.dim, config.eps)
+        self.norm2 = FP32Norm(config.dim)
         self.ffn = FeedForward(config.dim, config.ffn_dim, config.dim, approximate="tanh")
-        self.scale_shift_table = nn.Parameter(torch.randn(1, 6, config.dim) / config.dim**0.5)
+        self.adaln = AdaLN(6, config.dim)
 
     def forward(
         self, x: Tensor, modulation: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask, text: Tensor,
@@ -159,13 +164,13 @@ class Block(nn.Module):
     ) -> Tensor:  # fmt: skip
         """x: [batch, seq, dim], of a pack [1, all tokens, dim]; modulation: fp32 [videos, 6, dim]; text, image:
         [videos, tokens, dim]."""
-        rows = select(self.scale_shift_table.float() + modulation, pack)
+        rows = select(self.adaln.scale_shift_table + modulation, pack)
         attention_shift, attention_scale, attention_gate, mlp_shift, mlp_scale, mlp_gate = rows
         out = self.attn1(modulate(x, attention_shift, attention_scale, self.eps), rotary, mask)
-        x = (x.float() + out * attention_gate).type_as(x)
-        x = x + self.attn2(self.norm2(x), text, image, pack)
+        x = (x + out * attention_gate).type_as(x)  # the gates are in fp32, and so is this sum
+        x = x + self.attn2(layer_norm(self.norm2, x, self.eps), text, image, pack)
         out = self.ffn(modulate(x, mlp_shift, mlp_scale, self.eps))
-        return (x.float() + out * mlp_gate).type_as(x)
+        return (x + out * mlp_gate).type_as(x)
 
 
 class SelfAttention(nn.Module):
@@ -218,20 +223,44 @@ class CrossAttention(nn.Module):
         return attention(q, k, v, mask or Mask(causal=False)).transpose(1, 2).flatten(2)
 
 
+class AdaLN(KeepsFP32):
+    """What is learned, apart from the timestep, of shifts, scales and gates: `rows` rows."""
+
+    def __init__(self, rows: int, dim: int):
+        super().__init__()
+        self.scale_shift_table = nn.Parameter(torch.randn(1, rows, dim) / dim**0.5)
+
+
+class FP32Norm(KeepsFP32):
+    """The parameters of a `layer_norm`."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
+
+
+class FP32Linear(KeepsFP32):
+    """The parameters of a `linear_fp32`."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        self.weight, self.bias = nn.Linear(inputs, outputs).parameters()
+
+
 class ConditionEmbedder(nn.Module):
     """Timestep, text and image features -> what the blocks take."""
 
     def __init__(self, config: WanConfig):
         super().__init__()
         self.freq_dim = config.freq_dim
-        self.time_embedder = two_linears(config.freq_dim, config.dim)
-        self.time_proj = nn.Linear(config.dim, 6 * config.dim)
-        self.text_embedder = two_linears(config.text_dim, config.dim)
+        self.time_embedder = two_linears(FP32Linear, config.freq_dim, config.dim)
+        self.time_proj = FP32Linear(config.dim, 6 * config.dim)
+        self.text_embedder = two_linears(nn.Linear, config.text_dim, config.dim)
         self.image_embedder = None if config.image_dim is None else ImageEmbedder(config.image_dim, config.dim)
 
     def forward(self, timestep: Tensor, text: Tensor, image: Tensor | None):
         """Returns the timestep's embedding [batch, dim] and modulation [batch, 6, dim] in fp32, then text and image."""
-        time, dtype = self.time_embedder, self.time_proj.weight.dtype
+        time, dtype = self.time_embedder, self.text_embedder.linear_1.weight.dtype
         hidden = F.silu(linear_fp32(time.linear_1, timestep_sinusoids(timestep, self.freq_dim)))
         embedding = linear_fp32(time.linear_2, hidden)
         modulation = linear_fp32(self.time_proj, F.silu(embedding)).unflatten(1, (6, -1))
@@ -243,12 +272,12 @@ class ConditionEmbedder(nn.Module):
 class ImageEmbedder(nn.Module):
     def __init__(self, inputs: int, dim: int):
         super().__init__()
-        self.norm1 = FP32LayerNorm(inputs)
+        self.norm1 = FP32Norm(inputs)
         self.ff = FeedForward(inputs, inputs, dim, approximate="none")
-        self.norm2 = FP32LayerNorm(dim)
+        self.norm2 = FP32Norm(dim)
 
     def forward(self, image: Tensor) -> Tensor:
-        return self.norm2(self.ff(self.norm1(image)))
+        return layer_norm(self.norm2, self.ff(layer_norm(self.norm1, image)))
 
 
 class PatchEmbedding(nn.Conv3d):
@@ -269,31 +298,28 @@ class FeedForward(nn.Module):
         return self.net["2"](F.gelu(self.net["0"]["proj"](x), approximate=self.approximate))
 
 
-class FP32LayerNorm(nn.LayerNorm):
-    """Computed in fp32, returned in the input's type."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight.float(), self.bias.float()
-        return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).type_as(x)
-
-
-def two_linears(inputs: int, dim: int) -> nn.ModuleDict:
-    return nn.ModuleDict({"linear_1": nn.Linear(inputs, dim), "linear_2": nn.Linear(dim, dim)})
+def two_linears(kind: type, inputs: int, dim: int) -> nn.ModuleDict:
+    return nn.ModuleDict({"linear_1": kind(inputs, dim), "linear_2": kind(dim, dim)})
 
 
 def identity(x: Tensor) -> Tensor:
     return x
 
 
-def linear_fp32(layer: nn.Linear, x: Tensor) -> Tensor:
-    return F.linear(x.float(), layer.weight.float(), layer.bias.float())
+def linear_fp32(layer: FP32Linear, x: Tensor) -> Tensor:
+    return F.linear(x.to(layer.weight.dtype), layer.weight, layer.bias)
+
+
+def layer_norm(norm: FP32Norm, x: Tensor, eps: float = 1e-5) -> Tensor:
+    """Computed in the norm's type, returned in x's."""
+    return F.layer_norm(x.to(norm.weight.dtype), x.shape[-1:], norm.weight, norm.bias, eps).type_as(x)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
     """normalise(x) * (1 + scale) + shift, computed in fp32 and returned in x's type."""
-    return (F.layer_norm(x.float(), x.shape[-1:], eps=eps) * (1 + scale) + shift).type_as(x)
+    return (F.layer_norm(upcast(x), x.shape[-1:], eps=eps) * (1 + scale) + shift).type_as(x)
 
 
 def select(table: Tensor, pack: Pack | None) -> list[Tensor]:
     """The rows of table [videos, rows, dim], each [videos, 1, dim]; for a pack each token's own, [1, seq, dim]."""
-    return [row[:, None] if pack is None else row[pack.documents] for row in table.unbind(1)]
+    return [row[:, None] if pack is None else row[pack.held] for row in table.unbind(1)]

@@ -156,7 +156,7 @@ _TINY = dict(
     head_dim=16, bos_token_id=256, eos_token_id=257,
 )  # fmt: skip
 
-_TINY_WAN = dict(
+TINY_WAN = dict(
     num_attention_heads=4, attention_head_dim=16, ffn_dim=192, num_layers=4, text_dim=64, freq_dim=64, embedder_std=0.1
 )
 _TINY_MOE = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48)
@@ -199,7 +199,7 @@ def model_config(name: str, **overrides) -> DecoderConfig | WanConfig:
     """The config of the model called `name`, with some fields replaced. Raises InputError for an unknown name."""
     base, shrunk = name.removesuffix("-tiny"), name.endswith("-tiny")
     if base in WAN:
-        return WanConfig(**WAN[base] | (_TINY_WAN if shrunk else {}) | overrides)
+        return WanConfig(**WAN[base] | (TINY_WAN if shrunk else {}) | overrides)
     fields = ZOO.get(base)
     if fields is None:
         known = [n for base in (*ZOO, *WAN) for n in (base, base + "-tiny")]

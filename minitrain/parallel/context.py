@@ -37,10 +37,16 @@ _all_gather = getattr(collectives, "all_gather_single_autograd", None) or collec
 def context_parallel(model: Module, mesh: DeviceMesh, form: str) -> None:
     """Make `model` attend over whole rows while every rank of the 1-D `mesh` holds only the tokens that `split` gives.
 
-    form: `allgather` or `ulysses`. Replaces `model.make_mask`, and `attend` of every module that has one.
+    form: `allgather` or `ulysses`. Replaces `model.make_mask`, and `attend` of every module that has one. A model with
+    `share` and `join` takes and returns whole rows, and attends to all of them: its tokens stay in order.
     """
-    model.make_mask = whole_row_mask(model.make_mask, mesh, form)
-    exchange = {"allgather": attend_to_all_keys, "ulysses": attend_with_own_heads}[form]
+    order = form
+    if hasattr(model, "share"):
+        order, join = "ulysses", model.join
+        model.share = lambda row: row.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
+        model.join = lambda share: gather_row(join(share), 1, mesh, order)
+    model.make_mask = whole_row_mask(model.make_mask, mesh, form, order)
+    exchange = {"allgather": partial(attend_to_all_keys, order=order), "ulysses": attend_with_own_heads}[form]
     for module in model.modules():
         if hasattr(module, "attend"):
             module.attend = partial(exchange, module.attend, mesh)
@@ -67,7 +73,7 @@ def split(batch: dict[str, Tensor], mesh: DeviceMesh, form: str) -> dict[str, Te
     seq must be a multiple of 2 cp (allgather) or cp (ulysses). A batch without `positions` gets them: 0, 1, 2, ... is
     no longer what they are.
     """
-    if mesh.size() == 1:
+    if mesh.size() == 1 or "tokens" not in batch:  # of videos, the model takes this rank's patches
         return batch
     rows, length = batch["tokens"].shape
     held = places(length, mesh, form)
@@ -87,12 +93,15 @@ def gather_row(x: Tensor, dim: int, mesh: DeviceMesh, form: str) -> Tensor:
 # ------------------------------------------------------------------------------------------------------- into the model
 
 
-def whole_row_mask(make_mask: Callable, mesh: DeviceMesh, form: str) -> Callable:
-    """`make_mask` for a rank that knows only its own tokens: the documents of the others are gathered, once a call."""
+def whole_row_mask(make_mask: Callable, mesh: DeviceMesh, form: str, order: str) -> Callable:
+    """`make_mask` for a rank that knows only its own tokens: the documents of the others are gathered, once a call.
+
+    order: the form whose `chunks` the ranks hold.
+    """
 
     def build(length, device, documents=None, **rule):
         if form == "allgather":
-            rule["places"] = places(length, mesh, form, device)
+            rule["places"] = places(length, mesh, order, device)
         return make_mask(length, device, documents, **rule)
 
     build_once = cache(build)
@@ -100,19 +109,20 @@ def whole_row_mask(make_mask: Callable, mesh: DeviceMesh, form: str) -> Callable
     def make(length, device, documents=None, **rule):
         if documents is None:
             return build_once(length * mesh.size(), device, **rule)
-        return build(length * mesh.size(), device, gather_row(documents, 1, mesh, form), **rule)
+        return build(length * mesh.size(), device, gather_row(documents, 1, mesh, order), **rule)
 
     return make
 
 
 def attend_to_all_keys(
-    attend: Callable, mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor, mask, sinks: Tensor | None = None
-) -> Tensor:
+    attend: Callable, mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor, mask, sinks: Tensor | None = None,
+    order: str = "allgather",
+) -> Tensor:  # fmt: skip
     """This rank's queries, all keys and values.
 
     q, k, v: [batch, heads or kv_heads, seq / cp, head_dim]; sinks: [heads]. Returns [batch, heads, seq / cp, head_dim].
     """
-    row = gather_row(torch.cat([k, v], dim=-1), 2, mesh, "allgather")
+    row = gather_row(torch.cat([k, v], dim=-1), 2, mesh, order)
     return attend(q, *row.split([k.shape[-1], v.shape[-1]], dim=-1), mask, sinks)
 
 

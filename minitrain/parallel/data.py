@@ -6,37 +6,89 @@ moving (n - 1) / n of them per rank. With replicas (HSDP) the shards' gradients 
 
 Gradients are summed over ranks, not averaged: the loss is already divided by the tokens of all ranks, so that ranks
 with more valid tokens weigh more, as they would in one process.
+
+What must not be rounded to the type that is computed in, modules that are `KeepsFP32` hold: small parameters, which are
+all gathered once per forward pass, in one message, and stay until its backward is done. To keep a parameter in fp32,
+put it into such a module, and read it from there.
 """
+
+from dataclasses import replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.nn import Module
+from torch.distributed.tensor import Shard
+from torch.nn import Module, Parameter
+
+from minitrain.models.layers import KeepsFP32
+from minitrain.models.moe import Experts
 
 
 def shard(model: Module, blocks: list[Module], mesh: DeviceMesh, compute_dtype: torch.dtype | None = None,
-          reshard_after_forward: bool = True, prefetch: int = 1) -> None:
+          reshard_after_forward: bool = True, prefetch: int = 1, for_experts: DeviceMesh | None = None) -> None:
     """Shard `model` in place over `mesh` (dp_replicate, dp_shard), each block and the remainder as one unit.
 
     compute_dtype: weights are gathered and computed with in it, while shards and gradient sums keep their own type.
+    reshard_after_forward: free a block's weights after its forward pass; see `set_gradient_sync`.
     prefetch: how many blocks ahead of the running one are gathered.
+    for_experts: the mesh of experts that expert parallelism has split already, of the same two dimensions. Those of a
+        block are a unit of their own.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     if mesh["dp_replicate"].size() == 1:
         mesh = mesh["dp_shard"]
+    holders = [module for module in model.modules() if isinstance(module, KeepsFP32)]
+    if holders:
+        fully_shard(holders, mesh=mesh, mp_policy=replace(policy, param_dtype=None), reshard_after_forward=False)
+    units = {block: [block] for block in blocks}
     for block in blocks:
+        for experts in find_experts(block) if for_experts is not None else ():
+            shard_experts(experts, block, for_experts, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+            units[block].append(experts)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.reduces_each_time = reshard_after_forward
+    if holders:  # they are one unit, none of which is ever called: FSDP would not notice that it is needed
+        model.register_forward_pre_hook(lambda module, inputs: holders[0].unshard())
     for i, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])
-        block.set_modules_to_backward_prefetch(blocks[max(0, i - prefetch) : i][::-1])
+        after, before = blocks[i + 1 : i + 1 + prefetch], blocks[max(0, i - prefetch) : i][::-1]
+        block.set_modules_to_forward_prefetch([unit for other in after for unit in units[other]])
+        block.set_modules_to_backward_prefetch([unit for other in before for unit in units[other]])
     for module in model.modules():
         if isinstance(module, FSDPModule):  # neither setting reaches the modules below
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
 
 
-def set_gradient_sync(model: Module, enabled: bool) -> None:
-    """Off for all but the last micro-batch of a step: gradients then add up locally and are reduced once."""
+def find_experts(block: Module) -> list[Module]:
+    return [module for module in block.modules() if isinstance(module, Experts)]
+
+
+def shard_experts(experts: Module, block: Module, mesh: DeviceMesh, **options) -> None:
+    """Shard stacks [experts, ...], whose first dimension is split already, along another.
+
+    They are gathered and freed with the block around them, not when they run: that is inside of what is compiled, and
+    of what is recomputed, where the hooks of FSDP would break both.
+    """
+    mesh = mesh["dp_shard"] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", "dp_shard"]
+    fully_shard(experts, mesh=mesh, shard_placement_fn=largest_dimension, **options)
+    state = experts._get_fsdp_state()  # no public name says on which module the hooks are
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    block.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
+    block.register_forward_hook(state._post_forward)
+
+
+def largest_dimension(parameter: Parameter) -> Shard:
+    """Of all but the first, since FSDP wants equal parts there."""
+    return Shard(max(range(1, parameter.ndim), key=lambda dim: parameter.shape[dim]))
+
+
+def set_gradient_sync(model: Module, last: bool) -> None:
+    """Say whether the next backward pass is a step's last.
+
+    If weights stay gathered between micro-batches (ZeRO-2), so do gradients: they add up whole, and are reduced once.
+    If not (ZeRO-3), no rank has room for them: they are reduced each time, and the shards add up.
+    """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(enabled)
+        model.set_requires_gradient_sync(last or model.reduces_each_time)

@@ -32,6 +32,7 @@ class Meshes:
     cp: DeviceMesh
     tp: DeviceMesh
     pp: DeviceMesh
+    experts: DeviceMesh | None  # if ep > 1, 3-D (dp_replicate, dp_shard, ep): split over the last, sharded as above
 
 
 def world_size() -> int:
@@ -69,16 +70,24 @@ def build_meshes(config: Config, device_type: str) -> Meshes:
 
     Meshes whose dimensions are not each other's are built apart: FSDP wants its mesh and tp's from the same one.
     """
-    p, ranks = config.parallel, dist.get_world_size()
+    p, world = config.parallel, dist.get_world_size()
+    ranks = world - config.grpo.generation_ranks  # the others get meshes of the same shapes, which nothing uses
     shards = ranks // (p.dp_replicate * p.tp * p.pp)  # context-parallel ranks share the work of holding parameters
     rows = ranks // (p.cp * p.tp * p.pp)
 
     def grid(**sizes: int) -> DeviceMesh:
+        if ranks < world:
+            sizes = {"role": world // ranks, **sizes}
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     for_parameters = grid(pp=p.pp, dp_replicate=p.dp_replicate, dp_shard=shards, tp=p.tp)
     for_parameters["dp_shard", "tp"]._flatten("shards")  # no public name; one all-reduce for the gradient norm, not two
     for_rows = grid(pp=p.pp, batch=rows, cp=p.cp, tp=p.tp)
+    for_experts = None
+    if p.ep > 1:
+        for_experts = grid(pp=p.pp, dp_replicate=p.dp_replicate, dp_shard=shards * p.tp // p.ep, ep=p.ep)
+        for_experts["dp_shard", "ep"]._flatten("expert_shards")
+        for_experts = for_experts["dp_replicate", "dp_shard", "ep"]
     return Meshes(
         parameters=for_parameters["dp_replicate", "dp_shard"],
         batch=for_rows["batch"],
@@ -86,6 +95,7 @@ def build_meshes(config: Config, device_type: str) -> Meshes:
         cp=for_rows["cp"],
         tp=for_parameters["tp"],
         pp=for_parameters["pp"],
+        experts=for_experts,
     )
 
 

@@ -1,6 +1,6 @@
 """The one place that knows the order in which a model is transformed.
 
-Pipeline split, tensor, context, recompute, compile each block, shard; all but the first for each stage by itself.
+Pipeline split, experts, tensor, context, recompute, compile each block, shard; all but the first for each stage by itself.
 
 Recomputation must be inside the compiled region, so that the compiler sees it, and sharding outside, so that its hooks
 gather and free weights around the compiled block.
@@ -12,12 +12,15 @@ import torch
 from torch.nn import Module
 
 from minitrain.config import Config
+from minitrain.models.wan import Wan
 from minitrain.parallel.context import context_parallel
 from minitrain.parallel.data import shard
+from minitrain.parallel.expert import expert_parallel
 from minitrain.parallel.mesh import Meshes
 from minitrain.parallel.pipeline import Pipeline, local_stages
 from minitrain.parallel.recompute import recompute
 from minitrain.parallel.tensor import overlap_collectives, tensor_parallel
+from minitrain.parallel.tensor_wan import tensor_parallel_wan
 
 
 def lay_out(make: Callable[..., Module], config: Config, meshes: Meshes) -> Module:
@@ -37,19 +40,22 @@ def lay_out(make: Callable[..., Module], config: Config, meshes: Meshes) -> Modu
 
 def parallelize(model: Module, config: Config, meshes: Meshes) -> None:
     """Transform `model`, still on the meta device or not, in place. It must have `.blocks`."""
+    if meshes.experts is not None:
+        expert_parallel(model, meshes.experts["ep"])
     if meshes.tp.size() > 1:
-        tensor_parallel(model, meshes.tp)
+        (tensor_parallel_wan if isinstance(model, Wan) else tensor_parallel)(model, meshes.tp)
     if meshes.cp.size() > 1:
         context_parallel(model, meshes.cp, config.parallel.context)
-    recompute(model.blocks, config.recompute)
+    recompute(model.blocks, config.recompute, random=bool(config.lora and config.lora.dropout))
     if config.parallel.async_tp:
         overlap_collectives(meshes.tp)
     if config.compile:
         for block in model.blocks:
             block.compile(fullgraph=True, dynamic=False)
-    compute_dtype = torch.bfloat16 if config.precision == "bf16" else None
+    # adapters are cast where they are used, and what is frozen has the right type: one rank needs no FSDP for that
+    compute_dtype = torch.bfloat16 if config.precision in ("bf16", "fp8") and not config.lora else None
     # FSDP shards, adds up tensor parallelism's partial gradients, and casts weights: one rank may need it for that
-    if meshes.parameters.size() * meshes.tp.size() > 1 or compute_dtype:
+    if meshes.parameters.size() * meshes.tp.size() > 1 or compute_dtype or config.precision == "fp8":
         parallel = config.parallel
         reshard = parallel.reshard_after_forward and parallel.pp == 1
-        shard(model, model.blocks, meshes.parameters, compute_dtype, reshard, parallel.prefetch)
+        shard(model, model.blocks, meshes.parameters, compute_dtype, reshard, parallel.prefetch, meshes.experts)

@@ -121,21 +121,28 @@ class Pipeline(nn.Module):
         self.add_tied_gradient()
         return self.total(losses)
 
-    @torch.no_grad()
     def evaluate(self, objective, batches: list[Batch]) -> Tensor:
-        """The batches' loss sum, on every rank. In step t, stage s works on batch t - s, if there is one."""
+        """The batches' loss sum, on every rank."""
+        return self.total(self.outputs(objective, batches))
+
+    @torch.no_grad()
+    def outputs(self, objective, batches: list[Batch]) -> list[Tensor]:
+        """What the objective makes of each batch, on the last stage's rank; others get an empty list.
+
+        In step t, stage s works on batch t - s, if there is one.
+        """
         self.copy_tied_weight()
         self.objective, self.batches = objective, batches
-        losses, inputs = [], {}
+        results, inputs = [], {}
         for step in range(len(batches) + self.count - 1):
             outputs = {n: self.run(n, step - n, *inputs.get(n, ())) for n in self.working(step)}
             if self.count - 1 in outputs:
-                losses.append(outputs.pop(self.count - 1))
+                results.append(outputs.pop(self.count - 1))
             inputs = self.pass_on(outputs, [n for n in self.working(step + 1) if n > 0])
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        return self.total(losses)
+        return results
 
     def run(self, number: int, index: int, *hidden: Tensor) -> Tensor:
         """What a stage makes of a micro-batch: hidden states, or at the end the sum of losses.
@@ -243,14 +250,14 @@ class Pipeline(nn.Module):
 
     # ------------------------------------------------------------------------------------------------------- export
 
-    def whole_tensors(self) -> Iterator[tuple[str, Tensor | None]]:
-        """All stages' parameters by name, in the full model's order, whole; for ranks other than the first, maybe None.
+    def whole_tensors(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor | None]]:
+        """All stages' tensors of `wanted` names, in the full model's order, whole; for ranks but the first, maybe None.
 
         One at a time is gathered from its stage's ranks and sent to the first.
         """
         mine, listings = self.state_dict(), [None] * self.mesh.size()
         dist.all_gather_object(listings, self.listing(), group=self.group)
-        entries = [entry for listing in listings for entry in listing]
+        entries = [entry for listing in listings for entry in listing if wanted(entry[1])]
         for number, name, shape, dtype in sorted(entries, key=lambda entry: entry[0]):
             tensor = whole(mine[name]).contiguous() if self.ranks[number] == self.rank else None
             yield name, self.move(tensor, torch.empty(shape, dtype=dtype, device="meta"), number, 0)

@@ -13,8 +13,7 @@ and what that costs:
 In the backward pass one block's activations come on top.
 
 Recomputing runs a block's other collectives again, in the same order on every rank, since all ranks recompute the same
-blocks; what an all-gather returns is too large to keep. Nothing here draws random numbers, so no generator's state is
-saved. Left out: offloading to host memory.
+blocks; what an all-gather returns is too large to keep. Left out: offloading to host memory.
 """
 
 from functools import partial
@@ -42,18 +41,19 @@ KEPT = {
 }
 
 
-def recompute(blocks: list[Module], setting: str | int | float) -> None:
+def recompute(blocks: list[Module], setting: str | int | float, random: bool = False) -> None:
     """Make `blocks` recompute in place, before they are compiled; parameter names stay.
 
     setting: `none`, `full`, `selective`, a whole number k (every k-th block, counted from the first), or a budget
     between 0 and 1, which holds for everything that this process compiles from now on.
+    random: do the blocks draw random numbers, for dropout? Then the second run must draw the same again.
     """
     # what a block changes outside itself, counts of tokens per expert, the second run must not change again
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     torch._functorch.config.activation_memory_budget = setting if isinstance(setting, float) else 1.0
     if setting == "none" or isinstance(setting, float):
         return
-    context = {}
+    context = {"preserve_rng_state": random}
     if setting == "selective":
         context["context_fn"] = partial(create_selective_checkpoint_contexts, keep_expensive)
     for block in blocks[:: setting if isinstance(setting, int) else 1]:
@@ -65,7 +65,7 @@ def wrap(block: Module, **context) -> None:
     forward = block.forward
 
     def recomputed(*args, **kwargs):  # torch.compile sees through this, but skips a forward that is `checkpoint` itself
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **context, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
 
     block.forward = recomputed
 

@@ -42,6 +42,7 @@ from minitrain.errors import InputError
 
 BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 BY_INPUT = ("o_proj", "down_proj")
+WHOLE_ADAPTER = {"lora_A": Shard(0), "lora_B": Shard(1)}  # split is the side that the matrix is split on, not the rank
 
 
 def tensor_parallel(model: Module, mesh: DeviceMesh) -> None:
@@ -86,7 +87,8 @@ def split_parameters(module: Module, mesh: DeviceMesh, placement: Placement) -> 
     for name, parameter in module.named_parameters(recurse=False):
         if isinstance(placement, Shard) and placement.dim >= parameter.ndim:
             raise NotImplementedError(f"{name} of {module} would be added once by every rank")
-        part = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+        own = Replicate() if WHOLE_ADAPTER.get(name) == placement else placement
+        part = distribute_tensor(parameter.detach(), mesh, [own], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 

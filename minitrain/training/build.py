@@ -4,6 +4,7 @@ No rank ever holds the whole: storage is allocated after sharding, and files or 
 """
 
 import hashlib
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -14,37 +15,53 @@ from torch.nn import Module
 
 from minitrain.config import Config
 from minitrain.models.checkpoint_hf import load_weights
+from minitrain.models.checkpoint_peft import fill_adapters
 from minitrain.models.decoder import Decoder
+from minitrain.models.fp8 import to_fp8
+from minitrain.models.lora import add_adapters, initialize_adapter, is_adapter
 from minitrain.models.moe import Router
+from minitrain.models.wan import Wan, WanConfig
+from minitrain.parallel.fp8 import gather_in_fp8
 from minitrain.parallel.mesh import Meshes, owned, pick_device
 from minitrain.parallel.parallelize import lay_out
 from minitrain.parallel.pipeline import Pipeline
 
 
-def build_model(config: Config, meshes: Meshes) -> Decoder | Pipeline:
+def build_model(config: Config, meshes: Meshes) -> Decoder | Wan | Pipeline:
     """The config's model, laid out over the ranks, with the weights of `model.path` or else initial ones."""
     model = lay_out(partial(make_model, config), config, meshes)
     balance_over_ranks(model, config, meshes)
     model.to_empty(device=pick_device(config.device))
+    if config.precision == "fp8":
+        gather_in_fp8(model)
     if config.model.path:
         load_weights(model, config.model.path, owned)
+        initialize(model, config.seed, is_adapter)
     else:
         initialize(model, config.seed)
+    if config.lora and config.lora.path:
+        fill_adapters(model, config.lora, config.lora.path, owned)
     return model
 
 
-def make_model(config: Config, **stage) -> Decoder:
+def make_model(config: Config, **stage) -> Decoder | Wan:
     """The config's model on the meta device, or one stage of it (see Decoder)."""
     with torch.device("meta"):
-        model = Decoder(config.model.config, **stage)
-    return model.to(torch.bfloat16) if config.precision == "bf16-pure" else model
+        model = (Wan if isinstance(config.model.config, WanConfig) else Decoder)(config.model.config, **stage)
+    if config.precision == "bf16-pure" or (config.lora and config.precision != "fp32"):
+        model.to(torch.bfloat16)  # frozen weights need no more than what is computed with
+    if config.lora:
+        add_adapters(model, config.lora)
+    if config.precision == "fp8":
+        to_fp8(model.blocks, config.fp8.fast_accumulation, config.parallel.tp)
+    return model
 
 
 def balance_over_ranks(model: Module, config: Config, meshes: Meshes) -> None:
     """Let auxiliary losses see the tokens of all ranks, or of whole sequences, and weigh them as in one process."""
-    mesh = meshes.cp if config.model.config.seq_aux else meshes.loss
     for module in model.modules():
         if isinstance(module, Router):
+            mesh = meshes.cp if config.model.config.seq_aux else meshes.loss
             module.tokens_per_step = config.batch.global_ * config.batch.seq_len
             module.sum_counts = partial(sum_over, mesh)
 
@@ -57,15 +74,19 @@ def sum_over(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def initialize(model: Decoder, seed: int) -> None:
+def initialize(model: Decoder | Wan, seed: int, wanted: Callable[[str], bool] = lambda name: True) -> None:
     """Fill the parameters with values that depend on the seed and their names alone, however they are sharded.
 
+    wanted(name): is this one to be filled?
     Each rank draws every parameter in full and keeps its part, one parameter at a time.
     """
     for name, parameter in model.state_dict().items():  # with buffers
+        if not wanted(name):
+            continue
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8]) >> 1)
         full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
-        model.initialize_parameter(name, full, generator)
+        fill = initialize_adapter if is_adapter(name) else model.initialize_parameter
+        fill(name, full, generator)
         part, slices = owned(parameter)
         part.copy_(full[slices])

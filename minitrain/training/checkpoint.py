@@ -6,9 +6,11 @@ holds what is no tensor. The folder is called `step-00000100.tmp` until all of i
 name is complete, and a kill at any moment leaves the one before. DCP's index of the parts, `.metadata`, is a pickle; it
 is read by an unpickler that admits nothing but the index, so a checkpoint cannot run code.
 
-Not stored: learning rates, data position and random state, which are functions of the config and the step.
+Not stored: learning rates, data position and random state, which are functions of the config and the step; and frozen
+weights, beside which adapters are trained, but for a digest that tells whether they are still the same.
 """
 
+import hashlib
 import json
 import os
 import pickle
@@ -28,6 +30,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from minitrain.errors import InputError
+from minitrain.parallel.mesh import whole
 
 Saved = dict[str, TensorStorageMetadata]  # what a checkpoint's index says of each tensor: its shape and dtype
 
@@ -58,7 +61,7 @@ class Checkpointer:
         """
         self.wait()
         tensors = state_tensors(model, optimizer)
-        about = {"optimizer": type(optimizer).__name__, "extra": extra}
+        about = {"optimizer": type(optimizer).__name__, "base": self._base(model), "extra": extra}
         if self.thread is None:
             self._write(step, tensors, about)
         else:
@@ -81,10 +84,11 @@ class Checkpointer:
             return None
         folder = self._path(step)
         reader, about = self._together(lambda: (IndexedReader(folder), read_json(folder / "extra.json")))
-        weights = model.state_dict()
+        weights = changing(model)
         names = set().union(*self._gather(list(weights)))  # a rank of a pipeline has only some
         self._together(lambda: check_weights(folder, reader.index.state_dict_metadata, weights, names))
         check_optimizer(folder, about["optimizer"], optimizer)
+        check_base(folder, about["base"], self._base(model))
         state = prepare_optimizer(optimizer, model, reader.index.state_dict_metadata)
         try:
             dcp.load({**weights, **state}, storage_reader=reader, process_group=self.group)
@@ -116,6 +120,12 @@ class Checkpointer:
         for old in [n for n in complete_steps(self.folder) if n <= step][: -self.keep]:
             remove(self._path(old))
 
+    def _base(self, model: Module) -> str:
+        """A digest of the frozen weights, the same however they are sharded."""
+        sums = {name: bit_sum(whole(tensor)) for name, tensor in frozen(model).items()}
+        everywhere = {name: value for each in self._gather(sums) for name, value in each.items()}
+        return hashlib.sha256(json.dumps(everywhere, sort_keys=True).encode()).hexdigest()
+
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
@@ -146,17 +156,36 @@ def state_tensors(model: Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
     The weights come first: FSDP then frees what it has gathered, and its parameters are those that the optimizer knows.
     """
-    tensors = dict(model.state_dict())
+    tensors = changing(model)
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"{name}/{key}"] = value
     return tensors
 
 
+def frozen(model: Module) -> dict[str, Tensor]:
+    """Weights that are not trained."""
+    tensors = model.state_dict()
+    return {name: tensors[name] for name, parameter in model.named_parameters() if not parameter.requires_grad}
+
+
+def changing(model: Module) -> dict[str, Tensor]:
+    """Weights that are trained, and buffers."""
+    fixed = frozen(model)
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in fixed}
+
+
+def bit_sum(tensor: Tensor) -> int:
+    """The sum of all elements' bits taken as whole numbers: the same in whatever order they are added."""
+    whole_number = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.contiguous().view(whole_number).sum(dtype=torch.int64).item()
+
+
 def prepare_optimizer(optimizer: Optimizer, model: Module, saved: Saved) -> dict[str, Tensor]:
     """Replace the optimizer's state by empty tensors for all that is saved, and return them by `parameter name/key`.
 
-    What has its parameter's shape is sharded like it; the rest are scalars, such as Adam's step.
+    What has its parameter's shape is sharded like it, and of the type that this optimizer keeps, which reading converts
+    to; the rest are scalars, such as Adam's step.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     steps_on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
@@ -165,11 +194,13 @@ def prepare_optimizer(optimizer: Optimizer, model: Module, saved: Saved) -> dict
     for entry, stored in saved.items():
         name, _, key = entry.partition("/")
         if key and name in parameters:
-            parameter, dtype = parameters[name], stored.properties.dtype
+            parameter = parameters[name]
             if stored.size == parameter.shape:
+                dtype = optimizer.defaults.get("states", parameter.dtype)
                 tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
             else:
-                tensor = torch.empty(stored.size, dtype=dtype, device=parameter.device if steps_on_device else "cpu")
+                device = parameter.device if steps_on_device else "cpu"
+                tensor = torch.empty(stored.size, dtype=stored.properties.dtype, device=device)
             tensors[entry] = optimizer.state[parameter][key] = tensor
     return tensors
 
@@ -191,6 +222,12 @@ def check_optimizer(folder: Path, saved: str, optimizer: Optimizer) -> None:
     """Raises InputError if a checkpoint's optimizer state is of another kind of optimizer."""
     if saved != type(optimizer).__name__:
         raise InputError(f"checkpoint {folder} holds the state of {saved}, not of {type(optimizer).__name__}")
+
+
+def check_base(folder: Path, saved: str, own: str) -> None:
+    """Raises InputError if a checkpoint's adapters were trained beside other frozen weights."""
+    if saved != own:
+        raise InputError(f"checkpoint {folder} was trained over another base model (use that one, or another out_dir)")
 
 
 # ----------------------------------------------------------------------------------------------------------- reading
@@ -242,7 +279,7 @@ def read_json(file: Path) -> dict:
     """What `write_json` wrote; raises InputError for anything else."""
     try:
         about = json.loads(file.read_text(encoding="utf-8"))
-        return {"optimizer": about["optimizer"], "extra": about["extra"]}
+        return {key: about[key] for key in ("optimizer", "base", "extra")}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise InputError(f"{file} is not the description of a checkpoint: {error!r}") from error
 

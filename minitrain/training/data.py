@@ -45,8 +45,12 @@ def open_data(data: Data, seq_len: int, vocab_size: int, seed: int) -> tuple["Mo
 
 
 def rows(dataset: "Mock | Packed", numbers: Iterable[int]) -> dict[str, Tensor]:
-    """Rows `numbers` of a dataset, stacked: each value is [len(numbers), seq_len]."""
+    """Rows `numbers` of a dataset, stacked, or as its own `collate` has it: each value is [len(numbers), seq_len]."""
     each = [dataset.row(n) for n in numbers]
+    return getattr(dataset, "collate", stack)(each)
+
+
+def stack(each: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {key: torch.stack([row[key] for row in each]) for key in each[0]}
 
 
@@ -178,9 +182,7 @@ def tokenize(documents: Iterable[str], tokenizer: ByteTokenizer | HuggingFaceTok
 def _open_documents(
     data: Data, files: list[Path], seq_len: int, vocab_size: int, seed: int
 ) -> tuple[Packed, Packed | None]:
-    tokenizer = load_tokenizer(data.tokenizer)
-    if vocab_size < tokenizer.vocab_size:
-        raise InputError(f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}")
+    tokenizer = fitting_tokenizer(data.tokenizer, vocab_size)
     read = read_text if data.kind == "text" else lambda file: read_jsonl(file, data.field)
     documents = (text for file in files for text in read(file))
     if not data.validation:
@@ -191,6 +193,14 @@ def _open_documents(
     held = np.array([False, True]) if lone and count == 2 else hold_out(count, data.validation, seed)
     train = _cut(corpus.select(~held), seq_len, seed, f"data.path={data.path} without validation")
     return train, _cut(corpus.select(held), seq_len, seed, f"data.validation={data.validation}")
+
+
+def fitting_tokenizer(name: str, vocab_size: int) -> ByteTokenizer | HuggingFaceTokenizer:
+    """The tokenizer `name`; an InputError if a model with so large a vocabulary does not know all its ids."""
+    tokenizer = load_tokenizer(name)
+    if vocab_size < tokenizer.vocab_size:
+        raise InputError(f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}")
+    return tokenizer
 
 
 def _cut(corpus: Corpus, seq_len: int, seed: int, what: str) -> Packed:
@@ -232,27 +242,42 @@ def read_text(file: Path) -> Iterator[str]:
 
 def read_jsonl(file: Path, field: str) -> Iterator[str]:
     """The text at key `field` of every line that is not blank."""
+    for where, record in read_objects(file):
+        if field not in record:
+            raise InputError(f"{where}: no key {field!r} (data.field names the key that holds the text)")
+        yield text_of(record, field, where)
+
+
+def read_objects(file: Path) -> Iterator[tuple[str, dict]]:
+    """Every line of a JSONL file that is not blank: its place, as FILE:LINE for messages, and its JSON object."""
     try:
         with open(file, "rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield _parse_line(line, field, f"{file}:{number}")
+                    yield f"{file}:{number}", _parse_line(line, f"{file}:{number}")
     except OSError as error:
         raise InputError(f"{file} cannot be read: {error.strerror}") from error
 
 
-def _parse_line(line: bytes, field: str, where: str) -> str:
+def _parse_line(line: bytes, where: str) -> dict:
     try:
         tree = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not valid JSON: {error}") from error
-    if not isinstance(tree, dict) or field not in tree:
-        raise InputError(f"{where}: no key {field!r} (data.field names the key that holds the text)")
-    text = tree[field]
+    if not isinstance(tree, dict):
+        raise InputError(f"{where}: must be a JSON object, not {type(tree).__name__}")
+    return tree
+
+
+def text_of(record: dict, key: str, where: str) -> str:
+    """record[key]; an InputError that begins with `where` if that is not text."""
+    if key not in record:
+        raise InputError(f"{where}: no key {key!r}")
+    text = record[key]
     if not isinstance(text, str):
-        raise InputError(f"{where}: {field!r} must be text, not {type(text).__name__}")
+        raise InputError(f"{where}: {key!r} must be text, not {type(text).__name__}")
     if any("\ud800" <= character <= "\udfff" for character in text):
-        raise InputError(f"{where}: {field!r} holds half of a surrogate pair, which is not text")
+        raise InputError(f"{where}: {key!r} holds half of a surrogate pair, which is not text")
     return text
 
 

@@ -9,6 +9,7 @@ seed and the row's number: resuming is exact, and all ranks that share a video s
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args, get_type_hints
 
@@ -68,10 +69,11 @@ class FlowMatching:
     Batches have latents, noise [batch, channels, frames, height, width], sigma [batch], text [batch, tokens, text_dim];
     for image-to-video also condition [batch, more channels, frames, height, width] and image [batch, tokens,
     image_dim]. Lists of videos of different shapes in latents, noise and condition are packed into one sequence.
+    patch_elements: how many elements of the latents make a token, for the log.
     """
 
-    def __init__(self, settings: Diffusion):
-        self.settings = settings
+    def __init__(self, settings: Diffusion, patch_elements: int = 1):
+        self.settings, self.patch_elements = settings, patch_elements
         self.totals = None
 
     def count(self, batch: dict) -> int:
@@ -85,27 +87,24 @@ class FlowMatching:
         noisy = noisy if isinstance(latents, list) else torch.stack(noisy)
         velocities = model(noisy, 1000 * sigma, batch["text"], *([batch["image"]] if "image" in batch else []))
         pairs = zip(velocities, noise, latents, strict=True)
-        errors = torch.stack([(v.float() - (e - x)).square().sum() for v, e, x in pairs])
+        errors = torch.stack([(v - (e - x)).square().sum() for v, e, x in pairs])
         if torch.is_grad_enabled():  # not in validation
             self._record(sigma, errors.detach(), [x.numel() for x in latents])
         return (errors * weight(sigma, self.settings)).sum()
 
-    def take_totals(self) -> Tensor:
-        """fp32 [2, 4]: squared error and number of elements by quartile of sigma, since the last call; ranks add up."""
-        totals, self.totals = self.totals, None
-        return totals
+    def numbers(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """The unweighted mean squared error in each quartile of sigma that had samples, and how many tokens all had."""
+        errors, elements = sum_over(self.totals).tolist()
+        self.totals = None
+        losses = {f"loss_sigma_q{i + 1}": errors[i] / elements[i] for i in range(4) if elements[i]}
+        return losses | {"video_tokens": sum(elements) / self.patch_elements}
 
     def _record(self, sigma: Tensor, errors: Tensor, elements: list[int]) -> None:
-        if self.totals is None:
-            self.totals = torch.zeros(2, 4, device=sigma.device)
+        if self.totals is None:  # squared errors, numbers of elements
+            self.totals = torch.zeros(2, 4, dtype=torch.float64, device=sigma.device)
         quartile = (4 * sigma).long().clamp(max=3)
-        self.totals.index_add_(1, quartile, torch.stack([errors, errors.new_tensor(elements)]))
-
-
-def loss_by_quartile(totals: Tensor) -> dict[str, float]:
-    """Mean squared error of each quartile of sigma that had samples, for the log. totals: from `take_totals`."""
-    errors, elements = totals.tolist()
-    return {f"loss_sigma_q{i + 1}": errors[i] / elements[i] for i in range(4) if elements[i]}
+        counts = torch.tensor(elements, dtype=torch.float64, device=sigma.device)
+        self.totals.index_add_(1, quartile, torch.stack([errors.double(), counts]))
 
 
 def sigma_from_uniform(u: Tensor, settings: Diffusion) -> Tensor:
@@ -166,7 +165,7 @@ def add_noise(row: dict[str, Tensor], n: int, settings: Diffusion, seed: int, he
     """What `Noised` does to row n."""
     random = generator(seed, held_out, n)
     u, hide = torch.rand(2, dtype=torch.float64, generator=random)
-    noise = torch.randn(row["latents"].shape, generator=random)
+    noise = torch.randn(row["latents"].shape, generator=random, dtype=row["latents"].dtype)
     if held_out:
         sigma, text = torch.tensor((0.5 + n * GOLDEN_RATIO) % 1), row["text"]
     else:

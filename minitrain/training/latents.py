@@ -5,12 +5,13 @@ Each file of the cache is one video: `latents` [channels, frames, height, width]
 [tokens, text_dim], the real tokens only; for image-to-video models also `condition` [more channels, frames, height,
 width] and `image` [tokens, image_dim]. Videos of one shape form a bucket, and a micro-batch comes from one bucket, or
 else is a pack: videos of all shapes in one sequence.
-What is not here: the encoders, and pickled files, which could run any code.
+`open_latents` chooses among these by the config. What is not here: the encoders, and pickled files, which could run any
+code.
 """
 
 import math
 from bisect import bisect_right
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 
 import torch
@@ -19,18 +20,72 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from minitrain.config import Config
 from minitrain.errors import InputError
-from minitrain.training.data import shuffled
-from minitrain.training.flow import Diffusion, add_noise, generator
+from minitrain.models.wan import WanConfig
+from minitrain.training.data import hold_out, shuffled
+from minitrain.training.flow import Diffusion, Noised, add_noise, generator
+from minitrain.training.shapes import ShapesWorld
 
 DIMENSIONS = {"latents": 4, "text": 2, "condition": 4, "image": 2}
+IMAGE_TOKENS = 257  # of CLIP's features of one image
+
+
+def open_latents(config: Config) -> "tuple[Noised, Noised] | tuple[Packs, Packs]":
+    """The videos to train on, and those to validate on, under noise held fixed.
+
+    The latter are data.validation of the files; if that is 0, or there are none, they are those to train on, under
+    other noise. Raises InputError for videos that the model does not take.
+    """
+    data, model, seed = config.data, config.model.config, config.seed
+    if data.kind == "latents":
+        caches = [LatentCache(data.path, data.text_tokens, config.batch.micro, seed, data.validation, held)
+                  for held in (False, True)]  # fmt: skip
+        for path, shapes in (pair for cache in caches for pair in cache.examples()):
+            check_fit(shapes, config, str(path))
+        if data.packed:
+            settings = config.diffusion, config.batch.seq_len, model.patch_size, seed
+            return tuple(Packs(cache, *settings, held) for cache, held in zip(caches, (False, True), strict=True))
+    else:
+        videos = ShapesWorld(seed) if data.kind == "shapes" else MockLatents(mock_shapes(config), seed)
+        check_fit({name: tuple(x.shape) for name, x in videos.row(0).items()}, config, f"data.kind={data.kind}")
+        caches = [videos, videos]
+    return tuple(Noised(each, config.diffusion, seed, held) for each, held in zip(caches, (False, True), strict=True))
+
+
+def check_fit(shapes: dict[str, tuple[int, ...]], config: Config, where: str) -> None:
+    """Can the config's model train on videos of these shapes, in its layout?"""
+    model, parallel, latents = config.model.config, config.parallel, shapes["latents"]
+    channels = latents[0] + shapes.get("condition", (0,))[0]
+    found = {"out_channels": latents[0], "in_channels": channels, "text_dim": shapes["text"][1]}
+    found["image_dim"] = shapes["image"][1] if "image" in shapes else None
+    for name, value in found.items():
+        if value != getattr(model, name):
+            raise InputError(f"{where}: videos are for {name}={value}, the model has {getattr(model, name)}")
+    if any(size % patch for size, patch in zip(latents[1:], model.patch_size, strict=True)):
+        raise InputError(f"{where}: latents {list(latents[1:])} do not divide into patches {list(model.patch_size)}")
+    tokens, ranks = math.prod(latents[1:]) // math.prod(model.patch_size), parallel.cp * parallel.tp
+    if tokens > config.batch.seq_len:
+        raise InputError(f"{where}: {tokens} patches are more than batch.seq_len={config.batch.seq_len}")
+    if tokens % ranks:
+        raise InputError(f"{where}: {tokens} patches do not divide by parallel.cp={parallel.cp} x tp={parallel.tp}")
+
+
+def mock_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Of videos of data.size, with all that the model takes."""
+    model: WanConfig = config.model.config
+    size, shapes = tuple(config.data.size), {"text": (config.data.text_tokens, model.text_dim)}
+    shapes["latents"] = (model.out_channels, *size)
+    if model.in_channels > model.out_channels:
+        shapes["condition"] = (model.in_channels - model.out_channels, *size)
+    return shapes if model.image_dim is None else shapes | {"image": (IMAGE_TOKENS, model.image_dim)}
 
 
 class MockLatents:
-    """Normal latents [channels, frames, height, width] and text [tokens, text_dim] of given shapes: for benchmarks."""
+    """Normal tensors of given shapes, such as latents [channels, frames, height, width]: for benchmarks."""
 
-    def __init__(self, latents: tuple[int, ...], text: tuple[int, int], seed: int):
-        self.shapes, self.seed = {"latents": latents, "text": text}, seed
+    def __init__(self, shapes: dict[str, tuple[int, ...]], seed: int):
+        self.shapes, self.seed = shapes, seed
 
     def __len__(self) -> int:
         return 1 << 40  # no epoch ever ends
@@ -47,12 +102,17 @@ class LatentCache:
     differs from epoch to epoch; a bucket that `group` does not divide repeats a few of its videos. So rows
     k * group ... k * group + group - 1, one micro-batch, have the same shape.
     text_tokens: texts are padded with zeros to it, as Wan was trained.
+    validation: if above 0, that share of the files is held out, and `held_out` says which side this is.
     Raises InputError for a folder without videos, a file that is none, and a text longer than text_tokens.
     """
 
-    def __init__(self, folder: str | Path, text_tokens: int, group: int, seed: int):
+    def __init__(
+        self, folder: str | Path, text_tokens: int, group: int, seed: int, validation: float = 0.0,
+        held_out: bool = False,
+    ):  # fmt: skip
         self.text_tokens, self.group, self.seed = text_tokens, group, seed
-        self.buckets = [files for _, files in sorted(find_buckets(Path(folder), text_tokens).items())]
+        buckets = [files for _, files in sorted(find_buckets(Path(folder), text_tokens).items())]
+        self.buckets = one_side(buckets, validation, held_out, seed) if validation else buckets
         self.firsts = list(accumulate((-(-len(files) // group) for files in self.buckets), initial=0))
 
     def __len__(self) -> int:
@@ -67,6 +127,10 @@ class LatentCache:
         files = self.buckets[bucket]
         place = ((group - self.firsts[bucket]) * self.group + place) % len(files)
         return self.read(files[shuffled(place, len(files), self.seed, epoch, bucket)])
+
+    def examples(self) -> list[tuple[Path, dict[str, tuple[int, ...]]]]:
+        """A file of each bucket, and the shapes of what it holds."""
+        return [(files[0], read_shapes(files[0])) for files in self.buckets]
 
     def read(self, path: Path) -> dict[str, Tensor]:
         """One video, as in a row."""
@@ -90,6 +154,13 @@ def find_buckets(folder: Path, text_tokens: int) -> dict[tuple, list[Path]]:
     if len({(key[-1], len(key)) for key in buckets}) > 1:
         raise InputError(f"data.path={str(folder)!r} mixes videos with different text_dim or different tensors")
     return buckets
+
+
+def one_side(buckets: list[list[Path]], share: float, held_out: bool, seed: int) -> list[list[Path]]:
+    """The buckets' files that are held out, a random `share` of all, or the others."""
+    held = iter(hold_out(sum(map(len, buckets)), share, seed))
+    kept = [[file for file in files if next(held) == held_out] for files in buckets]
+    return [files for files in kept if files]
 
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -125,12 +196,17 @@ class Packs:
     """The videos of a cache, whatever their shapes, packed into sequences of at most `budget` tokens (patches).
 
     Row n, a pure function of (seed, n), is a whole micro-batch for `FlowMatching`: several videos, each with its own
-    noise and sigma (see flow.py). The packs are the same in every epoch, their order and noise are not.
-    patch: the model's patch_size. Raises InputError for a video that exceeds the budget by itself.
+    noise and sigma (see flow.py, also on `held_out`). The packs are the same in every epoch, their order and noise are
+    not. patch: the model's patch_size. Raises InputError for a video that exceeds the budget by itself.
     """
 
-    def __init__(self, cache: LatentCache, settings: Diffusion, budget: int, patch: tuple[int, int, int], seed: int):
-        self.cache, self.settings, self.seed = cache, settings, seed
+    bytes_per_token = None
+
+    def __init__(
+        self, cache: LatentCache, settings: Diffusion, budget: int, patch: tuple[int, int, int], seed: int,
+        held_out: bool = False,
+    ):  # fmt: skip
+        self.cache, self.settings, self.seed, self.held_out = cache, settings, seed, held_out
         self.files = [file for bucket in cache.buckets for file in bucket]
         sizes = [read_shapes(file)["latents"][1:] for file in self.files]
         self.packs = pack_first_fit([math.prod(size) // math.prod(patch) for size in sizes], budget)
@@ -143,9 +219,15 @@ class Packs:
         epoch, index = divmod(int(n), len(self))
         pack = self.packs[shuffled(index, len(self), self.seed, epoch)]
         first = epoch * len(self.files)
-        videos = [add_noise(self.cache.read(self.files[i]), first + i, self.settings, self.seed, False) for i in pack]
+        noise = self.settings, self.seed, self.held_out
+        videos = [add_noise(self.cache.read(self.files[i]), first + i, *noise) for i in pack]
         lists = {key: [video[key] for video in videos] for key in videos[0]}
         return lists | {key: torch.stack(lists[key]) for key in ("sigma", "text", "image") if key in lists}
+
+    def collate(self, packs: list[dict]) -> dict[str, list[Tensor] | Tensor]:
+        """Several packs as one longer."""
+        joined = {key: [pack[key] for pack in packs] for key in packs[0]}
+        return {key: torch.cat(x) if isinstance(x[0], Tensor) else list(chain(*x)) for key, x in joined.items()}
 
 
 def pack_first_fit(lengths: list[int], budget: int) -> list[list[int]]:

@@ -23,7 +23,7 @@ from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.tensor import check_overlap
 from minitrain.training.build import build_model, sum_over
 from minitrain.training.data import Mock, rows
-from minitrain.training.objectives import LanguageModeling
+from minitrain.training.objectives import make_objective
 from minitrain.training.optim import clip_gradients, learning_rate, make_optimizer
 
 
@@ -35,7 +35,7 @@ class Trainer:
         self.device = pick_device(config.device)
         self.meshes = meshes
         self.model = build_model(config, meshes)
-        self.objective = LanguageModeling()
+        self.objective = make_objective(config)
         self.optimizer = make_optimizer(self.model, config.optim)
         if config.parallel.async_tp:
             check_overlap(self.trial_step)
@@ -62,15 +62,19 @@ class Trainer:
 
     def step(self, dataset, step: int) -> dict[str, Tensor]:
         """One optimizer step on the rows of `step`. Returns loss and grad_norm, without waiting for the device."""
+        return self.update(self.micro_batches(dataset, step), step)
+
+    def update(self, micro_batches: list[dict[str, Tensor]], step: int) -> dict[str, Tensor]:
+        """One optimizer step on this rank's micro-batches, at the learning rate of `step`."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.config.steps, self.config.optim)
-        loss = forward_backward(self.model, self.objective, self.micro_batches(dataset, step), self.meshes, self.device)
+        torch.manual_seed(dropout_seed(self.config.seed, step, self.meshes))
+        loss = forward_backward(self.model, self.objective, micro_batches, self.meshes, self.device)
         norm = clip_gradients(list(self.model.parameters()), self.config.optim.clip, self.meshes.pp)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        update_selection_bias(
-            self.model, self.config.model.config.bias_update_speed, partial(sum_over, self.meshes.loss)
-        )
+        speed = getattr(self.config.model.config, "bias_update_speed", 0)  # Wan has no experts
+        update_selection_bias(self.model, speed, partial(sum_over, self.meshes.loss))
         return {"loss": loss, "grad_norm": norm}
 
     @torch.no_grad()
@@ -86,6 +90,11 @@ class Trainer:
             total = sum(self.objective.loss(self.model, batch) for batch in batches)
         dist.all_reduce(total, group=self.meshes.loss.get_group())
         return (total / count).item()
+
+
+def dropout_seed(seed: int, step: int, meshes: Meshes) -> int:
+    """Ranks with other tokens or other layers draw other masks; those of a tensor-parallel group must draw the same."""
+    return hash((seed, step, meshes.loss.get_local_rank(), meshes.pp.get_local_rank())) & (2**63 - 1)
 
 
 def forward_backward(
@@ -121,7 +130,12 @@ def global_count(objective, micro_batches, meshes: Meshes, device: torch.device)
 
 
 def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+    """Every tensor of the batch, those in lists too."""
+
+    def move(value):
+        return [move(x) for x in value] if isinstance(value, list) else value.to(device, non_blocking=True)
+
+    return {key: move(value) for key, value in batch.items()}
 
 
 def training_steps(trainer: Trainer, dataset, start: int) -> Iterator[dict[str, float]]:
@@ -131,6 +145,8 @@ def training_steps(trainer: Trainer, dataset, start: int) -> Iterator[dict[str, 
     began = time.perf_counter()
     for step in range(start, config.steps):
         metrics = {key: value.item() for key, value in trainer.step(dataset, step).items()}
+        metrics |= trainer.objective.numbers(partial(sum_over, trainer.meshes.batch))
+        filled = metrics.get("video_tokens", tokens)  # videos differ in length
         now = time.perf_counter()
         yield {
             "step": step + 1,
@@ -138,6 +154,6 @@ def training_steps(trainer: Trainer, dataset, start: int) -> Iterator[dict[str, 
             "lr": trainer.optimizer.param_groups[0]["lr"],
             "tokens": (step + 1) * tokens,
             "step_time_s": now - began,
-            "tokens_per_sec": tokens / (now - began),
+            "tokens_per_sec": filled / (now - began),
         }
         began = time.perf_counter()

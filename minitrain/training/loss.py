@@ -6,6 +6,9 @@ while their logits are at hand: memory no longer grows with tokens x vocabulary,
 
 Where tensor parallelism splits the head by vocabulary, each rank computes the logits and gradients of its own part, and
 the ranks tell each other three numbers per token: the peak, the sum of exponentials and the label's logit of each part.
+
+`linear_log_probs` gives each token's log-probability instead of their sum, for objectives that are other functions of
+them. How much a token matters is then not known before the backward pass, which computes the logits again.
 """
 
 from typing import NamedTuple
@@ -41,14 +44,19 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     same hidden and labels; labels: int [...]. Returns a scalar: divide by the number of valid labels. With a split
     weight, the gradient of `hidden` is this rank's term of a sum over ranks.
     """
-    hidden, labels, part = hidden.flatten(0, -2), labels.flatten(), Part()
-    if isinstance(weight, DTensor):
-        mesh, weight = weight.device_mesh, weight.to_local()
-        part = Part(mesh.get_local_rank() * len(weight), mesh.get_group())
+    hidden, labels = hidden.flatten(0, -2), labels.flatten()
+    weight, part = _local_part(weight)
     if torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(hidden, weight, labels, part)
     chunks = zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True)
     return sum(_loss_and_grad((x @ weight.T).float(), y, part)[0] for x, y in chunks)
+
+
+def _local_part(weight: Tensor) -> tuple[Tensor, Part]:
+    if not isinstance(weight, DTensor):
+        return weight, Part()
+    mesh, weight = weight.device_mesh, weight.to_local()
+    return weight, Part(mesh.get_local_rank() * len(weight), mesh.get_group())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -83,10 +91,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _loss_and_grad(logits: Tensor, labels: Tensor, part: Part) -> tuple[Tensor, Tensor]:
     """Loss sum of a chunk, and its gradient softmax(logits) - onehot(labels) in place of the logits [tokens, part]."""
-    valid = (labels != IGNORE)[:, None]
-    rows = labels[:, None] - part.first
-    mine = valid & (rows >= 0) & (rows < logits.shape[1])
-    rows = rows * mine
+    valid, mine, rows = _find(labels, part, logits.shape[1])
     peak = logits.amax(-1, keepdim=True)
     target = logits.gather(1, rows) * mine
     total = logits.sub_(peak).exp_().sum(-1, keepdim=True)
@@ -98,9 +103,88 @@ def _loss_and_grad(logits: Tensor, labels: Tensor, part: Part) -> tuple[Tensor, 
     return loss, grad
 
 
+def _find(labels: Tensor, part: Part, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Which labels count, which are among this part's `size` columns, and in which (else 0); each [tokens, 1]."""
+    valid = (labels != IGNORE)[:, None]
+    rows = labels[:, None] - part.first
+    mine = valid & (rows >= 0) & (rows < size)
+    return valid, mine, rows * mine
+
+
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, with total in fp32 also where a and b are bf16."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:
         total += a @ b
+
+
+# ------------------------------------------------------------------------------------------------------- every token's
+
+
+def linear_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden @ weight^T / temperature)[label], and that distribution's entropy; 0 where label is IGNORE.
+
+    Arguments as in `linear_cross_entropy`, with the same rule for the gradient of `hidden` where the weight is split.
+    Returns two fp32 tensors of labels' shape; only the first can be differentiated.
+    """
+    local, part = _local_part(weight)
+    log_probs, entropy = _LinearLogProbs.apply(hidden.flatten(0, -2), local, labels.flatten(), temperature, part)
+    return log_probs.view(labels.shape), entropy.view(labels.shape)
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, temperature, part):
+        chunks = zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True)
+        columns = [_log_prob_entropy_norm(_logits(x, weight, temperature), y, part) for x, y in chunks]
+        log_probs, entropy, log_total = (torch.cat(column) for column in zip(*columns, strict=True))
+        ctx.save_for_backward(hidden, weight, labels, log_total)
+        ctx.temperature, ctx.part = temperature, part
+        ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        hidden, weight, labels, log_total = ctx.saved_tensors
+        need_hidden, need_weight, *_ = ctx.needs_input_grad
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros(weight.shape, dtype=log_total.dtype, device=weight.device) if need_weight else None
+        for start in range(0, len(hidden), CHUNK):
+            chunk = slice(start, start + CHUNK)
+            valid, mine, rows = _find(labels[chunk], ctx.part, len(weight))
+            scale = (grad[chunk, None] * valid) / ctx.temperature
+            logits = _logits(hidden[chunk], weight, ctx.temperature)
+            grad_logits = logits.sub_(log_total[chunk, None]).exp_().mul_(-scale).scatter_add_(1, rows, scale * mine)
+            grad_logits = grad_logits.to(hidden.dtype)
+            if need_hidden:
+                torch.mm(grad_logits, weight, out=grad_hidden[chunk])
+            if need_weight:
+                _add_product(grad_weight, grad_logits.T, hidden[chunk])
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    return (hidden @ weight.T).float().div_(temperature)
+
+
+def _log_prob_entropy_norm(logits: Tensor, labels: Tensor, part: Part) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a chunk: the label's log-probability, the entropy, the log of the sum of exponentials; each [tokens].
+
+    With shifted logits s = logit - highest and their sum of exponentials T, the entropy is log T - sum(s e^s) / T.
+    """
+    valid, mine, rows = _find(labels, part, logits.shape[1])
+    peak = logits.amax(-1, keepdim=True)
+    target = logits.gather(1, rows) * mine
+    shifted = logits.sub_(peak)
+    exponentials = shifted.exp()
+    total = exponentials.sum(-1, keepdim=True)
+    moment = torch.linalg.vecdot(exponentials, shifted)[:, None]
+    peaks, totals, moments, targets = part.gather(torch.stack([peak, total, moment, target])).unbind(1)
+    highest = peaks.amax(0)
+    down = peaks - highest
+    total = (totals * down.exp()).sum(0)
+    mean = ((moments + totals * down) * down.exp()).sum(0) / total
+    log_total = total.log() + highest
+    columns = (targets.sum(0) - log_total) * valid, (total.log() - mean) * valid, log_total
+    return tuple(column.squeeze(1) for column in columns)

@@ -1,16 +1,34 @@
-"""What is minimised. An objective is an object with two methods, and the loop knows nothing else of the task:
+"""What is minimised. An objective is an object with three methods, and the loop knows nothing else of the task:
 
     count(batch)         how many terms of `batch` the loss sums over, an int; the loop divides by the step's count
     loss(model, batch)   the sum of the terms, a scalar that can be differentiated
+    numbers(sum_over)    what else the log should say of the micro-batches since the last call, a dict of floats;
+                         sum_over(tensor) adds up what ranks with other rows have, so all ranks must call it
 
 In a pipeline every stage calls `loss` with itself as the model, and only the last one gives a scalar: so `loss` returns
 what the model does, unchanged, and leaves what follows the hidden states to the model's `head`.
 """
 
+import math
+from collections.abc import Callable
+
 from torch import Tensor
 from torch.nn import Module
 
+from minitrain.config import Config
+from minitrain.grpo.objective import PolicyGradient
+from minitrain.training.flow import FlowMatching
 from minitrain.training.loss import IGNORE, linear_cross_entropy
+
+
+def make_objective(config: Config) -> "LanguageModeling | FlowMatching | PolicyGradient":
+    """The objective of the config's task."""
+    if config.task == "grpo":
+        return PolicyGradient(config.grpo, config.rollout.temperature, config.rollout.max_tokens)
+    if config.task != "diffusion":
+        return LanguageModeling()
+    model = config.model.config
+    return FlowMatching(config.diffusion, model.out_channels * math.prod(model.patch_size))
 
 
 class LanguageModeling:
@@ -22,3 +40,6 @@ class LanguageModeling:
     def loss(self, model: Module, batch: dict[str, Tensor]) -> Tensor:
         batch = dict(batch)
         return model(batch.pop("tokens"), **batch, head=linear_cross_entropy)
+
+    def numbers(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        return {}

@@ -11,6 +11,7 @@ from torch.nn import Module, Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from minitrain.config import Optim
+from minitrain.training.adamw import AdamW
 
 
 def make_optimizer(model: Module, optim: Optim) -> torch.optim.Optimizer:
@@ -22,7 +23,12 @@ def make_optimizer(model: Module, optim: Optim) -> torch.optim.Optimizer:
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr)
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps, fused=True)
+    settings = dict(lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps)
+    in_bf16 = optim.states == "bf16"  # torch's own has states of the parameters' type
+    if optim.stochastic_rounding or any((p.dtype == torch.bfloat16) != in_bf16 for p in decayed + others):
+        names, states = {p: name for name, p in model.named_parameters()}, torch.bfloat16 if in_bf16 else torch.float32
+        return AdamW(groups, names, states, optim.stochastic_rounding, **settings)
+    return torch.optim.AdamW(groups, **settings, fused=True)
 
 
 def learning_rate(step: int, steps: int, optim: Optim) -> float:
@@ -51,7 +57,7 @@ def clip_gradients(parameters: list[Parameter], max_norm: float | None, stages: 
         norms = [torch.zeros((), device=parameters[0].device)]
     total = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
     if stages is not None and stages.size() > 1:
-        squares = total.square()
+        squares = total.double().square()  # one type for all stages, whatever they train
         dist.all_reduce(squares, group=stages.get_group())
         total = squares.sqrt()
     if max_norm is not None:

@@ -7,7 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.oracle import check_against_one_process, train
+from minitrain import config as configs
+from minitrain.models.mamba import scan
+from minitrain.parallel.mesh import start
+from minitrain.training.data import open_data
+from minitrain.training.loop import Trainer
+from tests.oracle import check_against_one_process, snapshot, train
 
 MODEL = {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 3, "initializer_range": 0.05}
 TREE = {
@@ -57,9 +62,10 @@ def test_recompute(pool, world_size):
     check_against_one_process(pool, world_size, TREE | {"recompute": "full"})
 
 
-@pytest.mark.parametrize("micro", [1, 2, 4])
-def test_accumulation(pool, micro):
-    check_against_one_process(pool, 2, TREE | {"batch": TREE["batch"] | {"micro": micro}})
+@pytest.mark.parametrize(("micro", "frees"), [(1, True), (1, False), (2, True), (4, False)])
+def test_accumulation(pool, micro, frees):
+    parallel = {"reshard_after_forward": frees}
+    check_against_one_process(pool, 2, TREE | {"batch": TREE["batch"] | {"micro": micro}, "parallel": parallel})
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -81,7 +87,41 @@ def count_reductions(tree):
     return reduce_scatter.call_count
 
 
-def test_gradients_are_reduced_once_per_step(pool):
-    tree = TREE | {"batch": TREE["batch"] | {"micro": 1}}  # four micro-batches on each of two ranks
+@pytest.mark.parametrize(("frees", "times"), [(False, 1), (True, 4)])
+def test_gradients_add_up_whole_only_where_weights_are(pool, frees, times):
+    batch, parallel = TREE["batch"] | {"micro": 1}, {"reshard_after_forward": frees}  # four micro-batches on two ranks
     units = MODEL["num_layers"] + 1
-    assert pool.run(2, count_reductions, tree) == [units] * 2
+    assert pool.run(2, count_reductions, TREE | {"batch": batch, "parallel": parallel}) == [units * times] * 2
+
+
+# ------------------------------------------------------------------------------------------- what must not be rounded
+
+
+def dynamics_seen(tree):
+    """A_log and D before a step, and A and D as the scans of its micro-batches saw them."""
+    config = configs.from_dict(tree | {"device": "cpu"})
+    trainer = Trainer(config, start(config))
+    data, _ = open_data(config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed)
+    weights = snapshot(trainer.model.model.layers["0"].mamba.dynamics.named_parameters())
+    seen = []
+
+    def watched(x, dt, a, d, *rest):
+        assert x.dtype == torch.bfloat16
+        seen.append((a.detach().flatten().clone(), d.detach().flatten().clone()))
+        return scan(x, dt, a, d, *rest)
+
+    with mock.patch("minitrain.models.mamba.scan", watched):
+        trainer.step(data, 0)
+    return weights, seen
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_dynamics_of_mamba_are_never_rounded(pool, world_size, precision):
+    """Logarithms of 1, 2, 3, ... are nothing that bf16 can hold."""
+    tree = TREE | {"model": "nemotron3-nano-30b-a3b-tiny", "precision": precision}
+    for weights, seen in pool.run(world_size, dynamics_seen, tree):
+        assert len(seen) == 8 // 2 // world_size
+        assert not torch.equal(weights["A_log"], weights["A_log"].bfloat16().float())
+        for a, d in seen:
+            assert torch.equal(a, -weights["A_log"].exp()) and torch.equal(d, weights["D"])

@@ -10,6 +10,7 @@ from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffu
 from safetensors.torch import load_file
 
 from minitrain import InputError, load_pretrained, save_pretrained
+from minitrain.models.checkpoint_wan import diffusers_name
 from minitrain.models.decoder import Decoder
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import model_config
@@ -19,6 +20,7 @@ SHARDED = 20_000  # bytes: a handful of files
 
 
 def assert_same_tensors(found: dict, expected: dict) -> None:
+    found, expected = ({diffusers_name(name): tensor for name, tensor in side.items()} for side in (found, expected))
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor.to(found[name].dtype)), name
@@ -55,7 +57,8 @@ def test_dtype_is_that_of_most_tensors_unless_given(tmp_path):
     mixed.save_pretrained(tmp_path / "mixed")
     for dtype in (None, torch.float32):
         model = load_pretrained(tmp_path / "mixed", dtype)
-        assert {parameter.dtype for parameter in model.parameters()} == {dtype or torch.bfloat16}
+        assert {p.dtype for p in model.blocks[0].attn1.parameters()} == {dtype or torch.bfloat16}
+        assert model.blocks[0].norm2.weight.dtype == model.adaln.scale_shift_table.dtype == torch.float32
 
 
 ORIGINALS = {
@@ -103,7 +106,7 @@ def test_zoo_is_what_diffusers_defaults_to():
         theirs = WanTransformer3DModel()
         ours = Wan(model_config("wan2.1-14b"))
     shapes = {name: parameter.shape for name, parameter in theirs.named_parameters()}
-    assert {name: parameter.shape for name, parameter in ours.named_parameters()} == shapes
+    assert {diffusers_name(name): parameter.shape for name, parameter in ours.named_parameters()} == shapes
 
 
 @pytest.mark.parametrize("spelling, changes, message", [
@@ -115,7 +118,7 @@ def test_zoo_is_what_diffusers_defaults_to():
     ("diffusers", dict(patch_size=2), "patch_size=2 must be a list"),
     ("diffusers", dict(eps=0), "eps=0 must be a number above 0"),
     ("diffusers", dict(attention_head_dim=15), "attention_head_dim=15 must be even"),
-    ("diffusers", dict(num_layers=3), "blocks.2.scale_shift_table of shape [1, 6, 32] is missing"),
+    ("diffusers", dict(num_layers=3), "blocks.2.adaln.scale_shift_table of shape [1, 6, 32] is missing"),
     ("diffusers", dict(num_layers=1), "has no place in the model"),
     ("original", dict(model_type="flf2v"), "model_type='flf2v' is not supported"),
     ("original", dict(num_heads=3), "num_heads=3 does not divide dim=32"),

@@ -153,7 +153,7 @@ def test_numbers_that_small_steps_add_up_in_are_stored_in_fp32(tmp_path):
     save_tensors(ours.state_dict().items(), ours.config, torch.bfloat16, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     for name in ("A_log", "D", "dt_bias"):
-        expected = ours.get_parameter(f"model.layers.0.mamba.{name}")
+        expected = ours.get_parameter(f"model.layers.0.mamba.dynamics.{name}")
         assert torch.equal(stored[f"backbone.layers.0.mixer.{name}"], expected)
     assert stored["backbone.layers.0.mixer.norm.weight"].dtype == torch.bfloat16
     assert reload(tmp_path).dtype == torch.bfloat16

@@ -22,12 +22,12 @@ def pair(request, tmp_path):
 
 
 def in_our_layout(name, gradient, gpt_oss):
-    """transformers stacks experts as we do, but GPT-OSS's transposed, with gate and up columns in turn."""
+    """transformers stacks experts too, GPT-OSS's transposed, of all others gate rows first, then up rows."""
     name = name.replace(".router.", ".gate.")
     if gpt_oss and name.endswith(("gate_up_proj", "down_proj")):
         gradient = gradient.transpose(1, 2)
-    if gpt_oss and "gate_up_proj" in name:
-        gradient = torch.cat([gradient[:, ::2], gradient[:, 1::2]], dim=1)
+    if not gpt_oss and "gate_up_proj" in name:
+        gradient = torch.stack(gradient.chunk(2, dim=1), dim=2).flatten(1, 2)
     return name, gradient
 
 

@@ -7,6 +7,7 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from minitrain.errors import InputError
+from minitrain.models.checkpoint_wan import diffusers_name, rename_to_ours
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import model_config
 from tests.distributed.test_wan import assert_same_gradients, relative
@@ -37,7 +38,7 @@ def diffusers_twin(config: WanConfig, seed: int = 0) -> WanTransformer3DModel:
 
 def pair(kind: str) -> tuple[WanTransformer3DModel, Wan]:
     theirs, ours = diffusers_twin(CONFIGS[kind]), Wan(CONFIGS[kind])
-    ours.load_state_dict(theirs.state_dict())
+    ours.load_state_dict(rename_to_ours(theirs.state_dict(), ours.state_dict()))
     return theirs, ours
 
 
@@ -59,7 +60,7 @@ def run_diffusers(model, latents, timestep, text, image=None):
 
 def gradients(model, out: torch.Tensor) -> dict[str, torch.Tensor]:
     out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)))
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {diffusers_name(name): parameter.grad for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -133,7 +134,7 @@ def test_initial_weights():
         embedder.text_embedder.linear_1.weight: 0.02,
         embedder.time_embedder.linear_2.weight: 0.02,
         embedder.time_proj.weight: (2 / (256 + 6 * 256)) ** 0.5,
-        block.scale_shift_table: 256**-0.5,
+        block.adaln.scale_shift_table: 256**-0.5,
     }
     for parameter, expected in spreads.items():
         assert parameter.std().item() == pytest.approx(expected, rel=0.05)

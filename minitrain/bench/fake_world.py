@@ -1,0 +1,253 @@
+"""One rank's real training step in a world of any size, on fake tensors: nothing is computed, sent or allocated.
+
+What runs is what `bench.py` measures: the same model, layout, compiler, loop and optimizer. Three things differ. The
+process group is torch's fake one, tensors are fake and on the CPU, and attention is one operator that knows how many
+pairs of query and key its mask allows. The compiler does all but write kernels: it cuts each block into a forward and a
+backward graph, and decides what is kept between them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from importlib import import_module
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.nn import Module
+from torch.testing._internal.distributed.fake_pg import FakeStore  # the one source of a fake process group
+
+from minitrain.bench.trace import ATTENTION, Trace, Tracer
+from minitrain.config import Config
+from minitrain.models.attention import Mask
+from minitrain.parallel.mesh import Meshes, build_meshes, owned
+from minitrain.parallel.pipeline import Stage
+from minitrain.parallel.recompute import KEPT
+from minitrain.training.datasets import open_dataset
+from minitrain.training.loop import Trainer
+
+
+@contextmanager
+def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
+    """A process group of `world_size` ranks in which this process is `rank`, and nobody else is there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def process_groups(meshes: Meshes) -> dict[str, tuple[str, list[int]]]:
+    """Every mesh's process groups by name: dimension and ranks. A group that two dimensions share has the first's."""
+    groups: dict[str, tuple[str, list[int]]] = {}
+    for mesh in filter(None, vars(meshes).values()):
+        for dimension in mesh.mesh_dim_names:
+            group = mesh.get_group(dimension)
+            groups.setdefault(group.group_name, (dimension, dist.get_process_group_ranks(group)))
+    return groups
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
+
+
+@torch.library.custom_op("minitrain::attention", mutates_args=())
+def fake_attention(q: Tensor, k: Tensor, v: Tensor, pairs: float) -> tuple[Tensor, Tensor]:
+    """Shapes as in models/attention.py, with the log of the softmax's sum; pairs: per head, over all rows."""
+    raise NotImplementedError("this operator exists for fake tensors only")
+
+
+@torch.library.custom_op("minitrain::attention_backward", mutates_args=())
+def fake_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, pairs: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    raise NotImplementedError("this operator exists for fake tensors only")
+
+
+@fake_attention.register_fake
+def _(q, k, v, pairs):
+    # as the kernels lay it out: heads next to their channels
+    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
+    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@fake_attention_backward.register_fake
+def _(grad, q, k, v, out, log_sum, pairs):
+    return tuple(torch.empty_like(x) for x in (q, k, v))
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.pairs = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx, grad, _):
+    return *fake_attention_backward(grad, *ctx.saved_tensors, ctx.pairs), None
+
+
+fake_attention.register_autograd(_differentiate, setup_context=_save)
+KEPT.add(torch.ops.minitrain.attention.default)
+ATTENTION[torch.ops.minitrain.attention] = lambda q, k, v, pairs: 2 * pairs * q.shape[1] * (q.shape[-1] + v.shape[-1])
+ATTENTION[torch.ops.minitrain.attention_backward] = lambda grad, q, k, v, out, log_sum, pairs: (
+    2 * pairs * q.shape[1] * (3 * q.shape[-1] + 2 * v.shape[-1])
+)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, sinks: Tensor | None = None) -> Tensor:
+    """In place of models/attention.py's `attention`."""
+    if mask is not None and mask.pairs is not None:
+        pairs = mask.pairs
+    else:
+        pairs = q.shape[0] * q.shape[2] * k.shape[2] / (2 if mask is not None and mask.causal else 1)
+    out, log_sum = fake_attention(q, k, v, pairs)
+    return out if sinks is None else out * torch.sigmoid(log_sum - sinks.float()[:, None])[..., None].to(out.dtype)
+
+
+def counting_mask(
+    visible: float, length: int, device, documents=None, causal=True, places=None, window=None
+) -> Mask:
+    """In place of `make_mask`: how many pairs it would allow, as `pairs`.
+
+    visible: with documents, the share of a row's causal pairs whose two tokens belong to one document. Context-parallel
+    ranks have equally many pairs each, so a rank with `places` has its share of the row's.
+    """
+    rows = 1 if documents is None else len(documents)
+    pairs = length * length / (2 if causal else 1)
+    if window is not None:
+        pairs -= max(length - window, 0) ** 2 / 2
+    elif documents is not None:
+        pairs *= visible
+    share = 1 if places is None else len(places) / length
+    return Mask(causal, rows * pairs * share if documents is not None or window is not None or share < 1 else None)
+
+
+# -------------------------------------------------------------------------------------------------------------- a step
+
+
+class Counted:
+    """The config's objective, told beforehand how many terms its batches have: fake tensors hold no labels to count.
+
+    `start` is called when a micro-batch's forward pass begins.
+    """
+
+    def __init__(self, objective, start: Callable[[], None]):
+        self.objective, self.start = objective, start
+
+    def count(self, batch) -> int:
+        return 1
+
+    def loss(self, model: Module, batch) -> Tensor:
+        self.start()
+        return self.objective.loss(model, batch)
+
+
+def trace_step(config: Config, world_size: int, rank: int = 0, visible: float = 1.0) -> Trace:
+    """What `rank` does in an optimizer step, not the first one: optimizer states are there.
+
+    visible: see `counting_mask`. The trace is marked with `forward` where a micro-batch begins (in a pipeline with
+    (stage, F, B or W, micro-batch) where a part of its schedule begins and with None where it ends) and with
+    `optimizer` where gradients are done.
+    """
+    with fake_world(world_size, rank), stand_ins(visible):
+        meshes = build_meshes(config, "cpu")
+        tracer = Tracer(process_groups(meshes))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            dataset, _ = open_dataset(config)
+            trainer = Trainer(dataclasses.replace(config, device="cpu"), meshes)
+            make_optimizer_states(trainer)
+            tracer.hold(owned_tensors(trainer), "parameters")
+            tracer.hold(optimizer_tensors(trainer), "optimizer")
+            trainer.objective = Counted(trainer.objective, lambda: tracer.mark("forward"))
+            with tracer, marked_schedule(tracer), marked_optimizer(trainer, tracer):
+                trainer.step(dataset, 0)
+    return tracer.trace
+
+
+@contextmanager
+def stand_ins(visible: float) -> Iterator[None]:
+    """Attention that counts, compilation without kernels, and weights without values."""
+    mask = partial(counting_mask, visible)
+    with ExitStack() as stack:
+        for room in ("attention", "mla", "wan"):
+            stack.enter_context(patch(f"minitrain.models.{room}.attention", attend))
+        for room in ("decoder", "wan"):
+            stack.enter_context(patch(f"minitrain.models.{room}.make_mask", mask))
+        for name in ("initialize", "load_weights"):
+            stack.enter_context(patch(f"minitrain.training.build.{name}", lambda *args: None))
+        for name in ("training.build.lay_out", "parallel.mesh.compute_local_shape_and_global_offset"):
+            room, function = f"minitrain.{name}".rsplit(".", 1)
+            original = getattr(import_module(room), function)
+            stack.enter_context(patch(f"{room}.{function}", without_fake_tensors(original)))
+        stack.enter_context(patch.object(Module, "compile", compile_without_kernels))
+        yield
+
+
+def without_fake_tensors(function: Callable) -> Callable:
+    """For what works on the meta device, whose tensors cannot be fake too, or with numbers that it reads back."""
+
+    def run(*args):
+        with unset_fake_temporarily():
+            return function(*args)
+
+    return run
+
+
+def compile_without_kernels(module: Module, **options) -> None:
+    module._compiled_call_impl = torch.compile(module._call_impl, backend="aot_eager_decomp_partition", **options)
+
+
+def make_optimizer_states(trainer: Trainer) -> None:
+    """As a first step would."""
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad(set_to_none=True)
+
+
+def owned_tensors(trainer: Trainer) -> list[Tensor]:
+    return [owned(tensor)[0] for tensor in trainer.model.state_dict().values()]
+
+
+def optimizer_tensors(trainer: Trainer) -> list[Tensor]:
+    states = trainer.optimizer.state.values()
+    return [owned(x)[0] for state in states for x in state.values() if isinstance(x, Tensor)]
+
+
+@contextmanager
+def marked_schedule(tracer: Tracer) -> Iterator[None]:
+    """Mark what a pipeline's stages do."""
+
+    def marked(method: Callable, kind: Callable[..., str]) -> Callable:
+        def run(stage, index, *args, **kwargs):
+            tracer.mark((stage.stage_index, kind(**kwargs), index))
+            result = method(stage, index, *args, **kwargs)
+            tracer.mark(None)
+            return result
+
+        return run
+
+    with (
+        patch.object(Stage, "forward_one_chunk", marked(Stage.forward_one_chunk, lambda **_: "F")),
+        patch.object(
+            Stage, "backward_one_chunk",
+            marked(Stage.backward_one_chunk, lambda full_backward=True, **_: "B" if full_backward else "I"),
+        ),
+        patch.object(Stage, "backward_weight_one_chunk", marked(Stage.backward_weight_one_chunk, lambda **_: "W")),
+    ):  # fmt: skip
+        yield
+
+
+@contextmanager
+def marked_optimizer(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
+    """Mark the end of the passes, and count their gradients as such."""
+    step = trainer.optimizer.step
+
+    def marked_step():
+        tracer.mark("optimizer")
+        return step()
+
+    with patch.object(trainer.optimizer, "step", marked_step):
+        yield

@@ -1,0 +1,212 @@
+"""From a trace to seconds: what each kernel and message costs on a system, and what runs at the same time.
+
+Kernels run one after the other on the compute stream. Collectives run on one stream per process group, from the moment
+when their inputs are there; a kernel that reads what a collective brings waits for it, and that wait is the exposed
+communication. FSDP's own copies run on its streams, as in PyTorch, and its next all-gather starts only when the one
+before has been copied out, which bounds how far it runs ahead.
+
+    matrix product   max(FLOPs / (rate x the share of the last wave of 128 x 256 tiles x k / (k + 128)), bytes / HBM)
+    attention        FLOPs / the rate of its direction
+    other kernels    bytes / HBM; with the compiler, neighbours become one kernel, whose inner tensors cost nothing
+                     unless something later reads them
+    collective       latency + bytes on the wire / bandwidth: (n - 1) / n of the payload, twice for an all-reduce;
+                     NVLink within a domain; between domains the adapters of the group's GPUs there, at most NVLink
+"""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, fields
+from math import ceil
+from pathlib import Path
+
+import yaml
+
+from minitrain.bench.trace import Event, Trace
+from minitrain.errors import InputError
+
+SYSTEMS = Path(__file__).with_name("systems.yaml")
+TILE = 128, 256  # of a matrix product's result, per multiprocessor
+RECOVERED = 0.6  # how much of an incomplete last wave smaller tiles and split products recover
+SHARDS = ("dp_shard", "dp_replicate", "expert_shard", "expert_replicate")  # what FSDP communicates over
+
+
+@dataclass(frozen=True)
+class System:
+    """See systems.yaml."""
+
+    name: str
+    bf16: float
+    fp8: float
+    grouped: float
+    attention_forward: float
+    attention_backward: float
+    memory: float
+    launch: float
+    nvlink: float
+    domain: int
+    network: float
+    latency: float
+    gemm_tiles: int
+    capacity: float
+
+    def kernel_seconds(self, event: Event) -> float:
+        """Of a matrix product, of attention, or of another kernel by itself."""
+        moved = sum(n for _, n in event.reads + event.writes) / self.memory
+        if event.kind == "attention":
+            rate = self.attention_backward if "backward" in event.name else self.attention_forward
+            return event.flops / rate + self.launch
+        if event.kind in ("gemm", "grouped"):
+            return max(event.flops / self.gemm_rate(event), moved) + self.launch
+        return moved + self.launch
+
+    def gemm_rate(self, event: Event) -> float:
+        rate = self.fp8 if event.element == 1 else self.bf16 if event.element == 2 else self.bf16 / 16
+        if event.kind == "grouped":
+            rate *= self.grouped
+        if not event.sizes:
+            return rate
+        batch, m, n, k = event.sizes
+        waves = (1 if event.kind == "grouped" else batch) * ceil(m / TILE[0]) * ceil(n / TILE[1]) / self.gemm_tiles
+        filled = 1 - (1 - waves / ceil(waves)) * (1 - RECOVERED)
+        return rate * filled * k / (k + 128)
+
+    def collective_seconds(self, event: Event, ranks: list[int]) -> float:
+        """ranks: those of the group, in the whole world, where neighbours share a domain."""
+        if "send" in event.name or "recv" in event.name:
+            return self.latency + event.payload / self.bandwidth(ranks[:2])
+        turns = 2 if "all_reduce" in event.name or "allreduce" in event.name else 1
+        moved = turns * event.payload * (len(ranks) - 1) / len(ranks)
+        if "alltoall" in event.name or "all_to_all" in event.name:
+            near = self.in_domain(ranks)
+            far = event.payload * (len(ranks) - near) / len(ranks)
+            return self.latency + max(far / self.network, moved / self.nvlink)
+        return self.latency + moved / self.bandwidth(ranks)
+
+    def bandwidth(self, ranks: list[int]) -> float:
+        """Bytes/s per rank of a ring: NVLink, or as many adapters as the group has GPUs in a domain."""
+        near = self.in_domain(ranks)
+        return self.nvlink if near == len(ranks) else min(self.nvlink, near * self.network)
+
+    def in_domain(self, ranks: list[int]) -> int:
+        """How many of the ranks share the first one's NVLink domain."""
+        return sum(rank // self.domain == ranks[0] // self.domain for rank in ranks)
+
+
+def load_system(name: str) -> System:
+    """A system of systems.yaml by name. Raises InputError for an unknown one."""
+    known = yaml.safe_load(SYSTEMS.read_text(encoding="utf-8"))
+    known.pop("fitted_on")
+    if name not in known:
+        raise InputError(f"--system={name} is not one of {', '.join(known)}")
+    return System(name, **{f.name: float(known[name][f.name]) for f in fields(System) if f.name != "name"})
+
+
+@dataclass
+class Timeline:
+    """When everything happened, in seconds from the start of the step.
+
+    spans: (stream, name, begin, end). busy: seconds of compute by kind. exposed: seconds that compute waited for
+    collectives. at: when compute had reached each event. end: when all streams were done.
+    """
+
+    spans: list[tuple[str, str, float, float]] = field(default_factory=list)
+    busy: Counter = field(default_factory=Counter)
+    exposed: float = 0.0
+    at: list[float] = field(default_factory=list)
+    end: float = 0.0
+
+
+def run(trace: Trace, system: System, fused: bool) -> Timeline:
+    """Play a trace on a system. fused: as the compiler would."""
+    return _Player(trace, system, fused).play()
+
+
+class _Player:
+    def __init__(self, trace: Trace, system: System, fused: bool):
+        self.trace, self.system, self.fused = trace, system, fused
+        self.line = Timeline()
+        self.clock = 0.0  # of the compute stream
+        self.free = defaultdict(float)  # when each group's stream is done
+        self.ready: dict[int, float] = {}  # when a storage holds its values
+        self.made_by: dict[int, str] = {}  # the stream that wrote a storage last
+        self.waiting: dict[str, set[int]] = {}  # of the last all-gather, by stream: what no kernel has read yet
+        self.consumed = defaultdict(float)  # when the last all-gather's result was first read
+        self.run: list[Event] = []  # kernels that become one
+        self.run_start = 0
+
+    def play(self) -> Timeline:
+        for index, event in enumerate(self.trace.events):
+            stream = self.stream_of(event)
+            if stream == "compute" and event.kind == "memory" and self.fused:
+                if not self.run:
+                    self.run_start = index
+                self.run.append(event)
+            else:
+                self.finish_run(index)
+                if stream == "compute":
+                    self.compute(event.name, event.kind, self.system.kernel_seconds(event), event.reads, event.writes)
+                else:
+                    self.communicate(stream, event)
+            self.line.at.append(self.clock)
+        self.finish_run(len(self.trace.events))
+        self.line.end = max(self.clock, *self.free.values(), 0.0)
+        return self.line
+
+    def stream_of(self, event: Event) -> str:
+        """Collectives, FSDP's copies into them and what it does with reduced gradients run beside compute."""
+        if event.kind == "collective":
+            return self.trace.groups[event.group][0]
+        if event.name == "all_gather_copy_in":
+            return "dp_shard"
+        makers = {self.made_by.get(number) for number, size in event.reads if size > 8}
+        if event.kind == "memory" and len(makers) == 1 and "copy" not in event.name and "embedding" not in event.name:
+            maker = makers.pop()
+            if maker in SHARDS and not any(n in s for s in self.waiting.values() for n, _ in event.reads):
+                return maker
+        return "compute"
+
+    def compute(self, name: str, kind: str, seconds: float, reads, writes) -> None:
+        begin = max([self.clock, *(self.ready.get(number, 0.0) for number, _ in reads)])
+        if begin > self.clock:
+            self.line.exposed += begin - self.clock
+        self.clock = begin + seconds
+        self.line.busy[kind] += seconds
+        self.line.spans.append(("compute", name, begin, self.clock))
+        for stream, numbers in self.waiting.items():
+            if numbers and not numbers.isdisjoint(number for number, _ in reads):
+                self.consumed[stream] = self.clock
+                numbers.clear()
+        self.written(writes, "compute", self.clock)
+
+    def communicate(self, stream: str, event: Event) -> None:
+        begin = max([self.free[stream], *(self.ready.get(number, 0.0) for number, _ in event.reads)])
+        if event.kind != "collective":
+            seconds = sum(n for _, n in event.reads + event.writes) / self.system.memory
+        else:
+            seconds = self.system.collective_seconds(event, self.trace.groups[event.group][1])
+            if "all_gather" in event.name or "allgather" in event.name:
+                begin = max(begin, self.consumed[stream])
+                self.waiting[stream] = {number for number, _ in event.writes}
+        self.free[stream] = begin + seconds
+        self.line.spans.append((stream, event.name, begin, begin + seconds))
+        self.written(event.writes, stream, begin + seconds)
+
+    def written(self, writes, stream: str, when: float) -> None:
+        for number, _ in writes:
+            self.ready[number] = when
+            self.made_by[number] = stream
+
+    def finish_run(self, end: int) -> None:
+        """Run the collected kernels as one: it reads what they did not make, and writes what outlives them."""
+        if not self.run:
+            return
+        reads, made = {}, {}
+        for event in self.run:
+            for number, size in event.reads:
+                if number not in made:
+                    reads[number] = max(size, reads.get(number, 0))
+            for number, size in event.writes:
+                made[number] = max(size, made.get(number, 0))
+        kept = {n: size for n, size in made.items() if self.trace.died.get(n, end) >= end}
+        seconds = (sum(reads.values()) + sum(kept.values())) / self.system.memory + self.system.launch
+        self.compute(self.run[-1].name, "memory", seconds, list(reads.items()), list(made.items()))
+        self.run = []

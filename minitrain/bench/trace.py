@@ -1,0 +1,317 @@
+"""Record what a training step does on one rank: every kernel and collective in order, and the memory that it holds.
+
+A dispatch mode sits below autograd, FSDP and compiled graphs, and sees each operator with its tensors. These may be
+fake (`--simulate`: nothing is computed and nothing allocated) or real, so that what is counted for a thousand GPUs can
+be counted in a real run too, and compared. Views and allocations cost nothing and are not recorded.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+ROWS_READ = ("embedding", "index_select", "gather", "index", "scatter", "scatter_add")  # of their large operand
+MEMORY_KINDS = ("parameters", "gradients", "optimizer", "communication", "activations")
+
+
+@dataclass(slots=True)
+class Event:
+    """One kernel or collective.
+
+    kind: `gemm`, `grouped`, `attention`, `memory`, or `collective`. reads, writes: (storage number, bytes) of each
+    tensor. sizes: of a matrix product, (batch or groups, m, n, k). payload: bytes of a collective's full, gathered or
+    unreduced tensor; group: its name in `Trace.groups`. element: bytes per element of what is multiplied.
+    """
+
+    name: str
+    kind: str
+    flops: int
+    reads: list[tuple[int, int]]
+    writes: list[tuple[int, int]]
+    sizes: tuple[int, ...] = ()
+    element: int = 2
+    payload: int = 0
+    group: str = ""
+
+
+@dataclass
+class Trace:
+    """events: in the order of issue. died: after which event (its index) a storage was freed, by storage number.
+
+    groups: by name of a process group, its mesh dimension's name and its ranks. marks: (event index, label).
+    peak: bytes by kind of memory at the moment when their sum was largest.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    died: dict[int, int] = field(default_factory=dict)
+    groups: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
+    marks: list[tuple[int, object]] = field(default_factory=list)
+    peak: dict[str, int] = field(default_factory=dict)
+
+    def flops(self) -> int:
+        return sum(event.flops for event in self.events)
+
+    def collectives(self) -> dict[str, list[int]]:
+        """[calls, bytes] of each `dimension/operation`."""
+        totals: dict[str, list[int]] = {}
+        for event in self.events:
+            if event.kind == "collective":
+                entry = totals.setdefault(f"{self.groups[event.group][0]}/{event.name}", [0, 0])
+                entry[0] += 1
+                entry[1] += event.payload
+        return totals
+
+
+class Tracer(TorchDispatchMode):
+    """Fills `self.trace` with what runs inside `with Tracer(...)`.
+
+    groups: as in Trace. Tensors that exist before count when `hold` names their kind.
+    """
+
+    def __init__(self, groups: dict[str, tuple[str, list[int]]]):
+        super().__init__()
+        self.trace = Trace(groups=groups)
+        self.numbers: dict[int, int] = {}  # of living storages, by address
+        self.sizes: dict[int, tuple[int, str]] = {}  # bytes and kind, by number
+        self.held = Counter(dict.fromkeys(MEMORY_KINDS, 0))
+        self.most = 0
+        self.count = 0
+        self.muted = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # what the compiler does while it compiles is no part of the program
+
+    # ------------------------------------------------------------------------------------------------------- memory
+
+    def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Count these tensors' storages as `kind` from now on."""
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            number = self.number(local)
+            size, before = self.sizes[number]
+            self.held[before] -= size
+            self.held[kind] += size
+            self.sizes[number] = size, kind
+
+    def number(self, tensor: Tensor, kind: str = "activations") -> int:
+        """The number of the tensor's storage; a storage not seen before counts as `kind` from now until it dies."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.numbers:
+            self.count += 1
+            self.numbers[storage._cdata] = self.count
+            self.sizes[self.count] = 0, kind
+            weakref.finalize(storage, self.forget, storage._cdata, self.count)
+        number = self.numbers[storage._cdata]
+        self.resize(number, storage.nbytes())
+        return number
+
+    def resize(self, number: int, size: int) -> None:
+        before, kind = self.sizes[number]
+        if size != before:
+            self.sizes[number] = size, kind
+            self.held[kind] += size - before
+            total = sum(self.held.values())
+            if total > self.most:
+                self.most = total
+                self.trace.peak = dict(self.held)
+
+    def forget(self, address: int, number: int) -> None:
+        if self.numbers.get(address) == number:
+            del self.numbers[address]
+        size, kind = self.sizes.pop(number)
+        self.held[kind] -= size
+        self.trace.died[number] = len(self.trace.events) - 1
+
+    # -------------------------------------------------------------------------------------------------------- hooks
+
+    def __enter__(self):
+        self.originals = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+        resize, propagate = self.originals
+
+        def resize_and_count(storage, size):  # FSDP2 frees and brings back gathered weights so
+            result = resize(storage, size)
+            if storage._cdata in self.numbers:
+                number = self.numbers[storage._cdata]
+                if size == 0:
+                    self.trace.died[number] = len(self.trace.events) - 1
+                self.resize(number, size)
+            return result
+
+        def propagate_muted(*args, **kwargs):  # DTensor infers shapes with tensors of global size
+            self.muted += 1
+            try:
+                return propagate(*args, **kwargs)
+            finally:
+                self.muted -= 1
+
+        torch.UntypedStorage.resize_ = resize_and_count
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate_muted
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached = self.originals
+        return super().__exit__(*exception)
+
+    def mark(self, label: object) -> None:
+        self.trace.marks.append((len(self.trace.events), label))
+
+    # ------------------------------------------------------------------------------------------------------ operators
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.muted or op is torch.ops.prim.device.default:
+            return op(*args, **kwargs)
+        if any(issubclass(t, DTensor | AsyncCollectiveTensor) for t in types):
+            return NotImplemented  # they unwrap themselves, and the inner operators come back here
+        out = op(*args, **kwargs)
+        if is_view(op) or op.namespace in ("profiler", "prim") or op.__name__.startswith("_local_scalar"):
+            return out
+        inputs, outputs = tensors((args, kwargs)), tensors(out)
+        if op.namespace in COLLECTIVES:
+            self.record_collective(op, args, inputs, outputs)
+        elif is_allocation(op):
+            for x in outputs:
+                self.number(x)
+        else:
+            self.record_kernel(op, args, kwargs, inputs, outputs, out)
+        return out
+
+    def record_kernel(self, op, args, kwargs, inputs, outputs, out) -> None:
+        name = op.overloadpacket.__name__ if hasattr(op, "overloadpacket") else op._overloadpacket.__name__
+        written = outputs + written_arguments(op, args, kwargs)
+        read = [x for x in inputs if not any(x is y for y in written)] if name.endswith("empty_like") else inputs
+        writes = {self.number(x): traffic(x) for x in written}
+        most = max(writes.values(), default=0)
+        reads = {self.number(x): min(traffic(x), most) if name in ROWS_READ else traffic(x) for x in read}
+        flops, kind, sizes = work(op, name, args, kwargs, out)
+        element = next((x.element_size() for x in inputs if x.is_floating_point()), 2)
+        self.trace.events.append(Event(name, kind, flops, list(reads.items()), list(writes.items()), sizes, element))
+
+    def record_collective(self, op, args, inputs, outputs) -> None:
+        name = op._overloadpacket.__name__
+        if name in ("wait_tensor", "barrier", "monitored_barrier_"):
+            return
+        group = self.group_of(args)
+        functional = op.namespace != "c10d"
+        written = outputs if functional else tensors(args[0])
+        read = inputs if functional else [x for x in inputs if not any(x is y for y in written)] or inputs
+        payload = max(sum(map(nbytes, written)), sum(map(nbytes, read)))
+        writes = [(self.number(x, "communication"), nbytes(x)) for x in written]
+        reads = [(self.number(x), nbytes(x)) for x in read]
+        self.trace.events.append(Event(name.strip("_"), "collective", 0, reads, writes, payload=payload, group=group))
+
+    def group_of(self, args) -> str:
+        for value in tree_leaves(args):
+            if isinstance(value, str) and value in self.trace.groups:
+                return value
+            if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+                return dist.ProcessGroup.unbox(value).group_name
+        raise LookupError("a collective of a process group that no mesh has")
+
+
+def is_view(op) -> bool:
+    """Does it return an input seen differently, without touching memory?"""
+    infos = [result.alias_info for result in op._schema.returns]
+    return bool(infos) and all(info is not None and not info.is_write for info in infos)
+
+
+def is_allocation(op) -> bool:
+    name = op._overloadpacket.__name__
+    return name.startswith(("empty", "new_empty")) or name in ("set_", "resize_", "_unsafe_view", "_reshape_alias")
+
+
+def tensors(tree) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def written_arguments(op, args, kwargs) -> list[Tensor]:
+    """The tensors that the operator changes in place."""
+    schema = op._schema.arguments
+    given = zip(schema, args, strict=False)
+    named = ((a, kwargs[a.name]) for a in schema if a.name in kwargs)
+    return [x for a, value in (*given, *named) if a.alias_info and a.alias_info.is_write for x in tensors(value)]
+
+
+def nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def traffic(tensor: Tensor) -> int:
+    """Bytes that reading or writing it moves: repeated elements of an expanded tensor only once."""
+    return prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride) * tensor.element_size()
+
+
+# ---------------------------------------------------------------------------------------------------------------- work
+
+
+def work(op, name: str, args, kwargs, out) -> tuple[int, str, tuple[int, ...]]:
+    """FLOPs, kind and, for a matrix product, (batch, m, n, k) of an operator's call."""
+    product = MATRIX_PRODUCTS.get(op._overloadpacket)
+    if product is not None:
+        kind, sizes = product(*args)
+        # rows of a grouped product belong to one group each
+        return 2 * prod(sizes[1:] if kind == "grouped" else sizes), kind, sizes
+    if op._overloadpacket in ATTENTION:
+        return int(ATTENTION[op._overloadpacket](*args)), "attention", ()
+    if op._overloadpacket in flop_registry:
+        flops = flop_registry[op._overloadpacket](*args, **kwargs, out_val=out)
+        return flops, ("attention" if "attention" in name else "gemm"), ()
+    return 0, "memory", ()
+
+
+def _mm(a, b, *_) -> tuple[str, tuple[int, ...]]:
+    return "gemm", (1, a.shape[0], b.shape[1], a.shape[1])
+
+
+def _bmm(a, b, *_) -> tuple[str, tuple[int, ...]]:
+    return "gemm", (a.shape[0], a.shape[1], b.shape[2], a.shape[2])
+
+
+def _grouped(a, b, *_) -> tuple[str, tuple[int, ...]]:
+    """Rows by expert times a stack, or two matrices whose common dimension is cut by expert."""
+    if a.dim() == 2 and b.dim() == 3:
+        return "grouped", (b.shape[0], a.shape[0], b.shape[2], a.shape[1])
+    return "grouped", (1, a.shape[0], b.shape[1], a.shape[1])
+
+
+MATRIX_PRODUCTS: dict[object, Callable] = {
+    aten.mm: _mm,
+    aten.addmm: lambda bias, a, b, *_: _mm(a, b),
+    aten._scaled_mm: _mm,
+    aten.bmm: _bmm,
+    aten.baddbmm: lambda bias, a, b, *_: _bmm(a, b),
+    aten._grouped_mm: _grouped,
+}
+
+
+def _cpu_attention(q, k, v, dropout=0.0, causal=False, *_) -> float:
+    return 2 * attention_pairs(q, k, causal) * q.shape[1] * (q.shape[-1] + v.shape[-1])
+
+
+def _cpu_attention_backward(grad, q, k, v, out, log_sum, dropout=0.0, causal=False, *_) -> float:
+    return 2 * attention_pairs(q, k, causal) * q.shape[1] * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
+def attention_pairs(q: Tensor, k: Tensor, causal: bool) -> float:
+    """Pairs of query and key over all rows: half of the square if causal."""
+    return q.shape[0] * q.shape[2] * k.shape[2] / (2 if causal else 1)
+
+
+ATTENTION: dict[object, Callable] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+}

@@ -1,0 +1,32 @@
+"""How much better a sample is than the others of its prompt: the advantage, and when a group has none to tell.
+
+GRPO (Shao et al. 2024) samples a group of completions per prompt and compares each one's reward with a baseline, the
+group's own mean, so that no value network is needed. Leaving the sample itself out of the mean (RLOO, Ahmadian et al.
+2024) makes the baseline independent of it and the gradient unbiased; it only scales by G / (G - 1). Dividing by the
+standard deviation makes hard and easy prompts count alike, which Dr. GRPO (Liu et al. 2025) leaves out as a bias.
+"""
+
+import torch
+from torch import Tensor
+
+
+def advantages(rewards: Tensor, baseline: str, std_scaling: bool) -> Tensor:
+    """Reward minus baseline, divided by the group's standard deviation if `std_scaling`.
+
+    rewards: [groups, samples], with at least 2 samples; baseline: `group` or `leave_one_out`. Returns fp64 of the same
+    shape. A group whose rewards are all the same gets zeros.
+    """
+    rewards = rewards.double()
+    size = rewards.shape[1]
+    mean = rewards.mean(1, keepdim=True)
+    if baseline == "leave_one_out":
+        mean = (size * mean - rewards) / (size - 1)
+    result = rewards - mean
+    if std_scaling:
+        result = result / (rewards.std(1, keepdim=True) + 1e-6)
+    return torch.where(has_signal(rewards)[:, None], result, 0.0)
+
+
+def has_signal(rewards: Tensor) -> Tensor:
+    """bool [groups]: do the rewards [groups, samples] of a group differ? If not, it teaches nothing."""
+    return (rewards != rewards[:, :1]).any(1)

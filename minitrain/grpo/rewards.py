@@ -1,0 +1,110 @@
+"""What a response is worth: the reward functions, and how to compare answers to mathematical questions.
+
+A reward function takes the response's text, the right answer and the problem's whole line of data:
+
+    def reward(response: str, answer: str, row: dict) -> float
+
+`exact` and `math` are built in; a config may name any other as `package.module:name`. Answers are compared as text and
+as fractions, in bounded time whatever the model writes: nothing is evaluated, and of a long text only the end counts.
+Left out: symbolic equality (sqrt(8) is not 2 sqrt(2) here) and units.
+"""
+
+import importlib
+import re
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+from minitrain.errors import InputError
+
+Reward = Callable[[str, str, dict], float]
+LOOKED_AT = 20_000  # characters at a text's end: an answer comes last
+DIGITS = 100  # longer numbers are compared as text
+NUMBER = r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+
+
+def exact(response: str, answer: str, row: dict) -> float:
+    """1 if the response is the answer, but for white space around it."""
+    return float(response.strip() == answer.strip())
+
+
+def math(response: str, answer: str, row: dict) -> float:
+    """1 if the response's final answer is the marked answer in `answer`, or else all of it, as text or as a number."""
+    given, right = final_answer(response), marked_answer(answer)
+    if given is None:
+        return 0.0
+    given, right = normalize(given), normalize(answer[-LOOKED_AT:] if right is None else right)
+    number = to_number(given)
+    return float(given == right or (number is not None and number == to_number(right)))
+
+
+def final_answer(text: str) -> str | None:
+    """The marked answer; else the last number; else None."""
+    marked = marked_answer(text)
+    numbers = re.findall(NUMBER, text[-LOOKED_AT:]) if marked is None else [marked]
+    return numbers[-1] if numbers else None
+
+
+def marked_answer(text: str) -> str | None:
+    r"""The content of the last \boxed{...}; else the rest of the line after the last ####; else None."""
+    text = text[-LOOKED_AT:]
+    boxed = last_boxed(text)
+    if boxed is None and "####" in text:
+        return text.rpartition("####")[2].strip().partition("\n")[0]
+    return boxed
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What stands in the last \boxed{...} whose braces close."""
+    for start in [match.end() for match in re.finditer(r"\\boxed\s*\{", text)][:-9:-1]:  # the last few: linear time
+        depth = 1
+        for end in range(start, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                return text[start:end]
+    return None
+
+
+def normalize(answer: str) -> str:
+    r"""One spelling of each: no white space, $, %, \text, \left, degrees, thousands separators or final full stop."""
+    answer = re.sub(r"\\(?:text|mathrm|textbf)\s*\{([^{}]*)\}", r"\1", answer)
+    answer = re.sub(r"\\(?:left|right|,|!|;|:|%|\$| )|\^\s*\{?\\circ\}?|[\s$%]", "", answer)
+    answer = re.sub(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}|\\[dt]?frac(\d)(\d)", r"\1\3/\2\4", answer)
+    answer = re.sub(r"(?<=\d),(?=\d{3}(?:\D|$))", "", answer)
+    return answer.rstrip(".").removeprefix("+").lower()
+
+
+def to_number(answer: str) -> Fraction | None:
+    """A normalised answer as an exact number, if it is an integer, a decimal or a fraction of those."""
+    match = re.fullmatch(rf"({NUMBER})(?:/({NUMBER}))?", answer) if len(answer) <= DIGITS else None
+    if match is None or "," in answer:
+        return None
+    numerator, denominator = Fraction(match[1]), Fraction(match[2] or 1)
+    return numerator / denominator if denominator else None
+
+
+def overlong(tokens: int, longest: int, buffer: int, penalty: float) -> float:
+    """What to add to the reward for length: 0 up to longest - buffer tokens, then linearly down to -penalty (DAPO)."""
+    return -penalty * min(max(tokens - (longest - buffer), 0) / buffer, 1) if buffer else 0.0
+
+
+BUILT_IN: dict[str, Reward] = {"exact": exact, "math": math}
+
+
+def load_reward(name: str) -> Reward:
+    """`exact`, `math`, or the function at `package.module:name`, looked for in the current folder too."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    module, colon, function = name.partition(":")
+    if not colon or not module or not function:
+        raise InputError(f"grpo.reward={name!r} is not exact, math or package.module:function")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"grpo.reward={name!r} cannot be imported: {error}") from error
+    if not callable(found):
+        raise InputError(f"grpo.reward={name!r} is a {type(found).__name__}, not a function")
+    return found

@@ -1,0 +1,144 @@
+"""The sampling side: prompts in, groups of rewarded responses out; and how good the policy is on held-out problems.
+
+Replicas of the sampler share the prompts. What comes out is the same however many there are: a response's randomness
+depends on (seed, number of its problem, number in its group) alone.
+"""
+
+import hashlib
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from minitrain.config import Config
+from minitrain.errors import InputError
+from minitrain.grpo.advantages import has_signal
+from minitrain.grpo.batches import Rollout
+from minitrain.grpo.problems import Problem, Problems
+from minitrain.grpo.refit import gather
+from minitrain.grpo.rewards import load_reward, overlong
+from minitrain.rollout.sampling import Completion, SamplingParams
+
+Group = list[Rollout]  # all responses to one prompt
+
+
+class Collector:
+    """Samples groups of responses with `sampler` and rewards them, together with the other replicas.
+
+    replica: which of how many `replicas` this rank belongs to; speaks: is it the one of its replica that reports.
+    group: the ranks of all replicas, on gloo. end: the token that ends a response.
+    """
+
+    def __init__(self, config: Config, sampler, tokenizer, end: int, replica: int, replicas: int, speaks: bool, group):
+        self.config, self.sampler, self.tokenizer, self.end = config, sampler, tokenizer, end
+        self.replica, self.replicas, self.speaks, self.group = replica, replicas, speaks, group
+        self.reward = load_reward(config.grpo.reward)
+
+    def collect(self, problems: Problems, step: int) -> list[Group]:
+        """The groups of a step, on all replicas.
+
+        With grpo.generations above 1 those without a signal are replaced, by groups of further problems (DAPO's dynamic
+        sampling); should there still not be enough, they fill up the step after all.
+        """
+        count, rounds = self.config.grpo.prompts, self.config.grpo.generations
+        chosen, silent = [], []
+        for turn in range(rounds):
+            first = (step * rounds + turn) * count
+            params = self.params(self.config.rollout.temperature, self.config.grpo.group)
+            groups = self.sample(problems.take(first, count), first, params)
+            if rounds == 1:
+                return groups
+            for group in groups:
+                (chosen if has_signal(rewards([group])).item() else silent).append(group)
+            if len(chosen) >= count:
+                break
+        return renumber((chosen + silent)[:count])
+
+    def sample(self, problems: list[Problem], first: int, params: dict) -> list[Group]:
+        """A group of responses to each problem; they are number first, first + 1, ... of all."""
+        mine = range(self.replica, len(problems), self.replicas)
+        requests = [SamplingParams(**params, seed=self.seed(first + i)) for i in mine]
+        prompts = [problems[i].prompt for i in mine]
+        completions = iter(self.sampler.generate(prompts, requests) if requests else [])
+        groups = {i: [self.rewarded(i, problems[i], next(completions)) for _ in range(params["n"])] for i in mine}
+        shares = gather(groups if self.speaks else {}, self.group)
+        return [group for _, group in sorted(item for share in shares for item in share.items())]
+
+    def params(self, temperature: float, n: int) -> dict:
+        return {
+            "temperature": temperature, "n": n, "max_tokens": self.config.rollout.max_tokens, "stop_tokens": (self.end,)
+        }  # fmt: skip
+
+    def seed(self, number: int) -> int:
+        digest = hashlib.blake2b(f"{self.config.seed}/{number}".encode(), digest_size=4).digest()
+        return int.from_bytes(digest) >> 1
+
+    def rewarded(self, group: int, problem: Problem, completion: Completion) -> Rollout:
+        grpo, ended = self.config.grpo, completion.finish_reason == "stop"
+        tokens = completion.tokens
+        text = self.tokenizer.decode(tokens[:-1] if ended and tokens[-1] == self.end else tokens)
+        reward = float(self.reward(text, problem.answer, problem.row))
+        if not math.isfinite(reward):
+            raise InputError(f"grpo.reward={grpo.reward} returned {reward} for the response {text[:80]!r}")
+        reward += overlong(len(tokens), self.config.rollout.max_tokens, grpo.overlong_buffer, grpo.overlong_penalty)
+        return Rollout(group, problem.prompt, tokens, completion.logprobs, not ended, reward, text, problem.answer)
+
+    def evaluate(self, problems: Problems, count: int) -> dict[str, float]:
+        """pass@1 of the likeliest response to the first `count` problems, and pass@k of sampled ones, k = 1, 2, 4, ...
+
+        A response passes if its reward is at least 1. pass@k: is one of k responses right, see `pass_at`.
+        """
+        chosen, n = problems.problems[:count], self.config.grpo.eval_samples
+        greedy = self.sample(chosen, 0, self.params(0.0, 1))
+        sampled = self.sample(chosen, 0, self.params(self.config.rollout.temperature, n))
+        right = [sum(rollout.reward >= 1 for rollout in group) for group in sampled]
+        numbers = {"greedy": sum(group[0].reward >= 1 for group in greedy) / len(greedy)}
+        for k in (2**i for i in range(n.bit_length())):
+            numbers[f"pass@{k}"] = sum(pass_at(k, n, c) for c in right) / len(right)
+        return numbers
+
+
+def pass_at(k: int, n: int, c: int) -> float:
+    """The chance that k of n responses, drawn without putting back, hold at least one of the c right ones.
+
+    An unbiased estimate of pass@k (Chen et al. 2021): 1 - C(n - c, k) / C(n, k).
+    """
+    return 1 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def rewards(groups: list[Group]) -> torch.Tensor:
+    """[groups, samples]"""
+    return torch.tensor([[rollout.reward for rollout in group] for group in groups], dtype=torch.float64)
+
+
+def renumber(groups: list[Group]) -> list[Group]:
+    for number, group in enumerate(groups):
+        for rollout in group:
+            rollout.group = number
+    return groups
+
+
+# ---------------------------------------------------------------------------------------------------------- JSON lines
+
+
+def write_rollouts(file: Path, groups: list[Group]) -> None:
+    """One line per response, with every digit: what `read_rollouts` needs, and what a human wants to read."""
+    lines = [json.dumps(asdict(rollout)) for group in groups for rollout in group]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    temporary.replace(file)
+
+
+def read_rollouts(file: Path) -> list[Group]:
+    """What `write_rollouts` wrote."""
+    try:
+        rollouts = [Rollout(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{file} does not hold the responses that the next step is to train on: {error}") from error
+    groups: dict[int, Group] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.group, []).append(rollout)
+    return list(groups.values())

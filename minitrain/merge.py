@@ -1,0 +1,30 @@
+"""Add LoRA adapters to the model that they were trained on: python -m minitrain.merge --model DIR --adapter DIR --out DIR.
+
+--model is a folder in Hugging Face layout, --adapter one in PEFT's format, such as a LoRA run's out_dir. --out becomes
+a model like any other, in the base model's type, with its tokenizer.
+"""
+
+from pathlib import Path
+
+from minitrain import cli
+from minitrain.models.checkpoint_hf import load_pretrained, save_pretrained
+from minitrain.models.checkpoint_peft import load_adapter
+from minitrain.models.lora import merge_adapters
+from minitrain.tokenizer import load_tokenizer
+
+
+def main(arguments: list[str]) -> None:
+    parser = cli.Parser(prog="python -m minitrain.merge", description=__doc__)
+    for name in ("--model", "--adapter", "--out"):
+        parser.add_argument(name, required=True, metavar="DIR")
+    options = parser.parse_args(arguments)
+    model = load_pretrained(options.model)
+    load_adapter(model, options.adapter)
+    merge_adapters(model)
+    save_pretrained(model, options.out)
+    if Path(options.model, "tokenizer.json").exists():
+        load_tokenizer(options.model).save(options.out)
+
+
+if __name__ == "__main__":
+    cli.run(main)

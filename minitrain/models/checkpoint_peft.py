@@ -1,0 +1,217 @@
+"""LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
+
+    ours                                           in the file, behind `base_model.model.`
+    model.layers.0.self_attn.q_proj.lora_A         model.layers.0.self_attn.q_proj.lora_A.weight
+    model.layers.0.mlp.experts.down_proj_lora_A    model.layers.0.mlp.experts.lora_A.weight
+        [experts, rank, in]                            [experts x rank, in]
+    model.layers.0.mlp.experts.down_proj_lora_B    model.layers.0.mlp.experts.lora_B.weight
+        [experts, out, rank]                           [out, rank x experts]
+    ...experts.gate_up_proj_lora_A                 the same, and where both are adapted ...experts.base_layer.lora_A.weight
+
+The names are those of transformers' modules, which for some families differ from the hub's tensors. Experts are what
+PEFT calls `target_parameters`. Left out: GPT-3, whose q, k and v are one matrix on the hub; all variants of LoRA.
+"""  # noqa: E501
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from minitrain.errors import InputError
+from minitrain.models.checkpoint_hf import all_of
+from minitrain.models.config_hf import read_json
+from minitrain.models.decoder import Decoder
+from minitrain.models.layouts_hf import interleave
+from minitrain.models.lora import Lora, add_adapters, is_adapter
+from minitrain.models.mamba import by_group, by_part
+from minitrain.models.wan import Wan, WanConfig
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+VARIANTS = (
+    "use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "use_qalora",
+    "layers_to_transform", "layer_replication", "trainable_token_indices", "alora_invocation_tokens", "use_bdlora",
+)  # fmt: skip
+
+
+def read_adapter_config(path: str | Path) -> Lora:
+    """What adapter_config.json in folder `path` says, but for dropout; raises InputError for what is no plain LoRA."""
+    file = Path(path) / CONFIG
+    raw = read_json(file)
+    variants = [key for key in VARIANTS if raw.get(key)] + ["bias"] * (raw.get("bias", "none") != "none")
+    if raw.get("peft_type") != "LORA" or variants:
+        raise InputError(f"{file}: only plain LoRA is supported, not {', '.join(variants) or raw.get('peft_type')}")
+    modules = raw.get("target_modules") or []
+    if not isinstance(modules, list):
+        raise InputError(f"{file}: target_modules must be a list of names, not the pattern {modules!r}")
+    targets = [target.removeprefix("mixer.") for target in (*modules, *(raw.get("target_parameters") or []))]
+    try:
+        return Lora(int(raw["r"]), float(raw["lora_alpha"]), rslora=bool(raw.get("use_rslora")), targets=targets)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{file}: r and lora_alpha must be numbers ({error!r})") from None
+
+
+def load_adapter(model: nn.Module, path: str | Path) -> None:
+    """Give an unsharded model the adapters of folder `path`, in place; the model is frozen.
+
+    Raises InputError, before anything is changed, for a folder that is no plain LoRA or does not fit the model.
+    """
+    lora = read_adapter_config(path)
+    stored = _read_tensors(model.config, lora, Path(path))
+    add_adapters(model, lora)
+    _fill(model, stored, all_of)
+
+
+def fill_adapters(
+    model: nn.Module, lora: Lora, path: str | Path, owned: Callable[[Tensor], tuple[Tensor, tuple[slice, ...]]]
+) -> None:
+    """Read adapters that the model has already. owned: what of a parameter this process holds, see `load_weights`."""
+    _fill(model, _read_tensors(model.config, lora, Path(path)), owned)
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, stored: dict[str, Tensor], owned: Callable) -> None:
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            part, slices = owned(parameter)
+            part.copy_(stored[name][slices])
+
+
+def _read_tensors(config, lora: Lora, path: Path) -> dict[str, Tensor]:
+    """Every adapter's tensors by our names. config: the model's."""
+    file, shapes = path / WEIGHTS, adapter_shapes(config, lora)
+    try:
+        stored = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{file} cannot be read as safetensors: {error}") from None
+    found = {}
+    for name, shape in shapes.items():
+        key, expected = stored_name(name, shapes, config), to_stored(name, torch.empty(shape, device="meta"), config)
+        if key not in stored:
+            raise InputError(f"{file}: tensor {key} of shape {list(expected.shape)} is missing")
+        if stored[key].shape != expected.shape:
+            shapes = f"{list(stored[key].shape)}, expected {list(expected.shape)}"
+            raise InputError(f"{file}: tensor {key} has shape {shapes}")
+        found[name] = from_stored(name, stored.pop(key), shape, config)
+    if stored:
+        raise InputError(f"{file}: tensor {next(iter(stored))} has no place in the model")
+    return found
+
+
+def adapter_shapes(config, lora: Lora) -> dict[str, torch.Size]:
+    """Name and shape of every adapter's parameters in the model of `config`."""
+    with torch.device("meta"):
+        model = (Wan if isinstance(config, WanConfig) else Decoder)(config)
+    add_adapters(model, lora)
+    return {name: parameter.shape for name, parameter in model.named_parameters() if is_adapter(name)}
+
+
+def save_adapter(tensors: Iterable[tuple[str, Tensor]], config, lora: Lora, path: str | Path, base: str = "") -> None:
+    """Write whole adapters, by our names, so that `peft.PeftModel.from_pretrained(model, path)` loads them.
+
+    config: the model's. base: its name or folder, as peft's Auto classes want to know it.
+    """
+    refuse_gpt2(config)
+    folder, shapes = Path(path), adapter_shapes(config, lora)
+    stored = {
+        stored_name(name, shapes, config): to_stored(name, tensor.detach().cpu(), config).contiguous()
+        for name, tensor in tensors
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    _replace(folder / WEIGHTS, lambda file: save_file(stored, file, metadata={"format": "pt"}))
+    settings = json.dumps(adapter_config(config, lora, base), indent=2) + "\n"
+    _replace(folder / CONFIG, lambda file: file.write_text(settings, encoding="utf-8"))
+
+
+def adapter_config(config, lora: Lora, base: str) -> dict:
+    """adapter_config.json. PEFT has no dropout for experts, so there it is not told of any."""
+    experts = [target for target in lora.targets if "experts." in target]
+    return dict(
+        peft_type="LORA",
+        task_type=None if isinstance(config, WanConfig) else "CAUSAL_LM",
+        base_model_name_or_path=base,
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=0.0 if experts else lora.dropout,
+        use_rslora=lora.rslora,
+        target_modules=[_module(target, config) for target in lora.targets if target not in experts],
+        target_parameters=[_module(target, config) for target in experts] or None,
+        bias="none",
+        fan_in_fan_out=False,
+        inference_mode=True,
+    )
+
+
+def refuse_gpt2(config) -> None:
+    """Raises InputError for the one family whose adapters have no form in PEFT."""
+    if not isinstance(config, WanConfig) and config.family == "gpt2":
+        raise InputError("lora: adapters of GPT-3's q_proj, k_proj, v_proj have no form in PEFT, where the three are one")
+
+
+def _replace(file: Path, write: Callable[[Path], object]) -> None:
+    """All of the new file or all of the old one."""
+    temporary = file.with_name(file.name + ".tmp")
+    write(temporary)
+    os.replace(temporary, file)
+
+
+# ------------------------------------------------------------------------------------------------- one tensor at a time
+
+
+def stored_name(name: str, names: Iterable[str], config) -> str:
+    """Our name of an adapter's parameter -> PEFT's. names: all that there are."""
+    path, letter = name[: -len("lora_A")], name[-1]
+    module = path.rstrip("._")
+    if path.endswith("_"):  # a stack, of the module above
+        module, _, stack = module.rpartition(".")
+        if stack != "down_proj" and f"{module}.down_proj_lora_A" in names:
+            module += ".base_layer"
+    return f"base_model.model.{_module(module, config)}.lora_{letter}.weight"
+
+
+def _module(path: str, config) -> str:
+    """The path of a module, or the end of one, as transformers has it: in Nemotron-H every part is a `mixer`."""
+    is_nemotron = not isinstance(config, WanConfig) and config.family == "nemotron_h"
+    return re.sub(r"\b(self_attn|mamba|mlp)\.", "mixer.", path) if is_nemotron else path
+
+
+def to_stored(name: str, tensor: Tensor, config) -> Tensor:
+    """Our adapter's tensor in PEFT's shape."""
+    parts = _mamba_parts(name, config)
+    if parts:
+        tensor = by_part(tensor, parts, config.mamba.groups)
+    if tensor.ndim == 2:
+        return tensor
+    if name.endswith("A"):
+        return tensor.flatten(0, 1)
+    if _is_separated(name, config):
+        tensor = torch.cat([tensor[:, 0::2], tensor[:, 1::2]], dim=1)
+    return tensor.permute(1, 2, 0).flatten(1)
+
+
+def from_stored(name: str, tensor: Tensor, shape: torch.Size, config) -> Tensor:
+    """The other way round. shape: of ours."""
+    parts = _mamba_parts(name, config)
+    if parts:
+        tensor = by_group(tensor, parts, config.mamba.groups)
+    if len(shape) == 2:
+        return tensor
+    if name.endswith("A"):
+        return tensor.view(shape)
+    tensor = tensor.view(shape[1], shape[2], shape[0]).permute(2, 0, 1)
+    return interleave(*tensor.chunk(2, dim=1)) if _is_separated(name, config) else tensor
+
+
+def _mamba_parts(name: str, config) -> list[int] | None:
+    """Rows of Mamba-2's input projection are in another order on the hub, and so are those of its B."""
+    return config.mamba.parts(name) if ".mamba." in name and name.endswith("B") else None
+
+
+def _is_separated(name: str, config) -> bool:
+    """All but GPT-OSS have all gate rows first, then all up rows."""
+    return config.family != "gpt_oss" and "gate_up_proj" in name

@@ -1,0 +1,187 @@
+"""LoRA (Hu et al. 2021): train a low-rank update beside each of some frozen matrices.
+
+    y = x W^T + scale (dropout(x) A^T) B^T
+
+    W  [out, in]    frozen: its gradient is neither computed nor stored
+    A  [rank, in]   random at first
+    B  [out, rank]  zero at first, so that training starts from the base model
+    scale           alpha / rank, or alpha / sqrt(rank) with rslora (Kalajdzievski 2023)
+
+A Linear keeps its class, its weight and their names; A and B are further parameters of it, `lora_A` and `lora_B`, and a
+hook adds their product to its output. So checkpoints, sharding and number formats of the base need not know of
+adapters. A stack of experts [experts, out, in] gets stacks of As and Bs.
+
+The update's matrix products are thin: what it costs is memory traffic, a pass over each adapted input and output. That
+is why it is one sum, which the compiler merges into whatever reads the output, and the scale is applied to B. W + BA is
+not formed for training: in bf16 it would lose updates that are smaller than W's rounding.
+
+Left out: adapters of the embedding, the head and what else is outside the blocks; several adapters at once; DoRA.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minitrain.errors import InputError
+from minitrain.models.moe import Experts
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Lora:
+    """The settings of all adapters of a model.
+
+    targets: what to adapt, see `find_targets`. dtype: of A and B; they compute in the type of their input.
+    dropout: of the adapters' input, as in peft.
+    path: a folder in PEFT's format to start from, whose rank, alpha, rslora and targets then hold.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    rslora: bool = False
+    targets: list[str] = field(default_factory=lambda: list(TARGETS))
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    path: str = ""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+def add_adapters(model: nn.Module, lora: Lora) -> None:
+    """Freeze `model` in place and give it adapters, without values if it is on the meta device."""
+    model.requires_grad_(False)
+    for module, name in find_targets(model, lora.targets).values():
+        weight = getattr(module, name)
+        *stack, out, into = weight.shape
+        for letter, shape in (("A", (*stack, lora.rank, into)), ("B", (*stack, out, lora.rank))):
+            values = torch.empty(shape, dtype=DTYPES[lora.dtype], device=weight.device)
+            module.register_parameter(_attribute(name) + letter, nn.Parameter(values))
+        module.lora = lora
+        if isinstance(module, Experts):
+            module._linear = partial(adapted_product, module)
+        else:
+            module.lora_hook = module.register_forward_hook(add_update)
+    for name, module in model.named_modules():
+        if name.endswith(("embed_tokens", "patch_embedding")):
+            module.register_forward_hook(require_gradient)
+
+
+def find_targets(model: nn.Module, targets: Iterable[str]) -> dict[str, tuple[nn.Module, str]]:
+    """The weights that `targets` name: path -> (module, name of its parameter).
+
+    A target is the path of a Linear in the model's blocks or the end of one (`q_proj`, `self_attn.q_proj`). Stacks of
+    experts are only meant where `experts.` says so (`experts.down_proj`). Raises InputError for a target that names
+    nothing, unless it is one of TARGETS, of which a model has those that its family has, but at least one.
+    """
+    inside = {id(module) for block in model.blocks for module in block.modules()}
+    weights = {}
+    for path, module in model.named_modules():
+        if id(module) in inside and isinstance(module, nn.Linear):
+            weights[path] = module, "weight"
+        elif isinstance(module, Experts):
+            weights |= {f"{path}.{name}": (module, name) for name in (module.first, "down_proj")}
+    found = {target: {path for path in weights if _is_meant(path, target)} for target in targets}
+    unknown = [target for target, paths in found.items() if not paths and target not in TARGETS]
+    if unknown or (weights and not any(found.values())):
+        names = sorted({_short(path) for path in weights})
+        raise InputError(f"lora.targets: the model has no {', '.join(unknown or found)} (it has {', '.join(names)})")
+    chosen = set().union(*found.values())
+    return {path: weight for path, weight in weights.items() if path in chosen}
+
+
+def _short(path: str) -> str:
+    return path[path.index("experts.") :] if ".experts." in path else path.rpartition(".")[2]
+
+
+def _is_meant(path: str, target: str) -> bool:
+    return f".{path}".endswith(f".{target}") and (".experts." not in path or "experts." in target)
+
+
+def _attribute(parameter: str) -> str:
+    """Of a Linear's weight lora_A and lora_B, of a stack called NAME NAME_lora_A and NAME_lora_B."""
+    return "lora_" if parameter == "weight" else f"{parameter}_lora_"
+
+
+def is_adapter(name: str) -> bool:
+    """Is this the name of an adapter's parameter?"""
+    return name.endswith(("lora_A", "lora_B"))
+
+
+@torch.no_grad()
+def initialize_adapter(name: str, tensor: Tensor, generator: torch.Generator) -> None:
+    """A: uniform within +-1 / sqrt(in), as the Linears of torch and the As of peft start; B: zero."""
+    if name.endswith("A"):
+        bound = tensor.shape[-1] ** -0.5
+        tensor.uniform_(-bound, bound, generator=generator)
+    else:
+        tensor.zero_()
+
+
+# ------------------------------------------------------------------------------------------------------------ computing
+
+
+def add_update(linear: nn.Linear, inputs: tuple[Tensor], y: Tensor) -> Tensor:
+    """A forward hook. inputs: x [..., in]; y: [..., out]."""
+    x = drop(linear, inputs[0])
+    a, b = linear.lora_A.to(x.dtype), (linear.lora_B * linear.lora.scale).to(x.dtype)
+    return y + F.linear(F.linear(x, a), b)
+
+
+def drop(module: nn.Module, x: Tensor) -> Tensor:
+    """Dropout while gradients are computed, from the default generator: recomputation must draw the same again."""
+    return F.dropout(x, module.lora.dropout) if module.lora.dropout and torch.is_grad_enabled() else x
+
+
+def adapted_product(experts: Experts, name: str, x: Tensor, scale: Tensor, offsets: Tensor) -> Tensor:
+    """In place of `Experts._linear`. x: [rows, in], sorted by expert; returns [rows, out]."""
+    y = type(experts)._linear(experts, name, x, scale, offsets)
+    if not hasattr(experts, name + "_lora_A"):
+        return y
+    a, b = getattr(experts, name + "_lora_A"), getattr(experts, name + "_lora_B") * experts.lora.scale
+    inner = F.grouped_mm(drop(experts, x), a.to(x.dtype).transpose(-2, -1), offs=offsets)
+    return y + F.grouped_mm(inner, b.to(x.dtype).transpose(-2, -1), offs=offsets)
+
+
+def require_gradient(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+    """A forward hook of the embedding: what nothing trainable has made looks like what adapters have.
+
+    Else the first block's input would be the only one without a gradient, and the compiler would build every block
+    twice.
+    """
+    return output.requires_grad_(torch.is_grad_enabled())
+
+
+# -------------------------------------------------------------------------------------------------------------- merging
+
+
+def adapted(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Every weight with an adapter, as its module and its name there."""
+    for module in model.modules():
+        for name, _ in list(module.named_parameters(recurse=False)):
+            if hasattr(module, _attribute(name) + "A"):
+                yield module, name
+
+
+@torch.no_grad()
+def merge_adapters(model: nn.Module) -> None:
+    """Add every update to its weight, W + scale B A rounded once, and remove the adapters. For unsharded models."""
+    for module, name in list(adapted(model)):
+        weight, attribute = getattr(module, name), _attribute(name)
+        a, b = (getattr(module, attribute + letter).float() for letter in "AB")
+        weight.copy_(weight.float() + module.lora.scale * (b @ a))
+        delattr(module, attribute + "A")
+        delattr(module, attribute + "B")
+        if isinstance(module, nn.Linear):
+            module.lora_hook.remove()
+        else:
+            module.__dict__.pop("_linear", None)

@@ -1,0 +1,189 @@
+"""Expert parallelism (GShard, Lepikhin et al. 2020): every rank has some of the experts, and tokens travel to them.
+
+The ep ranks of a group each have tokens of their own and num_experts / ep neighbouring experts. In a layer of experts:
+
+    route       each rank chooses experts for its tokens: [tokens, ranks, experts of a rank], a weight or NOT_CHOSEN
+    send        a token goes to every rank that has one of its experts, once, however many of them it has there
+    expand      where it arrives, it is copied for each of its experts, sorted by expert, and the experts compute
+    add up      the weighted outputs of a token's experts are added where they are, so that one row goes back per row
+    return      and its own rank adds up what comes from the ranks
+
+A rank sends, and receives, per layer and forward pass, with r the number of other ranks that a token goes to (top_k of
+E experts, evenly: r = (ep - 1) (1 - C(E - E/ep, top_k) / C(E, top_k)); if they are neighbours, hardly more than one)
+
+    tokens x r x (2 width + E / ep) numbers,
+
+width being that of the experts' input: out, with the weights, and back. The backward pass sends the same, recomputation
+the forward's again. What it saves over a row per chosen expert is the factor top_k / r.
+
+How many rows come from where only the ranks that send them know: one small all-to-all and one wait of the host per
+layer. With the fake gate of benchmarks all is known in advance, and nothing waits. Nothing is dropped or padded; a rank
+may get no token at all.
+
+Experts live on a mesh of their own, (dp_replicate, dp_shard, ep): DTensors, split by expert over ep and sharded by FSDP
+along their next dimension over dp_shard, the ranks that have the same experts; there, data-parallel, context-parallel
+and tensor-parallel ranks are all alike, since each has other tokens. Routers, shared experts and all else stay on the
+usual mesh. Left out: sending while computing, and going to several ranks of a node by one.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed._functional_collectives as collectives  # no public ones are differentiable and compile
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import Module
+
+from minitrain.models.moe import Experts, MoE, Router
+
+NOT_CHOSEN = -1.0  # where a weight would be, and none is negative
+
+
+def expert_parallel(model: Module, mesh: DeviceMesh) -> None:
+    """Split the experts of a decoder, or of a stage, in place over the 1-D `mesh`. To be followed by FSDP."""
+    for block in model.blocks:
+        if isinstance(block.mlp, MoE):
+            split_experts(block.mlp.experts, mesh)
+            block.register_forward_pre_hook(use_parts)
+            known = block.mlp.gate.fake_balanced
+            sizes_of = balanced_sizes(block.mlp.gate, mesh) if known else partial(exchange_sizes, mesh)
+            block.mlp.dispatch = partial(dispatch, mesh, sizes_of)
+
+
+def split_experts(experts: Experts, mesh: DeviceMesh) -> None:
+    """Replace its parameters [experts, ...], the same on all ranks, by DTensors that are split over `mesh`."""
+    for name, parameter in list(experts.named_parameters()):
+        part = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+        experts.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+
+
+@torch.compiler.disable  # so that compiled graphs take plain tensors
+def use_parts(block: Module, inputs: tuple) -> None:
+    """A forward pre-hook, after FSDP's: let plain tensors, this rank's experts, hide the parameters of their names.
+
+    They stay, for recomputation in the backward pass, and are views of what FSDP frees and gathers again.
+    """
+    experts = block.mlp.experts
+    for name, parameter in experts.named_parameters():
+        experts.__dict__[name] = parameter.to_local()
+
+
+# ------------------------------------------------------------------------------------------------------------- dispatch
+
+
+def dispatch(
+    mesh: DeviceMesh, sizes_of: Callable, x: Tensor, indices: Tensor, weights: Tensor, experts: Experts
+) -> Tensor:
+    """Each token's weighted sum over its experts, wherever they are.
+
+    x: [tokens, width] of this rank; indices, weights: [tokens, top_k]. Every rank of `mesh` calls it with its own.
+    """
+    table = x.new_full((len(x), experts.num_experts), NOT_CHOSEN).scatter(1, indices, weights)
+    table = table.unflatten(1, (mesh.size(), -1))  # [tokens, ranks, experts of a rank]
+    sizes = sizes_of(table.detach() != NOT_CHOSEN)
+    leaving = list_copies((table.detach() != NOT_CHOSEN).any(-1), sum(sizes.sends))
+    outward = sizes.receives, sizes.sends, mesh
+    rows = collectives.all_to_all_single_autograd(CopyRows.apply(x, leaving), *outward)
+    weights = collectives.all_to_all_single_autograd(at_copies(table, leaving), *outward)  # [rows, experts of a rank]
+    chosen = weights.detach() != NOT_CHOSEN
+    expanded = list_copies(chosen, sizes.pairs)
+    outputs = experts(CopyRows.apply(rows, expanded), at_copies(weights, expanded), chosen.sum(0))
+    outputs = AddRows.apply(outputs, expanded)
+    return AddRows.apply(collectives.all_to_all_single_autograd(outputs, sizes.sends, sizes.receives, mesh), leaving)
+
+
+# --------------------------------------------------------------------------------------------------------------- sizes
+
+
+class Sizes(NamedTuple):
+    """What the host must know of a layer's all-to-alls."""
+
+    sends: list[int]  # rows to each rank
+    receives: list[int]  # rows from each rank
+    pairs: int  # of received rows and experts of this rank
+
+
+def exchange_sizes(mesh: DeviceMesh, chosen: Tensor) -> Sizes:
+    """chosen: bool [tokens, ranks, experts of a rank]. The one wait for the device, and for the other ranks' counts."""
+    mine = torch.stack([chosen.any(-1).sum(0), chosen.sum((0, 2))], dim=1)  # [ranks, 2]: rows, pairs
+    theirs = collectives.all_to_all_single(mine, None, None, mesh)
+    sends, receives, pairs = torch.stack([mine[:, 0], *theirs.unbind(1)]).tolist()
+    return Sizes(sends, receives, sum(pairs))
+
+
+def balanced_sizes(router: Router, mesh: DeviceMesh) -> Callable[[Tensor], Sizes]:
+    """The same without waiting, for the fake gate, with which all ranks choose alike whatever their tokens are."""
+
+    @cache
+    def sizes(tokens: int) -> Sizes:
+        chosen = np.zeros((tokens, router.num_experts), dtype=bool)
+        numbers = np.arange(tokens * router.top_k).reshape(tokens, router.top_k)
+        np.put_along_axis(chosen, numbers % router.num_experts, True, axis=1)
+        chosen = chosen.reshape(tokens, mesh.size(), -1)
+        sends, mine = chosen.any(-1).sum(0).tolist(), mesh.get_local_rank()
+        return Sizes(sends, [sends[mine]] * mesh.size(), mesh.size() * int(chosen[:, mine].sum()))
+
+    return lambda chosen: sizes(len(chosen))
+
+
+# -------------------------------------------------------------------------------------------------------------- copies
+
+
+class Copies(NamedTuple):
+    """Which rows are copied to which targets, in the order of the targets: a sparse matrix and its transpose."""
+
+    source: Tensor  # int64 [copies]: the row that a copy is of
+    target: Tensor  # int64 [copies]: where it is to go, ascending
+    place: Tensor  # int64 [copies]: the numbers of row 0's copies, then of row 1's, ...
+    first: Tensor  # int64 [rows]: where in `place` a row's begin
+
+
+def list_copies(wanted: Tensor, total: int) -> Copies:
+    """wanted: bool [rows, targets], of which `total` are true, as the host must know to wait for nothing."""
+    rows, targets = wanted.shape
+    by_target = torch.nonzero_static(wanted.T, size=total)
+    number = wanted.T.reshape(-1).cumsum(0) - 1  # [targets x rows]: of the copy, where it is wanted
+    row, target = torch.nonzero_static(wanted, size=total).unbind(1)
+    first = wanted.sum(1).cumsum(0) - wanted.sum(1)
+    return Copies(by_target[:, 1], by_target[:, 0], number[target * rows + row], first)
+
+
+def at_copies(table: Tensor, copies: Copies) -> Tensor:
+    """[rows, targets, ...] -> [copies, ...]: what the table says of each copy's row and target."""
+    return table.flatten(0, 1).index_select(0, copies.source * table.shape[1] + copies.target)
+
+
+def add_rows(x: Tensor, copies: Copies) -> Tensor:
+    """[copies, width] -> [rows, width]: the sum of each row's copies, without atomic additions; 0 if there are none."""
+    return F.embedding_bag(copies.place, x.detach(), copies.first, mode="sum")
+
+
+class CopyRows(torch.autograd.Function):
+    """[rows, width] -> [copies, width]. Backward is `AddRows`."""
+
+    @staticmethod
+    def forward(ctx, x, copies):
+        ctx.save_for_backward(*copies)
+        return x.index_select(0, copies.source)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return add_rows(grad, Copies(*ctx.saved_tensors)), None
+
+
+class AddRows(torch.autograd.Function):
+    """[copies, width] -> [rows, width]: the sum of each row's copies. Backward is `CopyRows`."""
+
+    @staticmethod
+    def forward(ctx, x, copies):
+        ctx.save_for_backward(*copies)
+        return add_rows(x, copies)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.index_select(0, Copies(*ctx.saved_tensors).source), None

@@ -1,0 +1,105 @@
+"""FP8 weights under FSDP: rounded where their shards lie, once per optimizer step, and gathered as bytes.
+
+Left alone, models/fp8.py rounds a weight in each forward pass: the whole weight's work for every rank and micro-batch,
+after a gather in bf16. Here each rank rounds its shard, 1/n of the work, all micro-batches gather the same bytes, half
+of bf16's, and a frozen weight is rounded once for ever. The scale is the whole weight's: the largest elements of the
+shards are compared over all ranks that have parts of it, tensor-parallel ones too, in one all-reduce per mesh dimension
+for all weights of the rank together. So a weight has the same FP8 numbers whatever the layout.
+
+Activations are not compared over ranks: each rank scales what it multiplies, which costs nothing and loses nothing.
+
+Memory: a byte more for each parameter that the rank holds, a byte less for each that is gathered.
+
+FSDP asks a shard for two methods, in torchao those of a tensor subclass. A plain tensor can have them as attributes,
+and so optimizers, checkpoints and DTensor see plain tensors in fp32. What stands in the parameter's place while it is
+gathered is a `placeholder` that has no memory and receives the gradient; the bytes are in the module beside it.
+"""
+
+import weakref
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Module
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from minitrain.models.fp8 import E4M3, Fp8Linear, cast, largest, placeholder, power_of_two_scale
+
+
+def gather_in_fp8(model: Module) -> None:
+    """Make FSDP gather the weights of all `Fp8Linear`s in FP8. To be called when they are sharded and have storage."""
+    linears = [module for module in model.modules() if isinstance(module, Fp8Linear)]
+    shards = Fp8Shards([linear.weight for linear in linears])
+    for number, linear in enumerate(linears):
+        shard = linear.weight._local_tensor  # to_local() may give another tensor object
+        shard.fsdp_pre_all_gather = partial(before_gather, shards, number)
+        shard.fsdp_post_all_gather = partial(after_gather, linear)
+
+
+class Fp8Shards:
+    """This rank's shards of `weights`, DTensors on one mesh, in FP8: made anew at the first use after a change.
+
+    A change is a step of any optimizer, unless a weight is frozen, and any write to a weight or to its local part but
+    one: a `foreach` operation on DTensors outside of an optimizer leaves no trace.
+    """
+
+    def __init__(self, weights: list[Tensor]):
+        self.weights, self.steps = weights, 0
+        self.seen: list[tuple | None] = [None] * len(weights)
+        self.shards: list[tuple[Tensor, Tensor] | None] = [None] * len(weights)
+        hook = register_optimizer_step_post_hook(partial(count_step, weakref.ref(self)))
+        weakref.finalize(self, hook.remove)
+
+    def state(self, number: int) -> tuple[int, int, int]:
+        """What differs after a change."""
+        weight = self.weights[number]
+        return self.steps * weight.requires_grad, weight._version, weight._local_tensor._version
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        """A weight's shard in FP8, and the weight's inverse scale, fp32. All ranks of the mesh must call it together."""
+        if self.seen[number] != self.state(number):
+            self.update([n for n in range(len(self.weights)) if self.seen[n] != self.state(n)])
+        return self.shards[number]
+
+    @torch.no_grad()
+    def update(self, changed: list[int]) -> None:
+        parts = [self.weights[number].to_local() for number in changed]
+        amax, mesh = torch.stack([largest(part) for part in parts]), self.weights[0].device_mesh
+        for dim in range(mesh.ndim):
+            if mesh.size(dim) > 1:
+                dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        scales = power_of_two_scale(amax, E4M3)
+        for number, part, scale, inverse in zip(changed, parts, scales, 1 / scales, strict=True):
+            self.shards[number] = cast(part, scale, E4M3), inverse
+            self.seen[number] = self.state(number)
+
+
+def count_step(shards: weakref.ref, *step) -> None:
+    if shards() is not None:
+        shards().steps += 1
+
+
+def before_gather(shards: Fp8Shards, number: int, mesh, size, stride, module, policy) -> tuple:
+    """What FSDP gathers over the 1-D `mesh` for a weight of this `size` [out, in]; and notes for `after_gather`."""
+    shard, inverse = shards[number]
+    rows = -(-size[0] // mesh.size())  # of the largest shard, which the others are padded to
+    padded = F.pad(shard.view(torch.uint8), (0, 0, 0, rows - len(shard))).view(E4M3)
+    return (padded,), (size, inverse)
+
+
+def after_gather(linear: Fp8Linear, gathered: tuple[Tensor], notes: tuple, dtype: torch.dtype, *, out=None):
+    """Give `linear` the weight in FP8, and FSDP, the first time, what stands in the parameter's place."""
+    size, inverse = notes
+    linear.gathered = gathered[0][: size[0]], inverse
+    return None if out is not None else (placeholder(size, inverse, dtype).as_subclass(Standing), [])
+
+
+class Standing(torch.Tensor):
+    """A placeholder on its way through FSDP, which insists on a contiguous view of it: it does without."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            return args[0].as_subclass(Tensor) if function is torch.as_strided else function(*args, **kwargs or {})

@@ -1,0 +1,117 @@
+"""Tensor and sequence parallelism of Wan, by the means of tensor.py.
+
+Both attentions and the MLP are split as a language model's are, heads or channels within them, tokens between. But:
+
+Queries and keys are normalised over all heads together, and a rank has only its own. The ranks add up their sums of
+squares, one number per token, where gathering the heads would send them all.
+Every rank has the whole text, timestep and image, and computes their embeddings in full; but what flows back to them
+comes from the rank's own heads and tokens, so their gradients are sums over ranks, as those of norms are.
+The last projection is small, so it is whole and sees this rank's tokens. All ranks then join the velocities and
+compute the same loss.
+
+Cost per layer and direction: 3 all-gathers and 3 reduce-scatters of [batch, seq, dim], 4 all-reduces of [batch, seq].
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+
+from minitrain.models.video import upcast
+from minitrain.models.wan import Block, Wan
+from minitrain.parallel.tensor import all_gather, collectives, split_parameters, use_parts
+
+BY_OUTPUT = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "proj")
+OVER_HEADS = ("norm_q", "norm_k", "norm_added_k")
+BY_INPUT = ("to_out.0", "net.2")
+
+
+def tensor_parallel_wan(model: Wan, mesh: DeviceMesh) -> None:
+    """Split `model` in place over the 1-D `mesh`. To be followed by FSDP.
+
+    The number of tokens must be a multiple of the ranks. Inputs and the result are whole, and the same on all ranks.
+    """
+    gather, scatter = collectives(mesh)
+    for block in model.blocks:
+        split_block(block, mesh, gather, scatter)
+    outer = [model.patch_embedding, model.condition_embedder, model.proj_out, model.adaln]
+    for module in (module for unit in outer for module in unit.modules()):
+        split_parameters(module, mesh, Replicate())
+    model.patch_embedding.register_forward_pre_hook(partial(use_all, outer))
+    model.hold = lambda row: row.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
+    model.join = lambda held: JoinTokens.apply(held, mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name)
+
+
+def use_all(units: list[nn.Module], first: nn.Module, inputs: tuple) -> None:
+    """A hook on what runs first, by when FSDP has gathered the parameters of all `units`."""
+    for unit in units:
+        use_parts(unit, inputs)
+
+
+def split_block(block: Block, mesh: DeviceMesh, gather: Callable, scatter: Callable) -> None:
+    for name, module in block.named_modules():
+        if name.endswith(BY_OUTPUT):
+            split_parameters(module, mesh, Shard(0))
+        elif name.endswith(OVER_HEADS):
+            split_parameters(module, mesh, Shard(0))
+            module.forward = partial(normalise_over_heads, module, mesh)
+        elif name.endswith(BY_INPUT):
+            split_by_input(module, mesh, scatter)
+        else:
+            split_parameters(module, mesh, Replicate())
+    for part in (block.attn1, block.attn2, block.ffn):
+        part.register_forward_pre_hook(lambda module, inputs: (gather(inputs[0]), *inputs[1:]))
+    block.register_forward_pre_hook(use_parts)
+
+
+def split_by_input(layer: nn.Linear, mesh: DeviceMesh, scatter: Callable) -> None:
+    """The ranks' products are terms of a sum, to which the bias is added once, where each token is then."""
+    bias = nn.Module()
+    bias.register_parameter("bias", layer.bias)
+    layer.bias = None
+    split_parameters(layer, mesh, Shard(1))
+    split_parameters(bias, mesh, Replicate())
+    layer.register_parameter("bias", bias.bias)
+    layer.forward = lambda x: F.linear(x, layer.weight)
+    layer.register_forward_hook(lambda module, inputs, output: scatter(output) + module.bias)
+
+
+def normalise_over_heads(norm: nn.RMSNorm, mesh: DeviceMesh, x: Tensor) -> Tensor:
+    """RMSNorm over the heads of all ranks, in fp32. x: [batch, seq, dim / tp], this rank's heads."""
+    squares = upcast(x).square().sum(-1, keepdim=True)
+    mean = AllReduce.apply(squares, mesh.get_group().group_name) / norm.normalized_shape[0]
+    return (x * torch.rsqrt(mean + norm.eps)).type_as(x) * norm.weight
+
+
+_ops = torch.ops._c10d_functional
+
+
+class AllReduce(torch.autograd.Function):
+    """The sum over ranks. Each rank uses it for something else, so its gradient is a sum over ranks too."""
+
+    @staticmethod
+    def forward(ctx, x, name):
+        ctx.name = name
+        return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", name))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _ops.wait_tensor(_ops.all_reduce(grad.contiguous(), "sum", ctx.name)), None
+
+
+class JoinTokens(torch.autograd.Function):
+    """[batch, seq / tp, dim] -> [batch, seq, dim]. All ranks go on alike, so each keeps its own tokens' gradient."""
+
+    @staticmethod
+    def forward(ctx, x, size, rank, name):
+        ctx.share = size, rank
+        return all_gather(x, size, name)
+
+    @staticmethod
+    def backward(ctx, grad):
+        size, rank = ctx.share
+        return grad.chunk(size, dim=1)[rank], None, None, None

@@ -1,0 +1,1 @@
+"""The sampler: pages, scheduler, sampling, caches, engine."""

@@ -1,0 +1,256 @@
+"""What the sampler does next: which prompts are computed, which samples are decoded, and with which pages.
+
+    queue      trunks in order of arrival. A trunk is a sequence of tokens to be computed once, and the samples that
+               go on from it: the n of one prompt, or one that was interrupted, with what it had produced
+    resident   trunks that have pages; they are computed in chunks, all but their last token
+    running    samples, each in a row of the decoding batch; the first token they decode is their trunk's last
+
+A sample joins from its trunk: it shares the full pages and gets a copy of the last, partly filled one, which it will
+write to; the trunk's last sample takes over everything. When pages run out, trunks that only wait give theirs back, then
+the youngest sample: it goes back to the queue as a trunk of its own and is computed again. Everything is first come,
+first served, so the oldest always gets on, and a request that fits the pool alone is always finished.
+
+No tensors and no clock: the same calls give the same schedule, so that tensor-parallel ranks need not talk about it.
+"""
+
+from dataclasses import dataclass, field
+from itertools import count
+
+from minitrain.errors import InputError
+from minitrain.rollout.pages import Pages
+from minitrain.rollout.sampling import SamplingParams
+
+
+@dataclass(eq=False)
+class Sample:
+    """One continuation of a prompt. `pages` hold the first `cached` of its tokens; `slot` the state of its layers."""
+
+    prompt: list[int]
+    params: SamplingParams
+    key: int  # of its random numbers
+    limit: int  # tokens, with the prompt
+    arrival: int = 0
+    produced: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    pages: list[int] = field(default_factory=list)
+    cached: int = 0
+    slot: int | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.produced
+
+
+@dataclass(eq=False)
+class Trunk:
+    """`tokens`, of which all but the last are to be computed, for the `samples` that wait for it."""
+
+    tokens: list[int]
+    samples: list[Sample]
+    pages: list[int] = field(default_factory=list)
+    cached: int = 0
+    slot: int | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) - 1
+
+
+@dataclass
+class Work:
+    """What to do next, in this order: copies, then chunks or decoding steps.
+
+    page_copies, slot_copies: (from, to). chunks: (trunk, how many tokens after its `cached`). samples: the rows of
+    `steps` decoding steps, each with pages for all of them.
+    """
+
+    page_copies: list[tuple[int, int]] = field(default_factory=list)
+    slot_copies: list[tuple[int, int]] = field(default_factory=list)
+    chunks: list[tuple[Trunk, int]] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    steps: int = 0
+
+
+class Scheduler:
+    """rows: how many samples are decoded at once. chunk: prompt tokens computed at once. steps: decoded in a row.
+
+    reuse: do new prompts look for pages of earlier ones? Not where layers have states besides pages.
+    """
+
+    def __init__(self, pages: Pages, rows: int, chunk: int, steps: int, reuse: bool = True):
+        self.pages, self.rows, self.chunk, self.steps, self.reuse = pages, rows, chunk, steps, reuse
+        self.queue: list[Trunk] = []
+        self.resident: list[Trunk] = []
+        self.running: list[Sample] = []
+        self.slots = list(range(rows + 1))[::-1]  # a trunk that waits for a free row has one too
+        self.arrivals = count()
+        self.chunks_last = False
+        self.preemptions = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.queue or self.running)
+
+    def submit(self, samples: list[Sample]) -> None:
+        """Queue the samples of one prompt. Raises InputError for what could never be finished."""
+        first = samples[0]
+        needed = self.pages.needed(first.limit - 1)
+        if needed > self.pages.count:
+            raise InputError(
+                f"a request of {len(first.prompt)} prompt tokens and {first.limit - len(first.prompt)} new ones needs "
+                f"{needed} pages of {self.pages.size} tokens, and the pool has {self.pages.count} "
+                f"(use fewer tokens, or rollout.pages={needed})"
+            )
+        for sample in samples:
+            sample.arrival = next(self.arrivals)
+        self.queue.append(Trunk(first.prompt, samples))
+
+    def plan(self) -> Work:
+        """The next work. Chunks and decoding take turns, so that long prompts do not hold up those who decode."""
+        self._start_trunks()
+        work = Work()
+        if not (self.running and self.chunks_last):
+            work.chunks = self._chunks()
+        self.chunks_last = bool(work.chunks)
+        if not work.chunks:
+            self._admit(work)
+            work.samples, work.steps = self._grow(), self.steps
+        return work
+
+    def computed(self, trunk: Trunk, tokens: int) -> None:
+        """So many more tokens of `trunk` are in its pages."""
+        trunk.cached += tokens
+        if self.reuse:
+            self.pages.publish(trunk.tokens[: trunk.cached], trunk.pages)
+
+    def decoded(self, sample: Sample, tokens: list[int], logprobs: list[float], finish_reason: str | None) -> None:
+        """`sample` produced these."""
+        sample.produced += tokens
+        sample.logprobs += logprobs
+        sample.cached += len(tokens)
+        if finish_reason:
+            self._finish(sample, finish_reason)
+
+    def cancel(self, sample: Sample) -> None:
+        """End a sample wherever it is; what it has produced stays."""
+        if sample in self.running:
+            self._finish(sample, "cancelled")
+        for trunk in self.queue:
+            if sample in trunk.samples:
+                trunk.samples.remove(sample)
+                sample.finish_reason = "cancelled"
+                if not trunk.samples:
+                    self._drop(trunk)
+                    self.queue.remove(trunk)
+                return
+
+    # --------------------------------------------------------------------------------------------------------- trunks
+
+    def _start_trunks(self) -> None:
+        """Give pages to waiting trunks, as long as there are rows for their samples."""
+        for trunk in self.queue[len(self.resident) :]:
+            awaited = len(self.running) + sum(len(other.samples) for other in self.resident)
+            if awaited >= self.rows or not self._start(trunk):
+                return
+
+    def _start(self, trunk: Trunk) -> bool:
+        """Leave a page to each sample that runs: to be put back right after starting would be a waste."""
+        found = self.pages.match(trunk.tokens[: trunk.length]) if self.reuse else []
+        missing = self.pages.needed(trunk.length) - len(found)
+        spare = len(self.running) + 1 if self.running or self.resident else 0
+        taken = self.pages.take(missing) if missing + spare <= self.pages.available else None
+        if taken is None:
+            self.pages.release(found)
+            return False
+        trunk.pages, trunk.cached, trunk.slot = found + taken, len(found) * self.pages.size, self.slots.pop()
+        self.resident.append(trunk)
+        return True
+
+    def _drop(self, trunk: Trunk) -> None:
+        """A trunk gives back what it has, and would be computed again."""
+        if trunk in self.resident:
+            self.resident.remove(trunk)
+            self.pages.release(trunk.pages)
+            self.slots.append(trunk.slot)
+            trunk.pages, trunk.cached, trunk.slot = [], 0, None
+
+    def _chunks(self) -> list[tuple[Trunk, int]]:
+        left, chunks = self.chunk, []
+        for trunk in self.resident:
+            tokens = min(left, trunk.length - trunk.cached)
+            if tokens > 0:
+                chunks.append((trunk, tokens))
+                left -= tokens
+        return chunks
+
+    # -------------------------------------------------------------------------------------------------------- samples
+
+    def _admit(self, work: Work) -> None:
+        """Let samples of computed trunks join the batch, in order."""
+        while self.resident and len(self.running) < self.rows and self.resident[0].cached == self.resident[0].length:
+            trunk = self.resident[0]
+            sample = trunk.samples.pop(0)
+            forked = bool(trunk.samples) and self._fork(trunk, sample, work)
+            if not forked:
+                self._inherit(trunk, sample)
+            sample.cached = trunk.length if forked else sample.cached
+            self.running.append(sample)
+
+    def _fork(self, trunk: Trunk, sample: Sample, work: Work) -> bool:
+        """Share the full pages, copy the last one. False if there is no page or slot for that."""
+        full = trunk.length // self.pages.size
+        tail = self.pages.take(1 if trunk.length % self.pages.size else 0)
+        if tail is None or not self.slots:
+            self.pages.release(tail or [])
+            return False
+        self.pages.share(trunk.pages[:full])
+        sample.pages, sample.slot = trunk.pages[:full] + tail, self.slots.pop()
+        work.page_copies += [(trunk.pages[full], page) for page in tail]
+        work.slot_copies.append((trunk.slot, sample.slot))
+        return True
+
+    def _inherit(self, trunk: Trunk, sample: Sample) -> None:
+        """The trunk's last sample takes over; if there are others after all, they have to start again."""
+        sample.pages, sample.cached, sample.slot = trunk.pages, trunk.cached, trunk.slot
+        trunk.pages, trunk.cached, trunk.slot = [], 0, None
+        self.resident.remove(trunk)
+        if not trunk.samples:
+            self.queue.remove(trunk)
+
+    def _grow(self) -> list[Sample]:
+        """Pages for the next `steps` tokens of every running sample, oldest first; the youngest may lose theirs."""
+        for sample in sorted(self.running, key=lambda sample: sample.arrival):
+            while sample.slot is not None:
+                tokens = min(sample.cached + self.steps, sample.limit - 1)
+                taken = self.pages.take(max(0, self.pages.needed(tokens) - len(sample.pages)))
+                if taken is not None:
+                    sample.pages += taken
+                    break
+                self._make_room()
+        return list(self.running)
+
+    def _make_room(self) -> None:
+        if self.resident:
+            return self._drop(self.resident[-1])
+        sample = max(self.running, key=lambda sample: sample.arrival)
+        self.preemptions += 1
+        self._leave(sample)
+        trunk = Trunk(sample.tokens, [sample])
+        later = [i for i, other in enumerate(self.queue) if other.samples[0].arrival > sample.arrival]
+        self.queue.insert(later[0] if later else len(self.queue), trunk)
+
+    def _finish(self, sample: Sample, reason: str) -> None:
+        sample.finish_reason = reason
+        self._leave(sample)
+
+    def _leave(self, sample: Sample) -> None:
+        """Out of the batch; the last row takes the place, so that the others stay where they are."""
+        if self.reuse:
+            self.pages.publish(sample.tokens[: sample.cached], sample.pages)
+        self.pages.release(sample.pages)
+        self.slots.append(sample.slot)
+        sample.pages, sample.cached, sample.slot = [], 0, None
+        row = self.running.index(sample)
+        self.running[row] = self.running[-1]
+        self.running.pop()

@@ -1,0 +1,202 @@
+"""Chats as tokens: a line of JSON -> messages -> the text of a chat template -> tokens, and which of them are trained.
+
+A model should learn to answer, not to ask: only the assistant's turns are predicted, each with the token that ends it.
+A turn is tokenised apart from the header before it, just as it follows the prompt when the model generates.
+
+The templates are those of Llama 3 and of Qwen (ChatML), written out here, so that no template language is needed, and a
+plain one for models without special tokens. Left out: tools, images, reasoning that is cut from earlier turns (Qwen 3).
+Text in a message that spells a special token becomes that token, as it does in transformers.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minitrain.errors import InputError
+from minitrain.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from minitrain.training.data import text_of
+from minitrain.training.loss import IGNORE
+
+
+class Message(NamedTuple):
+    role: str  # system, user or assistant
+    content: str
+
+
+class Sample(NamedTuple):
+    """What a model reads and what it predicts there. tokens: int64 [n]; labels: int64 [n], IGNORE or the next token.
+
+    It ends where the last label is predicted: what comes after that token would teach nothing.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+
+
+# ----------------------------------------------------------------------------------------------------------- templates
+
+
+@dataclass(frozen=True)
+class Template:
+    """How messages become text: begin, then for each message header, content, end and separator."""
+
+    header: str  # with {role}
+    end: str  # of a turn, trained as part of the assistant's
+    begin: str = ""
+    separator: str = ""
+    reply_ends_with_eos: bool = False  # the assistant's turns end with the tokenizer's eos, not with `end`
+    strip: bool = False  # white space around a message is removed
+    preface: str = ""  # stands before the system message's content, and alone if there is none
+    default_system: str = ""  # the content of a system message that is not there
+
+
+LLAMA3 = Template(
+    "<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", begin="<|begin_of_text|>", strip=True
+)
+CHATML = Template("<|im_start|>{role}\n", "<|im_end|>", separator="\n")
+PLAIN = Template("", "\n", reply_ends_with_eos=True)  # a line for each question, eos after each answer
+TEMPLATES = {"llama3": LLAMA3, "chatml": CHATML, "plain": PLAIN}
+SPECIAL_TOKENS = {"llama3": ("<|start_header_id|>", "<|eot_id|>"), "chatml": ("<|im_start|>", "<|im_end|>")}
+
+LLAMA31_PREFACE = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
+QWEN25_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+
+
+def choose_template(name: str, tokenizer: ByteTokenizer | HuggingFaceTokenizer) -> Template:
+    """The template called `name`; `auto`: the one whose special tokens the tokenizer has, else plain.
+
+    What a family's own template adds to the system message (Llama 3.1 a date, Qwen 2.5 a default), `auto` adds if the
+    template that came with the tokenizer does. Raises InputError if the tokenizer lacks a token that is needed.
+    """
+    missing = {
+        kind: [token for token in tokens if tokenizer.token_id(token) is None]
+        for kind, tokens in SPECIAL_TOKENS.items()
+    }
+    if name == "auto":
+        name = next((kind for kind in missing if not missing[kind]), "plain")
+        template, source = TEMPLATES[name], tokenizer.chat_template
+        if "Cutting Knowledge Date" in source:
+            template = replace(template, preface=LLAMA31_PREFACE)
+        if QWEN25_SYSTEM in source:
+            template = replace(template, default_system=QWEN25_SYSTEM)
+    elif missing.get(name):
+        raise InputError(f"data.template={name} needs the token {missing[name][0]}, which data.tokenizer lacks")
+    else:
+        template = TEMPLATES[name]
+    if template.reply_ends_with_eos and tokenizer.eos_id is None:
+        raise InputError("data.template=plain ends answers with eos, which data.tokenizer lacks (use llama3 or chatml)")
+    return template
+
+
+def render(messages: list[Message], template: Template) -> Iterator[tuple[str, bool]]:
+    """The text of a chat in pieces, alternating between what is given (False) and what the model shall say (True)."""
+    given = template.begin
+    for role, content in with_system(messages, template):
+        content = content.strip() if template.strip else content
+        given += template.header.format(role=role)
+        if role == "assistant":
+            yield given, False
+            yield content + ("" if template.reply_ends_with_eos else template.end), True
+            given = template.separator
+        else:
+            given += content + template.end + template.separator
+    yield given, False
+
+
+def with_system(messages: list[Message], template: Template) -> list[Message]:
+    """The messages, with what the template adds to the first, or puts before it."""
+    stated = messages[0].role == "system"
+    content = messages[0].content if stated else template.default_system
+    if not stated and not template.preface + content:
+        return messages
+    content = content.strip() if template.strip else content
+    return [Message("system", template.preface + content), *messages[stated:]]
+
+
+def encode_chat(
+    messages: list[Message], template: Template, tokenizer: ByteTokenizer | HuggingFaceTokenizer
+) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of a chat, int64 [n], and which of them the model shall say, bool [n]."""
+    tokens, said = [], []
+    for text, is_reply in render(messages, template):
+        ids = tokenizer.encode(text)
+        if is_reply and template.reply_ends_with_eos:
+            ids = [*ids, tokenizer.eos_id]
+        tokens += ids
+        said += [is_reply] * len(ids)
+    return np.array(tokens, np.int64), np.array(said, bool)
+
+
+def make_sample(tokens: np.ndarray, said: np.ndarray) -> Sample:
+    """The sample of an encoded chat. What the very first token is, nothing can predict."""
+    labels = np.where(said[1:], tokens[1:], IGNORE)
+    stop = int(np.flatnonzero(said).max(initial=0))
+    return Sample(tokens[:stop], labels[:stop])
+
+
+def split_reply(sample: Sample) -> tuple[list[int], list[int]]:
+    """A sample as what is given before the last reply, and that reply with its end, both as tokens."""
+    predicted = sample.labels != IGNORE
+    start = len(predicted) - int(np.argmin(np.append(predicted[::-1], False)))
+    return sample.tokens[: start + 1].tolist(), sample.labels[start:].tolist()
+
+
+# ------------------------------------------------------------------------------------------------------ lines of files
+
+PROMPTS = ("prompt", "instruction", "question", "problem", "query", "input")
+RESPONSES = ("response", "completion", "output", "answer", "solution", "generated_solution", "expected_answer")
+ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names for them
+
+
+def read_messages(record: dict[str, Any], where: str) -> list[Message]:
+    """The messages of one JSON object; other keys than these are ignored.
+
+    `messages` with `role` and `content` each, or `conversations` with `from` and `value`; or `context`, `question` and
+    `answers` as in SQuAD, of which the first answer counts; or a prompt and a response, under the first of `PROMPTS`
+    and of `RESPONSES` that is there, where `instruction` may have an `input` (Alpaca).
+    Raises InputError, which begins with `where`, for anything else.
+    """
+    for key in ("messages", "conversations"):
+        if key in record:
+            return read_turns(record[key], f"{where}: {key!r}")
+    if "context" in record and "answers" in record:
+        return read_squad(record, where)
+    keys = [next((key for key in names if key in record), None) for names in (PROMPTS, RESPONSES)]
+    if None in keys:
+        raise InputError(
+            f"{where}: neither 'messages', nor 'context', 'question' and 'answers', nor a prompt (one of "
+            f"{', '.join(PROMPTS)}) with a response (one of {', '.join(RESPONSES)})"
+        )
+    prompt, response = (text_of(record, key, where) for key in keys)
+    if keys[0] == "instruction" and record.get("input"):
+        prompt += "\n" + text_of(record, "input", where)
+    return [Message("user", prompt), Message("assistant", response)]
+
+
+def read_turns(turns: Any, where: str) -> list[Message]:
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise InputError(f"{where} must be a list of objects with 'role' and 'content'")
+    messages = []
+    for number, turn in enumerate(turns):
+        names = ("from", "value") if "from" in turn else ("role", "content")
+        role, content = (text_of(turn, name, f"{where}[{number}]") for name in names)
+        messages.append(Message(ROLES.get(role, role), content))
+        if messages[-1].role not in ("system", "user", "assistant"):
+            raise InputError(f"{where}[{number}]: the role {role!r} is not system, user or assistant")
+    if not any(message.role == "assistant" for message in messages):
+        raise InputError(f"{where} has no message of the assistant, so nothing to learn")
+    return messages
+
+
+def read_squad(record: dict[str, Any], where: str) -> list[Message]:
+    """The layout of NeMo's and Megatron's SQuAD tables. Rajpurkar et al. 2016."""
+    answers = record["answers"]
+    texts = answers.get("text") if isinstance(answers, dict) else answers
+    first = texts[0] if isinstance(texts, list) and texts else None
+    answer = first.get("text") if isinstance(first, dict) else first
+    if not isinstance(answer, str):
+        raise InputError(f"{where}: 'answers' must hold a text, as in SQuAD 1.1: {{'text': ['...']}}")
+    context, question = (text_of(record, key, where) for key in ("context", "question"))
+    return [Message("user", f"Context: {context} Question: {question} Answer:"), Message("assistant", answer)]

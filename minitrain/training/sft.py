@@ -1,0 +1,130 @@
+"""Supervised fine-tuning data: chats packed into rows, of which row n is a pure function of (seed, n).
+
+Samples that share a row do not see each other, so packing changes nothing but the number of empty slots: the gradients
+are those of one sample per row (`data.packed: false`). The packing is made once; each epoch visits its rows in another
+order. All samples are tokenised at the start and stay in memory. Left out: streaming, and mixing files by weight.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from minitrain.config import Config, Data
+from minitrain.errors import InputError
+from minitrain.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from minitrain.training.chat import Sample, choose_template, encode_chat, make_sample, read_messages, split_reply
+from minitrain.training.data import Mock, find_files, fitting_tokenizer, hold_out, read_objects, shuffled
+from minitrain.training.loss import IGNORE
+from minitrain.training.packing import first_fit_decreasing, pack_row
+
+PADDING = {"tokens": 0, "labels": IGNORE}
+
+
+def open_chats(config: Config) -> "tuple[Chats | MockChats | Mock, Chats | MockChats | Mock | None]":
+    """The training samples in rows, and the held-out ones (None if data.validation is 0; mock data always has some).
+
+    As `open_data`; without data.packed, rows have neither `positions` nor `documents`, and mock data is pretraining's.
+    Raises InputError for a line that is no chat, naming FILE:LINE.
+    """
+    data, seq_len, vocab_size, seed = config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed
+    if data.kind == "mock":
+        mock = Mock if data.packed is False else MockChats
+        return mock(seq_len, vocab_size, seed, split=0), mock(seq_len, vocab_size, seed, split=1)
+    samples, counts = fit(read_samples(data, fitting_tokenizer(data.tokenizer, vocab_size)), seq_len, data.over_long)
+    if not samples:
+        raise InputError(f"data.path={data.path} holds no chat to learn from with batch.seq_len={seq_len}{counts}")
+    if not data.validation:
+        return Chats(samples, seq_len, seed, data.packed is not False, counts), None
+    held = hold_out(len(samples), data.validation, seed)
+    train, rest = ([sample for sample, out in zip(samples, held, strict=True) if out == side] for side in (False, True))
+    return Chats(train, seq_len, seed, data.packed is not False, counts), Chats(rest, seq_len, seed, data.packed is not False)
+
+
+def read_samples(data: Data, tokenizer: ByteTokenizer | HuggingFaceTokenizer) -> Iterator[Sample]:
+    """The samples of all lines of all files, in order and however long."""
+    template = choose_template(data.template, tokenizer)
+    for file in find_files(data):
+        for where, record in read_objects(file):
+            yield make_sample(*encode_chat(read_messages(record, where), template, tokenizer))
+
+
+def fit(samples: Iterable[Sample], seq_len: int, over_long: str) -> tuple[list[Sample], str]:
+    """The samples, none longer than a row, and a note on those that were.
+
+    over_long: `drop` those, or `truncate` them. A sample that has nothing to predict (any more) is dropped in any case.
+    """
+    kept, truncated, dropped = [], 0, 0
+    for sample in samples:
+        is_long = len(sample.tokens) > seq_len
+        sample = Sample(sample.tokens[:seq_len], sample.labels[:seq_len])
+        if (is_long and over_long == "drop") or not (sample.labels != IGNORE).any():
+            dropped += 1
+        else:
+            truncated += is_long
+            kept.append(sample)
+    return kept, f" ({truncated:,} truncated, {dropped:,} dropped)" if truncated + dropped else ""
+
+
+class Chats:
+    """Samples, of at most seq_len tokens each, in rows: packed, or one in each."""
+
+    bytes_per_token = None
+
+    def __init__(self, samples: list[Sample], seq_len: int, seed: int, packed: bool, note: str = ""):
+        self.samples, self.seq_len, self.seed, self.packed = samples, seq_len, seed, packed
+        lengths = [len(sample.tokens) for sample in samples]
+        self.rows = first_fit_decreasing(lengths, seq_len) if packed else [[i] for i in range(len(samples))]
+        self.fill = sum(lengths) / (len(self.rows) * seq_len)
+        self.about = (
+            f"{len(samples):,} chats{note} in {len(self.rows):,} rows of {seq_len:,} tokens, {self.fill:.1%} filled"
+        )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def questions(self, count: int) -> list[tuple[list[int], list[int]]]:
+        """The first `count` samples, each as what comes before its last reply, and that reply."""
+        return [split_reply(sample) for sample in self.samples[:count]]
+
+    def row(self, n: int) -> dict[str, Tensor]:
+        epoch, index = divmod(int(n), len(self))
+        chosen = self.rows[shuffled(index, len(self), self.seed, epoch)]
+        row = pack_row([self.samples[i]._asdict() for i in chosen], self.seq_len, PADDING)
+        return row if self.packed else {key: row[key] for key in PADDING}
+
+
+@dataclass
+class MockChats:
+    """Random tokens in the shape of packed SQuAD, as the published fine-tuning tables have it. `split` 0 and 1 differ.
+
+    What those tables count fits rows with 17 empty slots, and questions, contexts and answers of such lengths s that
+    attention sees sum(s^2) / sum(s) = 208 tokens. Log-normal lengths with a mean of 180 and a deviation of 71 do.
+    """
+
+    seq_len: int
+    vocab_size: int
+    seed: int
+    split: int
+    bytes_per_token = None
+    EMPTY: ClassVar[int] = 17
+    ANSWER: ClassVar[int] = 5  # tokens that are predicted
+
+    def __len__(self) -> int:
+        return 1 << 40  # no epoch ever ends
+
+    def row(self, n: int) -> dict[str, Tensor]:
+        random = np.random.default_rng((self.seed, self.split, int(n)))
+        lengths, room = [], max(1, self.seq_len - self.EMPTY)
+        while room:
+            drawn = max(self.ANSWER, round(random.lognormal(5.121, 0.380)))
+            lengths.append(min(drawn, room))
+            room -= lengths[-1]
+        return pack_row([self._sample(random, length) for length in lengths], self.seq_len, PADDING)
+
+    def _sample(self, random: np.random.Generator, length: int) -> dict[str, np.ndarray]:
+        tokens = random.integers(self.vocab_size, size=length + 1)
+        labels = np.where(np.arange(length) < length - self.ANSWER, IGNORE, tokens[1:])
+        return {"tokens": tokens[:-1], "labels": labels}

@@ -1,0 +1,79 @@
+"""Rewards on answers whose worth is known, on hostile texts, and on functions of one's own."""
+
+import time
+
+import pytest
+
+from minitrain.errors import InputError
+from minitrain.grpo.rewards import final_answer, load_reward, overlong
+
+math = load_reward("math")
+
+
+@pytest.mark.parametrize("response, answer, reward", [
+    (r"so \boxed{42}.", "42", 1),
+    (r"\boxed{41} no, \boxed{\frac{1}{2}}", "0.5", 1),
+    (r"\boxed{\dfrac{3}{4}}", r"\frac34", 1),
+    (r"\boxed{\text{Paris}}", "paris", 1),
+    (r"\boxed{x^{2}+\sqrt{3}}", r"x^{2} + \sqrt{3}", 1),
+    (r"\boxed{1,234,567}", "1234567", 1),
+    (r"\boxed{90^\circ}", "90", 1),
+    (r"\boxed{\$5.00}", "5", 1),
+    (r"\boxed{50\%}", "50", 1),
+    (r"\boxed{(1,2)}", r"\left(1, 2\right)", 1),
+    ("#### 18", "she makes 9 * 2 = <<9*2=18>>18 dollars.\n#### 18", 1),
+    ("#### 18\nThat is all.", "#### 18", 1),
+    ("the answer is 3, or rather -7.5", "-15/2", 1),
+    ("1/3", "0.3333", 0),
+    (r"\boxed{12}", "13", 0),
+    (r"\boxed{12", "12", 1),  # the braces never close: the last number counts
+    ("I do not know", "12", 0),
+    ("", "12", 0),
+    (r"\boxed{1/0}", "0", 0),
+    (r"\boxed{(1,2)}", "12", 0),
+    ("the year is 2", "-2", 0),
+])  # fmt: skip
+def test_math(response, answer, reward):
+    assert math(response, answer, {}) == reward
+
+
+@pytest.mark.parametrize("text", [
+    r"\boxed{" * 200_000, r"\boxed{" + "9" * 1_000_000, "1" * 1_000_000 + "/3", "1e999999999", r"\frac{" * 100_000,
+    "{" * 500_000, ",1" * 500_000, "-" * 500_000, "#" * 500_000, r"\text{" * 100_000, r"\boxed{1/1e999999999}",
+])  # fmt: skip
+def test_hostile_texts_take_no_time(text):
+    began = time.perf_counter()
+    assert math(text, "7", {}) == 0
+    assert math("7", text, {}) == 0
+    assert time.perf_counter() - began < 1
+
+
+def test_final_answer_prefers_the_box():
+    assert final_answer(r"#### 5 \boxed{7} 9") == "7"
+    assert final_answer("5 #### 6") == "6"
+    assert final_answer("5 and 6,000 apples") == "6,000"
+
+
+def test_exact():
+    reward = load_reward("exact")
+    assert [reward(text, "4321", {}) for text in ("4321", " 4321\n", "4321.", "")] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("tokens, reward", [(0, 0), (80, 0), (90, -0.25), (100, -0.5), (120, -0.5)])
+def test_overlong(tokens, reward):
+    assert overlong(tokens, longest=100, buffer=20, penalty=0.5) == reward
+    assert overlong(tokens, longest=100, buffer=0, penalty=0.5) == 0
+
+
+def test_a_function_of_ones_own(tmp_path, monkeypatch):
+    (tmp_path / "my_reward.py").write_text(
+        "def score(response, answer, row):\n    return row['scale'] * len(response)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert load_reward("my_reward:score")("abc", "", {"scale": 2}) == 6
+
+
+@pytest.mark.parametrize("name", ["exakt", "no_such_module_x:f", "minitrain.errors:missing", "minitrain:__all__", ":f"])
+def test_unknown_rewards_are_refused(name):
+    with pytest.raises(InputError, match="grpo.reward"):
+        load_reward(name)

@@ -1,0 +1,373 @@
+"""Chats against transformers' apply_chat_template with the families' own templates; packed rows against brute force."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from minitrain import config as configs
+from minitrain.errors import InputError
+from minitrain.generate import exact_match
+from minitrain.models.decoder import Decoder
+from minitrain.tokenizer import ByteTokenizer, load_tokenizer
+from minitrain.training.build import initialize
+from minitrain.training.chat import (
+    CHATML,
+    LLAMA3,
+    PLAIN,
+    Message,
+    choose_template,
+    encode_chat,
+    make_sample,
+    read_messages,
+    render,
+    split_reply,
+)
+from minitrain.training.data import rows
+from minitrain.training.datasets import open_dataset
+from minitrain.training.loss import IGNORE
+from minitrain.training.objectives import LanguageModeling
+from minitrain.training.sft import MockChats
+from tests.oracle import check_close
+
+# The chat templates of meta-llama/Meta-Llama-3-8B-Instruct, Llama-3.1-8B-Instruct and Qwen/Qwen2.5-7B-Instruct, the
+# latter two without their branches for tools.
+LLAMA3_JINJA = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + "
+    "message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}"
+    "{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+LLAMA31_JINJA = r"""{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- set date_string = "26 Jul 2024" %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\n\n" }}
+{{- "Cutting Knowledge Date: December 2023\n" }}
+{{- "Today Date: " + date_string + "\n\n" }}
+{{- system_message }}
+{{- "<|eot_id|>" }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+{%- endif %}
+"""
+QWEN25_JINJA = r"""{%- if messages[0]['role'] == 'system' %}
+    {{- '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}
+{%- else %}
+    {{- '<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or (message.role == "assistant" and not message.tool_calls) %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+{%- endif %}
+"""  # noqa: E501
+SPECIALS = {
+    "llama3": ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    "chatml": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+}
+FAMILIES = [("llama3", LLAMA3_JINJA), ("llama3", LLAMA31_JINJA), ("chatml", QWEN25_JINJA)]
+
+USER, REPLY = Message("user", " Who are you?\n"), Message("assistant", "I am 🙂.")
+CHATS = {
+    "one turn": [USER, REPLY],
+    "system and two turns": [Message("system", "Be\nbrief. "), USER, REPLY, Message("user", "Oh?"), REPLY],
+    "empty reply": [USER, Message("assistant", "")],
+    "two replies, a question left": [USER, REPLY, REPLY, USER],
+}
+
+
+def tokenizer_with(folder: Path, kind: str, jinja: str):
+    """A byte tokenizer that also has the special tokens of a family, its template beside it; ours and transformers'."""
+    from transformers import AutoTokenizer
+
+    ByteTokenizer().save(folder)
+    tree, specials = json.loads((folder / "tokenizer.json").read_text()), SPECIALS[kind]
+    flags = {key: value for key, value in tree["added_tokens"][0].items() if key not in ("id", "content")}
+    tree["added_tokens"] += [{"id": 258 + i, "content": token, **flags} for i, token in enumerate(specials)]
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": specials[0], "eos_token": specials[-1]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about | {"chat_template": jinja}))
+    return load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=["llama3", "llama3.1", "qwen2.5"])
+def tokenizers(request, tmp_path_factory):
+    return tokenizer_with(tmp_path_factory.mktemp("tokenizer"), *request.param)
+
+
+@pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
+def test_templates_are_those_of_transformers(tokenizers, chat):
+    ours, theirs = tokenizers
+    template = choose_template("auto", ours)
+    messages = [message._asdict() for message in chat]
+    assert "".join(text for text, _ in render(chat, template)) == theirs.apply_chat_template(messages, tokenize=False)
+    tokens, _ = encode_chat(chat, template, ours)
+    assert tokens.tolist() == theirs.apply_chat_template(messages, return_dict=False)
+
+
+@pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
+def test_what_is_trained_is_what_follows_a_generation_prompt(tokenizers, chat):
+    """All of the assistant's turns, each with the token that ends it, and nothing else."""
+    ours, theirs = tokenizers
+    template = choose_template("auto", ours)
+    tokens, said = encode_chat(chat, template, ours)
+    expected = np.zeros(len(tokens), bool)
+    for i, message in enumerate(chat):
+        if message.role == "assistant":
+            before = [m._asdict() for m in chat[:i]]
+            prompt = theirs.apply_chat_template(before, add_generation_prompt=True, return_dict=False)
+            expected[len(prompt) : len(prompt) + len(ours.encode(message.content)) + 1] = True
+            assert tokens[: len(prompt)].tolist() == prompt
+    assert said.tolist() == expected.tolist()
+    ends = tokens[np.flatnonzero(said & ~np.append(said[1:], False))]
+    assert set(ends.tolist()) == {ours.token_id(template.end)}
+
+
+def test_the_tokenizer_chooses_the_template(tmp_path):
+    for kind, bare in (("llama3", LLAMA3), ("chatml", CHATML)):
+        folder = tmp_path / kind
+        tokenizer, _ = tokenizer_with(folder, kind, "")
+        assert choose_template("auto", tokenizer) == choose_template(kind, tokenizer) == bare
+        other = {"llama3": "chatml", "chatml": "llama3"}[kind]
+        with pytest.raises(
+            InputError, match=rf"data.template={other} needs the token <\|.*\|>, which data.tokenizer la"
+        ):
+            choose_template(other, tokenizer)
+    assert choose_template("auto", ByteTokenizer()) is PLAIN
+    tokenizer.eos_id = None
+    with pytest.raises(InputError, match="data.template=plain ends answers with eos"):
+        choose_template("plain", tokenizer)
+
+
+def test_plain_by_hand():
+    chat = [Message("system", "s"), Message("user", "q"), Message("assistant", "ab"), Message("user", "r")]
+    tokens, said = encode_chat([*chat, Message("assistant", ""), Message("user", "?")], PLAIN, ByteTokenizer())
+    assert tokens.tolist() == [*b"s\nq\nab", 257, *b"r\n", 257, *b"?\n"]
+    assert np.flatnonzero(said).tolist() == [4, 5, 6, 9]
+    sample = make_sample(tokens, said)
+    assert sample.tokens.tolist() == [*b"s\nq\nab", 257, *b"r\n"]
+    assert sample.labels.tolist() == [IGNORE] * 3 + [*b"ab", 257, IGNORE, IGNORE, 257]
+    assert split_reply(sample) == ([*b"s\nq\nab", 257, *b"r\n"], [257])
+    assert split_reply(make_sample(tokens[:7], said[:7])) == ([*b"s\nq\n"], [*b"ab", 257])
+
+
+# --------------------------------------------------------------------------------------------------------------- lines
+
+PAIR = [Message("user", "q"), Message("assistant", "a")]
+
+
+@pytest.mark.parametrize(
+    "record, messages",
+    [
+        ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "id": 3}, PAIR),
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, PAIR),
+        ({"prompt": "q", "completion": "a"}, PAIR),
+        ({"problem": "q", "generated_solution": "a", "expected_answer": "5"}, PAIR),
+        ({"instruction": "q", "input": "", "output": "a"}, PAIR),
+        ({"instruction": "q", "input": "i", "output": "a"}, [Message("user", "q\ni"), PAIR[1]]),
+        ({"context": "c", "question": "q", "answers": {"text": ["a", "b"], "answer_start": [0, 1]}},
+         [Message("user", "Context: c Question: q Answer:"), PAIR[1]]),
+        ({"context": "c", "question": "q", "answers": [{"text": "a"}]},
+         [Message("user", "Context: c Question: q Answer:"), PAIR[1]]),
+    ],
+)  # fmt: skip
+def test_usual_keys(record, messages):
+    assert read_messages(record, "here") == messages
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"prompt": "q"}', "a.jsonl:2: neither 'messages', nor"),
+        ('{"prompt": "q", "response": 5}', "a.jsonl:2: 'response' must be text, not int"),
+        ('{"messages": "q"}', "a.jsonl:2: 'messages' must be a list of objects"),
+        ('{"messages": []}', "a.jsonl:2: 'messages' has no message of the assistant"),
+        ('{"messages": [{"role": "user"}]}', r"a.jsonl:2: 'messages'\[0\]: no key 'content'"),
+        ('{"messages": [{"role": "tool", "content": ""}]}', r"'messages'\[0\]: the role 'tool' is not system, user or"),
+        ('{"context": "c", "question": "q", "answers": {"text": []}}', "a.jsonl:2: 'answers' must hold a text"),
+        ('{"context": "c", "answers": ["a"]}', "a.jsonl:2: no key 'question'"),
+        ('{"prompt": ', "a.jsonl:2: not valid JSON"),
+    ],
+)
+def test_a_line_that_is_no_chat_is_named(tmp_path, line, message):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "q", "response": "a"}\n' + line + "\n")
+    with pytest.raises(InputError, match=message) as error:
+        open_dataset(config_of(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+def config_of(path: Path, seq_len=32, seed=0, task="sft", **data) -> configs.Config:
+    model = {"name": "llama3-8b-tiny", "vocab_size": 258, "num_layers": 2}
+    return configs.from_dict({
+        "model": model, "task": task, "seed": seed, "batch": {"global": 2, "micro": 2, "seq_len": seq_len},
+        "data": {"kind": "jsonl", "path": str(path)} | data,
+    })  # fmt: skip
+
+
+def write_pairs(folder: Path, lengths: list[tuple[int, int]]) -> list[tuple[bytes, bytes]]:
+    """Prompts and responses of so many bytes, no two alike."""
+    generator = np.random.default_rng(0)
+    pairs = [tuple(bytes(generator.integers(97, 123, n, np.uint8)) for n in pair) for pair in lengths]
+    lines = [json.dumps({"prompt": q.decode(), "response": a.decode()}) for q, a in pairs]
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    return pairs
+
+
+LENGTHS = [(3, 2), (10, 5), (1, 1), (7, 20), (2, 9), (4, 4), (12, 3), (5, 0), (8, 8), (2, 2)]
+
+
+def epoch(dataset, number=0) -> list[dict[str, torch.Tensor]]:
+    return [dataset.row(n) for n in range(number * len(dataset), (number + 1) * len(dataset))]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_rows_hold_every_sample_once_an_epoch(tmp_path, packed):
+    pairs = write_pairs(tmp_path, LENGTHS)
+    data, held = open_dataset(config_of(tmp_path, packed=packed))
+    assert held is None and data.bytes_per_token is None
+    expected = Counter((q + b"\n" + a, (-100,) * len(q) + (*a, 257)) for q, a in pairs)
+    for number in (0, 1, 7):
+        found = Counter()
+        for row in epoch(data, number):
+            documents = row.get("documents", (row["tokens"] == 0).long())  # no text has a zero
+            for d in range(documents.max() + 1) if packed else [0]:
+                part = {key: value[documents == d] for key, value in row.items()}
+                if (part["tokens"] > 0).all():
+                    found[bytes(part["tokens"].tolist()), tuple(part["labels"].tolist())] += 1
+                else:  # what is left of a row
+                    assert (part["tokens"] == 0).all() and (part["labels"] == IGNORE).all()
+                if packed:
+                    assert part["positions"].tolist() == list(range(len(part["positions"])))
+        assert found == expected
+    filled = sum(len(q) + 1 + len(a) for q, a in pairs)
+    assert data.fill == filled / (len(data) * 32) and f"{data.fill:.1%} filled" in data.about
+    assert len(data) == (-(-filled // 32) if packed else len(pairs))
+
+
+def test_order_is_a_function_of_seed_and_epoch(tmp_path):
+    write_pairs(tmp_path, LENGTHS * 3)
+
+    def order(seed, number):
+        return tuple(
+            tuple(row["tokens"].tolist()) for row in epoch(open_dataset(config_of(tmp_path, seed=seed))[0], number)
+        )  # noqa: E501
+
+    assert order(0, 0) == order(0, 0)
+    orders = {order(seed, number) for seed in (0, 1) for number in (0, 1, 2)}
+    assert len(orders) == 6 and len({tuple(sorted(each)) for each in orders}) == 1
+
+
+def test_packed_and_unpacked_give_the_same_gradients(tmp_path):
+    write_pairs(tmp_path, LENGTHS)
+    gradients = [mean_gradients(config_of(tmp_path, packed=packed)) for packed in (False, True)]
+    check_close([gradients[1]], gradients[0], 1e-6, "gradients of an epoch")
+
+
+def mean_gradients(config) -> dict[str, torch.Tensor]:
+    """Of the mean loss over an epoch, all of it in one batch."""
+    data, _ = open_dataset(config)
+    model = Decoder(config.model.config)
+    initialize(model, seed=0)
+    batch, objective = rows(data, range(len(data))), LanguageModeling()
+    (objective.loss(model, batch) / objective.count(batch)).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("policy, kept, note", [
+    ("truncate", 9, " (1 truncated, 1 dropped)"), ("drop", 8, " (0 truncated, 2 dropped)"),
+])  # fmt: skip
+def test_chats_longer_than_a_row(tmp_path, policy, kept, note):
+    """(7, 20) loses its end; (40, 3) would have nothing left to learn."""
+    pairs = write_pairs(tmp_path, [(40, 3) if pair == (8, 8) else pair for pair in LENGTHS])
+    data, _ = open_dataset(config_of(tmp_path, seq_len=20, over_long=policy))
+    assert data.about.startswith(f"{kept} chats{note} in ")
+    labels = Counter(label for row in epoch(data) for label in row["labels"].tolist())
+    assert labels[257] == 8
+    question, answer = pairs[3]
+    rest = (*question, 10, *answer)[:20]
+    assert (rest in {tuple(row["tokens"].tolist()) for row in epoch(data)}) == (policy == "truncate")
+
+
+def test_validation_holds_out_chats(tmp_path):
+    pairs = write_pairs(tmp_path, LENGTHS)
+    train, held = open_dataset(config_of(tmp_path, validation=0.3))
+    sides = [{bytes(prompt[:-1]) for prompt, _ in side.questions(99)} for side in (train, held)]
+    assert (len(sides[0]), len(sides[1])) == (7, 3) and sides[0] | sides[1] == {q for q, _ in pairs}
+
+
+def test_settings_that_contradict_fine_tuning(tmp_path):
+    write_pairs(tmp_path, [(3, 40)])
+    with pytest.raises(
+        InputError, match=r"holds no chat to learn from with batch.seq_len=32 \(0 truncated, 1 dropped\)"
+    ):
+        open_dataset(config_of(tmp_path, over_long="drop"))
+    with pytest.raises(InputError, match="data.kind=text holds no chats, as task=sft needs"):
+        config_of(tmp_path, kind="text")
+    with pytest.raises(InputError, match="data.packed=false is for task=sft or lora"):
+        config_of(tmp_path, task="pretrain", packed=False)
+    config = config_of(tmp_path)
+    config.validation.exact_match = 5
+    with pytest.raises(InputError, match="validation.exact_match=5 needs chats that are held out"):
+        configs.validate(config)
+    config.data.validation, config.parallel.tp = 0.5, 2
+    with pytest.raises(
+        InputError, match="validation.exact_match=5 generates token by token, so tp, cp and pp must be 1"
+    ):
+        configs.validate(config)
+
+
+def test_exact_match_counts_whole_replies():
+    """A model that always says its last token plus one, by its embedding, as the oracle of its own answers."""
+
+    class Successor(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.config = replace(configs.from_dict({"model": "llama3-8b-tiny"}).model.config, vocab_size=10)
+            self.weight = torch.nn.Parameter(torch.eye(10).roll(1, 1))
+
+        def forward(self, tokens):
+            return self.weight[tokens]
+
+    questions = [([1], [2, 3, 4]), ([5, 1], [2]), ([1], [2, 3, 5]), ([9], [0, 2])]
+    assert exact_match(Successor(), questions) == 0.5
+
+
+# ---------------------------------------------------------------------------------------------------------------- mock
+
+
+@pytest.mark.parametrize("seq_len", [2048, 4096])
+def test_mock_rows_have_the_shape_of_packed_squad(seq_len):
+    """17 slots empty in each row, and attention over sum(s^2) / sum(s) = 208 tokens: what the tables' FLOPs count."""
+    data, held = MockChats(seq_len, 1000, 0, split=0), MockChats(seq_len, 1000, 0, split=1)
+    lengths = []
+    for n in range(200):
+        row = data.row(n)
+        sizes = torch.bincount(row["documents"])
+        assert sizes[-1] == 17 and (row["labels"][-17:] == IGNORE).all()
+        lengths += sizes[:-1].tolist()
+        predicted = row["labels"] != IGNORE
+        assert (row["labels"][:-1][predicted[:-1]] == row["tokens"][1:][predicted[:-1]])[:-1].float().mean() > 0.7
+    lengths = np.array(lengths, float)
+    assert (lengths**2).sum() / lengths.sum() == pytest.approx(208, rel=0.015)
+    assert not torch.equal(data.row(0)["tokens"], held.row(0)["tokens"])
+    assert torch.equal(data.row(5)["tokens"], MockChats(seq_len, 1000, 0, split=0).row(5)["tokens"])
