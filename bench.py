@@ -2,7 +2,7 @@
 
   python bench.py                                          the quickstart on whatever is here, CUDA or CPU
   torchrun --nproc_per_node 8 bench.py --config FILE ...   several configs in one process, each result flushed when done
-  python bench.py --config FILE --versus transformers      the same step by transformers, in turns, and the ratio
+  python bench.py --config FILE --versus transformers      the same step by transformers (or diffusers), in turns
   python bench.py --config FILE ... --shrink               the same layouts at toy width on gloo processes of its own
   python bench.py --config FILE --dry-run                  check the config and its layout; run nothing
 
@@ -20,11 +20,13 @@ from minitrain.bench.measure import measure, row_name
 from minitrain.bench.report import table
 from minitrain.bench.shrink import run_shrunk, shrink
 from minitrain.bench.versus import versus_transformers
+from minitrain.bench.versus_diffusers import versus_diffusers
 from minitrain.config import load
 from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
 from minitrain.parallel.mesh import start, world_size
 
+VERSUS = {"transformers": versus_transformers, "diffusers": versus_diffusers}
 QUICKSTART = Path(__file__).parent / "configs" / "quickstart.yaml"
 
 
@@ -36,7 +38,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--json", metavar="FILE", help="append each result to FILE as one JSON line")
     parser.add_argument("--dry-run", action="store_true", help="validate and lay out, run nothing")
     parser.add_argument("--shrink", action="store_true", help="toy width, two ranks per parallel dimension, on CPU")
-    parser.add_argument("--versus", choices=["transformers"], help="also time this library on the same shape")
+    parser.add_argument("--versus", choices=VERSUS, help="also time this library on the same shape")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     options = parser.parse_args(arguments)
     if options.steps < 1 or options.warmup < 0:
@@ -70,7 +72,7 @@ def run(row: str, config, options) -> dict:
         meshes = start(config)
         outcome = measure(config, row, meshes, options.steps, options.warmup)
         if options.versus:
-            outcome |= versus_transformers(config, meshes, row, options.steps, options.warmup)
+            outcome |= VERSUS[options.versus](config, meshes, row, options.steps, options.warmup)
     if is_first_rank():
         print(table([outcome]), flush=True)
         if options.json:

@@ -80,6 +80,7 @@ class Parallel:
     pp: int = 1  # pipeline parallel: layers
     ep: int = 1  # expert parallel: experts, over neighbouring ranks of those above that see different tokens
     reshard_after_forward: bool = True  # free a block's weights until its backward, and reduce gradients each time
+    reduce: Literal["fp32", "bf16"] = "fp32"  # in what gradients are added up over ranks and micro-batches
     prefetch: int = 1  # how many blocks ahead to gather
     context: Literal["allgather", "ulysses"] = "allgather"  # how context-parallel ranks exchange keys and values
     async_tp: bool = False  # CUDA and compile only: overlap tensor parallel's collectives with its matrix products

@@ -12,6 +12,7 @@ from minitrain.models.config_hf import exportable_family
 
 if TYPE_CHECKING:
     from minitrain.config import Config
+    from minitrain.models.decoder_config import DecoderConfig
 
 
 def validate(config: "Config") -> None:
@@ -164,18 +165,29 @@ def _validate_recompute(config: "Config") -> None:
 
 def _validate_tensor(config: "Config") -> None:
     model, batch, p = config.model.config, config.batch, config.parallel
-    fields = ("num_key_value_heads", "num_attention_heads", "intermediate_size", "vocab_size")
-    sizes = {field: getattr(model, field) for field in fields}
+    sizes = _split_sizes(model, p.ep)
     sizes["batch.seq_len" if p.cp == 1 else f"batch.seq_len / parallel.cp={p.cp}, i.e. seq_len"] = batch.seq_len // p.cp
     for name, size in sizes.items():
         if size % p.tp:
             possible = [n for n in range(1, size + 1) if not any(other % n for other in sizes.values())]
             raise InputError(f"parallel.tp={p.tp} does not divide {name}={size} (use {_alternatives(possible)})")
-    for name in ("layer_pattern", "num_experts", "kv_lora_rank", "sinks", "o_bias"):
-        if p.tp > 1 and getattr(model, name):
-            raise InputError(f"parallel.tp={p.tp} cannot split models with {name}={getattr(model, name)} (use tp=1)")
     if p.async_tp and (p.tp == 1 or not config.compile):
         raise InputError("parallel.async_tp=true needs parallel.tp above 1 and compile=true")
+
+
+def _split_sizes(model: "DecoderConfig", ep: int) -> dict[str, int]:
+    """What of a decoder tensor parallelism splits, by what its layers consist of."""
+    parts = {part for layer in range(model.num_layers) for part in model.parts(layer)}
+    fields = {
+        "attention": ["num_key_value_heads", "num_attention_heads"],
+        "mamba": ["mamba_n_groups"],
+        "mlp": ["intermediate_size"],
+        "moe": ["shared_expert_intermediate_size"],
+    }
+    sizes = {field: getattr(model, field) for part in fields if part in parts for field in fields[part]}
+    if "moe" in parts and ep == 1:  # in steps that grouped products can take
+        sizes["moe_intermediate_size / 8"] = model.moe_intermediate_size // 8
+    return sizes | {"vocab_size": model.vocab_size}
 
 
 def _validate_experts(config: "Config") -> None:
@@ -223,11 +235,11 @@ def _validate_pipeline(config: "Config") -> None:
     if p.schedule in ("ZBVZeroBubble", "DualPipeV") and p.vp != 2:
         raise InputError(f"parallel.schedule={p.schedule} has two stages per rank, not vp={p.vp} (use vp=2)")
     split = p.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-    if split and (config.compile or config.recompute != "none"):
+    if split and (config.compile or config.precision == "fp8" or config.recompute != "none"):
         raise InputError(
-            f"parallel.schedule={p.schedule} runs each backward pass in two parts: with compile=true all of it would "
-            f"run twice, with recompute={config.recompute} a block's forward once per weight (use compile=false and "
-            f"recompute=none, or Interleaved1F1B)"
+            f"parallel.schedule={p.schedule} runs each backward pass in two parts: with compile=true or precision=fp8 "
+            f"all of it would run twice, with recompute={config.recompute} a block's forward once per weight (use "
+            f"compile=false, bf16 and recompute=none, or Interleaved1F1B)"
         )
     given = p.layers_per_stage
     if given and (len(given) != stages or sum(given) != slots or min(given) < 1):

@@ -17,6 +17,7 @@ from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
 from minitrain.generate import exact_match
 from minitrain.generate_video import draw_shapes
+from minitrain.grpo.loop import train_policy
 from minitrain.models.checkpoint_hf import save_tensors
 from minitrain.models.checkpoint_peft import save_adapter
 from minitrain.models.lora import is_adapter
@@ -25,7 +26,7 @@ from minitrain.parallel.pipeline import Pipeline
 from minitrain.tokenizer import load_tokenizer
 from minitrain.training.checkpoint import Checkpointer
 from minitrain.training.datasets import open_dataset
-from minitrain.training.loop import Trainer, training_steps
+from minitrain.training.loop import Trainer, is_due, training_steps
 from minitrain.training.metrics import MetricsLog
 
 
@@ -41,6 +42,8 @@ def train(config: Config) -> None:
     """Train as the config says, from the newest checkpoint in its out_dir if there is one."""
     check_layout(config, world_size())
     folder = make_folder(config.out_dir)
+    if config.task == "grpo":
+        return train_policy(config, folder, export)
     data, held_out = open_dataset(config)
     trainer = Trainer(config, start(config))
     checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous)
@@ -72,11 +75,6 @@ def train(config: Config) -> None:
         log.say(draw_shapes(trainer.model, folder / "after.png"))
     export(trainer, config, folder)
     log.close()
-
-
-def is_due(step: int, every: int, last: int) -> bool:
-    """Every `every` steps, where 0 means never, and always after the last."""
-    return step == last or (every > 0 and step % every == 0)
 
 
 def validation_numbers(trainer: Trainer, dataset) -> dict[str, float]:

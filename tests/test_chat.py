@@ -270,7 +270,7 @@ def test_order_is_a_function_of_seed_and_epoch(tmp_path):
     def order(seed, number):
         return tuple(
             tuple(row["tokens"].tolist()) for row in epoch(open_dataset(config_of(tmp_path, seed=seed))[0], number)
-        )  # noqa: E501
+        )
 
     assert order(0, 0) == order(0, 0)
     orders = {order(seed, number) for seed in (0, 1) for number in (0, 1, 2)}
@@ -368,6 +368,6 @@ def test_mock_rows_have_the_shape_of_packed_squad(seq_len):
         predicted = row["labels"] != IGNORE
         assert (row["labels"][:-1][predicted[:-1]] == row["tokens"][1:][predicted[:-1]])[:-1].float().mean() > 0.7
     lengths = np.array(lengths, float)
-    assert (lengths**2).sum() / lengths.sum() == pytest.approx(208, rel=0.015)
+    assert (lengths**2).sum() / lengths.sum() == pytest.approx(208, rel=0.02)
     assert not torch.equal(data.row(0)["tokens"], held.row(0)["tokens"])
     assert torch.equal(data.row(5)["tokens"], MockChats(seq_len, 1000, 0, split=0).row(5)["tokens"])

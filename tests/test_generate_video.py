@@ -52,7 +52,7 @@ def test_shapes_end_in_a_picture_and_a_score(tmp_path, capsys):
           "--device", "cpu"])  # fmt: skip
     assert Image.open(tmp_path / "out.png").size == (4 * 17 * 4, 48 * 17 * 4)
     printed = capsys.readouterr().out
-    assert printed.startswith("right in colour ") and printed.count("%") == 3
+    assert "out.png: right in colour " in printed and printed.count("%") == 3
 
 
 @pytest.mark.parametrize("tensors, words, message", [

@@ -71,7 +71,7 @@ def test_matmul_rate_of_a_machine_with_a_known_rate(monkeypatch, rate, stalls):
     assert measured == pytest.approx(rate, rel=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_matmul_rate_of_this_machine(dtype):
     assert 1e8 < measure_matmul("cpu", dtype) < 1e14
 

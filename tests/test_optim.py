@@ -1,12 +1,22 @@
-"""Schedules at their corners, and clipping against torch's own."""
+"""Schedules at their corners, clipping against torch's own, and AdamW in bf16 against closed forms."""
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from minitrain import config as configs
 from minitrain.config import Optim
+from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
+from minitrain.parallel.mesh import owned, start
+from minitrain.training import adamw
+from minitrain.training.checkpoint import Checkpointer
+from minitrain.training.datasets import open_dataset
+from minitrain.training.loop import Trainer, forward_backward
 from minitrain.training.optim import clip_gradients, learning_rate, make_optimizer
+from tests.oracle import check_close, snapshot
 
 
 @pytest.mark.parametrize(
@@ -62,3 +72,232 @@ def test_sgd_is_plain_gradient_descent():
     parameter.grad = torch.full((2, 2), 0.5)
     optimizer.step()
     torch.testing.assert_close(parameter.detach(), torch.full((2, 2), 0.75))
+
+
+# ------------------------------------------------------------------------------------------------- states and rounding
+
+
+def parameters_of(*shapes, dtype=torch.float32) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = torch.nn.Module()
+    for i, shape in enumerate(shapes):
+        model.register_parameter(f"p{i}", torch.nn.Parameter(torch.randn(shape).to(dtype)))
+    return model
+
+
+def expected_adamw(weight, gradients, optim, decay):
+    """Loshchilov & Hutter 2019, algorithm 2, as it stands there, in fp64 throughout."""
+    (beta1, beta2), weight, m, v = optim.betas, weight.double(), 0.0, 0.0
+    for t, gradient in enumerate(gradients, 1):
+        m = beta1 * m + (1 - beta1) * gradient.double()
+        v = beta2 * v + (1 - beta2) * gradient.double() ** 2
+        step = (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + optim.eps)
+        weight = weight - optim.lr * (step + decay * weight)
+    return weight, m, v
+
+
+@pytest.mark.parametrize("at_once", [7, 1 << 24])  # rows in pieces, or all parameters at once
+@pytest.mark.parametrize("states, stochastic", [("fp32", False), ("bf16", False), ("bf16", True)])
+def test_adamw_is_the_papers(monkeypatch, states, stochastic, at_once):
+    """In fp32 to rounding; in bf16 states are kept to their 8 bits, so that a step is the closed form's to 1 percent."""
+    monkeypatch.setattr(adamw, "AT_ONCE", at_once)
+    optim = Optim(lr=0.1, weight_decay=0.3, eps=1e-3, states=states, stochastic_rounding=stochastic)
+    model = parameters_of((6, 4), (5,), (2, 3, 2))
+    optimizer = make_optimizer(model, optim)
+    if states == "fp32":  # what bf16 weights use; torch's own would be tested else
+        groups = optimizer.param_groups
+        optimizer = adamw.AdamW(groups, {p: n for n, p in model.named_parameters()}, torch.float32, True,
+                                optim.lr, tuple(optim.betas), optim.eps)  # fmt: skip
+    assert type(optimizer) is adamw.AdamW
+    before = [p.detach().clone() for p in model.parameters()]
+    gradients = [[torch.randn_like(p) for p in before] for _ in range(3)]
+    for each in gradients:
+        for p, gradient in zip(model.parameters(), each, strict=True):
+            p.grad = gradient.clone()
+        optimizer.step()
+    for i, p in enumerate(model.parameters()):
+        weight, m, v = expected_adamw(before[i], [each[i] for each in gradients], optim, 0.3 if p.ndim > 1 else 0)
+        exact = states == "fp32"
+        state = optimizer.state[p]
+        torch.testing.assert_close(p.double(), weight, rtol=1e-6, atol=1e-6 if exact else 5e-3)
+        torch.testing.assert_close(
+            state["exp_avg"].double(), m, rtol=1e-6 if exact else 0.03, atol=1e-6 if exact else 5e-3
+        )
+        torch.testing.assert_close(state["exp_avg_sq"].double(), v, rtol=1e-6 if exact else 0.03, atol=1e-7)
+        assert state["step"] == 3 and state["exp_avg"].dtype == getattr(
+            torch, {"fp32": "float32", "bf16": "bfloat16"}[states]
+        )
+
+
+def test_bf16_weights_are_the_fp32_step_rounded():
+    """With states in fp32, each step from bf16 weights is torch's own in fp32 from the same, rounded to the nearest."""
+    ours, theirs = parameters_of((8, 5), dtype=torch.bfloat16), parameters_of((8, 5), dtype=torch.bfloat16).float()
+    optim = Optim(lr=0.05)
+    first, second = make_optimizer(ours, optim), make_optimizer(theirs, optim)
+    for _ in range(4):
+        gradient = torch.randn(8, 5).bfloat16()
+        ours.p0.grad, theirs.p0.grad = gradient, gradient.float()
+        first.step()
+        second.step()
+        assert torch.equal(ours.p0, theirs.p0.bfloat16())
+        theirs.p0.data.copy_(ours.p0)
+
+
+def test_stochastic_rounding_is_unbiased():
+    """Over 20,000 steps the mean is the number itself, to 5 standard errors, whichever way it is signed or sized."""
+    x = torch.tensor([1.0, 1 + 1 / 512, 1 + 1e-3, -3.14159, 1e-30, -2.5e20, 1.9999, 0.0, 1e-40])
+    steps = 20_000
+    bits = torch.stack([adamw.random_bits("w", torch.tensor(float(t)), (slice(3, 3 + len(x)),)) for t in range(steps)])
+    draws = adamw.round_stochastically(x.expand(steps, -1).contiguous(), bits).double()
+    below = (x.view(torch.int32) & -0x10000).view(torch.float32).double()  # the bf16 neighbour next to zero
+    gap = ((x.view(torch.int32) & -0x10000) + 0x10000).view(torch.float32).double() - below
+    share = (x.double() - below) / gap
+    assert ((draws - below).abs().isclose(gap.abs()) | (draws == below)).all()  # nothing but the two neighbours
+    error = ((draws - below) / gap).mean(0) - share
+    assert (error.abs() <= 5 * (share * (1 - share) / steps).sqrt() + 1e-12).all()
+
+
+def test_what_rounding_must_not_touch():
+    special = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.5])
+    special = torch.cat([special, torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)])  # CUDA's NaNs
+    rounded = adamw.round_stochastically(special, torch.full((6,), 0xFFFF, dtype=torch.int32))
+    torch.testing.assert_close(rounded.float(), special, equal_nan=True, rtol=0, atol=0)
+
+
+def test_random_bits_are_uniform_and_of_their_own_place():
+    bits = adamw.random_bits("w", torch.tensor(4.0), (slice(0, 300), slice(0, 400)))
+    assert bits.min() >= 0 and bits.max() < 1 << 16
+    counts = torch.bincount((bits >> 8).flatten(), minlength=256).double()
+    expected = bits.numel() / 256
+    assert ((counts - expected) ** 2 / expected).sum() < 255 + 5 * (
+        2 * 255
+    ) ** 0.5  # chi-square, 255 degrees of freedom
+    centred = (bits.double() - 32767.5) / (2**32 / 12) ** 0.5
+    neighbours = (centred[1:] * centred[:-1]).mean(), (centred[:, 1:] * centred[:, :-1]).mean()
+    assert all(abs(correlation) < 5 / bits.numel() ** 0.5 for correlation in neighbours)
+    part = adamw.random_bits("w", torch.tensor(4.0), (slice(100, 200), slice(7, 9)))
+    assert torch.equal(part, bits[100:200, 7:9])
+    for other in (adamw.random_bits("v", torch.tensor(4.0), (slice(0, 300), slice(0, 400))),
+                  adamw.random_bits("w", torch.tensor(5.0), (slice(0, 300), slice(0, 400)))):  # fmt: skip
+        assert (other == bits).double().mean() < 1e-3
+
+
+def test_small_updates_survive_in_the_mean():
+    """A thousand updates of 1/1000 of a weight's last bit: to the nearest all are lost, stochastically none on average."""
+    moved = {}
+    for stochastic in (False, True):
+        model = parameters_of((64, 64), dtype=torch.bfloat16)
+        model.p0.data.fill_(1.0)
+        optim = Optim(lr=2**-8 / 1000, weight_decay=0.0, states="bf16", stochastic_rounding=stochastic)
+        optimizer = make_optimizer(model, optim)
+        for _ in range(1000):
+            model.p0.grad = torch.ones(64, 64, dtype=torch.bfloat16)
+            optimizer.step()
+        moved[stochastic] = (1 - model.p0.double()).mean().item() / 2**-8
+    assert moved[False] == 0 and moved[True] == pytest.approx(1, abs=0.06)
+
+
+def shard(model, world_size):
+    """Some parameters by rows, unevenly too, and one by columns, as FSDP and tensor parallelism leave them."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    placements = {"p0": Shard(0), "p1": Shard(1), "p2": Replicate(), "p3": Shard(0)}
+    for name, parameter in list(model.named_parameters()):
+        tensor = distribute_tensor(parameter.data, mesh, [placements[name]])
+        model.register_parameter(name, torch.nn.Parameter(tensor))
+
+
+def train_sharded(optim, folder, world_size, resumed):
+    """Three steps with given gradients; `resumed`: in two runs, through a checkpoint. Returns weights and states."""
+    checkpointer = Checkpointer(folder, keep=1)
+    for until in (2, 3) if resumed else (3,):
+        model = parameters_of((5, 4), (3, 4), (6,), (2, 3), dtype=torch.bfloat16)
+        shard(model, world_size)
+        optimizer = make_optimizer(model, optim)
+        first = (checkpointer.load(model, optimizer) or {"step": 0})["step"]
+        for step in range(first, until):
+            torch.manual_seed(step)
+            for p in model.parameters():
+                gradient = torch.randn(p.shape).bfloat16()
+                p.grad = distribute_tensor(gradient, p.device_mesh, p.placements)
+            optimizer.step()
+        if resumed:
+            checkpointer.save(until, model, optimizer, {"step": until})
+    tensors = snapshot(model.named_parameters())
+    for name, p in model.named_parameters():
+        tensors |= snapshot((f"{name}/{key}", value) for key, value in optimizer.state[p].items())
+    return tensors
+
+
+def test_stochastic_rounding_does_not_depend_on_layout_or_interruptions(pool, tmp_path):
+    optim = Optim(lr=0.05, states="bf16", stochastic_rounding=True)
+    expected = pool.run(1, train_sharded, optim, tmp_path / "1", 1, False)[0]
+    nearest = pool.run(1, train_sharded, Optim(lr=0.05, states="bf16"), tmp_path / "n", 1, False)[0]
+    assert not torch.equal(expected["p0"], nearest["p0"])  # it does round otherwise
+    for world_size, resumed in ((1, True), (2, True), (4, False)):
+        folder = tmp_path / f"{world_size}-{resumed}"
+        for tensors in pool.run(world_size, train_sharded, optim, folder, world_size, resumed):
+            check_close([tensors], expected, 0, f"{world_size} ranks, resumed: {resumed}")
+
+
+def resume_with(first, second, folder):
+    """A step with one optimizer, a checkpoint, a step with the other: their states' types and the weights."""
+    checkpointer = Checkpointer(folder, keep=1)
+    results = []
+    for optim in (first, second):
+        model = parameters_of((5, 4), dtype=torch.bfloat16)
+        optimizer = make_optimizer(model, optim)
+        checkpointer.load(model, optimizer)
+        model.p0.grad = torch.ones_like(model.p0)
+        optimizer.step()
+        checkpointer.save(1, model, optimizer, {})
+        results.append((optimizer.state[model.p0]["exp_avg"].dtype, optimizer.state[model.p0]["step"].item()))
+    return results
+
+
+@pytest.mark.parametrize("first, second", [("fp32", "bf16"), ("bf16", "fp32")])
+def test_a_run_may_go_on_with_states_of_another_type(pool, tmp_path, first, second):
+    """From our AdamW to torch's, which has them in the weights' type, and back."""
+    (results,) = pool.run(1, resume_with, Optim(states=first), Optim(states=second), tmp_path)
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    assert results == [(dtypes[first], 1), (dtypes[second], 2)]
+
+
+BYTES = [  # precision, optim.states: bytes per parameter of weights, gradients, states; the README's table
+    ("fp32", "fp32", (4, 4, 8)),
+    ("fp32", "bf16", (4, 4, 4)),
+    ("bf16", "fp32", (4, 4, 8)),
+    ("bf16", "bf16", (4, 4, 4)),
+    ("bf16-pure", "fp32", (2, 2, 8)),
+    ("bf16-pure", "bf16", (2, 2, 4)),
+]
+
+
+def bytes_of_a_step(precision, states):
+    """What lasts, after a real training step up to the release of the gradients."""
+    config = configs.from_dict({
+        "model": {"name": "llama3-8b-tiny", "num_layers": 2}, "batch": {"global": 2, "micro": 1, "seq_len": 8},
+        "precision": precision, "optim": {"states": states}, "device": "cpu",
+    })  # fmt: skip
+    trainer = Trainer(config, start(config))
+    batches = trainer.micro_batches(open_dataset(config)[0], 0)
+    forward_backward(trainer.model, trainer.objective, batches, trainer.meshes, trainer.device)
+    trainer.optimizer.step()
+    parameters = list(trainer.model.state_dict().values())  # FSDP's shards again, not what it has gathered
+    held = [list(trainer.model.parameters()), [p.grad for p in trainer.model.parameters()]]
+    held.append([x for state in trainer.optimizer.state.values() for key, x in state.items() if key != "step"])
+    count = sum(p.numel() for p in parameters)
+    return tuple(sum(owned(x)[0].nbytes for x in tensors) / count for tensors in held)
+
+
+@pytest.mark.parametrize("precision, states, expected", BYTES)
+def test_bytes_per_parameter(pool, precision, states, expected):
+    assert pool.run(1, bytes_of_a_step, precision, states) == [expected]
+
+
+@pytest.mark.parametrize("tree, message", [
+    ({"optim": {"stochastic_rounding": True}}, "optim.stochastic_rounding=true needs bf16 to round to"),
+    ({"optim": {"name": "sgd", "states": "bf16"}}, "optim.states=bf16 and stochastic_rounding are for optim.name=adamw"),
+])  # fmt: skip
+def test_states_that_cannot_be(tree, message):
+    with pytest.raises(InputError, match=message):
+        configs.from_dict(tree)

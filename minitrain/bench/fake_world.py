@@ -159,7 +159,7 @@ def trace_step(config: Config, world_size: int, rank: int = 0, visible: float = 
             make_optimizer_states(trainer)
             tracer.hold(owned_tensors(trainer), "parameters")
             tracer.hold(optimizer_tensors(trainer), "optimizer")
-            trainer.objective = Counted(trainer.objective, lambda: tracer.mark("forward"))
+            trainer.objective = Counted(trainer.objective, lambda: start_of_micro_batch(trainer, tracer))
             with tracer, marked_schedule(tracer), marked_optimizer(trainer, tracer):
                 trainer.step(dataset, 0)
     return tracer.trace
@@ -174,8 +174,9 @@ def stand_ins(visible: float) -> Iterator[None]:
             stack.enter_context(patch(f"minitrain.models.{room}.attention", attend))
         for room in ("decoder", "wan"):
             stack.enter_context(patch(f"minitrain.models.{room}.make_mask", mask))
-        for name in ("initialize", "load_weights"):
-            stack.enter_context(patch(f"minitrain.training.build.{name}", lambda *args: None))
+        for name in ("build.initialize", "build.load_weights", "loop.check_overlap"):
+            stack.enter_context(patch(f"minitrain.training.{name}", lambda *args: None))
+        stack.enter_context(patch("minitrain.parallel.parallelize.overlap_collectives", lambda *args: None))
         for name in ("training.build.lay_out", "parallel.mesh.compute_local_shape_and_global_offset"):
             room, function = f"minitrain.{name}".rsplit(".", 1)
             original = getattr(import_module(room), function)
@@ -205,6 +206,15 @@ def make_optimizer_states(trainer: Trainer) -> None:
             parameter.grad = torch.zeros_like(parameter)
     trainer.optimizer.step()
     trainer.optimizer.zero_grad(set_to_none=True)
+
+
+def start_of_micro_batch(trainer: Trainer, tracer: Tracer) -> None:
+    tracer.hold(gradients(trainer), "gradients")
+    tracer.mark("forward")
+
+
+def gradients(trainer: Trainer) -> list[Tensor]:
+    return [owned(p.grad)[0] for p in trainer.model.parameters() if p.grad is not None]
 
 
 def owned_tensors(trainer: Trainer) -> list[Tensor]:
@@ -246,6 +256,7 @@ def marked_optimizer(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
     step = trainer.optimizer.step
 
     def marked_step():
+        tracer.hold(gradients(trainer), "gradients")
         tracer.mark("optimizer")
         return step()
 

@@ -1,7 +1,7 @@
 """What a machine can do: published peaks of known GPUs, the matmul rate of this one, its memory peak, its name.
 
 A share of a published peak compares with other people's tables. A share of what a large matmul sustains here says how
-much is left to gain on any machine, a laptop too. Not here: FP8 rates, memory and network bandwidth.
+much is left to gain on any machine, a laptop too. Not here: memory and network bandwidth.
 """
 
 import os
@@ -9,6 +9,8 @@ import platform
 import re
 import resource
 import time
+from collections.abc import Callable
+from functools import partial
 from math import ceil
 from pathlib import Path
 
@@ -46,25 +48,30 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
 def measure_matmul(device: torch.device | str, dtype: torch.dtype) -> float:
     """FLOP/s of a large square matmul on this machine: the best of five runs of about 0.1 s each.
 
-    dtype: a floating type that `@` takes. fp32 on CUDA uses TF32 or not, as torch is set.
+    dtype: a floating type that `@` takes, or e4m3, whose products are summed up fast. fp32 on CUDA uses TF32 or not, as
+    torch is set.
     """
     device = torch.device(device)
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    _time_matmuls(a, b, 1)  # the first call loads and tunes kernels
-    count = ceil(0.1 / _time_matmuls(a, b, 1))
-    seconds = min(_time_matmuls(a, b, count) for _ in range(5))
+    if dtype == torch.float8_e4m3fn:
+        one = torch.ones((), device=device)
+        matmul = partial(torch._scaled_mm, a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    else:
+        matmul = partial(torch.mm, a, b, out=torch.empty_like(a))
+    _time_matmuls(matmul, device, 1)  # the first call loads and tunes kernels
+    count = ceil(0.1 / _time_matmuls(matmul, device, 1))
+    seconds = min(_time_matmuls(matmul, device, count) for _ in range(5))
     return 2 * size**3 * count / seconds
 
 
-def _time_matmuls(a: torch.Tensor, b: torch.Tensor, count: int) -> float:
-    """Seconds for `count` matmuls into the same output, the device idle before and after."""
-    out = torch.empty_like(a)
-    _synchronize(a.device)
+def _time_matmuls(matmul: Callable, device: torch.device, count: int) -> float:
+    """Seconds for `count` calls of `matmul`, the device idle before and after."""
+    _synchronize(device)
     start = time.perf_counter()
     for _ in range(count):
-        torch.mm(a, b, out=out)
-    _synchronize(a.device)
+        matmul()
+    _synchronize(device)
     return time.perf_counter() - start
 
 

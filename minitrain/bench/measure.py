@@ -80,7 +80,7 @@ def progress(steps: int, row: str):
 
 
 def compute_dtype(config: Config) -> torch.dtype:
-    return torch.float32 if config.precision == "fp32" else torch.bfloat16
+    return {"fp32": torch.float32, "fp8": torch.float8_e4m3fn}.get(config.precision, torch.bfloat16)
 
 
 def result(config: Config, row: str, device: torch.device, times: list[float], matmul: float) -> dict:
@@ -120,7 +120,7 @@ def result(config: Config, row: str, device: torch.device, times: list[float], m
 def compare(tokens: float, flops: float, published: dict) -> float | None:
     """Our tokens/s over the published ones; where a table gives FLOP/s only, over what those imply."""
     if "tokens_per_sec_per_gpu" in published:
-        return tokens / published["tokens_per_sec_per_gpu"]
+        return tokens / published.get("corrected_tokens_per_sec_per_gpu", published["tokens_per_sec_per_gpu"])
     return flops / 1e12 / published["tflops_per_gpu"] if "tflops_per_gpu" in published else None
 
 

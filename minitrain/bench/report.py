@@ -21,8 +21,9 @@ def table(results: list[dict]) -> str:
         "published tokens/s": [number(published(r), ",.0f") for r in results],
         "published step s": [number(r["published_step_time_s"], ".4g") for r in results],
         "ratio": [number(r["ratio"], ".3f") for r in results],
-        "versus transformers": [number(r.get("versus_ratio"), ".3f") for r in results],
     }
+    for library in sorted({r["versus"] for r in results if "versus" in r}):
+        columns[f"versus {library}"] = [number(r.get("versus_ratio"), ".3f") for r in results]
     return header + "\n" + markdown({name: cells for name, cells in columns.items() if any(cells)})
 
 

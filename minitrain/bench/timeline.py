@@ -115,8 +115,9 @@ class Timeline:
     end: float = 0.0
 
 
-def run(trace: Trace, system: System, fused: bool) -> Timeline:
-    """Play a trace on a system. fused: as the compiler would."""
+def play(trace: Trace, system: System, fused: bool) -> Timeline:
+    """Play a trace on a system. fused: as the compiler would. Messages between stages of a pipeline take no time here:
+    what waits for them depends on other ranks (see `replay`)."""
     return _Player(trace, system, fused).play()
 
 
@@ -179,7 +180,9 @@ class _Player:
 
     def communicate(self, stream: str, event: Event) -> None:
         begin = max([self.free[stream], *(self.ready.get(number, 0.0) for number, _ in event.reads)])
-        if event.kind != "collective":
+        if stream == "pp":
+            seconds = 0.0
+        elif event.kind != "collective":
             seconds = sum(n for _, n in event.reads + event.writes) / self.system.memory
         else:
             seconds = self.system.collective_seconds(event, self.trace.groups[event.group][1])

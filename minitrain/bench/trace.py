@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # no public name finds a group
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 aten = torch.ops.aten
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 ROWS_READ = ("embedding", "index_select", "gather", "index", "scatter", "scatter_add")  # of their large operand
-MEMORY_KINDS = ("parameters", "gradients", "optimizer", "communication", "activations")
+MEMORY_KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations")
 
 
 @dataclass(slots=True)
@@ -52,7 +53,8 @@ class Trace:
     """events: in the order of issue. died: after which event (its index) a storage was freed, by storage number.
 
     groups: by name of a process group, its mesh dimension's name and its ranks. marks: (event index, label).
-    peak: bytes by kind of memory at the moment when their sum was largest.
+    peak: bytes by kind of memory at the moment when their sum was largest, after the event `peak_at`. `gathered`: what
+    collectives bring, and the weights that FSDP makes of it.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -60,6 +62,7 @@ class Trace:
     groups: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
     marks: list[tuple[int, object]] = field(default_factory=list)
     peak: dict[str, int] = field(default_factory=dict)
+    peak_at: int = 0
 
     def flops(self) -> int:
         return sum(event.flops for event in self.events)
@@ -86,6 +89,7 @@ class Tracer(TorchDispatchMode):
         self.trace = Trace(groups=groups)
         self.numbers: dict[int, int] = {}  # of living storages, by address
         self.sizes: dict[int, tuple[int, str]] = {}  # bytes and kind, by number
+        self.born: dict[int, int] = {}  # after which event, by number
         self.held = Counter(dict.fromkeys(MEMORY_KINDS, 0))
         self.most = 0
         self.count = 0
@@ -98,14 +102,16 @@ class Tracer(TorchDispatchMode):
     # ------------------------------------------------------------------------------------------------------- memory
 
     def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Count these tensors' storages as `kind` from now on."""
-        for tensor in tensors:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            number = self.number(local)
+        """Count these plain tensors' storages as `kind`, also in what the peak has been so far."""
+        for number in map(self.number, tensors):
             size, before = self.sizes[number]
-            self.held[before] -= size
-            self.held[kind] += size
             self.sizes[number] = size, kind
+            totals = [self.held]
+            if self.trace.peak and self.born[number] <= self.trace.peak_at:
+                totals.append(self.trace.peak)
+            for total in totals:
+                total[before] -= size
+                total[kind] += size
 
     def number(self, tensor: Tensor, kind: str = "activations") -> int:
         """The number of the tensor's storage; a storage not seen before counts as `kind` from now until it dies."""
@@ -114,6 +120,7 @@ class Tracer(TorchDispatchMode):
             self.count += 1
             self.numbers[storage._cdata] = self.count
             self.sizes[self.count] = 0, kind
+            self.born[self.count] = len(self.trace.events)
             weakref.finalize(storage, self.forget, storage._cdata, self.count)
         number = self.numbers[storage._cdata]
         self.resize(number, storage.nbytes())
@@ -127,7 +134,7 @@ class Tracer(TorchDispatchMode):
             total = sum(self.held.values())
             if total > self.most:
                 self.most = total
-                self.trace.peak = dict(self.held)
+                self.trace.peak, self.trace.peak_at = dict(self.held), len(self.trace.events)
 
     def forget(self, address: int, number: int) -> None:
         if self.numbers.get(address) == number:
@@ -148,6 +155,8 @@ class Tracer(TorchDispatchMode):
                 number = self.numbers[storage._cdata]
                 if size == 0:
                     self.trace.died[number] = len(self.trace.events) - 1
+                elif self.sizes[number][0] == 0:
+                    self.sizes[number] = 0, "gathered"
                 self.resize(number, size)
             return result
 
@@ -210,17 +219,21 @@ class Tracer(TorchDispatchMode):
         written = outputs if functional else tensors(args[0])
         read = inputs if functional else [x for x in inputs if not any(x is y for y in written)] or inputs
         payload = max(sum(map(nbytes, written)), sum(map(nbytes, read)))
-        writes = [(self.number(x, "communication"), nbytes(x)) for x in written]
+        self.hold((x for x in written if self.sizes[self.number(x, "gathered")][1] == "activations"), "gathered")
+        writes = [(self.number(x), nbytes(x)) for x in written]
         reads = [(self.number(x), nbytes(x)) for x in read]
         self.trace.events.append(Event(name.strip("_"), "collective", 0, reads, writes, payload=payload, group=group))
 
     def group_of(self, args) -> str:
-        for value in tree_leaves(args):
-            if isinstance(value, str) and value in self.trace.groups:
-                return value
-            if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-                return dist.ProcessGroup.unbox(value).group_name
-        raise LookupError("a collective of a process group that no mesh has")
+        """The name of a collective's group, which is noted if no mesh has it (flattened ones, the world)."""
+        words = [value for value in tree_leaves(args) if isinstance(value, str)]
+        boxed = [value for value in tree_leaves(args) if isinstance(value, torch.ScriptObject)]
+        if boxed:  # of c10d; functional collectives name theirs, last of their words
+            words = [dist.ProcessGroup.unbox(boxed[0]).group_name]
+        if words[-1] not in self.trace.groups:
+            ranks = dist.get_process_group_ranks(_resolve_process_group(words[-1]))
+            self.trace.groups[words[-1]] = "others", ranks
+        return words[-1]
 
 
 def is_view(op) -> bool:

@@ -1,6 +1,7 @@
 """The same training step by another library, in turns with ours in one process: a noisy machine treats both alike."""
 
 import contextlib
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from minitrain.config import Config
 from minitrain.errors import InputError
 from minitrain.models.config_hf import config_to_hf
 from minitrain.parallel.mesh import Meshes
-from minitrain.training.data import open_data
+from minitrain.training.datasets import open_dataset
 from minitrain.training.loop import Trainer, to_device
 from minitrain.training.optim import clip_gradients, make_optimizer
 
@@ -53,20 +54,32 @@ class TransformersTrainer:
 
 
 def versus_transformers(config: Config, meshes: Meshes, row: str, steps: int, warmup: int) -> dict:
-    """Time `steps` training steps of both, alternating. A versus_ratio above 1 says that ours is faster."""
+    """See `in_turns`."""
+    return in_turns(config, meshes, row, steps, warmup, "transformers", TransformersTrainer)
+
+
+def in_turns(
+    config: Config, meshes: Meshes, row: str, steps: int, warmup: int, library: str, rival: Callable[[Trainer], object]
+) -> dict:
+    """Time `steps` training steps of both, alternating. A versus_ratio above 1 says that ours is faster.
+
+    rival(ours): an object whose `step(dataset, step)` is what `ours` does, by `library`.
+    """
     if dist.get_world_size() > 1:
-        raise InputError(f"--versus transformers runs in one process, not in {dist.get_world_size()}")
-    data, _ = open_data(config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed)
+        raise InputError(f"--versus {library} runs in one process, not in {dist.get_world_size()}")
+    if config.precision == "fp8":
+        raise InputError(f"--versus {library}: it does not train in FP8 (use precision=bf16)")
+    data, _ = open_dataset(config)
     ours = Trainer(config, meshes)
-    trainers = (ours, TransformersTrainer(ours))
+    trainers = (ours, rival(ours))
     pairs = []
-    for step in progress(warmup + steps, f"{row} versus transformers"):
+    for step in progress(warmup + steps, f"{row} versus {library}"):
         seconds = [timed(lambda t=trainer, step=step: t.step(data, step), ours.device) for trainer in trainers]
         if step >= warmup:
             pairs.append(seconds)
     ratios = [their_time / our_time for our_time, their_time in pairs]
     return {
-        "versus": "transformers",
+        "versus": library,
         "versus_ratio": median(ratios),
         "versus_ratio_range": [min(ratios), max(ratios)],
         "versus_step_time_s": [median(column) for column in zip(*pairs, strict=True)],

@@ -1,4 +1,7 @@
-"""From sampled responses to micro-batches: packed rows, each the same on whichever rank it is trained."""
+"""From sampled responses to micro-batches.
+
+Every rank knows all responses of a step and packs them into the same rows, of which it then takes its share.
+"""
 
 from dataclasses import dataclass
 
@@ -10,12 +13,8 @@ from minitrain.training.data import stack
 from minitrain.training.loss import IGNORE
 from minitrain.training.packing import first_fit_decreasing, pack_row
 
-PADDING = {"tokens": 0, "labels": IGNORE, "advantages": 0.0, "sampled": 0.0, "weights": 0.0, "starts": 0.0}
-
-
-FILLER = {  # the sample of a row without any
-    key: np.full(1, value, np.float32 if isinstance(value, float) else np.int64) for key, value in PADDING.items()
-}
+Sample = dict[str, np.ndarray]  # of a sequence: values are [n], n = tokens - 1
+PADDING = {"tokens": 0, "labels": IGNORE}  # all else is padded with 0.0
 
 
 @dataclass
@@ -36,20 +35,18 @@ class Rollout:
     answer: str
 
 
-def micro_batches(
-    rollouts: list[Rollout], advantages: list[float], config: Config, rank: int, ranks: int
-) -> list[dict[str, Tensor]]:
-    """The micro-batches of data-parallel rank `rank` of `ranks` for one optimizer step; fields as in PolicyGradient.
+def micro_batches(samples: list[Sample], config: Config, rank: int, ranks: int) -> list[dict[str, Tensor]]:
+    """The samples packed into rows: the micro-batches of data-parallel rank `rank` of `ranks`, values [micro, seq].
 
-    All ranks get equally many, filled up with empty rows where the packed ones do not suffice. Every rank knows all
-    rollouts, so all of them agree on the rows.
+    All ranks get equally many, filled up with empty rows where the packed ones do not suffice.
     """
     micro, length = config.batch.micro, config.batch.seq_len
-    samples = [make_sample(r, a, config) for r, a in zip(rollouts, advantages, strict=True)]
     bins = first_fit_decreasing([len(sample["tokens"]) for sample in samples], length)
     count = enough_for_pipeline(-(-len(bins) // (micro * ranks)), config.parallel)
     bins += [[]] * (count * micro * ranks - len(bins))
-    rows = [pack_row([samples[i] for i in each] or [FILLER], length, PADDING) for each in bins[rank::ranks]]
+    padding = {key: PADDING.get(key, 0.0) for key in samples[0]}
+    nothing = {key: np.full(1, padding[key], column.dtype) for key, column in samples[0].items()}
+    rows = [pack_row([samples[i] for i in each] or [nothing], length, padding) for each in bins[rank::ranks]]
     return [stack(rows[n : n + micro]) for n in range(0, len(rows), micro)]
 
 
@@ -62,20 +59,25 @@ def enough_for_pipeline(count: int, parallel: Parallel) -> int:
     return max(least, -(-count // unit) * unit)
 
 
-def make_sample(rollout: Rollout, advantage: float, config: Config) -> dict[str, np.ndarray]:
-    """A rollout as arrays [n], n = tokens - 1: what the model reads, and at each response token's place its numbers."""
+def response_sample(rollout: Rollout, advantage: float, config: Config) -> Sample:
+    """What the model reads, and at the place of each response token what PolicyGradient wants to know of it."""
     before, size = len(rollout.prompt) - 1, len(rollout.response)
-    tokens = np.array(rollout.prompt + rollout.response, np.int64)
     filtered = config.grpo.overlong_filter and rollout.truncated
 
-    def column(values, padding=0.0):
-        return np.concatenate([np.full(before, padding, np.float32), np.broadcast_to(values, size).astype(np.float32)])
+    def column(values):
+        values = np.broadcast_to(np.asarray(values, np.float32), size)
+        return np.concatenate([np.zeros(before, np.float32), values])
 
-    return {
-        "tokens": tokens[:-1],
-        "labels": np.where((np.arange(before + size) < before) | filtered, IGNORE, tokens[1:]),
+    return reply_sample(rollout.prompt, rollout.response, not filtered) | {
         "advantages": column(advantage),
         "sampled": column(rollout.log_probs),
         "weights": column(1 / size if config.grpo.aggregation == "sequence" else 1.0),
-        "starts": column(np.arange(size) == 0) * (not filtered),
+        "starts": column((np.arange(size) == 0) & (not filtered)),
     }
+
+
+def reply_sample(prompt: list[int], reply: list[int], learned: bool = True) -> Sample:
+    """A prompt with a reply of which every token is to be predicted, or none."""
+    tokens = np.array(prompt + reply, np.int64)
+    labels = np.where((np.arange(len(tokens) - 1) < len(prompt) - 1) | (not learned), IGNORE, tokens[1:])
+    return {"tokens": tokens[:-1], "labels": labels}

@@ -1,43 +1,253 @@
-"""The GRPO loop: sample, reward, compare, train, and bring the new weights to the sampler.
+"""The GRPO loop: sample, reward, train, and bring the new weights to the sampler.
 
     step k     responses to the step's prompts -> rewards -> advantages -> packed micro-batches -> log-probabilities
-               under the weights at hand and the reference, where they are needed -> one or several updates -> refit
+               under the step's first weights and the reference, where needed -> one or several updates -> refit
 
-On policy (grpo.lag=0) every rank does all of it, and the responses come from the weights that are trained. One step off
-(lag=1), the responses of step k + 1 are sampled with the weights that step k begins with: then some ranks can sample
-(grpo.generation_ranks) while the others train, in lockstep: at a step's end the responses go one way, the weights the
-other. No queue, no threads; the age of a response is 1 by construction, and the same run in one process gives the same.
+On policy (grpo.lag=0) the responses come from the weights that are trained. One step off (lag=1), those of step k + 1
+are sampled with the weights that step k begins with; then some ranks can sample (grpo.generation_ranks) while the
+others train, in lockstep: at a step's end responses go one way and weights the other. No queue and no threads: a
+response's age is 1 by construction, and the same run in one process gives the same.
 
-All ranks know all responses, and compute from them what is needed; just the model's work is divided.
+All ranks know all responses and compute from them what is cheap; only the model's work is divided.
 """
 
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import yaml
-from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from minitrain.config import Config, to_dict
-from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
-from minitrain.grpo.advantages import advantages, has_signal
-from minitrain.grpo.batches import micro_batches
-from minitrain.grpo.problems import Problem, Problems, open_problems
+from minitrain.grpo.advantages import has_signal
+from minitrain.grpo.learner import Learner
+from minitrain.grpo.problems import open_problems
 from minitrain.grpo.refit import Refit
 from minitrain.grpo.rollouts import Collector, Group, read_rollouts, rewards, write_rollouts
 from minitrain.models.decoder import Decoder
-from minitrain.parallel.context import split
-from minitrain.parallel.mesh import Meshes, owned, start, world_size
+from minitrain.parallel.mesh import owned, pick_device, start
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.rollout.engine import Sampler
-from minitrain.training.build import build_model, sum_over
 from minitrain.training.checkpoint import Checkpointer
-from minitrain.training.loop import Trainer, to_device
-from minitrain.training.loss import linear_log_probs
+from minitrain.training.loop import Trainer, is_due
 from minitrain.training.metrics import MetricsLog
+
+PHASES = ("generation", "logprobs", "training", "refit")
+
+
+def train_policy(config: Config, folder: Path, export: Callable[[Trainer, Config, Path], None]) -> None:
+    """Train by GRPO as the config says, from the newest checkpoint in `folder` if there is one.
+
+    Besides what other tasks write there: rollouts/step-*.jsonl, every response with its reward; and with a KL term
+    reference/, the weights from which divergence is measured.
+    """
+    run = Run(config, folder)
+    first = run.begin()
+    log = MetricsLog(folder / "metrics.jsonl", config.steps, first)
+    log.say(f"resumed from step {first}" if first else f"{len(run.problems):,} problems")
+    if config.validation.every and not first:
+        log.say(curve(0, run.evaluate()))
+    for numbers in run.steps(first):
+        step = numbers["step"]
+        if config.validation.every and is_due(step, config.validation.every, config.steps):
+            evaluation = run.evaluate()
+            log.say(curve(step, {"reward": numbers["reward"]} | evaluation))
+            numbers |= {f"val_{name}": value for name, value in evaluation.items()}
+        if is_due(step, config.checkpoint.every, config.steps):
+            run.save(step)
+        log.step(numbers)
+    run.finish(export)
+    log.close()
+
+
+def curve(step: int, numbers: dict[str, float]) -> str:
+    return f"step {step}: " + "  ".join(f"{name} {value:.3f}" for name, value in numbers.items())
+
+
+class Run:
+    """This rank's part in a training run: its `learner` if it trains, its `collector` if it samples."""
+
+    def __init__(self, config: Config, folder: Path):
+        self.problems, self.held_out, self.tokenizer, end = open_problems(config)
+        # sampler and trainer would disagree on a router that changes for reasons of its own
+        shape = dataclasses.replace(config.model.config, router_aux_loss_coef=0.0, bias_update_speed=0.0)
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, config=shape))
+        self.config, self.folder, self.seconds = config, folder, dict.fromkeys(PHASES, 0.0)
+        meshes = start(config)
+        world, apart = dist.get_world_size(), config.grpo.generation_ranks
+        training, sampling = range(world - apart), range(world - apart if apart else 0, world)
+        self.apart, self.speaker = bool(apart), sampling[0]
+        self.trainers, samplers = (dist.new_group(list(ranks), backend="gloo") for ranks in (training, sampling))
+        self.everyone = dist.new_group(backend="gloo")
+        self.learner = self.collector = None
+        if dist.get_rank() in training:
+            self.learner = Learner(config, meshes, self.phase)
+            where, keep = folder / "checkpoints", config.checkpoint.keep
+            self.checkpointer = Checkpointer(where, keep, config.checkpoint.asynchronous, self.trainers)
+        model = self.connect(dist.get_rank() in sampling)
+        if model is not None:
+            replica = dist.get_rank() - sampling[0]
+            sampler = Sampler(model, self.tokenizer)
+            self.collector = Collector(config, sampler, self.tokenizer, end, replica, len(sampling), samplers)
+
+    def connect(self, samples: bool) -> Decoder | None:
+        """The model that this rank samples from, and `self.refit`, which brings it the trainer's weights.
+
+        If a trainer's model is whole on its rank, that is the model.
+        """
+        model = self.learner and self.learner.model
+        self.refit = None
+        if (
+            not self.apart
+            and not isinstance(model, Pipeline)
+            and not any(isinstance(p, DTensor) for p in model.parameters())
+        ):
+            return model
+        model = make_sampler_model(self.config) if samples else None
+        want = {name: owned(tensor) for name, tensor in model.state_dict().items()} if samples else {}
+        self.refit = Refit(self.learner.weights if self.learner else dict, want, self.everyone)
+        return model
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Book the time spent here under one of PHASES."""
+        began = time.perf_counter()
+        yield
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self.seconds[name] += time.perf_counter() - began
+
+    # ----------------------------------------------------------------------------------------------- from start to end
+
+    def begin(self) -> int:
+        """Load the newest checkpoint, or warm up; returns the number of steps that are done."""
+        first = 0
+        if self.learner is not None:
+            resumed = self.checkpointer.load(self.learner.model, self.learner.trainer.optimizer)
+            first = resumed["step"] if resumed else 0
+            if not self.config.checkpoint.resume and first:
+                raise InputError(f"checkpoint.resume=false, but {self.folder} holds checkpoints (use another out_dir)")
+            if not first:
+                self.learner.warm_up(self.problems)
+            if self.config.grpo.kl:
+                self.learner.keep_reference(Checkpointer(self.folder / "reference", keep=1, group=self.trainers))
+            if dist.get_rank() == 0:
+                tree = yaml.safe_dump(to_dict(self.config), sort_keys=False)
+                (self.folder / "config.yaml").write_text(tree, encoding="utf-8")
+        first = self.tell(first, 0)
+        self.update_sampler()
+        return first
+
+    def steps(self, first: int) -> Iterator[dict[str, Any]]:
+        """Run the steps from `first` on, yielding the numbers of each, for the log."""
+        config, lag, coming = self.config, self.config.grpo.lag, None
+        began = time.perf_counter()
+        if lag and first < config.steps:
+            coming = read_rollouts(self.rollouts(first)) if first else self.share(self.collect(0), 0)
+        for step in range(first, config.steps):
+            groups = coming if lag else self.share(self.collect(step), step)
+            sampled = self.collect(step + 1) if lag and step + 1 < config.steps else None
+            learned = self.learner.learn(groups, step) if self.learner else {}
+            if lag and step + 1 < config.steps:
+                coming = self.share(sampled, step + 1)
+            self.update_sampler()
+            now = time.perf_counter()
+            yield {"step": step + 1, **learned, **describe(groups), **self.timing(groups, now - began)}
+            began = time.perf_counter()
+
+    def save(self, step: int) -> None:
+        if self.learner:
+            extra = {"step": step}
+            self.checkpointer.save(step, self.learner.model, self.learner.trainer.optimizer, extra)
+
+    def finish(self, export: Callable[[Trainer, Config, Path], None]) -> None:
+        """Wait for the last checkpoint and write the model, with its tokenizer."""
+        if self.learner:
+            self.checkpointer.wait()
+            export(self.learner.trainer, self.config, self.folder)
+        if dist.get_rank() == 0:
+            self.tokenizer.save(self.folder)
+
+    # -------------------------------------------------------------------------------------------------- parts of a step
+
+    def collect(self, step: int) -> tuple[list[Group], float] | None:
+        """The step's groups, and how long they took; nothing on ranks that do not sample."""
+        if self.collector is None:
+            return None
+        with self.phase("generation"):
+            self.collector.sampler.model.eval()
+            groups = self.collector.collect(self.problems, step)
+            self.collector.sampler.free()
+        return groups, self.seconds["generation"]
+
+    def share(self, collected: tuple[list[Group], float] | None, step: int) -> list[Group]:
+        """What was collected for `step`, on all ranks and on disk."""
+        with self.phase("refit"):
+            groups, self.seconds["generation"] = self.tell(collected, self.speaker)
+            if dist.get_rank() == 0:
+                write_rollouts(self.rollouts(step), groups)
+        return groups
+
+    def tell(self, value: Any, source: int) -> Any:
+        """`value` of rank `source`, on all ranks; where ranks do not differ, just the value."""
+        if not self.apart:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, source, self.everyone)
+        return values[0]
+
+    def update_sampler(self) -> None:
+        with self.phase("refit"):
+            if self.refit is not None:
+                self.refit()
+            if self.collector is not None:
+                self.collector.sampler.refresh()
+
+    def evaluate(self) -> dict[str, float]:
+        """pass@k on held-out problems, or on the training problems if none are."""
+        numbers = None
+        if self.collector is not None:
+            count = self.config.validation.batches * self.config.grpo.prompts
+            numbers = self.collector.evaluate(self.held_out or self.problems, count)
+        return self.tell(numbers, self.speaker)
+
+    def rollouts(self, step: int) -> Path:
+        return self.folder / "rollouts" / f"step-{step + 1:08d}.jsonl"
+
+    def timing(self, groups: list[Group], seconds: float) -> dict[str, float]:
+        """Seconds of the step and its phases; tokens are those of prompts and responses, GPUs all, sampling or not."""
+        tokens = sum(len(rollout.prompt) + len(rollout.response) for group in groups for rollout in group)
+        phases = {f"{name}_s": self.seconds[name] for name in PHASES}
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        rate = tokens / seconds
+        per_gpu = rate / dist.get_world_size()
+        return {"step_time_s": seconds, **phases, "step_tokens": tokens, "tokens_per_sec": rate,
+                "tokens_per_sec_per_gpu": per_gpu}  # fmt: skip
+
+
+def describe(groups: list[Group]) -> dict[str, float]:
+    """What can be said of a step's responses without a model."""
+    values = rewards(groups)
+    lengths = [len(rollout.response) for group in groups for rollout in group]
+    return {
+        "reward": values.mean().item(),
+        "reward_std": values.std().item(),
+        "no_signal": 1 - has_signal(values).double().mean().item(),
+        "length": sum(lengths) / len(lengths),
+        "longest": max(lengths),
+        "truncated": sum(rollout.truncated for group in groups for rollout in group) / len(lengths),
+    }
+
+
+def make_sampler_model(config: Config) -> Decoder:
+    """A whole model of its own to sample from, in the type that the trainer computes in, still without values."""
+    dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
+    with torch.device("meta"):
+        model = Decoder(config.model.config).to(dtype)
+    return model.to_empty(device=pick_device(config.device)).requires_grad_(False)

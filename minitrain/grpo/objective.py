@@ -94,7 +94,7 @@ def kl_estimate(kind: str, log_probs: Tensor, reference: Tensor, old: Tensor) ->
     ratio = (log_probs - old).clamp(-LARGEST, LARGEST).exp()
     if kind == "k1":
         return -gap * ratio
-    return gap.square() / 2 * ratio.detach() if kind == "k2" else (gap.exp() - 1 - gap) * ratio
+    return gap.square() / 2 * ratio.detach() if kind == "k2" else (gap.expm1() - gap) * ratio
 
 
 def importance_weights(settings: GRPO, old: Tensor, sampled: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
@@ -148,8 +148,7 @@ class PolicyGradient:
         return int(batch["starts"].sum()) * (self.longest if self.settings.aggregation == "constant" else 1)
 
     def loss(self, model: Module, batch: dict[str, Tensor]) -> Tensor:
-        inputs = {key: batch[key] for key in ("positions", "documents", "labels")}
-        return model(batch["tokens"], **inputs, head=partial(self.head, batch))
+        return call(model, batch, partial(self.head, batch))
 
     def head(self, batch: dict[str, Tensor], hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         log_probs, entropy = linear_log_probs(hidden, weight, labels, self.temperature)
@@ -171,6 +170,20 @@ class PolicyGradient:
         tokens, *totals = sum_over(sums).tolist()
         self.sums = {}
         return {name: total / max(tokens, 1) for name, total in zip(names[1:], totals, strict=True)}
+
+
+class LogProbs:
+    """In an objective's place where only the labels' log-probabilities are asked for: `loss` returns them."""
+
+    def __init__(self, temperature: float):
+        self.temperature = temperature
+
+    def loss(self, model: Module, batch: dict[str, Tensor]) -> Tensor:
+        return call(model, batch, lambda *inputs: linear_log_probs(*inputs, self.temperature)[0])
+
+
+def call(model: Module, batch: dict[str, Tensor], head: Callable[..., Tensor]) -> Tensor:
+    return model(batch["tokens"], **{key: batch[key] for key in ("positions", "documents", "labels")}, head=head)
 
 
 TERMS = ("clip_fraction", "kl", "importance", "masked", "token_mult_prob_error", "generation_kl_error")
@@ -197,7 +210,7 @@ def token_losses(settings: GRPO, log_probs: Tensor, batch: dict[str, Tensor]) ->
     with torch.no_grad():
         gap, distance = (old - sampled).clamp(-LARGEST, LARGEST), (reference - log_probs).clamp(-LARGEST, LARGEST)
         terms = (
-            is_clipped(settings, log_ratio, advantages), distance.exp() - 1 - distance, weight, weight == 0,
-            gap.abs().exp(), gap.exp() - 1 - gap,
+            is_clipped(settings, log_ratio, advantages), distance.expm1() - distance, weight, weight == 0,
+            gap.abs().exp(), gap.expm1() - gap,
         )  # fmt: skip
     return losses * weight * valid, dict(zip(TERMS, terms, strict=True))

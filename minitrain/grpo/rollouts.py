@@ -27,13 +27,13 @@ Group = list[Rollout]  # all responses to one prompt
 class Collector:
     """Samples groups of responses with `sampler` and rewards them, together with the other replicas.
 
-    replica: which of how many `replicas` this rank belongs to; speaks: is it the one of its replica that reports.
-    group: the ranks of all replicas, on gloo. end: the token that ends a response.
+    replica: which of how many `replicas` this rank is. group: the ranks of all replicas, on gloo.
+    end: the token that ends a response.
     """
 
-    def __init__(self, config: Config, sampler, tokenizer, end: int, replica: int, replicas: int, speaks: bool, group):
+    def __init__(self, config: Config, sampler, tokenizer, end: int, replica: int, replicas: int, group):
         self.config, self.sampler, self.tokenizer, self.end = config, sampler, tokenizer, end
-        self.replica, self.replicas, self.speaks, self.group = replica, replicas, speaks, group
+        self.replica, self.replicas, self.group = replica, replicas, group
         self.reward = load_reward(config.grpo.reward)
 
     def collect(self, problems: Problems, step: int) -> list[Group]:
@@ -63,7 +63,7 @@ class Collector:
         prompts = [problems[i].prompt for i in mine]
         completions = iter(self.sampler.generate(prompts, requests) if requests else [])
         groups = {i: [self.rewarded(i, problems[i], next(completions)) for _ in range(params["n"])] for i in mine}
-        shares = gather(groups if self.speaks else {}, self.group)
+        shares = gather(groups, self.group)
         return [group for _, group in sorted(item for share in shares for item in share.items())]
 
     def params(self, temperature: float, n: int) -> dict:

@@ -75,11 +75,11 @@ def block_pairs(allows: Callable, rows: int, queries: int, keys: int, device: to
 
 
 def _flex_attention() -> Callable:
-    return flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
+    return flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
 
 
 @cache
-def _compiled_flex_attention() -> Callable:
+def compiled_flex_attention() -> Callable:
     return torch.compile(flex_attention, dynamic=False)
 
 
@@ -105,7 +105,7 @@ def attention_with_sinks(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: M
     sinks: [heads]. If l is the log of the sum of all other terms, that is a factor sigmoid(l - sink) on the output.
     """
     grouped = q.shape[1] != k.shape[1]
-    if q.is_cuda:
+    if q.is_cuda and not isinstance(mask.pairs, Tensor):
         flex, pairs = _flex_attention(), mask.pairs
         if pairs is None:
             pairs = _causal_pairs(q.shape[2], q.device)
@@ -115,7 +115,7 @@ def attention_with_sinks(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: M
     if pairs is None:
         pairs = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
     # A key of zeros, whose score is the bias alone, with a value of zeros.
-    scores = torch.zeros(pairs.shape, dtype=q.dtype).masked_fill(~pairs, -torch.inf)
+    scores = torch.zeros(pairs.shape, dtype=q.dtype, device=q.device).masked_fill(~pairs, -torch.inf)
     scores = scores.expand(*q.shape[:3], -1)
     bias = torch.cat([scores, sinks.to(q.dtype)[:, None, None].expand(*q.shape[:3], 1)], dim=-1)
     k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))

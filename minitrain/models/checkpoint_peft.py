@@ -9,7 +9,9 @@
     ...experts.gate_up_proj_lora_A                 the same, and where both are adapted ...experts.base_layer.lora_A.weight
 
 The names are those of transformers' modules, which for some families differ from the hub's tensors. Experts are what
-PEFT calls `target_parameters`. Left out: GPT-3, whose q, k and v are one matrix on the hub; all variants of LoRA.
+PEFT calls `target_parameters`. Where a model has experts, PEFT takes gate_proj, up_proj and down_proj for their stacks:
+adapters of DeepSeek's dense layers and shared experts can be read here only. Left out: GPT-3, whose q, k and v are one
+matrix on the hub; all variants of LoRA.
 """  # noqa: E501
 
 import json
@@ -28,7 +30,7 @@ from minitrain.models.checkpoint_hf import all_of
 from minitrain.models.config_hf import read_json
 from minitrain.models.decoder import Decoder
 from minitrain.models.layouts_hf import interleave
-from minitrain.models.lora import Lora, add_adapters, is_adapter
+from minitrain.models.lora import Lora, add_adapters, is_adapter, is_meant
 from minitrain.models.mamba import by_group, by_part
 from minitrain.models.wan import Wan, WanConfig
 
@@ -124,13 +126,18 @@ def save_adapter(tensors: Iterable[tuple[str, Tensor]], config, lora: Lora, path
     }
     folder.mkdir(parents=True, exist_ok=True)
     _replace(folder / WEIGHTS, lambda file: save_file(stored, file, metadata={"format": "pt"}))
-    settings = json.dumps(adapter_config(config, lora, base), indent=2) + "\n"
+    settings = json.dumps(adapter_config(config, lora, shapes, base), indent=2) + "\n"
     _replace(folder / CONFIG, lambda file: file.write_text(settings, encoding="utf-8"))
 
 
-def adapter_config(config, lora: Lora, base: str) -> dict:
-    """adapter_config.json. PEFT has no dropout for experts, so there it is not told of any."""
-    experts = [target for target in lora.targets if "experts." in target]
+def adapter_config(config, lora: Lora, names: Iterable[str], base: str) -> dict:
+    """adapter_config.json, with those targets that the model has. names: of all adapters' parameters.
+
+    PEFT has no dropout for experts, so there it is not told of any.
+    """
+    paths = [name[: -len("_lora_A")] for name in names]
+    targets = [target for target in lora.targets if any(is_meant(path, target) for path in paths)]
+    experts = [target for target in targets if "experts." in target]
     return dict(
         peft_type="LORA",
         task_type=None if isinstance(config, WanConfig) else "CAUSAL_LM",
@@ -139,7 +146,7 @@ def adapter_config(config, lora: Lora, base: str) -> dict:
         lora_alpha=lora.alpha,
         lora_dropout=0.0 if experts else lora.dropout,
         use_rslora=lora.rslora,
-        target_modules=[_module(target, config) for target in lora.targets if target not in experts],
+        target_modules=[_module(target, config) for target in targets if target not in experts],
         target_parameters=[_module(target, config) for target in experts] or None,
         bias="none",
         fan_in_fan_out=False,

@@ -90,7 +90,7 @@ def find_targets(model: nn.Module, targets: Iterable[str]) -> dict[str, tuple[nn
             weights[path] = module, "weight"
         elif isinstance(module, Experts):
             weights |= {f"{path}.{name}": (module, name) for name in (module.first, "down_proj")}
-    found = {target: {path for path in weights if _is_meant(path, target)} for target in targets}
+    found = {target: {path for path in weights if is_meant(path, target)} for target in targets}
     unknown = [target for target, paths in found.items() if not paths and target not in TARGETS]
     if unknown or (weights and not any(found.values())):
         names = sorted({_short(path) for path in weights})
@@ -103,7 +103,8 @@ def _short(path: str) -> str:
     return path[path.index("experts.") :] if ".experts." in path else path.rpartition(".")[2]
 
 
-def _is_meant(path: str, target: str) -> bool:
+def is_meant(path: str, target: str) -> bool:
+    """Does `target` name the weight at `path`? A Linear's is the Linear's own, a stack's ends with the parameter."""
     return f".{path}".endswith(f".{target}") and (".experts." not in path or "experts." in target)
 
 

@@ -25,16 +25,18 @@ from minitrain.models.moe import Experts
 
 
 def shard(model: Module, blocks: list[Module], mesh: DeviceMesh, compute_dtype: torch.dtype | None = None,
-          reshard_after_forward: bool = True, prefetch: int = 1, for_experts: DeviceMesh | None = None) -> None:
+          reduce_dtype: torch.dtype = torch.float32, reshard_after_forward: bool = True, prefetch: int = 1,
+          for_experts: DeviceMesh | None = None) -> None:  # fmt: skip
     """Shard `model` in place over `mesh` (dp_replicate, dp_shard), each block and the remainder as one unit.
 
-    compute_dtype: weights are gathered and computed with in it, while shards and gradient sums keep their own type.
+    compute_dtype: weights are gathered and computed with in it, while shards keep their own type.
+    reduce_dtype: gradients are added up in it over micro-batches and ranks.
     reshard_after_forward: free a block's weights after its forward pass; see `set_gradient_sync`.
     prefetch: how many blocks ahead of the running one are gathered.
     for_experts: the mesh of experts that expert parallelism has split already, of the same two dimensions. Those of a
         block are a unit of their own.
     """
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     if mesh["dp_replicate"].size() == 1:
         mesh = mesh["dp_shard"]
     holders = [module for module in model.modules() if isinstance(module, KeepsFP32)]

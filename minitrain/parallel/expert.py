@@ -50,9 +50,7 @@ def expert_parallel(model: Module, mesh: DeviceMesh) -> None:
         if isinstance(block.mlp, MoE):
             split_experts(block.mlp.experts, mesh)
             block.register_forward_pre_hook(use_parts)
-            known = block.mlp.gate.fake_balanced
-            sizes_of = balanced_sizes(block.mlp.gate, mesh) if known else partial(exchange_sizes, mesh)
-            block.mlp.dispatch = partial(dispatch, mesh, sizes_of)
+            block.mlp.dispatch = partial(dispatch, mesh, sizes_of(block.mlp.gate, mesh))
 
 
 def split_experts(experts: Experts, mesh: DeviceMesh) -> None:
@@ -77,7 +75,7 @@ def use_parts(block: Module, inputs: tuple) -> None:
 
 
 def dispatch(
-    mesh: DeviceMesh, sizes_of: Callable, x: Tensor, indices: Tensor, weights: Tensor, experts: Experts
+    mesh: DeviceMesh, get_sizes: Callable, x: Tensor, indices: Tensor, weights: Tensor, experts: Experts
 ) -> Tensor:
     """Each token's weighted sum over its experts, wherever they are.
 
@@ -85,7 +83,7 @@ def dispatch(
     """
     table = x.new_full((len(x), experts.num_experts), NOT_CHOSEN).scatter(1, indices, weights)
     table = table.unflatten(1, (mesh.size(), -1))  # [tokens, ranks, experts of a rank]
-    sizes = sizes_of(table.detach() != NOT_CHOSEN)
+    sizes = get_sizes(table.detach() != NOT_CHOSEN)
     leaving = list_copies((table.detach() != NOT_CHOSEN).any(-1), sum(sizes.sends))
     outward = sizes.receives, sizes.sends, mesh
     rows = collectives.all_to_all_single_autograd(CopyRows.apply(x, leaving), *outward)
@@ -100,6 +98,14 @@ def dispatch(
 # --------------------------------------------------------------------------------------------------------------- sizes
 
 
+def sizes_of(router: Router, mesh: DeviceMesh) -> Callable[[Tensor], "Sizes"]:
+    """How the ranks of `mesh` learn a layer's sizes from what this rank chose: bool [tokens, ranks, experts of a rank]."""
+    if router.fake_balanced:
+        known = router.top_k, router.num_experts, mesh.size(), mesh.get_local_rank()
+        return lambda chosen: known_sizes(*known, len(chosen))
+    return partial(exchange_sizes, mesh)
+
+
 class Sizes(NamedTuple):
     """What the host must know of a layer's all-to-alls."""
 
@@ -109,26 +115,27 @@ class Sizes(NamedTuple):
 
 
 def exchange_sizes(mesh: DeviceMesh, chosen: Tensor) -> Sizes:
-    """chosen: bool [tokens, ranks, experts of a rank]. The one wait for the device, and for the other ranks' counts."""
+    """Here are the one wait for the device and the one for what the other ranks chose."""
     mine = torch.stack([chosen.any(-1).sum(0), chosen.sum((0, 2))], dim=1)  # [ranks, 2]: rows, pairs
     theirs = collectives.all_to_all_single(mine, None, None, mesh)
     sends, receives, pairs = torch.stack([mine[:, 0], *theirs.unbind(1)]).tolist()
     return Sizes(sends, receives, sum(pairs))
 
 
-def balanced_sizes(router: Router, mesh: DeviceMesh) -> Callable[[Tensor], Sizes]:
-    """The same without waiting, for the fake gate, with which all ranks choose alike whatever their tokens are."""
+@torch.compiler.assume_constant_result
+def known_sizes(*case: int) -> Sizes:
+    """`balanced_sizes`, for the compiler, which does not look up what is cached but would trace it."""
+    return balanced_sizes(*case)
 
-    @cache
-    def sizes(tokens: int) -> Sizes:
-        chosen = np.zeros((tokens, router.num_experts), dtype=bool)
-        numbers = np.arange(tokens * router.top_k).reshape(tokens, router.top_k)
-        np.put_along_axis(chosen, numbers % router.num_experts, True, axis=1)
-        chosen = chosen.reshape(tokens, mesh.size(), -1)
-        sends, mine = chosen.any(-1).sum(0).tolist(), mesh.get_local_rank()
-        return Sizes(sends, [sends[mine]] * mesh.size(), mesh.size() * int(chosen[:, mine].sum()))
 
-    return lambda chosen: sizes(len(chosen))
+@cache
+def balanced_sizes(top_k: int, num_experts: int, ranks: int, rank: int, tokens: int) -> Sizes:
+    """The same without waiting, for the fake gate: all ranks choose alike for so many tokens, whatever those are."""
+    chosen = np.zeros((tokens, num_experts), dtype=bool)
+    np.put_along_axis(chosen, np.arange(tokens * top_k).reshape(tokens, top_k) % num_experts, True, axis=1)
+    chosen = chosen.reshape(tokens, ranks, -1)
+    sends = chosen.any(-1).sum(0).tolist()
+    return Sizes(sends, [sends[rank]] * ranks, ranks * int(chosen[:, rank].sum()))
 
 
 # -------------------------------------------------------------------------------------------------------------- copies

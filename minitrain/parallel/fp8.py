@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -31,24 +32,25 @@ from minitrain.models.fp8 import E4M3, Fp8Linear, cast, largest, placeholder, po
 def gather_in_fp8(model: Module) -> None:
     """Make FSDP gather the weights of all `Fp8Linear`s in FP8. To be called when they are sharded and have storage."""
     linears = [module for module in model.modules() if isinstance(module, Fp8Linear)]
-    shards = Fp8Shards([linear.weight for linear in linears])
+    shards = Fp8Shards(linears)
     for number, linear in enumerate(linears):
-        shard = linear.weight._local_tensor  # to_local() may give another tensor object
-        shard.fsdp_pre_all_gather = partial(before_gather, shards, number)
-        shard.fsdp_post_all_gather = partial(after_gather, linear)
+        linear.shard = shards, number
+        shard = linear.weight._local_tensor  # FSDP asks this very object, which to_local() may not give
+        shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before_gather, after_gather
 
 
 class Fp8Shards:
-    """This rank's shards of `weights`, DTensors on one mesh, in FP8: made anew at the first use after a change.
+    """This rank's shards of the weights of `linears`, DTensors on one mesh, in FP8: made anew at the first use after
+    a change.
 
     A change is a step of any optimizer, unless a weight is frozen, and any write to a weight or to its local part but
     one: a `foreach` operation on DTensors outside of an optimizer leaves no trace.
     """
 
-    def __init__(self, weights: list[Tensor]):
-        self.weights, self.steps = weights, 0
-        self.seen: list[tuple | None] = [None] * len(weights)
-        self.shards: list[tuple[Tensor, Tensor] | None] = [None] * len(weights)
+    def __init__(self, linears: list[Fp8Linear]):
+        self.weights, self.steps = [linear.weight for linear in linears], 0
+        self.seen: list[tuple | None] = [None] * len(linears)
+        self.shards: list[tuple[Tensor, Tensor] | None] = [None] * len(linears)
         hook = register_optimizer_step_post_hook(partial(count_step, weakref.ref(self)))
         weakref.finalize(self, hook.remove)
 
@@ -81,23 +83,27 @@ def count_step(shards: weakref.ref, *step) -> None:
         shards().steps += 1
 
 
-def before_gather(shards: Fp8Shards, number: int, mesh, size, stride, module, policy) -> tuple:
-    """What FSDP gathers over the 1-D `mesh` for a weight of this `size` [out, in]; and notes for `after_gather`."""
+# The methods hold nothing but what FSDP gives them: Python does not find cycles of references that go through a tensor.
+
+
+def before_gather(mesh: DeviceMesh, size: torch.Size, stride: tuple, linear: Fp8Linear, policy) -> tuple[tuple, tuple]:
+    """What FSDP gathers over the 1-D `mesh` for a weight of this `size`, [out, in]; and notes for `after_gather`."""
+    shards, number = linear.shard
     shard, inverse = shards[number]
-    rows = -(-size[0] // mesh.size())  # of the largest shard, which the others are padded to
+    rows = -(-size[0] // mesh.size())  # of the largest shard, to which FSDP wants the others padded
     padded = F.pad(shard.view(torch.uint8), (0, 0, 0, rows - len(shard))).view(E4M3)
-    return (padded,), (size, inverse)
+    return (padded,), (linear, size, inverse)
 
 
-def after_gather(linear: Fp8Linear, gathered: tuple[Tensor], notes: tuple, dtype: torch.dtype, *, out=None):
-    """Give `linear` the weight in FP8, and FSDP, the first time, what stands in the parameter's place."""
-    size, inverse = notes
+def after_gather(gathered: tuple[Tensor], notes: tuple, dtype: torch.dtype, *, out: Tensor | None = None):
+    """Give the Linear its weight in FP8, and FSDP, the first time, what stands in the parameter's place."""
+    linear, size, inverse = notes
     linear.gathered = gathered[0][: size[0]], inverse
     return None if out is not None else (placeholder(size, inverse, dtype).as_subclass(Standing), [])
 
 
-class Standing(torch.Tensor):
-    """A placeholder on its way through FSDP, which insists on a contiguous view of it: it does without."""
+class Standing(Tensor):
+    """A placeholder on its way through FSDP, which makes a contiguous view of what it gets: here it stays as it is."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):

@@ -29,6 +29,8 @@ class Meshes:
     parameters: DeviceMesh  # 2-D (dp_replicate, dp_shard): copied over the first, sharded over the second, cp included
     batch: DeviceMesh  # 1-D: the ranks that take different rows of a batch
     loss: DeviceMesh  # 1-D, batch x cp: the ranks that see different tokens, whose losses add up
+    tokens: DeviceMesh  # 1-D, batch x cp x tp: the ranks that see different tokens between blocks, and in routers
+    row: DeviceMesh  # 1-D, cp x tp: those of them that share rows
     cp: DeviceMesh
     tp: DeviceMesh
     pp: DeviceMesh
@@ -58,6 +60,8 @@ def start(config: Config) -> Meshes:
         raise InputError("parallel.async_tp=true needs CUDA devices, and this run is on the CPU (use false)")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        if config.precision == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+            raise InputError(f"precision=fp8 needs FP8 units, which {torch.cuda.get_device_name()} lacks (use bf16)")
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         alone = {} if "WORLD_SIZE" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
@@ -92,6 +96,8 @@ def build_meshes(config: Config, device_type: str) -> Meshes:
         parameters=for_parameters["dp_replicate", "dp_shard"],
         batch=for_rows["batch"],
         loss=grid(pp=p.pp, loss=rows * p.cp, tp=p.tp)["loss"],
+        tokens=grid(pp=p.pp, tokens=rows * p.cp * p.tp)["tokens"],
+        row=for_rows["cp", "tp"]._flatten("row"),
         cp=for_rows["cp"],
         tp=for_parameters["tp"],
         pp=for_parameters["pp"],

@@ -57,5 +57,8 @@ def parallelize(model: Module, config: Config, meshes: Meshes) -> None:
     # FSDP shards, adds up tensor parallelism's partial gradients, and casts weights: one rank may need it for that
     if meshes.parameters.size() * meshes.tp.size() > 1 or compute_dtype or config.precision == "fp8":
         parallel = config.parallel
-        reshard = parallel.reshard_after_forward and parallel.pp == 1
-        shard(model, model.blocks, meshes.parameters, compute_dtype, reshard, parallel.prefetch, meshes.experts)
+        shard(
+            model, model.blocks, meshes.parameters, compute_dtype,
+            torch.float32 if parallel.reduce == "fp32" else torch.bfloat16,
+            parallel.reshard_after_forward and parallel.pp == 1, parallel.prefetch, meshes.experts,
+        )  # fmt: skip

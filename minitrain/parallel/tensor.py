@@ -22,10 +22,21 @@ bytes of [batch, seq, hidden] per rank; around the layers, one of each per direc
 forward's, but for the last reduce-scatter. Gradients of norms are all-reduced once per step: they are marked as partial
 sums, and FSDP adds them up.
 
+Other parts of a block follow the same scheme, which for each starts and ends with a rank's own tokens:
+
+    latent attention   projections to latents and their norms are whole, and latents are gathered, not what they are
+                       made from: a third of the bytes in DeepSeek-V3; from there on, heads / tp
+    Mamba-2            groups of heads / tp, with all that they need; the convolution and the norm stay within a group
+    experts            every rank has channels / tp of all experts; tokens are gathered with the experts they go to. The
+                       router, and projections to what experts see, are whole and get a rank's own tokens
+    with expert parallelism, these have nothing to do with tp: each rank sends its own tokens
+
+Biases of matrices that are split by input must be added once: every rank adds 1 / tp of them.
+
 Parameters are DTensors, which FSDP shards once more and checkpoints store whole. But modules compute with their rank's
 parts, plain tensors, and the collectives stand between modules: no operation is dispatched through DTensor on the host,
-and a block compiles as one graph. Left out: fewer kv heads than ranks, biases of o and down, uneven parts (config.py
-refuses the first and the last, `split_parameters` the second).
+and a block compiles as one graph. Left out: fewer kv heads or Mamba groups than ranks, and uneven parts, all of which
+config_checks.py refuses.
 """
 
 from collections.abc import Callable
@@ -35,14 +46,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import Module
 
 from minitrain.errors import InputError
+from minitrain.models.mla import LatentAttention
+from minitrain.models.moe import Experts, MoE
 
-BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-BY_INPUT = ("o_proj", "down_proj")
-WHOLE_ADAPTER = {"lora_A": Shard(0), "lora_B": Shard(1)}  # split is the side that the matrix is split on, not the rank
+BY_OUTPUT = (
+    "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj",
+    "q_b_proj", "kv_b_proj",  # of latent attention
+    "mamba.in_proj", "mamba.conv1d", "mamba.dynamics", "mamba.norm",
+    "self_attn",  # its own parameters are sinks
+)  # fmt: skip
+BY_INPUT = ("o_proj", "down_proj", "out_proj")
+TO_LATENTS = ("q_a_proj", "kv_a_proj_with_mqa")
+RANK_DIM = {"lora_A": -2, "lora_B": -1}  # of adapters, which is not split where the matrix is
 
 
 def tensor_parallel(model: Module, mesh: DeviceMesh) -> None:
@@ -58,6 +77,9 @@ def tensor_parallel(model: Module, mesh: DeviceMesh) -> None:
     if "embed_tokens" in outer:
         split_parameters(outer["embed_tokens"], mesh, Shard(0))
         outer["embed_tokens"].forward = partial(embed, outer["embed_tokens"], mesh, scatter)
+    if "embed_positions" in outer:
+        split_parameters(outer["embed_positions"], mesh, Replicate())
+        outer["embed_positions"].forward = partial(embed_positions, outer["embed_positions"], mesh)
     if "norm" in outer:
         split_parameters(outer["norm"], mesh, Replicate())
         outer["norm"].register_forward_pre_hook(use_parts)
@@ -69,26 +91,62 @@ def tensor_parallel(model: Module, mesh: DeviceMesh) -> None:
 
 def split_block(block: Module, mesh: DeviceMesh, gather: Callable, scatter: Callable) -> None:
     for name, module in block.named_modules():
-        kind = name.rpartition(".")[2]
-        if kind in BY_OUTPUT:
+        if isinstance(module, Experts):
+            continue
+        if name.endswith(BY_OUTPUT):
             split_parameters(module, mesh, Shard(0))
-        elif kind in BY_INPUT:
+        elif name.endswith(BY_INPUT):
             split_parameters(module, mesh, Shard(1))
             module.register_forward_hook(lambda module, inputs, output: scatter(output))
         else:
             split_parameters(module, mesh, Replicate())
-    for half in (block.self_attn, block.mlp):
-        half.register_forward_pre_hook(lambda module, inputs: (gather(inputs[0]), *inputs[1:]))
+        if name.endswith(TO_LATENTS):
+            module.register_forward_hook(lambda module, inputs, output: gather(output))
+    if isinstance(block.mlp, MoE):
+        split_experts(block.mlp, mesh, gather, scatter)
+    dense = block.mlp.shared_experts if isinstance(block.mlp, MoE) else block.mlp
+    for part in (block.self_attn, block.mamba, dense):
+        if part is not None and not isinstance(part, LatentAttention):
+            part.register_forward_pre_hook(lambda module, inputs: (gather(inputs[0]), *inputs[1:]))
     block.register_forward_pre_hook(use_parts)
 
 
-def split_parameters(module: Module, mesh: DeviceMesh, placement: Placement) -> None:
-    """Replace the module's own parameters, the same on all ranks, by DTensors that are placed so on `mesh`."""
-    for name, parameter in module.named_parameters(recurse=False):
-        if isinstance(placement, Shard) and placement.dim >= parameter.ndim:
-            raise NotImplementedError(f"{name} of {module} would be added once by every rank")
-        own = Replicate() if WHOLE_ADAPTER.get(name) == placement else placement
-        part = distribute_tensor(parameter.detach(), mesh, [own], src_data_rank=None)
+def split_experts(moe: MoE, mesh: DeviceMesh, gather: Callable, scatter: Callable) -> None:
+    """Split the channels of all experts, unless expert parallelism has split the experts already."""
+    experts = moe.experts
+    if not isinstance(experts.down_proj, DTensor):
+        split_parameters(experts, mesh, Shard(1), experts.first)
+        split_parameters(experts, mesh, Shard(2), "down_proj")
+        moe.dispatch = partial(dispatch_to_all, moe.dispatch, gather, scatter)
+
+
+def dispatch_to_all(
+    dispatch: Callable, gather: Callable, scatter: Callable, x: Tensor, indices: Tensor, weights: Tensor,
+    experts: Experts,
+) -> Tensor:
+    """`dispatch` of all ranks' tokens, whose results are terms of a sum. x: [tokens, width], this rank's, as returned.
+
+    indices, weights: [tokens, top_k].
+    """
+    x, indices, weights = (gather(tensor[None])[0] for tensor in (x, indices, weights))
+    return scatter(dispatch(x, indices, weights, experts)[None])[0]
+
+
+def split_parameters(module: Module, mesh: DeviceMesh, placement: Placement, start: str = "") -> None:
+    """Replace the module's own parameters, the same on all ranks, by DTensors that are placed so on `mesh`.
+
+    start: only those whose names start so. What has not got the dimension that is split, is whole: biases then are
+    noted in `module.added_by_all`.
+    """
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if not name.startswith(start):
+            continue
+        whole = isinstance(placement, Shard) and placement.dim >= parameter.ndim
+        if whole:
+            module.added_by_all = name
+        if isinstance(placement, Shard) and parameter.ndim + RANK_DIM.get(name[-6:], -9) == placement.dim:
+            whole = True
+        part = distribute_tensor(parameter.detach(), mesh, [Replicate() if whole else placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 
@@ -103,7 +161,9 @@ def use_parts(unit: Module, inputs: tuple) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             # all ranks have such a parameter whole, and see its gradient for their own tokens or heads
             gradients = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
-            module.__dict__[name] = parameter.to_local(grad_placements=gradients)
+            part = parameter.to_local(grad_placements=gradients)
+            is_term = name == getattr(module, "added_by_all", None)
+            module.__dict__[name] = part / parameter.device_mesh.size() if is_term else part
 
 
 def embed(embedding: nn.Embedding, mesh: DeviceMesh, scatter: Callable, tokens: Tensor) -> Tensor:
@@ -112,6 +172,12 @@ def embed(embedding: nn.Embedding, mesh: DeviceMesh, scatter: Callable, tokens: 
     rows = tokens - mesh.get_local_rank() * len(weight)
     mine = (rows >= 0) & (rows < len(weight))
     return scatter(torch.where(mine[..., None], F.embedding(rows * mine, weight), 0))
+
+
+def embed_positions(embedding: nn.Embedding, mesh: DeviceMesh, positions: Tensor) -> Tensor:
+    """positions: [batch or 1, seq]. Returns the embeddings of this rank's: [batch or 1, seq / tp, hidden]."""
+    own = positions.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
+    return F.embedding(own, embedding.weight.to_local(grad_placements=[Partial()]))
 
 
 # ------------------------------------------------------------------------------------------------ asynchronous form

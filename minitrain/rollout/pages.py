@@ -82,11 +82,12 @@ class Pages:
         chain = ROOT
         for key_tokens, page in zip(self._full_pages(tokens), pages, strict=False):
             key = (chain, key_tokens)
-            page = self.published.setdefault(key, page)
-            if page not in self.chains:
+            if key not in self.published:
+                if page in self.chains:  # published on a chain whose beginning is gone
+                    del self.published[self.chains[page][0]]
                 self.last_chain += 1
-                self.chains[page] = key, self.last_chain
-            chain = self.chains[page][1]
+                self.published[key], self.chains[page] = page, (key, self.last_chain)
+            chain = self.chains[self.published[key]][1]
 
     def forget(self) -> None:
         """Nothing that is published is valid any more."""

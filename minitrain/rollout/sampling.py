@@ -8,11 +8,13 @@ and a sum meet.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from minitrain.errors import InputError
+from minitrain.training.loss import Part
 
 
 @dataclass(frozen=True)
@@ -62,3 +64,112 @@ class Completion:
     tokens: list[int]
     logprobs: list[float]
     finish_reason: str
+
+
+def sample_key(seed: int, number: int, sample: int) -> int:
+    """From what all noise of a sample comes: the seed, the request's number and which of its samples it is."""
+    key = 0
+    for part in (seed, seed >> 32, number, sample):
+        key = _mix_int(key ^ (part & 0xFFFFFFFF)) + 0x9E3779B9 & 0xFFFFFFFF
+    return key - (1 << 32) if key >> 31 else key  # as int32
+
+
+# The 32-bit mixer "lowbias32" (Wellons, "Prospecting for hash functions", 2018): each bit of the input changes each of
+# the output with a probability within 0.2 % of one half.
+_ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32)))
+
+
+def _mix_int(x: int) -> int:
+    for shift, factor in _ROUNDS:
+        x = (x ^ x >> shift) * (factor & 0xFFFFFFFF) & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+def _mix(x: Tensor) -> Tensor:
+    """int32, in place; its shifts bring in copies of the sign, which are masked off."""
+    for shift, factor in _ROUNDS:
+        x.bitwise_xor_((x >> shift).bitwise_and_((1 << 32 - shift) - 1)).mul_(factor)
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+
+
+@cache
+def _vocabulary(first: int, size: int, device: torch.device) -> Tensor:
+    return _mix(torch.arange(first, first + size, dtype=torch.int32, device=device))
+
+
+def waiting_times(keys: Tensor, positions: Tensor, first: int, size: int) -> Tensor:
+    """Exponential random numbers, fp32 [rows, size]: of each row's token at its position, for ids first, first + 1, ...
+
+    keys: int32 [rows], see `sample_key`; positions: int64 [rows]. The least of them divided by the probabilities falls
+    on a token with just its probability; it is the Gumbel-max trick, with one logarithm less.
+    """
+    rows = _mix(keys ^ _mix(positions.to(torch.int32)))
+    bits = _mix(rows[:, None] ^ _vocabulary(first, size, keys.device)).bitwise_and_(0x7FFFFFFF)
+    uniform = bits.float().add_(0.5).mul_(2.0**-31)
+    return uniform.neg_().log1p_().neg_()  # exact for small numbers, which win
+
+
+@dataclass
+class Choice:
+    """How each row's token is chosen; all tensors have one number per row.
+
+    noisy, filtered: is there a row with a temperature, is there one with top_k, top_p or min_p?
+    """
+
+    keys: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    noisy: bool = True
+    filtered: bool = True
+
+
+def choose(logits: Tensor, choice: Choice, positions: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    """A token for each row, int64 [rows], and its log-probability, fp32 [rows].
+
+    logits: [rows, vocab], or this rank's `part` of the vocabulary, for which ranks exchange five numbers per row; only
+    with top_k, top_p or min_p do they gather all logits. positions: int64 [rows], of the tokens that are chosen.
+    """
+    if choice.filtered and part.group is not None:
+        logits, part = part.gather(logits).transpose(0, 1).flatten(1), Part()
+    greedy = choice.temperature == 0
+    logits = logits.float() / torch.where(greedy, 1, choice.temperature)[:, None]
+    if choice.filtered:
+        logits = keep_likely(logits, choice)
+    peak = logits.amax(-1, keepdim=True)
+    weights = (logits - peak).exp_()
+    total = weights.sum(-1, keepdim=True)
+    best = logits.argmax(-1, keepdim=True)
+    score = logits.gather(1, best)
+    if choice.noisy:
+        race = weights / waiting_times(choice.keys, positions, part.first, logits.shape[1])
+        drawn = race.argmax(-1, keepdim=True)
+        score = torch.where(greedy[:, None], score, race.gather(1, drawn).log() + peak)
+        best = torch.where(greedy[:, None], best, drawn)
+    if part.group is None:
+        return best[:, 0], (logits.gather(1, best) - peak - total.log())[:, 0]
+    return _best_of_parts(torch.cat([score, logits.gather(1, best), peak, total, best + part.first], dim=1), part)
+
+
+def _best_of_parts(mine: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    """mine: [rows, 5], of this part its best score, that token's logit, the peak, the sum of exponentials, the token."""
+    score, logit, peak, total, token = part.gather(mine).unbind(-1)  # each [parts, rows]
+    highest = peak.amax(0)
+    log_sum = (total * (peak - highest).exp()).sum(0).log() + highest
+    winner = score.argmax(0, keepdim=True)
+    return token.gather(0, winner)[0].long(), logit.gather(0, winner)[0] - log_sum
+
+
+def keep_likely(logits: Tensor, choice: Choice) -> Tensor:
+    """Minus infinity for tokens that top_k, then top_p, then min_p leave out; of equally likely ones none or all."""
+    ordered = logits.sort(-1, descending=True).values
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    top_k = torch.where(choice.top_k == 0, logits.shape[1], choice.top_k)[:, None]
+    ordered = ordered.masked_fill(rank >= top_k, -torch.inf)
+    probability = ordered.softmax(-1)
+    before = probability.cumsum(-1) - probability
+    kept = (before < choice.top_p[:, None]) & (probability >= choice.min_p[:, None] * probability[:, :1])
+    kept &= ordered > -torch.inf
+    least = ordered.gather(1, kept.sum(-1, keepdim=True) - 1)
+    return logits.masked_fill(logits < least, -torch.inf)

@@ -191,19 +191,18 @@ class Scheduler:
         while self.resident and len(self.running) < self.rows and self.resident[0].cached == self.resident[0].length:
             trunk = self.resident[0]
             sample = trunk.samples.pop(0)
-            forked = bool(trunk.samples) and self._fork(trunk, sample, work)
-            if not forked:
+            if not trunk.samples or not self._fork(trunk, sample, work):
                 self._inherit(trunk, sample)
-            sample.cached = trunk.length if forked else sample.cached
+            sample.cached = trunk.length
             self.running.append(sample)
 
     def _fork(self, trunk: Trunk, sample: Sample, work: Work) -> bool:
-        """Share the full pages, copy the last one. False if there is no page or slot for that."""
-        full = trunk.length // self.pages.size
-        tail = self.pages.take(1 if trunk.length % self.pages.size else 0)
-        if tail is None or not self.slots:
-            self.pages.release(tail or [])
-            return False
+        """Share the full pages, copy the last one. False if there is no page for that."""
+        full, partly = divmod(trunk.length, self.pages.size)
+        while (tail := self.pages.take(bool(partly))) is None:
+            if self.resident[-1] is trunk:
+                return False
+            self._drop(self.resident[-1])
         self.pages.share(trunk.pages[:full])
         sample.pages, sample.slot = trunk.pages[:full] + tail, self.slots.pop()
         work.page_copies += [(trunk.pages[full], page) for page in tail]
@@ -212,7 +211,7 @@ class Scheduler:
 
     def _inherit(self, trunk: Trunk, sample: Sample) -> None:
         """The trunk's last sample takes over; if there are others after all, they have to start again."""
-        sample.pages, sample.cached, sample.slot = trunk.pages, trunk.cached, trunk.slot
+        sample.pages, sample.slot = trunk.pages, trunk.slot
         trunk.pages, trunk.cached, trunk.slot = [], 0, None
         self.resident.remove(trunk)
         if not trunk.samples:

@@ -4,11 +4,10 @@ The arithmetic is torch's fused kernel, in fp32: a few million numbers at a time
 so that the copies take no memory worth mentioning. Per parameter, gradients included, a step then takes 8 bytes for
 weights and states in bf16, and 12 with states in fp32, against the 16 of fp32 throughout.
 
-A bf16 number has 8 significant bits. An update smaller than 1/512 of a weight is lost when it is rounded to the nearest,
-however often it is repeated, and so is the slow decay of the second moment. Stochastic rounding goes up or down with
-probabilities that make the mean right (Zamirai et al. 2020, "Revisiting BFloat16 training"). Its random bits are a hash
-of the parameter's name, the step and the place in the whole tensor, so they depend neither on the layout nor on when
-the run was interrupted.
+A bf16 number has 8 significant bits. Rounding to the nearest loses updates below 1/512 of a weight, however often
+they are repeated, and the slow decay of the second moment. Stochastic rounding goes up or down with probabilities that
+make the mean right (Zamirai et al. 2020, "Revisiting BFloat16 training"). Its random bits are a hash of the parameter's
+name, the step and the place in the whole tensor, so they depend neither on the layout nor on where a run was resumed.
 """
 
 import hashlib
@@ -135,7 +134,7 @@ def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
 
 
 def random_bits(key: str, step: Tensor, place: Place) -> Tensor:
-    """int32 in [0, 2^16), uniform, of `place`'s shape: the part there of the random tensor that `key` and `step` choose.
+    """int32 in [0, 2^16), uniform: the part at `place` of the random tensor that `key` and `step` choose.
 
     Each index is hashed in turn, so that the last dimension's hash alone has the full size.
     """
@@ -147,7 +146,7 @@ def random_bits(key: str, step: Tensor, place: Place) -> Tensor:
 
 
 def mix(x: Tensor) -> Tensor:
-    """A bijection of int32 that turns any difference of inputs into half of the output bits (Wellons 2018, lowbias32)."""
+    """A bijection of int32 after which inputs that differ in one bit differ in about half (Wellons 2018, lowbias32)."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32))):
         x = (x ^ unsigned_shift(x, shift)) * factor
     return x ^ unsigned_shift(x, 16)

@@ -7,7 +7,6 @@ The second question goes on from the first one's result. Answers are worked out 
 school: that a small model learns in minutes, where the bare result would take it far longer.
 """
 
-import argparse
 import json
 import random
 from itertools import zip_longest
@@ -56,7 +55,7 @@ def dialogue(generator: random.Random) -> list[dict[str, str]]:
 
 
 def add(a: int, b: int) -> str:
-    """The columns of a sum from the lowest on, each with the carry of the one before: 475 + 286 is 5+6=11 7+8+1=16 ..."""
+    """The columns of a sum from the lowest on, each with a carry: 475 + 286 is 5+6=11 7+8+1=16 4+2+1=7."""
     columns, carry = [], 0
     for x, y in digits(a, b):
         total = x + y + carry
@@ -66,7 +65,7 @@ def add(a: int, b: int) -> str:
 
 
 def subtract(a: int, b: int) -> str:
-    """The columns of a difference from the lowest on, where a - b >= 0: 761 - 128 is 11-8=3 6-2-1=3 7-1=6."""
+    """The columns of a difference that is not negative: 761 - 128 is 11-8=3 6-2-1=3 7-1=6."""
     columns, borrowed = [], 0
     for x, y in digits(a, b):
         borrow = x < y + borrowed

@@ -52,9 +52,7 @@ class Template:
     default_system: str = ""  # the content of a system message that is not there
 
 
-LLAMA3 = Template(
-    "<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", begin="<|begin_of_text|>", strip=True
-)
+LLAMA3 = Template("<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", begin="<|begin_of_text|>", strip=True)
 CHATML = Template("<|im_start|>{role}\n", "<|im_end|>", separator="\n")
 PLAIN = Template("", "\n", reply_ends_with_eos=True)  # a line for each question, eos after each answer
 TEMPLATES = {"llama3": LLAMA3, "chatml": CHATML, "plain": PLAIN}
@@ -93,8 +91,7 @@ def choose_template(name: str, tokenizer: ByteTokenizer | HuggingFaceTokenizer) 
 def render(messages: list[Message], template: Template) -> Iterator[tuple[str, bool]]:
     """The text of a chat in pieces, alternating between what is given (False) and what the model shall say (True)."""
     given = template.begin
-    for role, content in with_system(messages, template):
-        content = content.strip() if template.strip else content
+    for role, content in prepare(messages, template):
         given += template.header.format(role=role)
         if role == "assistant":
             yield given, False
@@ -105,14 +102,13 @@ def render(messages: list[Message], template: Template) -> Iterator[tuple[str, b
     yield given, False
 
 
-def with_system(messages: list[Message], template: Template) -> list[Message]:
-    """The messages, with what the template adds to the first, or puts before it."""
+def prepare(messages: list[Message], template: Template) -> list[Message]:
+    """The messages as the template wants them, with what it adds to the first, or puts before it."""
+    if template.strip:
+        messages = [Message(role, content.strip()) for role, content in messages]
     stated = messages[0].role == "system"
-    content = messages[0].content if stated else template.default_system
-    if not stated and not template.preface + content:
-        return messages
-    content = content.strip() if template.strip else content
-    return [Message("system", template.preface + content), *messages[stated:]]
+    content = template.preface + (messages[0].content if stated else template.default_system)
+    return [Message("system", content), *messages[stated:]] if stated or content else messages
 
 
 def encode_chat(

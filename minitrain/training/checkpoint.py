@@ -39,12 +39,16 @@ class Checkpointer:
     """Saves to and loads from `folder`. All ranks make one together, and call its methods together.
 
     keep: how many checkpoints stay on disk, the newest ones.
+    group: the ranks that have the model, the first rank among them; a group on gloo that nothing else uses meanwhile.
     asynchronous: save() returns as soon as the state is copied to host memory, and a thread writes the copy.
     """
 
-    def __init__(self, folder: str | Path, keep: int, asynchronous: bool = False):
+    def __init__(
+        self, folder: str | Path, keep: int, asynchronous: bool = False, group: dist.ProcessGroup | None = None
+    ):
         self.folder, self.keep = Path(folder), keep
-        self.group = dist.new_group(backend="gloo")  # the thread's own: training uses the default group meanwhile
+        # the thread's own: training uses the default group meanwhile
+        self.group = dist.new_group(backend="gloo") if group is None else group
         self.leads = dist.get_rank() == 0
         self.thread = ThreadPoolExecutor(1) if asynchronous else None
         self.pending: Future | None = None
@@ -131,7 +135,7 @@ class Checkpointer:
 
     def _gather(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank."""
-        values = [None] * dist.get_world_size()
+        values = [None] * self.group.size()
         dist.all_gather_object(values, value, group=self.group)
         return values
 

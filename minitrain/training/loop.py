@@ -74,7 +74,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         speed = getattr(self.config.model.config, "bias_update_speed", 0)  # Wan has no experts
-        update_selection_bias(self.model, speed, partial(sum_over, self.meshes.loss))
+        update_selection_bias(self.model, speed, partial(sum_over, self.meshes.tokens))
         return {"loss": loss, "grad_norm": norm}
 
     @torch.no_grad()
@@ -157,3 +157,8 @@ def training_steps(trainer: Trainer, dataset, start: int) -> Iterator[dict[str, 
             "tokens_per_sec": filled / (now - began),
         }
         began = time.perf_counter()
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Every `every` steps, where 0 means never, and always after the last."""
+    return step == last or (every > 0 and step % every == 0)

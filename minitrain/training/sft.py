@@ -30,17 +30,18 @@ def open_chats(config: Config) -> "tuple[Chats | MockChats | Mock, Chats | MockC
     Raises InputError for a line that is no chat, naming FILE:LINE.
     """
     data, seq_len, vocab_size, seed = config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed
+    packed = data.packed is not False
     if data.kind == "mock":
-        mock = Mock if data.packed is False else MockChats
+        mock = MockChats if packed else Mock
         return mock(seq_len, vocab_size, seed, split=0), mock(seq_len, vocab_size, seed, split=1)
     samples, counts = fit(read_samples(data, fitting_tokenizer(data.tokenizer, vocab_size)), seq_len, data.over_long)
     if not samples:
         raise InputError(f"data.path={data.path} holds no chat to learn from with batch.seq_len={seq_len}{counts}")
     if not data.validation:
-        return Chats(samples, seq_len, seed, data.packed is not False, counts), None
+        return Chats(samples, seq_len, seed, packed, counts), None
     held = hold_out(len(samples), data.validation, seed)
     train, rest = ([sample for sample, out in zip(samples, held, strict=True) if out == side] for side in (False, True))
-    return Chats(train, seq_len, seed, data.packed is not False, counts), Chats(rest, seq_len, seed, data.packed is not False)
+    return Chats(train, seq_len, seed, packed, counts), Chats(rest, seq_len, seed, packed)
 
 
 def read_samples(data: Data, tokenizer: ByteTokenizer | HuggingFaceTokenizer) -> Iterator[Sample]:
@@ -101,7 +102,7 @@ class MockChats:
     """Random tokens in the shape of packed SQuAD, as the published fine-tuning tables have it. `split` 0 and 1 differ.
 
     What those tables count fits rows with 17 empty slots, and questions, contexts and answers of such lengths s that
-    attention sees sum(s^2) / sum(s) = 208 tokens. Log-normal lengths with a mean of 180 and a deviation of 71 do.
+    attention sees sum(s^2) / sum(s) = 208 tokens: log-normal lengths do, of which a row's last is cut to fit.
     """
 
     seq_len: int
@@ -119,7 +120,7 @@ class MockChats:
         random = np.random.default_rng((self.seed, self.split, int(n)))
         lengths, room = [], max(1, self.seq_len - self.EMPTY)
         while room:
-            drawn = max(self.ANSWER, round(random.lognormal(5.121, 0.380)))
+            drawn = max(self.ANSWER, round(random.lognormal(5.109, 0.410)))
             lengths.append(min(drawn, room))
             room -= lengths[-1]
         return pack_row([self._sample(random, length) for length in lengths], self.seq_len, PADDING)

@@ -118,7 +118,7 @@ def test_zoo_is_what_diffusers_defaults_to():
     ("diffusers", dict(patch_size=2), "patch_size=2 must be a list"),
     ("diffusers", dict(eps=0), "eps=0 must be a number above 0"),
     ("diffusers", dict(attention_head_dim=15), "attention_head_dim=15 must be even"),
-    ("diffusers", dict(num_layers=3), "blocks.2.adaln.scale_shift_table of shape [1, 6, 32] is missing"),
+    ("diffusers", dict(num_layers=3), "blocks.2.attn1.to_q.weight of shape [32, 32] is missing"),
     ("diffusers", dict(num_layers=1), "has no place in the model"),
     ("original", dict(model_type="flf2v"), "model_type='flf2v' is not supported"),
     ("original", dict(num_heads=3), "num_heads=3 does not divide dim=32"),

@@ -1,0 +1,85 @@
+"""The timeline of a whole pipeline from what each stage's passes take: who waits for whom, and how long.
+
+A trace shows one rank, for which every message is there at once. Here all ranks run torch's own order of actions, each
+as soon as its rank is free and its input has come: a forward pass from the stage before, a backward pass from the stage
+behind. What remains between the actions is the bubble.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops  # no public name
+
+Action = tuple[int, str, int]  # stage, F | B | I | W (whole backward pass, or for the input, or for the weights), batch
+
+
+@dataclass
+class Replay:
+    """begins and ends: seconds, of every action. finished: when each rank was done with its actions."""
+
+    spans: dict[Action, tuple[float, float]]
+    finished: list[float]
+
+    def busy(self, ranks: list[int]) -> list[float]:
+        """Seconds that each rank worked. ranks: which rank each stage is on."""
+        totals = [0.0] * len(self.finished)
+        for (stage, _, _), (begin, end) in self.spans.items():
+            totals[ranks[stage]] += end - begin
+        return totals
+
+
+def schedule_order(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int) -> list[list[Action]]:
+    """What each rank does, in order."""
+    per_rank = get_schedule_ops(schedule, ranks, micro_batches, stages_per_rank)
+    return [[action for entry in entries for action in flatten(entry)] for entries in per_rank]
+
+
+def flatten(entry) -> list[Action]:
+    """An entry of torch's schedule as actions: overlapped ones one after the other, idle time and reductions as none."""
+    if entry is None:
+        return []
+    if entry.sub_actions:
+        return [action for part in entry.sub_actions for action in flatten(part)]
+    kind = {"F": "F", "B": "B", "I": "I", "W": "W"}.get(str(entry.computation_type))
+    return [(entry.stage_index, kind, entry.microbatch_index)] if kind else []
+
+
+def replay(order: list[list[Action]], seconds: Callable[[Action], float], message: Callable[[int], float]) -> Replay:
+    """seconds: what an action takes; message: how long something travels from a stage to the next one (or back)."""
+    spans: dict[Action, tuple[float, float]] = {}
+    last = max(stage for actions in order for stage, _, _ in actions)
+    clocks, places = [0.0] * len(order), [0] * len(order)
+    waiting = set(range(len(order)))
+    while waiting:
+        before = len(spans)
+        for rank in list(waiting):
+            while places[rank] < len(order[rank]):
+                action = order[rank][places[rank]]
+                arrived = arrival(action, spans, last, message)
+                if arrived is None:
+                    break
+                begin = max(clocks[rank], arrived)
+                clocks[rank] = begin + seconds(action)
+                spans[action] = begin, clocks[rank]
+                places[rank] += 1
+            if places[rank] == len(order[rank]):
+                waiting.discard(rank)
+        if len(spans) == before:
+            raise RuntimeError("the schedule waits for itself")
+    return Replay(spans, clocks)
+
+
+def arrival(action: Action, spans: dict, last: int, message: Callable[[int], float]) -> float | None:
+    """When an action's input is there; None if that is not known yet."""
+    stage, kind, batch = action
+    if kind == "F":
+        needed = [] if stage == 0 else [((stage - 1, "F", batch),)]
+    elif kind == "W":
+        needed = [((stage, "I", batch),)]
+    else:
+        needed = [((stage, "F", batch),)]
+        if stage < last:
+            needed.append(((stage + 1, "B", batch), (stage + 1, "I", batch)))
+    times = [next((spans[a][1] + (message(a[0]) if a[0] != stage else 0) for a in any_of if a in spans), None)
+             for any_of in needed]  # fmt: skip
+    return None if None in times else max(times, default=0.0)

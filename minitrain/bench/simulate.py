@@ -1,0 +1,163 @@
+"""What a config would do on another machine: `bench.py --config ROW --simulate [--system NAME]`, on a laptop.
+
+One rank's step (in a pipeline, one rank's of every stage) is run on fake tensors in the config's full world
+(fake_world.py), which gives its FLOPs, messages and memory exactly. timeline.py turns them into seconds on a system,
+and replay.py puts a pipeline's ranks side by side. The seconds are a model, the rest is counted.
+
+Of many micro-batches a few are run: the first, one in the middle that stands for all others, and the last; in a
+pipeline, twice as many as ranks. Experts are chosen by the fake balanced gate.
+"""
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+
+from minitrain.bench.fake_world import trace_step
+from minitrain.bench.layout import stated_ranks
+from minitrain.bench.replay import Action, Replay, replay, schedule_order
+from minitrain.bench.timeline import System, Timeline, play
+from minitrain.bench.trace import Trace
+from minitrain.config import Config
+from minitrain.config_checks import check_layout
+from minitrain.parallel.pipeline import V_SHAPED, local_stages, rank_of
+from minitrain.training.datasets import open_dataset
+
+
+@dataclass
+class Simulation:
+    """traces, lines: of the ranks that were run, by their place in the pipeline. micro_batches: of a rank's step, and
+    how many of them were run. step: seconds. pipeline: all stages' actions, or None."""
+
+    traces: dict[int, Trace]
+    lines: dict[int, Timeline]
+    micro_batches: int
+    traced: int
+    step: float
+    pipeline: Replay | None = None
+
+
+def simulate(config: Config, system: System) -> Simulation:
+    """Run the config's step in its full world. Raises InputError for a layout that cannot work."""
+    small, micro_batches = few_micro_batches(config)
+    ranks, traced = stated_ranks(config), few(config, micro_batches)
+    shares = cache(lambda place: trace_step(small, ranks, place * (ranks // config.parallel.pp), visible_share(small)))
+    traces = {place: shares(alike) for place, alike in representatives(config).items()}
+    lines = {place: play(trace, system, config.compile) for place, trace in traces.items()}
+    simulation = Simulation(traces, lines, micro_batches, traced, 0.0)
+    if config.parallel.pp == 1:
+        simulation.step = accumulated(traces[0], lines[0], micro_batches)
+    else:
+        simulation.pipeline, simulation.step = pipelined(config, system, simulation)
+    return simulation
+
+
+def few_micro_batches(config: Config) -> tuple[Config, int]:
+    """The config with fewer micro-batches per step, and how many each rank had."""
+    ranks = stated_ranks(config)
+    check_layout(config, ranks)
+    p, b = config.parallel, config.batch
+    rows = ranks // (p.tp * p.cp * p.pp)
+    micro_batches = b.global_ // (b.micro * rows)
+    batch = dataclasses.replace(b, global_=few(config, micro_batches) * b.micro * rows)
+    return dataclasses.replace(config, batch=batch), micro_batches
+
+
+def few(config: Config, micro_batches: int) -> int:
+    return min(micro_batches, 3 if config.parallel.pp == 1 else 2 * config.parallel.pp)
+
+
+def visible_share(config: Config) -> float:
+    """Of a packed row's causal pairs, the share whose tokens are of one document: sum n^2 / seq^2."""
+    row = open_dataset(config)[0].row(0)
+    if "documents" not in row:
+        return 1.0
+    return sum(n * n for n in Counter(row["documents"].tolist()).values()) / len(row["documents"]) ** 2
+
+
+def representatives(config: Config) -> dict[int, int]:
+    """For each place in the pipeline, one whose stages hold as many layers of each kind, embedding and head."""
+    if config.parallel.pp == 1:
+        return {0: 0}
+    model, first = config.model.config, {}
+    alike = {}
+    for place in range(config.parallel.pp):
+        parts = local_stages(config.parallel, model.num_layers, place).values()
+        held = tuple((tuple(map(model.parts, part["layers"])), part["first"], part["last"]) for part in parts)
+        alike[place] = first.setdefault(held, place)
+    return alike
+
+
+# ------------------------------------------------------------------------------------------------------- without stages
+
+
+def accumulated(trace: Trace, line: Timeline, micro_batches: int) -> float:
+    """Seconds of a step: the traced micro-batches, and the middle one as often as it stands for others."""
+    starts = [line.at[index] for index, label in trace.marks if label == "forward"]
+    return line.end + ((starts[2] - starts[1]) * (micro_batches - 3) if len(starts) == 3 else 0.0)
+
+
+# --------------------------------------------------------------------------------------------------------- with stages
+
+
+def pipelined(config: Config, system: System, simulation: Simulation) -> tuple[Replay, float]:
+    """All ranks' actions, and the seconds until the slowest has also reduced its gradients and updated its weights."""
+    p = config.parallel
+    measured, tails = {}, []
+    for place, trace in simulation.traces.items():
+        spans = action_spans(trace, simulation.lines[place])
+        measured |= renamed(spans, list(local_stages(p, config.model.config.num_layers, place)))
+        tails.append(simulation.lines[place].end - max(end for _, end in spans.values()))
+    order = schedule_order(p.schedule, p.pp, simulation.micro_batches, p.vp)
+    seconds = action_seconds(measured, simulation.micro_batches, simulation.traced)
+    ranks = [rank_of(stage, p.pp, p.schedule in V_SHAPED) for stage in range(p.pp * p.vp)]
+    replayed = replay(order, seconds, message_seconds(config, system, simulation, ranks))
+    return replayed, max(end + tail for end, tail in zip(replayed.finished, tails, strict=True))
+
+
+def action_spans(trace: Trace, line: Timeline) -> dict[Action, tuple[float, float]]:
+    """When each action of a traced rank began and ended."""
+    spans, begun = {}, None
+    times = [0.0, *line.at]
+    for index, label in trace.marks:
+        if label is None:
+            spans[begun[0]] = begun[1], times[index]
+        elif isinstance(label, tuple):
+            begun = label, times[index]
+    return spans
+
+
+def renamed(spans: dict[Action, tuple[float, float]], stages: list[int]) -> dict[Action, float]:
+    """Seconds of each action, with the numbers of these stages in place of the ones that were traced."""
+    traced = sorted({stage for stage, _, _ in spans})
+    number = dict(zip(traced, sorted(stages), strict=True))
+    return {(number[stage], kind, batch): end - begin for (stage, kind, batch), (begin, end) in spans.items()}
+
+
+def action_seconds(measured: dict[Action, float], micro_batches: int, traced: int):
+    """What any action takes: as traced for the first micro-batches and the last, in between their median."""
+    every: dict[tuple[int, str], list[float]] = {}
+    for (stage, kind, _), seconds in measured.items():
+        every.setdefault((stage, kind), []).append(seconds)
+    median = {key: sorted(values)[len(values) // 2] for key, values in every.items()}
+
+    def seconds(action: Action) -> float:
+        stage, kind, batch = action
+        if batch == micro_batches - 1:
+            batch = traced - 1
+        elif batch >= traced - 1:
+            batch = -1
+        return measured.get((stage, kind, batch), median[stage, kind] if (stage, kind) in median else 0.0)
+
+    return seconds
+
+
+def message_seconds(config: Config, system: System, simulation: Simulation, ranks: list[int]):
+    """How long a boundary between stages takes from a stage's rank to a neighbour."""
+    trace = simulation.traces[0]
+    name = next(name for name, (dimension, _) in trace.groups.items() if dimension == "pp")
+    event = next((e for e in trace.events if e.group == name and e.name in ("send", "recv")), None)
+    if event is None or len(set(ranks)) == 1:
+        return lambda stage: 0.0
+    seconds = system.collective_seconds(event, trace.groups[name][1])
+    return lambda stage: seconds

@@ -1,0 +1,148 @@
+"""The training side: groups of rewarded responses in, better weights out."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from minitrain.config import Config
+from minitrain.grpo.advantages import advantages
+from minitrain.grpo.batches import Sample, micro_batches, reply_sample, response_sample
+from minitrain.grpo.objective import LogProbs
+from minitrain.grpo.problems import Problems
+from minitrain.grpo.refit import Parts
+from minitrain.grpo.rollouts import Group, rewards
+from minitrain.models.lora import Lora, is_adapter
+from minitrain.parallel.context import split
+from minitrain.parallel.mesh import Meshes, owned, whole
+from minitrain.parallel.pipeline import Pipeline
+from minitrain.training.build import build_model, sum_over
+from minitrain.training.checkpoint import Checkpointer
+from minitrain.training.loop import Trainer, forward_backward, to_device
+from minitrain.training.objectives import LanguageModeling
+from minitrain.training.optim import clip_gradients, make_optimizer
+
+Batch = dict[str, Tensor]
+
+
+class Learner:
+    """A Trainer of the policy, and the reference model if divergence from it costs something.
+
+    phase(name): a context in which the time spent is booked under that name.
+    """
+
+    def __init__(self, config: Config, meshes: Meshes, phase: Callable[[str], AbstractContextManager]):
+        self.config, self.meshes, self.phase = config, meshes, phase
+        self.trainer = Trainer(config, meshes)
+        self.model, self.device = self.trainer.model, self.trainer.device
+        self.reference: Module | None = None
+
+    # -------------------------------------------------------------------------------------------------------- training
+
+    def learn(self, groups: list[Group], step: int) -> dict[str, float]:
+        """One update for every batch.global responses; returns the step's numbers.
+
+        With one update the first weights are the current ones, whose log-probabilities the update computes anyway.
+        """
+        grpo, size = self.config.grpo, self.config.batch.global_
+        with self.phase("logprobs"):
+            values = advantages(rewards(groups), grpo.baseline, grpo.std_scaling).flatten().tolist()
+            rollouts = [rollout for group in groups for rollout in group]
+            samples = [response_sample(r, a, self.config) for r, a in zip(rollouts, values, strict=True)]
+            updates = [self.batches(samples[n : n + size]) for n in range(0, len(samples), size)]
+            every = [batch for update in updates for batch in update]
+            if len(updates) > 1:
+                self.add_log_probs("old", self.model, every)
+            if self.reference is not None:
+                self.add_log_probs("reference", self.reference, every)
+            elif grpo.kl:
+                with without_adapters(self.config.lora):
+                    self.add_log_probs("reference", self.model, every)
+        with self.phase("training"):
+            self.model.train()
+            results = [self.trainer.update(batches, step) for batches in updates]
+            numbers = {key: torch.stack([result[key] for result in results]).mean().item() for key in results[0]}
+            return numbers | self.trainer.objective.numbers(self.total)
+
+    def batches(self, samples: list[Sample]) -> list[Batch]:
+        """This rank's micro-batches of the samples, on its device; with context parallelism, its tokens of them."""
+        ranks, cp = self.meshes.batch, self.meshes.cp
+        batches = micro_batches(samples, self.config, ranks.get_local_rank(), ranks.size())
+        return [to_device(split(each, cp, self.config.parallel.context), self.device) for each in batches]
+
+    @torch.no_grad()
+    def add_log_probs(self, name: str, model: Module, batches: list[Batch]) -> None:
+        """Give each batch its labels' log-probabilities under `model`; in a pipeline only the last stage gets them."""
+        objective = LogProbs(self.config.rollout.temperature)
+        model.eval()  # no dropout
+        if isinstance(model, Pipeline):
+            outputs = model.outputs(objective, batches)
+        else:
+            outputs = [objective.loss(model, batch) for batch in batches]
+        for batch, output in zip(batches, outputs, strict=False):
+            batch[name] = output
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks that see other tokens, of whom in a pipeline only the last stage's have anything."""
+        return sum_over(self.meshes.pp, sum_over(self.meshes.loss, tensor.to(self.device)))
+
+    def warm_up(self, problems: Problems) -> float:
+        """Supervised training on right replies, with an optimizer of its own; returns the last loss."""
+        config, model = self.config, self.model
+        optimizer = make_optimizer(model, dataclasses.replace(config.optim, lr=config.grpo.warmup_lr))
+        loss = torch.zeros(())
+        for step in range(config.grpo.warmup_steps):
+            chosen = problems.take(step * config.batch.global_, config.batch.global_)
+            batches = self.batches([reply_sample(problem.prompt, problem.reply) for problem in chosen])
+            loss = forward_backward(model, LanguageModeling(), batches, self.meshes, self.device)
+            clip_gradients(list(model.parameters()), config.optim.clip, self.meshes.pp)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    # ------------------------------------------------------------------------------------------- weights that are kept
+
+    def keep_reference(self, checkpointer: Checkpointer) -> None:
+        """Make the reference model: the weights of a checkpoint, which is written now if there is none.
+
+        With adapters there is nothing to keep: the reference is the model without them.
+        """
+        if self.config.lora is not None:
+            return
+        if checkpointer.latest() is None:
+            checkpointer.save(0, self.model, self.trainer.optimizer, {})
+        self.reference = build_model(self.config, self.meshes)
+        checkpointer.load(self.reference, make_optimizer(self.reference, self.config.optim))
+        self.reference.requires_grad_(False)
+
+    def weights(self) -> Parts:
+        """This rank's parts of the policy's weights and buffers, adapters merged. All that train call it together."""
+        state = self.model.state_dict()  # with FSDP, what the optimizer updates, and not what was gathered from it
+        plain = {name: owned(tensor) for name, tensor in state.items() if not is_adapter(name)}
+        return plain if self.config.lora is None else plain | dict(merged(plain, state, self.config.lora))
+
+
+def merged(
+    plain: Parts, state: dict[str, Tensor], lora: Lora
+) -> Iterator[tuple[str, tuple[Tensor, tuple[slice, ...]]]]:
+    """Of every weight with an adapter this rank's part of W + scale B A."""
+    for name, (part, where) in plain.items():
+        stem = name.removesuffix("weight") if name.endswith("weight") else f"{name}_"
+        if f"{stem}lora_A" in state:
+            a, b = (whole(state[f"{stem}lora_{letter}"]).float() for letter in "AB")
+            *stack, rows, columns = where
+            update = b[(*stack, rows)] @ a[(*stack, slice(None), columns)]
+            yield name, ((part.float() + lora.scale * update).to(part.dtype), where)
+
+
+@contextmanager
+def without_adapters(lora: Lora) -> Iterator[None]:
+    """The model whose adapters share these settings computes as if it had none."""
+    alpha, lora.alpha = lora.alpha, 0.0
+    try:
+        yield
+    finally:
+        lora.alpha = alpha

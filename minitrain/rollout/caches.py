@@ -1,0 +1,340 @@
+"""What each layer keeps of earlier tokens: pages of keys and values, pages of latents, or a state per sample.
+
+A forward pass of the sampler is one row of tokens, [1, tokens], of several sequences: a piece of each of some prompts, or
+one token of each decoding sample. `Step` says which; the same one holds for all layers, and the model's modules ask
+their layer's cache in place of a mask.
+
+    Keys     attention of any kind: `attend` writes the new keys and values to their places in the pool, and attends to
+             all that the sequence has there; latent attention has one "head", whose first channels are the values
+    States   Mamba-2: `mix` runs the module's own scan from each sequence's state, and stores what it leaves
+
+Prompts are attended to one by one with scaled_dot_product_attention. For decoding samples there are two ways:
+
+    CUDA     FlexAttention on the pool itself: each sample's block list names its pages (`PageMask`). The lists are
+             tensors that change in place, so nothing is compiled or built again as samples grow, come and go
+    CPU      each sample's pages are gathered once, when it gets a row, into a buffer that then grows with it, and one
+             batched matrix product serves all rows
+
+Pools are allocated when the first keys come, in their type and with this rank's heads.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from minitrain.models.attention import Mask, attention, compiled_flex_attention, dense_pairs
+from minitrain.models.decoder_config import DecoderConfig
+
+
+@dataclass
+class Piece:
+    """Tokens first, first + 1, ... of the row: `count` ones of a sequence that has `earlier` ones in `pages`."""
+
+    first: int
+    count: int
+    earlier: int
+    pages: Tensor
+    slot: int
+
+
+class Step:
+    """A forward pass over pieces of prompts. places: int64 [tokens], where in the pool each token's keys go."""
+
+    def __init__(self, places: Tensor, pieces: list[Piece]):
+        self.places, self.pieces = places, pieces
+        self.masks: dict[tuple, Mask] = {}
+
+    def mask(self, piece: Piece, window: int | None, plain: bool) -> Mask:
+        """What the piece's tokens see of their sequence, theirs included. plain: causal may stay without pairs."""
+        if plain and not piece.earlier and not window:
+            return Mask(causal=True)
+        key = piece.first, window
+        if key not in self.masks:
+            query = torch.arange(piece.earlier, piece.earlier + piece.count, device=self.places.device)
+
+            def allows(row, head, i, j):
+                return (j <= query[i]) & (query[i] - j < (window or piece.earlier + piece.count))
+
+            pairs = dense_pairs(allows, 1, piece.count, piece.earlier + piece.count, self.places.device)
+            self.masks[key] = Mask(True, pairs)
+        return self.masks[key]
+
+
+class DecodingStep:
+    """A forward pass over one token of each of `rows` samples, in buffers that stay where they are.
+
+    positions: int64 [rows], of the tokens. table: int64 [rows, width], each sample's pages. slots: int64 [rows].
+    gathered: the rows that the CPU's buffers do not hold yet, as (row, pages, how many tokens).
+    """
+
+    def __init__(self, positions: Tensor, table: Tensor, slots: Tensor, page_size: int, pool_pages: int):
+        self.positions, self.table, self.slots = positions, table, slots
+        self.page_size, self.pool_pages = page_size, pool_pages
+        self.masks: dict[int | None, PageMask] = {}
+        self.every_row = torch.arange(len(positions), device=positions.device)
+        self.gathered: list[tuple[int, Tensor, int]] = []
+        self.longest = 0  # tokens of the longest sample, known on the host; of use on the CPU only
+
+    def begin(self) -> None:
+        """From the positions, where everything is. To be called before each forward pass; runs on the device alone."""
+        page = self.positions // self.page_size
+        self.page = self.table.gather(1, page[:, None])[:, 0]
+        self.places = self.page * self.page_size + self.positions % self.page_size
+        for mask in self.masks.values():
+            mask.update(self)
+        self.biases: dict[tuple, Tensor] = {}
+
+    def page_mask(self, window: int | None) -> BlockMask:
+        if window not in self.masks:
+            self.masks[window] = PageMask(self, window)
+            self.masks[window].update(self)
+        return self.masks[window].blocks
+
+    def bias(self, window: int | None, kv_heads: int, dtype: torch.dtype) -> Tensor:
+        """[rows x kv_heads, 1, longest]: 0 where a sample's token sees one of its own, else minus infinity."""
+        key = window, kv_heads
+        if key not in self.biases:
+            place, own = torch.arange(self.longest, device=self.positions.device), self.positions[:, None]
+            hidden = place > own if window is None else (place > own) | (place <= own - window)
+            bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+            self.biases[key] = bias[:, None].repeat_interleave(kv_heads, dim=0)
+        return self.biases[key]
+
+
+class PageMask:
+    """A BlockMask over the pool whose lists are a sample's pages: those seen in full, and up to two seen in part.
+
+    In part: the last page, up to the sample's own token, and with a window the page where the window begins.
+    """
+
+    def __init__(self, step: DecodingStep, window: int | None):
+        self.window, rows, device = window, len(step.positions), step.positions.device
+        # torch's kernel for the CPU wants lists as long as the pool
+        width = step.pool_pages if device.type == "cpu" else step.table.shape[1]
+
+        def numbers(*shape):
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self.full_count, self.full = numbers(rows, 1, 1), numbers(rows, 1, 1, width)
+        self.part_count, self.part = numbers(rows, 1, 1), numbers(rows, 1, 1, width)
+        self.tail, self.end, self.head, self.start = (numbers(rows) for _ in range(4))
+        size = step.page_size
+
+        def allows(row, head, query, key):
+            page, offset = key // size, key % size
+            seen = (page != self.tail[row]) | (offset < self.end[row])
+            return seen & ((page != self.head[row]) | (offset >= self.start[row]))
+
+        self.blocks = BlockMask.from_kv_blocks(
+            self.part_count, self.part, self.full_count, self.full, (size, size), allows,
+            seq_lengths=(1, step.pool_pages * size), compute_q_blocks=False,
+        )  # fmt: skip
+
+    def update(self, step: DecodingStep) -> None:
+        size, width = step.page_size, step.table.shape[1]
+        last = step.positions // size
+        begin = torch.zeros_like(last) if self.window is None else (step.positions - self.window + 1).clamp(min=0)
+        first = begin // size
+        cut = begin % size != 0  # does the window begin within a page?
+        self.tail.copy_(step.page)
+        self.end.copy_(step.positions % size + 1)
+        self.head.copy_(torch.where(cut, step.table.gather(1, first[:, None])[:, 0], -1))
+        self.start.copy_(begin % size)
+        self.part[:, 0, 0, 0].copy_(step.page)
+        self.part[:, 0, 0, 1:2].copy_(step.table.gather(1, first[:, None]))
+        self.part_count[:, 0, 0].copy_(1 + (cut & (first < last)))
+        whole = first + cut  # the first page seen in full
+        columns = (torch.arange(width, device=last.device) + whole[:, None]).clamp(max=width - 1)
+        self.full[:, 0, 0, :width].copy_(step.table.gather(1, columns))
+        self.full_count[:, 0, 0].copy_((last - whole).clamp(min=0))
+
+
+class Layer:
+    """What all kinds have: constants made of the weights, which hold until the weights change."""
+
+    def __init__(self, caches: "Caches"):
+        self.caches = caches
+        self.constants = None
+
+    def once(self, make: Callable):
+        if self.constants is None:
+            self.constants = make()
+        return self.constants
+
+
+class Keys(Layer):
+    """Pages of keys and values: [pages, page_size, kv_heads, head_dim]."""
+
+    def __init__(self, caches: "Caches", window: int | None):
+        super().__init__(caches)
+        self.window = window
+        self.pools: list[Tensor] = []  # keys, and values if they are not part of the keys
+        self.rows: list[Tensor] = []  # the same, gathered: [rows, kv_heads, capacity, head_dim]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor | int, sinks: Tensor | None = None) -> Tensor:
+        """As models/attention.py's, of tokens as the running step says: [1, heads, tokens, head_dim].
+
+        v: the values, or how many of the keys' first channels they are.
+        """
+        step, new = self.caches.step, [k[0]] if isinstance(v, int) else [k[0], v[0]]
+        if not self.pools:
+            self.pools = [self.caches.pool(x.shape[0], x.shape[2], x.dtype, x.device) for x in new]
+        for pool, x in zip(self.pools, new, strict=True):
+            pool.flatten(0, 1).index_copy_(0, step.places, x.transpose(0, 1))
+        if isinstance(step, Step):
+            outs = [self._attend_to_prompt(piece, q, new, v, sinks) for piece in step.pieces]
+            out = torch.cat(outs, dim=2)
+            return F.pad(out, (0, 0, 0, q.shape[2] - out.shape[2]))  # tokens that fill up the row
+        decode = self._attend_to_pool if q.is_cuda else self._attend_to_rows
+        return decode(q, new, v, sinks)
+
+    def _attend_to_prompt(self, piece: Piece, q: Tensor, new: list[Tensor], v: Tensor | int, sinks) -> Tensor:
+        tokens, length = slice(piece.first, piece.first + piece.count), piece.earlier + piece.count
+        if piece.earlier:
+            seen = [pool[piece.pages].flatten(0, 1)[:length].transpose(0, 1) for pool in self.pools]
+        else:
+            seen = [x[:, tokens] for x in new]
+        keys = seen[0][None]
+        values = keys[..., :v] if isinstance(v, int) else seen[1][None]
+        # with sinks always pairs: the kernel for plain masks would be compiled for every length
+        mask = self.caches.step.mask(piece, self.window, plain=sinks is None)
+        return attention(q[:, :, tokens], keys, values, mask, sinks)
+
+    def _attend_to_pool(self, q: Tensor, new: list[Tensor], v: Tensor | int, sinks: Tensor | None) -> Tensor:
+        keys = self.pools[0].flatten(0, 1).transpose(0, 1)[None]  # [1, kv_heads, pool, head_dim]
+        values = keys[..., :v] if isinstance(v, int) else self.pools[1].flatten(0, 1).transpose(0, 1)[None]
+        blocks, q = self.caches.step.page_mask(self.window), q.transpose(0, 2)  # [rows, heads, 1, head_dim]
+        flex, grouped = compiled_flex_attention(), q.shape[1] != keys.shape[1]
+        if sinks is None:
+            out = flex(q, keys, values, block_mask=blocks, enable_gqa=grouped)
+        else:
+            out, log_sum = flex(q, keys, values, block_mask=blocks, enable_gqa=grouped, return_lse=True)
+            out = out * torch.sigmoid(log_sum - sinks.float()[:, None])[..., None].to(out.dtype)
+        return out.transpose(0, 2)
+
+    def _attend_to_rows(self, q: Tensor, new: list[Tensor], v: Tensor | int, sinks: Tensor | None) -> Tensor:
+        step, rows, heads = self.caches.step, q.shape[2], new[0].shape[0]
+        self._gather(step, rows)
+        for buffer, x in zip(self.rows, new, strict=True):
+            buffer[step.every_row, :, step.positions] = x.transpose(0, 1)
+        seen = [buffer[:rows].flatten(0, 1)[:, : step.longest] for buffer in self.rows]
+        keys, values = seen[0], seen[0][..., :v] if isinstance(v, int) else seen[1]
+        q = q[0].transpose(0, 1).reshape(rows * heads, -1, q.shape[3])  # [rows x kv_heads, heads of a group, head_dim]
+        scores = torch.baddbmm(step.bias(self.window, heads, q.dtype), q, keys.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
+        out = softmax(scores, sinks, heads).to(values.dtype) @ values
+        return out.view(rows, -1, out.shape[-1]).transpose(0, 1)[None]
+
+    def _gather(self, step: DecodingStep, rows: int) -> None:
+        """Bring the buffers up to date: larger if they must be, and with the pages of samples that are new in a row."""
+        shape = self.caches.buffer_shape
+        if not self.rows or self.rows[0].shape[0] != shape[0] or self.rows[0].shape[2] != shape[1]:
+            self.rows = [zeros((shape[0], p.shape[2], shape[1], p.shape[3]), p.dtype, p.device) for p in self.pools]
+        for row, pages, length in step.gathered:
+            for buffer, pool in zip(self.rows, self.pools, strict=True):
+                buffer[row, :, :length] = pool[pages].flatten(0, 1)[:length].transpose(0, 1)
+
+    def copy_pages(self, source: Tensor, target: Tensor) -> None:
+        for pool in self.pools:
+            pool[target] = pool[source]
+
+
+def softmax(scores: Tensor, sinks: Tensor | None, kv_heads: int) -> Tensor:
+    """Over the last dimension of [rows x kv_heads, heads of a group, keys], in fp32; with sinks, of one term more."""
+    if sinks is None:
+        return scores.softmax(-1, dtype=torch.float32)
+    sinks = sinks.view(1, kv_heads, -1, 1).expand(len(scores) // kv_heads, -1, -1, -1).flatten(0, 1)
+    return torch.cat([scores, sinks.to(scores.dtype)], dim=-1).softmax(-1, dtype=torch.float32)[..., :-1]
+
+
+class States(Layer):
+    """Mamba-2's: the convolution's last inputs [slots, taps - 1, groups, channels], the scan's [slots, groups, ...]."""
+
+    def __init__(self, caches: "Caches", shape):
+        super().__init__(caches)
+        self.shape = shape
+        self.states: list[Tensor] = []
+
+    def mix(self, mix: Callable, mixed: Tensor, dt: Tensor) -> Tensor:
+        """mix(mixed, dt, state=), see models/mamba.py, of tokens [1, tokens, groups, ...] as the running step says."""
+        if not self.states:
+            self._allocate(mixed, dt)
+        step = self.caches.step
+        if isinstance(step, DecodingStep):
+            return self._run(mix, mixed.transpose(0, 1), dt.transpose(0, 1), step.slots).transpose(0, 1)
+        outs = [self._run_piece(mix, mixed, dt, piece) for piece in step.pieces]
+        out = torch.cat(outs, dim=1)
+        return F.pad(out, (0, 0) * (out.ndim - 2) + (0, mixed.shape[1] - out.shape[1]))
+
+    def _run_piece(self, mix: Callable, mixed: Tensor, dt: Tensor, piece: Piece) -> Tensor:
+        tokens, slot = slice(piece.first, piece.first + piece.count), torch.tensor([piece.slot], device=mixed.device)
+        if not piece.earlier:
+            for state in self.states:
+                state[slot] = 0
+        return self._run(mix, mixed[:, tokens], dt[:, tokens], slot)
+
+    def _run(self, mix: Callable, mixed: Tensor, dt: Tensor, slots: Tensor) -> Tensor:
+        current = tuple(state[slots] for state in self.states)
+        out = mix(mixed, dt, state=current)
+        for state, new in zip(self.states, current, strict=True):
+            state[slots] = new
+        return out
+
+    def _allocate(self, mixed: Tensor, dt: Tensor) -> None:
+        shape, (groups, heads), slots = self.shape, dt.shape[2:], self.caches.slots
+        conv = zeros((slots, shape.conv - 1, *mixed.shape[2:]), mixed.dtype, mixed.device)
+        scan = zeros((slots, groups, heads, shape.head_dim, shape.state), torch.float32, mixed.device)
+        self.states = [conv, scan]
+
+    def copy_slots(self, source: Tensor, target: Tensor) -> None:
+        for state in self.states:
+            state[target] = state[source]
+
+
+class Caches:
+    """By layer. Page `pages` and slot `slots - 1` take what nobody will read: of rows and tokens that only fill up."""
+
+    def __init__(self, config: DecoderConfig, pages: int, page_size: int, slots: int):
+        self.pages, self.page_size, self.slots = pages + 1, page_size, slots
+        self.step: Step | DecodingStep | None = None
+        self.buffer_shape = (0, 0)  # rows and tokens of the CPU's buffers
+        self.layers = [self._layer(config, layer) for layer in range(config.num_layers)]
+
+    def _layer(self, config: DecoderConfig, layer: int) -> Layer | None:
+        mixer = config.parts(layer)[0]
+        if mixer == "attention":
+            return Keys(self, config.sliding_window if config.windowed(layer) else None)
+        return States(self, config.mamba) if mixer == "mamba" else None
+
+    def __getitem__(self, layer: int) -> Layer | None:
+        return self.layers[layer]
+
+    def pool(self, heads: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return zeros((self.pages, self.page_size, heads, width), dtype, device)
+
+    def copy(self, pages: list[tuple[int, int]], slots: list[tuple[int, int]], device: torch.device) -> None:
+        """Copy pages and states, each (from, to), in all layers."""
+        for layer in self.layers:
+            pairs = pages if isinstance(layer, Keys) else slots if isinstance(layer, States) else []
+            if pairs:
+                source, target = torch.tensor(pairs, device=device).unbind(1)
+                (layer.copy_pages if isinstance(layer, Keys) else layer.copy_slots)(source, target)
+
+    def refresh(self) -> None:
+        """The weights have changed."""
+        for layer in self.layers:
+            if layer is not None:
+                layer.constants = None
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """torch.zeros, whose memory on the CPU is not touched, and so not taken, before it is used."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = int(np.prod(shape)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)

@@ -1,0 +1,309 @@
+"""Expert parallelism: the gradients of one process, whoever has the experts; each token sent once per rank; no waits."""
+
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minitrain import config as configs
+from minitrain.bench.shrink import shrink, shrink_parallel
+from minitrain.config_checks import check_layout
+from minitrain.errors import InputError
+from minitrain.models.checkpoint_hf import save_pretrained
+from minitrain.models.decoder import Decoder
+from minitrain.models.moe import Experts, Router, balanced_choice
+from minitrain.models.moe import dispatch as dispatch_alone
+from minitrain.models.zoo import model_config
+from minitrain.parallel.expert import dispatch, sizes_of
+from minitrain.parallel.mesh import start, whole
+from minitrain.training.build import build_model, initialize
+from minitrain.training.data import Mock
+from minitrain.training.loop import Trainer
+from tests.distributed.test_checkpoint import assert_equal, load, train
+from tests.oracle import check_against_one_process, packed_batch
+from tests.test_moe import bias_after_a_step
+
+TREE = {
+    "batch": {"global": 8, "micro": 2, "seq_len": 16},
+    "optim": {"name": "sgd", "lr": 0.1, "clip": 1.0},
+}
+
+
+@pytest.mark.parametrize(("ranks", "model", "parallel", "recompute"), [
+    (2, "mixtral-8x7b-tiny", {"ep": 2}, "none"),
+    (4, "qwen3-30b-a3b-tiny", {"ep": 4}, "none"),
+    (4, "deepseek-v3-tiny", {"ep": 2}, "full"),  # two ranks share the same experts
+    (4, "gpt-oss-20b-tiny", {"ep": 4, "cp": 2}, "none"),  # biases
+    (4, "mixtral-8x7b-tiny", {"ep": 2, "dp_replicate": 2}, "selective"),
+    (4, "nemotron3-super-120b-a12b-tiny", {"ep": 2, "pp": 2, "dp_shard": 2}, "full"),  # in latents
+    (4, "deepseek-v3-tiny", {"ep": 2, "tp": 2}, "none"),
+    (4, "mixtral-8x7b-tiny", {"ep": 4, "tp": 2}, "selective"),
+], ids=str)  # fmt: skip
+def test_gradients(pool, ranks, model, parallel, recompute):
+    tree = TREE | {"model": model, "parallel": parallel, "recompute": recompute}
+    check_against_one_process(pool, ranks, tree, batch=packed_batch)
+
+
+# ------------------------------------------------------------------------------------------------------------- dispatch
+
+EXPERTS, TOP_K, WIDTH, TOKENS = 8, 3, 16, 10
+
+
+def routing(load, rank):
+    """The experts, [TOKENS, TOP_K], and weights that a rank chooses for its tokens."""
+    generator = torch.Generator().manual_seed(rank)
+    experts = {"even": EXPERTS, "half": EXPERTS // 2, "one": TOP_K}[load]  # or the last ranks get no tokens at all
+    indices = torch.rand(TOKENS, experts, generator=generator).argsort(1)[:, :TOP_K]
+    return indices, torch.rand(TOKENS, TOP_K, generator=generator)
+
+
+def make_experts(bias=True):
+    experts = Experts(EXPERTS, WIDTH, 24, "swiglu", bias)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.5, generator=generator)
+    return experts
+
+
+def local_experts(rank, ranks):
+    experts = make_experts()
+    for name, parameter in list(experts.named_parameters()):
+        setattr(experts, name, torch.nn.Parameter(parameter.detach().chunk(ranks)[rank].clone()))
+    return experts
+
+
+def tokens_of(rank):
+    return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(100 + rank))
+
+
+def output_and_gradients(run, x, weights, experts, cotangent):
+    x, weights = x.requires_grad_(), weights.requires_grad_()
+    output = run(x, weights, experts)
+    gradients = torch.autograd.grad(output, [x, weights, *experts.parameters()], cotangent)
+    return [output.detach(), *gradients]
+
+
+def dispatch_here(load):
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (ranks,))
+    indices, weights = routing(load, rank)
+    get_sizes = sizes_of(Router(WIDTH, EXPERTS, TOP_K), mesh)
+    return output_and_gradients(
+        lambda x, weights, experts: dispatch(mesh, get_sizes, x, indices, weights, experts),
+        tokens_of(rank), weights, local_experts(rank, ranks), tokens_of(rank) + 1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "load"), [(2, "even"), (4, "even"), (4, "half"), (4, "one")])
+def test_dispatch(pool, ranks, load):
+    """Outputs and all gradients are those of one process with all tokens and experts, to the last bits of fp32."""
+    indices, weights = (torch.cat(parts) for parts in zip(*(routing(load, rank) for rank in range(ranks)), strict=True))
+    x = torch.cat([tokens_of(rank) for rank in range(ranks)])
+    expected = output_and_gradients(
+        lambda x, weights, experts: dispatch_alone(x, indices, weights, experts), x, weights, make_experts(), x + 1
+    )
+    results = pool.run(ranks, dispatch_here, load)
+    for i, whole_tensor in enumerate(expected):
+        found = torch.cat([result[i] for result in results])
+        assert (found - whole_tensor).norm() <= 1e-6 * whole_tensor.norm()
+
+
+class Sent(TorchDispatchMode):
+    """Adds up the elements that all-to-alls send to other ranks, by type."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank, self.elements = rank, {}
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if "all_to_all" in op._opname:
+            x, _, sends = args[:3]
+            if sum(sends):
+                away = x.numel() // sum(sends) * (sum(sends) - sends[self.rank])
+                self.elements[x.dtype] = self.elements.get(x.dtype, 0) + away
+        return op(*args, **kwargs or {})
+
+
+def elements_sent(load, fake):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    indices, weights = routing(load, dist.get_rank())
+    if fake:
+        indices, weights = balanced_choice(TOKENS, TOP_K, EXPERTS, "cpu")
+    get_sizes = sizes_of(Router(WIDTH, EXPERTS, TOP_K, fake_balanced=fake), mesh)
+    experts = local_experts(dist.get_rank(), dist.get_world_size())
+    with Sent(dist.get_rank()) as sent, mock.patch.object(torch.Tensor, "tolist", autospec=True) as wait:
+        wait.side_effect = lambda tensor: tensor.detach().numpy().tolist()
+        x = tokens_of(dist.get_rank()).requires_grad_()
+        dispatch(mesh, get_sizes, x, indices, weights.requires_grad_(), experts).sum().backward()
+    return sent.elements, wait.call_count, indices
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_a_token_is_sent_once_to_a_rank(pool, fake):
+    """As many rows leave a rank, and return, as its tokens have other ranks with any of their experts."""
+    ranks = 4
+    results = pool.run(ranks, elements_sent, "even", fake)
+    ranks_of = [[{e * ranks // EXPERTS for e in chosen} for chosen in indices.tolist()] for _, _, indices in results]
+    for rank, (elements, waits, _) in enumerate(results):
+        out = sum(len(there - {rank}) for there in ranks_of[rank])
+        back = sum(rank in there for other in range(ranks) if other != rank for there in ranks_of[other])
+        assert out < TOKENS * TOP_K * (ranks - 1) / ranks  # fewer than one row per chosen expert
+        per_row = WIDTH + EXPERTS // ranks
+        forward = out * per_row + back * WIDTH
+        backward = back * per_row + out * WIDTH  # the gradients of what came, to where it came from
+        assert elements[torch.float32] == forward + backward
+        assert elements.get(torch.int64, 0) == (0 if fake else 2 * (ranks - 1))
+        assert waits == (0 if fake else 1)
+
+
+def sizes_known_and_exchanged(experts, top_k, tokens):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    indices, _ = balanced_choice(tokens, top_k, experts, "cpu")
+    chosen = torch.zeros(tokens, experts, dtype=torch.bool).scatter(1, indices, True).unflatten(1, (mesh.size(), -1))
+    return [sizes_of(Router(8, experts, top_k, fake_balanced=fake), mesh)(chosen) for fake in (True, False)]
+
+
+@pytest.mark.parametrize(("experts", "top_k", "tokens"), [(8, 3, 7), (12, 8, 5), (4, 4, 1), (16, 1, 3)])
+def test_sizes_with_the_fake_gate(pool, experts, top_k, tokens):
+    for known, exchanged in pool.run(4, sizes_known_and_exchanged, experts, top_k, tokens):
+        assert known == exchanged
+
+
+def test_nothing_waits_with_the_fake_gate():
+    """Fake tensors have no values: whatever asked the device for one would raise."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (4,))
+        get_sizes = sizes_of(Router(WIDTH, EXPERTS, TOP_K, fake_balanced=True), mesh)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            x = torch.randn(TOKENS, WIDTH, requires_grad=True)
+            indices, weights = balanced_choice(TOKENS, TOP_K, EXPERTS, "cpu")
+            output = dispatch(mesh, get_sizes, x, indices, weights, local_experts(1, 4))
+            output.sum().backward()
+        assert output.shape == x.grad.shape == (TOKENS, WIDTH)
+    finally:
+        dist.destroy_process_group()
+
+
+# -------------------------------------------------------------------------------------------------------------- balance
+
+
+@pytest.mark.parametrize("parallel", [{"ep": 2}, {"ep": 2, "tp": 2}], ids=str)
+def test_a_training_step_moves_the_selection_bias(pool, parallel):
+    """By the load over all ranks, micro-batches and sequence parts, each token counted once though it is recomputed."""
+    small = dict(name="deepseek-v3-tiny", num_layers=2, bias_update_speed=0.01)
+    batch = {"global": 8, "micro": 2, "seq_len": 16}
+    tree = dict(model=small, device="cpu", steps=1, batch=batch, recompute="full", parallel=parallel)
+    for bias, expected in pool.run(2 * parallel.get("tp", 1), bias_after_a_step, tree):
+        assert torch.equal(bias, expected) and bias.any()
+
+
+@pytest.mark.parametrize("per_sequence, micro, parallel", [
+    (False, 2, {"ep": 2}), (True, 1, {"ep": 2, "cp": 2}), (True, 1, {"ep": 2, "tp": 2}),
+], ids=str)  # fmt: skip
+def test_auxiliary_loss(pool, per_sequence, micro, parallel):
+    """The gradients of one process that sees all rows at once; per sequence also in several micro-batches."""
+    model = dict(name="mixtral-8x7b-tiny", num_layers=1, router_aux_loss_coef=1.0, seq_aux=per_sequence)
+    tree = dict(model=model, batch={"global": 4, "micro": micro, "seq_len": 24}, optim=dict(name="sgd", lr=0.1))
+    ranks = 4 if "tp" in parallel else 2
+    check_against_one_process(pool, ranks, tree | {"parallel": parallel, "recompute": "full"})
+
+
+# ---------------------------------------------------------------------------------------------------- compile, precision
+
+
+def two_steps(tree):
+    """Losses and gradient norms of two steps, and how many graphs were compiled, and how often one broke."""
+    counters.clear()
+    config = configs.from_dict(tree | {"device": "cpu"})
+    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+        trainer = Trainer(config, start(config))
+        data = Mock(config.batch.seq_len, config.model.config.vocab_size, seed=0, split=0)
+        numbers = [{key: value.item() for key, value in trainer.step(data, step).items()} for step in range(2)]
+    return numbers, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+@pytest.mark.parametrize("fake, recompute", [(False, "none"), (False, "full"), (True, "selective")])
+def test_a_block_compiles_as_one_graph(pool, fake, recompute):
+    """With sizes that differ from layer to layer and step to step. The same operations in bf16, so the same bits."""
+    model = {"name": "qwen3-30b-a3b-tiny", "fake_balanced_gate": fake}
+    tree = TREE | {"model": model, "precision": "bf16", "recompute": recompute, "parallel": {"ep": 2}}
+    for eager, compiled in zip(*(pool.run(2, two_steps, tree | {"compile": c}) for c in (False, True)), strict=True):
+        assert compiled == (eager[0], 1, 0)
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+STORED = {
+    "model": {"name": "deepseek-v3-tiny", "num_layers": 2},
+    "batch": {"global": 4, "micro": 1, "seq_len": 16},
+    "optim": {"name": "adamw", "lr": 0.01},
+    "device": "cpu",
+}
+
+
+def test_a_checkpoint_loads_into_another_layout(pool, tmp_path):
+    """With the states of AdamW: from two ranks with the same experts to none, and to other ones."""
+    _, saved = pool.run(4, train, STORED | {"parallel": {"ep": 2}}, tmp_path, 1)[0]
+    assert_equal(pool.run(1, load, STORED, tmp_path)[0], saved)
+    for loaded in pool.run(4, load, STORED | {"parallel": {"ep": 4}}, tmp_path):
+        assert_equal(loaded, saved)
+
+
+def read_and_gather(tree):
+    """Each expert stack's local elements, and all weights gathered as for an export."""
+    config = configs.from_dict(tree)
+    model = build_model(config, start(config))
+    local = {name: p.to_local().numel() for name, p in model.named_parameters() if ".experts." in name}
+    return local, {name: whole(tensor.detach()) for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b-tiny", "gpt-oss-20b-tiny"])
+def test_published_weights_in_and_out(pool, tmp_path, name):
+    model = Decoder(model_config(name, num_layers=1))
+    initialize(model, seed=3)
+    save_pretrained(model, tmp_path)
+    tree = STORED | {"model": str(tmp_path), "parallel": {"ep": 2}}
+    for local, weights in pool.run(4, read_and_gather, tree):
+        assert_equal(weights, dict(model.state_dict()))
+        assert all(4 * count == weights[name].numel() for name, count in local.items()) and local
+
+
+# ---------------------------------------------------------------------------------------------------- settings, shrinking
+
+
+@pytest.mark.parametrize("ranks, tree, line", [
+    (2, {"model": "llama3-8b-tiny", "parallel": {"ep": 2}}, "parallel.ep=2 needs a model with experts"),
+    (4, {"parallel": {"ep": 3}}, r"parallel.ep=3 does not divide num_experts=8 \(use 1, 2, 4 or 8\)"),
+    (4, {"parallel": {"ep": 0}}, "parallel.ep=0 must be at least 1"),
+    (4, {"parallel": {"ep": 4, "pp": 2}}, r"ep=4 does not divide dp_shard x cp x tp = 2 ranks \(use 1 or 2\)"),
+    (4, {"parallel": {"ep": 4, "dp_replicate": 2}}, r"ep=4 does not divide dp_shard x cp x tp = 2 ranks"),
+    (6, {"parallel": {"ep": 2}}, "ep=2 leaves 3 ranks with the same experts, which do not divide hidden_size=64"),
+])  # fmt: skip
+def test_mistakes_are_one_line(ranks, tree, line):
+    tree = {"model": "mixtral-8x7b-tiny", "batch": {"global": 24, "micro": 1, "seq_len": 16}} | tree
+    with pytest.raises(InputError, match=line) as caught:
+        check_layout(configs.from_dict(tree), ranks)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("parallel, ranks, small", [
+    ({"dp_shard": 8, "ep": 8}, 8, (2, 2)),  # dp_shard and ep of the small one
+    ({"dp_shard": 16, "ep": 8}, 16, (4, 2)),  # two ranks have the same experts
+    ({"dp_shard": 8, "tp": 2, "ep": 8}, 16, (2, 2)),
+    ({"dp_shard": 1, "cp": 4, "ep": 4}, 4, (1, 2)),
+])  # fmt: skip
+def test_shrink(parallel, ranks, small):
+    tree = {"model": "qwen3-30b-a3b", "parallel": parallel, "batch": {"global": 64, "micro": 1, "seq_len": 4096}}
+    config = configs.from_dict(tree)
+    check_layout(config, ranks)
+    found = shrink_parallel(config)
+    assert (found.dp_shard, found.ep) == small
+    shrink(config)  # is a layout that fits

@@ -1,0 +1,80 @@
+"""GRPO over several ranks: the updates of one process in every layout, refits equal to the bit, one step off."""
+
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minitrain import config as configs
+from minitrain.grpo.batches import Rollout
+from minitrain.grpo.learner import Learner
+from minitrain.grpo.loop import make_sampler_model, train_policy
+from minitrain.grpo.refit import Refit, plan
+from minitrain.parallel.mesh import owned, start, whole
+from minitrain.parallel.tensor import tensor_parallel
+from minitrain.training.build import build_model, initialize
+from minitrain.training.checkpoint import Checkpointer
+from minitrain.training.metrics import read_lines
+from tests.oracle import check_close, initial_weights, snapshot
+
+MODEL = {"name": "llama3-8b-tiny", "vocab_size": 258, "num_layers": 2, "initializer_range": 0.05}
+TREE = {
+    "model": MODEL,
+    "task": "grpo",
+    "data": {"template": "plain"},
+    "batch": {"global": 8, "micro": 1, "seq_len": 32},
+    "grpo": {"prompts": 4, "group": 4, "clip_low": 0.05, "clip_high": 0.1, "kl": 0.1, "importance": "truncate",
+             "importance_high": 1.1},
+    "rollout": {"max_tokens": 8},
+    "optim": {"name": "sgd", "lr": 0.05, "weight_decay": 0.0},
+    "device": "cpu",
+}  # fmt: skip
+
+
+def made_up_groups():
+    """Responses of very different lengths, sampled by nobody knows whom."""
+    generator = torch.Generator().manual_seed(0)
+
+    def rollout(group, number):
+        size = 1 + (3 * group + 5 * number) % 8
+        tokens = torch.randint(258, (4 + size,), generator=generator).tolist()
+        log_probs = (-5.5 + 0.2 * torch.randn(size, generator=generator)).tolist()
+        return Rollout(group, tokens[:4], tokens[4:], log_probs, False, float(number % 3 == group % 3), "", "")
+
+    return [[rollout(group, number) for number in range(4)] for group in range(4)]
+
+
+# ------------------------------------------------------------------------------------------------------------- updates
+
+
+def learn(tree, folder):
+    """Two updates from old weights and a reference; the change of the parameters that this rank knows, and the log."""
+    config = configs.from_dict(tree)
+    learner = Learner(config, start(config), lambda name: nullcontext())
+    for parameter in learner.model.parameters():  # so that the policy is not its own reference
+        parameter.data.mul_(1.1)
+
+    learner.keep_reference(Checkpointer(folder, keep=1))
+    for parameter in learner.model.parameters():
+        parameter.data.mul_(1 / 1.1)
+    before = snapshot(learner.model.named_parameters())
+    numbers = learner.learn(made_up_groups(), step=0)
+    after = snapshot(learner.model.named_parameters())
+    return {name: after[name] - before[name] for name in before}, numbers
+
+
+@pytest.mark.parametrize("parallel", [
+    {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "pp": 2}, {"dp_shard": 2, "cp": 2}, {"dp_shard": 4},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("grpo", [{}, {"aggregation": "sequence"}], ids=["token", "sequence"])
+def test_updates_of_one_process(pool, tmp_path, parallel, grpo):
+    tree = TREE | {"grpo": TREE["grpo"] | grpo}
+    (expected, numbers), *_ = pool.run(1, learn, tree, tmp_path / "one")
+    results = pool.run(4, learn, tree | {"parallel": parallel}, tmp_path / "many")
+    check_close([changes for changes, _ in results], expected, 2e-5, "weights after two updates")
+    assert numbers["clip_fraction"] > 0.1 and numbers["kl"] > 1e-4 and numbers["importance"] < 1.09  # all is at work
+    for _, found in results:
+        assert found == pytest.approx(numbers, rel=1e-4, abs=1e-6)
