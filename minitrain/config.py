@@ -143,6 +143,13 @@ class Rollout:
 
     temperature: float = 1.0
     max_tokens: int = 128  # of a response
+    tp: int = 1  # task=grpo: ranks that share a sampler's model
+    slots: int = 64  # samples that are decoded at once
+    page_size: int = 128  # tokens; on CUDA a multiple of 128
+    pages: int = 0  # of the pool; 0: what fits into the share `memory` of what is free then
+    memory: float = 0.5
+    chunk: int = 2048  # tokens of prompts that are computed at once
+    steps: int = 0  # decoding steps between two looks at what they produced; 0: 16 on CUDA, 1 on the CPU
 
 
 @dataclass
@@ -178,6 +185,7 @@ class GRPO:
     overlong_filter: bool = False  # leave truncated responses out of the loss
     lag: Literal[0, 1] = 0  # 1: sample with weights one step old, so that sampling and training can go on at once
     generation_ranks: int = 0  # the last ranks only sample, the others only train (needs lag=1); 0: all do both
+    keep_cache: bool = False  # of the sampler while its rank trains
     warmup_steps: int = 0  # of supervised training on the answers, before the first step
     warmup_lr: float = 1e-3
     eval_samples: int = 8  # per held-out prompt, for pass@k

@@ -269,7 +269,7 @@ def _check_pipeline(config: "Config", micro_batches: int) -> None:
 def _validate_grpo(config: "Config") -> None:
     g, b, limit = config.grpo, config.batch, config.rollout
     _at_least(1, ("grpo.prompts", g.prompts), ("grpo.generations", g.generations), ("grpo.mock_digits", g.mock_digits),
-              ("grpo.eval_samples", g.eval_samples), ("rollout.max_tokens", limit.max_tokens))  # fmt: skip
+              ("grpo.eval_samples", g.eval_samples), ("rollout.max_tokens", limit.max_tokens), ("rollout.tp", limit.tp))  # fmt: skip
     _at_least(2, ("grpo.group", g.group))
     _at_least(0, ("grpo.clip_low", g.clip_low), ("grpo.clip_high", g.clip_high), ("grpo.kl", g.kl),
               ("grpo.importance_low", g.importance_low), ("grpo.importance_high", g.importance_high),
@@ -293,6 +293,10 @@ def _validate_grpo(config: "Config") -> None:
     if config.parallel.cp > 1 and (g.ratio == "sequence" or g.importance == "sequence-mask"):
         raise InputError(f"parallel.cp={config.parallel.cp}: no rank sees whole sequences, as ratio=sequence and "
                          f"importance=sequence-mask need (use cp=1)")  # fmt: skip
+    model, tp = config.model.config, limit.tp
+    if any(size % tp for size in (model.num_key_value_heads, model.intermediate_size, model.vocab_size)):
+        raise InputError(f"rollout.tp={tp} does not divide num_key_value_heads={model.num_key_value_heads}, "
+                         f"intermediate_size={model.intermediate_size} and vocab_size={model.vocab_size}")  # fmt: skip
     if g.generation_ranks and not g.lag:
         raise InputError(f"grpo.generation_ranks={g.generation_ranks} of their own need grpo.lag=1")
 
@@ -307,6 +311,9 @@ def _training_ranks(config: "Config", world_size: int) -> int:
             f"grpo.generation_ranks={sampling} of {world_size} ranks must be a multiple of those that train "
             f"(use {_alternatives(possible)})"
         )
+    tp = config.rollout.tp
+    if world_size % tp or (sampling and training % tp):
+        raise InputError(f"rollout.tp={tp} does not divide the {world_size} ranks, or the {training} that train")
     return training
 
 

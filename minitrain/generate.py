@@ -1,8 +1,8 @@
 """Continue a prompt: python -m minitrain.generate --model DIR --prompt TEXT, streamed to the terminal.
 
-DIR is any model folder in Hugging Face layout with a tokenizer.json, such as a training run's out_dir. Each token
-recomputes the whole prefix: simple and slow, for looking at a model. With --task diffusion, DIR is a Wan model, and
-videos come out: see --task diffusion --help.
+DIR is any model folder in Hugging Face layout with a tokenizer.json, such as a training run's out_dir. With --n, samples
+are made together and shown one after the other. With --task diffusion, DIR is a Wan model, and videos come out: see
+--task diffusion --help.
 """
 
 import argparse
@@ -10,16 +10,15 @@ import operator
 import sys
 from collections.abc import Iterator
 
-import torch
-from torch import Tensor
-
 from minitrain import cli
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import load_pretrained
 from minitrain.models.checkpoint_peft import load_adapter
-from minitrain.models.decoder import Decoder
 from minitrain.models.lora import merge_adapters
 from minitrain.parallel.mesh import pick_device
+from minitrain.rollout.engine import Sampler
+from minitrain.rollout.sampling import SamplingParams
+from minitrain.rollout.scheduler import Sample
 from minitrain.tokenizer import load_tokenizer
 
 
@@ -38,6 +37,10 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--max-tokens", type=positive(int), default=200)
     parser.add_argument("--temperature", type=positive(float, zero=True), default=0.8, help="0: the likeliest token")
     parser.add_argument("--top-k", type=positive(int), default=None, help="choose among the K likeliest tokens")
+    parser.add_argument("--top-p", type=float, default=1.0, help="... that hold this share of the probability")
+    parser.add_argument("--min-p", type=float, default=0.0, help="... at least so many times as likely as the likeliest")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end after it (may be repeated)")
+    parser.add_argument("--n", type=positive(int), default=1, help="how many samples")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     options = parser.parse_args(rest)
@@ -50,49 +53,31 @@ def main(arguments: list[str]) -> None:
     prompt = tokenizer.encode(options.prompt)
     if not prompt:
         raise InputError("--prompt is empty: give at least one character")
-    generator = torch.Generator(device).manual_seed(options.seed)
-    tokens = sample(model, prompt, options.max_tokens, options.temperature, options.top_k, tokenizer.eos_id, generator)
-    sys.stdout.write(options.prompt)
-    for piece in tokenizer.stream(tokens):
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+    params = SamplingParams(
+        options.temperature, options.top_k or 0, options.top_p, options.min_p, options.max_tokens, options.n,
+        () if tokenizer.eos_id is None else (tokenizer.eos_id,), tuple(options.stop), options.seed,
+    )  # fmt: skip
+    sampler = Sampler(model, tokenizer)
+    for number, sample in enumerate(sampler.submit(prompt, params), 1):
+        if options.n > 1:
+            print(f"--- sample {number} of {options.n}")
+        sys.stdout.write(options.prompt)
+        for piece in tokenizer.stream(follow(sampler, sample, tokenizer.eos_id)):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
 
 
-@torch.no_grad()
-def sample(
-    model: Decoder, prompt: list[int], count: int, temperature: float, top_k: int | None, end: int | None,
-    generator: torch.Generator,
-) -> Iterator[int]:
-    """Yield up to `count` tokens that follow `prompt`, stopping before `end`; the context is cut to the model's."""
-    tokens = torch.tensor([prompt], device=generator.device)
-    for _ in range(count):
-        context = tokens[:, -model.config.max_position_embeddings :]
-        token = choose(model(context)[0, -1].float(), temperature, top_k, generator)
-        if token.item() == end:
-            return
-        yield token.item()
-        tokens = torch.cat([tokens, token.view(1, 1)], dim=1)
-
-
-def choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
-    """One token from logits [vocab]: softmax(logits / temperature) over the top_k largest; at 0, the largest."""
-    if temperature == 0:
-        return logits.argmax()
-    if top_k is not None:
-        smallest = logits.topk(min(top_k, len(logits))).values[-1]
-        logits = logits.masked_fill(logits < smallest, -torch.inf)
-    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[0]
-
-
-def exact_match(model: Decoder, questions: list[tuple[list[int], list[int]]]) -> float:
-    """The share of (prompt, reply) pairs whose whole reply is what the model finds likeliest, token by token."""
-    generator = torch.Generator(next(model.parameters()).device)
-    model.eval()
-    answers = (sample(model, prompt, len(reply), 0, None, None, generator) for prompt, reply in questions)
-    right = sum(all(map(operator.eq, answer, reply)) for answer, (_, reply) in zip(answers, questions, strict=True))
-    model.train()
-    return right / len(questions)
+def follow(sampler: Sampler, sample: Sample, end: int | None) -> Iterator[int]:
+    """The tokens of `sample` but the one that ends it, each as soon as it is there."""
+    seen = 0
+    while seen < len(sample.produced) or sample.finish_reason is None:
+        if seen == len(sample.produced):
+            sampler.step()
+            continue
+        if sample.produced[seen] != end:
+            yield sample.produced[seen]
+        seen += 1
 
 
 def positive(kind: type, zero: bool = False):

@@ -184,7 +184,8 @@ def check_close(ranks: list[Tensors], expected: Tensors, tolerance: float, what:
     nothing = 1e-10 * max(tensor.double().norm().item() for tensor in expected.values())
     actual = [(rank, name, tensor) for rank, tensors in enumerate(ranks) for name, tensor in tensors.items()]
     assert {name for _, name, _ in actual} == set(expected), what
-    error, name, rank = max((relative_error(tensor, expected[name], nothing), name, rank) for rank, name, tensor in actual)
+    errors = ((relative_error(tensor, expected[name], nothing), name, rank) for rank, name, tensor in actual)
+    error, name, rank = max(errors)
     assert error <= tolerance, f"{what}: {name} on rank {rank} is off by {error:.1e} (relative; allowed {tolerance})"
 
 

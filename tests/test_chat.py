@@ -14,6 +14,8 @@ from minitrain.errors import InputError
 from minitrain.generate import exact_match
 from minitrain.models.decoder import Decoder
 from minitrain.tokenizer import ByteTokenizer, load_tokenizer
+from minitrain.train import train
+from minitrain.training import arithmetic
 from minitrain.training.build import initialize
 from minitrain.training.chat import (
     CHATML,
@@ -350,6 +352,30 @@ def test_exact_match_counts_whole_replies():
 
     questions = [([1], [2, 3, 4]), ([5, 1], [2]), ([1], [2, 3, 5]), ([9], [0, 2])]
     assert exact_match(Successor(), questions) == 0.5
+
+
+def test_a_run_answers_what_was_held_out(tmp_path, capsys):
+    """The data of the ready example, a few steps of training, and its resuming with no step left to do."""
+    data = tmp_path / "data" / "sums.jsonl"
+    arithmetic.main([str(data), "--count", "40"])
+    config = config_of(data, seq_len=128, validation=0.1)
+    config.out_dir, config.steps, config.validation.exact_match, config.validation.every = str(tmp_path), 3, 2, 3
+    train(config)
+    output = capsys.readouterr()
+    assert "36 chats in" in output.out + output.err and "exact match on held-out chats: 0.0%" in output.out + output.err
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["val_exact_match"] == 0 and last["val_loss"] > 0
+
+
+def test_arithmetic_is_right(tmp_path):
+    for messages in arithmetic.dialogues(300, seed=1):
+        first, working, second, more = (message["content"] for message in messages)
+        for question, reply in ((first, working), (working.split()[-1] + " " + second, more)):
+            *columns, result = reply.split()
+            assert eval(question) == int(result) >= 0  # "47 + 38"
+            assert all(eval(left) == int(right) for left, right in (column.split("=") for column in columns))
+            highest = columns[-1].split("=")[1]
+            assert int(highest + "".join(column[-1] for column in columns[-2::-1])) == int(result)
 
 
 # ---------------------------------------------------------------------------------------------------------------- mock

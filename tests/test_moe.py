@@ -256,10 +256,15 @@ def test_even_routing_costs_the_coefficient():
 
 
 def test_a_training_step_moves_the_selection_bias(pool):
-    """After a step the bias has moved by the sign of the load, over all micro-batches and both ranks."""
+    """After a step the bias has moved by the sign of the load, over all micro-batches and both ranks.
+
+    Whether these have different rows or, under tensor parallelism, different tokens of the same.
+    """
     small = dict(name="deepseek-v3-tiny", num_layers=2, bias_update_speed=0.01)
     tree = dict(model=small, device="cpu", steps=1, batch={"global": 8, "micro": 2, "seq_len": 16}, recompute="full")
+    split = tree | {"parallel": {"tp": 2}}
     (one,), two = pool.run(1, bias_after_a_step, tree), pool.run(2, bias_after_a_step, tree)
+    two += pool.run(2, bias_after_a_step, split)
     bias, expected = one
     assert torch.equal(bias, expected)
     assert (bias != 0).any()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops  # no public name
 
+KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}  # torch's names
 Action = tuple[int, str, int]  # stage, F | B | I | W (whole backward pass, or for the input, or for the weights), batch
 
 
@@ -35,12 +36,12 @@ def schedule_order(schedule: str, ranks: int, micro_batches: int, stages_per_ran
 
 
 def flatten(entry) -> list[Action]:
-    """An entry of torch's schedule as actions: overlapped ones one after the other, idle time and reductions as none."""
+    """An entry of torch's schedule as actions: overlapped ones in turn; idle time and reductions are none."""
     if entry is None:
         return []
     if entry.sub_actions:
         return [action for part in entry.sub_actions for action in flatten(part)]
-    kind = {"F": "F", "B": "B", "I": "I", "W": "W"}.get(str(entry.computation_type))
+    kind = KINDS.get(entry.computation_type.name)
     return [(entry.stage_index, kind, entry.microbatch_index)] if kind else []
 
 

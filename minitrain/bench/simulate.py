@@ -9,9 +9,11 @@ pipeline, twice as many as ranks. Experts are chosen by the fake balanced gate.
 """
 
 import dataclasses
+import multiprocessing
+import os
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 
 from minitrain.bench.fake_world import trace_step
 from minitrain.bench.layout import stated_ranks
@@ -39,10 +41,12 @@ class Simulation:
 
 def simulate(config: Config, system: System) -> Simulation:
     """Run the config's step in its full world. Raises InputError for a layout that cannot work."""
-    small, micro_batches = few_micro_batches(config)
+    small, micro_batches = few_micro_batches(with_balanced_experts(config))
     ranks, traced = stated_ranks(config), few(config, micro_batches)
-    shares = cache(lambda place: trace_step(small, ranks, place * (ranks // config.parallel.pp), visible_share(small)))
-    traces = {place: shares(alike) for place, alike in representatives(config).items()}
+    alike = representatives(config)
+    stage_ranks, visible = ranks // config.parallel.pp, visible_share(small)
+    by_place = trace_all({place: (small, ranks, place * stage_ranks, visible) for place in alike.values()})
+    traces = {place: by_place[representative] for place, representative in alike.items()}
     lines = {place: play(trace, system, config.compile) for place, trace in traces.items()}
     simulation = Simulation(traces, lines, micro_batches, traced, 0.0)
     if config.parallel.pp == 1:
@@ -50,6 +54,24 @@ def simulate(config: Config, system: System) -> Simulation:
     else:
         simulation.pipeline, simulation.step = pipelined(config, system, simulation)
     return simulation
+
+
+def trace_all(jobs: dict[int, tuple]) -> dict[int, Trace]:
+    """`trace_step` for each job, on all cores. Each in a process of its own: torch remembers process groups."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["minitrain.bench.fake_world"])
+    workers = min(len(jobs), os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
+        futures = {place: pool.submit(trace_step, *job) for place, job in jobs.items()}
+        return {place: future.result() for place, future in futures.items()}
+
+
+def with_balanced_experts(config: Config) -> Config:
+    """Fake tensors cannot say which experts a router chooses, so all are chosen alike."""
+    if not getattr(config.model.config, "num_experts", 0):
+        return config
+    shape = dataclasses.replace(config.model.config, fake_balanced_gate=True)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, config=shape))
 
 
 def few_micro_batches(config: Config) -> tuple[Config, int]:

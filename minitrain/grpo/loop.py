@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from minitrain.config import Config, to_dict
@@ -33,6 +34,7 @@ from minitrain.grpo.rollouts import Collector, Group, read_rollouts, rewards, wr
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.mesh import owned, pick_device, start
 from minitrain.parallel.pipeline import Pipeline
+from minitrain.parallel.tensor import tensor_parallel
 from minitrain.rollout.engine import Sampler
 from minitrain.training.checkpoint import Checkpointer
 from minitrain.training.loop import Trainer, is_due
@@ -90,26 +92,26 @@ class Run:
             self.learner = Learner(config, meshes, self.phase)
             where, keep = folder / "checkpoints", config.checkpoint.keep
             self.checkpointer = Checkpointer(where, keep, config.checkpoint.asynchronous, self.trainers)
-        model = self.connect(dist.get_rank() in sampling)
+        model = self.connect(meshes.batch.device_type, dist.get_rank() in sampling)
         if model is not None:
-            replica = dist.get_rank() - sampling[0]
-            sampler = Sampler(model, self.tokenizer)
-            self.collector = Collector(config, sampler, self.tokenizer, end, replica, len(sampling), samplers)
+            replica, replicas = (dist.get_rank() - sampling[0]) // config.rollout.tp, len(sampling) // config.rollout.tp
+            sampler = Sampler(model, self.tokenizer, config.rollout)
+            self.collector = Collector(config, sampler, self.tokenizer, end, replica, replicas, samplers)
 
-    def connect(self, samples: bool) -> Decoder | None:
+    def connect(self, device_type: str, samples: bool) -> Decoder | None:
         """The model that this rank samples from, and `self.refit`, which brings it the trainer's weights.
 
-        If a trainer's model is whole on its rank, that is the model.
+        Where a trainer's model is whole on its rank, that is the model, and there is nothing to bring.
         """
-        model = self.learner and self.learner.model
-        self.refit = None
-        if (
-            not self.apart
-            and not isinstance(model, Pipeline)
-            and not any(isinstance(p, DTensor) for p in model.parameters())
-        ):
-            return model
-        model = make_sampler_model(self.config) if samples else None
+        config, self.refit = self.config, None
+        tp = init_device_mesh(
+            device_type,
+            (dist.get_world_size() // config.rollout.tp, config.rollout.tp),
+            mesh_dim_names=("replica", "tp"),
+        )["tp"]
+        if not self.apart and is_whole(self.learner.model) and config.rollout.tp == 1:
+            return self.learner.model
+        model = make_sampler_model(config, tp) if samples else None
         want = {name: owned(tensor) for name, tensor in model.state_dict().items()} if samples else {}
         self.refit = Refit(self.learner.weights if self.learner else dict, want, self.everyone)
         return model
@@ -181,9 +183,9 @@ class Run:
         if self.collector is None:
             return None
         with self.phase("generation"):
-            self.collector.sampler.model.eval()
             groups = self.collector.collect(self.problems, step)
-            self.collector.sampler.free()
+            if self.learner and not self.config.grpo.keep_cache:
+                self.collector.sampler.free()
         return groups, self.seconds["generation"]
 
     def share(self, collected: tuple[list[Group], float] | None, step: int) -> list[Group]:
@@ -245,9 +247,16 @@ def describe(groups: list[Group]) -> dict[str, float]:
     }
 
 
-def make_sampler_model(config: Config) -> Decoder:
-    """A whole model of its own to sample from, in the type that the trainer computes in, still without values."""
+def is_whole(model: Decoder | Pipeline) -> bool:
+    """Are all parameters on this rank, and not sharded or in stages?"""
+    return not isinstance(model, Pipeline) and not any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def make_sampler_model(config: Config, tp: DeviceMesh) -> Decoder:
+    """A model to sample from, in the type that the trainer computes in, split over the ranks of `tp`; without values."""
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     with torch.device("meta"):
         model = Decoder(config.model.config).to(dtype)
+    if tp.size() > 1:
+        tensor_parallel(model, tp)
     return model.to_empty(device=pick_device(config.device)).requires_grad_(False)

@@ -37,9 +37,13 @@ def unpatchify(x: Tensor, grid: tuple[int, int, int], patch: tuple[int, int, int
 
 
 def rotary_tables(grids: list[tuple[int, int, int]], head_dim: int, device=None) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of all tokens of some videos in a row, fp32: 2 x [1, tokens, 1, head_dim / 2]."""
+    """Cosines and sines of all tokens of some videos in a row, for `rotate_pairs`, fp32: 2 x [1, tokens, 1, head_dim].
+
+    A pair of channels has twice the same cosine, and the sine with both signs.
+    """
     angles = torch.cat([grid_angles(grid, head_dim, device) for grid in grids])
-    return angles.cos().float()[None, :, None], angles.sin().float()[None, :, None]
+    cos, sin = angles.cos().float(), angles.sin().float()
+    return torch.stack([cos, cos], -1).flatten(1)[None, :, None], torch.stack([-sin, sin], -1).flatten(1)[None, :, None]
 
 
 def grid_angles(grid: tuple[int, int, int], head_dim: int, device=None) -> Tensor:
@@ -59,10 +63,9 @@ def grid_angles(grid: tuple[int, int, int], head_dim: int, device=None) -> Tenso
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channel 2i against channel 2i + 1, in fp32. x: [batch, seq, heads, head_dim]; cos, sin: fp32
-    [1, seq, 1, head_dim / 2]."""
-    even, odd = upcast(x).unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).type_as(x)
+    """Rotate channel 2i against channel 2i + 1, in fp32. x: [batch, seq, heads, head_dim]; cos, sin: `rotary_tables`."""
+    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return torch.addcmul(x * cos, swapped, sin).type_as(x)
 
 
 def timestep_sinusoids(timestep: Tensor, dim: int) -> Tensor:

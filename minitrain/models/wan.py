@@ -167,10 +167,10 @@ class Block(nn.Module):
         rows = select(self.adaln.scale_shift_table + modulation, pack)
         attention_shift, attention_scale, attention_gate, mlp_shift, mlp_scale, mlp_gate = rows
         out = self.attn1(modulate(x, attention_shift, attention_scale, self.eps), rotary, mask)
-        x = (x + out * attention_gate).type_as(x)  # the gates are in fp32, and so is this sum
+        x = torch.addcmul(x, out, attention_gate).type_as(x)  # gates are in fp32, and so is this sum
         x = x + self.attn2(layer_norm(self.norm2, x, self.eps), text, image, pack)
         out = self.ffn(modulate(x, mlp_shift, mlp_scale, self.eps))
-        return (x + out * mlp_gate).type_as(x)
+        return torch.addcmul(x, out, mlp_gate).type_as(x)
 
 
 class SelfAttention(nn.Module):
@@ -317,7 +317,7 @@ def layer_norm(norm: FP32Norm, x: Tensor, eps: float = 1e-5) -> Tensor:
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
     """normalise(x) * (1 + scale) + shift, computed in fp32 and returned in x's type."""
-    return (F.layer_norm(upcast(x), x.shape[-1:], eps=eps) * (1 + scale) + shift).type_as(x)
+    return torch.addcmul(shift, F.layer_norm(upcast(x), x.shape[-1:], eps=eps), 1 + scale).type_as(x)
 
 
 def select(table: Tensor, pack: Pack | None) -> list[Tensor]:

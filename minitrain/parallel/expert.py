@@ -99,7 +99,7 @@ def dispatch(
 
 
 def sizes_of(router: Router, mesh: DeviceMesh) -> Callable[[Tensor], "Sizes"]:
-    """How the ranks of `mesh` learn a layer's sizes from what this rank chose: bool [tokens, ranks, experts of a rank]."""
+    """How ranks learn a layer's sizes from what they chose for their tokens: bool [tokens, ranks, experts of a rank]."""
     if router.fake_balanced:
         known = router.top_k, router.num_experts, mesh.size(), mesh.get_local_rank()
         return lambda chosen: known_sizes(*known, len(chosen))
@@ -152,12 +152,11 @@ class Copies(NamedTuple):
 
 def list_copies(wanted: Tensor, total: int) -> Copies:
     """wanted: bool [rows, targets], of which `total` are true, as the host must know to wait for nothing."""
-    rows, targets = wanted.shape
-    by_target = torch.nonzero_static(wanted.T, size=total)
-    number = wanted.T.reshape(-1).cumsum(0) - 1  # [targets x rows]: of the copy, where it is wanted
-    row, target = torch.nonzero_static(wanted, size=total).unbind(1)
-    first = wanted.sum(1).cumsum(0) - wanted.sum(1)
-    return Copies(by_target[:, 1], by_target[:, 0], number[target * rows + row], first)
+    target, source = torch.nonzero_static(wanted.T, size=total).unbind(1)
+    number = (wanted.T.reshape(-1).cumsum(0) - 1).view(wanted.T.shape)  # of the copy, where it is wanted
+    row, column = torch.nonzero_static(wanted, size=total).unbind(1)
+    per_row = wanted.sum(1)
+    return Copies(source, target, number[column, row], per_row.cumsum(0) - per_row)
 
 
 def at_copies(table: Tensor, copies: Copies) -> Tensor:

@@ -1,6 +1,7 @@
 """The one place that knows the order in which a model is transformed.
 
-Pipeline split, experts, tensor, context, recompute, compile each block, shard; all but the first for each stage by itself.
+Pipeline split, experts, tensor, context, recompute, compile each block, shard; all but the first for each stage by
+itself.
 
 Recomputation must be inside the compiled region, so that the compiler sees it, and sharding outside, so that its hooks
 gather and free weights around the compiled block.

@@ -303,6 +303,7 @@ class Caches:
         self.pages, self.page_size, self.slots = pages + 1, page_size, slots
         self.step: Step | DecodingStep | None = None
         self.buffer_shape = (0, 0)  # rows and tokens of the CPU's buffers
+        self.row_owners: dict[int, tuple] = {}  # what they hold: of which sample, and how many tokens
         self.layers = [self._layer(config, layer) for layer in range(config.num_layers)]
 
     def _layer(self, config: DecoderConfig, layer: int) -> Layer | None:

@@ -1,42 +1,228 @@
-"""The sampler."""
+"""The sampler: continues many prompts at once with a model that stays the trainer's.
+
+    submit    queues the samples of a prompt
+    step      does what the scheduler plans: a chunk of prompts, or some decoding steps of all running samples
+    generate  submits everything and steps until all is done
+
+A decoding step is one forward pass over one token per row, whose last act is to choose the next tokens. Rows are filled
+up to a few fixed numbers (1, 2, 4, ...), and everything that changes between steps is in buffers that stay where they
+are: so on CUDA the step is captured once per number of rows as a graph, and replayed `steps` times before the host looks
+at what was produced. Samples that ended in between have produced too much, which is thrown away.
+
+Tensor parallel: every rank of the group calls the same methods in the same order; schedules are equal by construction,
+tokens because all see the same candidates. A row is padded to a multiple of the ranks, as sequence parallelism wants.
+Left out: pipeline parallel, speculative decoding, and graphs over FSDP-sharded models, whose weights have to be gathered.
+"""
+
+import os
+from collections.abc import Sequence
+from functools import partial
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from minitrain.rollout.sampling import Completion, SamplingParams
+from minitrain.config import Rollout
+from minitrain.errors import InputError
+from minitrain.models.decoder import Decoder
+from minitrain.rollout.batch import Batch
+from minitrain.rollout.caches import Caches, Piece, Step
+from minitrain.rollout.pages import Pages
+from minitrain.rollout.sampling import Completion, SamplingParams, sample_key
+from minitrain.rollout.scheduler import Sample, Scheduler, Trunk, Work
+from minitrain.rollout.weights import Weights
 
 
 class Sampler:
     """`generate` continues prompts with `model`, whose weights it uses in place.
 
-    tokenizer: for stop strings. After the weights have changed, call `refresh`.
+    tokenizer: for stop strings. After the weights have changed, call `refresh`. Not to be used while the model trains.
     """
 
-    def __init__(self, model, tokenizer=None):
-        self.model, self.tokenizer = model, tokenizer
+    def __init__(self, model: Decoder, tokenizer=None, settings: Rollout | None = None):
+        self.model, self.tokenizer, self.settings = model, tokenizer, settings or Rollout()
+        self.config, self.weights = model.config, Weights(model)
+        self.device = model.head_weight.device
+        self.steps = self.settings.steps or (16 if self.device.type == "cuda" else 1)
+        self.scheduler: Scheduler | None = None
 
-    def refresh(self) -> None:
-        """Forget all that was computed with earlier weights."""
+    # ------------------------------------------------------------------------------------------------------ requests
 
-    def free(self) -> None:
-        """Give the memory of the caches back; the next `generate` allocates it again."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Completion]:
+        """The samples of all prompts in order: prompt 0's n samples, prompt 1's, ...
+
+        params: for all prompts, which then draw different random numbers by their place in the list; or for each, whose
+        randomness comes from its own seed alone. Raises InputError for what the model or the pool cannot hold.
+        """
+        alike = isinstance(params, SamplingParams)
+        each = [params] * len(prompts) if alike else params
+        requests = [self.submit(*pair, number=i * alike) for i, pair in enumerate(zip(prompts, each, strict=True))]
+        with self.weights.in_use():
+            while self.scheduler is not None and self.scheduler.busy:
+                self._step()
+        samples = [sample for request in requests for sample in request]
+        return [Completion(sample.produced, sample.logprobs, sample.finish_reason) for sample in samples]
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams, number: int = 0) -> list[Sample]:
+        """Queue a prompt; its n samples fill up (`produced`, `logprobs`, `finish_reason`) as `step` is called.
+
+        number: of the request; with params.seed, what its random numbers come from.
+        """
+        limit = self.config.max_position_embeddings
+        if not 1 <= len(prompt) < limit:
+            raise InputError(f"a prompt of {len(prompt)} tokens must have between 1 and {limit - 1}: the model's positions")
+        if params.stop and self.tokenizer is None:
+            raise InputError(f"sampling stop={list(params.stop)} needs a sampler with a tokenizer")
+        if self.scheduler is None:
+            self._allocate()
+        total, prompt = min(len(prompt) + params.max_tokens, limit), list(map(int, prompt))
+        keys = (sample_key(params.seed, number, i) for i in range(params.n))
+        samples = [Sample(prompt, params, key, total) for key in keys]
+        self.scheduler.submit(samples)
+        return samples
 
     @torch.no_grad()
-    def generate(self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[Completion]:
-        """The samples of all prompts in order: prompt 0's n samples, prompt 1's, ..."""
-        params = params if isinstance(params, list) else [params] * len(prompts)
-        requests = [(prompt, p) for prompt, p in zip(prompts, params, strict=True) for _ in range(p.n)]
-        return [self._complete(number, *request) for number, request in enumerate(requests)]
+    def step(self) -> list[tuple[Sample, list[int]]]:
+        """Do a piece of the work that there is; returns which samples went on, and by which tokens."""
+        with self.weights.in_use():
+            return self._step()
 
-    def _complete(self, number: int, prompt: list[int], params: SamplingParams) -> Completion:
-        done, limit = Completion([], [], "length"), self.model.config.max_position_embeddings
-        generator = torch.Generator().manual_seed(params.seed * 1000003 + number)
-        for _ in range(min(params.max_tokens, limit - len(prompt))):
-            logits = self.model(torch.tensor([prompt + done.tokens]))[0, -1].float()
-            logprobs = (logits / (params.temperature or 1.0)).log_softmax(-1)
-            token = logprobs.argmax() if not params.temperature else logprobs.exp().multinomial(1, generator=generator)
-            done.tokens.append(int(token))
-            done.logprobs.append(logprobs[int(token)].item())
-            if done.tokens[-1] in params.stop_tokens:
-                done.finish_reason = "stop"
-                break
-        return done
+    def cancel(self, sample: Sample) -> None:
+        """End a sample between two steps; it keeps what it has produced."""
+        self.scheduler.cancel(sample)
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler is not None and self.scheduler.busy
+
+    def refresh(self) -> None:
+        """Forget all that was computed with earlier weights. No request may be under way."""
+        self.weights.refresh()
+        if self.scheduler is not None:
+            self._must_be_idle()
+            self.scheduler.pages.forget()
+            self.caches.refresh()
+
+    def free(self) -> None:
+        """Give the memory of the caches back; the next request allocates it again."""
+        self._must_be_idle()
+        self.weights.refresh()
+        self.scheduler = self.caches = self.batches = None
+
+    def _must_be_idle(self) -> None:
+        if self.busy:
+            raise RuntimeError("the sampler has unfinished requests: step until it is not busy, or cancel them")
+
+    # ------------------------------------------------------------------------------------------------------ the work
+
+    @torch.no_grad()
+    def _step(self) -> list[tuple[Sample, list[int]]]:
+        work = self.scheduler.plan()
+        self.caches.copy(work.page_copies, work.slot_copies, self.device)
+        if work.chunks:
+            self._compute(work.chunks)
+            return []
+        return self._decode(work) if work.samples else []
+
+    def _compute(self, chunks: list[tuple[Trunk, int]]) -> None:
+        """Bring the next tokens of some prompts into the caches, all in one row."""
+        size, tokens, positions, places, pieces = self.settings.page_size, [], [], [], []
+        for trunk, count in chunks:
+            wanted = range(trunk.cached, trunk.cached + count)
+            pages = torch.tensor(trunk.pages[: self.scheduler.pages.needed(wanted.stop)], device=self.device)
+            pieces.append(Piece(len(tokens), count, trunk.cached, pages, trunk.slot))
+            tokens += trunk.tokens[wanted.start : wanted.stop]
+            positions += wanted
+            places += [trunk.pages[i // size] * size + i % size for i in wanted]
+        filling = -len(tokens) % self.model.sequence_split
+        nowhere = self.scheduler.pages.count * size
+        tokens, positions, places = tokens + [0] * filling, positions + [0] * filling, places + [nowhere] * filling
+        self.caches.step = Step(torch.tensor(places, device=self.device), pieces)
+        self._forward(*(torch.tensor(numbers, device=self.device) for numbers in (tokens, positions)), drop_hidden)
+        for trunk, count in chunks:
+            self.scheduler.computed(trunk, count)
+
+    def _decode(self, work: Work) -> list[tuple[Sample, list[int]]]:
+        """`work.steps` tokens for each sample, of which those after its end are dropped."""
+        batch = self._batch(len(work.samples))
+        batch.load(work.samples, work.steps)
+        batch.run(work.steps)
+        news = []
+        for sample, tokens, logprobs in zip(work.samples, *batch.produced(work.steps), strict=False):
+            count, reason = self._end(sample, tokens)
+            self.scheduler.decoded(sample, tokens[:count], logprobs[:count], reason)
+            news.append((sample, tokens[:count]))
+        return news
+
+    def _end(self, sample: Sample, tokens: list[int]) -> tuple[int, str | None]:
+        """How many of the new tokens count, and why there will be no more."""
+        params = sample.params
+        for count, token in enumerate(tokens, 1):
+            if token in params.stop_tokens or (params.stop and self._wrote_stop(sample, tokens[:count])):
+                return count, "stop"
+            if len(sample.prompt) + len(sample.produced) + count == sample.limit:
+                return count, "length"
+        return len(tokens), None
+
+    def _wrote_stop(self, sample: Sample, tokens: list[int]) -> bool:
+        """Does the text now hold a stop string? Looks at its end only: a character is at most four tokens."""
+        produced = sample.produced + tokens
+        text = self.tokenizer.decode(produced[-4 * max(map(len, sample.params.stop)) - 4 :])
+        return any(stop in text for stop in sample.params.stop)
+
+    def _forward(self, tokens: Tensor, positions: Tensor, head) -> None:
+        self.model(tokens[None], positions=positions[None], head=head, cache=self.caches)
+
+    # ------------------------------------------------------------------------------------------------------- buffers
+
+    def _allocate(self) -> None:
+        settings, hybrid = self.settings, "M" in self.config.layer_pattern
+        size, longest = settings.page_size, self.config.max_position_embeddings
+        pages = Pages(settings.pages or self._default_pages(), size)
+        self.scheduler = Scheduler(pages, settings.slots, settings.chunk, self.steps, reuse=not hybrid)
+        # behind the samples' and the waiting trunk's states, one for rows that only fill up
+        self.caches = Caches(self.config, pages.count, size, settings.slots + 2)
+        self.width = min(pages.needed(longest), pages.count) + 1  # of a table of pages; the last column is nowhere
+        self.batches: dict[int, Batch] = {}
+
+    def _batch(self, samples: int) -> Batch:
+        """The buffers for so many rows or more: the next power of two."""
+        split = self.model.sequence_split
+        rows = min(1 << (samples - 1).bit_length(), self.settings.slots)
+        rows = -(-rows // split) * split
+        if rows not in self.batches:
+            forward = partial(self._forward)
+            graphs = self.device.type == "cuda" and not isinstance(self.model, FSDPModule)
+            self.batches[rows] = Batch(self, rows, forward, graphs)
+        return self.batches[rows]
+
+    def _default_pages(self) -> int:
+        """As many as fit into the share of the free memory, but no more than all slots could fill."""
+        config, split = self.config, self.model.sequence_split
+        width = config.kv_lora_rank + config.qk_rope_head_dim
+        if not config.kv_lora_rank:
+            width = 2 * config.num_key_value_heads * config.head_dim // split
+        layers = sum(config.parts(layer)[0] == "attention" for layer in range(config.num_layers))
+        page = self.settings.page_size * width * layers * self.model.head_weight.dtype.itemsize
+        most = self.settings.slots * -(-config.max_position_embeddings // self.settings.page_size)
+        pages = torch.tensor(min(most, int(self.settings.memory * free_memory(self.device) / max(page, 1))))
+        if isinstance(self.model.head_weight, DTensor):
+            pages = pages.to(self.device)
+            dist.all_reduce(pages, dist.ReduceOp.MIN, self.model.head_weight.device_mesh.get_group())
+        return max(1, int(pages))
+
+
+def drop_hidden(hidden: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
+    """A model's head for prompts, whose next token is chosen in a decoding step."""
+    return hidden
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be allocated on `device`."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

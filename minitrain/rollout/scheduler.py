@@ -104,7 +104,7 @@ class Scheduler:
             )
         for sample in samples:
             sample.arrival = next(self.arrivals)
-        self.queue.append(Trunk(first.prompt, samples))
+        self.queue.append(Trunk(first.prompt, list(samples)))
 
     def plan(self) -> Work:
         """The next work. Chunks and decoding take turns, so that long prompts do not hold up those who decode."""

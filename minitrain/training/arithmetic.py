@@ -1,7 +1,7 @@
 """Short dialogues about sums, as JSONL: python -m minitrain.training.arithmetic FILE [--count N] [--seed S]
 
-    user: 475 + 286        assistant: 5+6=11 7+8+1=16 4+2+1=7 761
-    user: - 128            assistant: 11-8=3 6-2-1=3 7-1=6 633
+    user: 47 + 38        assistant: 7+8=15 4+3+1=8 85
+    user: - 19           assistant: 15-9=6 8-1-1=6 66
 
 The second question goes on from the first one's result. Answers are worked out digit by digit from the lowest, as at
 school: that a small model learns in minutes, where the bare result would take it far longer.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from minitrain import cli
 
-LARGEST = 999
+LARGEST = 99
 
 
 def main(arguments: list[str]) -> None:
@@ -55,7 +55,7 @@ def dialogue(generator: random.Random) -> list[dict[str, str]]:
 
 
 def add(a: int, b: int) -> str:
-    """The columns of a sum from the lowest on, each with a carry: 475 + 286 is 5+6=11 7+8+1=16 4+2+1=7."""
+    """The columns of a sum from the lowest on, each with a carry: 47 + 38 is 7+8=15 4+3+1=8."""
     columns, carry = [], 0
     for x, y in digits(a, b):
         total = x + y + carry
@@ -65,7 +65,7 @@ def add(a: int, b: int) -> str:
 
 
 def subtract(a: int, b: int) -> str:
-    """The columns of a difference that is not negative: 761 - 128 is 11-8=3 6-2-1=3 7-1=6."""
+    """The columns of a difference that is not negative: 85 - 19 is 15-9=6 8-1-1=6."""
     columns, borrowed = [], 0
     for x, y in digits(a, b):
         borrow = x < y + borrowed

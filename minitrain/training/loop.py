@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
@@ -88,7 +87,7 @@ class Trainer:
             total = self.model.evaluate(self.objective, batches)
         else:
             total = sum(self.objective.loss(self.model, batch) for batch in batches)
-        dist.all_reduce(total, group=self.meshes.loss.get_group())
+        sum_over(self.meshes.loss, total)
         return (total / count).item()
 
 
@@ -107,7 +106,7 @@ def forward_backward(
         total = model.forward_backward(objective, batches, count)
     else:
         total = accumulate_gradients(model, objective, batches, count)
-    dist.all_reduce(total, group=meshes.loss.get_group())
+    sum_over(meshes.loss, total)
     return total
 
 
@@ -125,7 +124,7 @@ def accumulate_gradients(model: Module, objective, batches: list[dict[str, Tenso
 def global_count(objective, micro_batches, meshes: Meshes, device: torch.device) -> Tensor:
     """How many terms the loss has on all ranks together, as a float scalar, at least 1."""
     count = torch.tensor(sum(objective.count(batch) for batch in micro_batches), device=device)
-    dist.all_reduce(count, group=meshes.loss.get_group())
+    sum_over(meshes.loss, count)
     return count.clamp(min=1).float()
 
 

@@ -1,4 +1,4 @@
-"""Expert parallelism: the gradients of one process, whoever has the experts; each token sent once per rank; no waits."""
+"""Expert parallelism: the gradients of one process, whoever has the experts; a token is sent once per rank; no waits."""
 
 from functools import partial
 from unittest import mock
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -43,12 +44,17 @@ TREE = {
     (4, "gpt-oss-20b-tiny", {"ep": 4, "cp": 2}, "none"),  # biases
     (4, "mixtral-8x7b-tiny", {"ep": 2, "dp_replicate": 2}, "selective"),
     (4, "nemotron3-super-120b-a12b-tiny", {"ep": 2, "pp": 2, "dp_shard": 2}, "full"),  # in latents
-    (4, "deepseek-v3-tiny", {"ep": 2, "tp": 2}, "none"),
-    (4, "mixtral-8x7b-tiny", {"ep": 4, "tp": 2}, "selective"),
 ], ids=str)  # fmt: skip
 def test_gradients(pool, ranks, model, parallel, recompute):
     tree = TREE | {"model": model, "parallel": parallel, "recompute": recompute}
     check_against_one_process(pool, ranks, tree, batch=packed_batch)
+
+
+@pytest.mark.parametrize(("ep", "recompute"), [(2, "none"), (4, "selective")])
+def test_gradients_with_tensor_parallel(pool, ep, recompute):
+    """Every rank sends its part of a sequence. Tensor parallelism splits sums: rounding alone is above 1e-6 in fp32."""
+    tree = TREE | {"model": "deepseek-v3-tiny", "parallel": {"ep": ep, "tp": 2}, "recompute": recompute}
+    check_against_one_process(pool, 4, tree, batch=packed_batch, tolerance=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------------- dispatch
@@ -138,11 +144,10 @@ def elements_sent(load, fake):
         indices, weights = balanced_choice(TOKENS, TOP_K, EXPERTS, "cpu")
     get_sizes = sizes_of(Router(WIDTH, EXPERTS, TOP_K, fake_balanced=fake), mesh)
     experts = local_experts(dist.get_rank(), dist.get_world_size())
-    with Sent(dist.get_rank()) as sent, mock.patch.object(torch.Tensor, "tolist", autospec=True) as wait:
-        wait.side_effect = lambda tensor: tensor.detach().numpy().tolist()
-        x = tokens_of(dist.get_rank()).requires_grad_()
+    x = tokens_of(dist.get_rank()).requires_grad_()
+    with Sent(dist.get_rank()) as sent:
         dispatch(mesh, get_sizes, x, indices, weights.requires_grad_(), experts).sum().backward()
-    return sent.elements, wait.call_count, indices
+    return sent.elements, indices
 
 
 @pytest.mark.parametrize("fake", [False, True])
@@ -150,8 +155,8 @@ def test_a_token_is_sent_once_to_a_rank(pool, fake):
     """As many rows leave a rank, and return, as its tokens have other ranks with any of their experts."""
     ranks = 4
     results = pool.run(ranks, elements_sent, "even", fake)
-    ranks_of = [[{e * ranks // EXPERTS for e in chosen} for chosen in indices.tolist()] for _, _, indices in results]
-    for rank, (elements, waits, _) in enumerate(results):
+    ranks_of = [[{e * ranks // EXPERTS for e in chosen} for chosen in indices.tolist()] for _, indices in results]
+    for rank, (elements, _) in enumerate(results):
         out = sum(len(there - {rank}) for there in ranks_of[rank])
         back = sum(rank in there for other in range(ranks) if other != rank for there in ranks_of[other])
         assert out < TOKENS * TOP_K * (ranks - 1) / ranks  # fewer than one row per chosen expert
@@ -160,7 +165,6 @@ def test_a_token_is_sent_once_to_a_rank(pool, fake):
         backward = back * per_row + out * WIDTH  # the gradients of what came, to where it came from
         assert elements[torch.float32] == forward + backward
         assert elements.get(torch.int64, 0) == (0 if fake else 2 * (ranks - 1))
-        assert waits == (0 if fake else 1)
 
 
 def sizes_known_and_exchanged(experts, top_k, tokens):
@@ -176,16 +180,44 @@ def test_sizes_with_the_fake_gate(pool, experts, top_k, tokens):
         assert known == exchanged
 
 
+WAITS = (torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__bool__, torch.Tensor.nonzero, torch.Tensor.cpu)
+
+
+class Waits(TorchFunctionMode):
+    """Counts calls that wait for a device."""
+
+    count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += function in WAITS
+        return function(*args, **kwargs or {})
+
+
+def count_waits(load):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    indices, weights = routing(load, dist.get_rank())
+    get_sizes = sizes_of(Router(WIDTH, EXPERTS, TOP_K), mesh)
+    with Waits() as waits:
+        x = tokens_of(dist.get_rank()).requires_grad_()
+        dispatch(mesh, get_sizes, x, indices, weights, local_experts(0, 2)).sum().backward()
+    return waits.count
+
+
+def test_one_wait(pool):
+    assert pool.run(2, count_waits, "even") == [1, 1]
+
+
 def test_nothing_waits_with_the_fake_gate():
     """Fake tensors have no values: whatever asked the device for one would raise."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     try:
         mesh = init_device_mesh("cpu", (4,))
         get_sizes = sizes_of(Router(WIDTH, EXPERTS, TOP_K, fake_balanced=True), mesh)
+        experts = local_experts(1, 4).to(torch.bfloat16)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            x = torch.randn(TOKENS, WIDTH, requires_grad=True)
+            x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
             indices, weights = balanced_choice(TOKENS, TOP_K, EXPERTS, "cpu")
-            output = dispatch(mesh, get_sizes, x, indices, weights, local_experts(1, 4))
+            output = dispatch(mesh, get_sizes, x, indices, weights.bfloat16(), experts)
             output.sum().backward()
         assert output.shape == x.grad.shape == (TOKENS, WIDTH)
     finally:
@@ -216,7 +248,7 @@ def test_auxiliary_loss(pool, per_sequence, micro, parallel):
     check_against_one_process(pool, ranks, tree | {"parallel": parallel, "recompute": "full"})
 
 
-# ---------------------------------------------------------------------------------------------------- compile, precision
+# -------------------------------------------------------------------------------------------------------------- compile
 
 
 def two_steps(tree):
@@ -230,10 +262,10 @@ def two_steps(tree):
     return numbers, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-@pytest.mark.parametrize("fake, recompute", [(False, "none"), (False, "full"), (True, "selective")])
+@pytest.mark.parametrize("fake, recompute", [(False, "full"), (True, "selective")])
 def test_a_block_compiles_as_one_graph(pool, fake, recompute):
     """With sizes that differ from layer to layer and step to step. The same operations in bf16, so the same bits."""
-    model = {"name": "qwen3-30b-a3b-tiny", "fake_balanced_gate": fake}
+    model = {"name": "qwen3-30b-a3b-tiny", "num_layers": 2, "fake_balanced_gate": fake}
     tree = TREE | {"model": model, "precision": "bf16", "recompute": recompute, "parallel": {"ep": 2}}
     for eager, compiled in zip(*(pool.run(2, two_steps, tree | {"compile": c}) for c in (False, True)), strict=True):
         assert compiled == (eager[0], 1, 0)
@@ -276,7 +308,7 @@ def test_published_weights_in_and_out(pool, tmp_path, name):
         assert all(4 * count == weights[name].numel() for name, count in local.items()) and local
 
 
-# ---------------------------------------------------------------------------------------------------- settings, shrinking
+# --------------------------------------------------------------------------------------------------- settings, shrinking
 
 
 @pytest.mark.parametrize("ranks, tree, line", [

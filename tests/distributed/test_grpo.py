@@ -29,7 +29,7 @@ TREE = {
     "grpo": {"prompts": 4, "group": 4, "clip_low": 0.05, "clip_high": 0.1, "kl": 0.1, "importance": "truncate",
              "importance_high": 1.1},
     "rollout": {"max_tokens": 8},
-    "optim": {"name": "sgd", "lr": 0.05, "weight_decay": 0.0},
+    "optim": {"name": "sgd", "lr": 1.0, "weight_decay": 0.0},
     "device": "cpu",
 }  # fmt: skip
 
@@ -78,3 +78,49 @@ def test_updates_of_one_process(pool, tmp_path, parallel, grpo):
     assert numbers["clip_fraction"] > 0.1 and numbers["kl"] > 1e-4 and numbers["importance"] < 1.09  # all is at work
     for _, found in results:
         assert found == pytest.approx(numbers, rel=1e-4, abs=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------------------- refit
+
+SAMPLERS = {"whole": ({}, 1), "tp": ({}, 2), "tp4": ({}, 4)}
+
+
+def refit(tree, tp):
+    """Bring initial weights, laid out as `tree` says, to samplers on `tp` ranks each; what arrives must be all of them."""
+    config = configs.from_dict(tree)
+    meshes = start(config)
+    training = range(dist.get_world_size() - config.grpo.generation_ranks)
+    trains = dist.get_rank() in training
+    samples = not config.grpo.generation_ranks or not trains
+    mesh = dist.init_device_mesh("cpu", (4 // tp, tp), mesh_dim_names=("replica", "tp"))["tp"]
+    model = make_sampler_model(config, mesh) if samples else None
+    want = {name: owned(tensor) for name, tensor in model.state_dict().items()} if samples else {}
+    for part, _ in want.values():
+        part.fill_(float("nan"))
+    learner = Learner(config, meshes, nullcontext) if trains else None
+    send = Refit(learner.weights if trains else dict, want)
+    moved = sum(move.source != move.target for bucket in send.buckets for move in bucket)
+    for scale in (1, 2):  # twice: the plan is made once, the weights change
+        send()
+        for name, expected in initial_weights(config).items():
+            if samples:
+                part, where = want[name]
+                assert torch.equal(part, scale * expected[where]), name
+        for parameter in learner.model.parameters() if trains else []:
+            parameter.data.mul_(2)
+    return moved
+
+
+@pytest.mark.parametrize(("model", "parallel", "apart", "tp"), [
+    ("llama3-8b-tiny", {"dp_shard": 4}, 0, 1),
+    ("llama3-8b-tiny", {"dp_shard": 2, "tp": 2}, 0, 2),
+    ("llama3-8b-tiny", {"pp": 2, "tp": 2}, 0, 4),
+    ("llama3-8b-tiny", {"dp_replicate": 2, "pp": 2}, 0, 1),
+    ("llama3-8b-tiny", {"dp_shard": 2}, 2, 2),
+    ("mixtral-8x7b-tiny", {"dp_shard": 4, "ep": 2}, 0, 1),
+    ("qwen2.5-7b-tiny", {"tp": 2}, 2, 1),
+], ids=str)  # fmt: skip
+def test_refit_is_exact(pool, model, parallel, apart, tp):
+    tree = TREE | {"model": {"name": model}, "parallel": parallel, "grpo": {"lag": 1, "generation_ranks": apart}}
+    moved = pool.run(4, refit, tree, tp)
+    assert moved[0] > 0 and len(set(moved)) == 1  # all ranks have the same plan

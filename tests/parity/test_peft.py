@@ -8,10 +8,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from minitrain import InputError, load_adapter, load_pretrained, merge_adapters
-from minitrain.models.checkpoint_hf import read_config
-from minitrain.models.checkpoint_peft import read_adapter_config, save_adapter
+from minitrain.models.checkpoint_peft import adapter_shapes, read_adapter_config, save_adapter
 from minitrain.models.lora import Lora, add_adapters, is_adapter
-from tests.parity import hf_models, test_hybrid
+from minitrain.models.zoo import model_config
+from tests.parity import hf_models, test_hybrid, test_wan
 from tests.parity.hf_models import compare_and_differentiate, random_tokens, reload
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -84,3 +84,78 @@ def test_logits_gradients_and_files(pair, tmp_path):
         merge_adapters(ours)
         assert not any(is_adapter(name) for name in ours.state_dict())
         torch.testing.assert_close(ours(tokens), adapted, atol=1e-4, rtol=0)
+
+
+def test_wan_adapters_are_those_of_peft_on_diffusers(tmp_path):
+    base, ours = test_wan.pair("i2v")
+    targets = ["to_q", "attn2.add_v_proj", "to_out.0", "ffn.net.0.proj", "net.2"]
+    theirs = get_peft_model(base, LoraConfig(r=4, lora_alpha=6, target_modules=targets)).eval()
+    randomize(p for p in theirs.parameters() if p.requires_grad)
+    theirs.save_pretrained(tmp_path / "theirs")
+    load_adapter(ours, tmp_path / "theirs")
+    given = test_wan.inputs(test_wan.CONFIGS["i2v"])
+    expected, found = test_wan.run_diffusers(theirs, **given), ours(**given)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    cotangent = torch.randn(found.shape, generator=torch.Generator().manual_seed(3))
+    found.backward(cotangent)
+    expected.backward(cotangent)
+    gradients = ((name, p.grad) for name, p in ours.named_parameters() if is_adapter(name))
+    save_ours(ours, gradients, tmp_path / "ours", tmp_path / "theirs")
+    found = load_file(tmp_path / "ours" / "adapter_model.safetensors")
+    expected = {name.replace(".default", ""): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], atol=1e-4 * expected[name].abs().max().item(), rtol=1e-3)
+
+
+def test_targets_that_a_model_has_not_are_not_written(tmp_path):
+    """PEFT would take gate_proj of a model whose MLPs are all experts for their stacks."""
+    base = hf_models.build("qwen3-moe")
+    base.save_pretrained(tmp_path / "base")
+    ours, lora = load_pretrained(tmp_path / "base"), Lora(rank=4, alpha=8, dropout=0.1)
+    add_adapters(ours, lora)
+    adapters = {name: p for name, p in ours.named_parameters() if is_adapter(name)}
+    randomize(adapters.values())
+    save_adapter(adapters.items(), ours.config, lora, tmp_path / "adapter", base="Qwen/Base")
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert settings["target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert (settings["lora_dropout"], settings["base_model_name_or_path"]) == (0.1, "Qwen/Base")
+    theirs = PeftModel.from_pretrained(reload(tmp_path / "base"), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        tokens = random_tokens(2, 24)
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)  # no dropout without grad
+
+
+def test_what_cannot_be_loaded(tmp_path):
+    hf_models.build("llama3-tied").save_pretrained(tmp_path / "base")
+    model = load_pretrained(tmp_path / "base")
+    lora = Lora(rank=4, targets=["q_proj"])
+    shapes = adapter_shapes(model.config, lora)
+    save_adapter(((n, torch.ones(s)) for n, s in shapes.items()), model.config, lora, tmp_path / "good")
+    config = json.loads((tmp_path / "good" / "adapter_config.json").read_text())
+    tensors = load_file(tmp_path / "good" / "adapter_model.safetensors")
+    name = next(iter(tensors))
+
+    def refused(line, changes=None, weights=None):
+        folder = tmp_path / "bad"
+        folder.mkdir(exist_ok=True)
+        (folder / "adapter_config.json").write_text(json.dumps(config | (changes or {})))
+        save_file(weights or tensors, folder / "adapter_model.safetensors")
+        with pytest.raises(InputError, match=line):
+            load_adapter(model, folder)
+        assert not any(is_adapter(key) for key in model.state_dict())
+
+    refused("only plain LoRA is supported, not use_dora", {"use_dora": True})
+    refused("only plain LoRA is supported, not bias", {"bias": "all"})
+    refused("only plain LoRA is supported, not IA3", {"peft_type": "IA3"})
+    refused("must be a list of names, not the pattern '.*q_proj'", {"target_modules": ".*q_proj"})
+    refused("r and lora_alpha must be numbers", {"r": None})
+    refused("the model has no to_q", {"target_modules": ["to_q"]})
+    refused(r"tensor .*k_proj.lora_A.weight of shape \[4, 48\] is missing", {"target_modules": ["q_proj", "k_proj"]})
+    refused(r"has shape \[4, 48\], expected \[8, 48\]", {"r": 8})
+    refused("tensor more has no place", weights=tensors | {"more": torch.ones(1)})
+    refused(f"tensor {name} .*is missing", weights={key: x for key, x in tensors.items() if key != name})
+    with pytest.raises(InputError, match="adapter_config.json"):
+        load_adapter(model, tmp_path / "base")
+    with pytest.raises(InputError, match="GPT-3's q_proj"):
+        save_adapter([], model_config("gpt3-175b-tiny"), lora, tmp_path / "gpt3")

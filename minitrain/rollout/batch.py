@@ -1,0 +1,141 @@
+"""The buffers of a decoding step for a fixed number of rows, and on CUDA the graphs over them."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from minitrain.rollout.caches import DecodingStep
+from minitrain.rollout.sampling import Choice, choose
+from minitrain.rollout.scheduler import Sample
+from minitrain.training.loss import Part
+
+GREEDY = dict(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)  # of rows that only fill up
+
+
+class Batch:
+    """rows: of every tensor here. forward(tokens, positions, head) runs the sampler's model with its caches.
+
+    graphs: whether to capture decoding steps.
+    """
+
+    def __init__(self, sampler, rows: int, forward: Callable, graphs: bool):
+        self.sampler, self.rows, self.forward, self.graphs = sampler, rows, forward, graphs
+        device, caches = sampler.device, sampler.caches
+
+        def numbers(*shape, dtype=torch.int64, value=0):
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        self.tokens, self.positions, self.turn = numbers(rows), numbers(rows), numbers(1)
+        self.last_position = min(sampler.width * caches.page_size, sampler.config.max_position_embeddings) - 1
+        table, slots = numbers(rows, sampler.width), numbers(rows)
+        self.step = DecodingStep(self.positions, table, slots, caches.page_size, caches.pages)
+        real = {name: numbers(rows, dtype=torch.float32) for name in ("temperature", "top_p", "min_p")}
+        self.choice = Choice(keys=numbers(rows, dtype=torch.int32), top_k=numbers(rows), **real)
+        self.new_tokens = numbers(sampler.steps, rows)
+        self.new_logprobs = numbers(sampler.steps, rows, dtype=torch.float32)
+        self.captured: dict[tuple[bool, bool], torch.cuda.CUDAGraph] = {}
+
+    def load(self, samples: list[Sample], steps: int) -> None:
+        """Fill the buffers for `samples`; further rows go nowhere."""
+        nowhere, filling = self.sampler.scheduler.pages.count, self.rows - len(samples)
+        width, spare_slot = self.sampler.width, self.sampler.caches.slots - 1
+        tables = [sample.pages + [nowhere] * (width - len(sample.pages)) for sample in samples]
+        put(self.step.table, tables + [[nowhere] * width] * filling)
+        put(self.step.slots, [sample.slot for sample in samples] + [spare_slot] * filling)
+        put(self.tokens, [(sample.produced or sample.prompt)[-1] for sample in samples] + [0] * filling)
+        put(self.positions, [sample.cached for sample in samples] + [0] * filling)
+        put(self.choice.keys, [sample.key for sample in samples] + [0] * filling)
+        for name, filler in GREEDY.items():
+            put(getattr(self.choice, name), [getattr(s.params, name) for s in samples] + [filler] * filling)
+        self.choice.noisy = any(sample.params.temperature > 0 for sample in samples)
+        self.choice.filtered = any(s.params.top_k > 0 or s.params.top_p < 1 or s.params.min_p > 0 for s in samples)
+        self.turn.zero_()
+        if self.sampler.device.type == "cpu":
+            self._load_rows(samples, steps)
+
+    def _load_rows(self, samples: list[Sample], steps: int) -> None:
+        """Which rows of the CPU's buffers belong to another sample than before."""
+        caches, longest = self.sampler.caches, max(sample.cached for sample in samples) + 1
+        rows, room = caches.buffer_shape
+        if self.rows > rows or longest + steps > room:
+            caches.buffer_shape = max(rows, self.rows), max(room, 2 * (longest + steps))
+            caches.row_owners = {}
+        self.step.longest = longest
+        self.step.gathered = []
+        for row, sample in enumerate(samples):
+            if caches.row_owners.get(row) != (sample, sample.cached):
+                pages = torch.tensor(sample.pages)
+                self.step.gathered.append((row, pages, sample.cached))
+            caches.row_owners[row] = (sample, sample.cached + steps)
+        for row in range(len(samples), self.rows):
+            caches.row_owners.pop(row, None)  # what only fills up writes there
+
+    def run(self, steps: int) -> None:
+        """So many decoding steps, without a look at the results."""
+        for _ in range(steps):
+            if self.graphs:
+                self._graph().replay()
+            else:
+                self.decode()
+                self.step.gathered = []
+                self.step.longest += 1
+
+    def decode(self) -> None:
+        """One step, on the device alone."""
+        self.step.begin()
+        self.sampler.caches.step = self.step
+        self.forward(self.tokens, self.positions, self.head)
+
+    def head(self, hidden: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
+        """Choose the next tokens from [1, rows, hidden], write them down, and make them the next step's."""
+        part = Part()
+        if isinstance(weight, DTensor):
+            mesh, weight = weight.device_mesh, weight.to_local()
+            part = Part(mesh.get_local_rank() * len(weight), mesh.get_group())
+        logits = self.sampler.weights.product(hidden[0], weight)
+        tokens, logprobs = choose(logits, self.choice, self.positions + 1, part)
+        self.new_tokens.index_copy_(0, self.turn, tokens[None])
+        self.new_logprobs.index_copy_(0, self.turn, logprobs[None])
+        self.tokens.copy_(tokens)
+        self.positions.add_(1).clamp_(max=self.last_position)
+        self.turn.add_(1)
+        return hidden
+
+    def produced(self, steps: int) -> tuple[list[list[int]], list[list[float]]]:
+        """Each row's tokens and log-probabilities. Waits for the device."""
+        return self.new_tokens[:steps].T.tolist(), self.new_logprobs[:steps].T.tolist()
+
+    def _graph(self) -> torch.cuda.CUDAGraph:
+        """The step as a CUDA graph, for the way of choosing that the rows need; captured at first use.
+
+        Capturing runs nothing, but the rehearsals before it do: what they change is put back.
+        """
+        kind = self.choice.noisy, self.choice.filtered
+        if kind not in self.captured:
+            changed = [self.tokens, self.positions, self.turn, self.step.table, self.step.slots]
+            before = [tensor.clone() for tensor in changed]
+            # rehearse where nobody looks: on pages and states that take what only fills up
+            self.step.table.fill_(self.sampler.scheduler.pages.count)
+            self.step.slots.fill_(self.sampler.caches.slots - 1)
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(2):  # compile, and let libraries allocate what they need
+                    self.turn.zero_()
+                    self.decode()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.decode()
+            for tensor, value in zip(changed, before, strict=True):
+                tensor.copy_(value)
+            self.captured[kind] = graph
+        return self.captured[kind]
+
+
+def put(target: Tensor, numbers: list) -> None:
+    """Copy numbers of the host into a buffer, without waiting for the device."""
+    source = torch.tensor(numbers, dtype=target.dtype, pin_memory=target.is_cuda)
+    target.copy_(source, non_blocking=True)

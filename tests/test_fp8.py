@@ -1,0 +1,263 @@
+"""FP8 products against a table of all FP8 numbers, plain Linears where nothing is rounded, and a bf16 training run."""
+
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minitrain.bench.versus import versus_transformers
+from minitrain.config import from_dict
+from minitrain.errors import InputError
+from minitrain.models.decoder import Decoder
+from minitrain.models.fp8 import E4M3, E5M2, Fp8Linear, quantize, to_fp8
+from minitrain.models.wan import Wan
+from minitrain.models.zoo import model_config
+from minitrain.parallel.mesh import start
+from minitrain.training.datasets import open_dataset
+from minitrain.training.loop import Trainer
+
+inf, nan = float("inf"), float("nan")
+
+
+@pytest.fixture(autouse=True)
+def own_group():
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def fp8_linear(inputs: int, outputs: int, bias: bool = False, fast: str = "forward") -> Fp8Linear:
+    linear = nn.Linear(inputs, outputs, bias)
+    to_fp8([nn.ModuleList([linear])], fast)
+    assert type(linear) is Fp8Linear
+    return linear
+
+
+def passes(linear: nn.Linear, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+    """Output, and the gradients of x, weight and bias."""
+    x = x.detach().requires_grad_()
+    y = linear(x)
+    return [y.detach(), *torch.autograd.grad(y, [x, *linear.parameters()], grad)]
+
+
+# -------------------------------------------------------------------------------------------------------- quantisation
+
+
+def all_numbers(dtype: torch.dtype) -> torch.Tensor:
+    """Every finite number of an FP8 type, ascending, in fp64."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(dtype).double()
+    return numbers[numbers.isfinite()].unique()
+
+
+def nearest(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
+    """x rounded as FP8 with a scale rounds it, by trying all numbers and all powers of two; and the distance to it."""
+    numbers, x = all_numbers(dtype), x.detach().double()
+    scale = max(2.0**n for n in range(-60, 60) if x.abs().max() * 2.0**n <= numbers.max())
+    distance, index = (x[..., None] * scale - numbers).abs().min(-1)
+    return numbers[index] / scale, distance / scale
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("size", [1e-9, 0.02, 1, 448, 3e8])
+def test_rounds_to_the_nearest_number(dtype, size):
+    torch.manual_seed(0)
+    x = size * torch.randn(40, 50) ** 3  # with a long tail
+    x8, inverse = quantize(x, dtype)
+    assert x8.dtype == dtype and inverse.log2() == inverse.log2().round()
+    _, distance = nearest(x, dtype)
+    torch.testing.assert_close((x8.double() * inverse - x).abs(), distance, rtol=0, atol=0)
+
+
+def test_largest_elements_on_both_sides_of_a_power_of_two():
+    for largest in (448.0, torch.tensor(448.0).nextafter(torch.tensor(inf)).item(), 447.9, 224.0, 7.0, 0.875):
+        x8, inverse = quantize(torch.tensor([largest, -largest]), E4M3)
+        assert 224 <= x8.float().max() <= 448 and x8[0].float() == -x8[1].float()
+        assert (x8[0].float() * inverse / largest - 1).abs() <= 2**-4
+
+
+def test_other_cuts_of_the_data_give_the_same_numbers():
+    torch.manual_seed(0)
+    x = torch.randn(64, 64)
+    x[0] *= 1000
+    whole, rest = quantize(x, E4M3), quantize(x[1:], E4M3)
+    assert whole[1] > rest[1]
+    normal = x[1:].abs() > whole[1] * 2**-6  # below it, FP8 has fewer digits
+    assert normal.float().mean() > 0.9
+    assert torch.equal((whole[0][1:].float() * whole[1])[normal], (rest[0].float() * rest[1])[normal])
+
+
+@pytest.mark.parametrize("bad", [inf, -inf, nan])
+def test_what_is_not_finite_makes_the_products_nan(bad):
+    for where in range(3):
+        linear, factors = fp8_linear(32, 16), [torch.randn(16, 32), torch.randn(16, 16)]
+        with torch.no_grad():
+            [linear.weight, *factors][where][3, 5] = bad
+        y, dx, dw = passes(linear, *factors)
+        for product, without in ((y, 2), (dx, 1), (dw, 0)):
+            assert product.isnan().all() if where != without else product.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-40, 1e-30, 1e30])
+def test_extreme_sizes(value):
+    linear = fp8_linear(32, 16)
+    nn.init.constant_(linear.weight, 0.5)
+    y, dx, dw = passes(linear, torch.full((16, 32), value), torch.ones(16, 16))
+    torch.testing.assert_close(y, torch.full((16, 16), 16 * value), rtol=2**-4, atol=1e-38)
+    torch.testing.assert_close(dw, torch.full((16, 32), 16 * value), rtol=2**-4, atol=1e-38)
+    torch.testing.assert_close(dx, torch.full((16, 32), 8.0), rtol=0, atol=0)
+
+
+# ------------------------------------------------------------------------------------------------------------ products
+
+
+@pytest.mark.parametrize("tokens", [(16,), (3, 5), (2, 3, 7), (0, 4)], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_equals_a_plain_linear_where_nothing_is_rounded(tokens, bias):
+    """Small whole numbers are FP8 numbers, and so are their sums in fp32: every bit must be right."""
+    torch.manual_seed(0)
+    plain, ours = nn.Linear(48, 32, bias), fp8_linear(48, 32, bias)
+    nn.init.uniform_(plain.weight, -16, 17)
+    plain.weight.data.trunc_()
+    ours.load_state_dict(plain.state_dict())
+    x, grad = torch.randint(-16, 17, (*tokens, 48)).float(), torch.randint(-4, 5, (*tokens, 32)).float()
+    for actual, expected in zip(passes(ours, x, grad), passes(plain, x, grad), strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_equals_products_of_rounded_numbers(dtype, tolerance):
+    torch.manual_seed(0)
+    linear, x, grad = fp8_linear(64, 48), torch.randn(5, 7, 64).to(dtype), 1e-6 * torch.randn(5, 7, 48).to(dtype)
+    y, dx, dw = passes(linear, x, grad)
+    assert y.dtype == dx.dtype == dtype and dw.dtype == torch.float32
+    (x, _), (w, _), (g, _) = nearest(x, E4M3), nearest(linear.weight, E4M3), nearest(grad, E5M2)
+    expected = [x @ w.T, g @ w, g.flatten(0, 1).T @ x.flatten(0, 1)]
+    for actual, right in zip((y, dx, dw), expected, strict=True):
+        assert (actual - right).norm() < tolerance * right.norm()
+
+
+def test_a_frozen_weight_gets_no_gradient_and_keeps_no_input():
+    linear, kept = fp8_linear(64, 32), []
+    x = torch.randn(128, 64, requires_grad=True)
+    for trainable in (True, False):
+        linear.requires_grad_(trainable)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes), lambda t: t):
+            linear(x)
+    assert kept == [128 * 64, 4, 32 * 64, 4] + [32 * 64, 4]
+
+
+@pytest.mark.parametrize("setting, fast", [
+    ("none", [False] * 3), ("forward", [True, False, False]), ("all", [True] * 3)
+], ids=str)  # fmt: skip
+def test_fast_accumulation(setting, fast):
+    with mock.patch("torch._scaled_mm", wraps=torch._scaled_mm) as product:
+        passes(fp8_linear(32, 16, fast=setting), torch.randn(16, 32), torch.randn(16, 16))
+    assert [call.kwargs["use_fast_accum"] for call in product.call_args_list] == fast
+
+
+def test_products_get_the_layouts_that_hopper_has():
+    with mock.patch("torch._scaled_mm", wraps=torch._scaled_mm) as product:
+        passes(fp8_linear(64, 48), torch.randn(3, 7, 64), torch.randn(3, 7, 48))
+    for (a, b, a_inverse, b_inverse), _ in product.call_args_list:
+        assert a.is_contiguous() and b.t().is_contiguous() and not b.is_contiguous()
+        assert not any(size % 16 for size in (a.shape[1], *b.shape))
+        assert a_inverse.dtype == b_inverse.dtype == torch.float32 and a_inverse.numel() == b_inverse.numel() == 1
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
+def test_compiled_as_one_graph(backend):
+    torch.manual_seed(0)
+    linear, x, grad = fp8_linear(64, 48, bias=True), torch.randn(5, 64), torch.randn(5, 48)
+    compiled = torch.compile(linear, backend=backend, fullgraph=True)
+    x.requires_grad_()
+    y = compiled(x)
+    for actual, expected in zip(
+        [y, *torch.autograd.grad(y, [x, *linear.parameters()], grad)], passes(linear, x, grad), strict=True
+    ):
+        assert torch.equal(actual, expected)
+
+
+# -------------------------------------------------------------------------------------------------------- whole models
+
+
+def converted(model: nn.Module, tp: int = 1) -> set[str]:
+    to_fp8(model.blocks, "none", tp)
+    return {name for name, module in model.named_modules() if isinstance(module, Fp8Linear)}
+
+
+def ends(names: set[str]) -> set[str]:
+    return {name.rpartition(".")[2] for name in names}
+
+
+def test_which_linears_are_converted():
+    with torch.device("meta"):
+        dense, small, deepseek, wan = (
+            (Wan if "wan" in name else Decoder)(model_config(name, **changes))
+            for name, changes in (
+                ("llama3-8b-tiny", {}), ("llama3-8b-tiny", {"intermediate_size": 200, "head_dim": 8}),
+                ("deepseek-v3-tiny", {}), ("wan2.1-1.3b-tiny", {}),
+            )
+        )  # fmt: skip
+    attention, mlp = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
+    assert ends(converted(dense)) == attention | mlp
+    assert ends(converted(small)) == attention  # 200 is no multiple of 16
+    names = converted(deepseek)
+    assert not any("experts." in name and "shared" not in name for name in names) and "lm_head" not in names
+    assert {"q_b_proj", "kv_b_proj", "o_proj"} <= ends(names)
+    assert converted(wan) and all(name.startswith("blocks.") for name in wan_names(wan))
+
+
+def wan_names(wan: Wan) -> set[str]:
+    return {name for name, module in wan.named_modules() if isinstance(module, Fp8Linear)}
+
+
+def test_sizes_must_fit_on_every_tensor_parallel_rank():
+    with torch.device("meta"):
+        model = Decoder(model_config("llama3-8b-tiny", hidden_size=64, intermediate_size=80))
+    assert "up_proj" in ends(converted(model, tp=1))
+    with torch.device("meta"):
+        model = Decoder(model_config("llama3-8b-tiny", hidden_size=64, intermediate_size=80))
+    assert "up_proj" not in ends(converted(model, tp=2)) and "q_proj" in ends(converted(model, tp=2))
+
+
+TREE = {
+    "model": {"name": "llama3-8b-tiny", "vocab_size": 320, "num_layers": 1},
+    "batch": {"global": 8, "micro": 8, "seq_len": 32},
+    "device": "cpu",
+}
+
+
+def losses(precision: str) -> torch.Tensor:
+    data = {"kind": "text", "path": "{stdlib}/json"}
+    optim = {"lr": 3e-3, "warmup": 20, "schedule": "cosine"}
+    config = from_dict(TREE | {"steps": 200, "data": data, "optim": optim, "precision": precision})
+    trainer, (dataset, _) = Trainer(config, start(config)), open_dataset(config)
+    return torch.stack([trainer.step(dataset, step)["loss"] for step in range(200)])
+
+
+def test_training_curve_stays_within_2_percent_of_bf16():
+    ours, expected = (losses(precision).view(10, 20).mean(1) for precision in ("fp8", "bf16"))
+    assert expected[-1] < 0.6 * expected[0]
+    torch.testing.assert_close(ours, expected, rtol=0.02, atol=0)
+    assert not torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"model": {"name": "llama3-8b-tiny", "hidden_size": 72}}, "precision=fp8 needs a model width"),
+    ({"parallel": {"tp": 8}, "model": {"name": "llama3-8b-tiny", "num_attention_heads": 8, "num_key_value_heads": 8}},
+     "multiple of 16 x parallel.tp=8, not 64"),
+    ({"parallel": {"pp": 2, "vp": 2, "schedule": "ZBVZeroBubble"}}, "precision=fp8 all of it would run twice"),
+    ({"fp8": {"fast_accumulation": "backward"}}, "fp8.fast_accumulation"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_settings_that_do_not_go(changes, message):
+    with pytest.raises(InputError, match=message):
+        from_dict({"precision": "fp8"} | TREE | changes)
+
+
+def test_other_libraries_have_no_fp8():
+    config = from_dict(TREE | {"precision": "fp8"})
+    with pytest.raises(InputError, match="does not train in FP8"):
+        versus_transformers(config, start(config), "row", 1, 1)

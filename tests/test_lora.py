@@ -1,0 +1,246 @@
+"""Adapters against the weights that they stand for, counted FLOPs and graphs, and a run from training to a merged model."""
+
+import json
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from minitrain import generate, load_pretrained, merge, save_pretrained
+from minitrain.bench.flops import clean, count_work, lora_weights
+from minitrain.config import from_dict, to_dict
+from minitrain.errors import InputError
+from minitrain.models.decoder import Decoder
+from minitrain.models.lora import Lora, add_adapters, is_adapter, merge_adapters
+from minitrain.models.zoo import model_config
+from minitrain.parallel.recompute import recompute
+from minitrain.train import train
+from minitrain.training.build import make_model
+from tests.oracle import plain_model, ragged_batch
+from tests.test_flops import count_grouped_mm
+
+TREE = {
+    "model": {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 3},
+    "batch": {"global": 2, "micro": 2, "seq_len": 16},
+}
+EXPERTS = ["q_proj", "experts.gate_up_proj", "experts.down_proj"]
+
+
+def adapted(lora=None, **changes):
+    """A model on random weights, the adapters' too."""
+    config = from_dict(TREE | {"lora": {"rank": 8, "alpha": 4.0} | (lora or {})} | changes)
+    model = plain_model(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_adapter(name):
+                parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+    return model, ragged_batch(config, 0)["tokens"]
+
+
+@pytest.mark.parametrize(("name", "targets"), [
+    ("llama3-8b-tiny", None), ("qwen3-30b-a3b-tiny", EXPERTS), ("gpt-oss-20b-tiny", EXPERTS),
+    ("nemotron3-nano-30b-a3b-tiny", ["in_proj", "experts.up_proj"]),
+], ids=str)  # fmt: skip
+def test_gradients_are_those_of_the_merged_weights(name, targets):
+    """y = x (W + s B A)^T, so that with G the gradient of the sum, that of A is s B^T G and that of B is s G A^T."""
+    model, tokens = adapted({"targets": targets} if targets else {}, model=name)
+    values = {name: p.detach().clone() for name, p in model.named_parameters() if is_adapter(name)}
+    logits = model(tokens)
+    cotangent = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
+    logits.backward(cotangent)
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == values.keys()
+    merge_adapters(model)
+    model.requires_grad_(True)
+    merged = model(tokens)
+    torch.testing.assert_close(merged, logits, atol=2e-5, rtol=0)
+    merged.backward(cotangent)
+    for name, gradient in found.items():
+        stem, letter = name[:-1], name[-1]
+        weight = name[: -len(".lora_A")] + ".weight" if name.endswith((".lora_A", ".lora_B")) else name[: -len("_lora_A")]
+        g = model.get_parameter(weight).grad
+        a, b = values[stem + "A"], values[stem + "B"]
+        expected = 0.5 * (b.mT @ g if letter == "A" else g @ a.mT)
+        assert (gradient - expected).norm() <= 2e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "down_proj"], EXPERTS], ids=str)
+def test_the_gradients_of_frozen_weights_are_never_computed(targets):
+    """Counted: a frozen weight costs two products, not three, and an adapter's three."""
+    name = "mixtral-8x7b-tiny" if targets == EXPERTS else "llama3-8b-tiny"
+    model, tokens = adapted({"targets": targets}, model=name)
+    mapping = {torch.ops.aten._grouped_mm: count_grouped_mm}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(tokens).sum().backward()
+    counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    work = count_work(model.config, lora_weights(model.config, 8, targets))
+    assert tokens.numel() * clean(work, 0) == sum(counts.values()) - counts["aten.bmm"]
+    assert all((p.grad is not None) == is_adapter(name) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("setting", ["none", "full"])
+def test_blocks_compile_once(setting):
+    """The first one too, whose input is an embedding that nothing trains; and one graph more without gradients."""
+    torch.compiler.reset()
+    model, tokens = adapted({"dropout": 0.1})
+    recompute(model.blocks, setting, random=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    with mock.patch("torch.compile", partial(torch.compile, backend=counter)):
+        for block in model.blocks:
+            block.compile(fullgraph=True, dynamic=False)
+        for _ in range(3):
+            model(tokens).sum().backward()
+        assert counter.frame_count == 1
+        with torch.no_grad():
+            model(tokens)
+        assert counter.frame_count == 2
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("setting", ["full", "selective"])
+def test_recomputation_drops_the_same(setting, compiled):
+    def gradients(setting):
+        torch.compiler.reset()
+        model, tokens = adapted({"dropout": 0.5})
+        recompute(model.blocks, setting, random=True)
+        if compiled:
+            for block in model.blocks:
+                block.forward = torch.compile(block.forward, backend="aot_eager")
+        torch.manual_seed(1)
+        model(tokens).square().sum().backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    expected, found = gradients("none"), gradients(setting)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-6 * gradient.abs().max().item(), rtol=1e-5)
+    torch.compiler.reset()
+
+
+def test_dropout_is_of_the_adapters_input_and_off_without_gradients():
+    model, tokens = adapted({"dropout": 0.5, "targets": ["down_proj"], "alpha": 8.0})
+    linear = model.blocks[0].mlp.down_proj
+    x = torch.rand(4000, linear.in_features)
+    update = linear(x) - torch.nn.functional.linear(x, linear.weight)
+    kept = torch.linalg.lstsq(linear.lora_A @ linear.lora_A.T, linear.lora_A @ x.T)  # nothing of the base is dropped
+    assert kept.solution.isfinite().all()
+    full = x @ linear.lora_A.T @ linear.lora_B.T
+    assert (update - full).norm() > 0.1 * full.norm()
+    torch.testing.assert_close(update.mean(0), full.mean(0), atol=0.05 * full.mean(0).abs().max().item(), rtol=0)
+    with torch.no_grad():
+        torch.testing.assert_close(linear(x), torch.nn.functional.linear(x, linear.weight) + full)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
+def test_frozen_weights_are_kept_in_bf16(precision):
+    config = from_dict(TREE | {"precision": precision, "lora": {}})
+    types = {is_adapter(name): p.dtype for name, p in make_model(config).named_parameters()}
+    assert types == {False: torch.bfloat16, True: torch.float32}
+    config = from_dict(TREE | {"precision": precision, "lora": {"dtype": "bf16"}})
+    assert {p.dtype for p in make_model(config).parameters()} == {torch.bfloat16}
+
+
+def test_scale_and_initial_values():
+    assert Lora(rank=16, alpha=32).scale == 2 and Lora(rank=16, alpha=32, rslora=True).scale == 8
+    model = plain_model(from_dict(TREE | {"lora": {}}))
+    linear = model.blocks[0].mlp.down_proj
+    assert not linear.lora_B.any()
+    bound = linear.in_features**-0.5
+    assert linear.lora_A.abs().max() <= bound and linear.lora_A.std() == pytest.approx(bound / 3**0.5, rel=0.05)
+
+
+def test_targets():
+    def found(name, *targets):
+        with torch.device("meta"):
+            model = Decoder(model_config(name))
+        add_adapters(model, Lora(rank=8, targets=list(targets)))
+        return {name[: -len("_lora_A")].removeprefix("model.layers.") for name, p in model.named_parameters()
+                if name.endswith("A") and p.requires_grad}  # fmt: skip
+
+    assert found("llama3-8b-tiny", "1.self_attn.q_proj", "up_proj") >= {"1.self_attn.q_proj", "0.mlp.up_proj"}
+    assert "0.self_attn.q_proj" not in found("llama3-8b-tiny", "1.self_attn.q_proj")
+    assert found("mixtral-8x7b-tiny", "q_proj", "down_proj") == found("mixtral-8x7b-tiny", "q_proj")
+    assert "0.mlp.experts.down_proj" in found("mixtral-8x7b-tiny", "experts.down_proj")
+
+
+@pytest.mark.parametrize(("lora", "line"), [
+    ({"rank": 0}, "lora.rank=0 must be at least 1"),
+    ({"dropout": 1.0}, "lora.dropout=1.0 must be at least 0 and below 1"),
+    ({"targets": ["q_proj", "q_porj"]}, r"the model has no q_porj \(it has down_proj, gate_proj, k_proj"),
+    ({"targets": ["lm_head"]}, "the model has no lm_head"),
+    ({"path": "nowhere"}, "nowhere/adapter_config.json"),
+    ({"ranks": 8}, r"unknown key lora.ranks \(nearest: rank\)"),
+], ids=str)  # fmt: skip
+def test_mistakes(lora, line):
+    with pytest.raises(InputError, match=line):
+        from_dict(TREE | {"lora": lora})
+
+
+def test_mistakes_with_experts_and_gpt3():
+    with pytest.raises(InputError, match="lora.rank=4 must be a multiple of 8 for experts"):
+        from_dict({"model": "mixtral-8x7b-tiny", "lora": {"rank": 4, "targets": ["experts.down_proj"]}})
+    with pytest.raises(InputError, match="have no form in PEFT"):
+        from_dict({"model": "gpt3-175b-tiny", "batch": {"seq_len": 64}, "lora": {}})
+
+
+# ------------------------------------------------------------------------------------------------------------ whole runs
+
+
+def run(out, *changes):
+    tree = TREE | {"out_dir": str(out), "device": "cpu", "optim": {"lr": 0.01}, "lora": {"rank": 4, "dropout": 0.1}}
+    for change in changes:
+        tree = tree | change
+    train(from_dict(tree))
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def train_export_and_resume(folder):
+    """On a rank of the pool: `train` needs a process group of its own."""
+    model = Decoder(model_config("llama3-8b-tiny", vocab_size=256, num_layers=2))
+    for i, (name, parameter) in enumerate(model.named_parameters()):
+        model.initialize_parameter(name, parameter, torch.Generator().manual_seed(i))
+    save_pretrained(model, folder / "base")
+    base = {"model": {"path": str(folder / "base")}}
+    losses = run(folder / "whole", base, {"steps": 4})
+    run(folder / "parts", base, {"steps": 2})
+    assert run(folder / "parts", base, {"steps": 4}) == losses  # masks too depend on the step alone
+    stored = load_file(folder / "whole" / "adapter_model.safetensors")
+    assert stored.keys() == load_file(folder / "parts" / "adapter_model.safetensors").keys()
+    assert not (folder / "whole" / "config.json").exists()
+    checkpoint = sum(f.stat().st_size for f in (folder / "whole/checkpoints/step-00000004").glob("*.distcp"))
+    assert checkpoint < 3.5 * sum(x.nbytes for x in stored.values())  # adapters and two states, no base
+    again = run(folder / "again", base, {"steps": 1, "lora": {"path": str(folder / "whole")}})
+    assert again[0] < losses[0]
+    settings = yaml.safe_load((folder / "again" / "config.yaml").read_text())
+    assert settings["lora"]["rank"] == 4 and to_dict(from_dict(settings)) == settings
+    with pytest.raises(InputError, match=r"lora.rank=8 cannot be changed: lora.path=.* has 4"):
+        from_dict(TREE | base | {"lora": {"path": str(folder / "whole"), "rank": 8}})
+    with pytest.raises(InputError, match="was trained over another base model"):
+        run(folder / "whole", {"model": TREE["model"] | {"vocab_size": 256, "num_layers": 2}, "steps": 5})
+
+
+def test_from_training_to_a_merged_model(pool, tmp_path, capsys):
+    pool.run(1, train_export_and_resume, tmp_path)
+    merge.main(["--model", str(tmp_path / "base"), "--adapter", str(tmp_path / "whole"), "--out", str(tmp_path / "out")])
+    base, merged = load_pretrained(tmp_path / "base"), load_pretrained(tmp_path / "out")
+    stored = load_file(tmp_path / "whole" / "adapter_model.safetensors")
+    name = "model.layers.1.mlp.up_proj"
+    a, b = (stored[f"base_model.model.{name}.lora_{letter}.weight"] for letter in "AB")
+    change = merged.get_parameter(name + ".weight") - base.get_parameter(name + ".weight")
+    assert change.norm() > 0
+    torch.testing.assert_close(change, 32 / 4 * b @ a, atol=1e-6, rtol=0)
+    from minitrain.tokenizer import load_tokenizer
+
+    load_tokenizer("bytes").save(tmp_path / "base")
+    words = ["--prompt", "ab", "--temperature", "0", "--max-tokens", "8", "--device", "cpu"]
+    load_tokenizer("bytes").save(tmp_path / "out")
+    generate.main(["--model", str(tmp_path / "out"), *words])
+    expected = capsys.readouterr().out
+    generate.main(["--model", str(tmp_path / "base"), "--adapter", str(tmp_path / "whole"), *words])
+    assert capsys.readouterr().out == expected
