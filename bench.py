@@ -3,6 +3,7 @@
   python bench.py                                          the quickstart on whatever is here, CUDA or CPU
   torchrun --nproc_per_node 8 bench.py --config FILE ...   several configs in one process, each result flushed when done
   python bench.py --config FILE --versus transformers      the same step by transformers (or diffusers), in turns
+  python bench.py --config LORA --versus peft              the same by peft; or "full": training the whole model instead
   python bench.py --config FILE ... --shrink               the same layouts at toy width on gloo processes of its own
   python bench.py --config FILE --dry-run                  check the config and its layout; run nothing
 
@@ -21,12 +22,15 @@ from minitrain.bench.report import table
 from minitrain.bench.shrink import run_shrunk, shrink
 from minitrain.bench.versus import versus_transformers
 from minitrain.bench.versus_diffusers import versus_diffusers
+from minitrain.bench.versus_lora import versus_full, versus_peft
 from minitrain.config import load
 from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
 from minitrain.parallel.mesh import start, world_size
 
-VERSUS = {"transformers": versus_transformers, "diffusers": versus_diffusers}
+VERSUS = {
+    "transformers": versus_transformers, "diffusers": versus_diffusers, "peft": versus_peft, "full": versus_full,
+}  # fmt: skip
 QUICKSTART = Path(__file__).parent / "configs" / "quickstart.yaml"
 
 

@@ -95,7 +95,8 @@ def _validate_states(config: "Config") -> None:
     o = config.optim
     if o.name != "adamw" and (o.states != "fp32" or o.stochastic_rounding):
         raise InputError(f"optim.states={o.states} and stochastic_rounding are for optim.name=adamw, not {o.name}")
-    if o.stochastic_rounding and o.states == "fp32" and config.precision in ("fp32", "bf16"):
+    in_bf16 = config.precision == "bf16-pure" or o.states == "bf16" or (config.lora and config.lora.dtype == "bf16")
+    if o.stochastic_rounding and not in_bf16:
         raise InputError("optim.stochastic_rounding=true needs bf16 to round to: precision=bf16-pure or states=bf16")
 
 

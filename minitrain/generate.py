@@ -1,12 +1,11 @@
 """Continue a prompt: python -m minitrain.generate --model DIR --prompt TEXT, streamed to the terminal.
 
-DIR is any model folder in Hugging Face layout with a tokenizer.json, such as a training run's out_dir. With --n, samples
-are made together and shown one after the other. With --task diffusion, DIR is a Wan model, and videos come out: see
---task diffusion --help.
+DIR is any model folder in Hugging Face layout with a tokenizer.json, such as a training run's out_dir. With --n, the
+samples are made together and shown one after the other. With --task diffusion, DIR is a Wan model, and videos come out:
+see --task diffusion --help.
 """
 
 import argparse
-import operator
 import sys
 from collections.abc import Iterator
 
@@ -14,6 +13,7 @@ from minitrain import cli
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import load_pretrained
 from minitrain.models.checkpoint_peft import load_adapter
+from minitrain.models.decoder import Decoder
 from minitrain.models.lora import merge_adapters
 from minitrain.parallel.mesh import pick_device
 from minitrain.rollout.engine import Sampler
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--temperature", type=positive(float, zero=True), default=0.8, help="0: the likeliest token")
     parser.add_argument("--top-k", type=positive(int), default=None, help="choose among the K likeliest tokens")
     parser.add_argument("--top-p", type=float, default=1.0, help="... that hold this share of the probability")
-    parser.add_argument("--min-p", type=float, default=0.0, help="... at least so many times as likely as the likeliest")
+    parser.add_argument("--min-p", type=float, default=0.0, help="... at least so many times as likely as the best")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end after it (may be repeated)")
     parser.add_argument("--n", type=positive(int), default=1, help="how many samples")
     parser.add_argument("--seed", type=int, default=0)
@@ -78,6 +78,14 @@ def follow(sampler: Sampler, sample: Sample, end: int | None) -> Iterator[int]:
         if sample.produced[seen] != end:
             yield sample.produced[seen]
         seen += 1
+
+
+def exact_match(model: Decoder, questions: list[tuple[list[int], list[int]]]) -> float:
+    """The share of (prompt, reply) pairs whose whole reply is what the model finds likeliest, token by token."""
+    params = [SamplingParams(temperature=0, max_tokens=len(reply)) for _, reply in questions]
+    answers = Sampler(model).generate([prompt for prompt, _ in questions], params)
+    right = sum(answer.tokens == reply for answer, (_, reply) in zip(answers, questions, strict=True))
+    return right / len(questions)
 
 
 def positive(kind: type, zero: bool = False):

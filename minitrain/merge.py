@@ -1,4 +1,4 @@
-"""Add LoRA adapters to the model that they were trained on: python -m minitrain.merge --model DIR --adapter DIR --out DIR.
+"""Add adapters to the weights that they belong to: python -m minitrain.merge --model DIR --adapter DIR --out DIR.
 
 --model is a folder in Hugging Face layout, --adapter one in PEFT's format, such as a LoRA run's out_dir. --out becomes
 a model like any other, in the base model's type, with its tokenizer.

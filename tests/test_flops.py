@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from minitrain.bench.flops import (
-    LORA_TARGETS,
     Convention,
     Work,
     automodel,
@@ -28,6 +27,7 @@ from minitrain.bench.flops import (
 )
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
+from minitrain.models.lora import TARGETS
 from minitrain.models.zoo import ZOO, model_config
 
 ROWS = {row["id"]: row for row in yaml.safe_load((Path(__file__).parent / "published/tables.yaml").read_text())}
@@ -66,7 +66,7 @@ def table_flops(
     config = model_config(arch)
     if heads:
         config = dataclasses.replace(config, num_key_value_heads=heads)
-    targets = ("q_proj", "k_proj", "v_proj") if fused_qkv else LORA_TARGETS
+    targets = ("q_proj", "k_proj", "v_proj") if fused_qkv else TARGETS
     adapters = lora_weights(config, rank, targets) if rank else 0
     return flops_per_token(config, seq_len, convention, adapters)
 
@@ -162,7 +162,7 @@ def test_clean_is_what_torch_counts_where_heads_are_wider_than_hidden_and_the_he
     assert_clean_equals_counted(model, adapters=0, batch=1, seq_len=80)
 
 
-@pytest.mark.parametrize("targets", [LORA_TARGETS, ("q_proj", "v_proj")])
+@pytest.mark.parametrize("targets", [TARGETS, ("q_proj", "v_proj")])
 @pytest.mark.parametrize("name", TWINS)
 def test_clean_lora_is_what_torch_counts_with_peft(name, targets):
     config = model_config(name)

@@ -1,6 +1,5 @@
 """FP8 products against a table of all FP8 numbers, plain Linears where nothing is rounded, and a bf16 training run."""
 
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -56,8 +55,10 @@ def nearest(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
     """x rounded as FP8 with a scale rounds it, by trying all numbers and all powers of two; and the distance to it."""
     numbers, x = all_numbers(dtype), x.detach().double()
     scale = max(2.0**n for n in range(-60, 60) if x.abs().max() * 2.0**n <= numbers.max())
-    distance, index = (x[..., None] * scale - numbers).abs().min(-1)
-    return numbers[index] / scale, distance / scale
+    distances = (x[..., None] * scale - numbers).abs()
+    odd = (torch.arange(len(numbers)) - len(numbers) // 2) % 2  # the last bit; zero is in the middle
+    index = (distances * (1 + 1e-9 * odd)).argmin(-1)  # of two that are as near, the even one
+    return numbers[index] / scale, distances.amin(-1) / scale
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -81,7 +82,7 @@ def test_largest_elements_on_both_sides_of_a_power_of_two():
 def test_other_cuts_of_the_data_give_the_same_numbers():
     torch.manual_seed(0)
     x = torch.randn(64, 64)
-    x[0] *= 1000
+    x[0] *= 100
     whole, rest = quantize(x, E4M3), quantize(x[1:], E4M3)
     assert whole[1] > rest[1]
     normal = x[1:].abs() > whole[1] * 2**-6  # below it, FP8 has fewer digits
@@ -207,20 +208,14 @@ def test_which_linears_are_converted():
     names = converted(deepseek)
     assert not any("experts." in name and "shared" not in name for name in names) and "lm_head" not in names
     assert {"q_b_proj", "kv_b_proj", "o_proj"} <= ends(names)
-    assert converted(wan) and all(name.startswith("blocks.") for name in wan_names(wan))
-
-
-def wan_names(wan: Wan) -> set[str]:
-    return {name for name, module in wan.named_modules() if isinstance(module, Fp8Linear)}
+    assert {name.partition(".")[0] for name in converted(wan)} == {"blocks"}
 
 
 def test_sizes_must_fit_on_every_tensor_parallel_rank():
-    with torch.device("meta"):
-        model = Decoder(model_config("llama3-8b-tiny", hidden_size=64, intermediate_size=80))
-    assert "up_proj" in ends(converted(model, tp=1))
-    with torch.device("meta"):
-        model = Decoder(model_config("llama3-8b-tiny", hidden_size=64, intermediate_size=80))
-    assert "up_proj" not in ends(converted(model, tp=2)) and "q_proj" in ends(converted(model, tp=2))
+    for tp, fits in ((1, True), (2, False)):
+        with torch.device("meta"):
+            names = ends(converted(Decoder(model_config("llama3-8b-tiny", intermediate_size=80)), tp))
+        assert "q_proj" in names and ("up_proj" in names) == fits
 
 
 TREE = {
@@ -231,7 +226,7 @@ TREE = {
 
 
 def losses(precision: str) -> torch.Tensor:
-    data = {"kind": "text", "path": "{stdlib}/json"}
+    data = {"kind": "text", "path": "{stdlib}/json/*.py"}
     optim = {"lr": 3e-3, "warmup": 20, "schedule": "cosine"}
     config = from_dict(TREE | {"steps": 200, "data": data, "optim": optim, "precision": precision})
     trainer, (dataset, _) = Trainer(config, start(config)), open_dataset(config)

@@ -1,4 +1,4 @@
-"""Adapters against the weights that they stand for, counted FLOPs and graphs, and a run from training to a merged model."""
+"""Adapters against the weights that they stand for, counted FLOPs and graphs; a run from training to a merged model."""
 
 import json
 from functools import partial
@@ -20,8 +20,10 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.lora import Lora, add_adapters, is_adapter, merge_adapters
 from minitrain.models.zoo import model_config
 from minitrain.parallel.recompute import recompute
+from minitrain.tokenizer import load_tokenizer
 from minitrain.train import train
 from minitrain.training.build import make_model
+from minitrain.training.checkpoint import read_index
 from tests.oracle import plain_model, ragged_batch
 from tests.test_flops import count_grouped_mm
 
@@ -63,8 +65,8 @@ def test_gradients_are_those_of_the_merged_weights(name, targets):
     merged.backward(cotangent)
     for name, gradient in found.items():
         stem, letter = name[:-1], name[-1]
-        weight = name[: -len(".lora_A")] + ".weight" if name.endswith((".lora_A", ".lora_B")) else name[: -len("_lora_A")]
-        g = model.get_parameter(weight).grad
+        path = name[: -len("_lora_A")]
+        g = model.get_parameter(path if "experts." in path else path + ".weight").grad
         a, b = values[stem + "A"], values[stem + "B"]
         expected = 0.5 * (b.mT @ g if letter == "A" else g @ a.mT)
         assert (gradient - expected).norm() <= 2e-5 * expected.norm()
@@ -128,8 +130,6 @@ def test_dropout_is_of_the_adapters_input_and_off_without_gradients():
     linear = model.blocks[0].mlp.down_proj
     x = torch.rand(4000, linear.in_features)
     update = linear(x) - torch.nn.functional.linear(x, linear.weight)
-    kept = torch.linalg.lstsq(linear.lora_A @ linear.lora_A.T, linear.lora_A @ x.T)  # nothing of the base is dropped
-    assert kept.solution.isfinite().all()
     full = x @ linear.lora_A.T @ linear.lora_B.T
     assert (update - full).norm() > 0.1 * full.norm()
     torch.testing.assert_close(update.mean(0), full.mean(0), atol=0.05 * full.mean(0).abs().max().item(), rtol=0)
@@ -152,7 +152,8 @@ def test_scale_and_initial_values():
     linear = model.blocks[0].mlp.down_proj
     assert not linear.lora_B.any()
     bound = linear.in_features**-0.5
-    assert linear.lora_A.abs().max() <= bound and linear.lora_A.std() == pytest.approx(bound / 3**0.5, rel=0.05)
+    assert linear.lora_A.abs().max() <= bound
+    assert linear.lora_A.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)
 
 
 def test_targets():
@@ -189,7 +190,7 @@ def test_mistakes_with_experts_and_gpt3():
         from_dict({"model": "gpt3-175b-tiny", "batch": {"seq_len": 64}, "lora": {}})
 
 
-# ------------------------------------------------------------------------------------------------------------ whole runs
+# ----------------------------------------------------------------------------------------------------------- whole runs
 
 
 def run(out, *changes):
@@ -202,10 +203,11 @@ def run(out, *changes):
 
 def train_export_and_resume(folder):
     """On a rank of the pool: `train` needs a process group of its own."""
-    model = Decoder(model_config("llama3-8b-tiny", vocab_size=256, num_layers=2))
+    model = Decoder(model_config("llama3-8b-tiny", vocab_size=320, num_layers=2))
     for i, (name, parameter) in enumerate(model.named_parameters()):
         model.initialize_parameter(name, parameter, torch.Generator().manual_seed(i))
     save_pretrained(model, folder / "base")
+    load_tokenizer("bytes").save(folder / "base")
     base = {"model": {"path": str(folder / "base")}}
     losses = run(folder / "whole", base, {"steps": 4})
     run(folder / "parts", base, {"steps": 2})
@@ -213,8 +215,8 @@ def train_export_and_resume(folder):
     stored = load_file(folder / "whole" / "adapter_model.safetensors")
     assert stored.keys() == load_file(folder / "parts" / "adapter_model.safetensors").keys()
     assert not (folder / "whole" / "config.json").exists()
-    checkpoint = sum(f.stat().st_size for f in (folder / "whole/checkpoints/step-00000004").glob("*.distcp"))
-    assert checkpoint < 3.5 * sum(x.nbytes for x in stored.values())  # adapters and two states, no base
+    index = read_index(folder / "whole/checkpoints/step-00000004/.metadata")
+    assert all("lora_" in name for name in index.state_dict_metadata)
     again = run(folder / "again", base, {"steps": 1, "lora": {"path": str(folder / "whole")}})
     assert again[0] < losses[0]
     settings = yaml.safe_load((folder / "again" / "config.yaml").read_text())
@@ -222,12 +224,13 @@ def train_export_and_resume(folder):
     with pytest.raises(InputError, match=r"lora.rank=8 cannot be changed: lora.path=.* has 4"):
         from_dict(TREE | base | {"lora": {"path": str(folder / "whole"), "rank": 8}})
     with pytest.raises(InputError, match="was trained over another base model"):
-        run(folder / "whole", {"model": TREE["model"] | {"vocab_size": 256, "num_layers": 2}, "steps": 5})
+        run(folder / "whole", {"model": TREE["model"] | {"vocab_size": 320, "num_layers": 2}, "steps": 5})
 
 
 def test_from_training_to_a_merged_model(pool, tmp_path, capsys):
     pool.run(1, train_export_and_resume, tmp_path)
-    merge.main(["--model", str(tmp_path / "base"), "--adapter", str(tmp_path / "whole"), "--out", str(tmp_path / "out")])
+    folders = {name: str(tmp_path / name) for name in ("base", "whole", "out")}
+    merge.main(["--model", folders["base"], "--adapter", folders["whole"], "--out", folders["out"]])
     base, merged = load_pretrained(tmp_path / "base"), load_pretrained(tmp_path / "out")
     stored = load_file(tmp_path / "whole" / "adapter_model.safetensors")
     name = "model.layers.1.mlp.up_proj"
@@ -235,12 +238,8 @@ def test_from_training_to_a_merged_model(pool, tmp_path, capsys):
     change = merged.get_parameter(name + ".weight") - base.get_parameter(name + ".weight")
     assert change.norm() > 0
     torch.testing.assert_close(change, 32 / 4 * b @ a, atol=1e-6, rtol=0)
-    from minitrain.tokenizer import load_tokenizer
-
-    load_tokenizer("bytes").save(tmp_path / "base")
     words = ["--prompt", "ab", "--temperature", "0", "--max-tokens", "8", "--device", "cpu"]
-    load_tokenizer("bytes").save(tmp_path / "out")
-    generate.main(["--model", str(tmp_path / "out"), *words])
+    generate.main(["--model", folders["out"], *words])
     expected = capsys.readouterr().out
-    generate.main(["--model", str(tmp_path / "base"), "--adapter", str(tmp_path / "whole"), *words])
+    generate.main(["--model", folders["base"], "--adapter", folders["whole"], *words])
     assert capsys.readouterr().out == expected

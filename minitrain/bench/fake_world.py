@@ -40,13 +40,13 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def process_groups(meshes: Meshes) -> dict[str, tuple[str, list[int]]]:
-    """Every mesh's process groups by name: dimension and ranks. A group that two dimensions share has the first's."""
-    groups: dict[str, tuple[str, list[int]]] = {}
+def process_groups(meshes: Meshes) -> dict[str, tuple[list[str], list[int]]]:
+    """The dimensions and the ranks of every mesh's process groups, by name."""
+    groups: dict[str, tuple[list[str], list[int]]] = {}
     for mesh in filter(None, vars(meshes).values()):
         for dimension in mesh.mesh_dim_names:
             group = mesh.get_group(dimension)
-            groups.setdefault(group.group_name, (dimension, dist.get_process_group_ranks(group)))
+            groups.setdefault(group.group_name, ([], dist.get_process_group_ranks(group)))[0].append(dimension)
     return groups
 
 
@@ -105,9 +105,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, sinks: Ten
     return out if sinks is None else out * torch.sigmoid(log_sum - sinks.float()[:, None])[..., None].to(out.dtype)
 
 
-def counting_mask(
-    visible: float, length: int, device, documents=None, causal=True, places=None, window=None
-) -> Mask:
+def counting_mask(visible: float, length: int, device, documents=None, causal=True, places=None, window=None) -> Mask:
     """In place of `make_mask`: how many pairs it would allow, as `pairs`.
 
     visible: with documents, the share of a row's causal pairs whose two tokens belong to one document. Context-parallel

@@ -23,9 +23,8 @@ from torch import nn
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.lora import TARGETS, find_targets
 from minitrain.models.moe import Experts, Router
-
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -136,11 +135,14 @@ def _attention_width(config: DecoderConfig) -> float:
     return config.num_attention_heads * config.head_dim
 
 
-def lora_weights(config: DecoderConfig, rank: int, targets: Iterable[str] = LORA_TARGETS) -> int:
-    """Weights of the LoRA adapters (Hu et al. 2021): rank * (inputs + outputs) of each Linear named in `targets`."""
-    layers = _linear_layers(_meta_model(config))
-    adapted = [layer for name, layer in layers.items() if name.rpartition(".")[2] in targets]
-    return sum(rank * (layer.in_features + layer.out_features) for layer in adapted)
+def lora_weights(config: DecoderConfig, rank: int, targets: Iterable[str] = TARGETS) -> int:
+    """Weights of the LoRA adapters (Hu et al. 2021) that a token meets: rank * (inputs + outputs) of each matrix that
+    `targets` name, in stacks of experts of those that it goes to."""
+    total = 0
+    for module, name in find_targets(_meta_model(config), targets).values():
+        *experts, outputs, inputs = getattr(module, name).shape
+        total += rank * (outputs + inputs) * (config.num_experts_per_tok if experts else 1)
+    return total
 
 
 def effective_length(documents: Iterable[int]) -> float:

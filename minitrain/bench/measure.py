@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import calculate_time_spent, counters  # no public names for what the compiler has done
 from tqdm import tqdm
 
-from minitrain.bench.flops import automodel, clean, flops_per_token, nemo_pretrain, nemo_squad
+from minitrain.bench.flops import automodel, clean, flops_per_token, lora_weights, nemo_pretrain, nemo_squad
 from minitrain.bench.flops_wan import training_flops
 from minitrain.bench.hardware import describe, measure_matmul, peak_flops, peak_memory_bytes
 from minitrain.bench.memory import working_memory
@@ -138,7 +138,8 @@ def count_flops(config: Config, convention) -> float:
     shape, batch = config.model.config, config.batch
     if isinstance(shape, WanConfig):
         return training_flops(shape, batch.seq_len, config.data.text_tokens) / batch.seq_len
-    return flops_per_token(shape, batch.seq_len, convention)
+    adapters = lora_weights(shape, config.lora.rank, config.lora.targets) if config.lora else 0
+    return flops_per_token(shape, batch.seq_len, convention, adapters)
 
 
 def table_convention(config: Config):

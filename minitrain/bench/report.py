@@ -24,6 +24,7 @@ def table(results: list[dict]) -> str:
     }
     for library in sorted({r["versus"] for r in results if "versus" in r}):
         columns[f"versus {library}"] = [number(r.get("versus_ratio"), ".3f") for r in results]
+    columns["GiB of both"] = [" / ".join(number(x, ".3f") for x in r.get("versus_memory_gib", [])) for r in results]
     return header + "\n" + markdown({name: cells for name, cells in columns.items() if any(cells)})
 
 

@@ -11,18 +11,23 @@ pipeline, twice as many as ranks. Experts are chosen by the fake balanced gate.
 import dataclasses
 import multiprocessing
 import os
+import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
+import torch
+
 from minitrain.bench.fake_world import trace_step
+from minitrain.bench.flops import clean
 from minitrain.bench.layout import stated_ranks
+from minitrain.bench.measure import compare, count_flops, published_step_time, table_convention
 from minitrain.bench.replay import Action, Replay, replay, schedule_order
 from minitrain.bench.timeline import System, Timeline, play
 from minitrain.bench.trace import Trace
 from minitrain.config import Config
 from minitrain.config_checks import check_layout
-from minitrain.parallel.pipeline import V_SHAPED, local_stages, rank_of
+from minitrain.parallel.pipeline import local_stages
 from minitrain.training.datasets import open_dataset
 
 
@@ -37,6 +42,36 @@ class Simulation:
     traced: int
     step: float
     pipeline: Replay | None = None
+
+    def times(self, place: int = 0) -> list[int]:
+        """How often each traced event of a rank happens in a step: those of a typical micro-batch stand for others."""
+        trace, others = self.traces[place], self.micro_batches - self.traced
+        typical = typical_events(trace) if others else set()
+        return [1 + others * (index in typical) for index in range(len(trace.events))]
+
+    def flops(self, place: int = 0) -> int:
+        """Executed in a step by one rank, recomputation included."""
+        return sum(n * event.flops for n, event in zip(self.times(place), self.traces[place].events, strict=True))
+
+    def collectives(self, place: int = 0) -> dict[str, list[int]]:
+        """[calls, bytes] in a step of one rank, by `dimension/operation`."""
+        trace, totals = self.traces[place], {}
+        for n, event in zip(self.times(place), trace.events, strict=True):
+            if event.kind == "collective":
+                entry = totals.setdefault(f"{event.dimension}/{event.name}", [0, 0])
+                entry[0] += n
+                entry[1] += n * event.payload
+        return totals
+
+    def breakdown(self, place: int = 0) -> dict[str, float]:
+        """Seconds of a step of one rank: compute by kind, exposed communication, and in a pipeline its bubble."""
+        times, parts = self.times(place), Counter()
+        for span in self.lines[place].spans:
+            if span.stream == "compute":
+                parts[span.kind] += times[span.event] * (span.end - span.begin)
+                parts["exposed communication"] += times[span.event] * span.waited
+        rest = self.step - sum(parts.values())
+        return dict(parts) | {"bubble" if self.pipeline else "tail": max(0.0, rest)}
 
 
 def simulate(config: Config, system: System) -> Simulation:
@@ -110,7 +145,68 @@ def representatives(config: Config) -> dict[int, int]:
     return alike
 
 
+# -------------------------------------------------------------------------------------------------------- the figures
+
+
+def simulated_row(config: Config, row: str, system: System) -> dict:
+    """The config's result, with keys as in the README. Of several ranks' figures, the largest; breakdowns are of the
+    rank that holds the most."""
+    began = time.perf_counter()
+    simulation = simulate(config, system)
+    ranks = stated_ranks(config)
+    tokens = config.batch.global_ * config.batch.seq_len / simulation.step / ranks
+    clean_flops = tokens * count_flops(config, clean)
+    as_published = tokens * count_flops(config, table_convention(config))
+    fullest = max(simulation.traces.values(), key=lambda trace: sum(trace.peak.values()))
+    peak = sum(fullest.peak.values())
+    return {
+        "row": row,
+        "system": system.name,
+        "device": system.name,
+        "mode": "simulated",
+        "proxy": False,
+        "world_size": ranks,
+        "step_time_s": simulation.step,
+        "tokens_per_sec_per_gpu": tokens,
+        "tflops_per_gpu": as_published / 1e12,
+        "clean_tflops_per_gpu": clean_flops / 1e12,
+        "mfu": clean_flops / (system.fp8 if config.precision == "fp8" else system.bf16),
+        "executed_flops_per_gpu": simulation.flops(),
+        "collectives": simulation.collectives(),
+        "breakdown_s": simulation.breakdown(),
+        "peak_memory_gib": peak / 2**30,
+        "memory_gib": {kind: size / 2**30 for kind, size in fullest.peak.items()},
+        "fits": peak <= system.capacity,
+        "reference": config.reference,
+        "published_step_time_s": published_step_time(config),
+        "ratio": compare(tokens, as_published, config.reference),
+        "torch": torch.__version__,
+        "simulated_in_s": time.perf_counter() - began,
+    }
+
+
 # ------------------------------------------------------------------------------------------------------- without stages
+
+
+def typical_events(trace: Trace) -> set[int]:
+    """Those of the second micro-batch, forward and backward, and of the messages that a pipeline sends for it."""
+    marks = [index for index, label in trace.marks if label == "forward"]
+    actions = [label for _, label in trace.marks if isinstance(label, tuple)]
+    if not actions:
+        return set(range(marks[1], marks[2]))
+    second, begun, events = sorted({batch for _, _, batch in actions})[1], None, set()
+    for index, label in trace.marks:
+        if label is None and begun is not None:
+            events |= set(range(begun, index))
+        if label != "forward":
+            begun = index if isinstance(label, tuple) and label[2] == second else None
+    return events | set(messages_per_micro_batch(trace, len({batch for _, _, batch in actions})))
+
+
+def messages_per_micro_batch(trace: Trace, micro_batches: int) -> list[int]:
+    """The first of a pipeline's sends and receives, as many as each micro-batch has."""
+    between = [i for i, event in enumerate(trace.events) if event.name in ("send", "recv")]
+    return between[: len(between) // micro_batches]
 
 
 def accumulated(trace: Trace, line: Timeline, micro_batches: int) -> float:
@@ -132,8 +228,7 @@ def pipelined(config: Config, system: System, simulation: Simulation) -> tuple[R
         tails.append(simulation.lines[place].end - max(end for _, end in spans.values()))
     order = schedule_order(p.schedule, p.pp, simulation.micro_batches, p.vp)
     seconds = action_seconds(measured, simulation.micro_batches, simulation.traced)
-    ranks = [rank_of(stage, p.pp, p.schedule in V_SHAPED) for stage in range(p.pp * p.vp)]
-    replayed = replay(order, seconds, message_seconds(config, system, simulation, ranks))
+    replayed = replay(order, seconds, message_seconds(system, simulation.traces[0]))
     return replayed, max(end + tail for end, tail in zip(replayed.finished, tails, strict=True))
 
 
@@ -169,17 +264,13 @@ def action_seconds(measured: dict[Action, float], micro_batches: int, traced: in
             batch = traced - 1
         elif batch >= traced - 1:
             batch = -1
-        return measured.get((stage, kind, batch), median[stage, kind] if (stage, kind) in median else 0.0)
+        return measured.get((stage, kind, batch), median.get((stage, kind), 0.0))
 
     return seconds
 
 
-def message_seconds(config: Config, system: System, simulation: Simulation, ranks: list[int]):
-    """How long a boundary between stages takes from a stage's rank to a neighbour."""
-    trace = simulation.traces[0]
-    name = next(name for name, (dimension, _) in trace.groups.items() if dimension == "pp")
-    event = next((e for e in trace.events if e.group == name and e.name in ("send", "recv")), None)
-    if event is None or len(set(ranks)) == 1:
-        return lambda stage: 0.0
-    seconds = system.collective_seconds(event, trace.groups[name][1])
+def message_seconds(system: System, trace: Trace):
+    """How long what passes between stages takes from a stage's rank to a neighbour."""
+    event = next(event for event in trace.events if event.name in ("send", "recv"))
+    seconds = system.collective_seconds(event, trace.groups[event.group][1])
     return lambda stage: seconds

@@ -13,20 +13,20 @@ before has been copied out, which bounds how far it runs ahead.
                      NVLink within a domain; between domains the adapters of the group's GPUs there, at most NVLink
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, field, fields
 from math import ceil
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
-from minitrain.bench.trace import Event, Trace
+from minitrain.bench.trace import SHARDS, Event, Trace
 from minitrain.errors import InputError
 
 SYSTEMS = Path(__file__).with_name("systems.yaml")
 TILE = 128, 256  # of a matrix product's result, per multiprocessor
 RECOVERED = 0.6  # how much of an incomplete last wave smaller tiles and split products recover
-SHARDS = ("dp_shard", "dp_replicate", "expert_shard", "expert_replicate")  # what FSDP communicates over
 
 
 @dataclass(frozen=True)
@@ -100,17 +100,27 @@ def load_system(name: str) -> System:
     return System(name, **{f.name: float(known[name][f.name]) for f in fields(System) if f.name != "name"})
 
 
+class Span(NamedTuple):
+    """A kernel or message: its stream, its (last) operator's name, its kind, begin and end in seconds, how long the
+    stream had waited for collectives before it, and the index of its (first) event in the trace."""
+
+    stream: str
+    name: str
+    kind: str
+    begin: float
+    end: float
+    waited: float
+    event: int
+
+
 @dataclass
 class Timeline:
     """When everything happened, in seconds from the start of the step.
 
-    spans: (stream, name, begin, end). busy: seconds of compute by kind. exposed: seconds that compute waited for
-    collectives. at: when compute had reached each event. end: when all streams were done.
+    at: when compute had reached each event. end: when all streams were done.
     """
 
-    spans: list[tuple[str, str, float, float]] = field(default_factory=list)
-    busy: Counter = field(default_factory=Counter)
-    exposed: float = 0.0
+    spans: list[Span] = field(default_factory=list)
     at: list[float] = field(default_factory=list)
     end: float = 0.0
 
@@ -144,9 +154,10 @@ class _Player:
             else:
                 self.finish_run(index)
                 if stream == "compute":
-                    self.compute(event.name, event.kind, self.system.kernel_seconds(event), event.reads, event.writes)
+                    seconds = self.system.kernel_seconds(event)
+                    self.compute(index, event.name, event.kind, seconds, event.reads, event.writes)
                 else:
-                    self.communicate(stream, event)
+                    self.communicate(index, stream, event)
             self.line.at.append(self.clock)
         self.finish_run(len(self.trace.events))
         self.line.end = max(self.clock, *self.free.values(), 0.0)
@@ -155,7 +166,7 @@ class _Player:
     def stream_of(self, event: Event) -> str:
         """Collectives, FSDP's copies into them and what it does with reduced gradients run beside compute."""
         if event.kind == "collective":
-            return self.trace.groups[event.group][0]
+            return event.dimension
         if event.name == "all_gather_copy_in":
             return "dp_shard"
         makers = {self.made_by.get(number) for number, size in event.reads if size > 8}
@@ -165,20 +176,17 @@ class _Player:
                 return maker
         return "compute"
 
-    def compute(self, name: str, kind: str, seconds: float, reads, writes) -> None:
+    def compute(self, index: int, name: str, kind: str, seconds: float, reads, writes) -> None:
         begin = max([self.clock, *(self.ready.get(number, 0.0) for number, _ in reads)])
-        if begin > self.clock:
-            self.line.exposed += begin - self.clock
+        self.line.spans.append(Span("compute", name, kind, begin, begin + seconds, begin - self.clock, index))
         self.clock = begin + seconds
-        self.line.busy[kind] += seconds
-        self.line.spans.append(("compute", name, begin, self.clock))
         for stream, numbers in self.waiting.items():
             if numbers and not numbers.isdisjoint(number for number, _ in reads):
                 self.consumed[stream] = self.clock
                 numbers.clear()
         self.written(writes, "compute", self.clock)
 
-    def communicate(self, stream: str, event: Event) -> None:
+    def communicate(self, index: int, stream: str, event: Event) -> None:
         begin = max([self.free[stream], *(self.ready.get(number, 0.0) for number, _ in event.reads)])
         if stream == "pp":
             seconds = 0.0
@@ -190,7 +198,7 @@ class _Player:
                 begin = max(begin, self.consumed[stream])
                 self.waiting[stream] = {number for number, _ in event.writes}
         self.free[stream] = begin + seconds
-        self.line.spans.append((stream, event.name, begin, begin + seconds))
+        self.line.spans.append(Span(stream, event.name, event.kind, begin, begin + seconds, 0.0, index))
         self.written(event.writes, stream, begin + seconds)
 
     def written(self, writes, stream: str, when: float) -> None:
@@ -211,5 +219,5 @@ class _Player:
                 made[number] = max(size, made.get(number, 0))
         kept = {n: size for n, size in made.items() if self.trace.died.get(n, end) >= end}
         seconds = (sum(reads.values()) + sum(kept.values())) / self.system.memory + self.system.launch
-        self.compute(self.run[-1].name, "memory", seconds, list(reads.items()), list(made.items()))
+        self.compute(self.run_start, self.run[-1].name, "memory", seconds, list(reads.items()), list(made.items()))
         self.run = []

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
+SHARDS = ("dp_replicate", "dp_shard")  # the dimensions over which FSDP communicates, by collectives of its own
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 ROWS_READ = ("embedding", "index_select", "gather", "index", "scatter", "scatter_add")  # of their large operand
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations")
@@ -34,7 +35,8 @@ class Event:
 
     kind: `gemm`, `grouped`, `attention`, `memory`, or `collective`. reads, writes: (storage number, bytes) of each
     tensor. sizes: of a matrix product, (batch or groups, m, n, k). payload: bytes of a collective's full, gathered or
-    unreduced tensor; group: its name in `Trace.groups`. element: bytes per element of what is multiplied.
+    unreduced tensor; group: its name in `Trace.groups`; dimension: that of the mesh that it runs over. element: bytes per
+    element of what is multiplied.
     """
 
     name: str
@@ -46,20 +48,21 @@ class Event:
     element: int = 2
     payload: int = 0
     group: str = ""
+    dimension: str = ""
 
 
 @dataclass
 class Trace:
     """events: in the order of issue. died: after which event (its index) a storage was freed, by storage number.
 
-    groups: by name of a process group, its mesh dimension's name and its ranks. marks: (event index, label).
+    groups: by name of a process group, its mesh dimensions and its ranks. marks: (event index, label).
     peak: bytes by kind of memory at the moment when their sum was largest, after the event `peak_at`. `gathered`: what
     collectives bring, and the weights that FSDP makes of it.
     """
 
     events: list[Event] = field(default_factory=list)
     died: dict[int, int] = field(default_factory=dict)
-    groups: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
+    groups: dict[str, tuple[list[str], list[int]]] = field(default_factory=dict)
     marks: list[tuple[int, object]] = field(default_factory=list)
     peak: dict[str, int] = field(default_factory=dict)
     peak_at: int = 0
@@ -72,7 +75,7 @@ class Trace:
         totals: dict[str, list[int]] = {}
         for event in self.events:
             if event.kind == "collective":
-                entry = totals.setdefault(f"{self.groups[event.group][0]}/{event.name}", [0, 0])
+                entry = totals.setdefault(f"{event.dimension}/{event.name}", [0, 0])
                 entry[0] += 1
                 entry[1] += event.payload
         return totals
@@ -84,7 +87,7 @@ class Tracer(TorchDispatchMode):
     groups: as in Trace. Tensors that exist before count when `hold` names their kind.
     """
 
-    def __init__(self, groups: dict[str, tuple[str, list[int]]]):
+    def __init__(self, groups: dict[str, tuple[list[str], list[int]]]):
         super().__init__()
         self.trace = Trace(groups=groups)
         self.numbers: dict[int, int] = {}  # of living storages, by address
@@ -222,7 +225,9 @@ class Tracer(TorchDispatchMode):
         self.hold((x for x in written if self.sizes[self.number(x, "gathered")][1] == "activations"), "gathered")
         writes = [(self.number(x), nbytes(x)) for x in written]
         reads = [(self.number(x), nbytes(x)) for x in read]
-        self.trace.events.append(Event(name.strip("_"), "collective", 0, reads, writes, payload=payload, group=group))
+        dimension = self.dimension_of(group, functional)
+        event = Event(name.strip("_"), "collective", 0, reads, writes, payload=payload, group=group, dimension=dimension)
+        self.trace.events.append(event)
 
     def group_of(self, args) -> str:
         """The name of a collective's group, which is noted if no mesh has it (flattened ones, the world)."""
@@ -232,8 +237,13 @@ class Tracer(TorchDispatchMode):
             words = [dist.ProcessGroup.unbox(boxed[0]).group_name]
         if words[-1] not in self.trace.groups:
             ranks = dist.get_process_group_ranks(_resolve_process_group(words[-1]))
-            self.trace.groups[words[-1]] = "others", ranks
+            self.trace.groups[words[-1]] = ["others"], ranks
         return words[-1]
+
+    def dimension_of(self, group: str, functional: bool) -> str:
+        """Where several meshes have the same ranks for a dimension, they share a group: FSDP's calls tell themselves."""
+        names = self.trace.groups[group][0]
+        return next((name for name in names if (name in SHARDS) != functional), names[0])
 
 
 def is_view(op) -> bool:

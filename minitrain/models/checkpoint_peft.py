@@ -157,7 +157,7 @@ def adapter_config(config, lora: Lora, names: Iterable[str], base: str) -> dict:
 def refuse_gpt2(config) -> None:
     """Raises InputError for the one family whose adapters have no form in PEFT."""
     if not isinstance(config, WanConfig) and config.family == "gpt2":
-        raise InputError("lora: adapters of GPT-3's q_proj, k_proj, v_proj have no form in PEFT, where the three are one")
+        raise InputError("lora: adapters of GPT-3's q_proj, k_proj and v_proj have no form in PEFT: there they are one")
 
 
 def _replace(file: Path, write: Callable[[Path], object]) -> None:

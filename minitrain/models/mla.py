@@ -5,8 +5,8 @@
     q              = q_b_proj(norm(q_a_proj(x)))           for each head, [nope | rope]
     score          = q_nope . k_nope + q_rope . k_rope     only the rope parts are rotated; k_rope serves all heads
 
-In training, latents are expanded to full keys and values. With a cache they are what is kept, and kv_b_proj = [W_k; W_v]
-is folded into its neighbours: q_nope . W_k latent = (W_k^T q_nope) . latent, so that all heads attend to the latents
+In training, latents are expanded to full keys and values. With a cache they are what is kept, and kv_b_proj = [W_k W_v]
+is folded into its neighbours: q_nope . W_k latent = (W_k^T q_nope) . latent. So all heads attend to the latents
 themselves, [latent | k_rope] as the one key and latent as the one value, and W_v comes after the sum over tokens.
 """
 
@@ -46,7 +46,8 @@ class LatentAttention(nn.Module):
         q_rope, k_rope = (apply_rotary(pairs_to_halves(r), *rotary) for r in (q_rope, k_rope.unsqueeze(2)))
         if cache is not None:
             return self.o_proj(self.attend_to_latents(q_nope, q_rope, latent, k_rope, cache))
-        k_nope, v = self.kv_b_proj(latent).unflatten(-1, (-1, self.nope + self.v_dim)).split([self.nope, self.v_dim], -1)
+        kv = self.kv_b_proj(latent).unflatten(-1, (-1, self.nope + self.v_dim))
+        k_nope, v = kv.split([self.nope, self.v_dim], dim=-1)
         q = torch.cat([q_nope, q_rope], dim=-1)
         k = torch.cat([k_nope, k_rope.expand_as(q_rope)], dim=-1)
         out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)

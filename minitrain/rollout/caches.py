@@ -1,8 +1,8 @@
 """What each layer keeps of earlier tokens: pages of keys and values, pages of latents, or a state per sample.
 
-A forward pass of the sampler is one row of tokens, [1, tokens], of several sequences: a piece of each of some prompts, or
-one token of each decoding sample. `Step` says which; the same one holds for all layers, and the model's modules ask
-their layer's cache in place of a mask.
+A forward pass of the sampler is one row of tokens, [1, tokens], of several sequences: a piece of each of some prompts
+(`Step`), or one token of each decoding sample (`DecodingStep`). It is the same for all layers, and the model's modules
+ask their layer's cache in place of a mask.
 
     Keys     attention of any kind: `attend` writes the new keys and values to their places in the pool, and attends to
              all that the sequence has there; latent attention has one "head", whose first channels are the values
@@ -20,7 +20,6 @@ Pools are allocated when the first keys come, in their type and with this rank's
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -226,7 +225,8 @@ class Keys(Layer):
         seen = [buffer[:rows].flatten(0, 1)[:, : step.longest] for buffer in self.rows]
         keys, values = seen[0], seen[0][..., :v] if isinstance(v, int) else seen[1]
         q = q[0].transpose(0, 1).reshape(rows * heads, -1, q.shape[3])  # [rows x kv_heads, heads of a group, head_dim]
-        scores = torch.baddbmm(step.bias(self.window, heads, q.dtype), q, keys.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
+        bias, scale = step.bias(self.window, heads, q.dtype), q.shape[-1] ** -0.5
+        scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=scale)
         out = softmax(scores, sinks, heads).to(values.dtype) @ values
         return out.view(rows, -1, out.shape[-1]).transpose(0, 1)[None]
 

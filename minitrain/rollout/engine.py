@@ -6,12 +6,12 @@
 
 A decoding step is one forward pass over one token per row, whose last act is to choose the next tokens. Rows are filled
 up to a few fixed numbers (1, 2, 4, ...), and everything that changes between steps is in buffers that stay where they
-are: so on CUDA the step is captured once per number of rows as a graph, and replayed `steps` times before the host looks
-at what was produced. Samples that ended in between have produced too much, which is thrown away.
+are: so on CUDA the step is captured as a graph once per number of rows, and replayed `steps` times before the host
+looks at what was produced. Samples that ended in between have produced too much, which is thrown away.
 
 Tensor parallel: every rank of the group calls the same methods in the same order; schedules are equal by construction,
 tokens because all see the same candidates. A row is padded to a multiple of the ranks, as sequence parallelism wants.
-Left out: pipeline parallel, speculative decoding, and graphs over FSDP-sharded models, whose weights have to be gathered.
+Left out: pipeline parallel, speculative decoding, and graphs of FSDP-sharded models, whose weights must be gathered.
 """
 
 import os
@@ -74,7 +74,7 @@ class Sampler:
         """
         limit = self.config.max_position_embeddings
         if not 1 <= len(prompt) < limit:
-            raise InputError(f"a prompt of {len(prompt)} tokens must have between 1 and {limit - 1}: the model's positions")
+            raise InputError(f"a prompt has {len(prompt)} tokens, and must have 1 to {limit - 1} in a model of {limit} positions")
         if params.stop and self.tokenizer is None:
             raise InputError(f"sampling stop={list(params.stop)} needs a sampler with a tokenizer")
         if self.scheduler is None:

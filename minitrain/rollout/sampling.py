@@ -153,7 +153,7 @@ def choose(logits: Tensor, choice: Choice, positions: Tensor, part: Part) -> tup
 
 
 def _best_of_parts(mine: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-    """mine: [rows, 5], of this part its best score, that token's logit, the peak, the sum of exponentials, the token."""
+    """mine: [rows, 5], a part's best score, that token's logit, the peak, the sum of exponentials, and the token."""
     score, logit, peak, total, token = part.gather(mine).unbind(-1)  # each [parts, rows]
     highest = peak.amax(0)
     log_sum = (total * (peak - highest).exp()).sum(0).log() + highest

@@ -6,9 +6,9 @@
     running    samples, each in a row of the decoding batch; the first token they decode is their trunk's last
 
 A sample joins from its trunk: it shares the full pages and gets a copy of the last, partly filled one, which it will
-write to; the trunk's last sample takes over everything. When pages run out, trunks that only wait give theirs back, then
-the youngest sample: it goes back to the queue as a trunk of its own and is computed again. Everything is first come,
-first served, so the oldest always gets on, and a request that fits the pool alone is always finished.
+write to; the trunk's last sample takes over everything. When pages run out, trunks that only wait give theirs back,
+then the youngest sample: it goes back to the queue as a trunk of its own and is computed again. Everything is first
+come, first served, so the oldest always gets on, and a request that fits the pool alone is always finished.
 
 No tensors and no clock: the same calls give the same schedule, so that tensor-parallel ranks need not talk about it.
 """

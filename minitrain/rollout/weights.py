@@ -1,9 +1,9 @@
 """The trainer's modules, as the sampler runs them: the same weights, without what training has put around them.
 
 While `in_use`, modules are in evaluation mode (no dropout) and blocks run uncompiled, since the compiler would build
-them anew for the sampler's shapes. On the CPU in fp32, matrices are also repacked once per set of weights into the order
-in which oneDNN reads them: products with the few rows of a decoding step then run at the speed of memory, 2 to 3 times
-as fast. That costs a second copy of the weights, which `refresh` renews.
+them anew for the sampler's shapes. On the CPU in fp32, matrices are also repacked, once per set of weights, into the
+order in which oneDNN reads them: products with the few rows of a decoding step then run at the speed of memory, 2 to 3
+times as fast. That costs a second copy of the weights, which `refresh` renews.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class Weights:
     def in_use(self) -> Iterator[None]:
         training = [module for module in self.model.modules() if module.training]
         compiled = {block: block._compiled_call_impl for block in self.model.blocks}  # there is no public switch
-        linears = [m for m in self.model.modules() if type(m) is nn.Linear and can_pack(m) and m is not self.model.lm_head]
+        linears = [module for module in self.model.modules() if type(module) is nn.Linear and can_pack(module)]
         try:
             for module in training:
                 module.training = False

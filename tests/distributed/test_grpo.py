@@ -1,8 +1,6 @@
 """GRPO over several ranks: the updates of one process in every layout, refits equal to the bit, one step off."""
 
 from contextlib import nullcontext
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,13 +9,11 @@ import torch.distributed as dist
 from minitrain import config as configs
 from minitrain.grpo.batches import Rollout
 from minitrain.grpo.learner import Learner
-from minitrain.grpo.loop import make_sampler_model, train_policy
-from minitrain.grpo.refit import Refit, plan
-from minitrain.parallel.mesh import owned, start, whole
-from minitrain.parallel.tensor import tensor_parallel
-from minitrain.training.build import build_model, initialize
+from minitrain.grpo.loop import Run, make_sampler_model
+from minitrain.grpo.refit import Refit
+from minitrain.grpo.rollouts import read_rollouts
+from minitrain.parallel.mesh import owned, start
 from minitrain.training.checkpoint import Checkpointer
-from minitrain.training.metrics import read_lines
 from tests.oracle import check_close, initial_weights, snapshot
 
 MODEL = {"name": "llama3-8b-tiny", "vocab_size": 258, "num_layers": 2, "initializer_range": 0.05}
@@ -82,8 +78,6 @@ def test_updates_of_one_process(pool, tmp_path, parallel, grpo):
 
 # --------------------------------------------------------------------------------------------------------------- refit
 
-SAMPLERS = {"whole": ({}, 1), "tp": ({}, 2), "tp4": ({}, 4)}
-
 
 def refit(tree, tp):
     """Bring initial weights, laid out as `tree` says, to samplers on `tp` ranks each; what arrives must be all of them."""
@@ -124,3 +118,61 @@ def test_refit_is_exact(pool, model, parallel, apart, tp):
     tree = TREE | {"model": {"name": model}, "parallel": parallel, "grpo": {"lag": 1, "generation_ranks": apart}}
     moved = pool.run(4, refit, tree, tp)
     assert moved[0] > 0 and len(set(moved)) == 1  # all ranks have the same plan
+
+
+# --------------------------------------------------------------------------------------------------------- one step off
+
+
+def run(tree, folder, steps):
+    """A run's numbers by step, the responses that it sampled, and its last weights, for ranks that train."""
+    config = configs.from_dict(tree)
+    whole = Run(config, folder)
+    first = whole.begin()
+    numbers = []
+    for line in whole.steps(first):
+        numbers.append(line)
+        if line["step"] in steps:
+            whole.save(line["step"])
+    whole.finish(lambda *_: None)
+    return numbers, snapshot(whole.learner.model.named_parameters()) if whole.learner else None
+
+
+LAGGING = TREE | {
+    "steps": 4,
+    "batch": {"global": 16, "micro": 2, "seq_len": 32},
+    "grpo": {"prompts": 4, "group": 4, "lag": 1, "importance": "truncate", "generations": 2, "warmup_steps": 2},
+}
+
+
+def test_one_step_off_equals_its_replay_in_one_process(pool, tmp_path):
+    """2 ranks that train and 2 that sample: the same responses to the letter, the same weights but for rounding."""
+    [(expected, weights)] = pool.run(1, run, LAGGING, tmp_path / "one", [])
+    grpo = LAGGING["grpo"] | {"generation_ranks": 2}
+    (found, trained), (_, same), *others = pool.run(4, run, LAGGING | {"grpo": grpo}, tmp_path / "apart", [])
+    assert [weights for _, weights in others] == [None, None]
+    check_close([trained, same], weights, 1e-5, "weights")
+    for one, apart in zip(expected, found, strict=True):
+        assert [one[key] for key in ("reward", "length", "step_tokens")] == [
+            apart[key] for key in ("reward", "length", "step_tokens")
+        ]
+        assert apart["token_mult_prob_error"] == pytest.approx(one["token_mult_prob_error"], rel=1e-5)
+    assert (
+        expected[0]["token_mult_prob_error"] < 1 + 1e-5 < 1 + 1e-3 < expected[-1]["token_mult_prob_error"]
+    )  # age 0, 1
+    for step in range(1, 5):
+        name = f"rollouts/step-{step:08d}.jsonl"
+        sides = [
+            [(r.prompt, r.response) for group in read_rollouts(tmp_path / side / name) for r in group]
+            for side in ("one", "apart")
+        ]
+        assert sides[0] == sides[1]
+
+
+def test_resume_is_exact_with_ranks_apart(pool, tmp_path):
+    tree = LAGGING | {"grpo": LAGGING["grpo"] | {"generation_ranks": 2, "kl": 0.1, "lag": 1}, "optim": {"lr": 1e-3}}
+    at_once, *_ = pool.run(4, run, tree, tmp_path, [2])
+    resumed, *_ = pool.run(4, run, tree, tmp_path, [])  # from step 2, with what step 3 was to train on
+    assert [line["step"] for line in resumed[0]] == [3, 4]
+    for before, after in zip(at_once[0][2:], resumed[0], strict=True):
+        assert all(before[key] == after[key] for key in before if not key.endswith(("_s", "_sec", "_gpu")))
+    assert all(torch.equal(tensor, resumed[1][name]) for name, tensor in at_once[1].items())

@@ -3,7 +3,6 @@
 from unittest import mock
 
 import pytest
-import torch
 
 from minitrain.models.lora import is_adapter
 from tests.distributed.test_matrix import combine, ranks

@@ -88,7 +88,7 @@ def test_logits_gradients_and_files(pair, tmp_path):
 
 def test_wan_adapters_are_those_of_peft_on_diffusers(tmp_path):
     base, ours = test_wan.pair("i2v")
-    targets = ["to_q", "attn2.add_v_proj", "to_out.0", "ffn.net.0.proj", "net.2"]
+    targets = ["to_q", "attn2.add_v_proj", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
     theirs = get_peft_model(base, LoraConfig(r=4, lora_alpha=6, target_modules=targets)).eval()
     randomize(p for p in theirs.parameters() if p.requires_grad)
     theirs.save_pretrained(tmp_path / "theirs")

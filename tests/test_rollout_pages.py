@@ -1,0 +1,233 @@
+"""The page allocator and the scheduler under random schedules, on a pool that remembers what was written to it."""
+
+import random
+
+import pytest
+
+from minitrain.errors import InputError
+from minitrain.rollout.pages import Pages
+from minitrain.rollout.sampling import SamplingParams
+from minitrain.rollout.scheduler import Sample, Scheduler
+
+
+class Pool:
+    """Pages that hold, for each token, all tokens of its sequence up to it: what a key depends on."""
+
+    def __init__(self, pages: Pages):
+        self.pages, self.held = pages, [[None] * pages.size for _ in range(pages.count)]
+
+    def write(self, tokens, pages, place):
+        page = pages[place // self.pages.size]
+        assert self.pages.owners[page] == 1 and page not in self.pages.chains, "a shared page is written to"
+        self.held[page][place % self.pages.size] = tuple(tokens[: place + 1])
+
+    def check(self, tokens, pages, count):
+        for place in range(count):
+            page = pages[place // self.pages.size]
+            assert self.pages.owners[page] >= 1
+            assert self.held[page][place % self.pages.size] == tuple(tokens[: place + 1]), "another sequence's page"
+
+    def copy(self, source, target):
+        self.held[target] = list(self.held[source])
+
+
+def check_books(pages: Pages, owned: list[list[int]]):
+    """Every page is unused, idle or owned, and its count is that of its owners."""
+    counts = [0] * pages.count
+    for each in owned:
+        for page in each:
+            counts[page] += 1
+    assert pages.owners == counts
+    states = sorted([*pages.unused, *pages.idle, *(page for page in range(pages.count) if counts[page])])
+    assert states == list(range(pages.count))
+    assert sorted(pages.published.values()) == sorted(pages.chains) and set(pages.idle) <= set(pages.chains)
+
+
+def random_schedule(seed: int) -> None:
+    rng = random.Random(seed)
+    pages = Pages(count=rng.randint(3, 10), size=rng.randint(1, 3))
+    pool, live = Pool(pages), []  # of (tokens, pages)
+
+    def begin():
+        tokens = [rng.randrange(2) for _ in range(rng.randint(1, 6))]
+        mine = pages.match(tokens)
+        kept = len(mine) * pages.size
+        pool.check(tokens, mine, kept)
+        more = pages.take(pages.needed(len(tokens)) - len(mine))
+        if more is None:
+            return pages.release(mine)
+        mine += more
+        for place in range(kept, len(tokens)):
+            pool.write(tokens, mine, place)
+        live.append((tokens, mine))
+
+    def fork():
+        tokens, theirs = rng.choice(live)
+        full, partly = divmod(len(tokens), pages.size)
+        tail = pages.take(bool(partly))
+        if tail is not None:
+            pages.share(theirs[:full])
+            for page in tail:
+                pool.copy(theirs[full], page)
+            live.append((list(tokens), theirs[:full] + tail))
+
+    def append():
+        tokens, mine = rng.choice(live)
+        more = pages.take(pages.needed(len(tokens) + 1) - len(mine))
+        if more is not None:
+            mine += more
+            tokens.append(rng.randrange(2))
+            pool.write(tokens, mine, len(tokens) - 1)
+
+    def publish():
+        pages.publish(*rng.choice(live))
+
+    def release():
+        tokens, mine = live.pop(rng.randrange(len(live)))
+        pool.check(tokens, mine, len(tokens))
+        pages.release(mine)
+
+    for _ in range(20):
+        rng.choice([append, append, publish, fork, release, begin] if live else [begin])()
+    if rng.random() < 0.1:
+        pages.forget()
+        assert not pages.idle
+    for tokens, mine in live:
+        pool.check(tokens, mine, len(tokens))
+    check_books(pages, [mine for _, mine in live])
+
+
+def test_ten_thousand_schedules_of_the_allocator():
+    for seed in range(10_000):
+        random_schedule(seed)
+
+
+def test_a_double_release_is_noticed():
+    pages = Pages(2, 4)
+    taken = pages.take(1)
+    pages.release(taken)
+    with pytest.raises(AssertionError, match="has no owner"):
+        pages.release(taken)
+
+
+def test_the_longest_unused_goes_first_and_tails_before_heads():
+    pages = Pages(4, 1)
+    for tokens in ([1, 2], [3, 4]):
+        taken = pages.take(2)
+        pages.publish(tokens, taken)
+        pages.release(taken)
+    pages.release(pages.match([1, 2]))  # used again
+    taken = pages.take(1)
+    assert len(pages.match([3, 4])) == 1 and len(pages.match([1, 2])) == 2
+    assert pages.take(1) is None and len(taken) == 1
+
+
+def run_scheduler(seed: int) -> None:
+    """Random requests, arrivals, cancellations and pools; every sample must end with the tokens it would have alone."""
+    rng = random.Random(seed)
+    size, rows, steps, reuse = rng.randint(1, 4), rng.randint(1, 4), rng.randint(1, 3), rng.random() < 0.7
+    pages = Pages(rng.randint(16 // size, 40 // size), size)
+    scheduler = Scheduler(pages, rows, rng.randint(1, 12), steps, reuse)
+    pool, states, samples, cancelled = Pool(pages), [()] * (rows + 1), [], set()
+    requests = rng.randint(1, 4)
+
+    def next_token(sample, place):
+        return (sample.key * 31 + place * 7 + sample.prompt[0]) % 3
+
+    def submit():
+        prompt, n = [rng.randrange(2) for _ in range(rng.randint(1, 9))], rng.randint(1, 4)
+        limit = len(prompt) + rng.randint(1, 6)
+        new = [Sample(prompt, SamplingParams(), rng.randrange(9), limit) for _ in range(n)]
+        scheduler.submit(new)
+        samples.extend(new)
+
+    def decode(sample):
+        tokens = sample.tokens
+        for _ in range(steps):
+            place = len(tokens) - 1
+            if place < sample.limit - 1:
+                pool.check(tokens, sample.pages, place)
+                assert states[sample.slot] == tuple(tokens[:place])
+                pool.write(tokens, sample.pages, place)
+                states[sample.slot] = tuple(tokens)
+            tokens.append(next_token(sample, place + 1))
+        new = tokens[len(sample.prompt) + len(sample.produced) :][: sample.limit - len(sample.tokens)]
+        done = len(sample.tokens) + len(new) == sample.limit
+        scheduler.decoded(sample, new, [0.0] * len(new), "length" if done else None)
+
+    for _ in range(2000):
+        if requests and (not scheduler.busy or rng.random() < 0.3):
+            submit()
+            requests -= 1
+        if not scheduler.busy:
+            break
+        work = scheduler.plan()
+        for source, target in work.page_copies:
+            pool.copy(source, target)
+        for source, target in work.slot_copies:
+            states[target] = states[source]
+        for trunk, count in work.chunks:
+            pool.check(trunk.tokens, trunk.pages, trunk.cached)
+            for place in range(trunk.cached, trunk.cached + count):
+                pool.write(trunk.tokens, trunk.pages, place)
+            states[trunk.slot] = tuple(trunk.tokens[: trunk.cached + count])
+            scheduler.computed(trunk, count)
+        slots = [sample.slot for sample in work.samples]
+        assert len(set(slots)) == len(slots) <= rows
+        for sample in work.samples:
+            decode(sample)
+        if samples and rng.random() < 0.02:
+            victim = rng.choice(samples)
+            scheduler.cancel(victim)
+            cancelled |= {id(victim)} if victim.finish_reason == "cancelled" else set()
+        resident = [each.pages for each in (*scheduler.resident, *scheduler.running)]
+        check_books(pages, resident)
+    assert not scheduler.busy and not requests
+    assert pages.available == pages.count and sorted(scheduler.slots) == list(range(rows + 1))
+    for sample in samples:
+        expected = [next_token(sample, place) for place in range(len(sample.prompt), sample.limit)]
+        whole = id(sample) not in cancelled
+        assert sample.produced == (expected if whole else expected[: len(sample.produced)])
+        assert sample.finish_reason == ("length" if whole else "cancelled")
+    return scheduler.preemptions
+
+
+def test_schedules_lose_nothing():
+    assert sum(run_scheduler(seed) for seed in range(400)) > 100  # interruptions
+
+
+def test_a_request_that_never_fits_is_refused_with_the_numbers():
+    scheduler = Scheduler(Pages(3, 4), rows=2, chunk=8, steps=1)
+    scheduler.submit([Sample([1] * 8, SamplingParams(), 0, limit=13)])
+    with pytest.raises(InputError) as refused:
+        scheduler.submit([Sample([1] * 8, SamplingParams(), 0, limit=14)])
+    assert str(refused.value) == (
+        "a request of 8 prompt tokens and 6 new ones needs 4 pages of 4 tokens, and the pool has 3 "
+        "(use fewer tokens, or rollout.pages=4)"
+    )
+
+
+def test_samples_of_a_prompt_share_its_full_pages():
+    pages = Pages(20, 4)
+    scheduler = Scheduler(pages, rows=4, chunk=100, steps=1)
+    samples = [Sample([1] * 11, SamplingParams(), 0, limit=20) for _ in range(3)]
+    scheduler.submit(samples)
+    (trunk, count), *_ = scheduler.plan().chunks
+    scheduler.computed(trunk, count)
+    assert count == 10  # the last token is decoded
+    work = scheduler.plan()
+    assert len({tuple(sample.pages[:2]) for sample in samples}) == 1 and len({s.pages[2] for s in samples}) == 3
+    assert len(work.page_copies) == 2 and pages.count - pages.available == 2 + 3
+
+
+def test_a_later_prompt_finds_the_pages_of_an_earlier_one():
+    pages = Pages(20, 4)
+    scheduler = Scheduler(pages, rows=4, chunk=100, steps=1)
+    for prompt, computed in (([1] * 9 + [2] * 4, 12), ([1] * 9 + [3] * 4, 4), ([1] * 9, 0)):
+        scheduler.submit([sample := Sample(prompt, SamplingParams(), 0, limit=14)])
+        work = scheduler.plan()
+        assert sum(count for _, count in work.chunks) == computed
+        for trunk, count in work.chunks:
+            scheduler.computed(trunk, count)
+        scheduler.plan()
+        scheduler.decoded(sample, [0], [0.0], "stop")
