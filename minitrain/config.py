@@ -78,7 +78,7 @@ class Parallel:
     tp: int = 1  # tensor and sequence parallel: heads, MLP channels, vocabulary
     cp: int = 1  # context parallel: each row's sequence
     pp: int = 1  # pipeline parallel: layers
-    ep: int = 1  # expert parallel: experts, over neighbouring ranks of those above that see different tokens
+    ep: int = 1  # expert parallel: experts, over ranks that are counted already; divides dp_shard x cp x tp
     reshard_after_forward: bool = True  # free a block's weights until its backward, and reduce gradients each time
     reduce: Literal["fp32", "bf16"] = "fp32"  # in what gradients are added up over ranks and micro-batches
     prefetch: int = 1  # how many blocks ahead to gather

@@ -65,7 +65,6 @@ def _validate_language(c: "Config") -> None:
     _validate_chats(c)
     _validate_context(c)
     _validate_tensor(c)
-    _validate_experts(c)
     _validate_pipeline(c)
 
 
@@ -120,6 +119,8 @@ def _validate_diffusion(config: "Config") -> None:
     p, model, data, length = config.parallel, config.model.config, config.data, config.batch.seq_len
     if data.kind not in ("mock", "latents", "shapes"):
         raise InputError(f"data.kind={data.kind} holds no videos (for task=diffusion use latents, shapes or mock)")
+    if not isinstance(data.path, str):
+        raise InputError(f"data.path={data.path} must be one folder for data.kind=latents")
     if p.pp > 1 or p.async_tp:
         raise InputError(f"parallel.pp={p.pp}, async_tp={str(p.async_tp).lower()} are not for diffusion (use 1, false)")
     patch = list(model.patch_size)
@@ -189,11 +190,6 @@ def _split_sizes(model: "DecoderConfig", ep: int) -> dict[str, int]:
     if "moe" in parts and ep == 1:  # in steps that grouped products can take
         sizes["moe_intermediate_size / 8"] = model.moe_intermediate_size // 8
     return sizes | {"vocab_size": model.vocab_size}
-
-
-def _validate_experts(config: "Config") -> None:
-    if config.compile and config.precision == "fp32" and config.model.config.num_experts:
-        raise InputError("compile=true with precision=fp32: experts compile in bf16 only (use bf16 or bf16-pure)")
 
 
 def _validate_expert_parallel(config: "Config") -> None:
@@ -270,7 +266,8 @@ def _check_pipeline(config: "Config", micro_batches: int) -> None:
 def _validate_grpo(config: "Config") -> None:
     g, b, limit = config.grpo, config.batch, config.rollout
     _at_least(1, ("grpo.prompts", g.prompts), ("grpo.generations", g.generations), ("grpo.mock_digits", g.mock_digits),
-              ("grpo.eval_samples", g.eval_samples), ("rollout.max_tokens", limit.max_tokens), ("rollout.tp", limit.tp))  # fmt: skip
+              ("grpo.eval_samples", g.eval_samples), ("rollout.max_tokens", limit.max_tokens),
+              ("rollout.tp", limit.tp))  # fmt: skip
     _at_least(2, ("grpo.group", g.group))
     _at_least(0, ("grpo.clip_low", g.clip_low), ("grpo.clip_high", g.clip_high), ("grpo.kl", g.kl),
               ("grpo.importance_low", g.importance_low), ("grpo.importance_high", g.importance_high),

@@ -101,6 +101,7 @@ def test_dry_run_lays_out_any_number_of_ranks():
         (["--steps", "0"], "--steps=0 must be at least 1"),
         (["--steps", "two"], "argument --steps: invalid int value: 'two'"),
         (["--versus", "magic"], "invalid choice: 'magic'"),
+        (["--versus", "peft"], "--versus peft is about adapters, and the config has none"),
         (["--config", "none.yaml"], "none.yaml does not exist"),
         (["--dry-run", "batch.global=5"], "batch.micro=2 does not divide batch.global=5"),
         (["--dry-run", "parallel.dp_shard=64"], "is not a multiple of batch.micro=2 x 64 data-parallel ranks"),

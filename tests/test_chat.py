@@ -158,6 +158,15 @@ def test_the_tokenizer_chooses_the_template(tmp_path):
         choose_template("plain", tokenizer)
 
 
+def test_a_template_is_found_wherever_transformers_keeps_it(tmp_path):
+    _, theirs = tokenizer_with(tmp_path / "a", "chatml", QWEN25_JINJA)
+    theirs.save_pretrained(tmp_path / "b")  # as chat_template.jinja
+    named = [{"name": "tools", "template": "x"}, {"name": "default", "template": QWEN25_JINJA}]
+    tokenizer_with(tmp_path / "c", "chatml", named)
+    for folder in "abc":
+        assert load_tokenizer(tmp_path / folder).chat_template == QWEN25_JINJA
+
+
 def test_plain_by_hand():
     chat = [Message("system", "s"), Message("user", "q"), Message("assistant", "ab"), Message("user", "r")]
     tokens, said = encode_chat([*chat, Message("assistant", ""), Message("user", "?")], PLAIN, ByteTokenizer())

@@ -191,15 +191,3 @@ def test_a_run_without_resuming_needs_a_fresh_folder(config_file, tmp_path):
 def test_generation_mistakes(arguments, line):
     with pytest.raises(InputError, match=line):
         generate.main(arguments)
-
-
-def test_sampling_follows_the_distribution():
-    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.stack([generate.choose(logits, 0.5, 3, generator) for _ in range(4000)])
-    expected = torch.tensor([0.0, 2.0, 4.0, -torch.inf]).softmax(0) * 4000
-    seen = drawn.bincount(minlength=4).float()
-    assert seen[3] == 0  # outside the top 3
-    chi_square = ((seen - expected)[:3] ** 2 / expected[:3]).sum()
-    assert chi_square < 13.8  # the 0.1 % point for 2 degrees of freedom
-    assert generate.choose(logits, 0, None, generator) == 2

@@ -9,11 +9,14 @@ import yaml
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from minitrain.bench.flops_wan import forward_flops, implied_step_time, training_flops
+from minitrain.bench.flops_wan import forward_flops, training_flops
+from minitrain.bench.measure import published_step_time
+from minitrain.config import load
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import model_config
 
-ROWS = {row["id"]: row for row in yaml.safe_load((Path(__file__).parent / "published/tables.yaml").read_text())}
+ROOT = Path(__file__).parent.parent
+ROWS = {row["id"]: row for row in yaml.safe_load((ROOT / "tests/published/tables.yaml").read_text())}
 
 
 @pytest.mark.parametrize("patch", [(1, 2, 2), (2, 1, 2)])
@@ -63,7 +66,15 @@ def test_figures_of_the_published_shapes(name, tokens, petaflops, per_token):
 ])  # fmt: skip
 def test_step_times_that_the_rows_imply(name, seconds):
     """6.184 PFLOP a video, by hand: x videos per GPU / the row's TFLOP/s."""
-    row = ROWS[name]
-    config = model_config(row["arch"])
-    implied = implied_step_time(config, row["seq_len"], row["tflops_per_gpu"], row["gbs"], row["gpus"])
-    assert implied == pytest.approx(seconds, abs=0.01)
+    config = load(ROOT / "configs/dfm" / f"{name.removeprefix('dfm-').replace('14b', '14b-pretrain')}.yaml")
+    assert published_step_time(config) == pytest.approx(seconds, abs=0.01)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs/dfm").glob("*.yaml")), ids=lambda file: file.stem)
+def test_configs_are_the_published_rows(file):
+    config = load(file)
+    row, p = ROWS[config.reference["id"]], config.parallel
+    assert config.model.config == model_config(row["arch"])
+    assert (config.batch.global_, config.batch.micro, config.batch.seq_len) == (row["gbs"], row["mbs"], row["seq_len"])
+    assert (p.tp, p.cp, p.pp, p.tp * p.cp * p.dp_shard) == (row["tp"], row["cp"], row["pp"], row["gpus"])
+    assert (config.reference["tflops_per_gpu"], config.reference["system"]) == (row["tflops_per_gpu"], row["system"])

@@ -5,6 +5,8 @@ import torch
 import torch.distributed as dist
 
 from minitrain.config import from_dict
+from minitrain.models.wan import Wan
+from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import start
 from minitrain.training.loop import Trainer
 from minitrain.training.loss import linear_cross_entropy
@@ -75,3 +77,17 @@ def test_plain_causal_attention_runs_on_cudnn():
         trainer.model(tokens, labels=tokens, head=linear_cross_entropy).backward()
         torch.cuda.synchronize()
     assert any("cudnn" in event.key for event in profile.key_averages())
+
+
+def test_wan_with_its_masks():
+    """Two videos packed, which take FlexAttention, and one alone, in bf16 against fp32 on the CPU."""
+    torch.manual_seed(0)
+    model = Wan(model_config("wan2.1-1.3b-tiny", attention_head_dim=64))
+    videos = [torch.randn(16, frames, 16, 8) for frames in (3, 6)]
+    timestep, text = torch.tensor([900.0, 200.0]), torch.randn(2, 40, 64)
+    expected = [*model(videos, timestep, text), model(videos[0][None], timestep[:1], text[:1])[0]]
+    model.to("cuda", torch.bfloat16)
+    videos, timestep, text = [video.cuda() for video in videos], timestep.cuda(), text.cuda()
+    found = [*model(videos, timestep, text), model(videos[0][None], timestep[:1], text[:1])[0]]
+    for one, other in zip(found, expected, strict=True):
+        assert (one.cpu() - other).norm() / other.norm() < 0.03

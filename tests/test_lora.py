@@ -14,16 +14,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from minitrain import generate, load_pretrained, merge, save_pretrained
 from minitrain.bench.flops import clean, count_work, lora_weights
+from minitrain.bench.versus_lora import PeftTrainer, versus_full, versus_peft
 from minitrain.config import from_dict, to_dict
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import Lora, add_adapters, is_adapter, merge_adapters
 from minitrain.models.zoo import model_config
+from minitrain.parallel.mesh import start
 from minitrain.parallel.recompute import recompute
 from minitrain.tokenizer import load_tokenizer
 from minitrain.train import train
 from minitrain.training.build import make_model
 from minitrain.training.checkpoint import read_index
+from minitrain.training.loop import Trainer
 from tests.oracle import plain_model, ragged_batch
 from tests.test_flops import count_grouped_mm
 
@@ -126,7 +129,7 @@ def test_recomputation_drops_the_same(setting, compiled):
 
 
 def test_dropout_is_of_the_adapters_input_and_off_without_gradients():
-    model, tokens = adapted({"dropout": 0.5, "targets": ["down_proj"], "alpha": 8.0})
+    model, _ = adapted({"dropout": 0.5, "targets": ["down_proj"], "alpha": 8.0})
     linear = model.blocks[0].mlp.down_proj
     x = torch.rand(4000, linear.in_features)
     update = linear(x) - torch.nn.functional.linear(x, linear.weight)
@@ -175,6 +178,7 @@ def test_targets():
     ({"dropout": 1.0}, "lora.dropout=1.0 must be at least 0 and below 1"),
     ({"targets": ["q_proj", "q_porj"]}, r"the model has no q_porj \(it has down_proj, gate_proj, k_proj"),
     ({"targets": ["lm_head"]}, "the model has no lm_head"),
+    ({"targets": []}, "the model has no target"),
     ({"path": "nowhere"}, "nowhere/adapter_config.json"),
     ({"ranks": 8}, r"unknown key lora.ranks \(nearest: rank\)"),
 ], ids=str)  # fmt: skip
@@ -188,6 +192,26 @@ def test_mistakes_with_experts_and_gpt3():
         from_dict({"model": "mixtral-8x7b-tiny", "lora": {"rank": 4, "targets": ["experts.down_proj"]}})
     with pytest.raises(InputError, match="have no form in PEFT"):
         from_dict({"model": "gpt3-175b-tiny", "batch": {"seq_len": 64}, "lora": {}})
+
+
+def compare_steps():
+    config = from_dict(TREE | {"lora": {"rank": 4, "alpha": 4.0}, "precision": "bf16", "device": "cpu"})
+    meshes = start(config)
+    theirs = PeftTrainer(Trainer(config, meshes)).model
+    trained = {p.dtype: 0 for p in theirs.parameters()}
+    for p in theirs.parameters():
+        trained[p.dtype] += p.numel() * p.requires_grad
+    return trained, versus_peft(config, meshes, "row", 1, 1), versus_full(config, meshes, "row", 1, 1)
+
+
+def test_steps_are_compared_with_peft_and_with_training_all(pool):
+    """peft trains as many weights, with the same types; and training all takes more memory."""
+    ((trained, peft, full),) = pool.run(1, compare_steps)
+    assert trained == {torch.bfloat16: 0, torch.float32: lora_weights(from_dict(TREE).model.config, 4)}
+    assert peft["versus"] == "peft" and peft["versus_ratio"] > 0
+    ours, all_of_it = full["versus_memory_gib"]
+    weights = count_work(from_dict(TREE).model.config).parameters * 2**-30
+    assert ours < all_of_it and all_of_it > 16 * weights  # in fp32: weights, gradients, two states
 
 
 # ----------------------------------------------------------------------------------------------------------- whole runs

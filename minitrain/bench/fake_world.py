@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # the one sou
 from minitrain.bench.trace import ATTENTION, Trace, Tracer
 from minitrain.config import Config
 from minitrain.models.attention import Mask
+from minitrain.models.fp8 import is_placeholder
 from minitrain.parallel.mesh import Meshes, build_meshes, owned
 from minitrain.parallel.pipeline import Stage
 from minitrain.parallel.recompute import KEPT
@@ -125,28 +126,32 @@ def counting_mask(visible: float, length: int, device, documents=None, causal=Tr
 
 
 class Counted:
-    """The config's objective, told beforehand how many terms its batches have: fake tensors hold no labels to count.
+    """The config's objective, told beforehand how many terms its batches have: fake tensors hold no labels to count."""
 
-    `start` is called when a micro-batch's forward pass begins.
-    """
-
-    def __init__(self, objective, start: Callable[[], None]):
-        self.objective, self.start = objective, start
+    def __init__(self, objective):
+        self.loss = objective.loss
 
     def count(self, batch) -> int:
         return 1
+
+
+class Marked:
+    """An objective that calls `start` when a micro-batch's forward pass begins."""
+
+    def __init__(self, objective, start: Callable[[], None]):
+        self.objective, self.count, self.start = objective, objective.count, start
 
     def loss(self, model: Module, batch) -> Tensor:
         self.start()
         return self.objective.loss(model, batch)
 
 
-def trace_step(config: Config, world_size: int, rank: int = 0, visible: float = 1.0) -> Trace:
+def trace_step(config: Config, world_size: int, rank: int = 0, visible: float | None = 1.0) -> Trace:
     """What `rank` does in an optimizer step, not the first one: optimizer states are there.
 
-    visible: see `counting_mask`. The trace is marked with `forward` where a micro-batch begins (in a pipeline with
-    (stage, F, B or W, micro-batch) where a part of its schedule begins and with None where it ends) and with
-    `optimizer` where gradients are done.
+    visible: see `counting_mask`; None leaves attention as it is on CPUs. The trace is marked with `forward` where a
+    micro-batch begins (in a pipeline with (stage, F, B or W, micro-batch) where a part of its schedule begins and with
+    None where it ends) and with `optimizer` where gradients are done.
     """
     with fake_world(world_size, rank), stand_ins(visible):
         meshes = build_meshes(config, "cpu")
@@ -155,23 +160,30 @@ def trace_step(config: Config, world_size: int, rank: int = 0, visible: float = 
             dataset, _ = open_dataset(config)
             trainer = Trainer(dataclasses.replace(config, device="cpu"), meshes)
             make_optimizer_states(trainer)
-            tracer.hold(owned_tensors(trainer), "parameters")
-            tracer.hold(optimizer_tensors(trainer), "optimizer")
-            trainer.objective = Counted(trainer.objective, lambda: start_of_micro_batch(trainer, tracer))
-            with tracer, marked_schedule(tracer), marked_optimizer(trainer, tracer):
-                trainer.step(dataset, 0)
+            trainer.objective = Counted(trainer.objective)
+            record_step(trainer, dataset, tracer)
     return tracer.trace
 
 
+def record_step(trainer: Trainer, dataset, tracer: Tracer) -> None:
+    """Step 0 of a trainer whose optimizer states exist, into `tracer`. It may be a real one."""
+    tracer.hold(owned_tensors(trainer), "parameters")
+    tracer.hold(optimizer_tensors(trainer), "optimizer")
+    objective = trainer.objective
+    trainer.objective = Marked(objective, lambda: start_of_micro_batch(trainer, tracer))
+    with tracer, marked_schedule(tracer), marked_optimizer(trainer, tracer):
+        trainer.step(dataset, 0)
+    trainer.objective = objective
+
+
 @contextmanager
-def stand_ins(visible: float) -> Iterator[None]:
+def stand_ins(visible: float | None) -> Iterator[None]:
     """Attention that counts, compilation without kernels, and weights without values."""
-    mask = partial(counting_mask, visible)
     with ExitStack() as stack:
-        for room in ("attention", "mla", "wan"):
+        for room in ("attention", "mla", "wan") if visible is not None else ():
             stack.enter_context(patch(f"minitrain.models.{room}.attention", attend))
-        for room in ("decoder", "wan"):
-            stack.enter_context(patch(f"minitrain.models.{room}.make_mask", mask))
+        for room in ("decoder", "wan") if visible is not None else ():
+            stack.enter_context(patch(f"minitrain.models.{room}.make_mask", partial(counting_mask, visible)))
         for name in ("build.initialize", "build.load_weights", "loop.check_overlap"):
             stack.enter_context(patch(f"minitrain.training.{name}", lambda *args: None))
         stack.enter_context(patch("minitrain.parallel.parallelize.overlap_collectives", lambda *args: None))
@@ -179,6 +191,8 @@ def stand_ins(visible: float) -> Iterator[None]:
             room, function = f"minitrain.{name}".rsplit(".", 1)
             original = getattr(import_module(room), function)
             stack.enter_context(patch(f"{room}.{function}", without_fake_tensors(original)))
+        stack.enter_context(patch("minitrain.parallel.fp8.standing", lambda placeholder: placeholder))
+        stack.enter_context(patch("torch.as_strided", partial(as_strided_unless_placeholder, torch.as_strided)))
         stack.enter_context(patch.object(Module, "compile", compile_without_kernels))
         yield
 
@@ -191,6 +205,11 @@ def without_fake_tensors(function: Callable) -> Callable:
             return function(*args)
 
     return run
+
+
+def as_strided_unless_placeholder(as_strided: Callable, tensor: Tensor, *args, **kwargs) -> Tensor:
+    """In place of the tensor subclass by which parallel/fp8.py's placeholders pass through FSDP."""
+    return tensor if is_placeholder(tensor) else as_strided(tensor, *args, **kwargs)
 
 
 def compile_without_kernels(module: Module, **options) -> None:

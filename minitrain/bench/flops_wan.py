@@ -1,7 +1,7 @@
-"""FLOPs of a training step of Wan, as Megatron-Bridge counts them for the published rows, and what a row implies.
+"""FLOPs of a training step of Wan, as Megatron-Bridge counts them.
 
 Three times the forward pass's matrix products; attention counts in full, since every token sees every token, and
-recomputed activations not at all. The rows give TFLOP/s alone; divided into these FLOPs they become seconds per step.
+recomputed activations not at all. The published rows give TFLOP/s alone; these FLOPs make seconds per step of them.
 Source: NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/diffusion/models/wan/wan_provider.py (pull request 5249).
 """
 
@@ -23,8 +23,3 @@ def forward_flops(config: WanConfig, tokens: int, text_tokens: int = 512) -> int
 def training_flops(config: WanConfig, tokens: int, text_tokens: int = 512) -> int:
     """Of one video, forward and backward; per token, divide by `tokens`."""
     return 3 * forward_flops(config, tokens, text_tokens)
-
-
-def implied_step_time(config: WanConfig, tokens: int, tflops_per_gpu: float, global_batch: int, gpus: int) -> float:
-    """Seconds per optimizer step of a row that reached `tflops_per_gpu` on `global_batch` videos."""
-    return training_flops(config, tokens) * global_batch / gpus / (tflops_per_gpu * 1e12)

@@ -2,6 +2,9 @@
 
 On CUDA torch's allocator knows its peak. On CPU the resident set is far too coarse, but torch's profiler records every
 allocation and release, compiled code and recomputation included: their running sum has an exact peak.
+
+`estimate_memory` says before a run what it will take, from a step of the same program on fake tensors. It knows neither
+what the allocator wastes nor the workspaces of kernels and of the communication library.
 """
 
 import json
@@ -13,6 +16,17 @@ from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from minitrain.bench.fake_world import trace_step
+from minitrain.config import Config
+
+
+def estimate_memory(config: Config, world_size: int) -> dict[str, float]:
+    """GiB of rank 0 at the moment of a step when their sum is largest, by kind: parameters, gradients, ...
+
+    To be called before a process group starts.
+    """
+    return {kind: size / 2**30 for kind, size in trace_step(config, world_size).peak.items()}
 
 
 def working_memory(function: Callable[[], object], device: torch.device) -> int:

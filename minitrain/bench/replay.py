@@ -31,8 +31,21 @@ class Replay:
 
 def schedule_order(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int) -> list[list[Action]]:
     """What each rank does, in order."""
+    if schedule == "1F1B":  # torch has it, but lists a batch too many for its last rank
+        return [one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)]
     per_rank = get_schedule_ops(schedule, ranks, micro_batches, stages_per_rank)
     return [[action for entry in entries for action in flatten(entry)] for entries in per_rank]
+
+
+def one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[Action]:
+    """As many forward passes as there are stages from here on, then a backward pass after each."""
+    ahead = min(ranks - rank, micro_batches)
+    actions = [(rank, "F", batch) for batch in range(ahead)]
+    for batch in range(micro_batches):
+        actions.append((rank, "B", batch))
+        if batch + ahead < micro_batches:
+            actions.append((rank, "F", batch + ahead))
+    return actions
 
 
 def flatten(entry) -> list[Action]:

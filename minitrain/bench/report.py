@@ -6,18 +6,26 @@ def table(results: list[dict]) -> str:
     first = results[0]
     header = (
         f"{first['device']}, {first['world_size']} process(es), torch {first['torch']}; "
-        f"MFU is of the matmul rate measured here, {first['matmul_tflops']:.4g} TFLOP/s"
+        f"MFU is of the matmul rate {'measured here' if first['mode'] != 'simulated' else 'of large products there'}, "
+        f"{first['matmul_tflops']:.4g} TFLOP/s"
     )
     columns = {
         "row": [r["row"] if r["mode"] == "measured" else f"{r['row']} ({r['mode']})" for r in results],
+        "fits": [{True: "yes", False: "no"}.get(r.get("fits"), "") for r in results],
         "step s": [f"{r['step_time_s']:.4g}" for r in results],
         "tokens/s/GPU": [f"{r['tokens_per_sec_per_gpu']:,.0f}" for r in results],
         "TFLOP/s": [f"{r['tflops_per_gpu']:.4g}" for r in results],
         "clean TFLOP/s": [f"{r['clean_tflops_per_gpu']:.4g}" for r in results],
         "MFU": [f"{r['mfu']:.1%}" for r in results],
         "peak GiB": [f"{r['peak_memory_gib']:.2f}" for r in results],
-        "activations GiB": [f"{r['activations_gib']:.3f}" for r in results],
-        "compile s": [f"{r['compile_s']:.1f}" if r["compile_s"] else "" for r in results],
+        "estimated": [number(r.get("estimated_memory_gib"), ".2f") for r in results],
+        "activations GiB": [number(r.get("activations_gib"), ".3f") for r in results],
+        "activations estimated": [number(r.get("estimated_activations_gib"), ".3f") for r in results],
+        "compile s": [number(r.get("compile_s") or None, ".1f") for r in results],
+        **{
+            f"{phase} s": [number(r.get(f"{phase}_s"), ".3g") for r in results]
+            for phase in ("generation", "logprobs", "training", "refit")
+        },
         "published tokens/s": [number(published(r), ",.0f") for r in results],
         "published step s": [number(r["published_step_time_s"], ".4g") for r in results],
         "ratio": [number(r["ratio"], ".3f") for r in results],
@@ -30,7 +38,7 @@ def table(results: list[dict]) -> str:
 
 def published(result: dict) -> float | None:
     """The table's tokens/s per GPU, where this result can be compared with it."""
-    return None if result["ratio"] is None else result["reference"]["tokens_per_sec_per_gpu"]
+    return None if result["ratio"] is None else result["reference"].get("tokens_per_sec_per_gpu")
 
 
 def number(value: float | None, form: str) -> str:

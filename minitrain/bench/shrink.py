@@ -136,6 +136,7 @@ def work(rank: int, ranks: int, folder: Path, config: Config, row: str, steps: i
         (folder / f"error-{rank}").write_text(str(error), encoding="utf-8")
         os._exit(2)
     if rank == 0:
-        (folder / "result").write_text(json.dumps(result | {"mode": "shrunk", "ratio": None}), encoding="utf-8")
+        small = result | {"mode": "shrunk", "ratio": None, "published_step_time_s": None}
+        (folder / "result").write_text(json.dumps(small), encoding="utf-8")
     dist.barrier()
     os._exit(0)  # the interpreter's own teardown sometimes aborts after FSDP has run on gloo

@@ -74,14 +74,18 @@ class Simulation:
         return dict(parts) | {"bubble" if self.pipeline else "tail": max(0.0, rest)}
 
 
-def simulate(config: Config, system: System) -> Simulation:
-    """Run the config's step in its full world. Raises InputError for a layout that cannot work."""
+def record(config: Config) -> tuple[dict[int, Trace], int, int]:
+    """A trace for each place in the pipeline, a rank's micro-batches per step, and how many of them were run."""
     small, micro_batches = few_micro_batches(with_balanced_experts(config))
-    ranks, traced = stated_ranks(config), few(config, micro_batches)
-    alike = representatives(config)
+    ranks, alike = stated_ranks(config), representatives(config)
     stage_ranks, visible = ranks // config.parallel.pp, visible_share(small)
-    by_place = trace_all({place: (small, ranks, place * stage_ranks, visible) for place in alike.values()})
+    by_place = trace_all({place: (small, ranks, place * stage_ranks, visible) for place in set(alike.values())})
     traces = {place: by_place[representative] for place, representative in alike.items()}
+    return traces, micro_batches, few(config, micro_batches)
+
+
+def timed(config: Config, traces: dict[int, Trace], micro_batches: int, traced: int, system: System) -> Simulation:
+    """What was recorded, in seconds."""
     lines = {place: play(trace, system, config.compile) for place, trace in traces.items()}
     simulation = Simulation(traces, lines, micro_batches, traced, 0.0)
     if config.parallel.pp == 1:
@@ -148,11 +152,15 @@ def representatives(config: Config) -> dict[int, int]:
 # -------------------------------------------------------------------------------------------------------- the figures
 
 
-def simulated_row(config: Config, row: str, system: System) -> dict:
-    """The config's result, with keys as in the README. Of several ranks' figures, the largest; breakdowns are of the
-    rank that holds the most."""
+def simulated_row(config: Config, row: str, system: System) -> tuple[Simulation, dict]:
+    """The simulation and the config's result, with keys as in the README: `figures`, and how long it took."""
     began = time.perf_counter()
-    simulation = simulate(config, system)
+    simulation = timed(config, *record(config), system)
+    return simulation, figures(config, row, system, simulation) | {"simulated_in_s": time.perf_counter() - began}
+
+
+def figures(config: Config, row: str, system: System, simulation: Simulation) -> dict:
+    """Memory is that of the rank that holds the most; FLOPs, messages and the breakdown are the first rank's."""
     ranks = stated_ranks(config)
     tokens = config.batch.global_ * config.batch.seq_len / simulation.step / ranks
     clean_flops = tokens * count_flops(config, clean)
@@ -171,6 +179,9 @@ def simulated_row(config: Config, row: str, system: System) -> dict:
         "tflops_per_gpu": as_published / 1e12,
         "clean_tflops_per_gpu": clean_flops / 1e12,
         "mfu": clean_flops / (system.fp8 if config.precision == "fp8" else system.bf16),
+        "matmul_tflops": (system.fp8 if config.precision == "fp8" else system.bf16) / 1e12,
+        "activations_gib": fullest.peak["activations"] / 2**30,
+        "compile_s": None,
         "executed_flops_per_gpu": simulation.flops(),
         "collectives": simulation.collectives(),
         "breakdown_s": simulation.breakdown(),
@@ -181,7 +192,6 @@ def simulated_row(config: Config, row: str, system: System) -> dict:
         "published_step_time_s": published_step_time(config),
         "ratio": compare(tokens, as_published, config.reference),
         "torch": torch.__version__,
-        "simulated_in_s": time.perf_counter() - began,
     }
 
 

@@ -35,8 +35,8 @@ class Event:
 
     kind: `gemm`, `grouped`, `attention`, `memory`, or `collective`. reads, writes: (storage number, bytes) of each
     tensor. sizes: of a matrix product, (batch or groups, m, n, k). payload: bytes of a collective's full, gathered or
-    unreduced tensor; group: its name in `Trace.groups`; dimension: that of the mesh that it runs over. element: bytes per
-    element of what is multiplied.
+    unreduced tensor; group: its name in `Trace.groups`; dimension: that of the mesh that it runs over. element: bytes
+    per element of what is multiplied.
     """
 
     name: str
@@ -225,9 +225,8 @@ class Tracer(TorchDispatchMode):
         self.hold((x for x in written if self.sizes[self.number(x, "gathered")][1] == "activations"), "gathered")
         writes = [(self.number(x), nbytes(x)) for x in written]
         reads = [(self.number(x), nbytes(x)) for x in read]
-        dimension = self.dimension_of(group, functional)
-        event = Event(name.strip("_"), "collective", 0, reads, writes, payload=payload, group=group, dimension=dimension)
-        self.trace.events.append(event)
+        where = dict(payload=payload, group=group, dimension=self.dimension_of(group, functional))
+        self.trace.events.append(Event(name.strip("_"), "collective", 0, reads, writes, **where))
 
     def group_of(self, args) -> str:
         """The name of a collective's group, which is noted if no mesh has it (flattened ones, the world)."""
@@ -241,7 +240,7 @@ class Tracer(TorchDispatchMode):
         return words[-1]
 
     def dimension_of(self, group: str, functional: bool) -> str:
-        """Where several meshes have the same ranks for a dimension, they share a group: FSDP's calls tell themselves."""
+        """Dimensions of the same ranks share a group; FSDP's calls are told from others by their form."""
         names = self.trace.groups[group][0]
         return next((name for name in names if (name in SHARDS) != functional), names[0])
 

@@ -41,13 +41,11 @@ class PeftTrainer(TransformersTrainer):
 
 def versus_peft(config: Config, meshes: Meshes, row: str, steps: int, warmup: int) -> dict:
     """See `in_turns`."""
-    check_adapters(config, "peft")
     return in_turns(config, meshes, row, steps, warmup, "peft", PeftTrainer)
 
 
 def versus_full(config: Config, meshes: Meshes, row: str, steps: int, warmup: int) -> dict:
     """See `in_turns`; and the GiB that each takes: weights, gradients, optimizer states and activations."""
-    check_adapters(config, "full")
     trainers = []
 
     def whole_model(ours: Trainer) -> Trainer:
@@ -59,6 +57,7 @@ def versus_full(config: Config, meshes: Meshes, row: str, steps: int, warmup: in
 
 
 def check_adapters(config: Config, rival: str) -> None:
+    """Raises InputError for a config that these two have nothing to say about."""
     if config.lora is None:
         raise InputError(f"--versus {rival} is about adapters, and the config has none (give it a lora section)")
 

@@ -105,18 +105,30 @@ class Learner:
 
     # ------------------------------------------------------------------------------------------- weights that are kept
 
-    def keep_reference(self, checkpointer: Checkpointer) -> None:
-        """Make the reference model: the weights of a checkpoint, which is written now if there is none.
+    def keep_reference(self, checkpointer: Checkpointer | None) -> None:
+        """Make the reference model: the weights of a checkpoint, or as they are now, for which one is written then.
 
         With adapters there is nothing to keep: the reference is the model without them.
         """
         if self.config.lora is not None:
             return
-        if checkpointer.latest() is None:
-            checkpointer.save(0, self.model, self.trainer.optimizer, {})
         self.reference = build_model(self.config, self.meshes)
-        checkpointer.load(self.reference, make_optimizer(self.reference, self.config.optim))
+        optimizer = make_optimizer(self.reference, self.config.optim)  # has no state, but belongs into a checkpoint
+        if checkpointer is not None and checkpointer.latest() is not None:
+            checkpointer.load(self.reference, optimizer)
+        else:
+            self.copy_to(self.reference)
+            if checkpointer is not None:
+                checkpointer.save(0, self.reference, optimizer, {})
+                checkpointer.wait()
         self.reference.requires_grad_(False)
+
+    @torch.no_grad()
+    def copy_to(self, other: Module) -> None:
+        """Give a model of the same layout the policy's weights."""
+        weights = self.model.state_dict()
+        for name, tensor in other.state_dict().items():
+            owned(tensor)[0].copy_(owned(weights[name])[0])
 
     def weights(self) -> Parts:
         """This rank's parts of the policy's weights and buffers, adapters merged. All that train call it together."""

@@ -73,9 +73,12 @@ def curve(step: int, numbers: dict[str, float]) -> str:
 
 
 class Run:
-    """This rank's part in a training run: its `learner` if it trains, its `collector` if it samples."""
+    """This rank's part in a training run: its `learner` if it trains, its `collector` if it samples.
 
-    def __init__(self, config: Config, folder: Path):
+    folder: where responses and checkpoints go; None: nowhere, for measurements.
+    """
+
+    def __init__(self, config: Config, folder: Path | None):
         self.problems, self.held_out, self.tokenizer, end = open_problems(config)
         # sampler and trainer would disagree on a router that changes for reasons of its own
         shape = dataclasses.replace(config.model.config, router_aux_loss_coef=0.0, bias_update_speed=0.0)
@@ -90,8 +93,8 @@ class Run:
         self.learner = self.collector = None
         if dist.get_rank() in training:
             self.learner = Learner(config, meshes, self.phase)
-            where, keep = folder / "checkpoints", config.checkpoint.keep
-            self.checkpointer = Checkpointer(where, keep, config.checkpoint.asynchronous, self.trainers)
+            if folder is not None:
+                self.checkpointer = self.new_checkpointer("checkpoints", config.checkpoint.keep)
         model = self.connect(meshes.batch.device_type, dist.get_rank() in sampling)
         if model is not None:
             replica, replicas = (dist.get_rank() - sampling[0]) // config.rollout.tp, len(sampling) // config.rollout.tp
@@ -130,21 +133,27 @@ class Run:
     def begin(self) -> int:
         """Load the newest checkpoint, or warm up; returns the number of steps that are done."""
         first = 0
-        if self.learner is not None:
-            resumed = self.checkpointer.load(self.learner.model, self.learner.trainer.optimizer)
-            first = resumed["step"] if resumed else 0
-            if not self.config.checkpoint.resume and first:
-                raise InputError(f"checkpoint.resume=false, but {self.folder} holds checkpoints (use another out_dir)")
-            if not first:
-                self.learner.warm_up(self.problems)
-            if self.config.grpo.kl:
-                self.learner.keep_reference(Checkpointer(self.folder / "reference", keep=1, group=self.trainers))
-            if dist.get_rank() == 0:
-                tree = yaml.safe_dump(to_dict(self.config), sort_keys=False)
-                (self.folder / "config.yaml").write_text(tree, encoding="utf-8")
+        if self.learner is not None and self.folder is not None:
+            first = self.load()
+        if self.learner is not None and not first:
+            self.learner.warm_up(self.problems)
+        if self.learner is not None and self.config.grpo.kl:
+            self.learner.keep_reference(self.folder and self.new_checkpointer("reference", keep=1))
         first = self.tell(first, 0)
         self.update_sampler()
         return first
+
+    def load(self) -> int:
+        resumed = self.checkpointer.load(self.learner.model, self.learner.trainer.optimizer)
+        if resumed and not self.config.checkpoint.resume:
+            raise InputError(f"checkpoint.resume=false, but {self.folder} holds checkpoints (use another out_dir)")
+        if dist.get_rank() == 0:
+            tree = yaml.safe_dump(to_dict(self.config), sort_keys=False)
+            (self.folder / "config.yaml").write_text(tree, encoding="utf-8")
+        return resumed["step"] if resumed else 0
+
+    def new_checkpointer(self, name: str, keep: int) -> Checkpointer:
+        return Checkpointer(self.folder / name, keep, self.config.checkpoint.asynchronous, self.trainers)
 
     def steps(self, first: int) -> Iterator[dict[str, Any]]:
         """Run the steps from `first` on, yielding the numbers of each, for the log."""
@@ -192,7 +201,7 @@ class Run:
         """What was collected for `step`, on all ranks and on disk."""
         with self.phase("refit"):
             groups, self.seconds["generation"] = self.tell(collected, self.speaker)
-            if dist.get_rank() == 0:
+            if dist.get_rank() == 0 and self.folder is not None:
                 write_rollouts(self.rollouts(step), groups)
         return groups
 
@@ -253,7 +262,7 @@ def is_whole(model: Decoder | Pipeline) -> bool:
 
 
 def make_sampler_model(config: Config, tp: DeviceMesh) -> Decoder:
-    """A model to sample from, in the type that the trainer computes in, split over the ranks of `tp`; without values."""
+    """A model to sample from, in the type that the trainer computes in, split over the ranks of `tp`; no values yet."""
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     with torch.device("meta"):
         model = Decoder(config.model.config).to(dtype)

@@ -87,12 +87,9 @@ def encode(
 def check_lengths(problems: list[Problem], config: Config) -> None:
     if not problems:
         raise InputError(f"data.path={config.data.path} holds no problem")
-    longest, room = max(len(problem.prompt) for problem in problems), config.rollout.max_tokens
-    if longest + room - 1 > config.batch.seq_len:
-        raise InputError(
-            f"batch.seq_len={config.batch.seq_len} is less than the longest prompt, {longest} tokens, and "
-            f"rollout.max_tokens={room} (use at least {longest + room - 1})"
-        )
+    longest, room = max(len(problem.prompt) for problem in problems), config.batch.seq_len
+    if longest > room:
+        raise InputError(f"batch.seq_len={room} leaves no room for a response to the longest prompt, {longest} tokens")
 
 
 # ----------------------------------------------------------------------------------------------------------- JSON lines

@@ -46,8 +46,7 @@ class Collector:
         chosen, silent = [], []
         for turn in range(rounds):
             first = (step * rounds + turn) * count
-            params = self.params(self.config.rollout.temperature, self.config.grpo.group)
-            groups = self.sample(problems.take(first, count), first, params)
+            groups = self.sample(problems.take(first, count), first, self.config.grpo.group)
             if rounds == 1:
                 return groups
             for group in groups:
@@ -56,20 +55,22 @@ class Collector:
                 break
         return renumber((chosen + silent)[:count])
 
-    def sample(self, problems: list[Problem], first: int, params: dict) -> list[Group]:
-        """A group of responses to each problem; they are number first, first + 1, ... of all."""
+    def sample(self, problems: list[Problem], first: int, n: int, greedy: bool = False) -> list[Group]:
+        """n responses to each problem; they are problems number first, first + 1, ... of all."""
         mine = range(self.replica, len(problems), self.replicas)
-        requests = [SamplingParams(**params, seed=self.seed(first + i)) for i in mine]
+        requests = [self.request(problems[i], first + i, n, greedy) for i in mine]
         prompts = [problems[i].prompt for i in mine]
         completions = iter(self.sampler.generate(prompts, requests) if requests else [])
-        groups = {i: [self.rewarded(i, problems[i], next(completions)) for _ in range(params["n"])] for i in mine}
+        groups = {i: [self.rewarded(i, problems[i], next(completions)) for _ in range(n)] for i in mine}
         shares = gather(groups, self.group)
         return [group for _, group in sorted(item for share in shares for item in share.items())]
 
-    def params(self, temperature: float, n: int) -> dict:
-        return {
-            "temperature": temperature, "n": n, "max_tokens": self.config.rollout.max_tokens, "stop_tokens": (self.end,)
-        }  # fmt: skip
+    def request(self, problem: Problem, number: int, n: int, greedy: bool) -> SamplingParams:
+        """A prompt and its response fit into a row of batch.seq_len, which reads all of it but the last token."""
+        room = self.config.batch.seq_len + 1 - len(problem.prompt)
+        limit = min(self.config.rollout.max_tokens, room)
+        temperature = 0.0 if greedy else self.config.rollout.temperature
+        return SamplingParams(temperature, max_tokens=limit, n=n, stop_tokens=(self.end,), seed=self.seed(number))
 
     def seed(self, number: int) -> int:
         digest = hashlib.blake2b(f"{self.config.seed}/{number}".encode(), digest_size=4).digest()
@@ -91,8 +92,8 @@ class Collector:
         A response passes if its reward is at least 1. pass@k: is one of k responses right, see `pass_at`.
         """
         chosen, n = problems.problems[:count], self.config.grpo.eval_samples
-        greedy = self.sample(chosen, 0, self.params(0.0, 1))
-        sampled = self.sample(chosen, 0, self.params(self.config.rollout.temperature, n))
+        greedy = self.sample(chosen, 0, n=1, greedy=True)
+        sampled = self.sample(chosen, 0, n)
         right = [sum(rollout.reward >= 1 for rollout in group) for group in sampled]
         numbers = {"greedy": sum(group[0].reward >= 1 for group in greedy) / len(greedy)}
         for k in (2**i for i in range(n.bit_length())):

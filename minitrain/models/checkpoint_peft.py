@@ -30,7 +30,7 @@ from minitrain.models.checkpoint_hf import all_of
 from minitrain.models.config_hf import read_json
 from minitrain.models.decoder import Decoder
 from minitrain.models.layouts_hf import interleave
-from minitrain.models.lora import Lora, add_adapters, is_adapter, is_meant
+from minitrain.models.lora import Lora, add_adapters, check_targets, is_adapter, is_meant
 from minitrain.models.mamba import by_group, by_part
 from minitrain.models.wan import Wan, WanConfig
 
@@ -106,9 +106,10 @@ def _read_tensors(config, lora: Lora, path: Path) -> dict[str, Tensor]:
 
 
 def adapter_shapes(config, lora: Lora) -> dict[str, torch.Size]:
-    """Name and shape of every adapter's parameters in the model of `config`."""
+    """Name and shape of every adapter's parameters in the model of `config`. Raises InputError: see `check_targets`."""
     with torch.device("meta"):
         model = (Wan if isinstance(config, WanConfig) else Decoder)(config)
+    check_targets(model, lora.targets)
     add_adapters(model, lora)
     return {name: parameter.shape for name, parameter in model.named_parameters() if is_adapter(name)}
 

@@ -64,7 +64,7 @@ class Fp8Linear(nn.Linear):
 
 
 def placeholder(shape: torch.Size, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """What stands for a parameter whose values are in FP8 elsewhere, and gets its gradient: one NaN, seen everywhere."""
+    """What stands for a parameter whose values are in FP8 elsewhere, and gets its gradient: one NaN, `shape` times."""
     return torch.full((), float("nan"), dtype=dtype, device=like.device).expand(shape)
 
 
@@ -139,6 +139,6 @@ def power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x * scale in FP8. Clamped first: beyond the largest number torch's cast gives NaN or infinity in some versions."""
+    """x * scale in FP8. Clamped first: of what is larger, some versions of torch make NaN or infinity."""
     bound = torch.finfo(dtype).max
     return (x.detach().float() * scale).clamp(-bound, bound).to(dtype)

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.errors import InputError
-from minitrain.models.moe import Experts
+from minitrain.models.moe import Experts, grouped_mm
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -80,9 +80,14 @@ def find_targets(model: nn.Module, targets: Iterable[str]) -> dict[str, tuple[nn
     """The weights that `targets` name: path -> (module, name of its parameter).
 
     A target is the path of a Linear in the model's blocks or the end of one (`q_proj`, `self_attn.q_proj`). Stacks of
-    experts are only meant where `experts.` says so (`experts.down_proj`). Raises InputError for a target that names
-    nothing, unless it is one of TARGETS, of which a model has those that its family has, but at least one.
+    experts are only meant where `experts.` says so (`experts.down_proj`).
     """
+    weights = adaptable(model)
+    return {path: weights[path] for path in weights if any(is_meant(path, target) for target in targets)}
+
+
+def adaptable(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """All that can be a target, as `find_targets` gives it."""
     inside = {id(module) for block in model.blocks for module in block.modules()}
     weights = {}
     for path, module in model.named_modules():
@@ -90,13 +95,20 @@ def find_targets(model: nn.Module, targets: Iterable[str]) -> dict[str, tuple[nn
             weights[path] = module, "weight"
         elif isinstance(module, Experts):
             weights |= {f"{path}.{name}": (module, name) for name in (module.first, "down_proj")}
-    found = {target: {path for path in weights if is_meant(path, target)} for target in targets}
-    unknown = [target for target, paths in found.items() if not paths and target not in TARGETS]
-    if unknown or (weights and not any(found.values())):
-        names = sorted({_short(path) for path in weights})
-        raise InputError(f"lora.targets: the model has no {', '.join(unknown or found)} (it has {', '.join(names)})")
-    chosen = set().union(*found.values())
-    return {path: weight for path, weight in weights.items() if path in chosen}
+    return weights
+
+
+def check_targets(model: nn.Module, targets: list[str]) -> None:
+    """Raises InputError for a target that names nothing in a complete `model`.
+
+    Those of TARGETS are excepted, of which a family has some, as long as there is one.
+    """
+    paths = adaptable(model)
+    missing = [target for target in targets if not any(is_meant(path, target) for path in paths)]
+    unknown = [target for target in missing if target not in TARGETS or missing == targets]
+    if unknown or not targets:
+        names = ", ".join(sorted({_short(path) for path in paths}))
+        raise InputError(f"lora.targets: the model has no {', '.join(unknown) or 'target'} (it has {names})")
 
 
 def _short(path: str) -> str:
@@ -149,8 +161,8 @@ def adapted_product(experts: Experts, name: str, x: Tensor, scale: Tensor, offse
     if not hasattr(experts, name + "_lora_A"):
         return y
     a, b = getattr(experts, name + "_lora_A"), getattr(experts, name + "_lora_B") * experts.lora.scale
-    inner = F.grouped_mm(drop(experts, x), a.to(x.dtype).transpose(-2, -1), offs=offsets)
-    return y + F.grouped_mm(inner, b.to(x.dtype).transpose(-2, -1), offs=offsets)
+    inner = grouped_mm(drop(experts, x), a.to(x.dtype).transpose(-2, -1), offsets)
+    return y + grouped_mm(inner, b.to(x.dtype).transpose(-2, -1), offsets)
 
 
 def require_gradient(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:

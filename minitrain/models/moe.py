@@ -12,7 +12,8 @@ Largest tensors: [tokens x top_k, hidden] and [tokens x top_k, 2 x intermediate]
 
 Balance, all off by default: `bias_update_speed` for the selection bias of DeepSeek-V3, `router_aux_loss_coef` for an
 auxiliary loss, and `fake_balanced_gate`, with which the published throughput tables were measured.
-Left out: capacity limits, router noise and z-loss; and expert parallelism, which replaces `MoE.dispatch`.
+Left out: capacity limits, router noise and z-loss; and expert parallelism, which replaces `MoE.dispatch`
+(parallel/expert.py).
 """
 
 from collections.abc import Callable
@@ -278,14 +279,53 @@ class Experts(nn.Module):
         offsets = counts.cumsum(0, dtype=torch.int32)
         weights = weights[:, None]
         hidden = self._linear(self.first, x, torch.ones_like(weights), offsets)
-        hidden = self.gated(*hidden.unflatten(-1, (-1, 2)).unbind(-1)) if self.gated else F.relu(hidden).square()
+        if self.gated:
+            gate, up = hidden.unflatten(-1, (-1, 2)).unbind(-1)
+            hidden = self.gated(gate.contiguous(), up.contiguous())  # copies, without the compiler: far faster on CPU
+        else:
+            hidden = F.relu(hidden).square()
         return self._linear("down_proj", hidden * weights, weights, offsets)
 
     def _linear(self, name: str, x: Tensor, scale: Tensor, offsets: Tensor) -> Tensor:
         """x W_e^T + scale b_e. A bias is a second product, so that its gradient is one too and not a scattered sum."""
-        y = F.grouped_mm(x, getattr(self, name).transpose(-2, -1), offs=offsets)
+        y = grouped_mm(x, getattr(self, name).transpose(-2, -1), offsets)
         bias = getattr(self, name + "_bias")
         if bias is None:
             return y
         padding = 7  # grouped_mm wants rows of 16 bytes
-        return y + F.grouped_mm(F.pad(scale, (0, padding)), F.pad(bias[:, None], (0, 0, 0, padding)), offs=offsets)
+        return y + grouped_mm(F.pad(scale, (0, padding)), F.pad(bias[:, None], (0, 0, 0, padding)), offsets)
+
+
+def grouped_mm(x: Tensor, stack: Tensor, offsets: Tensor) -> Tensor:
+    """[rows, out]: each row of x [rows, in] times its expert's matrix in stack [experts, in, out].
+
+    Rows are sorted by expert; offsets: int32 [experts], where each one's end. The compiler knows the shapes of torch's
+    operator in bf16 only, so in other types it gets ours, which is the same.
+    """
+    if torch.compiler.is_compiling() and x.dtype != torch.bfloat16:
+        return _grouped_mm(x, stack, offsets)
+    return F.grouped_mm(x, stack, offs=offsets)
+
+
+@torch.library.custom_op("minitrain::grouped_mm", mutates_args=())
+def _grouped_mm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    return F.grouped_mm(x, y, offs=offsets)
+
+
+@_grouped_mm.register_fake
+def _(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    stacked = () if y.ndim == 3 else offsets.shape  # of matrices alone, what they have in common is cut by expert
+    return x.new_empty(*stacked, x.shape[0], y.shape[-1])
+
+
+def _keep_factors(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_mm_backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    x, stack, offsets = ctx.saved_tensors
+    grad = grad.contiguous()
+    return _grouped_mm(grad, stack.transpose(-2, -1), offsets), _grouped_mm(x.T, grad, offsets), None
+
+
+_grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_keep_factors)

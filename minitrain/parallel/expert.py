@@ -1,29 +1,29 @@
 """Expert parallelism (GShard, Lepikhin et al. 2020): every rank has some of the experts, and tokens travel to them.
 
-The ep ranks of a group each have tokens of their own and num_experts / ep neighbouring experts. In a layer of experts:
+The ep ranks of a group each have tokens of their own, and E / ep neighbouring ones of the E experts. In a layer:
 
-    route       each rank chooses experts for its tokens: [tokens, ranks, experts of a rank], a weight or NOT_CHOSEN
-    send        a token goes to every rank that has one of its experts, once, however many of them it has there
-    expand      where it arrives, it is copied for each of its experts, sorted by expert, and the experts compute
-    add up      the weighted outputs of a token's experts are added where they are, so that one row goes back per row
-    return      and its own rank adds up what comes from the ranks
+    choose    each rank routes its tokens; for each token and rank there are weights, or NOT_CHOSEN, of E / ep experts
+    send      a token goes to every rank that has one of its experts: once, however many of them it has there
+    expand    where it arrives it is copied for each of these experts, sorted by expert, and they compute
+    add up    the weighted outputs of its experts there, so that one row goes back for one that came
+    return    and its own rank adds up what the ranks send back
 
-A rank sends, and receives, per layer and forward pass, with r the number of other ranks that a token goes to (top_k of
-E experts, evenly: r = (ep - 1) (1 - C(E - E/ep, top_k) / C(E, top_k)); if they are neighbours, hardly more than one)
+Cost: with r the number of other ranks that a token goes to, a rank sends, per layer and forward pass,
 
-    tokens x r x (2 width + E / ep) numbers,
+    tokens x r x (2 width + E / ep) numbers      (width: of what experts see; rows, back and forth, and weights)
 
-width being that of the experts' input: out, with the weights, and back. The backward pass sends the same, recomputation
-the forward's again. What it saves over a row per chosen expert is the factor top_k / r.
+and the backward pass the same; recomputation repeats the forward's. If all experts are equally likely, a token has none
+at a given rank with probability q = C(E - E / ep, top_k) / C(E, top_k), so r = (ep - 1) (1 - q); if its experts are
+neighbours, as with the fake gate of benchmarks, r is about 1. A row per chosen expert would be r = top_k (ep - 1) / ep.
 
-How many rows come from where only the ranks that send them know: one small all-to-all and one wait of the host per
-layer. With the fake gate of benchmarks all is known in advance, and nothing waits. Nothing is dropped or padded; a rank
-may get no token at all.
+How many rows come from where only their senders know: that is one more all-to-all, of two numbers per rank, and the one
+time per layer that the host waits. With the fake gate it is known in advance, and nothing waits. No token is dropped,
+no rows are padded, and a rank may get none at all. Either way a block compiles as one graph.
 
-Experts live on a mesh of their own, (dp_replicate, dp_shard, ep): DTensors, split by expert over ep and sharded by FSDP
-along their next dimension over dp_shard, the ranks that have the same experts; there, data-parallel, context-parallel
-and tensor-parallel ranks are all alike, since each has other tokens. Routers, shared experts and all else stay on the
-usual mesh. Left out: sending while computing, and going to several ranks of a node by one.
+Experts have a mesh of their own, (dp_replicate, dp_shard, ep). They are DTensors, split by expert over ep, which FSDP
+then shards along another dimension over dp_shard, the ranks that have the same experts. On this mesh data-, context-
+and tensor-parallel ranks are all alike: each has other tokens. Routers, shared experts and all else stay where they
+were. Left out: computing while sending, and reaching several ranks of a node through one of them.
 """
 
 from collections.abc import Callable
@@ -83,27 +83,24 @@ def dispatch(
     """
     table = x.new_full((len(x), experts.num_experts), NOT_CHOSEN).scatter(1, indices, weights)
     table = table.unflatten(1, (mesh.size(), -1))  # [tokens, ranks, experts of a rank]
-    sizes = get_sizes(table.detach() != NOT_CHOSEN)
-    leaving = list_copies((table.detach() != NOT_CHOSEN).any(-1), sum(sizes.sends))
-    outward = sizes.receives, sizes.sends, mesh
-    rows = collectives.all_to_all_single_autograd(CopyRows.apply(x, leaving), *outward)
-    weights = collectives.all_to_all_single_autograd(at_copies(table, leaving), *outward)  # [rows, experts of a rank]
+    chosen = table.detach() != NOT_CHOSEN
+    sizes = get_sizes(chosen)
+    to_ranks = list_copies(chosen.any(-1), sum(sizes.sends))
+    rows = exchange(CopyRows.apply(x, to_ranks), mesh, sizes.sends, sizes.receives)  # [rows, width]
+    weights = exchange(at_copies(table, to_ranks), mesh, sizes.sends, sizes.receives)  # [rows, experts of this rank]
     chosen = weights.detach() != NOT_CHOSEN
-    expanded = list_copies(chosen, sizes.pairs)
-    outputs = experts(CopyRows.apply(rows, expanded), at_copies(weights, expanded), chosen.sum(0))
-    outputs = AddRows.apply(outputs, expanded)
-    return AddRows.apply(collectives.all_to_all_single_autograd(outputs, sizes.sends, sizes.receives, mesh), leaving)
+    to_experts = list_copies(chosen, sizes.pairs)
+    outputs = experts(CopyRows.apply(rows, to_experts), at_copies(weights, to_experts), chosen.sum(0))
+    sums = AddRows.apply(outputs, to_experts)  # [rows, width]
+    return AddRows.apply(exchange(sums, mesh, sizes.receives, sizes.sends), to_ranks)
+
+
+def exchange(x: Tensor, mesh: DeviceMesh, sends: list[int], receives: list[int]) -> Tensor:
+    """[rows to rank 0, then to rank 1, ..., width] -> [rows from rank 0, ..., width]. Gradients are sent back."""
+    return collectives.all_to_all_single_autograd(x, receives, sends, mesh)
 
 
 # --------------------------------------------------------------------------------------------------------------- sizes
-
-
-def sizes_of(router: Router, mesh: DeviceMesh) -> Callable[[Tensor], "Sizes"]:
-    """How ranks learn a layer's sizes from what they chose for their tokens: bool [tokens, ranks, experts of a rank]."""
-    if router.fake_balanced:
-        known = router.top_k, router.num_experts, mesh.size(), mesh.get_local_rank()
-        return lambda chosen: known_sizes(*known, len(chosen))
-    return partial(exchange_sizes, mesh)
 
 
 class Sizes(NamedTuple):
@@ -112,6 +109,14 @@ class Sizes(NamedTuple):
     sends: list[int]  # rows to each rank
     receives: list[int]  # rows from each rank
     pairs: int  # of received rows and experts of this rank
+
+
+def sizes_of(router: Router, mesh: DeviceMesh) -> Callable[[Tensor], Sizes]:
+    """How a rank learns the sizes from what it chose for its tokens: bool [tokens, ranks, experts of a rank]."""
+    if router.fake_balanced:
+        known = router.top_k, router.num_experts, mesh.size(), mesh.get_local_rank()
+        return lambda chosen: known_sizes(*known, len(chosen))
+    return partial(exchange_sizes, mesh)
 
 
 def exchange_sizes(mesh: DeviceMesh, chosen: Tensor) -> Sizes:

@@ -60,7 +60,7 @@ class Fp8Shards:
         return self.steps * weight.requires_grad, weight._version, weight._local_tensor._version
 
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
-        """A weight's shard in FP8, and the weight's inverse scale, fp32. All ranks of the mesh must call it together."""
+        """A weight's shard in FP8, and its inverse scale, fp32. All ranks of the mesh must call it together."""
         if self.seen[number] != self.state(number):
             self.update([n for n in range(len(self.weights)) if self.seen[n] != self.state(n)])
         return self.shards[number]
@@ -99,7 +99,11 @@ def after_gather(gathered: tuple[Tensor], notes: tuple, dtype: torch.dtype, *, o
     """Give the Linear its weight in FP8, and FSDP, the first time, what stands in the parameter's place."""
     linear, size, inverse = notes
     linear.gathered = gathered[0][: size[0]], inverse
-    return None if out is not None else (placeholder(size, inverse, dtype).as_subclass(Standing), [])
+    return None if out is not None else (standing(placeholder(size, inverse, dtype)), [])
+
+
+def standing(tensor: Tensor) -> Tensor:
+    return tensor.as_subclass(Standing)
 
 
 class Standing(Tensor):

@@ -51,8 +51,9 @@ def parallelize(model: Module, config: Config, meshes: Meshes) -> None:
     if config.parallel.async_tp:
         overlap_collectives(meshes.tp)
     if config.compile:
+        dynamic = None if config.data.kind == "latents" else False  # None: when another length comes
         for block in model.blocks:
-            block.compile(fullgraph=True, dynamic=False)
+            block.compile(fullgraph=True, dynamic=dynamic)
     # adapters are cast where they are used, and what is frozen has the right type: one rank needs no FSDP for that
     compute_dtype = torch.bfloat16 if config.precision in ("bf16", "fp8") and not config.lora else None
     # FSDP shards, adds up tensor parallelism's partial gradients, and casts weights: one rank may need it for that

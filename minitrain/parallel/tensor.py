@@ -19,17 +19,18 @@ rank (training/loss.py), never the logits of the whole vocabulary.
 
 Cost per layer: 2 all-gathers and 2 reduce-scatters forward and the same backward, each moving (tp - 1) / tp of the
 bytes of [batch, seq, hidden] per rank; around the layers, one of each per direction. Full recomputation repeats the
-forward's, but for the last reduce-scatter. Gradients of norms are all-reduced once per step: they are marked as partial
-sums, and FSDP adds them up.
+forward's, but for the last reduce-scatter. Gradients of norms are all-reduced whenever gradients are reduced: they are
+marked as partial sums, and FSDP adds them up.
 
 Other parts of a block follow the same scheme, which for each starts and ends with a rank's own tokens:
 
     latent attention   projections to latents and their norms are whole, and latents are gathered, not what they are
-                       made from: a third of the bytes in DeepSeek-V3; from there on, heads / tp
+                       made from: 0.3 of the bytes in DeepSeek-V3; from there on, heads / tp
     Mamba-2            groups of heads / tp, with all that they need; the convolution and the norm stay within a group
     experts            every rank has channels / tp of all experts; tokens are gathered with the experts they go to. The
-                       router, and projections to what experts see, are whole and get a rank's own tokens
-    with expert parallelism, these have nothing to do with tp: each rank sends its own tokens
+                       router, and projections to what experts see, are whole and get a rank's own tokens. So do
+                       experts under expert parallelism, which has then split them already
+    shared experts     as an MLP, with an all-gather and a reduce-scatter of their own
 
 Biases of matrices that are split by input must be added once: every rank adds 1 / tp of them.
 
@@ -135,17 +136,16 @@ def dispatch_to_all(
 def split_parameters(module: Module, mesh: DeviceMesh, placement: Placement, start: str = "") -> None:
     """Replace the module's own parameters, the same on all ranks, by DTensors that are placed so on `mesh`.
 
-    start: only those whose names start so. What has not got the dimension that is split, is whole: biases then are
-    noted in `module.added_by_all`.
+    start: only those whose names start so. Whole are the sides of adapters that have a matrix's rank, and biases without
+    the dimension that is split, which every rank adds: `module.added_by_all` is the name of such a one.
     """
+    split = placement.dim if isinstance(placement, Shard) else None
     for name, parameter in list(module.named_parameters(recurse=False)):
         if not name.startswith(start):
             continue
-        whole = isinstance(placement, Shard) and placement.dim >= parameter.ndim
-        if whole:
+        whole = split in (parameter.ndim, parameter.ndim + RANK_DIM.get(name[-6:], 0))
+        if split == parameter.ndim:
             module.added_by_all = name
-        if isinstance(placement, Shard) and parameter.ndim + RANK_DIM.get(name[-6:], -9) == placement.dim:
-            whole = True
         part = distribute_tensor(parameter.detach(), mesh, [Replicate() if whole else placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 

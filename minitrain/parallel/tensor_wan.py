@@ -16,7 +16,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -60,24 +59,13 @@ def split_block(block: Block, mesh: DeviceMesh, gather: Callable, scatter: Calla
             split_parameters(module, mesh, Shard(0))
             module.forward = partial(normalise_over_heads, module, mesh)
         elif name.endswith(BY_INPUT):
-            split_by_input(module, mesh, scatter)
+            split_parameters(module, mesh, Shard(1))
+            module.register_forward_hook(lambda module, inputs, output: scatter(output))
         else:
             split_parameters(module, mesh, Replicate())
     for part in (block.attn1, block.attn2, block.ffn):
         part.register_forward_pre_hook(lambda module, inputs: (gather(inputs[0]), *inputs[1:]))
     block.register_forward_pre_hook(use_parts)
-
-
-def split_by_input(layer: nn.Linear, mesh: DeviceMesh, scatter: Callable) -> None:
-    """The ranks' products are terms of a sum, to which the bias is added once, where each token is then."""
-    bias = nn.Module()
-    bias.register_parameter("bias", layer.bias)
-    layer.bias = None
-    split_parameters(layer, mesh, Shard(1))
-    split_parameters(bias, mesh, Replicate())
-    layer.register_parameter("bias", bias.bias)
-    layer.forward = lambda x: F.linear(x, layer.weight)
-    layer.register_forward_hook(lambda module, inputs, output: scatter(output) + module.bias)
 
 
 def normalise_over_heads(norm: nn.RMSNorm, mesh: DeviceMesh, x: Tensor) -> Tensor:

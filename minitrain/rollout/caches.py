@@ -266,20 +266,20 @@ class States(Layer):
             self._allocate(mixed, dt)
         step = self.caches.step
         if isinstance(step, DecodingStep):
-            return self._run(mix, mixed.transpose(0, 1), dt.transpose(0, 1), step.slots).transpose(0, 1)
+            mixed, dt, begins = mixed.transpose(0, 1), dt.transpose(0, 1), step.positions == 0
+            return self._run(mix, mixed, dt, step.slots, begins).transpose(0, 1)
         outs = [self._run_piece(mix, mixed, dt, piece) for piece in step.pieces]
         out = torch.cat(outs, dim=1)
         return F.pad(out, (0, 0) * (out.ndim - 2) + (0, mixed.shape[1] - out.shape[1]))
 
     def _run_piece(self, mix: Callable, mixed: Tensor, dt: Tensor, piece: Piece) -> Tensor:
-        tokens, slot = slice(piece.first, piece.first + piece.count), torch.tensor([piece.slot], device=mixed.device)
-        if not piece.earlier:
-            for state in self.states:
-                state[slot] = 0
-        return self._run(mix, mixed[:, tokens], dt[:, tokens], slot)
+        tokens = slice(piece.first, piece.first + piece.count)
+        slot, begins = torch.tensor([[piece.slot], [piece.earlier == 0]], device=mixed.device)
+        return self._run(mix, mixed[:, tokens], dt[:, tokens], slot, begins.bool())
 
-    def _run(self, mix: Callable, mixed: Tensor, dt: Tensor, slots: Tensor) -> Tensor:
-        current = tuple(state[slots] for state in self.states)
+    def _run(self, mix: Callable, mixed: Tensor, dt: Tensor, slots: Tensor, begins: Tensor) -> Tensor:
+        """Sequences in rows, from the states in their slots; from nothing where they begin, bool [rows]."""
+        current = tuple(s[slots].masked_fill_(begins.view(-1, *[1] * (s.ndim - 1)), 0) for s in self.states)
         out = mix(mixed, dt, state=current)
         for state, new in zip(self.states, current, strict=True):
             state[slots] = new

@@ -74,7 +74,7 @@ class Sampler:
         """
         limit = self.config.max_position_embeddings
         if not 1 <= len(prompt) < limit:
-            raise InputError(f"a prompt has {len(prompt)} tokens, and must have 1 to {limit - 1} in a model of {limit} positions")
+            raise InputError(f"a prompt of {len(prompt)} tokens: use 1 to {limit - 1}, the model has {limit} positions")
         if params.stop and self.tokenizer is None:
             raise InputError(f"sampling stop={list(params.stop)} needs a sampler with a tokenizer")
         if self.scheduler is None:

@@ -1,9 +1,9 @@
 """The trainer's modules, as the sampler runs them: the same weights, without what training has put around them.
 
-While `in_use`, modules are in evaluation mode (no dropout) and blocks run uncompiled, since the compiler would build
-them anew for the sampler's shapes. On the CPU in fp32, matrices are also repacked, once per set of weights, into the
-order in which oneDNN reads them: products with the few rows of a decoding step then run at the speed of memory, 2 to 3
-times as fast. That costs a second copy of the weights, which `refresh` renews.
+While `in_use`, blocks run uncompiled, since the compiler would build them anew for the sampler's shapes. On the CPU in
+fp32, matrices are also repacked, once per set of weights, into the order in which oneDNN reads them: products with the
+few rows of a decoding step then run at the speed of memory, 2 to 3 times as fast. That costs a second copy of the
+weights, which `refresh` renews.
 """
 
 from collections.abc import Iterator
@@ -29,20 +29,15 @@ class Weights:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        training = [module for module in self.model.modules() if module.training]
         compiled = {block: block._compiled_call_impl for block in self.model.blocks}  # there is no public switch
         linears = [module for module in self.model.modules() if type(module) is nn.Linear and can_pack(module)]
         try:
-            for module in training:
-                module.training = False
             for block in compiled:
                 block._compiled_call_impl = None
             for linear in linears:
                 linear.forward = partial(self.product, weight=linear.weight, bias=linear.bias)
             yield
         finally:
-            for module in training:
-                module.training = True
             for block, call in compiled.items():
                 block._compiled_call_impl = call
             for linear in linears:

@@ -63,28 +63,28 @@ QWEN25_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assis
 
 
 def choose_template(name: str, tokenizer: ByteTokenizer | HuggingFaceTokenizer) -> Template:
-    """The template called `name`; `auto`: the one whose special tokens the tokenizer has, else plain.
-
-    What a family's own template adds to the system message (Llama 3.1 a date, Qwen 2.5 a default), `auto` adds if the
-    template that came with the tokenizer does. Raises InputError if the tokenizer lacks a token that is needed.
-    """
-    missing = {
-        kind: [token for token in tokens if tokenizer.token_id(token) is None]
-        for kind, tokens in SPECIAL_TOKENS.items()
-    }
-    if name == "auto":
-        name = next((kind for kind in missing if not missing[kind]), "plain")
-        template, source = TEMPLATES[name], tokenizer.chat_template
-        if "Cutting Knowledge Date" in source:
-            template = replace(template, preface=LLAMA31_PREFACE)
-        if QWEN25_SYSTEM in source:
-            template = replace(template, default_system=QWEN25_SYSTEM)
-    elif missing.get(name):
-        raise InputError(f"data.template={name} needs the token {missing[name][0]}, which data.tokenizer lacks")
-    else:
-        template = TEMPLATES[name]
+    """The template called `name`, or for `auto` the tokenizer's; InputError if the tokenizer lacks a token of it."""
+    for token in SPECIAL_TOKENS.get(name, ()):
+        if tokenizer.token_id(token) is None:
+            raise InputError(f"data.template={name} needs the token {token}, which data.tokenizer lacks")
+    template = template_of(tokenizer) if name == "auto" else TEMPLATES[name]
     if template.reply_ends_with_eos and tokenizer.eos_id is None:
         raise InputError("data.template=plain ends answers with eos, which data.tokenizer lacks (use llama3 or chatml)")
+    return template
+
+
+def template_of(tokenizer: ByteTokenizer | HuggingFaceTokenizer) -> Template:
+    """The template whose special tokens the tokenizer has, else plain.
+
+    What a family adds to the system message (Llama 3.1 a date, Qwen 2.5 a default) is added if the template that came
+    with the tokenizer does so.
+    """
+    fitting = [kind for kind, tokens in SPECIAL_TOKENS.items() if None not in map(tokenizer.token_id, tokens)]
+    template = TEMPLATES[fitting[0] if fitting else "plain"]
+    if "Cutting Knowledge Date" in tokenizer.chat_template:
+        template = replace(template, preface=LLAMA31_PREFACE)
+    if QWEN25_SYSTEM in tokenizer.chat_template:
+        template = replace(template, default_system=QWEN25_SYSTEM)
     return template
 
 

@@ -1,8 +1,7 @@
 """Which samples share a row (bin packing by first-fit decreasing), and the row that they make.
 
 The longest sample first, each goes to the first row that still has room for it. That never takes more than 11/9 of the
-fewest possible rows, plus one (Johnson 1973; Dósa 2007); with samples much shorter than a row hardly a slot
-stays empty.
+fewest possible rows, plus one (Johnson 1973; Dósa 2007); with much shorter samples hardly a slot stays empty.
 """
 
 from collections.abc import Sequence

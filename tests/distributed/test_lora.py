@@ -3,10 +3,12 @@
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from minitrain.models.lora import is_adapter
+from minitrain.training.build import build_model
 from tests.distributed.test_matrix import combine, ranks
-from tests.oracle import check_against_one_process, packed_batch, train
+from tests.oracle import check_against_one_process, check_close, packed_batch, train
 
 LORA = {"lora": {"rank": 8, "alpha": 16.0}}
 EXPERTS = {"lora": {"rank": 8, "targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}}
@@ -37,7 +39,36 @@ def test_layouts(pool, random_adapters, names):
     check_against_one_process(pool, ranks(tree), tree, batch=packed_batch, run=train_adapters, double=True)
 
 
-@pytest.mark.parametrize("names", [("fsdp", "pp"), ("fsdp", "cp")], ids=" x ".join)
-def test_experts(pool, random_adapters, names):
-    tree = combine(*names) | EXPERTS | {"model": "mixtral-8x7b-tiny"}
+@pytest.mark.parametrize(("model", "names", "lora"), [
+    ("mixtral-8x7b-tiny", ("fsdp", "cp"), EXPERTS),
+    ("nemotron3-nano-30b-a3b-tiny", ("pp", "fsdp"), {"lora": {"rank": 8, "targets": ["1.mlp.experts.up_proj"]}}),
+], ids=str)  # fmt: skip
+def test_experts(pool, random_adapters, model, names, lora):
+    """In the second case only one stage of the pipeline has anything to train."""
+    tree = combine(*names) | lora | {"model": model}
     check_against_one_process(pool, ranks(tree), tree, batch=packed_batch, run=train_adapters, tolerance=1e-5)
+
+
+def train_in_bf16(tree):
+    """A step's gradients, what types the parameters have, and how many reduce-scatters it took."""
+    names = [name for name in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name)]
+    built = []
+    with (
+        mock.patch.object(dist, names[0], wraps=getattr(dist, names[0])) as reduce_scatter,
+        mock.patch("tests.oracle.build_model", lambda *args: built.append(build_model(*args)) or built[0]),
+    ):
+        trace = train_adapters(tree, 1)
+    types = {(p.dtype, p.requires_grad, p.grad is not None) for p in built[0].parameters()}
+    return trace.gradients[0], types, reduce_scatter.call_count
+
+
+def test_frozen_weights_in_bf16_beside_adapters_in_fp32(pool):
+    """In one FSDP unit. The frozen ones' gradients are not reduced, so that the outermost unit has nothing to do."""
+    tree = combine() | LORA | {"precision": "bf16"}
+    ((expected, types, reductions),) = pool.run(1, train_in_bf16, tree)
+    assert reductions == 0 and types == {(torch.bfloat16, False, False), (torch.float32, True, False)}
+    sharded = tree | {"parallel": {"dp_shard": 2}}
+    (found, types, reductions), _ = pool.run(2, train_in_bf16, sharded)
+    assert reductions == 2 * (8 // 2 // 2)  # two blocks, once per micro-batch as their weights are freed
+    assert types == {(torch.bfloat16, False, False), (torch.float32, True, False)}
+    check_close([found], expected, 2e-2, "gradients in bf16")

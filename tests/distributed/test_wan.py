@@ -1,4 +1,4 @@
-"""Wan under bf16, FSDP2, recomputation, context parallelism: what stays fp32, and the gradients of one process."""
+"""Wan under bf16, FSDP2 and the compiler: what stays fp32, and the gradients of one process. See test_diffusion too."""
 
 import warnings
 from functools import partial
@@ -12,10 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from minitrain.models import wan
 from minitrain.models.wan import Wan, WanConfig
-from minitrain.parallel.context import context_parallel
 from minitrain.parallel.data import shard
 from minitrain.parallel.mesh import whole
-from minitrain.parallel.recompute import recompute
 
 CONFIG = WanConfig(
     num_attention_heads=4, attention_head_dim=12, ffn_dim=48, num_layers=3, in_channels=4, out_channels=4, text_dim=24,
@@ -114,11 +112,10 @@ def test_norms_are_rounded_once():
     assert torch.equal(wan.layer_norm(norm, x, CONFIG.eps), expected.bfloat16())
 
 
-@pytest.mark.parametrize("setting", ["none", "full", "selective", 2])
-def test_fsdp_and_recompute_give_the_gradients_of_one_process(pool, setting):
+def test_fsdp_gives_the_gradients_of_one_process(pool):
     """Two ranks, one video each; the loss is a sum, and so are gradients over ranks."""
     expected = gradients(make_model(), *inputs())
-    for found in pool.run(2, sharded_gradients, setting):
+    for found in pool.run(2, sharded_gradients):
         assert_same_gradients(found, expected)
 
 
@@ -137,23 +134,12 @@ def gradients(model: Wan, latents: Tensor | list[Tensor], timestep: Tensor, text
     return {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
 
 
-def sharded_gradients(setting: str | int) -> dict[str, Tensor]:
-    model, mesh = make_model(), parameter_mesh(2)
-    recompute(model.blocks, setting)
-    shard(model, model.blocks, mesh)
+def sharded_gradients() -> dict[str, Tensor]:
+    model = make_model()
+    shard(model, model.blocks, parameter_mesh(2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # FSDP warns of outputs whose hooks could be lost
         return gradients(model, *(value[torch.distributed.get_rank()][None] for value in inputs()))
-
-
-@pytest.mark.parametrize("form", ["allgather", "ulysses"])
-@pytest.mark.parametrize("packed", [False, True])
-def test_context_parallelism_gives_the_gradients_of_one_process(pool, form, packed):
-    """Every rank computes the whole loss, from the tokens of all: the sum over ranks is twice one process's."""
-    videos = packed_inputs() if packed else inputs()
-    expected = gradients(make_model(), *videos)
-    for found in pool.run(2, shared_gradients, videos, form):
-        assert_same_gradients(found, {name: 2 * gradient for name, gradient in expected.items()})
 
 
 def packed_inputs() -> tuple[list[Tensor], Tensor, Tensor]:
@@ -161,12 +147,3 @@ def packed_inputs() -> tuple[list[Tensor], Tensor, Tensor]:
     videos = [inputs(1, grid)[0][0] for grid in [(1, 2, 4), (2, 4, 4), (3, 2, 4)]]
     _, timestep, text = inputs(3)
     return videos, timestep, text
-
-
-def shared_gradients(videos: tuple, form: str) -> dict[str, Tensor]:
-    model, mesh = make_model(), init_device_mesh("cpu", (2,))
-    context_parallel(model, mesh, form)
-    found = gradients(model, *videos)
-    for gradient in found.values():
-        torch.distributed.all_reduce(gradient)
-    return found

@@ -1,0 +1,43 @@
+"""A simulation as a trace that chrome://tracing and ui.perfetto.dev open: a lane per stream, and one per stage."""
+
+import json
+from pathlib import Path
+
+from minitrain.bench.simulate import Simulation
+from minitrain.errors import InputError
+
+MICROSECONDS = 1e6
+
+
+def write_trace(simulation: Simulation, path: str) -> None:
+    """Every rank that was run, with its streams, and the pipeline's actions by stage. Raises InputError."""
+    events = []
+    for place, line in simulation.lines.items():
+        lanes = {name: number for number, name in enumerate(dict.fromkeys(span.stream for span in line.spans))}
+        events += [lane(place, number, name) for name, number in lanes.items()]
+        events += [box(place, lanes[s.stream], s.name, s.begin, s.end, kind=s.kind) for s in line.spans]
+        events.append(process(place, f"rank at place {place} of the pipeline" if simulation.pipeline else "rank 0"))
+    if simulation.pipeline:
+        number = len(simulation.lines)
+        events.append(process(number, "all stages"))
+        for (stage, kind, batch), (begin, end) in simulation.pipeline.spans.items():
+            events.append(box(number, stage, f"{kind}{batch}", begin, end, stage=stage))
+    try:
+        Path(path).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--trace={path} cannot be written: {error.strerror}") from error
+
+
+def box(process: int, lane: int, name: str, begin: float, end: float, **arguments) -> dict:
+    return {
+        "ph": "X", "pid": process, "tid": lane, "name": name, "ts": begin * MICROSECONDS,
+        "dur": (end - begin) * MICROSECONDS, "args": arguments,
+    }  # fmt: skip
+
+
+def lane(process: int, number: int, name: str) -> dict:
+    return {"ph": "M", "name": "thread_name", "pid": process, "tid": number, "args": {"name": name}}
+
+
+def process(number: int, name: str) -> dict:
+    return {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}

@@ -1,0 +1,67 @@
+"""Time GRPO steps as the published table does: the whole step, with its phases, and prompts' and responses' tokens.
+
+Without trained weights there is nothing that ends a response: all get the published mean length, and prompts that of
+the published tokens per step. So the sampler's work is right on average, but without the wait for a step's longest
+response. Rewards are those of random text; a step with no signal costs the same.
+"""
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+
+from minitrain.bench.flops import clean, flops_per_token
+from minitrain.bench.hardware import measure_matmul
+from minitrain.bench.measure import compute_dtype, median, result
+from minitrain.config import Config
+from minitrain.grpo.loop import PHASES, Run
+from minitrain.parallel.mesh import pick_device
+
+
+def measure_policy(config: Config, row: str, steps: int, warmup: int) -> dict:
+    """Run `warmup` + `steps` GRPO steps and return one result row; all ranks call it."""
+    config = dataclasses.replace(published_lengths(config), steps=warmup + steps)
+    device = pick_device(config.device)
+    matmul = measure_matmul(device, compute_dtype(config))
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    run = Run(config, folder=None)
+    lines = list(run.steps(run.begin()))[warmup:]
+    times = [line["step_time_s"] for line in lines]
+    tokens = median([line["tokens_per_sec_per_gpu"] for line in lines])
+    per_token = flops_of_token(config, lines[0]["step_tokens"])
+    published = config.reference.get("tokens_per_sec_per_gpu")
+    return result(config, row, device, times, matmul) | {
+        "tokens_per_sec_per_gpu": tokens,
+        "tflops_per_gpu": tokens * per_token / 1e12,
+        "clean_tflops_per_gpu": tokens * per_token / 1e12,
+        "mfu": tokens * per_token / matmul,
+        "mfu_of_peak": None,
+        "ratio": tokens / published if published else None,
+        "response_tokens": median([line["length"] for line in lines]),
+        "age": config.grpo.lag,
+        "generation_ranks": config.grpo.generation_ranks or dist.get_world_size(),
+        **{f"{phase}_s": median([line[f"{phase}_s"] for line in lines]) for phase in PHASES},
+    }
+
+
+def published_lengths(config: Config) -> Config:
+    """The config with prompts and responses as long as the table's are on average, if it is a row of the table."""
+    row, grpo = config.reference, config.grpo
+    if "mean_response" not in row:
+        return config
+    tokens = row["tokens_per_sec_per_gpu"] * row["gpus"] * row["step_time_s"] / (grpo.prompts * grpo.group)
+    prompt = max(1, round(tokens - row["mean_response"]) - 1)  # a prompt ends with a token of the template
+    return dataclasses.replace(
+        config,
+        rollout=dataclasses.replace(config.rollout, max_tokens=row["mean_response"]),
+        grpo=dataclasses.replace(grpo, mock_digits=prompt),
+    )
+
+
+def flops_of_token(config: Config, tokens: int) -> float:
+    """Of a step, per token: forward and backward, sampling, and a forward pass for each set of log-probabilities."""
+    grpo, responses = config.grpo, config.grpo.prompts * config.grpo.group
+    training = flops_per_token(config.model.config, tokens // responses, clean)
+    passes = 1 + (responses > config.batch.global_) + (grpo.kl > 0)
+    return training * (1 + passes / 3)

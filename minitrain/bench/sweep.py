@@ -1,0 +1,55 @@
+"""What should I run on my cluster: every combination of some settings, simulated and ranked by tokens/s."""
+
+from collections.abc import Iterator
+from itertools import product
+
+from minitrain.bench.layout import stated_ranks
+from minitrain.bench.report import markdown
+from minitrain.bench.simulate import simulated_row
+from minitrain.bench.timeline import System
+from minitrain.config import load
+from minitrain.errors import InputError
+
+
+def sweep(file: str, overrides: list[str], choices: list[str], system: System) -> Iterator[dict]:
+    """A result for each combination of `choices`, words like `tp=1,2,4` (dimensions of `parallel`) or
+    `batch.micro=1,2`. The number of GPUs stays that of the file: dp_shard takes what the others leave.
+
+    A combination that cannot run gives {"settings", "error"} instead.
+    """
+    names, lists = zip(*(parse(word) for word in choices), strict=True)
+    gpus = stated_ranks(load(file, overrides))
+    for values in product(*lists):
+        words = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
+        settings = " ".join(words).replace("parallel.", "")
+        try:
+            config = load(file, [*overrides, "parallel.dp_shard=1", *words])
+            others = stated_ranks(config)
+            if gpus % others:
+                raise InputError(f"{others} ranks per shard do not divide {gpus}")
+            config = load(file, [*overrides, *words, f"parallel.dp_shard={gpus // others}"])
+            yield {"settings": settings} | simulated_row(config, settings, system)[1]
+        except InputError as error:
+            yield {"settings": settings, "error": str(error)}
+
+
+def parse(word: str) -> tuple[str, list[str]]:
+    name, equals, values = word.partition("=")
+    if not equals or not all(values.split(",")):
+        raise InputError(f"--sweep {word!r} is not of the form key=value,value (such as tp=1,2,4)")
+    return (name if "." in name else f"parallel.{name}"), values.split(",")
+
+
+def ranking(results: list[dict]) -> str:
+    """The fastest first, those that do not fit into memory after those that do; then what cannot run, and why."""
+    ran = sorted((r for r in results if "error" not in r), key=lambda r: (not r["fits"], -r["tokens_per_sec_per_gpu"]))
+    columns = {
+        "settings": [r["settings"] for r in ran],
+        "tokens/s/GPU": [f"{r['tokens_per_sec_per_gpu']:,.0f}" for r in ran],
+        "step s": [f"{r['step_time_s']:.4g}" for r in ran],
+        "MFU": [f"{r['mfu']:.1%}" for r in ran],
+        "peak GiB": [f"{r['peak_memory_gib']:.1f}" for r in ran],
+        "fits": ["yes" if r["fits"] else "no" for r in ran],
+    }
+    errors = [f"{r['settings']}: {r['error']}" for r in results if "error" in r]
+    return "\n".join([markdown(columns) if ran else "nothing can run", *errors])

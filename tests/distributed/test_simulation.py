@@ -1,0 +1,55 @@
+"""A simulated rank does what the real one does: FLOPs, messages, and memory of a real step on gloo processes."""
+
+import pytest
+
+from minitrain import config as configs
+from minitrain.bench.fake_world import make_optimizer_states, process_groups, record_step
+from minitrain.bench.simulate import trace_all
+from minitrain.bench.trace import Tracer
+from minitrain.parallel.mesh import start
+from minitrain.training.datasets import open_dataset
+from minitrain.training.loop import Trainer
+
+BATCH = {"global": 16, "micro": 2, "seq_len": 256}
+TREES = {
+    "dense": {"model": "llama3-8b-tiny", "batch": BATCH, "parallel": {"dp_shard": 2, "tp": 2}, "recompute": "full"},
+    "experts": {
+        "model": {"name": "qwen3-30b-a3b-tiny", "fake_balanced_gate": True}, "batch": BATCH, "precision": "bf16",
+        "parallel": {"dp_shard": 4, "ep": 2},
+    },
+    "pipeline": {
+        "model": "llama3-8b-tiny", "batch": BATCH,
+        "parallel": {"dp_shard": 2, "pp": 2, "vp": 2, "schedule": "Interleaved1F1B"},
+    },
+    "wan": {
+        "model": "wan2.1-1.3b-tiny", "task": "diffusion", "data": {"size": [4, 16, 16], "text_tokens": 32},
+        "batch": {"global": 8, "micro": 1, "seq_len": 256}, "parallel": {"dp_shard": 2, "cp": 2, "context": "ulysses"},
+    },
+}  # fmt: skip
+
+
+def real_step(tree):
+    config = configs.from_dict(tree | {"device": "cpu"})
+    meshes = start(config)
+    trainer, tracer = Trainer(config, meshes), Tracer(process_groups(meshes))
+    make_optimizer_states(trainer)
+    record_step(trainer, open_dataset(config)[0], tracer)
+    return tracer.trace
+
+
+@pytest.fixture(scope="module")
+def simulated():
+    jobs = {(name, rank): (configs.from_dict(tree), 4, rank, None) for name, tree in TREES.items() for rank in (0, 3)}
+    return trace_all(jobs)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_simulated_rank_does_what_the_real_one_does(pool, simulated, name):
+    real = pool.run(4, real_step, TREES[name])
+    for rank in (0, 3):
+        trace = simulated[name, rank]
+        assert trace.flops() == real[rank].flops() > 0
+        assert trace.collectives() == real[rank].collectives() != {}
+        assert sum(trace.peak.values()) == pytest.approx(sum(real[rank].peak.values()), rel=0.05)
+        assert trace.peak["parameters"] == real[rank].peak["parameters"]
+        assert trace.peak["optimizer"] == real[rank].peak["optimizer"]

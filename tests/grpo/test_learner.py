@@ -1,0 +1,172 @@
+"""Updates against plain autograd on unpacked sequences; the two metrics that catch a stale sampler; adapters."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minitrain import config as configs
+from minitrain.grpo.advantages import advantages
+from minitrain.grpo.batches import enough_for_pipeline, micro_batches, reply_sample, response_sample
+from minitrain.grpo.learner import Learner, without_adapters
+from minitrain.grpo.loop import Run
+from minitrain.grpo.problems import open_problems
+from minitrain.grpo.rollouts import rewards
+from minitrain.models.lora import merge_adapters
+from minitrain.parallel.mesh import start
+from minitrain.training.loss import IGNORE
+from tests.distributed.test_grpo import TREE, made_up_groups
+from tests.oracle import check_close, snapshot
+
+PLAIN = TREE | {"grpo": {"prompts": 4, "group": 4, "clip_low": 0.05, "clip_high": 0.1}}
+
+
+def make_learner(tree):
+    config = configs.from_dict(tree)
+    return Learner(config, start(config), lambda name: nullcontext())
+
+
+def log_probs(model, rollout):
+    """Of a response alone, from the logits of the whole vocabulary."""
+    tokens = torch.tensor([rollout.prompt + rollout.response])
+    distribution = model(tokens[:, :-1]).log_softmax(-1)
+    return distribution.gather(-1, tokens[:, 1:, None])[0, -len(rollout.response) :, 0]
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_updates_equal_autograd_on_single_sequences(aggregation):
+    """Two updates of 8 responses each, clipped against the weights before both; some responses are filtered."""
+    grpo = PLAIN["grpo"] | {"aggregation": aggregation, "overlong_filter": True}
+    learner = make_learner(PLAIN | {"grpo": grpo})
+    groups, model = made_up_groups(), learner.model
+    groups[1][2].truncated = groups[3][0].truncated = True
+    values = advantages(rewards(groups), "leave_one_out", True).flatten().tolist()
+    rollouts = [rollout for group in groups for rollout in group]
+    begun = snapshot(model.named_parameters())
+    with torch.no_grad():
+        old = [log_probs(model, rollout) for rollout in rollouts]
+    for update in (range(8), range(8, 16)):
+        total, tokens, sequences = 0.0, 0, 0
+        for i in (i for i in update if not rollouts[i].truncated):
+            ratio = (log_probs(model, rollouts[i]) - old[i]).exp()
+            terms = -torch.minimum(ratio * values[i], ratio.clamp(0.95, 1.1) * values[i])
+            total = total + (terms.mean() if aggregation == "sequence" else terms.sum())
+            tokens, sequences = tokens + len(terms), sequences + 1
+        count = {"token": tokens, "sequence": sequences, "constant": sequences * 8}[aggregation]
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(total / count, parameters)
+        scale = min(1, 1.0 / torch.stack([g.norm() for g in gradients]).norm().item())
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter -= learner.config.optim.lr * scale * gradient
+    expected = {name: tensor - begun[name] for name, tensor in snapshot(model.named_parameters()).items()}
+    model.load_state_dict(begun)
+    numbers = learner.learn(groups, step=0)
+    changes = {name: tensor - begun[name] for name, tensor in snapshot(model.named_parameters()).items()}
+    # a change of 1e-3 to a norm's weight, which is about 1, is stored with a relative error of 6e-5
+    check_close([changes], expected, 6e-5, "weights after two updates")
+    assert numbers["clip_fraction"] > 0.1
+
+
+def test_warm_up_learns_the_answers():
+    learner = make_learner(TREE | {"grpo": {"warmup_steps": 30, "warmup_lr": 0.5, "mock_digits": 1}})
+    assert learner.warm_up(open_problems(learner.config)[0]) < 3  # it begins at log 258 = 5.6
+
+
+# ------------------------------------------------------------------------------------------------------------- batches
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_response_is_in_one_row_of_one_rank(ranks):
+    config = configs.from_dict(PLAIN)
+    rollouts = [rollout for group in made_up_groups() for rollout in group]
+    samples = [response_sample(rollout, i + 1.0, config) for i, rollout in enumerate(rollouts)]
+    batches = [micro_batches(samples, config, rank, ranks) for rank in range(ranks)]
+    assert len({len(each) for each in batches}) == 1
+    seen = []
+    for batch in (batch for each in batches for batch in each):
+        assert batch["tokens"].shape == (1, 32)
+        for number in batch["documents"].unique():
+            here = (batch["documents"] == number) & (batch["labels"] != IGNORE)
+            if here.any():
+                index = int(batch["advantages"][here][0]) - 1
+                seen.append(index)
+                assert batch["labels"][here].tolist() == rollouts[index].response
+                assert batch["sampled"][here].tolist() == pytest.approx(rollouts[index].log_probs)
+                assert batch["starts"][here].tolist() == [1.0] + [0.0] * (len(rollouts[index].response) - 1)
+    assert sorted(seen) == list(range(16))
+
+
+def test_reply_sample():
+    sample = reply_sample([5, 6, 7], [8, 9])
+    assert sample["tokens"].tolist() == [5, 6, 7, 8]
+    assert sample["labels"].tolist() == [IGNORE, IGNORE, 8, 9]
+
+
+@pytest.mark.parametrize(("schedule", "counts"), [
+    ("1F1B", {1: 4, 4: 4, 5: 5}), ("DualPipeV", {1: 8, 9: 9}), ("Interleaved1F1B", {1: 4, 5: 8, 8: 8}),
+])  # fmt: skip
+def test_pipelines_get_the_micro_batches_that_they_need(schedule, counts):
+    parallel = configs.Parallel(pp=4, schedule=schedule)
+    assert {count: enough_for_pipeline(count, parallel) for count in counts} == counts
+    assert enough_for_pipeline(3, replace(parallel, pp=1)) == 3
+
+
+# ------------------------------------------------------------------------------------------------------- stale weights
+
+
+def test_a_stale_sampler_is_caught(tmp_path):
+    """The weights move between sampling and training, as if a refit had been forgotten."""
+    run = Run(configs.from_dict(PLAIN), tmp_path)
+    run.begin()
+    groups, _ = run.collect(0)
+    fresh = run.learner.learn(groups, step=0)
+    assert fresh["token_mult_prob_error"] < 1 + 1e-4 and abs(fresh["generation_kl_error"]) < 1e-6
+    run.update_sampler()
+    groups, _ = run.collect(1)
+    with torch.no_grad():
+        for parameter in run.learner.model.parameters():
+            parameter.mul_(1.05)
+    stale = run.learner.learn(groups, step=1)
+    assert stale["token_mult_prob_error"] > 1.01 and stale["generation_kl_error"] > 1e-4
+
+
+# ------------------------------------------------------------------------------------------------------------- adapters
+
+
+def make_adapted(tmp_path):
+    learner = make_learner(PLAIN | {"lora": {"rank": 4, "alpha": 8}, "grpo": PLAIN["grpo"] | {"kl": 0.1}})
+    with torch.no_grad():
+        for name, parameter in learner.model.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
+    return learner
+
+
+def test_the_reference_is_the_model_without_adapters(tmp_path):
+    learner = make_adapted(tmp_path)
+    learner.keep_reference(None)
+    base = make_learner(PLAIN)
+    base.model.load_state_dict(learner.model.state_dict(), strict=False)
+    config = learner.config
+    rollouts = [rollout for group in made_up_groups() for rollout in group]
+    batches = learner.batches([response_sample(rollout, 0.0, config) for rollout in rollouts])
+    with without_adapters(config.lora):
+        learner.add_log_probs("reference", learner.model, batches)
+    base.add_log_probs("expected", base.model, batches)
+    learner.add_log_probs("adapted", learner.model, batches)
+    for batch in batches:
+        torch.testing.assert_close(batch["reference"], batch["expected"])
+        assert (batch["adapted"] - batch["expected"]).abs().max() > 0.01
+    assert learner.learn(made_up_groups(), step=0)["kl"] > 1e-3
+
+
+def test_refits_send_merged_weights(tmp_path):
+    learner = make_adapted(tmp_path)
+    sent = {name: part.clone() for name, (part, _) in learner.weights().items()}
+    merge_adapters(learner.model)
+    expected = dict(learner.model.state_dict())
+    assert set(sent) == set(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(sent[name], tensor)

@@ -1,0 +1,177 @@
+"""Which problems a step takes, what is sampled, kept and rewarded, and how it is scored."""
+
+import itertools
+import json
+
+import pytest
+
+from minitrain import config as configs
+from minitrain.errors import InputError
+from minitrain.grpo.loop import Run
+from minitrain.grpo.problems import open_problems
+from minitrain.grpo.rollouts import Collector, pass_at, read_rollouts, write_rollouts
+from minitrain.parallel.mesh import start
+from minitrain.rollout.sampling import Completion
+from tests.distributed.test_grpo import TREE, made_up_groups
+
+
+def problems_of(tmp_path, lines, **grpo):
+    file = tmp_path / "problems.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = {"kind": "jsonl", "path": str(file), "template": "plain"}
+    tree = TREE | {"data": data, "grpo": grpo, "batch": {"global": 8, "micro": 1, "seq_len": 64}}
+    return open_problems(configs.from_dict(tree))
+
+
+@pytest.mark.parametrize("line, answer", [
+    ({"question": "2+2?", "answer": "add\n#### 4"}, "add\n#### 4"),  # GSM8K
+    ({"problem": "2+2?", "generated_solution": "so 4", "expected_answer": "4"}, "4"),  # OpenMathInstruct-2
+    ({"prompt": [{"role": "user", "content": "2+2?"}], "reward_model": {"ground_truth": "4"}}, "4"),  # DAPO-Math-17k
+    ({"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}, "4"),
+    ({"prompt": "2+2?", "answer": 4}, "4"),
+])  # fmt: skip
+def test_usual_lines(tmp_path, line, answer):
+    problems, held_out, tokenizer, end = problems_of(tmp_path, [line])
+    (problem,) = problems.problems
+    assert tokenizer.decode(problem.prompt) == "2+2?\n" and problem.answer == answer and problem.row == line
+    assert tokenizer.decode(problem.reply) == answer and problem.reply[-1] == end == tokenizer.eos_id
+    assert held_out is None
+
+
+def test_keys_of_ones_own(tmp_path):
+    line = {"question": "no", "q": "2+2?", "a": "4"}
+    (problem,) = problems_of(tmp_path, [line], prompt_key="q", answer_key="a")[0].problems
+    assert bytes(problem.prompt) == b"2+2?\n" and problem.answer == "4"
+
+
+@pytest.mark.parametrize("line", [
+    {"text": "2+2"}, {"question": "2+2?"}, {"question": 5, "answer": "4"}, {"messages": []},
+    {"messages": [{"role": "assistant", "content": "4"}]}, {"question": "x" * 100, "answer": "4"},
+], ids=str)  # fmt: skip
+def test_other_lines_are_refused(tmp_path, line):
+    with pytest.raises(InputError):
+        problems_of(tmp_path, [line])
+
+
+def test_an_epoch_has_every_problem_once(tmp_path):
+    problems = problems_of(tmp_path, [{"question": str(i), "answer": str(i)} for i in range(10)])[0]
+    epochs = [[problem.answer for problem in problems.take(first, 10)] for first in (0, 10)]
+    assert all(sorted(epoch, key=int) == [str(i) for i in range(10)] for epoch in epochs)
+    assert epochs[0] != epochs[1] and [p.answer for p in problems.take(5, 3)] == epochs[0][5:8]
+
+
+# ------------------------------------------------------------------------------------------------------------ sampling
+
+
+class Scripted:
+    """A sampler whose responses are right as often as the problem's number says."""
+
+    def __init__(self, right):
+        self.right = right  # of the samples of the n-th prompt that it ever sees
+        self.seen = itertools.count()
+        self.seeds = []
+
+    def generate(self, prompts, params):
+        completions = []
+        for prompt, request in zip(prompts, params, strict=True):
+            right = self.right[next(self.seen) % len(self.right)]
+            self.seeds.append(request.seed)
+            answer = prompt[:-1][::-1]
+            for i in range(request.n):
+                tokens = [*answer, 257] if i < right else [48]
+                completions.append(Completion(tokens, [-1.0] * len(tokens), "stop" if i < right else "length"))
+        return completions
+
+
+def collector(right, **grpo):
+    config = configs.from_dict(TREE | {"grpo": {"prompts": 2, "group": 4} | grpo})
+    problems, _, tokenizer, end = open_problems(config)
+    start(config)  # replicas talk to each other even if there is one
+    return Collector(config, Scripted(right), tokenizer, end, 0, 1, None), problems
+
+
+def test_rewards_and_ends():
+    sampling, problems = collector([3])
+    groups = sampling.collect(problems, step=0)
+    assert [[r.reward for r in group] for group in groups] == [[1.0, 1.0, 1.0, 0.0]] * 2
+    assert [r.truncated for r in groups[0]] == [False] * 3 + [True]
+    assert groups[0][0].text == groups[0][0].answer and [r.group for r in groups[1]] == [1] * 4
+
+
+def test_length_costs():
+    sampling, problems = collector([2], overlong_buffer=4, overlong_penalty=0.5)  # from 4 of 8 tokens on
+    assert [r.reward for r in sampling.collect(problems, 0)[0]] == [1 - 0.5 / 4] * 2 + [0.0] * 2
+
+
+def test_groups_without_signal_are_replaced():
+    sampling, problems = collector([0, 4, 2, 0, 3], generations=5)
+    groups = sampling.collect(problems, step=0)
+    assert [sum(r.reward for r in group) for group in groups] == [2, 3]
+    assert [group[0].group for group in groups] == [0, 1]
+    assert next(sampling.sampler.seen) == 6  # three rounds of two prompts were enough
+    assert len(set(sampling.sampler.seeds)) == 6
+
+
+def test_groups_without_signal_fill_up_after_the_last_round():
+    sampling, problems = collector([0, 0, 1, 4], generations=2)
+    assert [sum(r.reward for r in group) for group in sampling.collect(problems, 0)] == [1, 0]
+
+
+def test_pass_at_by_enumeration():
+    for n, c in [(5, 0), (5, 2), (6, 6), (4, 1)]:
+        for k in range(1, n + 1):
+            draws = list(itertools.combinations([True] * c + [False] * (n - c), k))
+            assert pass_at(k, n, c) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_evaluation():
+    sampling, problems = collector([1, 0, 4, 2], eval_samples=4)  # two greedy responses, then two groups
+    numbers = sampling.evaluate(problems, 2)
+    assert numbers == {"greedy": 0.5, "pass@1": 0.75, "pass@2": pytest.approx((1 + 5 / 6) / 2), "pass@4": 1.0}
+
+
+def test_rollouts_on_disk_are_exact(tmp_path):
+    groups = made_up_groups()
+    write_rollouts(tmp_path / "some" / "step.jsonl", groups)
+    assert read_rollouts(tmp_path / "some" / "step.jsonl") == groups
+    with pytest.raises(InputError, match=r"gone\.jsonl"):
+        read_rollouts(tmp_path / "gone.jsonl")
+
+
+# ------------------------------------------------------------------------------------------------------------ all of it
+
+
+def count_sevens(response, answer, row):
+    return response.count("7") / 4
+
+
+def test_it_learns(tmp_path):
+    """From random weights to nothing but sevens."""
+    tree = TREE | {
+        "model": TREE["model"] | {"vocab_size": 258, "num_layers": 1},
+        "steps": 30, "optim": {"lr": 5e-3}, "batch": {"global": 64, "micro": 8, "seq_len": 64},
+        "grpo": {"prompts": 8, "group": 8, "reward": f"{__name__}:count_sevens"}, "rollout": {"max_tokens": 4},
+    }  # fmt: skip
+    run = Run(configs.from_dict(tree), tmp_path)
+    numbers = list(run.steps(run.begin()))
+    assert numbers[0]["reward"] < 0.05 and numbers[-1]["reward"] > 0.8
+    assert all(line["token_mult_prob_error"] < 1 + 1e-4 for line in numbers)
+    assert numbers[-1]["step_tokens"] == 64 * (5 + 4) and numbers[-1]["step_time_s"] >= numbers[-1]["generation_s"] > 0
+
+
+@pytest.mark.parametrize("setting, message", [
+    ({"data": {"kind": "text", "path": "x"}}, "data.kind"),
+    ({"grpo": {"group": 1}}, "grpo.group"),
+    ({"grpo": {"prompts": 3, "group": 3}}, "batch.global"),
+    ({"rollout": {"temperature": 0}}, "temperature"),
+    ({"grpo": {"dual_clip": 1.1}}, "dual_clip"),
+    ({"grpo": {"importance_low": 3}}, "importance_low"),
+    ({"grpo": {"overlong_buffer": 9}}, "overlong_buffer"),
+    ({"grpo": {"generation_ranks": 2}}, "lag"),
+    ({"grpo": {"ratio": "sequence"}, "parallel": {"cp": 2}}, "cp=2"),
+    ({"rollout": {"tp": 3}}, "rollout.tp"),
+    ({"task": "pretrain", "grpo": {"generation_ranks": 2}}, "task=grpo"),
+], ids=str)  # fmt: skip
+def test_contradictions_are_refused(setting, message):
+    with pytest.raises(InputError, match=message):
+        configs.from_dict(TREE | {"grpo": {}} | setting)

@@ -1,0 +1,174 @@
+"""Diffusion from a config to files: what is refused, what a run writes, resumes and validates on, and its memory."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from diffusers import WanTransformer3DModel
+from safetensors.torch import load_file, save_file
+
+from minitrain import generate, load_pretrained, train
+from minitrain.bench.measure import activation_bytes
+from minitrain.bench.memory import estimate_memory
+from minitrain.config import from_dict, load, to_dict
+from minitrain.errors import InputError
+from minitrain.parallel.mesh import start
+from minitrain.training.datasets import open_dataset
+from minitrain.training.latents import save_video
+from minitrain.training.loop import Trainer
+
+ROOT = Path(__file__).parent.parent
+TREE = {
+    "task": "diffusion",
+    "device": "cpu",
+    "model": "wan2.1-1.3b-tiny",
+    "data": {"size": [2, 4, 8], "text_tokens": 6},
+    "batch": {"global": 4, "micro": 2, "seq_len": 16},
+}
+
+
+def with_settings(**settings) -> dict:
+    nested = {key: TREE.get(key, {}) | value if isinstance(value, dict) else value for key, value in settings.items()}
+    return TREE | nested
+
+
+@pytest.mark.parametrize("settings, message", [
+    ({"task": "pretrain"}, "model='wan2.1-1.3b-tiny': a diffusion model it is: it needs task=diffusion"),
+    ({"model": "llama3-8b-tiny"}, "model='llama3-8b-tiny': a diffusion model it is not, as task=diffusion needs"),
+    ({"data": {"kind": "text", "path": "x"}}, "data.kind=text holds no videos"),
+    ({"data": {"kind": "latents"}}, "data.kind=latents needs data.path"),
+    ({"data": {"size": [2, 4]}}, "data.size=[2, 4] must be frames, height and width"),
+    ({"data": {"size": [2, 5, 8]}}, "which patches of [1, 2, 2] divide"),
+    ({"batch": {"seq_len": 32}}, "batch.seq_len=32 is not the number of patches of data.size=[2, 4, 8], 16"),
+    ({"parallel": {"pp": 2}}, "parallel.pp=2, async_tp=false are not for diffusion"),
+    ({"parallel": {"tp": 3}}, "parallel.tp=3 x cp=1 with context=allgather does not divide num_attention_heads=4"),
+    ({"parallel": {"cp": 8, "context": "ulysses"}}, "context=ulysses does not divide num_attention_heads=4"),
+    ({"parallel": {"cp": 3}}, "cp=3 with context=allgather does not divide batch.seq_len=16"),
+    ({"diffusion": {"sampling": "logitnormal"}}, "diffusion.sampling='logitnormal' is not one of uniform"),
+    ({"diffusion": {"timestep_sampling": "uniform"}}, "unknown key diffusion.timestep_sampling"),
+    ({"diffusion": {"shift": 0}}, "diffusion.shift=0.0 must be above 0"),
+    ({"model": {"name": "wan2.1-1.3b-tiny", "hidden_size": 64}}, "unknown key model.hidden_size"),
+], ids=str)  # fmt: skip
+def test_settings_that_are_refused(settings, message):
+    chosen = {key: value for key, value in settings.items() if key == "model"}
+    tree = with_settings(**{key: value for key, value in settings.items() if key != "model"}) | chosen
+    with pytest.raises(InputError) as error:
+        from_dict(tree)
+    assert message in str(error.value)
+
+
+def test_videos_are_for_diffusion_only():
+    with pytest.raises(InputError, match="data.kind=shapes holds videos: it needs task=diffusion"):
+        from_dict({"data": {"kind": "shapes"}})
+
+
+def test_a_config_survives_its_own_yaml():
+    config = load(ROOT / "configs/train/shapes.yaml")
+    assert from_dict(yaml.safe_load(yaml.safe_dump(to_dict(config)))) == config
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Ten videos of two shapes, 8 and 16 patches."""
+    (tmp_path / "videos").mkdir()
+    generator = torch.Generator().manual_seed(0)
+    for i in range(10):
+        latents, text = ((16, 1 + i % 2, 4, 8), (1 + i % 5, 64))
+        video = [torch.randn(shape, generator=generator) for shape in (latents, text)]
+        save_video(tmp_path / f"videos/{i}.safetensors", *video)
+    return tmp_path
+
+
+def latents(folder, **data) -> dict:
+    return with_settings(data={"kind": "latents", "path": str(folder / "videos")} | data, out_dir=str(folder / "out"))
+
+
+def run(tree: dict, folder: Path) -> list[dict]:
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    train.main(["--config", str(folder / "config.yaml")])
+    return [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_run_logs_validates_resumes_and_exports(folder, packed):
+    """Resumed from its middle, a run repeats what it did without interruption, validation and all."""
+    tree = latents(folder, packed=packed, validation=0.3) | {"validation": {"every": 2, "batches": 1}, "steps": 4}
+    tree["batch"] = {"global": 2, "micro": 1 + (not packed), "seq_len": 24 if packed else 16}
+    lines = run(tree | {"checkpoint": {"every": 2, "keep": 3}}, folder)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4] and "val_loss" in lines[1] and "val_loss" in lines[3]
+    for line in lines:
+        quartiles = [line[key] for key in line if key.startswith("loss_sigma_q")]
+        assert min(quartiles) - 1e-6 <= line["loss"] <= max(quartiles) + 1e-6
+        assert line["tokens_per_sec"] * line["step_time_s"] == pytest.approx(line["video_tokens"])
+    exported = folder / "out"
+    theirs = WanTransformer3DModel.from_pretrained(exported)
+    assert torch.equal(theirs.proj_out.weight, load_pretrained(exported).proj_out.weight)
+    shutil.rmtree(exported / "checkpoints/step-00000004")
+    again = run(tree | {"checkpoint": {"every": 2, "keep": 3}}, folder)
+    assert again[2]["step_time_s"] != lines[2]["step_time_s"] and again[1] == lines[1]
+    assert [line["loss"] for line in again] == [line["loss"] for line in lines]
+    assert again[3]["val_loss"] == lines[3]["val_loss"]
+
+
+def test_validation_noise_is_fixed_and_its_videos_are_held_out(folder):
+    tree = latents(folder, validation=0.4) | {"batch": {"global": 2, "micro": 1, "seq_len": 16}}
+    sides, again = (open_dataset(from_dict(tree)) for _ in range(2))
+    trained, held = ({each.row(n)["latents"].flatten()[0].item() for n in range(len(each))} for each in sides)
+    assert len(trained) == 6 and len(held) == 4 and not trained & held
+    for key, value in sides[1].row(3).items():
+        assert torch.equal(value, again[1].row(3)[key])
+
+
+@pytest.mark.parametrize("settings, message", [
+    ({"model": "wan2.1-14b-tiny", "batch": {"seq_len": 8}}, "16 patches are more than batch.seq_len=8"),
+    ({"model": {"name": "wan2.1-14b-tiny", "in_channels": 20}}, "videos are for in_channels=16, the model has 20"),
+    ({"model": {"name": "wan2.1-14b-tiny", "text_dim": 32}}, "videos are for text_dim=64, the model has 32"),
+    ({"model": {"name": "wan2.1-14b-tiny", "patch_size": [2, 2, 2]}}, "do not divide into patches [2, 2, 2]"),
+    ({"parallel": {"cp": 16}}, "8 patches do not divide by parallel.cp=16 x tp=1"),
+], ids=str)  # fmt: skip
+def test_videos_that_do_not_fit(folder, settings, message):
+    tree = latents(folder) | {"batch": TREE["batch"]} | settings
+    tree["batch"] = TREE["batch"] | settings.get("batch", {})
+    with pytest.raises(InputError) as error:
+        open_dataset(from_dict(tree))
+    assert message in str(error.value)
+
+
+def test_shapes_are_drawn_before_and_after(tmp_path, capsys):
+    tree = yaml.safe_load((ROOT / "configs/train/shapes.yaml").read_text())
+    tree["model"] |= {"num_layers": 1, "num_attention_heads": 2, "ffn_dim": 32}
+    tree |= {"steps": 1, "out_dir": str(tmp_path / "out"), "device": "cpu"}
+    run(tree | {"optim": {}, "batch": {"global": 2, "micro": 2, "seq_len": 16}}, tmp_path)
+    printed = capsys.readouterr()
+    for name in ("before", "after"):
+        assert (tmp_path / f"out/{name}.png").exists()
+        assert re.search(rf"{name}\.png: right in colour \d+%, shape \d+%, direction \d+%", printed.out + printed.err)
+    prompts = tmp_path / "prompts"
+    save_file({"text": torch.zeros(1, 3, 64)}, prompts)
+    generate.main(["--task", "diffusion", "--model", str(tmp_path / "out"), "--prompts", str(prompts), "--steps", "1",
+                   "--out", str(tmp_path / "latents"), "--size", "1", "4", "4", "--device", "cpu"])  # fmt: skip
+    assert load_file(tmp_path / "latents")["latents"].shape == (1, 8, 1, 4, 4)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_memory_is_as_estimated(pool, recompute):
+    """Activations as torch's profiler counts them, at a length where they outweigh all else."""
+    tree = with_settings(
+        data={"size": [8, 16, 16]}, batch={"global": 1, "micro": 1, "seq_len": 512}, recompute=recompute
+    )
+    if dist.is_initialized():  # by a run of this process; the estimate has a world of its own
+        dist.destroy_process_group()
+    kinds = estimate_memory(from_dict(tree), 1)
+    (measured,) = pool.run(1, measure_activations, tree)
+    assert (kinds["activations"] + kinds["gathered"]) * 2**30 == pytest.approx(measured, rel=0.15)
+
+
+def measure_activations(tree: dict) -> int:
+    config = from_dict(tree)
+    trainer = Trainer(config, start(config))
+    return activation_bytes(trainer, open_dataset(config)[0])

@@ -1,0 +1,64 @@
+"""Pipelines put side by side: idle time against the closed forms, and a case drawn by hand."""
+
+import pytest
+
+from minitrain.bench.replay import replay, schedule_order
+from minitrain.parallel.pipeline import V_SHAPED, rank_of
+
+F, I, W = 1.0, 1.25, 0.75  # seconds of one rank's layers: forward, gradients of inputs, gradients of weights
+RANKS, BATCHES = 4, 8
+
+
+def idle(schedule: str, stages_per_rank: int, f=F, i=I, w=W, message=0.0) -> float:
+    """Seconds that the first rank waits until all are done."""
+    share = {"F": f, "B": i + w, "I": i, "W": w}
+    order = schedule_order(schedule, RANKS, BATCHES, stages_per_rank)
+    result = replay(order, lambda action: share[action[1]] / stages_per_rank, lambda stage: message)
+    return max(result.finished) - BATCHES * (f + i + w)
+
+
+@pytest.mark.parametrize(("schedule", "stages_per_rank", "expected"), [
+    ("GPipe", 1, (RANKS - 1) * (F + I + W)),
+    ("1F1B", 1, (RANKS - 1) * (F + I + W)),
+    ("LoopedBFS", 2, (RANKS - 1) * (F + I + W) / 2),
+    ("Interleaved1F1B", 2, (RANKS - 1) * (F + I + W) / 2),
+    ("Interleaved1F1B", 4, (RANKS - 1) * (F + I + W) / 4),
+])  # fmt: skip
+def test_idle_time_is_that_of_the_literature(schedule, stages_per_rank, expected):
+    """Huang et al. 2018; Narayanan et al. 2021, section 2.2: (n - 1) / v of a micro-batch's time."""
+    assert idle(schedule, stages_per_rank) == pytest.approx(expected)
+
+
+def test_zero_bubble_schedules_idle_less():
+    assert idle("ZBVZeroBubble", 2, 1, 1, 1) == pytest.approx((RANKS - 1) / 2)  # Qi et al. 2023, section 6
+    assert idle("InterleavedZeroBubble", 2) < idle("Interleaved1F1B", 2)
+    assert idle("DualPipeV", 2) < idle("Interleaved1F1B", 2)
+
+
+def test_messages_delay_by_hand():
+    """Two ranks, one micro-batch: F0, message, F1, B1, message, B0."""
+    result = replay(schedule_order("1F1B", 2, 1, 1), lambda action: 1.0, lambda stage: 0.5)
+    assert result.spans == {
+        (0, "F", 0): (0.0, 1.0), (1, "F", 0): (1.5, 2.5), (1, "B", 0): (2.5, 3.5), (0, "B", 0): (4.0, 5.0)
+    }  # fmt: skip
+    assert result.busy([0, 1]) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
+def test_every_action_comes_after_what_it_needs(schedule):
+    stages_per_rank = 1 if schedule == "1F1B" else 2
+    order = schedule_order(schedule, RANKS, BATCHES, stages_per_rank)
+    spans = replay(order, lambda action: 1.0, lambda stage: 0.25).spans
+    last = RANKS * stages_per_rank - 1
+    for (stage, kind, batch), (begin, _) in spans.items():
+        if kind == "F" and stage:
+            assert begin >= spans[stage - 1, "F", batch][1]
+        if kind in "BI" and stage < last:
+            behind = spans.get((stage + 1, "B", batch)) or spans[stage + 1, "I", batch]
+            assert begin >= behind[1]
+        if kind == "W":
+            assert begin >= spans[stage, "I", batch][1]
+    for rank, actions in enumerate(order):
+        ends = [spans[action][1] for action in actions]
+        assert ends == sorted(ends)
+        assert all(rank_of(stage, RANKS, schedule in V_SHAPED) == rank for stage, _, _ in actions)

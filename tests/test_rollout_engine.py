@@ -1,0 +1,248 @@
+"""The sampler against uncached full forward passes of the same model, and what it leaves of the model."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from minitrain import Sampler, SamplingParams
+from minitrain import config as configs
+from minitrain.config import Rollout
+from minitrain.errors import InputError
+from minitrain.models.decoder import Decoder
+from minitrain.models.lora import Lora, add_adapters
+from minitrain.models.zoo import model_config
+from minitrain.parallel.mesh import start
+from minitrain.tokenizer import ByteTokenizer
+from minitrain.training.build import build_model
+from minitrain.training.loss import IGNORE
+from minitrain.training.objectives import LanguageModeling
+
+FAMILIES = [
+    "llama3-8b", "llama3.1-8b", "qwen2.5-7b", "qwen3-32b", "nemotron4-15b", "mixtral-8x7b", "qwen3-30b-a3b",
+    "deepseek-v3", "kimi-k2", "gpt-oss-20b", "nemotron3-nano-30b-a3b", "nemotron3-super-120b-a12b", "gpt3-175b",
+]  # fmt: skip
+SETTINGS = {
+    "one at a time, in large pages": Rollout(slots=1, page_size=32, pages=2),
+    "together, prompts shared": Rollout(slots=16, page_size=4, pages=200, steps=3),
+    "interrupted, prompts in pieces": Rollout(slots=5, page_size=4, pages=12, chunk=7),
+}
+PROMPT_LENGTHS = (1, 6, 21, 21)
+NEW = 10
+
+
+def make(name: str, seed: int = 0, **fields) -> Decoder:
+    """A tiny twin with no parameter at a value that would hide it, and with logits that are not all alike."""
+    torch.manual_seed(seed)
+    model = Decoder(model_config(f"{name}-tiny", **fields)).requires_grad_(False)
+    for key, parameter in model.named_parameters():
+        scale = key.endswith(("norm.weight", "norm1.weight")) and model.config.norm != "layernorm1p"
+        parameter.normal_(float(scale), 0.3 if scale else 0.08)
+    return model
+
+
+def prompts_of(lengths=PROMPT_LENGTHS, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(512, (length,), generator=generator).tolist() for length in lengths]
+
+
+@torch.no_grad()
+def uncached(model: Decoder, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@torch.no_grad()
+def trainer_logprobs(model: Decoder, prompt: list[int], tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
+    logits = model(torch.tensor([prompt + tokens]))[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens_are_those_without_a_cache(name):
+    model, prompts = make(name), prompts_of()
+    expected = [uncached(model, prompt, NEW) for prompt in prompts]
+    assert len(set(map(tuple, expected))) == len(prompts)
+    for setting, rollout in SETTINGS.items():
+        sampler = Sampler(model, settings=rollout)
+        n = 1 if rollout.slots == 1 else 3
+        found = sampler.generate(prompts, SamplingParams(temperature=0, max_tokens=NEW, n=n))
+        assert [each.tokens for each in found] == [tokens for tokens in expected for _ in range(n)], setting
+        assert (sampler.scheduler.preemptions > 0) == setting.startswith("interrupted")
+        for each, prompt in zip(found, [prompt for prompt in prompts for _ in range(n)], strict=True):
+            theirs = trainer_logprobs(model, prompt, each.tokens)
+            torch.testing.assert_close(torch.tensor(each.logprobs), theirs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["qwen3-32b", "nemotron3-nano-30b-a3b"])
+def test_samples_do_not_depend_on_the_batch(name):
+    model, prompts = make(name), prompts_of()
+    params = [SamplingParams(temperature=0.9, top_p=0.95, max_tokens=NEW, n=3, seed=i) for i in range(len(prompts))]
+    runs = [Sampler(model, settings=rollout).generate(prompts, params) for rollout in SETTINGS.values()]
+    tokens = [[each.tokens for each in run] for run in runs]
+    assert tokens[0] == tokens[1] == tokens[2] and len(set(map(tuple, tokens[0]))) == 3 * len(prompts)
+    alone = Sampler(model, settings=SETTINGS["together, prompts shared"]).generate(prompts[2:3], params[2:3])
+    assert [each.tokens for each in alone] == tokens[0][6:9]
+
+
+def test_logprobs_are_the_trainers():
+    """Of drawn tokens: each one's at a temperature; all together, what the trainer's objective sums."""
+    model, prompts = make("qwen3-32b"), prompts_of()
+    for temperature in (0.7, 1.0):
+        params = SamplingParams(temperature=temperature, max_tokens=NEW)
+        for prompt, each in zip(prompts, Sampler(model).generate(prompts, params), strict=True):
+            theirs = trainer_logprobs(model, prompt, each.tokens, temperature)
+            torch.testing.assert_close(torch.tensor(each.logprobs), theirs, atol=1e-5, rtol=0)
+    row, begin = torch.tensor([prompt + each.tokens]), len(prompt)
+    labels = torch.where(torch.arange(row.shape[1]) < begin, IGNORE, row)[:, 1:]
+    loss = LanguageModeling().loss(model, {"tokens": row[:, :-1], "labels": labels})
+    assert sum(each.logprobs) == pytest.approx(-loss.item(), abs=1e-5 * NEW)
+
+
+def test_new_weights_need_a_refresh_and_get_one():
+    model, prompt = make("qwen3-32b"), prompts_of((20,))
+    sampler, params = Sampler(model, settings=Rollout(page_size=4, pages=50)), SamplingParams(max_tokens=5, n=2)
+    sampler.generate(prompt, params)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+
+    def error():
+        found = sampler.generate(prompt, params)
+        theirs = torch.stack([trainer_logprobs(model, prompt[0], each.tokens) for each in found])
+        return (torch.tensor([each.logprobs for each in found]) - theirs).abs().exp().mean().item()
+
+    assert error() > 1.01  # token_mult_prob_error says so
+    sampler.refresh()
+    assert error() < 1.0001
+    sampler.free()
+    assert sampler.scheduler is None and error() < 1.0001
+
+
+def test_ends():
+    model, tokenizer = make("qwen3-32b", vocab_size=258), ByteTokenizer()
+    sampler, prompt = Sampler(model, tokenizer, Rollout(page_size=4, pages=50, steps=4)), [5, 6, 7]
+    whole = sampler.generate([prompt], SamplingParams(temperature=0, max_tokens=20))[0]
+    assert whole.finish_reason == "length" and len(whole.tokens) == 20
+    first = next(i for i in range(3, 20) if whole.tokens[i] not in whole.tokens[:i])
+    stopped = sampler.generate([prompt], SamplingParams(0, max_tokens=20, stop_tokens=(whole.tokens[first],)))[0]
+    assert stopped.finish_reason == "stop" and stopped.tokens == whole.tokens[: first + 1]
+    assert stopped.logprobs == pytest.approx(whole.logprobs[: first + 1], abs=1e-5)
+
+    model.lm_head.weight[128:].fill_(-1)  # ASCII from here on
+    text = tokenizer.decode(sampler.generate([prompt], SamplingParams(0.8, max_tokens=20))[0].tokens)
+    sampler.refresh()
+    whole = sampler.generate([prompt], SamplingParams(0.8, max_tokens=20))[0]
+    text = tokenizer.decode(whole.tokens)
+    stop = text[6:8]
+    cut = sampler.generate([prompt], SamplingParams(0.8, max_tokens=20, stop=("never", stop)))[0]
+    assert cut.finish_reason == "stop" and tokenizer.decode(cut.tokens) == text[: text.index(stop) + 2]
+    with pytest.raises(InputError, match="needs a sampler with a tokenizer"):
+        Sampler(model).generate([prompt], SamplingParams(stop=("x",)))
+
+
+def test_the_models_last_position():
+    for name in ("gpt3-175b", "qwen3-32b"):
+        model = make(name, max_position_embeddings=16)
+        sampler = Sampler(model, settings=Rollout(page_size=4, steps=5))
+        found = sampler.generate(prompts_of((12,)), SamplingParams(temperature=0, max_tokens=20))[0]
+        assert found.tokens == uncached(model, prompts_of((12,))[0], 4) and found.finish_reason == "length"
+        with pytest.raises(InputError, match="a prompt of 16 tokens: use 1 to 15"):
+            sampler.generate(prompts_of((16,)), SamplingParams())
+
+
+def test_requests_come_and_go():
+    """Submitted while others run, and cancelled: waiting, running, and one of a group."""
+    model, prompts = make("qwen3-32b"), prompts_of((9, 5, 7))
+    sampler = Sampler(model, settings=Rollout(slots=2, page_size=4, pages=30))
+    params = SamplingParams(temperature=0, max_tokens=NEW)
+    (first,) = sampler.submit(prompts[0], params)
+    while len(first.produced) < 3:
+        news = sampler.step()
+    assert news == [(first, first.produced[-1:])]
+    group = sampler.submit(prompts[1], dataclasses.replace(params, n=3))
+    (last,) = sampler.submit(prompts[2], params)
+    while not group[0].produced:
+        sampler.step()
+    for sample in (first, group[2], last):
+        sampler.cancel(sample)
+    with pytest.raises(RuntimeError, match="unfinished requests"):
+        sampler.refresh()
+    while sampler.busy:
+        sampler.step()
+    assert [s.finish_reason for s in (first, *group, last)] == [
+        "cancelled",
+        "length",
+        "length",
+        "cancelled",
+        "cancelled",
+    ]
+    assert group[0].produced == group[1].produced == uncached(model, prompts[1], NEW) and not last.produced
+    assert first.produced == uncached(model, prompts[0], NEW)[: len(first.produced)]
+    assert sampler.scheduler.pages.available == 30
+
+
+# ------------------------------------------------------------------------------------------------- the trainer's model
+
+
+def test_adapters_are_sampled_with_and_dropout_is_not():
+    """On every Linear: latent attention's kv_b_proj, which a cache folds into others, is one of them."""
+    model = make("deepseek-v3")
+    linears = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "experts.down_proj")
+    add_adapters(model, Lora(rank=4, dropout=0.5, targets=list(linears)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.2)
+    prompts = prompts_of((6, 9))
+    expected = [uncached(model, prompt, 6) for prompt in prompts]
+    found = Sampler(model).generate(prompts, SamplingParams(temperature=0, max_tokens=6))
+    assert [each.tokens for each in found] == expected
+
+
+def test_the_model_is_left_as_it_was():
+    model = make("qwen3-32b")
+    calls = []
+
+    def backend(graph, inputs):
+        calls.append(graph)
+        return graph
+
+    for block in model.blocks:
+        block.compile(backend=backend)
+    tokens = torch.tensor(prompts_of((7,)))
+    before = model(tokens)
+    compiled, state = len(calls), {id(m): dict(m.__dict__) for m in model.modules()}
+    found = Sampler(model).generate(tokens.tolist(), SamplingParams(temperature=0, max_tokens=3))
+    assert found[0].tokens[0] == before[0, -1].argmax()
+    assert {id(m): dict(m.__dict__) for m in model.modules()} == state
+    assert torch.equal(model(tokens), before) and len(calls) == compiled > 0
+
+
+def sampled_by_ranks(tree: dict, prompts, params) -> list[list[int]]:
+    config = configs.from_dict(tree | {"device": "cpu"})
+    model = build_model(config, start(config))
+    sampler = Sampler(model, settings=Rollout(slots=5, page_size=4, pages=20, chunk=9))
+    found = sampler.generate(prompts, params)
+    return [each.tokens for each in found], [each.logprobs for each in found], sampler.scheduler.preemptions
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel", "ranks"),
+    [("qwen3-32b", {"tp": 2}, 2), ("nemotron4-15b", {"tp": 2, "dp_shard": 2}, 4)],
+)
+def test_several_ranks_sample_as_one(pool, name, parallel, ranks):
+    """Sharded over all ranks, by tensor parallelism or by FSDP: the same prompts, the same tokens, on each."""
+    tree = {
+        "model": {"name": f"{name}-tiny", "initializer_range": 0.08},
+        "batch": {"global": 4, "micro": 1, "seq_len": 64},
+    }
+    params = SamplingParams(temperature=0.8, max_tokens=NEW, n=3)
+    tokens, logprobs, _ = pool.run(1, sampled_by_ranks, tree, prompts_of(), params)[0]
+    for found, theirs, preemptions in pool.run(
+        ranks, sampled_by_ranks, tree | {"parallel": parallel}, prompts_of(), params
+    ):
+        assert found == tokens and preemptions > 0
+        torch.testing.assert_close(torch.tensor(theirs), torch.tensor(logprobs), atol=1e-5, rtol=0)

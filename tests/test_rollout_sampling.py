@@ -1,0 +1,144 @@
+"""How tokens are chosen: the exact distribution, transformers' filters, and noise that depends on the request alone."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from minitrain.errors import InputError
+from minitrain.rollout.sampling import Choice, SamplingParams, choose, keep_likely, sample_key, waiting_times
+from minitrain.training.loss import Part
+
+LOGITS = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, -3.0, 1.5, 0.2])
+
+
+def choice(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0):
+    keys = torch.tensor([sample_key(seed, row, 0) for row in range(rows)], dtype=torch.int32)
+    real = [torch.full((rows,), float(x)) for x in (temperature, top_p, min_p)]
+    filtered = top_k > 0 or top_p < 1 or min_p > 0
+    return Choice(keys, real[0], torch.full((rows,), top_k), real[1], real[2], temperature > 0, filtered)
+
+
+def chi_square(drawn, expected):
+    """Over the tokens that can be drawn; none of the others may be."""
+    counts = drawn.bincount(minlength=len(expected)).double()
+    assert counts[expected == 0].sum() == 0
+    likely = expected > 0
+    return ((counts - expected)[likely] ** 2 / expected[likely]).sum().item()
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ({"temperature": 0.5}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ({"top_k": 3}, [1, 2, 6]),
+        ({"top_p": 0.7}, [1, 2, 6]),
+        ({"min_p": 0.2}, [1, 2, 4, 6]),
+    ],
+    ids=str,
+)
+def test_chi_square_against_the_exact_distribution(params, kept):
+    """40,000 rows and positions; the statistic exceeds the bound with a probability of 1 in 1000 or less."""
+    rows, drawn, logprobs = 8000, [], []
+    settings = choice(rows, **params)
+    for position in range(5):
+        tokens, logprob = choose(LOGITS.expand(rows, -1), settings, torch.full((rows,), position), Part())
+        drawn.append(tokens)
+        logprobs.append(logprob)
+    scaled = LOGITS.double() / params.get("temperature", 1.0)
+    allowed = torch.full_like(scaled, -torch.inf).index_fill(0, torch.tensor(kept), 0)
+    exact = (scaled + allowed).log_softmax(0)
+    drawn = torch.cat(drawn)
+    assert chi_square(drawn, exact.exp() * len(drawn)) < 24.3  # the 0.1 % point for 7 degrees of freedom
+    torch.testing.assert_close(torch.cat(logprobs).double(), exact[drawn], atol=1e-6, rtol=0)
+
+
+def test_noise_is_exponential_and_unrelated_between_neighbours():
+    """Of keys, positions and ids that differ by one: the usual weakness of hashed noise."""
+    keys = torch.tensor([sample_key(0, 0, i) for i in range(64)], dtype=torch.int32)
+    noise = torch.stack([waiting_times(keys, torch.full((64,), t), 0, 256) for t in range(64)]).double()
+    assert noise.min() > 0 and noise.mean().item() == pytest.approx(1, abs=0.005)
+    sorted_, n = noise.flatten().sort().values, noise.numel()
+    gap = (-torch.expm1(-sorted_) - torch.arange(n) / n).abs().max().item()
+    assert gap * n**0.5 < 1.95  # Kolmogorov-Smirnov, 0.1 %
+    for dim in range(3):
+        pair = torch.stack(
+            [noise.narrow(dim, 0, noise.shape[dim] - 1).flatten(), noise.narrow(dim, 1, noise.shape[dim] - 1).flatten()]
+        )
+        assert abs(torch.corrcoef(pair)[0, 1].item()) * n**0.5 < 4
+
+
+def test_a_row_draws_the_same_among_others():
+    logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(0))
+    settings, positions = choice(6), torch.tensor([3, 5, 3, 9, 1, 0])
+    together, _ = choose(logits, settings, positions, Part())
+    order = torch.tensor([4, 2])
+    fields = {name: getattr(settings, name)[order] for name in ("keys", "temperature", "top_k", "top_p", "min_p")}
+    apart, _ = choose(logits[order], Choice(**fields), positions[order], Part())
+    assert apart.tolist() == together[order].tolist()
+    others, _ = choose(logits, choice(6, seed=1), positions, Part())
+    assert others.tolist() != together.tolist()
+
+
+def test_greedy_and_drawing_rows_share_a_batch():
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(1)).expand(2000, -1)
+    settings = choice(2000)
+    settings.temperature[::2] = 0
+    tokens, logprobs = choose(logits, settings, torch.zeros(2000, dtype=torch.long), Part())
+    assert (tokens[::2] == logits[0].argmax()).all() and len(tokens[1::2].unique()) > 20
+    torch.testing.assert_close(logprobs, logits[0].log_softmax(0)[tokens])
+
+
+@pytest.mark.parametrize(
+    "params", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.8, "min_p": 0.05}]
+)
+def test_filters_keep_what_those_of_transformers_keep(params):
+    from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = torch.randn(50, 100, generator=torch.Generator().manual_seed(0)) * 3
+    warpers = {"top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper, "min_p": MinPLogitsWarper}
+    theirs = LogitsProcessorList([warpers[name](value) for name, value in params.items()])(None, logits)
+    ours = keep_likely(logits, choice(50, **params))
+    assert torch.equal(ours, theirs) and 0 < theirs.isinf().sum() < logits.numel()
+
+
+def chosen_over_ranks(logits, params, positions):
+    """On this rank's part of the vocabulary; and the largest shape that was exchanged."""
+    mesh = init_device_mesh("cpu", (2,))
+    size = logits.shape[1] // 2
+    gathered = []
+
+    class Recording(Part):
+        def gather(self, x):
+            gathered.append(x.shape[1])
+            return super().gather(x)
+
+    part = Recording(mesh.get_local_rank() * size, mesh.get_group())
+    mine = logits[:, part.first : part.first + size]
+    return (*choose(mine, choice(len(logits), **params), positions, part), gathered)
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0}, {"top_k": 7, "top_p": 0.9}], ids=str)
+def test_a_split_vocabulary_gives_the_same_tokens(pool, params):
+    generator = torch.Generator().manual_seed(0)
+    logits, positions = torch.randn(40, 300, generator=generator) * 2, torch.arange(40)
+    tokens, logprobs = choose(logits, choice(40, **params), positions, Part())
+    for found in pool.run(2, chosen_over_ranks, logits, params, positions):
+        assert torch.equal(found[0], tokens)
+        torch.testing.assert_close(found[1], logprobs)
+        assert found[2] == ([150] if "top_k" in params else [5])  # without filters never the logits
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"temperature": -1}, "temperature=-1 must be at least 0"),
+        ({"top_p": 0}, "top_p=0 must be above 0 and at most 1"),
+        ({"min_p": 2}, "min_p=2 must be between 0 and 1"),
+        ({"n": 0}, "n=0 must be at least 1"),
+        ({"max_tokens": 0}, "max_tokens=0 must be at least 1"),
+    ],
+)
+def test_refusals(fields, line):
+    with pytest.raises(InputError, match=line):
+        SamplingParams(**fields)

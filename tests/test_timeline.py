@@ -1,0 +1,128 @@
+"""Seconds from a trace: hand-made traces whose timelines can be drawn on paper."""
+
+import dataclasses
+
+import pytest
+
+from minitrain.bench.timeline import SYSTEMS, System, load_system, play
+from minitrain.bench.trace import Event, Trace
+from minitrain.errors import InputError
+
+# A byte, or a FLOP, takes a second, on wires half; nothing else costs anything
+SECOND = System(
+    name="second", bf16=1, fp8=2, grouped=0.5, attention_forward=1, attention_backward=0.5, memory=1, launch=0,
+    nvlink=2, domain=8, network=0.5, latency=0, gemm_tiles=1, capacity=100,
+)  # fmt: skip
+GROUPS = {"shards": (["dp_shard"], [0, 1]), "tensor": (["tp"], [0, 1])}
+
+
+def kernel(reads=(), writes=(), flops=0, kind="gemm", name="mm") -> Event:
+    return Event(name, kind, flops, [(n, 0) for n in reads], [(n, 0) for n in writes])
+
+
+def elementwise(reads: dict, writes: dict) -> Event:
+    return Event("mul", "memory", 0, list(reads.items()), list(writes.items()))
+
+
+def collective(name: str, group: str, payload: int, reads=(), writes=()) -> Event:
+    tensors = ([(n, 0) for n in reads], [(n, 0) for n in writes])
+    return Event(name, "collective", 0, *tensors, payload=payload, group=group, dimension=GROUPS[group][0][0])
+
+
+def spans(trace: Trace, system: System = SECOND, fused: bool = False) -> list[tuple]:
+    return [(s.stream, s.begin, s.end) for s in play(trace, system, fused).spans]
+
+
+def test_compute_waits_for_what_it_reads():
+    """An all-gather of 8 bytes over 2 ranks moves 4, at 2 bytes/s."""
+    trace = Trace([
+        collective("allgather_base", "tensor", 8, reads=[1], writes=[2]),
+        kernel(writes=[3], flops=1),
+        kernel(reads=[2, 3], writes=[4], flops=3),
+    ], groups=GROUPS)  # fmt: skip
+    line = play(trace, SECOND, fused=False)
+    assert [(s.stream, s.begin, s.end, s.waited) for s in line.spans] == [
+        ("tp", 0, 2, 0), ("compute", 0, 1, 0), ("compute", 2, 5, 1)
+    ]  # fmt: skip
+    assert line.end == 5
+
+
+def test_the_next_weights_are_gathered_while_a_block_runs():
+    """But not before those of the block have been copied out: two blocks' all-gathers never lie ahead."""
+    trace = Trace([
+        collective("allgather_base", "shards", 4, writes=[1]),
+        Event("split_with_sizes_copy", "memory", 0, [(1, 0)], [(2, 0)]),
+        kernel(reads=[2], flops=10),
+        collective("allgather_base", "shards", 8, writes=[3]),
+        Event("split_with_sizes_copy", "memory", 0, [(3, 0)], [(4, 0)]),
+        kernel(reads=[4], flops=10),
+    ], groups=GROUPS)  # fmt: skip
+    line = play(trace, SECOND, fused=False)
+    gathers = [(s.begin, s.end) for s in line.spans if s.stream == "dp_shard"]
+    assert gathers == [(0, 1), (1, 3)]
+    assert [(s.begin, s.end) for s in line.spans if s.name == "mm"] == [(1, 11), (11, 21)]
+
+
+def test_gradients_are_reduced_beside_compute():
+    trace = Trace([
+        kernel(writes=[1], flops=2),
+        collective("reduce_scatter_base", "shards", 8, reads=[1], writes=[2]),
+        elementwise({2: 16, 3: 16}, {3: 16}),  # adding to the shard's gradient: on FSDP's stream, for it made 3 too
+        kernel(reads=[1], flops=5),
+    ], groups=GROUPS)  # fmt: skip
+    trace.events.insert(0, collective("reduce_scatter_base", "shards", 0, writes=[3]))
+    line = play(trace, SECOND, fused=False)
+    assert [s.end for s in line.spans if s.stream == "compute"] == [2, 7]
+    assert line.end == 2 + 2 + 48
+
+
+def test_fused_kernels_move_only_what_comes_from_outside_or_stays():
+    """x -> a -> b -> c, where b is read again later and a is not."""
+    events = [elementwise({1: 4}, {2: 4}), elementwise({2: 4}, {3: 4}), elementwise({3: 4}, {4: 4}), kernel([3, 4])]
+    trace = Trace(events, died={2: 1}, groups=GROUPS)
+    assert play(trace, SECOND, fused=False).end == 24
+    assert play(trace, SECOND, fused=True).end == 4 + 4 + 4
+
+
+@pytest.mark.parametrize(("sizes", "seconds"), [
+    ((1, 128, 256, 128), 2.0),  # k / (k + 128) is a half
+    ((1, 129, 256, 128), 2.0),  # two tiles on one multiprocessor are two whole waves
+])  # fmt: skip
+def test_matrix_products(sizes, seconds):
+    event = Event("mm", "gemm", 1, [], [], sizes)
+    assert SECOND.kernel_seconds(event) == pytest.approx(seconds)
+    assert SECOND.kernel_seconds(dataclasses.replace(event, element=1)) == pytest.approx(seconds / 2)
+    assert SECOND.kernel_seconds(dataclasses.replace(event, kind="grouped")) == pytest.approx(seconds * 2)
+
+
+def test_the_last_wave():
+    """Three tiles on two multiprocessors: 3/4 filled, of the rest 60 % recovered."""
+    system = dataclasses.replace(SECOND, gemm_tiles=2)
+    event = Event("mm", "gemm", 1, [], [], (1, 3 * 128, 256, 128))
+    assert system.kernel_seconds(event) == pytest.approx(1 / (0.5 * (1 - 0.25 * 0.4)))
+
+
+@pytest.mark.parametrize(("name", "ranks", "seconds"), [
+    ("allgather_base", range(8), 64 * 7 / 8 / 2),  # within a domain
+    ("allreduce", range(8), 2 * 64 * 7 / 8 / 2),
+    ("reduce_scatter_base", range(16), 64 * 15 / 16 / 2),  # 8 adapters together are faster than NVLink
+    ("allgather_base", range(0, 16, 4), 64 * 3 / 4 / 1),  # two adapters per domain
+    ("allgather_base", range(0, 64, 8), 64 * 7 / 8 / 0.5),  # one
+    ("all_to_all_single", range(16), 64 / 2 / 0.5),  # half of it leaves the domain
+    ("send", [0, 8], 64 / 0.5),
+    ("send", [0, 1], 64 / 2),
+])  # fmt: skip
+def test_collectives(name, ranks, seconds):
+    event = Event(name, "collective", 0, [], [], payload=64)
+    assert SECOND.collective_seconds(event, list(ranks)) == pytest.approx(seconds)
+
+
+def test_systems_are_complete():
+    import yaml
+
+    names = set(yaml.safe_load(SYSTEMS.read_text())) - {"fitted_on"}
+    assert names == {"dgx-h100", "dgx-b200", "dgx-gb200", "dgx-gb300", "h200"}
+    for name in names:
+        assert load_system(name).bf16 > 1e14
+    with pytest.raises(InputError, match="--system=dgx is not one of dgx-h100, "):
+        load_system("dgx")
