@@ -8,6 +8,7 @@
   python bench.py --config FILE --dry-run                  check the config and its layout; run nothing
   python bench.py --config FILE ... --simulate             what the config would do in its full world, without a GPU
   python bench.py --config FILE --simulate --sweep tp=1,2,4 pp=1,2      rank layouts by predicted tokens/s
+  python bench.py --generate --config FILE                 the sampler on mock prompts, not training
   python bench.py --list                                   the published rows
 
 Any setting can follow as key=value, such as batch.micro=1 model.num_layers=2.
@@ -25,6 +26,7 @@ from minitrain.bench.chrome import write_trace
 from minitrain.bench.layout import dry_run
 from minitrain.bench.measure import measure, row_name
 from minitrain.bench.measure_policy import measure_policy
+from minitrain.bench.measure_sampling import measure_sampling
 from minitrain.bench.memory import estimate_memory
 from minitrain.bench.report import table
 from minitrain.bench.rows import list_rows
@@ -59,6 +61,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--trace", metavar="FILE", help="with --simulate: write a Chrome trace")
     parser.add_argument("--sweep", nargs="+", default=[], metavar="KEY=V,V", help="with --simulate: all combinations")
     parser.add_argument("--list", action="store_true", help="print the published rows")
+    parser.add_argument("--generate", action="store_true", help="time the sampler on mock prompts, not training")
     parser.add_argument("--versus", choices=VERSUS, help="also time this library on the same shape")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     options = parser.parse_args(arguments)
@@ -76,6 +79,8 @@ def main(arguments: list[str]) -> None:
         if options.versus or world_size() > 1:
             raise InputError("--shrink starts its own processes: use neither torchrun nor --versus with it")
         configs = [(row, shrink(config)) for row, config in configs]
+    if options.generate and options.versus not in (None, "transformers"):
+        raise InputError(f"--generate --versus {options.versus}: only transformers samples the same (use transformers)")
     if options.versus in ("peft", "full"):
         for _, config in configs:
             check_adapters(config, options.versus)
@@ -111,6 +116,8 @@ def run(row: str, config, options, estimate: dict[str, float]) -> dict:
     """Measure one config, and write its result out at once."""
     if options.shrink:
         outcome = run_shrunk(config, row, options.steps, options.warmup)
+    elif options.generate:
+        outcome = measure_sampling(config, row, options.steps, options.warmup, options.versus is not None)
     elif config.task == "grpo":
         outcome = measure_policy(config, row, options.steps, options.warmup)
     else:

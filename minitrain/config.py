@@ -163,7 +163,7 @@ class GRPO:
     prompts: int = 16
     group: int = 8
     reward: str = "exact"  # exact, math, or a function of one's own as package.module:name (see grpo/rewards.py)
-    prompt_key: str = ""  # of the lines of data.path; default: the first usual name that a line has (see grpo/data.py)
+    prompt_key: str = ""  # of the lines of data.path; default: the first usual name in a line (grpo/problems.py)
     answer_key: str = ""
     mock_digits: int = 4  # data.kind=mock: how long the texts are that are to be reversed
     baseline: Literal["group", "leave_one_out"] = "leave_one_out"

@@ -113,7 +113,7 @@ def test_training_starts_from_a_model_folder(config_file, tmp_path):
     assert metrics(tmp_path / "next")[0]["val_loss"] == pytest.approx(final, rel=1e-6)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
+@pytest.mark.parametrize("precision", ["bf16", "bf16-pure", "fp8"])
 def test_low_precision_learns(config_file, tmp_path, precision):
     train.main(["--config", str(config_file), f"precision={precision}", "steps=10", "validation.every=0"])
     lines = metrics(tmp_path / "out")

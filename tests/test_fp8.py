@@ -216,7 +216,7 @@ def test_sizes_must_fit_on_every_tensor_parallel_rank():
 
 TREE = {
     "model": {"name": "llama3-8b-tiny", "vocab_size": 320, "num_layers": 1},
-    "batch": {"global": 8, "micro": 8, "seq_len": 32},
+    "batch": {"global": 4, "micro": 4, "seq_len": 32},
     "device": "cpu",
 }
 

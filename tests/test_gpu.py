@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from minitrain.config import from_dict
+from minitrain.models.fp8 import to_fp8
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import start
@@ -12,6 +13,9 @@ from minitrain.training.loop import Trainer
 from minitrain.training.loss import linear_cross_entropy
 
 pytestmark = pytest.mark.gpu
+has_fp8 = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs FP8 units"
+)
 
 TREE = {
     "model": {"name": "llama3.1-8b-tiny", "head_dim": 32, "vocab_size": 512},
@@ -67,6 +71,39 @@ def test_training_on_cuda_equals_cpu(changes, tolerance):
     for name, reference in expected.items():
         error = (ours[name] - reference).norm() / reference.norm()
         assert error < tolerance, f"{name} is off by {error:.1e}"
+
+
+def fp8_passes(device: str, fast: str, dtype: torch.dtype, compiled: bool) -> list[torch.Tensor]:
+    """Output and gradients of an FP8 Linear, the same on all devices but for the order of sums."""
+    generator = torch.Generator().manual_seed(0)
+    x, grad, weight = (torch.randn(size, generator=generator) for size in ((4, 250, 256), (4, 250, 128), (128, 256)))
+    linear = torch.nn.Linear(256, 128, bias=False, device=device)
+    to_fp8([torch.nn.ModuleList([linear])], fast)
+    linear.load_state_dict({"weight": weight})
+    x = x.to(device, dtype).requires_grad_()
+    y = (torch.compile(linear, fullgraph=True, dynamic=False) if compiled else linear)(x)
+    gradients = torch.autograd.grad(y, [x, linear.weight], grad.to(device, dtype))
+    return [each.detach().cpu().float() for each in (y, *gradients)]
+
+
+@has_fp8
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("fast", ["none", "forward", "all"])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_fp8_products_equal_those_on_cpu(dtype, tolerance, fast, compiled):
+    """Fast sums keep about 14 bits."""
+    expected = fp8_passes("cpu", "none", dtype, False)
+    for ours, right in zip(fp8_passes("cuda", fast, dtype, compiled), expected, strict=True):
+        assert (ours - right).norm() < max(tolerance, 1e-3 if fast != "none" else 0) * right.norm()
+
+
+@has_fp8
+@pytest.mark.parametrize("changes", [{}, {"compile": True}, {"recompute": "full"}], ids=str)
+def test_fp8_training_on_cuda_equals_cpu(changes):
+    ours = weights_after(2, "cuda", precision="fp8", **changes)
+    for name, reference in weights_after(2, "cpu", precision="fp8").items():
+        error = (ours[name] - reference).norm() / reference.norm()
+        assert error < 2e-2, f"{name} is off by {error:.1e}"
 
 
 def test_plain_causal_attention_runs_on_cudnn():

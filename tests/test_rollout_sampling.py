@@ -15,7 +15,9 @@ def choice(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0):
     keys = torch.tensor([sample_key(seed, row, 0) for row in range(rows)], dtype=torch.int32)
     real = [torch.full((rows,), float(x)) for x in (temperature, top_p, min_p)]
     filtered = top_k > 0 or top_p < 1 or min_p > 0
-    return Choice(keys, real[0], torch.full((rows,), top_k), real[1], real[2], temperature > 0, filtered)
+    return Choice(
+        keys, real[0], torch.full((rows,), top_k), real[1], real[2], temperature == 0, temperature > 0, filtered
+    )
 
 
 def chi_square(drawn, expected):
@@ -83,7 +85,7 @@ def test_a_row_draws_the_same_among_others():
 def test_greedy_and_drawing_rows_share_a_batch():
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(1)).expand(2000, -1)
     settings = choice(2000)
-    settings.temperature[::2] = 0
+    settings.temperature[::2], settings.greedy = 0, True
     tokens, logprobs = choose(logits, settings, torch.zeros(2000, dtype=torch.long), Part())
     assert (tokens[::2] == logits[0].argmax()).all() and len(tokens[1::2].unique()) > 20
     torch.testing.assert_close(logprobs, logits[0].log_softmax(0)[tokens])

@@ -215,7 +215,7 @@ class Tracer(TorchDispatchMode):
 
     def record_collective(self, op, args, inputs, outputs) -> None:
         name = op._overloadpacket.__name__
-        if name in ("wait_tensor", "barrier", "monitored_barrier_"):
+        if name in ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_"):
             return
         group = self.group_of(args)
         functional = op.namespace != "c10d"

@@ -17,19 +17,24 @@ from minitrain.training.loop import Trainer, to_device
 from minitrain.training.optim import clip_gradients, make_optimizer
 
 
+def transformers_model(config: Config, device: torch.device):
+    """The same shape as the config's model, with other weights, on `device`."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise InputError("--versus transformers needs the package: pip install 'minitrain[test]'") from None
+    dtype = torch.bfloat16 if config.precision == "bf16-pure" else torch.float32
+    hf_config = AutoConfig.for_model(**config_to_hf(config.model.config, dtype))
+    with device:
+        return AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+
+
 class TransformersTrainer:
     """transformers' model and loss under the same optimizer, clipping, precision and micro-batches as `ours`."""
 
     def __init__(self, ours: Trainer):
-        try:
-            from transformers import AutoConfig, AutoModelForCausalLM
-        except ImportError:
-            raise InputError("--versus transformers needs the package: pip install 'minitrain[test]'") from None
         self.ours, config = ours, ours.config
-        dtype = torch.bfloat16 if config.precision == "bf16-pure" else torch.float32
-        hf_config = AutoConfig.for_model(**config_to_hf(config.model.config, dtype))
-        with ours.device:
-            self.model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+        self.model = transformers_model(config, ours.device)
         if config.compile:
             for layer in self.model.model.layers:
                 layer.compile(dynamic=False)

@@ -10,7 +10,7 @@ Each factor is multiplied by one scale, so that its largest element just fits in
 is summed up at higher precision and divided by both scales. A scale is computed from the tensor itself ("current"), in
 plain operations, which the compiler can fuse with what made the tensor. It is a power of two: scaling is then exact,
 rounding does not depend on the scale, and so other cuts of the same data (micro-batches, ranks), whose largest elements
-differ, get the same FP8 numbers but for those 2^15 times smaller than the largest. The price is at most one of e4m3's
+differ, get the same FP8 numbers but for those 2^14 times smaller than the largest. The price is at most one of e4m3's
 18 binades. An infinity or NaN anywhere in a factor makes the whole product NaN.
 
 Of the forward pass the FP8 input is kept, half the bytes of bf16's. A Linear's weight stays a parameter as before; who
@@ -93,7 +93,8 @@ class Fp8Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = scaled_mm(grad8, column_major(weight8), grad_inverse, weight_inverse, ctx.dtypes[0], ctx.fast)
         if ctx.needs_input_grad[1]:
-            x8, grad8 = pad_rows(x8), pad_rows(grad8)
+            tokens = len(x8) + -len(x8) % ALIGNMENT
+            x8, grad8 = pad_rows(x8, tokens), pad_rows(grad8, tokens)
             dw = scaled_mm(grad8.t().contiguous(), column_major(x8), grad_inverse, x_inverse, ctx.dtypes[1], ctx.fast)
         return dx, dw, None, None, None, None
 
@@ -107,9 +108,9 @@ def column_major(x: Tensor) -> Tensor:
     return x.t().contiguous().t()
 
 
-def pad_rows(x: Tensor) -> Tensor:
-    """FP8 [n, m] with zeros below, up to a multiple of 16 rows. Zero is zero as a byte, too, which can be padded."""
-    missing = -len(x) % ALIGNMENT
+def pad_rows(x: Tensor, rows: int) -> Tensor:
+    """FP8 [n, m] with zeros below: [rows, m]. Zero is zero as a byte, too, which can be padded."""
+    missing = rows - len(x)
     return F.pad(x.view(torch.uint8), (0, 0, 0, missing)).view(x.dtype) if missing else x
 
 

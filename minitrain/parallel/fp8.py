@@ -20,13 +20,12 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from minitrain.models.fp8 import E4M3, Fp8Linear, cast, largest, placeholder, power_of_two_scale
+from minitrain.models.fp8 import E4M3, Fp8Linear, cast, largest, pad_rows, placeholder, power_of_two_scale
 
 
 def gather_in_fp8(model: Module) -> None:
@@ -40,8 +39,7 @@ def gather_in_fp8(model: Module) -> None:
 
 
 class Fp8Shards:
-    """This rank's shards of the weights of `linears`, DTensors on one mesh, in FP8: made anew at the first use after
-    a change.
+    """This rank's shards of the Linears' weights, DTensors on one mesh, in FP8: made anew when used after a change.
 
     A change is a step of any optimizer, unless a weight is frozen, and any write to a weight or to its local part but
     one: a `foreach` operation on DTensors outside of an optimizer leaves no trace.
@@ -91,8 +89,7 @@ def before_gather(mesh: DeviceMesh, size: torch.Size, stride: tuple, linear: Fp8
     shards, number = linear.shard
     shard, inverse = shards[number]
     rows = -(-size[0] // mesh.size())  # of the largest shard, to which FSDP wants the others padded
-    padded = F.pad(shard.view(torch.uint8), (0, 0, 0, rows - len(shard))).view(E4M3)
-    return (padded,), (linear, size, inverse)
+    return (pad_rows(shard, rows),), (linear, size, inverse)
 
 
 def after_gather(gathered: tuple[Tensor], notes: tuple, dtype: torch.dtype, *, out: Tensor | None = None):
@@ -103,11 +100,12 @@ def after_gather(gathered: tuple[Tensor], notes: tuple, dtype: torch.dtype, *, o
 
 
 def standing(tensor: Tensor) -> Tensor:
+    """A placeholder fit for its way through FSDP, which makes a contiguous view of what it gets: it stays as it is."""
     return tensor.as_subclass(Standing)
 
 
 class Standing(Tensor):
-    """A placeholder on its way through FSDP, which makes a contiguous view of what it gets: here it stays as it is."""
+    """What `as_strided` leaves as it is."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):

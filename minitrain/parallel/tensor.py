@@ -136,8 +136,8 @@ def dispatch_to_all(
 def split_parameters(module: Module, mesh: DeviceMesh, placement: Placement, start: str = "") -> None:
     """Replace the module's own parameters, the same on all ranks, by DTensors that are placed so on `mesh`.
 
-    start: only those whose names start so. Whole are the sides of adapters that have a matrix's rank, and biases without
-    the dimension that is split, which every rank adds: `module.added_by_all` is the name of such a one.
+    start: only those whose names start so. Whole stay the sides of adapters that have a matrix's rank, and a bias
+    without the dimension that is split, which every rank adds: its name is then `module.added_by_all`.
     """
     split = placement.dim if isinstance(placement, Shard) else None
     for name, parameter in list(module.named_parameters(recurse=False)):

@@ -57,7 +57,7 @@ def split_block(block: Block, mesh: DeviceMesh, gather: Callable, scatter: Calla
             split_parameters(module, mesh, Shard(0))
         elif name.endswith(OVER_HEADS):
             split_parameters(module, mesh, Shard(0))
-            module.forward = partial(normalise_over_heads, module, mesh)
+            module.__class__, module.group_name = RMSNormOverHeads, mesh.get_group().group_name
         elif name.endswith(BY_INPUT):
             split_parameters(module, mesh, Shard(1))
             module.register_forward_hook(lambda module, inputs, output: scatter(output))
@@ -68,11 +68,16 @@ def split_block(block: Block, mesh: DeviceMesh, gather: Callable, scatter: Calla
     block.register_forward_pre_hook(use_parts)
 
 
-def normalise_over_heads(norm: nn.RMSNorm, mesh: DeviceMesh, x: Tensor) -> Tensor:
-    """RMSNorm over the heads of all ranks, in fp32. x: [batch, seq, dim / tp], this rank's heads."""
-    squares = upcast(x).square().sum(-1, keepdim=True)
-    mean = AllReduce.apply(squares, mesh.get_group().group_name) / norm.normalized_shape[0]
-    return (x * torch.rsqrt(mean + norm.eps)).type_as(x) * norm.weight
+class RMSNormOverHeads(nn.RMSNorm):
+    """What a norm becomes: over the heads of all ranks, in fp32. A class, so that all blocks compile as one graph.
+
+    x: [batch, seq, dim / tp], this rank's heads.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        squares = upcast(x).square().sum(-1, keepdim=True)
+        mean = AllReduce.apply(squares, self.group_name) / self.normalized_shape[0]
+        return (x * torch.rsqrt(mean + self.eps)).type_as(x) * self.weight
 
 
 _ops = torch.ops._c10d_functional

@@ -11,7 +11,7 @@ from minitrain.rollout.sampling import Choice, choose
 from minitrain.rollout.scheduler import Sample
 from minitrain.training.loss import Part
 
-GREEDY = dict(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)  # of rows that only fill up
+FILLING = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)  # of rows that only fill up
 
 
 class Batch:
@@ -35,7 +35,7 @@ class Batch:
         self.choice = Choice(keys=numbers(rows, dtype=torch.int32), top_k=numbers(rows), **real)
         self.new_tokens = numbers(sampler.steps, rows)
         self.new_logprobs = numbers(sampler.steps, rows, dtype=torch.float32)
-        self.captured: dict[tuple[bool, bool], torch.cuda.CUDAGraph] = {}
+        self.captured: dict[tuple[bool, ...], torch.cuda.CUDAGraph] = {}
 
     def load(self, samples: list[Sample], steps: int) -> None:
         """Fill the buffers for `samples`; further rows go nowhere."""
@@ -47,8 +47,9 @@ class Batch:
         put(self.tokens, [(sample.produced or sample.prompt)[-1] for sample in samples] + [0] * filling)
         put(self.positions, [sample.cached for sample in samples] + [0] * filling)
         put(self.choice.keys, [sample.key for sample in samples] + [0] * filling)
-        for name, filler in GREEDY.items():
+        for name, filler in FILLING.items():
             put(getattr(self.choice, name), [getattr(s.params, name) for s in samples] + [filler] * filling)
+        self.choice.greedy = any(sample.params.temperature == 0 for sample in samples)
         self.choice.noisy = any(sample.params.temperature > 0 for sample in samples)
         self.choice.filtered = any(s.params.top_k > 0 or s.params.top_p < 1 or s.params.min_p > 0 for s in samples)
         self.turn.zero_()
@@ -112,7 +113,7 @@ class Batch:
 
         Capturing runs nothing, but the rehearsals before it do: what they change is put back.
         """
-        kind = self.choice.noisy, self.choice.filtered
+        kind = self.choice.greedy, self.choice.noisy, self.choice.filtered
         if kind not in self.captured:
             changed = [self.tokens, self.positions, self.turn, self.step.table, self.step.slots]
             before = [tensor.clone() for tensor in changed]

@@ -113,7 +113,7 @@ def waiting_times(keys: Tensor, positions: Tensor, first: int, size: int) -> Ten
 class Choice:
     """How each row's token is chosen; all tensors have one number per row.
 
-    noisy, filtered: is there a row with a temperature, is there one with top_k, top_p or min_p?
+    greedy, noisy, filtered: is there a row without a temperature, one with, one with top_k, top_p or min_p?
     """
 
     keys: Tensor
@@ -121,6 +121,7 @@ class Choice:
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
+    greedy: bool = True
     noisy: bool = True
     filtered: bool = True
 
@@ -140,13 +141,14 @@ def choose(logits: Tensor, choice: Choice, positions: Tensor, part: Part) -> tup
     peak = logits.amax(-1, keepdim=True)
     weights = (logits - peak).exp_()
     total = weights.sum(-1, keepdim=True)
-    best = logits.argmax(-1, keepdim=True)
-    score = logits.gather(1, best)
     if choice.noisy:
-        race = weights / waiting_times(choice.keys, positions, part.first, logits.shape[1])
-        drawn = race.argmax(-1, keepdim=True)
-        score = torch.where(greedy[:, None], score, race.gather(1, drawn).log() + peak)
-        best = torch.where(greedy[:, None], best, drawn)
+        race = weights.div_(waiting_times(choice.keys, positions, part.first, logits.shape[1]))
+        best = race.argmax(-1, keepdim=True)
+        score = race.gather(1, best).log() + peak
+    if choice.greedy:
+        likeliest = logits.argmax(-1, keepdim=True)
+        best = torch.where(greedy[:, None], likeliest, best) if choice.noisy else likeliest
+        score = torch.where(greedy[:, None], peak, score) if choice.noisy else peak
     if part.group is None:
         return best[:, 0], (logits.gather(1, best) - peak - total.log())[:, 0]
     return _best_of_parts(torch.cat([score, logits.gather(1, best), peak, total, best + part.first], dim=1), part)

@@ -45,10 +45,10 @@ class Weights:
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """F.linear, from the packed copy if there can be one."""
-        if not is_packable(weight):
-            return F.linear(x, weight, bias)
         packed = self.packed.get(id(weight))
         if packed is None:
+            if not is_packable(weight):
+                return F.linear(x, weight, bias)
             packed = self.packed[id(weight)] = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 

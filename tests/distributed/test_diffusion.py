@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo.utils import counters  # no public name for what the compiler has done
 
 from minitrain import load_pretrained, save_pretrained
 from minitrain.config import from_dict
@@ -154,3 +155,16 @@ def compiled_rank(tree: dict) -> tuple[float, dict, dict]:
     """`one_rank` with graphs that go to autograd instead of to a C++ compiler."""
     with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
         return one_rank(tree)
+
+
+def test_all_blocks_compile_as_one_graph(pool, folder):
+    """With all that layouts hang into them: torch stops at a ninth version of the same code."""
+    settings = tree(folder, parallel={"tp": 2, "cp": 2, "context": "ulysses"}, compile=True, recompute="full")
+    assert pool.run(4, count_graphs, settings) == [1] * 4
+
+
+def count_graphs(tree: dict) -> int:
+    torch.compiler.reset()
+    counters.clear()
+    compiled_rank(tree)
+    return counters["stats"]["unique_graphs"]

@@ -1,4 +1,4 @@
-"""FP8 under every layout: the gradients of one process, weights rounded once a step and to the same bits, bytes sent."""
+"""FP8 under every layout: the gradients of one process, weights rounded once a step and to the same bits."""
 
 from functools import partial
 from unittest import mock
@@ -14,7 +14,7 @@ from minitrain.parallel import fp8 as gathering
 from minitrain.parallel.mesh import start, whole
 from minitrain.training.data import Mock
 from minitrain.training.loop import Trainer
-from tests.oracle import check_against_one_process, ragged_batch, train
+from tests.oracle import check_against_one_process, train
 
 TREE = {
     "model": {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 2, "initializer_range": 0.05},
@@ -53,7 +53,7 @@ def test_layouts(pool, world_size, changes):
         check_against_one_process(pool, world_size, tree, tolerance=0.05, run=train_otherwise_in_fp32)
 
 
-# ------------------------------------------------------------------------------------------------------ what is gathered
+# ----------------------------------------------------------------------------------------------------- what is gathered
 
 
 def new_trainer(tree):

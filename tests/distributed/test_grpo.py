@@ -62,10 +62,10 @@ def learn(tree, folder):
     return {name: after[name] - before[name] for name in before}, numbers
 
 
-@pytest.mark.parametrize("parallel", [
-    {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "pp": 2}, {"dp_shard": 2, "cp": 2}, {"dp_shard": 4},
+@pytest.mark.parametrize(("parallel", "grpo"), [
+    ({"dp_shard": 2, "tp": 2}, {}), ({"dp_replicate": 2, "pp": 2}, {"aggregation": "sequence"}),
+    ({"dp_shard": 2, "cp": 2}, {"aggregation": "sequence"}), ({"dp_shard": 4}, {}),
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("grpo", [{}, {"aggregation": "sequence"}], ids=["token", "sequence"])
 def test_updates_of_one_process(pool, tmp_path, parallel, grpo):
     tree = TREE | {"grpo": TREE["grpo"] | grpo}
     (expected, numbers), *_ = pool.run(1, learn, tree, tmp_path / "one")

@@ -41,10 +41,11 @@ def test_layouts(pool, random_adapters, names):
 
 @pytest.mark.parametrize(("model", "names", "lora"), [
     ("mixtral-8x7b-tiny", ("fsdp", "cp"), EXPERTS),
+    ("mixtral-8x7b-tiny", (), EXPERTS | {"parallel": {"dp_shard": 2, "ep": 2}}),
     ("nemotron3-nano-30b-a3b-tiny", ("pp", "fsdp"), {"lora": {"rank": 8, "targets": ["1.mlp.experts.up_proj"]}}),
 ], ids=str)  # fmt: skip
 def test_experts(pool, random_adapters, model, names, lora):
-    """In the second case only one stage of the pipeline has anything to train."""
+    """In the last case only one stage of the pipeline has anything to train."""
     tree = combine(*names) | lora | {"model": model}
     check_against_one_process(pool, ranks(tree), tree, batch=packed_batch, run=train_adapters, tolerance=1e-5)
 

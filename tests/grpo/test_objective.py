@@ -249,7 +249,8 @@ TRL = {
 
 def trl_loss(options, batch, log_probs):
     """TRL's own GRPOTrainer._compute_loss on the same sequences, unpacked and padded on the right."""
-    trl = pytest.importorskip("trl")
+    from trl import GRPOTrainer  # takes seconds to import
+
     rows = list(sequences(batch))
     width = max(len(places) for _, places in rows)
 
@@ -279,7 +280,7 @@ def trl_loss(options, batch, log_probs):
     trainer.accelerator.gather = trainer.accelerator.gather_for_metrics = lambda x: x
     trainer.accelerator.reduce = lambda x, reduction: x
     trainer._get_per_token_logps_and_entropies.return_value = current, torch.ones_like(current), None
-    return trl.GRPOTrainer._compute_loss(trainer, mock.MagicMock(), inputs)
+    return GRPOTrainer._compute_loss(trainer, mock.MagicMock(), inputs)
 
 
 @pytest.mark.parametrize("method", TRL)

@@ -1,0 +1,31 @@
+"""What the benchmark counts: all tokens of prompts and responses, over the whole step, as the published table does."""
+
+from pathlib import Path
+
+import pytest
+
+from minitrain import config as configs
+from minitrain.bench.flops import clean, flops_per_token
+from minitrain.bench.measure_policy import flops_of_token, measure_policy, published_lengths
+from tests.distributed.test_grpo import TREE
+
+ROW = Path(__file__).parents[2] / "configs" / "rl" / "llama3.1-8b-grpo-16gpu-onpolicy.yaml"
+
+
+def test_a_row_of_the_table_has_its_lengths():
+    """1562 tokens/s/GPU x 16 GPUs x 97.7 s are 2048 responses of 1060 tokens with prompts of 132."""
+    config = published_lengths(configs.load(ROW))
+    assert config.rollout.max_tokens == 1060 and config.grpo.mock_digits + 1 == 132
+
+
+def test_measured_row():
+    tree = TREE | {"grpo": {"prompts": 4, "group": 4, "kl": 0.1}, "batch": {"global": 8, "micro": 4, "seq_len": 32}}
+    config = configs.from_dict(tree)
+    outcome = measure_policy(config, "tiny", steps=2, warmup=1)
+    assert outcome["steps"] == 2 and outcome["world_size"] == 1 and outcome["ratio"] is None
+    tokens = 16 * (5 + outcome["response_tokens"])
+    assert outcome["tokens_per_sec_per_gpu"] == pytest.approx(tokens / outcome["step_time_s"], rel=0.5)
+    phases = [outcome[f"{name}_s"] for name in ("generation", "logprobs", "training")]
+    assert min(phases) > 0 and sum(phases) < 1.5 * outcome["step_time_s"]
+    # two updates and a reference: sampling and two more forward passes, each a third of forward and backward
+    assert flops_of_token(config, 16 * 12) == 2 * flops_per_token(config.model.config, 12, clean)
