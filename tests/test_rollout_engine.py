@@ -13,6 +13,7 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.lora import Lora, add_adapters
 from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import start
+from minitrain.rollout.caches import DecodingStep
 from minitrain.tokenizer import ByteTokenizer
 from minitrain.training.build import build_model
 from minitrain.training.loss import IGNORE
@@ -246,3 +247,33 @@ def test_several_ranks_sample_as_one(pool, name, parallel, ranks):
     ):
         assert found == tokens and preemptions > 0
         torch.testing.assert_close(torch.tensor(theirs), torch.tensor(logprobs), atol=1e-5, rtol=0)
+
+
+# ------------------------------------------------------------------------------------------------------ page lists
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 6, 9])
+def test_page_lists_name_what_a_sample_sees(window):
+    """Every key of the pool that the lists and the rule let through, for all lengths; what CUDA's kernel reads."""
+    size, width, pool = 4, 6, 30
+    generator, positions = torch.Generator().manual_seed(0), torch.arange(size * width)
+    table = torch.stack([torch.randperm(pool, generator=generator)[:width] for _ in positions])
+    step = DecodingStep(torch.zeros_like(positions), table, torch.zeros_like(positions), size, pool)
+    step.begin()
+    blocks = step.page_mask(window)  # made once, then brought up to date in place
+    step.positions.copy_(positions)
+    step.begin()
+    assert step.page_mask(window) is blocks
+    for row, own in enumerate(positions.tolist()):
+        full, part = (
+            pages[row, 0, 0, : counts[row, 0, 0]].tolist()
+            for pages, counts in (
+                (blocks.full_kv_indices, blocks.full_kv_num_blocks),
+                (blocks.kv_indices, blocks.kv_num_blocks),
+            )
+        )
+        assert len(full + part) == len(set(full + part))
+        keys = [page * size + offset for page in full for offset in range(size)]
+        keys += [k for page in part for k in range(page * size, (page + 1) * size) if blocks.mask_mod(row, 0, 0, k)]
+        seen = range(max(0, own - window + 1) if window else 0, own + 1)
+        assert sorted(keys) == sorted(int(table[row, i // size]) * size + i % size for i in seen)

@@ -13,10 +13,13 @@ from minitrain.training.build import make_model
 
 
 def stated_ranks(config: Config) -> int:
-    """The product of the parallel dimensions; an open dp_shard takes what this process was started with, at least 1."""
-    p = config.parallel
+    """The product of the parallel dimensions, and ranks that only sample.
+
+    An open dp_shard takes what this process was started with, at least 1.
+    """
+    p, sampling = config.parallel, config.grpo.generation_ranks
     others = p.dp_replicate * p.tp * p.cp * p.pp
-    return others * (max(1, world_size() // others) if p.dp_shard == -1 else p.dp_shard)
+    return others * (max(1, (world_size() - sampling) // others) if p.dp_shard == -1 else p.dp_shard) + sampling
 
 
 def dry_run(config: Config) -> str:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from minitrain.bench.layout import stated_ranks
 from minitrain.bench.measure import measure
-from minitrain.config import Batch, Config, Data, Model, Parallel
+from minitrain.config import Batch, Config, Data, Model, Parallel, Validation
 from minitrain.config_checks import check_layout, validate
 from minitrain.errors import InputError
 from minitrain.models.decoder_config import DecoderConfig
@@ -52,7 +52,11 @@ def shrink(config: Config) -> Config:
         parallel=parallel,
         compile=False,
         recompute="none" if isinstance(config.recompute, float) else config.recompute,
+        validation=Validation(),
+        reference={key: value for key, value in config.reference.items() if key != "convention"},  # of real sizes
     )
+    if config.task == "grpo":
+        small = shrink_rollouts(small)
     validate(small)
     check_layout(small, stated_ranks(small))
     return small
@@ -78,6 +82,16 @@ def shrink_model(shape: DecoderConfig | WanConfig, parallel: Parallel) -> Decode
         return dataclasses.replace(shape, **TINY_WAN)
     layers = max(4, 2 * parallel.pp * parallel.vp)
     return DecoderConfig(**tiny(dataclasses.asdict(shape), layers))
+
+
+def shrink_rollouts(config: Config) -> Config:
+    """Pairs of short responses, one optimizer step's worth; if some ranks only sample, as many as train."""
+    p = config.parallel
+    training = row_ranks(config) * p.tp * p.cp * p.pp
+    rollout = dataclasses.replace(config.rollout, tp=min(config.rollout.tp, 2), max_tokens=8, slots=8, page_size=16)
+    sampling = training if config.grpo.generation_ranks else 0
+    grpo = dataclasses.replace(config.grpo, prompts=config.batch.global_, group=2, generation_ranks=sampling)
+    return dataclasses.replace(config, rollout=rollout, grpo=grpo)
 
 
 def micro_batches(config: Config, small: Parallel) -> int:
