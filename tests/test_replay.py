@@ -5,11 +5,12 @@ import pytest
 from minitrain.bench.replay import replay, schedule_order
 from minitrain.parallel.pipeline import V_SHAPED, rank_of
 
-F, I, W = 1.0, 1.25, 0.75  # seconds of one rank's layers: forward, gradients of inputs, gradients of weights
+FORWARD, INPUTS, WEIGHTS = 1.0, 1.25, 0.75  # seconds of one rank's layers: forward, gradients of inputs, of weights
+WHOLE = FORWARD + INPUTS + WEIGHTS
 RANKS, BATCHES = 4, 8
 
 
-def idle(schedule: str, stages_per_rank: int, f=F, i=I, w=W, message=0.0) -> float:
+def idle(schedule: str, stages_per_rank: int, f=FORWARD, i=INPUTS, w=WEIGHTS, message=0.0) -> float:
     """Seconds that the first rank waits until all are done."""
     share = {"F": f, "B": i + w, "I": i, "W": w}
     order = schedule_order(schedule, RANKS, BATCHES, stages_per_rank)
@@ -18,11 +19,11 @@ def idle(schedule: str, stages_per_rank: int, f=F, i=I, w=W, message=0.0) -> flo
 
 
 @pytest.mark.parametrize(("schedule", "stages_per_rank", "expected"), [
-    ("GPipe", 1, (RANKS - 1) * (F + I + W)),
-    ("1F1B", 1, (RANKS - 1) * (F + I + W)),
-    ("LoopedBFS", 2, (RANKS - 1) * (F + I + W) / 2),
-    ("Interleaved1F1B", 2, (RANKS - 1) * (F + I + W) / 2),
-    ("Interleaved1F1B", 4, (RANKS - 1) * (F + I + W) / 4),
+    ("GPipe", 1, (RANKS - 1) * WHOLE),
+    ("1F1B", 1, (RANKS - 1) * WHOLE),
+    ("LoopedBFS", 2, (RANKS - 1) * WHOLE / 2),
+    ("Interleaved1F1B", 2, (RANKS - 1) * WHOLE / 2),
+    ("Interleaved1F1B", 4, (RANKS - 1) * WHOLE / 4),
 ])  # fmt: skip
 def test_idle_time_is_that_of_the_literature(schedule, stages_per_rank, expected):
     """Huang et al. 2018; Narayanan et al. 2021, section 2.2: (n - 1) / v of a micro-batch's time."""

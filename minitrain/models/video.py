@@ -63,7 +63,7 @@ def grid_angles(grid: tuple[int, int, int], head_dim: int, device=None) -> Tenso
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channel 2i against channel 2i + 1, in fp32. x: [batch, seq, heads, head_dim]; cos, sin: `rotary_tables`."""
+    """Rotate channel 2i against 2i + 1, in fp32. x: [batch, seq, heads, head_dim]; cos, sin: `rotary_tables`."""
     swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return torch.addcmul(x * cos, swapped, sin).type_as(x)
 
