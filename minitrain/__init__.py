@@ -1,11 +1,29 @@
 """minitrain: the modern large-model training stack in plain PyTorch, small enough to read in an afternoon."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from minitrain.errors import InputError
-from minitrain.models.checkpoint_hf import load_pretrained, save_pretrained
-from minitrain.models.checkpoint_peft import load_adapter
-from minitrain.models.lora import merge_adapters
-from minitrain.rollout.engine import Sampler
-from minitrain.rollout.sampling import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from minitrain.models.checkpoint_hf import load_pretrained, save_pretrained
+    from minitrain.models.checkpoint_peft import load_adapter
+    from minitrain.models.lora import merge_adapters
+    from minitrain.rollout.engine import Sampler
+    from minitrain.rollout.sampling import Completion, SamplingParams
 
 __all__ = ["Completion", "InputError", "Sampler", "SamplingParams", "load_adapter", "load_pretrained",
            "merge_adapters", "save_pretrained"]  # fmt: skip
+
+_HOMES = {
+    "load_pretrained": "models.checkpoint_hf", "save_pretrained": "models.checkpoint_hf",
+    "load_adapter": "models.checkpoint_peft", "merge_adapters": "models.lora", "Sampler": "rollout.engine",
+    "Completion": "rollout.sampling", "SamplingParams": "rollout.sampling",
+}  # fmt: skip
+
+
+def __getattr__(name: str):
+    """Imported at first use: a command line that needs no torch should not wait seconds for it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

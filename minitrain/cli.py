@@ -6,8 +6,6 @@ import sys
 import traceback
 from collections.abc import Callable
 
-import torch.distributed as dist
-
 from minitrain.errors import InputError
 
 
@@ -33,13 +31,19 @@ def run(main: Callable[[list[str]], None]) -> None:
         if "--debug" in arguments:
             traceback.print_exc()
         # before the group starts, every rank finds the same mistake: one of them tells it
-        if dist.is_initialized() or os.environ.get("RANK", "0") == "0":
+        if group_is_up() or os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         code = 130
-    if dist.is_initialized():
+    if group_is_up():
         leave_group(code)
     sys.exit(code)
+
+
+def group_is_up() -> bool:
+    """Has this process joined others? Without importing torch, which takes seconds, for what did not need it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.distributed.is_initialized()
 
 
 def leave_group(code: int) -> None:
@@ -47,6 +51,8 @@ def leave_group(code: int) -> None:
 
     The interpreter's own teardown sometimes aborts after FSDP has run on gloo, making success a crash: hence _exit.
     """
+    import torch.distributed as dist
+
     if code == 0:
         dist.barrier()
         dist.destroy_process_group()

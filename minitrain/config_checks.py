@@ -85,7 +85,7 @@ def _validate_lora(config: "Config") -> None:
     if not 0 <= lora.dropout < 1:
         raise InputError(f"lora.dropout={lora.dropout} must be at least 0 and below 1")
     if any("experts." in target for target in lora.targets) and lora.rank % 8:
-        raise InputError(f"lora.rank={lora.rank} must be a multiple of 8 for experts: their products want 16 bytes at a time")
+        raise InputError(f"lora.rank={lora.rank} must be a multiple of 8 for experts, who multiply 16 bytes at a time")
     refuse_gpt2(config.model.config)
     adapter_shapes(config.model.config, lora)  # says which targets the model has not
 

@@ -4,13 +4,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minitrain.config import from_dict
+from minitrain import Sampler, SamplingParams
+from minitrain.config import Rollout, from_dict
 from minitrain.models.fp8 import to_fp8
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import start
 from minitrain.training.loop import Trainer
 from minitrain.training.loss import linear_cross_entropy
+from tests.test_rollout_engine import make, prompts_of, trainer_logprobs, uncached
 
 pytestmark = pytest.mark.gpu
 has_fp8 = pytest.mark.skipif(
@@ -128,3 +130,30 @@ def test_wan_with_its_masks():
     found = [*model(videos, timestep, text), model(videos[0][None], timestep[:1], text[:1])[0]]
     for one, other in zip(found, expected, strict=True):
         assert (one.cpu() - other).norm() / other.norm() < 0.03
+
+
+@pytest.mark.parametrize("name", ["qwen3-32b", "gpt-oss-20b", "deepseek-v3", "nemotron3-nano-30b-a3b", "gpt3-175b"])
+def test_sampling_on_cuda_equals_cpu(name):
+    """Paged kernels in replayed graphs against full forward passes; graphs must not outlive the weights."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 24 if name == "deepseek-v3" else 16}
+    model, prompts = make(name, **heads), prompts_of((1, 60, 127, 140))
+    sampler = Sampler(model.cuda(), settings=Rollout(slots=4, page_size=128, pages=10, chunk=100, steps=4))
+    for factor in (1.0, 1.1):
+        model.cpu()
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+        expected = [uncached(model, prompt, 12) for prompt in prompts]
+        model.cuda()
+        sampler.free()  # moving a model gives its weights new addresses
+        found = sampler.generate(prompts, SamplingParams(temperature=0, max_tokens=12))
+        assert [each.tokens for each in found] == expected
+        assert sum(len(batch.captured) for batch in sampler.batches.values()) > 0
+    for parameter in model.parameters():
+        parameter.div_(1.1)  # in place, as a refit does
+    sampler.refresh()
+    found = sampler.generate(prompts, SamplingParams(temperature=0.8, top_p=0.9, max_tokens=12, n=2))
+    model.cpu()
+    for number, each in enumerate(found):
+        theirs = trainer_logprobs(model, prompts[number // 2], each.tokens, 0.8)
+        assert (torch.tensor(each.logprobs) >= theirs - 1e-3).all()  # of fewer tokens

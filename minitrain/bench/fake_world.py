@@ -136,22 +136,24 @@ class Counted:
 
 
 class Marked:
-    """An objective that calls `start` when a micro-batch's forward pass begins."""
+    """An objective that calls `start` when a micro-batch's forward pass begins, and `end` when it is over."""
 
-    def __init__(self, objective, start: Callable[[], None]):
-        self.objective, self.count, self.start = objective, objective.count, start
+    def __init__(self, objective, start: Callable[[], None], end: Callable[[], None]):
+        self.objective, self.count, self.start, self.end = objective, objective.count, start, end
 
     def loss(self, model: Module, batch) -> Tensor:
         self.start()
-        return self.objective.loss(model, batch)
+        loss = self.objective.loss(model, batch)
+        self.end()
+        return loss
 
 
 def trace_step(config: Config, world_size: int, rank: int = 0, visible: float | None = 1.0) -> Trace:
     """What `rank` does in an optimizer step, not the first one: optimizer states are there.
 
-    visible: see `counting_mask`; None leaves attention as it is on CPUs. The trace is marked with `forward` where a
-    micro-batch begins (in a pipeline with (stage, F, B or W, micro-batch) where a part of its schedule begins and with
-    None where it ends) and with `optimizer` where gradients are done.
+    visible: see `counting_mask`; None leaves attention as it is on CPUs. The trace is marked with `forward` and
+    `backward` where a micro-batch's passes begin (in a pipeline with (stage, F, B or W, micro-batch) where a part of
+    its schedule begins and with None where it ends) and with `optimizer` where gradients are done.
     """
     with fake_world(world_size, rank), stand_ins(visible):
         meshes = build_meshes(config, "cpu")
@@ -170,7 +172,9 @@ def record_step(trainer: Trainer, dataset, tracer: Tracer) -> None:
     tracer.hold(owned_tensors(trainer), "parameters")
     tracer.hold(optimizer_tensors(trainer), "optimizer")
     objective = trainer.objective
-    trainer.objective = Marked(objective, lambda: start_of_micro_batch(trainer, tracer))
+    trainer.objective = Marked(
+        objective, lambda: start_of_micro_batch(trainer, tracer), lambda: tracer.mark("backward")
+    )
     with tracer, marked_schedule(tracer), marked_optimizer(trainer, tracer):
         trainer.step(dataset, 0)
     trainer.objective = objective

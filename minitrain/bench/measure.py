@@ -12,7 +12,7 @@ from minitrain.bench.flops import automodel, clean, flops_per_token, lora_weight
 from minitrain.bench.flops_wan import training_flops
 from minitrain.bench.hardware import describe, measure_matmul, peak_flops, peak_memory_bytes
 from minitrain.bench.memory import working_memory
-from minitrain.config import Config
+from minitrain.config import Config, load
 from minitrain.errors import InputError
 from minitrain.models.wan import WanConfig
 from minitrain.parallel.mesh import Meshes, pick_device
@@ -118,7 +118,10 @@ def result(config: Config, row: str, device: torch.device, times: list[float], m
 
 
 def compare(tokens: float, flops: float, published: dict) -> float | None:
-    """Our tokens/s over the published ones; where a table gives FLOP/s only, over what those imply."""
+    """Our tokens/s over the published ones; where a table gives FLOP/s only, over what those imply. None for a config
+    that does other work than the published row's."""
+    if "changed" in published:
+        return None
     if "tokens_per_sec_per_gpu" in published:
         return tokens / published.get("corrected_tokens_per_sec_per_gpu", published["tokens_per_sec_per_gpu"])
     return flops / 1e12 / published["tflops_per_gpu"] if "tflops_per_gpu" in published else None
@@ -127,6 +130,8 @@ def compare(tokens: float, flops: float, published: dict) -> float | None:
 def published_step_time(config: Config) -> float | None:
     """Seconds per optimizer step as published, or as FLOP/s imply where a table gives nothing else."""
     published, batch = config.reference, config.batch
+    if "changed" in published:
+        return None
     if "tokens_per_sec_per_gpu" in published or not {"tflops_per_gpu", "gpus"} <= published.keys():
         return published.get("step_time_s")
     flops = batch.global_ * batch.seq_len * count_flops(config, table_convention(config))
@@ -152,6 +157,30 @@ def table_convention(config: Config):
 
 def median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
+
+
+def load_row(file: str | Path, overrides: list[str]) -> tuple[str, Config]:
+    """A config and its row's name. If overrides change what a token costs, `reference["changed"]` says which settings
+    did, and nothing is compared with the published figures; layout, batch and optimizer are free."""
+    config = load(file, overrides)
+    if config.reference and overrides:
+        theirs, ours = work(load(file)), work(config)
+        changed = [name for name in ours if ours[name] != theirs[name]]
+        config.reference |= {"changed": changed} if changed else {}
+    return row_name(file), config
+
+
+def work(config: Config) -> dict:
+    """The settings that fix what is computed for a token."""
+    data = config.data
+    return {
+        "task": config.task,
+        "model": config.model.config,
+        "lora": config.lora,
+        "precision": config.precision.removesuffix("-pure"),
+        "batch.seq_len": config.batch.seq_len,
+        "data": (data.packed, data.size, data.text_tokens),
+    }
 
 
 def row_name(path: str) -> str:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from minitrain.bench.flops import clean, flops_per_token
 from minitrain.bench.hardware import measure_matmul
-from minitrain.bench.measure import compute_dtype, median, result
+from minitrain.bench.measure import compare, compute_dtype, median, result
 from minitrain.config import Config
 from minitrain.grpo.loop import PHASES, Run
 from minitrain.parallel.mesh import pick_device
@@ -30,14 +30,13 @@ def measure_policy(config: Config, row: str, steps: int, warmup: int) -> dict:
     times = [line["step_time_s"] for line in lines]
     tokens = median([line["tokens_per_sec_per_gpu"] for line in lines])
     per_token = flops_of_token(config, lines[0]["step_tokens"])
-    published = config.reference.get("tokens_per_sec_per_gpu")
     return result(config, row, device, times, matmul) | {
         "tokens_per_sec_per_gpu": tokens,
         "tflops_per_gpu": tokens * per_token / 1e12,
         "clean_tflops_per_gpu": tokens * per_token / 1e12,
         "mfu": tokens * per_token / matmul,
         "mfu_of_peak": None,
-        "ratio": tokens / published if published else None,
+        "ratio": compare(tokens, tokens * per_token, config.reference),
         "response_tokens": median([line["length"] for line in lines]),
         "age": config.grpo.lag,
         "generation_ranks": config.grpo.generation_ranks or dist.get_world_size(),

@@ -28,6 +28,20 @@ class Replay:
             totals[ranks[stage]] += end - begin
         return totals
 
+    def lanes(self, ranks: list[int], step: float, columns: int = 600) -> list[str]:
+        """What each rank does, as a letter for each of `columns` equal parts of a step of `step` seconds.
+
+        F, B, I, W as in Action; U: it reduces gradients, waits for others to do so, or updates; a dot: it is idle.
+        """
+        lanes = [["."] * columns for _ in self.finished]
+        for (stage, kind, _), (begin, end) in self.spans.items():
+            first, last = round(begin / step * columns), round(end / step * columns)
+            lanes[ranks[stage]][first:last] = kind * (last - first)
+        for lane, end in zip(lanes, self.finished, strict=True):
+            first = round(end / step * columns)
+            lane[first:] = "U" * (columns - first)
+        return ["".join(lane) for lane in lanes]
+
 
 def schedule_order(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int) -> list[list[Action]]:
     """What each rank does, in order."""

@@ -10,14 +10,14 @@ def table(results: list[dict]) -> str:
         f"{first['matmul_tflops']:.4g} TFLOP/s"
     )
     columns = {
-        "row": [r["row"] if r["mode"] == "measured" else f"{r['row']} ({r['mode']})" for r in results],
+        "row": [label(r) for r in results],
         "fits": [{True: "yes", False: "no"}.get(r.get("fits"), "") for r in results],
         "step s": [f"{r['step_time_s']:.4g}" for r in results],
         "tokens/s/GPU": [f"{r['tokens_per_sec_per_gpu']:,.0f}" for r in results],
         "TFLOP/s": [f"{r['tflops_per_gpu']:.4g}" for r in results],
         "clean TFLOP/s": [f"{r['clean_tflops_per_gpu']:.4g}" for r in results],
         "MFU": [f"{r['mfu']:.1%}" for r in results],
-        "peak GiB": [f"{r['peak_memory_gib']:.2f}" for r in results],
+        "peak GiB": [number(r["peak_memory_gib"], ".2f") for r in results],
         "estimated": [number(r.get("estimated_memory_gib"), ".2f") for r in results],
         "activations GiB": [number(r.get("activations_gib"), ".3f") for r in results],
         "activations estimated": [number(r.get("estimated_activations_gib"), ".3f") for r in results],
@@ -34,6 +34,27 @@ def table(results: list[dict]) -> str:
         columns[f"versus {library}"] = [number(r.get("versus_ratio"), ".3f") for r in results]
     columns["GiB of both"] = [" / ".join(number(x, ".3f") for x in r.get("versus_memory_gib", [])) for r in results]
     return header + "\n" + markdown({name: cells for name, cells in columns.items() if any(cells)})
+
+
+def label(result: dict) -> str:
+    """The row's name, and what makes the result another thing than a measured step of that row."""
+    notes = [] if result["mode"] == "measured" else [result["mode"]]
+    layers, changed = result.get("layers"), result["reference"].get("changed")
+    if result["proxy"]:
+        counts = " and ".join(map(str, layers)) if isinstance(layers, list) else layers
+        notes.append(f"proxy, {counts} of {result['full_layers']} layers")
+    elif changed:
+        notes.append(f"changed: {', '.join(changed)}")
+    return f"{result['row']} ({'; '.join(notes)})" if notes else result["row"]
+
+
+def calibration_line(outcome: dict) -> str:
+    products = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in outcome["matmul"].items())
+    return (
+        f"{outcome['device']}, torch {outcome['torch']}: matrix products {products} TFLOP/s; attention forward "
+        f"{outcome['attention_forward'] / 1e12:.4g}, backward {outcome['attention_backward'] / 1e12:.4g} TFLOP/s; "
+        f"memory {outcome['memory'] / 1e9:.4g} GB/s"
+    )
 
 
 def published(result: dict) -> float | None:

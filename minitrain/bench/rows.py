@@ -10,13 +10,18 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 TABLES = ("automodel", "nemo/h100", "nemo/b200", "nemo/gb200", "rl", "dfm")  # folders, in the order of the tables
 
 
-def published_rows() -> dict[str, dict]:
-    """`reference` of every row's config, by the row's name: its file under configs/, without the ending."""
+def row_trees() -> dict[str, dict]:
+    """What every row's config says, by the row's name: its file under configs/, without the ending."""
     files = [file for folder in TABLES for file in sorted((CONFIGS / folder).glob("*.yaml"))]
     return {
-        str(file.relative_to(CONFIGS).with_suffix("")): yaml.safe_load(file.read_text(encoding="utf-8"))["reference"]
+        str(file.relative_to(CONFIGS).with_suffix("")): yaml.safe_load(file.read_text(encoding="utf-8"))
         for file in files
     }
+
+
+def published_rows() -> dict[str, dict]:
+    """`reference` of every row's config, by the row's name."""
+    return {name: tree["reference"] for name, tree in row_trees().items()}
 
 
 def list_rows() -> str:

@@ -188,11 +188,20 @@ def figures(config: Config, row: str, system: System, simulation: Simulation) ->
         "peak_memory_gib": peak / 2**30,
         "memory_gib": {kind: size / 2**30 for kind, size in fullest.peak.items()},
         "fits": peak <= system.capacity,
+        "capacity_gib": system.capacity / 2**30,
+        "timeline": simulation.pipeline and pipeline_lanes(config, simulation),
         "reference": config.reference,
         "published_step_time_s": published_step_time(config),
         "ratio": compare(tokens, as_published, config.reference),
         "torch": torch.__version__,
     }
+
+
+def pipeline_lanes(config: Config, simulation: Simulation) -> list[str]:
+    """See Replay.lanes: a string per rank of the pipeline."""
+    p, layers = config.parallel, config.model.config.num_layers
+    places = {stage: place for place in range(p.pp) for stage in local_stages(p, layers, place)}
+    return simulation.pipeline.lanes([places[stage] for stage in sorted(places)], simulation.step)
 
 
 # ------------------------------------------------------------------------------------------------------- without stages
@@ -208,7 +217,7 @@ def typical_events(trace: Trace) -> set[int]:
     for index, label in trace.marks:
         if label is None and begun is not None:
             events |= set(range(begun, index))
-        if label != "forward":
+        if label not in ("forward", "backward"):
             begun = index if isinstance(label, tuple) and label[2] == second else None
     return events | set(messages_per_micro_batch(trace, len({batch for _, _, batch in actions})))
 

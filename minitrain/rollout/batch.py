@@ -1,7 +1,5 @@
 """The buffers of a decoding step for a fixed number of rows, and on CUDA the graphs over them."""
 
-from collections.abc import Callable
-
 import torch
 import torch._dynamo
 from torch import Tensor
@@ -19,13 +17,10 @@ COMPILING = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}
 
 
 class Batch:
-    """rows: of every tensor here. forward(tokens, positions, head) runs the sampler's model with its caches.
+    """Of `sampler`. rows: of every tensor here. graphs: whether to capture decoding steps."""
 
-    graphs: whether to capture decoding steps.
-    """
-
-    def __init__(self, sampler, rows: int, forward: Callable, graphs: bool):
-        self.sampler, self.rows, self.forward, self.graphs = sampler, rows, forward, graphs
+    def __init__(self, sampler, rows: int, graphs: bool):
+        self.sampler, self.rows, self.graphs = sampler, rows, graphs
         device, caches = sampler.device, sampler.caches
 
         def numbers(*shape, dtype=torch.int64, value=0):
@@ -39,26 +34,37 @@ class Batch:
         self.choice = Choice(keys=numbers(rows, dtype=torch.int32), top_k=numbers(rows), **real)
         self.new_tokens = numbers(sampler.steps, rows)
         self.new_logprobs = numbers(sampler.steps, rows, dtype=torch.float32)
+        self.places: list[tuple] = []  # whose rows they are, and where these samples' states and pages are
         self.captured: dict[tuple[bool, ...], torch.cuda.CUDAGraph] = {}
 
     def load(self, samples: list[Sample], steps: int) -> None:
         """Fill the buffers for `samples`; further rows go nowhere."""
-        nowhere, filling = self.sampler.scheduler.pages.count, self.rows - len(samples)
-        width, spare_slot = self.sampler.width, self.sampler.caches.slots - 1
+        filling = self.rows - len(samples)
+        put(self.tokens, [(sample.produced or sample.prompt)[-1] for sample in samples] + [0] * filling)
+        put(self.positions, [sample.cached for sample in samples] + [0] * filling)
+        self.turn.zero_()
+        places = [(sample, sample.slot, list(sample.pages)) for sample in samples]
+        if places != self.places:  # most steps change nothing else
+            self.places = places
+            self._load_places(samples, filling)
+        if self.sampler.device.type == "cpu":
+            self._load_rows(samples, steps)
+
+    def _load_places(self, samples: list[Sample], filling: int) -> None:
+        nowhere, width, spare_slot = (
+            self.sampler.scheduler.pages.count,
+            self.sampler.width,
+            self.sampler.caches.slots - 1,
+        )
         tables = [sample.pages + [nowhere] * (width - len(sample.pages)) for sample in samples]
         put(self.step.table, tables + [[nowhere] * width] * filling)
         put(self.step.slots, [sample.slot for sample in samples] + [spare_slot] * filling)
-        put(self.tokens, [(sample.produced or sample.prompt)[-1] for sample in samples] + [0] * filling)
-        put(self.positions, [sample.cached for sample in samples] + [0] * filling)
         put(self.choice.keys, [sample.key for sample in samples] + [0] * filling)
         for name, filler in FILLING.items():
             put(getattr(self.choice, name), [getattr(s.params, name) for s in samples] + [filler] * filling)
         self.choice.greedy = any(sample.params.temperature == 0 for sample in samples)
         self.choice.noisy = any(sample.params.temperature > 0 for sample in samples)
         self.choice.filtered = any(s.params.top_k > 0 or s.params.top_p < 1 or s.params.min_p > 0 for s in samples)
-        self.turn.zero_()
-        if self.sampler.device.type == "cpu":
-            self._load_rows(samples, steps)
 
     def _load_rows(self, samples: list[Sample], steps: int) -> None:
         """Which rows of the CPU's buffers belong to another sample than before."""
@@ -92,7 +98,7 @@ class Batch:
         """One step, on the device alone."""
         self.step.begin()
         self.sampler.caches.step = self.step
-        self.forward(self.tokens, self.positions, self.head)
+        self.sampler.forward(self.tokens, self.positions, self.head)
 
     def head(self, hidden: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
         """Choose the next tokens from [1, rows, hidden], write them down, and make them the next step's."""
@@ -133,7 +139,7 @@ class Batch:
                     self.decode()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, pool=self.sampler.graph_pool):
                 self.decode()
             for tensor, value in zip(changed, before, strict=True):
                 tensor.copy_(value)

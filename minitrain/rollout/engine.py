@@ -16,7 +16,6 @@ Left out: pipeline parallel, speculative decoding, and graphs of FSDP-sharded mo
 
 import os
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -106,6 +105,8 @@ class Sampler:
             self._must_be_idle()
             self.scheduler.pages.forget()
             self.caches.refresh()
+            for batch in self.batches.values():
+                batch.captured.clear()  # graphs read what was made of the weights
 
     def free(self) -> None:
         """Give the memory of the caches back; the next request allocates it again."""
@@ -142,7 +143,7 @@ class Sampler:
         nowhere = self.scheduler.pages.count * size
         tokens, positions, places = tokens + [0] * filling, positions + [0] * filling, places + [nowhere] * filling
         self.caches.step = Step(torch.tensor(places, device=self.device), pieces)
-        self._forward(*(torch.tensor(numbers, device=self.device) for numbers in (tokens, positions)), drop_hidden)
+        self.forward(*(torch.tensor(numbers, device=self.device) for numbers in (tokens, positions)), drop_hidden)
         for trunk, count in chunks:
             self.scheduler.computed(trunk, count)
 
@@ -174,7 +175,7 @@ class Sampler:
         text = self.tokenizer.decode(produced[-4 * max(map(len, sample.params.stop)) - 4 :])
         return any(stop in text for stop in sample.params.stop)
 
-    def _forward(self, tokens: Tensor, positions: Tensor, head) -> None:
+    def forward(self, tokens: Tensor, positions: Tensor, head) -> None:
         self.model(tokens[None], positions=positions[None], head=head, cache=self.caches)
 
     # ------------------------------------------------------------------------------------------------------- buffers
@@ -188,6 +189,7 @@ class Sampler:
         self.caches = Caches(self.config, pages.count, size, settings.slots + 2)
         self.width = min(pages.needed(longest), pages.count) + 1  # of a table of pages; the last column is nowhere
         self.batches: dict[int, Batch] = {}
+        self.graph_pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
     def _batch(self, samples: int) -> Batch:
         """The buffers for so many rows or more: the next power of two."""
@@ -195,9 +197,8 @@ class Sampler:
         rows = min(1 << (samples - 1).bit_length(), self.settings.slots)
         rows = -(-rows // split) * split
         if rows not in self.batches:
-            forward = partial(self._forward)
             graphs = self.device.type == "cuda" and not isinstance(self.model, FSDPModule)
-            self.batches[rows] = Batch(self, rows, forward, graphs)
+            self.batches[rows] = Batch(self, rows, graphs)
         return self.batches[rows]
 
     def _default_pages(self) -> int:

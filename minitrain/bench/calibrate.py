@@ -1,0 +1,65 @@
+"""This machine's rates (`bench.py --calibrate`), and the simulator's constants with them (`--system FILE`).
+
+One GPU tells how fast its matrix products, attention and memory are. Links, latencies and memory size stay those of
+the named system whose GPU it is.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+
+from minitrain.bench.hardware import describe, measure_attention, measure_matmul, measure_memory
+from minitrain.bench.timeline import System, load_system
+from minitrain.bench.trace import Event
+from minitrain.errors import InputError
+
+SYSTEMS = {"H200": "h200", "H100": "dgx-h100", "GB300": "dgx-gb300", "GB200": "dgx-gb200", "B200": "dgx-b200"}
+BYTES = {"bf16": 2, "fp8": 1}
+MATMUL_SIZE = 8192  # of measure_matmul on CUDA
+
+
+def calibrate(device: torch.device) -> dict:
+    """FLOP/s of matrix products by precision and of causal attention by direction (half of the square counts), and
+    bytes/s of memory. On CPUs in fp32."""
+    on_gpu = device.type == "cuda"
+    dtypes = {"bf16": torch.bfloat16} if on_gpu else {"fp32": torch.float32}
+    if on_gpu and torch.cuda.get_device_capability(device) >= (8, 9):
+        dtypes["fp8"] = torch.float8_e4m3fn
+    machine = describe(device)
+    forward, backward = measure_attention(device, torch.bfloat16 if on_gpu else torch.float32)
+    return {
+        "row": "calibration",
+        "mode": "calibration",
+        "system": next((name for part, name in SYSTEMS.items() if on_gpu and part in machine["device"]), None),
+        "matmul": {name: measure_matmul(device, dtype) for name, dtype in dtypes.items()},
+        "attention_forward": forward,
+        "attention_backward": backward,
+        "memory": measure_memory(device),
+        **machine,
+    }
+
+
+def find_system(word: str) -> System:
+    """A system by name, or with the constants of the last calibration in a file. Raises InputError."""
+    if not Path(word).is_file():
+        return load_system(word)
+    try:
+        lines = [json.loads(line) for line in Path(word).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except ValueError as error:
+        raise InputError(f"--system={word} is not a file of JSON lines, as --calibrate --json writes: {error}") from None
+    found = [line for line in lines if isinstance(line, dict) and line.get("mode") == "calibration"]
+    if not found or not found[-1]["system"]:
+        raise InputError(f"--system={word} holds no calibration of a GPU that the simulator knows ({', '.join(SYSTEMS)})")
+    return calibrated(load_system(found[-1]["system"]), found[-1])
+
+
+def calibrated(system: System, outcome: dict) -> System:
+    """The system with measured rates: such that it predicts for the measured products the time that they took."""
+    rates = {}
+    for name, rate in outcome["matmul"].items():
+        square = Event("mm", "gemm", 0, [], [], sizes=(1, *[MATMUL_SIZE] * 3), element=BYTES[name])
+        rates[name] = rate * getattr(system, name) / system.gemm_rate(square)
+    same = {key: outcome[key] for key in ("attention_forward", "attention_backward", "memory")}
+    return dataclasses.replace(system, name=f"{system.name} (calibrated)", **same, **rates)

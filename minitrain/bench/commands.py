@@ -1,0 +1,201 @@
+"""What bench.py does when its arguments are read: measure, simulate, shrink or check each config, one after the other.
+
+Each result is printed and written as soon as it is there, since machines are lent by the hour. A config that fails is
+told and does not stop those after it; the exit code says so in the end.
+"""
+
+import gc
+import json
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from minitrain.bench.calibrate import calibrate, find_system
+from minitrain.bench.chrome import write_trace
+from minitrain.bench.layout import dry_run
+from minitrain.bench.measure import load_row, measure
+from minitrain.bench.measure_policy import measure_policy
+from minitrain.bench.measure_sampling import measure_sampling
+from minitrain.bench.memory import estimate_memory
+from minitrain.bench.proxy import extrapolate, make_proxy, note, parse_counts
+from minitrain.bench.report import calibration_line, table
+from minitrain.bench.shrink import run_shrunk, shrink
+from minitrain.bench.simulate import simulated_row
+from minitrain.bench.simulate_policy import simulated_policy_row
+from minitrain.bench.sweep import ranking, sweep
+from minitrain.bench.versus import versus_transformers
+from minitrain.bench.versus_diffusers import versus_diffusers
+from minitrain.bench.versus_lora import check_adapters, versus_full, versus_peft
+from minitrain.config import Config
+from minitrain.config_checks import check_layout
+from minitrain.errors import InputError
+from minitrain.parallel.mesh import pick_device, start, world_size
+
+VERSUS = {
+    "transformers": versus_transformers, "diffusers": versus_diffusers, "peft": versus_peft, "full": versus_full,
+}  # fmt: skip
+
+
+@dataclass
+class Case:
+    """A config, and what is run for it: itself, or its proxies. Each with what its result adds."""
+
+    row: str
+    config: Config
+    runs: list[tuple[Config, dict]]
+
+
+def bench(files: list, overrides: list[str], options) -> None:
+    """What the options ask for, with every file. Raises InputError, at the end if other files could be run."""
+    if options.calibrate and not options.config:
+        show_calibration(load_row(files[0], overrides)[1], options.json)
+        return
+    cases = [make_case(*load_row(file, overrides), options) for file in files]
+    check_options(cases, options)
+    if options.dry_run:
+        for case in cases:
+            for config, _ in case.runs:
+                print(f"{case.row}: {dry_run(config)}")
+    elif options.sweep:
+        system = find_system(options.system or system_of(cases[0].config))
+        print(ranking(list(tqdm(sweep(files[0], overrides, options.sweep, system), leave=False))))
+    else:
+        if not (options.simulate or options.shrink) and (options.calibrate or len(cases) > 1):
+            show_calibration(cases[0].config, options.json)
+        run_all(cases, options)
+
+
+def make_case(row: str, config: Config, options) -> Case:
+    if options.shrink:
+        return Case(row, config, [(shrink(config), {})])
+    if options.proxy:
+        counts = parse_counts(options.proxy)
+        return Case(row, config, [(make_proxy(config, n), note(config, n)) for n in counts])
+    return Case(row, config, [(config, {})])
+
+
+def check_options(cases: list[Case], options) -> None:
+    """Refuse options that contradict each other."""
+    if options.shrink and (options.versus or world_size() > 1):
+        raise InputError("--shrink starts its own processes: use neither torchrun nor --versus with it")
+    if options.proxy and (options.shrink or options.generate or options.sweep or world_size() > 1):
+        raise InputError("--proxy runs on one process, without --shrink, --generate or --sweep")
+    if options.generate and options.versus not in (None, "transformers"):
+        raise InputError(f"--generate --versus {options.versus}: only transformers samples the same (use transformers)")
+    if (options.sweep or options.trace) and (not options.simulate or sum(len(case.runs) for case in cases) > 1):
+        raise InputError("--sweep and --trace need --simulate and take one config at a time")
+    if options.versus in ("peft", "full"):
+        for case in cases:
+            check_adapters(case.config, options.versus)
+
+
+def run_all(cases: list[Case], options) -> None:
+    """Every case, the failed ones told."""
+    results, failed = [], []
+    for case in cases:
+        try:
+            results += run_case(case, options)
+        except Exception as error:
+            if len(cases) == 1 or (world_size() > 1 and not isinstance(error, InputError)):
+                raise  # the other ranks may not have failed, and would wait for this one
+            failed.append(case.row)
+            tell(case.row, error, options.debug)
+        gc.collect()  # models are full of cycles
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    if len(results) > 1 and is_first_rank():
+        print(table(results))
+    if failed:
+        raise InputError(f"{len(failed)} of {len(cases)} configs failed: {', '.join(failed)}")
+
+
+def run_case(case: Case, options) -> list[dict]:
+    """The results of a case, each written out at once; those of two proxies, and what they say of the whole."""
+    results = []
+    for config, added in case.runs:
+        results.append(run(case.row, config, options) | added)
+        write_result(results[-1], options.json)
+    if options.proxy and len(results) == 2:
+        results.append(extrapolate(case.config, *results))
+        write_result(results[-1], options.json)
+    return results
+
+
+def run(row: str, config: Config, options) -> dict:
+    """Simulate or measure one config."""
+    if options.simulate:
+        return simulate(row, config, options)
+    if options.shrink:
+        return run_shrunk(config, row, options.steps, options.warmup)
+    check_layout(config, world_size())
+    if options.generate:
+        return measure_sampling(config, row, options.steps, options.warmup, options.versus is not None)
+    if config.task == "grpo":
+        return measure_policy(config, row, options.steps, options.warmup)
+    estimate = announce_memory(row, config) if config.task == "diffusion" else {}
+    meshes = start(config)
+    outcome = measure(config, row, meshes, options.steps, options.warmup) | estimate
+    if options.versus:
+        outcome |= VERSUS[options.versus](config, meshes, row, options.steps, options.warmup)
+    return outcome
+
+
+def simulate(row: str, config: Config, options) -> dict:
+    predict = simulated_policy_row if config.task == "grpo" else simulated_row
+    simulation, outcome = predict(config, row, find_system(options.system or system_of(config)))
+    if options.trace:
+        write_trace(simulation, options.trace)
+    return outcome
+
+
+def system_of(config: Config) -> str:
+    return config.reference.get("system", "dgx-h100").lower()
+
+
+def announce_memory(row: str, config: Config) -> dict[str, float]:
+    """Say, before anything is allocated, what memory a rank will need; returns that for the config's result."""
+    if not is_first_rank():
+        return {}
+    kinds = estimate_memory(config, world_size())
+    parts = ", ".join(f"{kind} {size:.3g}" for kind, size in kinds.items())
+    print(f"{row}: estimated peak memory {sum(kinds.values()):.3g} GiB ({parts})", flush=True)
+    working = kinds["activations"] + kinds["gathered"]
+    return {"estimated_memory_gib": sum(kinds.values()), "estimated_activations_gib": working}
+
+
+def show_calibration(config: Config, file: str | None) -> None:
+    """Every rank measures its device; the first one's figures are shown."""
+    outcome = calibrate(pick_device(config.device))
+    if is_first_rank():
+        print(calibration_line(outcome), flush=True)
+        append(outcome, file)
+
+
+def write_result(outcome: dict, file: str | None) -> None:
+    """Print it and append it to the file of results, at once: what comes later may fail."""
+    if is_first_rank():
+        print(table([outcome]), flush=True)
+        append(outcome, file)
+
+
+def append(outcome: dict, file: str | None) -> None:
+    if file:
+        with open(file, "a", encoding="utf-8") as results:
+            results.write(json.dumps(outcome) + "\n")
+
+
+def tell(row: str, error: Exception, debug: bool) -> None:
+    """In one line, as the command line tells what ends it."""
+    if debug:
+        traceback.print_exception(error)
+    if is_first_rank():
+        kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
+        print(f"error: {row}: {kind}{(str(error).splitlines() or [''])[0]}", file=sys.stderr, flush=True)
+
+
+def is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"

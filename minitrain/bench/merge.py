@@ -1,0 +1,174 @@
+"""`bench.py --report`: results beside what was published, in the tables of the published pages, as Markdown and as a page.
+
+Of several results for a row, the last one of each kind counts: simulated, measured as a whole, or extrapolated from
+proxies. What cannot stand beside a published figure (proxies themselves, changed models, shrunk and other configs) has a
+table of its own. page.py makes the page of it.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from minitrain.bench.report import label, markdown, number
+from minitrain.bench.rows import row_trees
+from minitrain.errors import InputError
+
+KINDS = ("simulated", "measured", "extrapolated")
+FIGURES = {"tokens_per_sec_per_gpu": "tokens/s/GPU", "tflops_per_gpu": "TFLOP/s/GPU"}
+
+
+@dataclass
+class Row:
+    """A published row. tree: its config as written. results: by kind. figure: what is compared, as a key of FIGURES."""
+
+    name: str
+    tree: dict
+    results: dict[str, dict] = field(default_factory=dict)
+
+    @property
+    def figure(self) -> str:
+        return next(figure for figure in FIGURES if figure in self.tree["reference"])
+
+    @property
+    def published(self) -> float:
+        """As printed; or, where that is known to be wrong, what it should have been."""
+        reference = self.tree["reference"]
+        return reference.get(f"corrected_{self.figure}", reference[self.figure])
+
+
+@dataclass
+class Report:
+    """tables: rows by the title of their table. others: results that are none of a row. machines: by kind of result."""
+
+    tables: dict[str, list[Row]]
+    others: list[dict]
+    calibrations: list[dict]
+    machines: dict[str, list[str]]
+    day: str
+
+
+def read_results(file: str) -> list[dict]:
+    """The lines of a file that --json wrote. Raises InputError."""
+    try:
+        lines = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
+        results = [json.loads(line) for line in lines]
+    except (OSError, ValueError) as error:
+        raise InputError(f"--report {file} is not a file of JSON lines, as --json writes: {error}") from None
+    if not all(isinstance(result, dict) and {"row", "mode"} <= result.keys() for result in results):
+        raise InputError(f"--report {file}: a line has no row and mode, as those of --json have")
+    return results
+
+
+def merge(results: list[dict], day: str) -> Report:
+    """All published rows, with what there is of each."""
+    rows = {name: Row(name, tree) for name, tree in row_trees().items()}
+    others, calibrations = [], []
+    for result in results:
+        if result["mode"] == "calibration":
+            calibrations.append(result)
+        elif result["row"] in rows and result["mode"] in KINDS and result["ratio"] is not None:
+            rows[result["row"]].results[result["mode"]] = result
+        else:
+            others.append(result)
+    tables: dict[str, list[Row]] = {}
+    for row in rows.values():
+        tables.setdefault(table_of(row.tree["reference"]), []).append(row)
+    machines: dict[str, set[str]] = {}
+    for result in results:
+        machines.setdefault(result["mode"], set()).add(f"{result['device']}, torch {result['torch']}")
+    return Report(tables, others, calibrations, {mode: sorted(names) for mode, names in machines.items()}, day)
+
+
+def table_of(reference: dict) -> str:
+    """The published table's title; NeMo Framework's has one for each system."""
+    source = reference["source"]
+    return f"{source}, {reference['system']}" if source.startswith("NeMo Framework") else source
+
+
+def summary(report: Report) -> str:
+    """How many rows have which results, and how far those are from what was published."""
+    rows = [row for table in report.tables.values() for row in table]
+    parts = [f"{len(rows)} published rows"]
+    for kind in KINDS:
+        ratios = sorted(row.results[kind]["ratio"] for row in rows if kind in row.results)
+        if ratios:
+            parts.append(f"{len(ratios)} {kind}, median {ratios[len(ratios) // 2]:.2f} of the published figure")
+    return "; ".join(parts)
+
+
+def cells(rows: list[Row]) -> dict[str, list[str]]:
+    """A published table's columns, with ours behind; those that are empty in all rows are left out."""
+    trees, unit = [row.tree for row in rows], FIGURES[rows[0].figure]
+    batches, layouts = [tree["batch"] for tree in trees], [tree["parallel"] for tree in trees]
+    columns = {
+        "row": [short_name(row) for row in rows],
+        "system": [tree["reference"]["system"] for tree in trees],
+        "GPUs": [str(tree["reference"]["gpus"]) for tree in trees],
+        "GBS": [str(batch["global"]) for batch in batches],
+        "MBS": [str(batch["micro"]) for batch in batches],
+        "sequence": [str(batch["seq_len"]) for batch in batches],
+        **{name: [str(layout.get(name.lower(), 1)) for layout in layouts] for name in ("TP", "PP", "CP", "VP", "EP")},
+        "published step s": [number(tree["reference"].get("step_time_s"), ".4g") for tree in trees],
+        "published TFLOP/s": [number(tree["reference"].get("tflops_per_gpu"), ".4g") for tree in trees],
+        f"published {unit}": [value(row.tree["reference"][row.figure]) for row in rows],
+    }
+    for kind in KINDS:
+        found = [row.results.get(kind, {}) for row in rows]
+        columns[f"{kind} {unit}"] = [value(r.get(row.figure)) for row, r in zip(rows, found, strict=True)]
+        columns[f"{kind} ratio"] = [number(r.get("ratio"), ".3f") for r in found]
+        columns[f"{kind} GiB"] = [number(r.get("peak_memory_gib"), ".1f") for r in found]
+    columns["note"] = ["*" if "known_error" in tree["reference"] else "" for tree in trees]
+    return {name: column for name, column in columns.items() if any(column)}
+
+
+def other_cells(results: list[dict]) -> dict[str, list[str]]:
+    columns = {
+        "result": [label(r) for r in results],
+        "device": [r["device"] for r in results],
+        "ranks": [str(r["world_size"]) for r in results],
+        "step s": [value(r["step_time_s"]) for r in results],
+        "tokens/s/GPU": [value(r["tokens_per_sec_per_gpu"]) for r in results],
+        "clean TFLOP/s": [number(r["clean_tflops_per_gpu"], ".4g") for r in results],
+        "MFU": [number(r["mfu"], ".1%") for r in results],
+        "peak GiB": [number(r["peak_memory_gib"], ".2f") for r in results],
+    }
+    return columns
+
+
+def short_name(row: Row) -> str:
+    return row.name.rsplit("/", 1)[-1]
+
+
+def value(x: float | None) -> str:
+    return "" if x is None else f"{x:,.0f}" if x >= 1000 else f"{x:.4g}"
+
+
+def notes(rows: list[Row]) -> list[str]:
+    """What is known to be wrong with a published figure, and of what an extrapolation knows nothing."""
+    lines = [f"* {short_name(row)}: {row.tree['reference']['known_error']}" for row in rows
+             if "known_error" in row.tree["reference"]]  # fmt: skip
+    for row in rows:
+        if "extrapolated" in row.results:
+            result = row.results["extrapolated"]
+            layers = " and ".join(map(str, result["layers"]))
+            lines.append(
+                f"{short_name(row)}: extrapolated by proxy on one {result['device']} from {layers} of "
+                f"{result['full_layers']} layers, without {result['left_out']}"
+            )
+    return lines
+
+
+def provenance(report: Report) -> list[str]:
+    """On or for which machines the results are, and by which versions."""
+    return [f"{mode}: {'; '.join(names)}" for mode, names in report.machines.items()]
+
+
+def as_markdown(report: Report) -> str:
+    parts = [f"# minitrain beside the published tables\n\n{report.day}. {summary(report)}."]
+    parts += [f"- {line}" for line in provenance(report)]
+    for title, rows in report.tables.items():
+        parts.append(f"## {title}\n\n{markdown(cells(rows))}")
+        parts += [f"- {line.removeprefix('* ')}" for line in notes(rows)]
+    if report.others:
+        parts.append(f"## Not to be compared with a row\n\n{markdown(other_cells(report.others))}")
+    return "\n\n".join(parts) + "\n"

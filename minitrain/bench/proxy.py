@@ -1,0 +1,137 @@
+"""A stand-in for a config whose model does not fit here: `bench.py --config ROW --proxy 4,8`, on one rank.
+
+It has the full width, fewer layers, and of the experts those that one rank of the config owns, at least as many as a
+token chooses, so that a token costs in a layer what it costs in the whole. All parallel dimensions are 1, the
+micro-batch stays, and of many micro-batches per step few are run. From two numbers of layers follows the time of the
+whole: seconds grow with the layers' FLOPs, which is with their number where all are alike.
+
+Left out: all communication, a pipeline's bubble, uneven experts; the optimizer's share is larger than in the whole, as
+fewer tokens pay for it.
+"""
+
+import dataclasses
+from collections import Counter
+
+from minitrain.bench.flops import clean
+from minitrain.bench.layout import stated_ranks
+from minitrain.bench.measure import compare, count_flops, published_step_time, table_convention
+from minitrain.config import Config
+from minitrain.config_checks import check_layout, validate
+from minitrain.errors import InputError
+
+MICRO_BATCHES = 8  # per step, at most
+LEFT_OUT = "communication, the pipeline's bubble, uneven experts, most micro-batches of a step"
+ALONE = dict(
+    dp_replicate=1, dp_shard=1, tp=1, cp=1, pp=1, ep=1, vp=1, schedule="1F1B", layers_per_stage=None, async_tp=False
+)
+
+
+def parse_counts(word: str) -> list[int]:
+    """One or two numbers of layers. Raises InputError."""
+    counts = [int(part) for part in word.split(",") if part.isdigit()]
+    rising = sorted(set(counts)) == counts and all(counts)
+    if len(counts) != len(word.split(",")) or len(counts) not in (1, 2) or not rising:
+        raise InputError(f"--proxy={word} must be a number of layers, or two that rise (such as 4,8)")
+    return counts
+
+
+def make_proxy(config: Config, layers: int) -> Config:
+    """The config's stand-in with so many layers. Raises InputError for what has none."""
+    whole, every = config.model.config, config.recompute
+    first_dense = getattr(whole, "first_k_dense_replace", 0)
+    if config.task == "grpo":
+        raise InputError("--proxy is for training, not task=grpo")
+    if not first_dense < layers <= whole.num_layers:
+        raise InputError(f"--proxy={layers} must be above {first_dense} and at most num_layers={whole.num_layers}")
+    if isinstance(every, int) and layers % every:
+        raise InputError(f"--proxy={layers} is not a multiple of recompute={every}, which takes every {every}th block")
+    batch = config.batch
+    rows = stated_ranks(config) // (config.parallel.tp * config.parallel.cp * config.parallel.pp)
+    check_layout(config, stated_ranks(config))
+    micro_batches = min(MICRO_BATCHES, batch.global_ // (batch.micro * rows))
+    proxy = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, config=fewer_layers(own_experts(whole, config.parallel.ep), layers)),
+        batch=dataclasses.replace(batch, global_=batch.micro * micro_batches),
+        parallel=dataclasses.replace(config.parallel, **ALONE),
+        reference=config.reference | {"changed": ["model.num_layers", "parallel"]},
+    )
+    validate(proxy)
+    return proxy
+
+
+def own_experts(shape, ep: int):
+    """With the experts of one of `ep` ranks, but no fewer than a token chooses."""
+    experts = getattr(shape, "num_experts", 0)
+    own = max(experts // ep, shape.num_experts_per_tok) if experts else 0
+    if own == experts:
+        return shape
+    return dataclasses.replace(shape, num_experts=own, n_group=1, topk_group=1)
+
+
+def fewer_layers(shape, layers: int):
+    """With the first `layers`; of a hybrid, with its kinds of layers in the same proportions, in an even mixture."""
+    if not getattr(shape, "layer_pattern", ""):
+        return dataclasses.replace(shape, num_layers=layers)
+    return dataclasses.replace(shape, num_layers=layers, layer_pattern=mixture(shape.layer_pattern, layers))
+
+
+def mixture(pattern: str, layers: int) -> str:
+    """A pattern of so many letters: at each place the letter that is the furthest behind its share so far."""
+    shares, taken, letters = Counter(pattern), Counter(), ""
+    for place in range(1, layers + 1):
+        letter = max(shares, key=lambda x: shares[x] * place / len(pattern) - taken[x])
+        taken[letter] += 1
+        letters += letter
+    return letters
+
+
+def note(config: Config, layers: int) -> dict:
+    """What a proxy's result says about it."""
+    experts = getattr(own_experts(config.model.config, config.parallel.ep), "num_experts", 0)
+    return {"proxy": True, "layers": layers, "full_layers": config.model.config.num_layers, "left_out": LEFT_OUT} | (
+        {"experts": experts} if experts else {}
+    )
+
+
+def extrapolate(config: Config, small: dict, large: dict) -> dict:
+    """The whole config's result row from those of two proxies of it: a straight line through their seconds per token.
+
+    step_time_s is that of the config's own batch and GPUs. Raises InputError if more layers took no more time.
+    """
+    costs = [token_flops(config, n) for n in (small["layers"], large["layers"], config.model.config.num_layers)]
+    times = [1 / result["tokens_per_sec_per_gpu"] for result in (small, large)]
+    slope = (times[1] - times[0]) / (costs[1] - costs[0])
+    if slope <= 0:
+        raise InputError(
+            f"{large['layers']} layers took no longer than {small['layers']}: nothing to extrapolate (use more steps)"
+        )
+    tokens = 1 / (times[1] + slope * (costs[2] - costs[1]))
+    as_published, achieved = (tokens * count_flops(config, c) for c in (table_convention(config), clean))
+    ranks = stated_ranks(config)
+    same = ("row", "system", "device", "cores", "torch", "matmul_tflops")
+    return {key: large[key] for key in same if key in large} | {
+        "mode": "extrapolated",
+        "extrapolated_from": large["mode"],
+        "proxy": True,
+        "layers": [small["layers"], large["layers"]],
+        "full_layers": config.model.config.num_layers,
+        "left_out": LEFT_OUT,
+        "world_size": ranks,
+        "seconds_per_layer": (large["step_time_s"] - small["step_time_s"]) / (large["layers"] - small["layers"]),
+        "step_time_s": config.batch.global_ * config.batch.seq_len / tokens / ranks,
+        "tokens_per_sec_per_gpu": tokens,
+        "tflops_per_gpu": as_published / 1e12,
+        "clean_tflops_per_gpu": achieved / 1e12,
+        "mfu": achieved / large["matmul_tflops"] / 1e12,
+        "peak_memory_gib": None,
+        "reference": config.reference,
+        "published_step_time_s": published_step_time(config),
+        "ratio": compare(tokens, as_published, config.reference),
+    }
+
+
+def token_flops(config: Config, layers: int) -> float:
+    """Of a token in a step of the proxy with so many layers."""
+    shape = fewer_layers(own_experts(config.model.config, config.parallel.ep), layers)
+    return count_flops(dataclasses.replace(config, model=dataclasses.replace(config.model, config=shape)), clean)
