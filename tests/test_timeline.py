@@ -38,7 +38,8 @@ def test_compute_waits_for_what_it_reads():
     trace = Trace([
         collective("allgather_base", "tensor", 8, reads=[1], writes=[2]),
         kernel(writes=[3], flops=1),
-        kernel(reads=[2, 3], writes=[4], flops=3),
+        Event("wait_tensor", "wait", 0, [(2, 8)], [(5, 8)]),
+        kernel(reads=[5, 3], writes=[4], flops=3),
     ], groups=GROUPS)  # fmt: skip
     line = play(trace, SECOND, fused=False)
     assert [(s.stream, s.begin, s.end, s.waited) for s in line.spans] == [

@@ -48,10 +48,14 @@ def find_system(word: str) -> System:
     try:
         lines = [json.loads(line) for line in Path(word).read_text(encoding="utf-8").splitlines() if line.strip()]
     except ValueError as error:
-        raise InputError(f"--system={word} is not a file of JSON lines, as --calibrate --json writes: {error}") from None
+        raise InputError(
+            f"--system={word} is not a file of JSON lines, as --calibrate --json writes: {error}"
+        ) from None
     found = [line for line in lines if isinstance(line, dict) and line.get("mode") == "calibration"]
     if not found or not found[-1]["system"]:
-        raise InputError(f"--system={word} holds no calibration of a GPU that the simulator knows ({', '.join(SYSTEMS)})")
+        raise InputError(
+            f"--system={word} holds no calibration of a GPU that the simulator knows ({', '.join(SYSTEMS)})"
+        )
     return calibrated(load_system(found[-1]["system"]), found[-1])
 
 

@@ -1,8 +1,8 @@
-"""`bench.py --report`: results beside what was published, in the tables of the published pages, as Markdown and as a page.
+"""`bench.py --report`: results beside what was published, in the tables of the published pages, and as Markdown.
 
 Of several results for a row, the last one of each kind counts: simulated, measured as a whole, or extrapolated from
-proxies. What cannot stand beside a published figure (proxies themselves, changed models, shrunk and other configs) has a
-table of its own. page.py makes the page of it.
+proxies. What cannot stand beside a published figure (proxies themselves, changed models, shrunk and other configs) has
+a table of its own. page.py makes a page of it.
 """
 
 import json

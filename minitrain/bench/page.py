@@ -49,11 +49,12 @@ h3 { font-size: 1rem; margin: 1rem 0 .25rem; } p, li, figcaption { color: var(--
 table { border-collapse: collapse; font-size: .8rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--back); }
-th { background: var(--box); } tr:last-child td { border-bottom: 0; }
+th, th:first-child { background: var(--box); } tr:last-child td { border-bottom: 0; }
 .chart { display: grid; gap: .8rem; margin: 1rem 0; }
-.bar { display: grid; grid-template-columns: 1fr 11.5rem; gap: .5rem; align-items: center; font-size: .8rem; }
+.bar { display: grid; grid-template-columns: 1fr 9rem; gap: .5rem; align-items: center; font-size: .8rem; }
 .track { display: flex; height: .75rem; background: var(--box); position: relative; }
-.hundred::after { content: ""; position: absolute; left: 66.667%; top: -2px; bottom: -2px; border-left: 1px dashed var(--soft); }
+.hundred::after { content: ""; position: absolute; left: 66.667%; top: -2px; bottom: -2px;
+  border-left: 1px dashed var(--soft); }
 .published { background: var(--published); } .simulated { background: var(--simulated); }
 .measured { background: var(--measured); }
 .extrapolated { background: repeating-linear-gradient(135deg, var(--measured) 0 4px, var(--back) 4px 7px); }
@@ -70,7 +71,8 @@ summary { cursor: pointer; } figure { margin: .5rem 0; } figcaption { font-size:
 .c2 { background: var(--c2); fill: var(--c2); } .c3 { background: var(--c3); fill: var(--c3); }
 .c4 { background: var(--c4); fill: var(--c4); } .c5 { background: var(--c5); fill: var(--c5); }
 .c6 { background: var(--c6); fill: var(--c6); } .idle { fill: var(--box); background: var(--box); }
-@media (max-width: 40rem) { body { padding: .75rem; } .bar { grid-template-columns: 1fr 9.6rem; font-size: .75rem; } }
+@media (max-width: 40rem) { body { padding: .75rem; } .bar { grid-template-columns: 1fr 8rem; font-size: .75rem; }
+  th:first-child, td:first-child { position: static; } }
 </style>
 </head>
 <body>
@@ -118,7 +120,13 @@ def table_section(title: str, rows: list) -> str:
     shown = [row for row in rows if row.results]
     chart = f'<div class="chart">{"".join(map(bars, shown))}</div>' if shown else paragraph("No results yet.")
     details = "".join(simulation_details(row) for row in rows if "simulated" in row.results)
-    return section(title, chart + html_table(merge.cells(rows)) + bullets(merge.notes(rows)) + details)
+    return section(
+        title,
+        chart
+        + html_table(merge.cells(rows))
+        + bullets([line.removeprefix("* ") for line in merge.notes(rows)])
+        + details,
+    )
 
 
 def section(title: str, body: str) -> str:
@@ -151,13 +159,13 @@ def bars(row) -> str:
     unit = merge.FIGURES[row.figure]
     figures = {"published": (row.published, 1.0)}
     figures |= {mode: (result[row.figure], result["ratio"]) for mode, result in row.results.items()}
-    lines = "".join(bar(mode, figure, ratio, unit) for mode, (figure, ratio) in figures.items())
-    return f'<div><div class="name">{escape(merge.short_name(row))}</div>{lines}</div>'
+    lines = "".join(bar(mode, figure, ratio) for mode, (figure, ratio) in figures.items())
+    return f'<div><div class="name">{escape(merge.short_name(row))}, {unit}</div>{lines}</div>'
 
 
-def bar(mode: str, figure: float, ratio: float, unit: str) -> str:
-    share = "" if mode == "published" else f", {ratio:.0%}"
-    text = f"{mode} {merge.value(figure)} {unit}{share}"
+def bar(mode: str, figure: float, ratio: float) -> str:
+    share = "" if mode == "published" else f" ({ratio:.0%})"
+    text = f"{mode} {merge.value(figure)}{share}"
     beyond = " →" if ratio > 1.5 else ""
     return (
         f'<div class="bar"><div class="track hundred" aria-hidden="true"><div class="{mode}" '
@@ -218,8 +226,8 @@ def pipeline(lanes: list[str], step: float) -> str:
     height = len(lanes) * (LANE + 3)
     return (
         f'<figure><div class="lanes" tabindex="0" role="region" aria-label="timeline"><svg role="img" '
-        f'aria-label="{escape(text)}" viewBox="0 0 {columns + 40} {height}">{drawn}</svg></div><figcaption>{escape(text)}'
-        f'<ul class="key">{keys}<li><i class="idle"></i>idle: the bubble</li></ul></figcaption></figure>'
+        f'aria-label="{escape(text)}" viewBox="0 0 {columns + 40} {height}">{drawn}</svg></div>'
+        f'<figcaption>{escape(text)}<ul class="key">{keys}<li><i class="idle"></i>idle: the bubble</li></ul></figcaption></figure>'
     )
 
 

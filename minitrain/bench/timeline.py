@@ -147,7 +147,9 @@ class _Player:
     def play(self) -> Timeline:
         for index, event in enumerate(self.trace.events):
             stream = self.stream_of(event)
-            if stream == "compute" and event.kind == "memory" and self.fused:
+            if event.kind == "wait":  # costs nothing by itself: its result is there when its input is
+                self.written(event.writes, *self.source(event.reads))
+            elif stream == "compute" and event.kind == "memory" and self.fused:
                 if not self.run:
                     self.run_start = index
                 self.run.append(event)
@@ -200,6 +202,11 @@ class _Player:
         self.free[stream] = begin + seconds
         self.line.spans.append(Span(stream, event.name, event.kind, begin, begin + seconds, 0.0, index))
         self.written(event.writes, stream, begin + seconds)
+
+    def source(self, reads) -> tuple[str, float]:
+        """Which stream made a tensor, and when it is there."""
+        number = reads[0][0]
+        return self.made_by.get(number, "compute"), self.ready.get(number, 0.0)
 
     def written(self, writes, stream: str, when: float) -> None:
         for number, _ in writes:

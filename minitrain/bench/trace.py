@@ -33,10 +33,10 @@ MEMORY_KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations
 class Event:
     """One kernel or collective.
 
-    kind: `gemm`, `grouped`, `attention`, `memory`, or `collective`. reads, writes: (storage number, bytes) of each
-    tensor. sizes: of a matrix product, (batch or groups, m, n, k). payload: bytes of a collective's full, gathered or
-    unreduced tensor; group: its name in `Trace.groups`; dimension: that of the mesh that it runs over. element: bytes
-    per element of what is multiplied.
+    kind: `gemm`, `grouped`, `attention`, `memory`, `collective`, or the `wait` for one. reads, writes: (storage number,
+    bytes) of each tensor. sizes: of a matrix product, (batch or groups, m, n, k). payload: bytes of a collective's
+    full, gathered or unreduced tensor; group: its name in `Trace.groups`; dimension: that of the mesh that it runs
+    over. element: bytes per element of what is multiplied.
     """
 
     name: str
@@ -215,7 +215,11 @@ class Tracer(TorchDispatchMode):
 
     def record_collective(self, op, args, inputs, outputs) -> None:
         name = op._overloadpacket.__name__
-        if name in ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_"):
+        if name in ("_wrap_tensor_autograd", "barrier", "monitored_barrier_"):
+            return
+        if name == "wait_tensor":  # a fake one gives another tensor
+            reads, writes = ([(self.number(x, "gathered"), nbytes(x)) for x in given] for given in (inputs, outputs))
+            self.trace.events.append(Event(name, "wait", 0, reads, writes))
             return
         group = self.group_of(args)
         functional = op.namespace != "c10d"

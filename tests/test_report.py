@@ -1,0 +1,160 @@
+"""The report against the lines it was given, and against a parser; calibration against a clock and the simulator."""
+
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+from minitrain.bench import hardware
+from minitrain.bench.calibrate import calibrate, find_system
+from minitrain.bench.hardware import measure_attention, measure_memory
+from minitrain.bench.page import write_report
+from minitrain.bench.replay import Replay
+from minitrain.bench.rows import published_rows
+from minitrain.bench.timeline import load_system
+from minitrain.bench.trace import Event
+from minitrain.errors import InputError
+from tests.test_cli import ROOT
+
+DENSE = "nemo/h100/llama3-70b-pretrain-64gpu"
+WAN = "dfm/wan2.1-14b-pretrain-h100-128gpu"
+
+
+class Page(HTMLParser):
+    """All text, the labels of pictures, and what would need a network."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.text, self.open, self.outside, self.labels = "", [], [], []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        named = dict(attributes)
+        self.outside += [tag] * (tag in ("script", "link", "iframe", "img") or "src" in named or "href" in named)
+        self.labels += [named.get("aria-label", "")] * (named.get("role") == "img")
+        if tag not in ("meta", "path", "rect"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in ("path", "rect"):
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def line(row: str, mode: str, ratio: float | None, **more) -> dict:
+    reference = published_rows().get(row, {})
+    return {
+        "row": row, "mode": mode, "proxy": False, "device": "dgx-h100", "world_size": 64, "step_time_s": 2.0,
+        "tokens_per_sec_per_gpu": (ratio or 1) * reference.get("tokens_per_sec_per_gpu", 1000.0),
+        "tflops_per_gpu": (ratio or 1) * reference.get("tflops_per_gpu", 100.0), "clean_tflops_per_gpu": 99.0,
+        "mfu": 0.25, "peak_memory_gib": 40.0, "matmul_tflops": 660.0, "reference": reference, "ratio": ratio,
+        "torch": "2.13.0",
+    } | more  # fmt: skip
+
+
+def written(tmp_path, lines: list[dict]) -> tuple[str, str]:
+    file = tmp_path / "results.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_report([str(file)], str(tmp_path / "out"))
+    return (tmp_path / "out/report.md").read_text(), (tmp_path / "out/report.html").read_text()
+
+
+def test_report_merges_results_with_the_published_tables(tmp_path):
+    simulated = dict(
+        memory_gib={"parameters": 10.0, "gradients": 5.0, "optimizer": 8.0, "gathered": 2.0, "activations": 15.0},
+        capacity_gib=74.5, fits=True, breakdown_s={"gemm": 1.25, "attention": 0.5, "bubble": 0.25},
+        timeline=["FFBB..UU", ".FFBB.UU"],
+    )  # fmt: skip
+    proxies = dict(proxy=True, full_layers=80, left_out="communication", peak_memory_gib=None)
+    lines = [
+        line(DENSE, "simulated", 0.5),
+        line(DENSE, "simulated", 1.25, **simulated),  # the last one counts
+        line(DENSE, "extrapolated", 1.5, layers=[4, 8], **proxies),
+        line(DENSE, "measured", None, layers=4, **proxies | {"peak_memory_gib": 9.0}),
+        line(WAN, "measured", 0.75),
+        line("<quick>", "measured", None),
+    ]
+    text, html = written(tmp_path, lines)
+    page = Page(html)
+    assert not page.outside and "prefers-color-scheme: dark" in html
+    assert page.labels == ["Pipeline of 2 ranks over a step of 2 s; busy 75%, 75%"]
+    for name in published_rows():
+        stem = name.rsplit("/", 1)[-1]
+        assert text.count(f"| {stem} ") >= 1 and stem in page.text
+    row = next(x for x in text.splitlines() if x.startswith("| llama3-70b-pretrain-64gpu") and "1.250" in x)
+    columns = [cell.strip() for cell in row.split("|")]
+    assert {"1,621", "2,026", "1.250", "2,432", "1.500", "780", "40.0"} <= set(columns)  # 1.25 and 1.5 times 1621
+    assert next(x for x in text.splitlines() if x.startswith("| wan2.1-14b-pretrain-h100-128gpu")).count("0.750") == 1
+    for part in ("published 1,621", "simulated 2,026 (125%)", "extrapolated 2,432 (150%)", "measured 244.3 (75%)",
+                 "parameters 10 GiB", "matrix products 1.25 s", "bubble 0.25 s", "<quick>", "2.13.0",
+                 "extrapolated by proxy on one dgx-h100 from 4 and 8 of 80 layers, without communication",
+                 f"{DENSE} (proxy, 4 of 80 layers)", "the TFLOP/s cell is blank"):  # fmt: skip
+        assert part in page.text, part
+    assert "simulated 810" not in page.text
+
+
+def test_corrected_figures_are_what_bars_compare_with(tmp_path):
+    row = "nemo/gb200/llama3-70b-lora-8gpu"
+    corrected = published_rows()[row]["corrected_tokens_per_sec_per_gpu"]
+    page = Page(written(tmp_path, [line(row, "simulated", 1.0)])[1])
+    assert f"published {corrected:,.0f}" in page.text
+
+
+def test_files_that_are_no_results(tmp_path):
+    file = tmp_path / "x"
+    for text in ("not json", "[1]", '{"row": 1}'):
+        file.write_text(text)
+        with pytest.raises(InputError, match="--report .*x"):
+            write_report([str(file)], str(tmp_path / "out"))
+    with pytest.raises(InputError, match="--report .*none"):
+        write_report([str(tmp_path / "none")], str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_lanes_show_what_each_rank_does():
+    spans = {(0, "F", 0): (0.0, 1.0), (1, "F", 0): (1.0, 2.0), (1, "B", 0): (2.0, 4.0), (0, "B", 0): (4.0, 6.0)}
+    assert Replay(spans, [6.0, 4.0]).lanes([0, 1], 8.0, columns=8) == ["F...BBUU", ".FBBUUUU"]
+
+
+def test_the_list_needs_no_torch():
+    code = "import sys, bench; bench.main(['--list']); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "69 rows" in done.stdout, done.stderr
+
+
+def test_rates_are_counted_work_over_seconds(monkeypatch):
+    """On a machine where every call takes 0.1 s: causal attention 2 s^2 d per head, backward 2.5 times that."""
+    monkeypatch.setattr(hardware, "_seconds_per_call", lambda function, device: 0.1)
+    forward, backward = measure_attention("cpu", torch.float32)
+    assert forward == pytest.approx(2 * 8 * 512**2 * 128 / 0.1) and backward == pytest.approx(2.5 * forward)
+    assert measure_memory("cpu") == pytest.approx(3 * 4 * 2**25 / 0.1)
+
+
+def test_the_simulator_predicts_a_calibrated_product_as_measured(tmp_path):
+    file = tmp_path / "calibration.jsonl"
+    outcome = {"mode": "calibration", "system": "h200", "matmul": {"bf16": 6e14, "fp8": 1e15}, "memory": 4e12,
+               "attention_forward": 5e14, "attention_backward": 4e14}  # fmt: skip
+    file.write_text(json.dumps({"mode": "measured"}) + "\n" + json.dumps(outcome) + "\n")
+    system, named = find_system(str(file)), load_system("h200")
+    for element, rate in ((2, 6e14), (1, 1e15)):
+        product = Event("mm", "gemm", 2 * 8192**3, [], [], sizes=(1, 8192, 8192, 8192), element=element)
+        assert system.kernel_seconds(product) - system.launch == pytest.approx(2 * 8192**3 / rate)
+    assert (system.memory, system.attention_forward, system.attention_backward) == (4e12, 5e14, 4e14)
+    assert (system.nvlink, system.capacity) == (named.nvlink, named.capacity)
+    assert find_system("h200") == named
+
+
+def test_a_calibrated_cpu_is_no_system(tmp_path, monkeypatch):
+    monkeypatch.setattr(hardware, "_seconds_per_call", lambda function, device: 0.1)
+    outcome = calibrate(torch.device("cpu"))
+    assert outcome["matmul"] == {"fp32": pytest.approx(2 * 1024**3 / 0.1)} and outcome["system"] is None
+    file = tmp_path / "cpu.jsonl"
+    file.write_text(json.dumps(outcome))
+    with pytest.raises(InputError, match="holds no calibration of a GPU"):
+        find_system(str(file))
