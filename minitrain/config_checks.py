@@ -46,6 +46,7 @@ def validate(config: "Config") -> None:
     _validate_fp8(c)
     _validate_lora(c)
     _validate_expert_parallel(c)
+    _validate_rollout(c)
     (_validate_diffusion if c.task == "diffusion" else _validate_language)(c)
     if c.task == "grpo":
         _validate_grpo(c)
@@ -263,10 +264,19 @@ def _check_pipeline(config: "Config", micro_batches: int) -> None:
         )
 
 
+def _validate_rollout(config: "Config") -> None:
+    r = config.rollout
+    _at_least(1, ("rollout.max_tokens", r.max_tokens), ("rollout.slots", r.slots), ("rollout.page_size", r.page_size),
+              ("rollout.chunk", r.chunk))  # fmt: skip
+    _at_least(0, ("rollout.temperature", r.temperature), ("rollout.pages", r.pages), ("rollout.steps", r.steps))
+    if not 0 < r.memory <= 1:
+        raise InputError(f"rollout.memory={r.memory} must be above 0 and at most 1: a share of the free memory")
+
+
 def _validate_grpo(config: "Config") -> None:
     g, b, limit = config.grpo, config.batch, config.rollout
     _at_least(1, ("grpo.prompts", g.prompts), ("grpo.generations", g.generations), ("grpo.mock_digits", g.mock_digits),
-              ("grpo.eval_samples", g.eval_samples), ("rollout.max_tokens", limit.max_tokens),
+              ("grpo.eval_samples", g.eval_samples),
               ("rollout.tp", limit.tp))  # fmt: skip
     _at_least(2, ("grpo.group", g.group))
     _at_least(0, ("grpo.clip_low", g.clip_low), ("grpo.clip_high", g.clip_high), ("grpo.kl", g.kl),

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 GRACE = 3.0  # seconds that the other ranks get to report too, once one has failed
+RUNS = 4  # before a new process group: those of old meshes each keep a thread that polls, and take the cores in the end
 
 
 class RankFailure(AssertionError):
@@ -53,6 +54,7 @@ class Pool:
         self.workers: list[Worker] = []
         self.numbers = itertools.count()
         self.group = (0, "")  # world size and store file of the process group that the workers have now
+        self.left = RUNS  # how many more runs have it
 
     def run(self, world_size: int, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
         """The ranks' results of `function(*args)`, by rank. The function must be importable, results must pickle.
@@ -62,8 +64,9 @@ class Pool:
         """
         while len(self.workers) < max(world_size, self.least):
             self._start_worker(len(self.workers))
-        if self.group[0] != world_size:
-            self.group = (world_size, self._new_path("store"))
+        if self.group[0] != world_size or self.left == 0:
+            self.group, self.left = (world_size, self._new_path("store")), RUNS
+        self.left -= 1
         workers = self.workers[:world_size]
         task = pickle.dumps((self.group, function, args))
         for worker in workers:

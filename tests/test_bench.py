@@ -69,7 +69,8 @@ def test_bench_prints_a_table_and_writes_json(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("| quickstart ") == 4  # each as it is done, and both at the end
     assert "MFU is of the matmul rate measured here" in done.stdout
-    first, second = map(json.loads, file.read_text().splitlines())
+    machine, first, second = map(json.loads, file.read_text().splitlines())
+    assert machine["mode"] == "calibration" and min(machine["matmul"]["fp32"], machine["memory"]) > 1e8
     assert first.keys() == second.keys() >= {
         "row", "system", "device", "mode", "proxy", "world_size", "step_time_s", "tokens_per_sec_per_gpu",
         "tflops_per_gpu", "clean_tflops_per_gpu", "mfu", "peak_memory_gib", "reference", "ratio",
@@ -84,6 +85,17 @@ def test_bench_under_torchrun_and_against_transformers():
     done = command("bench.py", "--steps", "2", "--warmup", "1", "--versus", "transformers", *TINY)
     assert done.returncode == 0, done.stderr
     assert "versus transformers" in done.stdout
+
+
+def test_bench_of_the_sampler_against_transformers(tmp_path):
+    file, config = tmp_path / "results.jsonl", ROOT / "configs" / "bench" / "generate-42m.yaml"
+    arguments = ["--generate", "--versus", "transformers", "--steps", "1", "--warmup", "0", "--json", file]
+    settings = ["batch.global=2", "batch.seq_len=24", "grpo.group=3", "rollout.max_tokens=8", *TINY[:3], "device=cpu"]
+    done = command("bench.py", *arguments, "--config", config, *settings)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    assert found["prompt_tokens"] == 2 * 16 and found["new_tokens"] == 2 * 3 * 8 and found["versus_ratio"] > 0
+    assert found["tokens_per_sec_per_gpu"] == pytest.approx(48 / found["step_time_s"])
 
 
 def test_dry_run_lays_out_any_number_of_ranks():

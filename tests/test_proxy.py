@@ -53,7 +53,8 @@ def fake(config, layers: int, seconds: float) -> dict:
     """The result row of a proxy whose step takes so long."""
     batch = make_proxy(config, layers).batch
     return {
-        "row": "row", "mode": "measured", "device": "clock", "torch": "2", "matmul_tflops": 100.0, "step_time_s": seconds,
+        "row": "row", "mode": "measured", "device": "clock", "torch": "2", "matmul_tflops": 100.0,
+        "step_time_s": seconds,
         "tokens_per_sec_per_gpu": batch.global_ * batch.seq_len / seconds,
     } | note(config, layers)  # fmt: skip
 
@@ -100,7 +101,7 @@ def test_rows_without_such_a_proxy(row, layers, line):
 @pytest.mark.parametrize(
     "override, changed",
     [
-        ("model.num_layers=4", ["model"]),
+        ("model.num_layers=40", ["model"]),
         ("batch.seq_len=2048", ["batch.seq_len"]),
         ("precision=bf16", ["precision"]),
         ("batch.micro=2", None),

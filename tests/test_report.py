@@ -20,6 +20,7 @@ from minitrain.errors import InputError
 from tests.test_cli import ROOT
 
 DENSE = "nemo/h100/llama3-70b-pretrain-64gpu"
+PUBLISHED = published_rows()
 WAN = "dfm/wan2.1-14b-pretrain-h100-128gpu"
 
 
@@ -48,7 +49,7 @@ class Page(HTMLParser):
 
 
 def line(row: str, mode: str, ratio: float | None, **more) -> dict:
-    reference = published_rows().get(row, {})
+    reference = PUBLISHED.get(row, {})
     return {
         "row": row, "mode": mode, "proxy": False, "device": "dgx-h100", "world_size": 64, "step_time_s": 2.0,
         "tokens_per_sec_per_gpu": (ratio or 1) * reference.get("tokens_per_sec_per_gpu", 1000.0),
@@ -84,7 +85,7 @@ def test_report_merges_results_with_the_published_tables(tmp_path):
     page = Page(html)
     assert not page.outside and "prefers-color-scheme: dark" in html
     assert page.labels == ["Pipeline of 2 ranks over a step of 2 s; busy 75%, 75%"]
-    for name in published_rows():
+    for name in PUBLISHED:
         stem = name.rsplit("/", 1)[-1]
         assert text.count(f"| {stem} ") >= 1 and stem in page.text
     row = next(x for x in text.splitlines() if x.startswith("| llama3-70b-pretrain-64gpu") and "1.250" in x)
@@ -101,7 +102,7 @@ def test_report_merges_results_with_the_published_tables(tmp_path):
 
 def test_corrected_figures_are_what_bars_compare_with(tmp_path):
     row = "nemo/gb200/llama3-70b-lora-8gpu"
-    corrected = published_rows()[row]["corrected_tokens_per_sec_per_gpu"]
+    corrected = PUBLISHED[row]["corrected_tokens_per_sec_per_gpu"]
     page = Page(written(tmp_path, [line(row, "simulated", 1.0)])[1])
     assert f"published {corrected:,.0f}" in page.text
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from minitrain import Sampler, SamplingParams
+from minitrain import Sampler, SamplingParams, generate, save_pretrained
 from minitrain import config as configs
 from minitrain.config import Rollout
 from minitrain.errors import InputError
@@ -151,7 +151,36 @@ def test_the_models_last_position():
         found = sampler.generate(prompts_of((12,)), SamplingParams(temperature=0, max_tokens=20))[0]
         assert found.tokens == uncached(model, prompts_of((12,))[0], 4) and found.finish_reason == "length"
         with pytest.raises(InputError, match="a prompt of 16 tokens: use 1 to 15"):
-            sampler.generate(prompts_of((16,)), SamplingParams())
+            sampler.generate(prompts_of((3, 16)), SamplingParams())
+        assert not sampler.busy  # the first one does not stay behind
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ({"slots": 0}, "rollout.slots=0 must be at least 1"),
+        ({"pages": -1}, "rollout.pages=-1 must be at least 0"),
+        ({"memory": 1.5}, "rollout.memory=1.5 must be above 0 and at most 1"),
+    ],
+)
+def test_settings_that_make_no_sense(setting, line):
+    with pytest.raises(InputError, match=line):
+        configs.from_dict({"rollout": setting})
+
+
+def test_the_command_line_shows_all_samples(tmp_path, capsys):
+    model = make("qwen3-32b", vocab_size=258)
+    save_pretrained(model, tmp_path)
+    ByteTokenizer().save(tmp_path)
+    generate.main(
+        f"--model {tmp_path} --prompt ab --n 2 --max-tokens 8 --temperature 0.9 --top-k 50 --top-p 0.95 --min-p 0.01 "
+        f"--stop zz --stop yy --seed 3 --device cpu".split()
+    )
+    params = SamplingParams(0.9, 50, 0.95, 0.01, 8, 2, (257,), ("zz", "yy"), 3)
+    samples = Sampler(model, ByteTokenizer()).generate([list(b"ab")], params)
+    texts = ["ab" + ByteTokenizer().decode(sample.tokens) for sample in samples]
+    shown = capsys.readouterr().out
+    assert shown == f"--- sample 1 of 2\n{texts[0]}\n--- sample 2 of 2\n{texts[1]}\n" and texts[0] != texts[1]
 
 
 def test_requests_come_and_go():
@@ -227,6 +256,8 @@ def sampled_by_ranks(tree: dict, prompts, params) -> list[list[int]]:
     model = build_model(config, start(config))
     sampler = Sampler(model, settings=Rollout(slots=5, page_size=4, pages=20, chunk=9))
     found = sampler.generate(prompts, params)
+    again = Sampler(model).generate(prompts, params)  # in a pool as large as memory allows
+    assert [each.tokens for each in again] == [each.tokens for each in found]
     return [each.tokens for each in found], [each.logprobs for each in found], sampler.scheduler.preemptions
 
 

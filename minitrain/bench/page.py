@@ -227,7 +227,8 @@ def pipeline(lanes: list[str], step: float) -> str:
     return (
         f'<figure><div class="lanes" tabindex="0" role="region" aria-label="timeline"><svg role="img" '
         f'aria-label="{escape(text)}" viewBox="0 0 {columns + 40} {height}">{drawn}</svg></div>'
-        f'<figcaption>{escape(text)}<ul class="key">{keys}<li><i class="idle"></i>idle: the bubble</li></ul></figcaption></figure>'
+        f'<figcaption>{escape(text)}<ul class="key">{keys}<li><i class="idle"></i>idle: the bubble</li></ul>'
+        "</figcaption></figure>"
     )
 
 

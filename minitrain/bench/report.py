@@ -4,9 +4,10 @@
 def table(results: list[dict]) -> str:
     """One line per result; columns that no result fills are left out."""
     first = results[0]
+    simulated = "simulated" in (first["mode"], first.get("extrapolated_from"))
     header = (
         f"{first['device']}, {first['world_size']} process(es), torch {first['torch']}; "
-        f"MFU is of the matmul rate {'measured here' if first['mode'] != 'simulated' else 'of large products there'}, "
+        f"MFU is of the matmul rate {'of large products there' if simulated else 'measured here'}, "
         f"{first['matmul_tflops']:.4g} TFLOP/s"
     )
     columns = {

@@ -44,6 +44,8 @@ class Sampler:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings or Rollout()
         self.config, self.weights = model.config, Weights(model)
         self.device = model.head_weight.device
+        if self.device.type == "cuda" and self.settings.page_size % 128:
+            raise InputError(f"rollout.page_size={self.settings.page_size} must be a multiple of 128 on CUDA")
         self.steps = self.settings.steps or (16 if self.device.type == "cuda" else 1)
         self.scheduler: Scheduler | None = None
 
@@ -59,12 +61,18 @@ class Sampler:
         """
         alike = isinstance(params, SamplingParams)
         each = [params] * len(prompts) if alike else params
-        requests = [self.submit(*pair, number=i * alike) for i, pair in enumerate(zip(prompts, each, strict=True))]
+        requests = []
+        try:
+            for number, pair in enumerate(zip(prompts, each, strict=True)):
+                requests.append(self.submit(*pair, number=number * alike))
+        except InputError:
+            for sample in sum(requests, []):
+                self.cancel(sample)
+            raise
         with self.weights.in_use():
             while self.scheduler is not None and self.scheduler.busy:
                 self._step()
-        samples = [sample for request in requests for sample in request]
-        return [Completion(sample.produced, sample.logprobs, sample.finish_reason) for sample in samples]
+        return [Completion(s.produced, s.logprobs, s.finish_reason) for request in requests for s in request]
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, number: int = 0) -> list[Sample]:
         """Queue a prompt; its n samples fill up (`produced`, `logprobs`, `finish_reason`) as `step` is called.
@@ -211,9 +219,10 @@ class Sampler:
         page = self.settings.page_size * width * layers * self.model.head_weight.dtype.itemsize
         most = self.settings.slots * -(-config.max_position_embeddings // self.settings.page_size)
         pages = torch.tensor(min(most, int(self.settings.memory * free_memory(self.device) / max(page, 1))))
-        if isinstance(self.model.head_weight, DTensor):
-            pages = pages.to(self.device)
-            dist.all_reduce(pages, dist.ReduceOp.MIN, self.model.head_weight.device_mesh.get_group())
+        if isinstance(self.model.head_weight, DTensor):  # ranks that step together need the same pool
+            pages, mesh = pages.to(self.device), self.model.head_weight.device_mesh
+            for dimension in range(mesh.ndim):
+                dist.all_reduce(pages, dist.ReduceOp.MIN, mesh.get_group(dimension))
         return max(1, int(pages))
 
 

@@ -21,7 +21,7 @@ class Weights:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.packed: dict[int, Tensor] = {}  # by the id of the weight
+        self.packed: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the weight: it and its copy
 
     def refresh(self) -> None:
         """The weights have changed."""
@@ -45,12 +45,13 @@ class Weights:
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """F.linear, from the packed copy if there can be one."""
-        packed = self.packed.get(id(weight))
-        if packed is None:
+        found = self.packed.get(id(weight))
+        if found is None:
             if not is_packable(weight):
                 return F.linear(x, weight, bias)
-            packed = self.packed[id(weight)] = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())  # there is no public name
+            found = self.packed[id(weight)] = weight, packed
+        return torch.ops.mkldnn._linear_pointwise(x, found[1], bias, "none", [], "")
 
 
 def can_pack(linear: nn.Linear) -> bool:
