@@ -31,7 +31,7 @@ def run(main: Callable[[list[str]], None]) -> None:
         if "--debug" in arguments:
             traceback.print_exc()
         # before the group starts, every rank finds the same mistake: one of them tells it
-        if group_is_up() or os.environ.get("RANK", "0") == "0":
+        if group_is_up() or os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         code = 130

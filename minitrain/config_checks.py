@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_peft import adapter_shapes, refuse_gpt2
 from minitrain.models.config_hf import exportable_family
+from minitrain.models.lora import names_stack
 
 if TYPE_CHECKING:
     from minitrain.config import Config
@@ -85,7 +86,7 @@ def _validate_lora(config: "Config") -> None:
     _at_least(1, ("lora.rank", lora.rank))
     if not 0 <= lora.dropout < 1:
         raise InputError(f"lora.dropout={lora.dropout} must be at least 0 and below 1")
-    if any("experts." in target for target in lora.targets) and lora.rank % 8:
+    if any(map(names_stack, lora.targets)) and lora.rank % 8:
         raise InputError(f"lora.rank={lora.rank} must be a multiple of 8 for experts, who multiply 16 bytes at a time")
     refuse_gpt2(config.model.config)
     adapter_shapes(config.model.config, lora)  # says which targets the model has not
@@ -174,6 +175,8 @@ def _validate_tensor(config: "Config") -> None:
         if size % p.tp:
             possible = [n for n in range(1, size + 1) if not any(other % n for other in sizes.values())]
             raise InputError(f"parallel.tp={p.tp} does not divide {name}={size} (use {_alternatives(possible)})")
+    if p.async_tp and (config.task == "grpo" or (config.lora and config.lora.dropout)):
+        raise InputError("parallel.async_tp=true is not for task=grpo or lora.dropout above 0 (use false)")
     if p.async_tp and (p.tp == 1 or not config.compile):
         raise InputError("parallel.async_tp=true needs parallel.tp above 1 and compile=true")
 
@@ -305,6 +308,8 @@ def _validate_grpo(config: "Config") -> None:
     if any(size % tp for size in (model.num_key_value_heads, model.intermediate_size, model.vocab_size)):
         raise InputError(f"rollout.tp={tp} does not divide num_key_value_heads={model.num_key_value_heads}, "
                          f"intermediate_size={model.intermediate_size} and vocab_size={model.vocab_size}")  # fmt: skip
+    if config.lora and config.lora.dropout:
+        raise InputError(f"lora.dropout={config.lora.dropout}: the sampler would disagree with the trainer (use 0)")
     if g.generation_ranks and not g.lag:
         raise InputError(f"grpo.generation_ranks={g.generation_ranks} of their own need grpo.lag=1")
 

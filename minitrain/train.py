@@ -62,13 +62,13 @@ def train(config: Config) -> None:
         log.say(draw_shapes(trainer.model, folder / "before.png"))
     for numbers in training_steps(trainer, data, first):
         step = numbers["step"]
+        if is_due(step, config.checkpoint.every, config.steps):  # before anything else that may fail
+            checkpointer.save(step, trainer.model, trainer.optimizer, {"step": step, "tokens": numbers["tokens"]})
         if is_due(step, config.validation.every, config.steps) and config.validation.every:
             numbers |= validation_numbers(trainer, held_out or data)
         if step == config.steps and config.validation.exact_match:
             numbers["val_exact_match"] = exact_match(trainer.model, held_out.questions(config.validation.exact_match))
             log.say(f"exact match on held-out chats: {numbers['val_exact_match']:.1%}")
-        if is_due(step, config.checkpoint.every, config.steps):
-            checkpointer.save(step, trainer.model, trainer.optimizer, {"step": step, "tokens": numbers["tokens"]})
         log.step(numbers)
     checkpointer.wait()
     if config.data.kind == "shapes":

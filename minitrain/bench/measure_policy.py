@@ -20,13 +20,14 @@ from minitrain.parallel.mesh import pick_device
 
 def measure_policy(config: Config, row: str, steps: int, warmup: int) -> dict:
     """Run `warmup` + `steps` GRPO steps and return one result row; all ranks call it."""
-    config = dataclasses.replace(published_lengths(config), steps=warmup + steps)
+    last = config.grpo.lag  # a step off policy, the last one samples nothing
+    config = dataclasses.replace(published_lengths(config), steps=warmup + steps + last)
     device = pick_device(config.device)
     matmul = measure_matmul(device, compute_dtype(config))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     run = Run(config, folder=None)
-    lines = list(run.steps(run.begin()))[warmup:]
+    lines = list(run.steps(run.begin()))[warmup : warmup + steps]
     times = [line["step_time_s"] for line in lines]
     tokens = median([line["tokens_per_sec_per_gpu"] for line in lines])
     per_token = flops_of_token(config, lines[0]["step_tokens"])

@@ -6,9 +6,11 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
 from minitrain.config import Config
+from minitrain.errors import InputError
 from minitrain.grpo.advantages import advantages
 from minitrain.grpo.batches import Sample, micro_batches, reply_sample, response_sample
 from minitrain.grpo.objective import LogProbs
@@ -84,6 +86,9 @@ class Learner:
             outputs = [objective.loss(model, batch) for batch in batches]
         for batch, output in zip(batches, outputs, strict=False):
             batch[name] = output
+        for module in model.modules():
+            if isinstance(module, FSDPModule):  # no backward pass will free what is gathered
+                module.reshard()
 
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that see other tokens, of whom in a pipeline only the last stage's have anything."""
@@ -105,16 +110,23 @@ class Learner:
 
     # ------------------------------------------------------------------------------------------- weights that are kept
 
-    def keep_reference(self, checkpointer: Checkpointer | None) -> None:
-        """Make the reference model: the weights of a checkpoint, or as they are now, for which one is written then.
+    def keep_reference(self, checkpointer: Checkpointer | None, resumed: bool) -> None:
+        """Make the reference model: the weights as they are now, for which a checkpoint is written, or if the run has
+        been resumed, those that it wrote when it began.
 
-        With adapters there is nothing to keep: the reference is the model without them.
+        With adapters there is nothing to keep: the reference is the model without them. Raises InputError for a run
+        that began without a reference.
         """
         if self.config.lora is not None:
             return
         self.reference = build_model(self.config, self.meshes)
         optimizer = make_optimizer(self.reference, self.config.optim)  # has no state, but belongs into a checkpoint
-        if checkpointer is not None and checkpointer.latest() is not None:
+        if resumed:
+            if checkpointer.latest() is None:
+                raise InputError(
+                    f"grpo.kl={self.config.grpo.kl}: the run that is resumed has kept no reference in "
+                    f"{checkpointer.folder} (use grpo.kl=0, or another out_dir)"
+                )
             checkpointer.load(self.reference, optimizer)
         else:
             self.copy_to(self.reference)

@@ -138,7 +138,7 @@ class Run:
         if self.learner is not None and not first:
             self.learner.warm_up(self.problems)
         if self.learner is not None and self.config.grpo.kl:
-            self.learner.keep_reference(self.folder and self.new_checkpointer("reference", keep=1))
+            self.learner.keep_reference(self.folder and self.new_checkpointer("reference", keep=1), resumed=first > 0)
         first = self.tell(first, 0)
         self.update_sampler()
         return first
@@ -160,7 +160,8 @@ class Run:
         config, lag, coming = self.config, self.config.grpo.lag, None
         began = time.perf_counter()
         if lag and first < config.steps:
-            coming = read_rollouts(self.rollouts(first)) if first else self.share(self.collect(0), 0)
+            kept = first and self.rollouts(first)  # a run that had ended there has sampled nothing further
+            coming = read_rollouts(kept) if kept and kept.exists() else self.share(self.collect(first), first)
         for step in range(first, config.steps):
             groups = coming if lag else self.share(self.collect(step), step)
             sampled = self.collect(step + 1) if lag and step + 1 < config.steps else None

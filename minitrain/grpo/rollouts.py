@@ -62,8 +62,8 @@ class Collector:
         prompts = [problems[i].prompt for i in mine]
         completions = iter(self.sampler.generate(prompts, requests) if requests else [])
         groups = {i: [self.rewarded(i, problems[i], next(completions)) for _ in range(n)] for i in mine}
-        shares = gather(groups, self.group)
-        return [group for _, group in sorted(item for share in shares for item in share.items())]
+        every = {i: group for share in gather(groups, self.group) for i, group in share.items()}
+        return [every[i] for i in sorted(every)]  # a replica's ranks all have the same ones
 
     def request(self, problem: Problem, number: int, n: int, greedy: bool) -> SamplingParams:
         """A prompt and its response fit into a row of batch.seq_len, which reads all of it but the last token."""

@@ -30,7 +30,7 @@ from minitrain.models.checkpoint_hf import all_of
 from minitrain.models.config_hf import read_json
 from minitrain.models.decoder import Decoder
 from minitrain.models.layouts_hf import interleave
-from minitrain.models.lora import Lora, add_adapters, check_targets, is_adapter, is_meant
+from minitrain.models.lora import Lora, add_adapters, check_targets, is_adapter, is_meant, names_stack
 from minitrain.models.mamba import by_group, by_part
 from minitrain.models.wan import Wan, WanConfig
 
@@ -38,6 +38,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 VARIANTS = (
     "use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "use_qalora",
     "layers_to_transform", "layer_replication", "trainable_token_indices", "alora_invocation_tokens", "use_bdlora",
+    "exclude_modules",
 )  # fmt: skip
 
 
@@ -46,6 +47,8 @@ def read_adapter_config(path: str | Path) -> Lora:
     file = Path(path) / CONFIG
     raw = read_json(file)
     variants = [key for key in VARIANTS if raw.get(key)] + ["bias"] * (raw.get("bias", "none") != "none")
+    if isinstance(start := raw.get("init_lora_weights"), str) and start not in ("gaussian", "eva", "orthogonal"):
+        variants.append(f"init_lora_weights={start}")  # these change the base weights
     if raw.get("peft_type") != "LORA" or variants:
         raise InputError(f"{file}: only plain LoRA is supported, not {', '.join(variants) or raw.get('peft_type')}")
     modules = raw.get("target_modules") or []
@@ -138,7 +141,7 @@ def adapter_config(config, lora: Lora, names: Iterable[str], base: str) -> dict:
     """
     paths = [name[: -len("_lora_A")] for name in names]
     targets = [target for target in lora.targets if any(is_meant(path, target) for path in paths)]
-    experts = [target for target in targets if "experts." in target]
+    experts = [target for target in targets if names_stack(target)]
     return dict(
         peft_type="LORA",
         task_type=None if isinstance(config, WanConfig) else "CAUSAL_LM",

@@ -111,13 +111,18 @@ def check_targets(model: nn.Module, targets: list[str]) -> None:
         raise InputError(f"lora.targets: the model has no {', '.join(unknown) or 'target'} (it has {names})")
 
 
+def names_stack(path: str) -> bool:
+    """Is it a parameter of routed experts, or a target that means one? Shared experts have Linears like any MLP."""
+    return ".experts." in f".{path}"
+
+
 def _short(path: str) -> str:
-    return path[path.index("experts.") :] if ".experts." in path else path.rpartition(".")[2]
+    return path[path.index(".experts.") + 1 :] if names_stack(path) else path.rpartition(".")[2]
 
 
 def is_meant(path: str, target: str) -> bool:
     """Does `target` name the weight at `path`? A Linear's is the Linear's own, a stack's ends with the parameter."""
-    return f".{path}".endswith(f".{target}") and (".experts." not in path or "experts." in target)
+    return f".{path}".endswith(f".{target}") and (not names_stack(path) or names_stack(target))
 
 
 def _attribute(parameter: str) -> str:

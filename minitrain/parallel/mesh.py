@@ -46,6 +46,8 @@ def pick_device(setting: str) -> torch.device:
     """auto: this process's own GPU if there is one, else the CPU."""
     if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InputError("device=cuda, but torch finds no GPU here (use auto or cpu)")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 

@@ -30,6 +30,7 @@ KEPT = {
     _ops.addmm.default,
     _ops.bmm.default,
     _ops._grouped_mm.default,
+    torch.ops.minitrain.grouped_mm.default,
     _ops._scaled_mm.default,
     _ops._scaled_dot_product_cudnn_attention.default,
     _ops._scaled_dot_product_flash_attention.default,

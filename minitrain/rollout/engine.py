@@ -66,7 +66,7 @@ class Sampler:
             for number, pair in enumerate(zip(prompts, each, strict=True)):
                 requests.append(self.submit(*pair, number=number * alike))
         except InputError:
-            for sample in sum(requests, []):
+            for sample in [sample for request in requests for sample in request]:
                 self.cancel(sample)
             raise
         with self.weights.in_use():

@@ -25,6 +25,7 @@ from minitrain.errors import InputError
 from minitrain.models.wan import WanConfig
 from minitrain.training.data import hold_out, shuffled
 from minitrain.training.flow import Diffusion, Noised, add_noise, generator
+from minitrain.training.packing import first_fit_decreasing
 from minitrain.training.shapes import ShapesWorld
 
 DIMENSIONS = {"latents": 4, "text": 2, "condition": 4, "image": 2}
@@ -231,16 +232,7 @@ class Packs:
 
 
 def pack_first_fit(lengths: list[int], budget: int) -> list[list[int]]:
-    """Put items into packs of at most `budget`, longest first, each into the first pack with room. Returns their
-    numbers. At most 11 / 9 of the fewest possible packs, and one more (Johnson 1973)."""
-    packs, room = [], []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if lengths[i] > budget:
-            raise InputError(f"a video of {lengths[i]} tokens exceeds the budget of {budget} tokens per pack")
-        fitting = next((p for p, left in enumerate(room) if left >= lengths[i]), len(packs))
-        if fitting == len(packs):
-            packs.append([])
-            room.append(budget)
-        packs[fitting].append(i)
-        room[fitting] -= lengths[i]
-    return packs
+    """Numbers of items in packs of at most `budget`, first-fit decreasing. Raises InputError for a longer one."""
+    if max(lengths, default=0) > budget:
+        raise InputError(f"a video of {max(lengths)} tokens exceeds the budget of {budget} tokens per pack")
+    return first_fit_decreasing(lengths, budget)
