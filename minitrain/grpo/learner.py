@@ -110,7 +110,7 @@ class Learner:
 
     # ------------------------------------------------------------------------------------------- weights that are kept
 
-    def keep_reference(self, checkpointer: Checkpointer | None, resumed: bool) -> None:
+    def keep_reference(self, checkpointer: Checkpointer | None, resumed: bool = False) -> None:
         """Make the reference model: the weights as they are now, for which a checkpoint is written, or if the run has
         been resumed, those that it wrote when it began.
 

@@ -168,6 +168,15 @@ def test_one_step_off_equals_its_replay_in_one_process(pool, tmp_path):
         assert one == apart
 
 
+def test_ranks_that_share_a_sampler_count_each_response_once(pool, tmp_path):
+    tree = LAGGING | {"steps": 1, "grpo": LAGGING["grpo"] | {"lag": 0}}
+    [(expected, _)] = pool.run(1, run, tree, tmp_path / "one", [])
+    (found, _), _ = pool.run(2, run, tree | {"rollout": TREE["rollout"] | {"tp": 2}}, tmp_path / "two", [])
+    assert found[0]["step_tokens"] == expected[0]["step_tokens"]
+    one, two = (read_rollouts(tmp_path / side / "rollouts/step-00000001.jsonl") for side in ("one", "two"))
+    assert [[r.response for r in group] for group in one] == [[r.response for r in group] for group in two]
+
+
 def test_resume_is_exact_with_ranks_apart(pool, tmp_path):
     tree = LAGGING | {"grpo": LAGGING["grpo"] | {"generation_ranks": 2, "kl": 0.1}, "optim": {"lr": 1e-3}}
     at_once, *_ = pool.run(4, run, tree, tmp_path, [2])

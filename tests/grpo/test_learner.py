@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from minitrain import config as configs
+from minitrain.errors import InputError
 from minitrain.grpo.advantages import advantages
 from minitrain.grpo.batches import enough_for_pipeline, micro_batches, reply_sample, response_sample
 from minitrain.grpo.learner import Learner, without_adapters
@@ -15,6 +16,7 @@ from minitrain.grpo.problems import open_problems
 from minitrain.grpo.rollouts import rewards
 from minitrain.models.lora import merge_adapters
 from minitrain.parallel.mesh import start
+from minitrain.training.checkpoint import Checkpointer
 from minitrain.training.loss import IGNORE
 from tests.distributed.test_grpo import TREE, made_up_groups
 from tests.oracle import check_close, snapshot
@@ -170,3 +172,9 @@ def test_refits_send_merged_weights(tmp_path):
     assert set(sent) == set(expected)
     for name, tensor in expected.items():
         torch.testing.assert_close(sent[name], tensor)
+
+
+def test_a_resumed_run_needs_the_reference_that_it_began_with(tmp_path):
+    """Weights that have been trained already are no reference."""
+    with pytest.raises(InputError, match=r"grpo.kl=0.1: the run that is resumed has kept no reference in"):
+        make_learner(TREE).keep_reference(Checkpointer(tmp_path, keep=1), resumed=True)
