@@ -5,7 +5,15 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from minitrain.errors import InputError
-from minitrain.rollout.sampling import Choice, SamplingParams, choose, keep_likely, sample_key, waiting_times
+from minitrain.rollout.sampling import (
+    Choice,
+    SamplingParams,
+    choose,
+    keep_likely,
+    sample_key,
+    token_keys,
+    waiting_times,
+)
 from minitrain.training.loss import Part
 
 LOGITS = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, -3.0, 1.5, 0.2])
@@ -58,7 +66,7 @@ def test_chi_square_against_the_exact_distribution(params, kept):
 def test_noise_is_exponential_and_unrelated_between_neighbours():
     """Of keys, positions and ids that differ by one: the usual weakness of hashed noise."""
     keys = torch.tensor([sample_key(0, 0, i) for i in range(64)], dtype=torch.int32)
-    noise = torch.stack([waiting_times(keys, torch.full((64,), t), 0, 256) for t in range(64)]).double()
+    noise = torch.stack([waiting_times(token_keys(keys, torch.full((64,), t)), 0, 256) for t in range(64)]).double()
     assert noise.min() > 0 and noise.mean().item() == pytest.approx(1, abs=0.005)
     sorted_, n = noise.flatten().sort().values, noise.numel()
     gap = (-torch.expm1(-sorted_) - torch.arange(n) / n).abs().max().item()

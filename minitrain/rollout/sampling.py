@@ -16,6 +16,8 @@ from torch import Tensor
 from minitrain.errors import InputError
 from minitrain.training.loss import Part
 
+CHUNK = 4096  # ids whose random numbers are made at once, on the CPU
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -97,14 +99,18 @@ def _vocabulary(first: int, size: int, device: torch.device) -> Tensor:
     return _mix(torch.arange(first, first + size, dtype=torch.int32, device=device))
 
 
-def waiting_times(keys: Tensor, positions: Tensor, first: int, size: int) -> Tensor:
-    """Exponential random numbers, fp32 [rows, size]: of each row's token at its position, for ids first, first + 1, ...
+def token_keys(keys: Tensor, positions: Tensor) -> Tensor:
+    """int32 [rows], for one token of each sample, from the samples' (see `sample_key`); positions: int64 [rows]."""
+    return _mix(keys ^ _mix(positions.to(torch.int32)))
 
-    keys: int32 [rows], see `sample_key`; positions: int64 [rows]. The least of them divided by the probabilities falls
-    on a token with just its probability; it is the Gumbel-max trick, with one logarithm less.
+
+def waiting_times(keys: Tensor, first: int, size: int) -> Tensor:
+    """Exponential random numbers, fp32 [rows, size], for ids first, first + 1, ... keys: see `token_keys`.
+
+    The least of them divided by the probabilities falls on a token with just its probability: that is the Gumbel-max
+    trick, with one logarithm less.
     """
-    rows = _mix(keys ^ _mix(positions.to(torch.int32)))
-    bits = _mix(rows[:, None] ^ _vocabulary(first, size, keys.device)).bitwise_and_(0x7FFFFFFF)
+    bits = _mix(keys[:, None] ^ _vocabulary(first, size, keys.device)).bitwise_and_(0x7FFFFFFF)
     uniform = bits.float().add_(0.5).mul_(2.0**-31)
     return uniform.neg_().log1p_().neg_()  # exact for small numbers, which win
 
@@ -142,7 +148,7 @@ def choose(logits: Tensor, choice: Choice, positions: Tensor, part: Part) -> tup
     weights = (logits - peak).exp_()
     total = weights.sum(-1, keepdim=True)
     if choice.noisy:
-        race = weights.div_(waiting_times(choice.keys, positions, part.first, logits.shape[1]))
+        race = divide_by_waiting_times(weights, token_keys(choice.keys, positions), part.first)
         best = race.argmax(-1, keepdim=True)
         score = race.gather(1, best).log() + peak
     if choice.greedy:
@@ -152,6 +158,15 @@ def choose(logits: Tensor, choice: Choice, positions: Tensor, part: Part) -> tup
     if part.group is None:
         return best[:, 0], (logits.gather(1, best) - peak - total.log())[:, 0]
     return _best_of_parts(torch.cat([score, logits.gather(1, best), peak, total, best + part.first], dim=1), part)
+
+
+def divide_by_waiting_times(weights: Tensor, keys: Tensor, first: int) -> Tensor:
+    """weights [rows, vocab], in place; on the CPU in pieces that stay in its caches."""
+    step = CHUNK if weights.device.type == "cpu" else weights.shape[1]
+    for start in range(0, weights.shape[1], step):
+        piece = weights[:, start : start + step]
+        piece.div_(waiting_times(keys, first + start, piece.shape[1]))
+    return weights
 
 
 def _best_of_parts(mine: Tensor, part: Part) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ class Checkpointer:
         self.leads = dist.get_rank() == 0
         self.thread = ThreadPoolExecutor(1) if asynchronous else None
         self.pending: Future | None = None
-        self.base: str | None = None
+        self.bases: WeakKeyDictionary[Module, str] = WeakKeyDictionary()
         self._together(lambda: self.leads and clean(self.folder))
 
     def latest(self) -> int | None:
@@ -126,13 +127,13 @@ class Checkpointer:
             remove(self._path(old))
 
     def _base(self, model: Module) -> str:
-        """A digest of the frozen weights, the same however they are sharded. They do not change: made once."""
-        if self.base is not None:
-            return self.base
+        """A digest of the frozen weights, the same however they are sharded. They do not change: made once a model."""
+        if model in self.bases:
+            return self.bases[model]
         sums = {name: bit_sum(whole(tensor)) for name, tensor in frozen(model).items()}
         everywhere = {name: value for each in self._gather(sums) for name, value in each.items()}
-        self.base = hashlib.sha256(json.dumps(everywhere, sort_keys=True).encode()).hexdigest()
-        return self.base
+        self.bases[model] = hashlib.sha256(json.dumps(everywhere, sort_keys=True).encode()).hexdigest()
+        return self.bases[model]
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
