@@ -163,6 +163,7 @@ def work(rank: int, connection: Connection, stacks: Path) -> None:
 def join(rank: int, world_size: int, store: str) -> None:
     """Leave the process group of earlier runs and make a new one, with the environment that torchrun would have set."""
     if dist.is_initialized():
+        torch.compiler.reset()  # compiled blocks hold groups too
         gc.collect()
         dist.destroy_process_group()
         _clear_sharding_prop_cache()  # DTensor takes meshes of the same shape for the same, even old ones
