@@ -115,6 +115,8 @@ class Sampler:
             self.caches.refresh()
             for batch in self.batches.values():
                 batch.captured.clear()  # graphs read what was made of the weights
+            if self.device.type == "cuda":
+                self.graph_pool = torch.cuda.graph_pool_handle()  # a handle is dead once all of its graphs are
 
     def free(self) -> None:
         """Give the memory of the caches back; the next request allocates it again."""
@@ -234,5 +236,6 @@ def drop_hidden(hidden: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor
 def free_memory(device: torch.device) -> int:
     """Bytes that can be allocated on `device`."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch's own allocator
+        return torch.cuda.mem_get_info(device)[0] + unused
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
