@@ -66,7 +66,9 @@ def test_chi_square_against_the_exact_distribution(params, kept):
 def test_noise_is_exponential_and_unrelated_between_neighbours():
     """Of keys, positions and ids that differ by one: the usual weakness of hashed noise."""
     keys = torch.tensor([sample_key(0, 0, i) for i in range(64)], dtype=torch.int32)
-    noise = torch.stack([waiting_times(token_keys(keys, torch.full((64,), t)), 0, 256) for t in range(64)]).double()
+    noise = (
+        torch.stack([waiting_times(token_keys(keys, torch.full((64,), t)), 0, 256) for t in range(64)]).double().neg()
+    )
     assert noise.min() > 0 and noise.mean().item() == pytest.approx(1, abs=0.005)
     sorted_, n = noise.flatten().sort().values, noise.numel()
     gap = (-torch.expm1(-sorted_) - torch.arange(n) / n).abs().max().item()
