@@ -1,13 +1,15 @@
 """Run functions on several gloo ranks.
 
-The worker processes start once, at first use, and then serve every test: starting four takes seconds, a run on them
-milliseconds. Each run finds a default process group of exactly its world size, as torchrun would have made it, so the
-code under test needs no knowledge of the pool. A rank that fails or hangs fails the test, with its traceback; all
-workers are then replaced, since some may be stuck in a collective.
+The worker processes serve many tests: a run on them takes milliseconds. They are forked from a server that has imported
+what all need, and replaced now and then, with what tests have left in them. Each run finds a default process group of
+exactly its world size, as torchrun would have made it, so the code under test needs no knowledge of the pool. A rank
+that fails or hangs fails the test, with its traceback; all workers are then replaced, since some may be stuck in a
+collective.
 """
 
 import faulthandler
 import gc
+import io
 import itertools
 import multiprocessing
 import os
@@ -25,10 +27,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.utils._pytree import KeyPath, keystr, tree_flatten_with_path, tree_unflatten
+
+from minitrain.parallel.mesh import owned
 
 GRACE = 3.0  # seconds that the other ranks get to report too, once one has failed
-RUNS = 4  # before a new process group: those of old meshes each keep a thread that polls, and take the cores in the end
+RUNS = 4  # before a new process group: those of old meshes keep threads and sockets
+LIFE = 40  # runs before new workers: compiled code may hold groups for ever
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["tests.oracle", "torch._dynamo", "torch.distributed.checkpoint", "transformers"])
 
 
 class RankFailure(AssertionError):
@@ -55,13 +66,19 @@ class Pool:
         self.numbers = itertools.count()
         self.group = (0, "")  # world size and store file of the process group that the workers have now
         self.left = RUNS  # how many more runs have it
+        self.runs = 0  # of the present workers
 
     def run(self, world_size: int, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
         """The ranks' results of `function(*args)`, by rank. The function must be importable, results must pickle.
 
+        DTensors in them arrive whole, as plain tensors; see `assemble`.
+
         Raises RankFailure with the traceback of the rank that failed first, or the stacks of those that did not answer
         within `timeout` seconds.
         """
+        if self.runs == LIFE:
+            self.stop()
+        self.runs += 1
         while len(self.workers) < max(world_size, self.least):
             self._start_worker(len(self.workers))
         if self.group[0] != world_size or self.left == 0:
@@ -76,14 +93,14 @@ class Pool:
             message = describe_failure(workers, answers)
             self.stop()
             raise RankFailure(message)
-        return [answers[rank][1] for rank in range(world_size)]
+        return assemble([answers[rank][1] for rank in range(world_size)])
 
     def stop(self) -> None:
         """Kill all workers; the next run starts new ones."""
         for worker in self.workers:
             worker.process.kill()
             worker.process.join()
-        self.workers, self.group = [], (0, "")
+        self.workers, self.group, self.runs = [], (0, ""), 0
 
     def close(self) -> None:
         """Let the workers end by themselves, and clean up."""
@@ -95,10 +112,9 @@ class Pool:
         self.folder.cleanup()
 
     def _start_worker(self, rank: int) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        ours, theirs = spawn.Pipe()
+        ours, theirs = SERVER.Pipe()
         stacks = Path(self._new_path("stacks"))
-        process = spawn.Process(target=work, args=(rank, theirs, stacks), daemon=True)
+        process = SERVER.Process(target=work, args=(rank, theirs, stacks), daemon=True)
         process.start()
         theirs.close()
         self.workers.append(Worker(process, ours, stacks))
@@ -145,6 +161,7 @@ def describe_failure(workers: list[Worker], answers: dict[int, tuple[bool, Any]]
 def work(rank: int, connection: Connection, stacks: Path) -> None:
     """The life of a worker process: answer tasks until an empty one comes."""
     torch.set_num_threads(1)
+    share_gloo_threads()
     faulthandler.register(signal.SIGUSR1, stacks.open("w"))
     joined = None
     while task := connection.recv_bytes():
@@ -153,11 +170,24 @@ def work(rank: int, connection: Connection, stacks: Path) -> None:
             if group != joined:
                 join(rank, *group)
                 joined = group
-            answer = pickle.dumps((True, function(*args)))
+            answer = pack((True, function(*args)))
         except BaseException:  # DCP's CheckpointException and pytest's Failed are no Exceptions
             answer = pickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(answer)
     os._exit(0)  # a normal exit after FSDP has run now and then aborts
+
+
+def share_gloo_threads() -> None:
+    """One thread polls all groups' sockets, where torch gives each group its own: a hundred of them take a core."""
+    device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+
+    class Gloo(dist.ProcessGroupGloo):
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
+            options = dist.ProcessGroupGloo._Options()
+            options._devices, options._threads, options._timeout = [device], 1, timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = Gloo
 
 
 def join(rank: int, world_size: int, store: str) -> None:
@@ -171,3 +201,51 @@ def join(rank: int, world_size: int, store: str) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
     )
+
+
+# ------------------------------------------------------------------------------------------------------ sharded results
+
+
+@dataclass
+class Part:
+    """What a rank has of a DTensor: `whole[slices]`."""
+
+    values: Tensor
+    slices: tuple[slice, ...]
+    shape: torch.Size  # of the whole
+
+
+class Packer(pickle.Pickler):
+    """Sends this rank's parts of DTensors."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return Part, (*owned(value), value.shape)
+        return NotImplemented
+
+
+def pack(value: Any) -> bytes:
+    stream = io.BytesIO()
+    Packer(stream).dump(value)
+    return stream.getvalue()
+
+
+def assemble(results: list[Any]) -> list[Any]:
+    """The ranks' results with whole tensors instead of parts: those at the same place in all ranks' results are one.
+
+    Where ranks have the same elements, these must be equal to the bit.
+    """
+    flat = [tree_flatten_with_path(result) for result in results]
+    wholes: dict[KeyPath, Tensor] = {}
+    for path, part in itertools.chain.from_iterable(leaves for leaves, _ in flat):
+        if isinstance(part, Part):
+            add_part(wholes, path, part)
+    return [tree_unflatten([wholes.get(path, leaf) for path, leaf in leaves], spec) for leaves, spec in flat]
+
+
+def add_part(wholes: dict[KeyPath, Tensor], path: KeyPath, part: Part) -> None:
+    if path not in wholes:
+        wholes[path] = torch.full(part.shape, float("nan"), dtype=part.values.dtype)
+    place = wholes[path][part.slices]
+    assert (place.isnan() | (place == part.values)).all(), f"ranks have different copies of {keystr(path)}"
+    place.copy_(part.values)

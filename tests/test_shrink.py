@@ -109,12 +109,12 @@ def test_mistakes_are_one_line(words, line):
     assert re.search(line, errors[0])
 
 
-def worker_processes(parent):
-    """Processes that `parent` started to be ranks."""
+def children(parent):
+    """Processes that `parent` forked, and did not start with a command of their own."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             status, command = (folder / "status").read_text(), (folder / "cmdline").read_text()
-            if f"PPid:\t{parent}\n" in status and "spawn_main" in command:
+            if f"PPid:\t{parent}\n" in status and "forkserver" in command:
                 yield int(folder.name)
 
 
@@ -127,7 +127,8 @@ def test_a_dead_rank_ends_the_run():
         errors = b""
         while b"step/s" not in errors and (text := os.read(process.stderr.fileno(), 4096)):
             errors += text
-        _, rank = worker_processes(process.pid)
+        (server,) = children(process.pid)
+        _, rank = children(server)
         os.kill(rank, signal.SIGKILL)
         errors += process.stderr.read()
         watchdog.cancel()

@@ -8,6 +8,7 @@ compilation, real data, and uneven pipeline splits, whose lengths are those of t
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import tempfile
 import threading
@@ -127,9 +128,11 @@ def run_shrunk(config: Config, row: str, steps: int, warmup: int) -> dict:
     then ended too.
     """
     ranks = stated_ranks(config)
+    multiprocessing.set_forkserver_preload([__name__])  # one process imports torch, not each rank
     with tempfile.TemporaryDirectory(prefix="minitrain-shrink-") as folder:
         try:
-            torch.multiprocessing.spawn(work, (ranks, Path(folder), config, row, steps, warmup), nprocs=ranks)
+            arguments = (ranks, Path(folder), config, row, steps, warmup)
+            torch.multiprocessing.start_processes(work, arguments, nprocs=ranks, start_method="forkserver")
         except (torch.multiprocessing.ProcessExitedException, torch.multiprocessing.ProcessRaisedException) as error:
             for complaint in Path(folder).glob("error-*"):
                 raise InputError(complaint.read_text(encoding="utf-8")) from None
