@@ -12,7 +12,7 @@ from minitrain.bench.measure import result, row_name
 from minitrain.bench.report import markdown, table
 from minitrain.config import from_dict
 from minitrain.errors import InputError
-from tests.test_cli import ROOT, command, torchrun
+from tests.commands import ROOT, command, torchrun
 
 main = runpy.run_path(str(ROOT / "bench.py"), run_name="bench")["main"]
 TINY = ["model.hidden_size=64", "model.num_layers=2", "model.vocab_size=256", "batch.seq_len=64", "device=cpu"]

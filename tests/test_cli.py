@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +11,8 @@ import yaml
 import minitrain
 from minitrain import generate, train
 from minitrain.errors import InputError
+from tests.commands import command, torchrun
 
-ROOT = Path(__file__).parent.parent
 TINY = {
     "model": {"name": "llama3-8b-tiny", "vocab_size": 258, "num_layers": 2, "tie_word_embeddings": True},
     "steps": 6,
@@ -25,16 +22,6 @@ TINY = {
     "validation": {"every": 3, "batches": 2},
     "checkpoint": {"every": 2},
 }
-
-
-def command(*words, **environment) -> subprocess.CompletedProcess:
-    """Run python with `words` in the checkout; one thread, as on a shared machine."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment
-    return subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, env=env, capture_output=True, text=True)
-
-
-def torchrun(ranks: int, *words) -> subprocess.CompletedProcess:
-    return command("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks, *words)
 
 
 @pytest.fixture

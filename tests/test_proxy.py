@@ -11,7 +11,7 @@ from minitrain.bench.proxy import extrapolate, make_proxy, mixture, note, parse_
 from minitrain.bench.rows import CONFIGS
 from minitrain.config import load
 from minitrain.errors import InputError
-from tests.test_cli import command
+from tests.commands import command
 
 DENSE = CONFIGS / "nemo/h100/llama3-70b-pretrain-64gpu.yaml"
 EXPERTS = CONFIGS / "automodel/deepseek-v3-pretrain-256gpu.yaml"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from minitrain.config import load
-from tests.test_cli import ROOT
+from tests.commands import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COUNTED = re.findall(r"\| ([\w/]+\.py) \| (\d+) \|", README)

@@ -17,7 +17,7 @@ from minitrain.bench.rows import published_rows
 from minitrain.bench.timeline import load_system
 from minitrain.bench.trace import Event
 from minitrain.errors import InputError
-from tests.test_cli import ROOT
+from tests.commands import ROOT
 
 DENSE = "nemo/h100/llama3-70b-pretrain-64gpu"
 PUBLISHED = published_rows()

@@ -16,8 +16,8 @@ from minitrain.bench.layout import stated_ranks
 from minitrain.bench.shrink import micro_batches, shrink, shrink_parallel
 from minitrain.config import from_dict, load
 from minitrain.config_checks import check_layout
+from tests.commands import ROOT, command
 
-ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 ROW_405B = ROOT / "configs/nemo/h100/llama3.1-405b-pretrain-1024gpu.yaml"
 
@@ -79,10 +79,8 @@ def test_accumulation(parallel, rows, expected):
 # ------------------------------------------------------------------------------------------------------ whole commands
 
 
-def bench(*words, **options):
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "bench.py", "--shrink", "--steps", "1", "--warmup", "2", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, **options)
+def bench(*words):
+    return command("bench.py", "--shrink", "--steps", "1", "--warmup", "2", *words)
 
 
 def test_run(tmp_path):
