@@ -3,13 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
 from minitrain import Sampler, SamplingParams
 from minitrain.config import Rollout, from_dict
 from minitrain.models.fp8 import to_fp8
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
-from minitrain.parallel.mesh import start
+from minitrain.parallel.mesh import owned, start, whole
 from minitrain.training.loop import Trainer
 from minitrain.training.loss import linear_cross_entropy
 from tests.test_rollout_engine import make, prompts_of, trainer_logprobs, uncached
@@ -22,8 +23,18 @@ has_fp8 = pytest.mark.skipif(
 TREE = {
     "model": {"name": "llama3.1-8b-tiny", "head_dim": 32, "vocab_size": 512},
     "batch": {"global": 4, "micro": 2, "seq_len": 128},
-    "optim": {"name": "sgd", "lr": 0.1},
+    "optim": {"name": "sgd", "lr": 0.1, "clip": None},
 }
+PLAIN = {"precision": "fp32", "compile": False, "recompute": "none"}
+FAMILIES = ["qwen3-30b-a3b", "deepseek-v3", "gpt-oss-20b", "nemotron3-nano-30b-a3b", "nemotron4-15b", "gpt3-175b"]
+
+
+def family(name: str, **changes) -> dict:
+    """A twin with heads wide enough for the kernels."""
+    heads = {} if name == "deepseek-v3" else {"head_dim": 32}
+    if name == "gpt3-175b":
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    return {"name": f"{name}-tiny", "vocab_size": 512, **heads, **changes}
 
 
 class Documents:
@@ -42,18 +53,32 @@ def own_group():
         dist.destroy_process_group()
 
 
-def weights_after(steps: int, device: str, **changes) -> dict[str, torch.Tensor]:
-    """Train on `device`, from weights that were drawn on the CPU."""
-    trainer = Trainer(from_dict(TREE | {"device": "cpu"}), start(from_dict(TREE | {"device": "cpu"})))
-    drawn = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+def updates(device: str, steps: int = 2, **changes) -> dict[str, torch.Tensor]:
+    """By how much training on `device` changes each weight, from values drawn on the CPU."""
+    cpu, config = from_dict(TREE | changes | PLAIN | {"device": "cpu"}), from_dict(TREE | {"device": device} | changes)
+    drawn = {name: whole(p).clone() for name, p in Trainer(cpu, start(cpu)).model.state_dict().items()}
     dist.destroy_process_group()
-    config = from_dict(TREE | {"device": device} | changes)
     trainer = Trainer(config, start(config))
-    for name, shard in trainer.model.state_dict().items():
-        getattr(shard, "_local_tensor", shard).copy_(drawn[name])
+    for name, parameter in trainer.model.state_dict().items():
+        owned(parameter)[0].copy_(drawn[name])
     for step in range(steps):
         trainer.step(Documents(), step)
-    return {n: getattr(p, "full_tensor", lambda p=p: p)().cpu().float() for n, p in trainer.model.state_dict().items()}
+    state = trainer.model.state_dict()
+    trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
+    changes = {name: whole(state[name]).cpu().float() - drawn[name] for name in trained}
+    dist.destroy_process_group()
+    return changes
+
+
+def check_updates(tolerance: float, steps: int = 2, on_cpu: dict | None = None, **changes) -> None:
+    """Those on CUDA against those on the CPU, there with the changes `on_cpu`, each relative to its own size."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    ours, expected = updates("cuda", steps, **changes), updates("cpu", steps, **changes | (on_cpu or PLAIN))
+    # What cancels to nothing, as the gradients of key biases do, is rounding alone.
+    least = 0.01 * tolerance * max(change.norm() for change in expected.values())
+    for name, change in expected.items():
+        error = (ours[name] - change).norm() / change.norm().clamp(min=least)
+        assert error < tolerance, f"the update of {name} is off by {error:.1e}"
 
 
 @pytest.mark.parametrize(
@@ -62,17 +87,54 @@ def weights_after(steps: int, device: str, **changes) -> dict[str, torch.Tensor]
         ({}, 1e-4),
         ({"compile": True}, 1e-4),
         ({"recompute": "full"}, 1e-4),
-        ({"precision": "bf16"}, 2e-2),
-        ({"precision": "bf16", "compile": True, "recompute": "full"}, 2e-2),
+        ({"precision": "bf16"}, 4e-2),
+        ({"precision": "bf16", "compile": True, "recompute": "full"}, 4e-2),
+        ({"precision": "bf16", "compile": True, "lora": {"rank": 4}}, 4e-2),
     ],
     ids=str,
 )
-def test_training_on_cuda_equals_cpu(changes, tolerance):
-    torch.backends.cuda.matmul.allow_tf32 = False
-    ours, expected = weights_after(2, "cuda", **changes), weights_after(2, "cpu")
-    for name, reference in expected.items():
-        error = (ours[name] - reference).norm() / reference.norm()
-        assert error < tolerance, f"{name} is off by {error:.1e}"
+def test_training_equals_that_on_the_cpu(changes, tolerance):
+    check_updates(tolerance, **changes)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_families_train_as_on_the_cpu(name, compiled):
+    """Every mask, router, grouped product and scan, in fp32."""
+    check_updates(1e-3, steps=1, model=family(name), compile=compiled)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_families_train_in_bf16(name, recompute):
+    """As their table rows do: compiled, with grouped products in bf16, and experts that rounding cannot change."""
+    settings = {"model": family(name, fake_balanced_gate=True), "precision": "bf16"}
+    check_updates(6e-2, steps=1, compile=True, recompute=recompute, **settings)
+
+
+@pytest.mark.parametrize("name", ["llama3.1-8b", "qwen3-30b-a3b"])
+def test_a_step_never_waits_for_the_device_nor_compiles_again(name):
+    changes = {"model": family(name), "precision": "bf16", "compile": True}
+    config = from_dict(TREE | {"device": "cuda"} | changes)
+    trainer = Trainer(config, start(config))
+    batches = [[{k: v.pin_memory() for k, v in batch.items()} for batch in trainer.micro_batches(Documents(), 0)]
+               for _ in range(4)]  # fmt: skip
+    for step, batch in enumerate(batches):
+        if step == 2:
+            torch.cuda.set_sync_debug_mode("error")
+            graphs = counters["stats"]["unique_graphs"]
+        try:
+            trainer.update(batch, step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert counters["stats"]["unique_graphs"] == graphs > 0
+
+
+@has_fp8
+@pytest.mark.parametrize("changes", [{}, {"compile": True}, {"recompute": "full"}], ids=str)
+def test_fp8_training_equals_that_on_the_cpu(changes):
+    """Rounding in other places changes which of its few values a number gets."""
+    check_updates(0.1, precision="fp8", on_cpu=PLAIN | {"precision": "fp8"}, **changes)
 
 
 def fp8_passes(device: str, fast: str, dtype: torch.dtype, compiled: bool) -> list[torch.Tensor]:
@@ -97,15 +159,6 @@ def test_fp8_products_equal_those_on_cpu(dtype, tolerance, fast, compiled):
     expected = fp8_passes("cpu", "none", dtype, False)
     for ours, right in zip(fp8_passes("cuda", fast, dtype, compiled), expected, strict=True):
         assert (ours - right).norm() < max(tolerance, 1e-3 if fast != "none" else 0) * right.norm()
-
-
-@has_fp8
-@pytest.mark.parametrize("changes", [{}, {"compile": True}, {"recompute": "full"}], ids=str)
-def test_fp8_training_on_cuda_equals_cpu(changes):
-    ours = weights_after(2, "cuda", precision="fp8", **changes)
-    for name, reference in weights_after(2, "cpu", precision="fp8").items():
-        error = (ours[name] - reference).norm() / reference.norm()
-        assert error < 2e-2, f"{name} is off by {error:.1e}"
 
 
 def test_plain_causal_attention_runs_on_cudnn():
