@@ -9,6 +9,7 @@
   python bench.py --config FILE --dry-run                  check the config and its layout; run nothing
   python bench.py --config FILE ... --simulate             what the config would do in its full world, without a GPU
   python bench.py --config FILE --simulate --sweep tp=1,2,4 pp=1,2      rank layouts by predicted tokens/s
+  python bench.py --sweep batch.seq_len=256,512,1024       measure each, beside how the arithmetic grows
   python bench.py --generate --config FILE                 the sampler on mock prompts, not training
   python bench.py --calibrate --json FILE                  this machine's rates; --simulate --system FILE takes them
   python bench.py --list                                   the published rows
@@ -55,7 +56,7 @@ def parser() -> cli.Parser:
     parser.add_argument("--simulate", action="store_true", help="predict by running a rank of it on fake tensors")
     parser.add_argument("--system", help="simulate on this machine, or on the one that --calibrate wrote to this file")
     parser.add_argument("--trace", metavar="FILE", help="with --simulate: write a Chrome trace")
-    parser.add_argument("--sweep", nargs="+", default=[], metavar="KEY=V,V", help="with --simulate: all combinations")
+    parser.add_argument("--sweep", nargs="+", default=[], metavar="KEY=V,V", help="all combinations")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine's rates")
     parser.add_argument("--list", action="store_true", help="print the published rows")
     parser.add_argument("--report", nargs="+", metavar="FILE", help="merge results with the published figures")

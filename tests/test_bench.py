@@ -10,7 +10,7 @@ import torch
 from minitrain.bench.flops import clean, flops_per_token, nemo_pretrain
 from minitrain.bench.measure import result, row_name
 from minitrain.bench.report import markdown, table
-from minitrain.config import from_dict
+from minitrain.config import from_dict, load
 from minitrain.errors import InputError
 from tests.commands import ROOT, command, torchrun
 
@@ -98,6 +98,21 @@ def test_bench_of_the_sampler_against_transformers(tmp_path):
     assert found["tokens_per_sec_per_gpu"] == pytest.approx(48 / found["step_time_s"])
 
 
+def test_sweep_measures_every_combination():
+    settings = [word for word in TINY if "seq_len" not in word and "num_layers" not in word]
+    choices = ["--sweep", "batch.seq_len=32,64", "model.num_layers=1,2"]
+    done = command("bench.py", "--steps", "1", "--warmup", "0", *settings, *choices)
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[-4:]]
+    pairs = [(length, layers) for length in (32, 64) for layers in (1, 2)]
+    assert [row[0] for row in rows] == [f"batch.seq_len={s} model.num_layers={n}" for s, n in pairs]
+    shapes = [load(ROOT / "configs/quickstart.yaml", [*settings, f"model.num_layers={n}"]) for _, n in pairs]
+    work = [s * flops_per_token(config.model.config, s, clean) for (s, _), config in zip(pairs, shapes, strict=True)]
+    assert [float(row[3]) for row in rows] == [round(each / work[0], 2) for each in work]
+    seconds = [float(row[1]) for row in rows]
+    assert [float(row[2]) for row in rows] == pytest.approx([each / seconds[0] for each in seconds], abs=0.02, rel=0.01)
+
+
 def test_dry_run_lays_out_any_number_of_ranks():
     settings = ["model=llama3-70b", "parallel.dp_shard=64", "batch.global=64", "batch.micro=1"]
     done = command("bench.py", "--dry-run", *settings)
@@ -112,6 +127,7 @@ def test_dry_run_lays_out_any_number_of_ranks():
     [
         (["--steps", "0"], "--steps=0 must be at least 1"),
         (["--steps", "two"], "argument --steps: invalid int value: 'two'"),
+        (["--trace", "x.json"], "--trace needs --simulate"),
         (["--versus", "magic"], "invalid choice: 'magic'"),
         (["--versus", "peft"], "--versus peft is about adapters, and the config has none"),
         (["--config", "none.yaml"], "none.yaml does not exist"),

@@ -26,7 +26,7 @@ from minitrain.bench.report import calibration_line, table
 from minitrain.bench.shrink import run_shrunk, shrink
 from minitrain.bench.simulate import simulated_row
 from minitrain.bench.simulate_policy import simulated_policy_row
-from minitrain.bench.sweep import ranking, sweep
+from minitrain.bench.sweep import combinations, growth, ranking, sweep
 from minitrain.bench.versus import versus_transformers
 from minitrain.bench.versus_diffusers import versus_diffusers
 from minitrain.bench.versus_lora import check_adapters, versus_full, versus_peft
@@ -60,6 +60,8 @@ def bench(files: list, overrides: list[str], options) -> None:
         for case in cases:
             for config, _ in case.runs:
                 print(f"{case.row}: {dry_run(config)}")
+    elif options.sweep and not options.simulate:
+        measure_combinations(files[0], overrides, options)
     elif options.sweep:
         system = find_system(options.system or system_of(cases[0].config))
         print(ranking(list(tqdm(sweep(files[0], overrides, options.sweep, system), leave=False))))
@@ -86,8 +88,10 @@ def check_options(cases: list[Case], options) -> None:
         raise InputError("--proxy runs on one process, without --shrink, --generate or --sweep")
     if options.generate and options.versus not in (None, "transformers"):
         raise InputError(f"--generate --versus {options.versus}: only transformers samples the same (use transformers)")
-    if (options.sweep or options.trace) and (not options.simulate or sum(len(case.runs) for case in cases) > 1):
-        raise InputError("--sweep and --trace need --simulate and take one config at a time")
+    if options.trace and not options.simulate:
+        raise InputError("--trace needs --simulate")
+    if (options.sweep or options.trace) and sum(len(case.runs) for case in cases) > 1:
+        raise InputError("--sweep and --trace take one config at a time")
     if options.versus in ("peft", "full"):
         for case in cases:
             check_adapters(case.config, options.versus)
@@ -111,6 +115,16 @@ def run_all(cases: list[Case], options) -> None:
         print(table(results))
     if failed:
         raise InputError(f"{len(failed)} of {len(cases)} configs failed: {', '.join(failed)}")
+
+
+def measure_combinations(file: str, overrides: list[str], options) -> None:
+    results = []
+    for settings, words in combinations(options.sweep):
+        results.append(run(settings, load_row(file, [*overrides, *words])[1], options))
+        append(results[-1], options.json)
+        gc.collect()
+    if is_first_rank():
+        print(growth(results))
 
 
 def run_case(case: Case, options) -> list[dict]:

@@ -1,4 +1,6 @@
-"""What should I run on my cluster: every combination of some settings, simulated and ranked by tokens/s."""
+"""Every combination of some settings: simulated, and ranked by tokens/s (what should I run on my cluster?); or measured,
+and compared with how the arithmetic grows.
+"""
 
 from collections.abc import Iterator
 from itertools import product
@@ -17,11 +19,8 @@ def sweep(file: str, overrides: list[str], choices: list[str], system: System) -
 
     A combination that cannot run gives {"settings", "error"} instead.
     """
-    names, lists = zip(*(parse(word) for word in choices), strict=True)
     gpus = stated_ranks(load(file, overrides))
-    for values in product(*lists):
-        words = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
-        settings = " ".join(words).replace("parallel.", "")
+    for settings, words in combinations(choices):
         try:
             config = load(file, [*overrides, "parallel.dp_shard=1", *words])
             others = stated_ranks(config)
@@ -31,6 +30,14 @@ def sweep(file: str, overrides: list[str], choices: list[str], system: System) -
             yield {"settings": settings} | simulated_row(config, settings, system)[1]
         except InputError as error:
             yield {"settings": settings, "error": str(error)}
+
+
+def combinations(choices: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each one's short name, and the overrides that it consists of."""
+    names, lists = zip(*(parse(word) for word in choices), strict=True)
+    for values in product(*lists):
+        words = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
+        yield " ".join(words).replace("parallel.", ""), words
 
 
 def parse(word: str) -> tuple[str, list[str]]:
@@ -53,3 +60,17 @@ def ranking(results: list[dict]) -> str:
     }
     errors = [f"{r['settings']}: {r['error']}" for r in results if "error" in r]
     return "\n".join([markdown(columns) if ran else "nothing can run", *errors])
+
+
+def growth(results: list[dict]) -> str:
+    """Measured step times beside the first one's, and beside how much more there is to compute on a rank."""
+    times = [result["step_time_s"] for result in results]
+    work = [result["clean_tflops_per_gpu"] * result["step_time_s"] for result in results]
+    columns = {
+        "settings": [result["row"] for result in results],
+        "step s": [f"{time:.4g}" for time in times],
+        "times the first": [f"{time / times[0]:.2f}" for time in times],
+        "FLOPs": [f"{each / work[0]:.2f}" for each in work],
+        "MFU": [f"{result['mfu']:.1%}" for result in results],
+    }
+    return markdown(columns)
