@@ -21,7 +21,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-    """Run a command line's `main(arguments)` and exit: 0, or 2 after an InputError or a failing disk, in one line."""
+    """Run a command line's `main(arguments)` and exit: 0, or 2 after an InputError or a failing disk, in one line.
+
+    Where another rank has died, that is the line, not what it led to here.
+    """
     arguments = sys.argv[1:]
     code = 0
     try:
@@ -30,14 +33,30 @@ def run(main: Callable[[list[str]], None]) -> None:
         code = 2
         if "--debug" in arguments:
             traceback.print_exc()
-        # before the group starts, every rank finds the same mistake: one of them tells it
-        if group_is_up() or os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
+        say_once(f"error: {error}")
     except KeyboardInterrupt:
         code = 130
+    except Exception as error:
+        if not group_is_up():
+            raise
+        code = 1
+        from minitrain import watch
+
+        watch.await_verdict(error)
+        traceback.print_exc()
     if group_is_up():
         leave_group(code)
     sys.exit(code)
+
+
+def say_once(line: str) -> None:
+    """Print to stderr what several ranks may have found, each for itself, such as the same mistake in the config."""
+    if group_is_up():
+        from minitrain import watch
+
+        watch.say_once(line)
+    elif os.environ.get("LOCAL_RANK", "0") == "0":
+        print(line, file=sys.stderr)
 
 
 def group_is_up() -> bool:
@@ -47,14 +66,18 @@ def group_is_up() -> bool:
 
 
 def leave_group(code: int) -> None:
-    """End a process whose group is still up. After an error the others are not waited for: the launcher stops them.
+    """End a process whose group is still up. After an error the others are not waited for, but made to end too.
 
     The interpreter's own teardown sometimes aborts after FSDP has run on gloo, making success a crash: hence _exit.
     """
     import torch.distributed as dist
 
+    from minitrain import watch
+
     if code == 0:
         dist.barrier()
+    watch.leave(code)
+    if code == 0:
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()

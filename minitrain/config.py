@@ -6,13 +6,14 @@ with one line.
 """
 
 import dataclasses
+import os
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from minitrain.config_checks import validate
-from minitrain.config_yaml import apply_override, check_known, convert, describe, read_yaml
+from minitrain.config_yaml import MAX_CHARACTERS, apply_override, check_known, convert, describe, read_yaml
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import read_any_config
 from minitrain.models.checkpoint_peft import read_adapter_config
@@ -50,6 +51,7 @@ class Data:
     tokenizer: str = "bytes"  # or a tokenizer.json, or a folder that holds one
     token_dtype: Literal["uint16", "uint32"] = "uint16"  # tokens: of raw .bin files (.npy files know theirs)
     document_end: int | None = None  # tokens: the id that ends a document; None: one document per file
+    on_error: Literal["error", "skip"] = "error"  # what becomes of lines, files and rows of tokens that are unusable
     text_tokens: int = 512  # latents: texts are padded to so many
     validation: float = 0.0  # the share of documents, or of videos, held out
 
@@ -101,6 +103,7 @@ class Optim:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: float | None = 1.0
+    max_skipped: int = 10  # so many steps in a row without a finite loss and gradient norm end the run
     states: Literal["fp32", "bf16"] = "fp32"  # of AdamW
     stochastic_rounding: bool = False  # of all that is stored in bf16, weights and states
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -138,12 +141,29 @@ class Checkpoint:
 
 
 @dataclass
+class Metrics:
+    """What is told of a run besides metrics.jsonl: see training/health.py and training/metrics.py."""
+
+    spike: float = 6.0  # a loss so many deviations above the last ones' median is told with its batch; 0: none is
+    tensorboard: bool = False  # to out_dir/tensorboard; needs the package tensorboard
+
+
+@dataclass
+class Profile:
+    """What a run records of itself in out_dir/profile: see training/profiling.py."""
+
+    steps: list[int] = field(default_factory=list)  # [first, last]: the operations of these steps
+    memory: bool = False  # CUDA only: all allocations, up to the last of these steps or the end
+
+
+@dataclass
 class Rollout:
     """How the sampler draws responses: see rollout/."""
 
     temperature: float = 1.0
     max_tokens: int = 128  # of a response
     tp: int = 1  # task=grpo: ranks that share a sampler's model
+    ep: int = 1  # task=grpo: rollout.tp, if each of these ranks is to have whole experts, and not channels of all
     slots: int = 64  # samples that are decoded at once
     page_size: int = 128  # tokens; on CUDA a multiple of 128
     pages: int = 0  # of the pool; 0: what fits into the share `memory` of what is free then
@@ -214,16 +234,21 @@ class Config:
     recompute: Literal["none", "full", "selective"] | int | float = "none"  # see parallel/recompute.py
     validation: Validation = field(default_factory=Validation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    metrics: Metrics = field(default_factory=Metrics)
+    profile: Profile = field(default_factory=Profile)
+    deterministic: bool = False  # the same run again gives the same bits, see determinism.py
+    timeout_s: float = 600.0  # that a rank waits for the others in a collective, before it gives up
     reference: dict = field(default_factory=dict)  # published figures of the same row
 
 
 def load(path: str | Path, overrides: list[str] = ()) -> Config:
     """Read a YAML file, apply `key=value` words (dotted keys) over it, check all that needs no world size."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS + 1)
     except FileNotFoundError:
         raise InputError(f"config file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a zero byte
         raise InputError(f"config file {path} cannot be read: {error}") from error
     tree = read_yaml(text, str(path))
     if tree is None:
@@ -261,7 +286,7 @@ def _read_lora(config: Config, given: dict) -> Lora | None:
 
 def _read_model(value: Any, kind: type) -> Model:
     if isinstance(value, str):
-        value = {"path" if Path(value).is_dir() else "name": value}
+        value = {"path" if os.path.isdir(value) else "name": value}
     if not isinstance(value, dict):
         raise InputError(f"model must be a name, a folder or a mapping, not {describe(value)}")
     value = dict(value)

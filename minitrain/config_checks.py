@@ -3,11 +3,12 @@
 All of it is checked before anything is built or any process group starts.
 """
 
+import importlib.util
 import math
 from typing import TYPE_CHECKING
 
 from minitrain.errors import InputError
-from minitrain.models.checkpoint_peft import adapter_shapes, refuse_gpt2
+from minitrain.models.checkpoint_peft import LARGEST_RANK, adapter_shapes, refuse_gpt2
 from minitrain.models.config_hf import exportable_family
 from minitrain.models.lora import names_stack
 
@@ -42,6 +43,8 @@ def validate(config: "Config") -> None:
         raise InputError(f"optim.warmup={o.warmup} exceeds steps={c.steps}")
     if c.data.kind not in ("mock", "shapes") and not c.data.path:
         raise InputError(f"data.kind={c.data.kind} needs data.path")
+    _validate_sizes(c)
+    _validate_observation(c)
     _validate_states(c)
     _validate_recompute(c)
     _validate_fp8(c)
@@ -55,6 +58,28 @@ def validate(config: "Config") -> None:
         raise InputError(f"grpo.generation_ranks={c.grpo.generation_ranks} is for task=grpo, not {c.task}")
 
 
+def _validate_sizes(c: "Config") -> None:
+    """Beyond these a run would only fill memory, or never begin."""
+    b, d, g, r = c.batch, c.data, c.grpo, c.rollout
+    _at_least(1, ("data.text_tokens", d.text_tokens))
+    _at_most(1 << 30, ("batch.seq_len", b.seq_len), ("rollout.max_tokens", r.max_tokens), ("rollout.chunk", r.chunk))
+    _at_most(1 << 24, ("batch.global", b.global_), ("grpo.prompts", g.prompts), ("grpo.group", g.group))
+    _at_most(1 << 20, ("data.text_tokens", d.text_tokens), ("rollout.slots", r.slots),
+             ("rollout.page_size", r.page_size), *((f"data.size={d.size}: one", size) for size in d.size))  # fmt: skip
+    _at_most(1000, ("grpo.mock_digits", g.mock_digits))
+
+
+def _validate_observation(c: "Config") -> None:
+    steps = c.profile.steps
+    _at_least(1, ("optim.max_skipped", c.optim.max_skipped), ("timeout_s", c.timeout_s))
+    _at_most(1e6, ("timeout_s", c.timeout_s))
+    _at_least(0, ("metrics.spike", c.metrics.spike))
+    if c.metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise InputError("metrics.tensorboard=true needs the package tensorboard (pip install it, or use false)")
+    if steps and (len(steps) != 2 or not 1 <= steps[0] <= steps[1] <= c.steps):
+        raise InputError(f"profile.steps={steps} must be the first and last step to record, of 1 to steps={c.steps}")
+
+
 def _validate_language(c: "Config") -> None:
     exportable_family(c.model.config)
     if c.batch.seq_len > c.model.config.max_position_embeddings:
@@ -65,8 +90,8 @@ def _validate_language(c: "Config") -> None:
     if c.validation.every and c.data.kind != "mock" and not c.data.validation:
         raise InputError(f"validation.every={c.validation.every} needs data.validation above 0, the share held out")
     _validate_chats(c)
-    _validate_context(c)
     _validate_tensor(c)
+    _validate_context(c)
     _validate_pipeline(c)
 
 
@@ -84,6 +109,7 @@ def _validate_lora(config: "Config") -> None:
     if lora is None:
         return
     _at_least(1, ("lora.rank", lora.rank))
+    _at_most(LARGEST_RANK, ("lora.rank", lora.rank))
     if not 0 <= lora.dropout < 1:
         raise InputError(f"lora.dropout={lora.dropout} must be at least 0 and below 1")
     if any(map(names_stack, lora.targets)) and lora.rank % 8:
@@ -173,7 +199,7 @@ def _validate_tensor(config: "Config") -> None:
     sizes["batch.seq_len" if p.cp == 1 else f"batch.seq_len / parallel.cp={p.cp}, i.e. seq_len"] = batch.seq_len // p.cp
     for name, size in sizes.items():
         if size % p.tp:
-            possible = [n for n in range(1, size + 1) if not any(other % n for other in sizes.values())]
+            possible = _divisors(math.gcd(*sizes.values()))
             raise InputError(f"parallel.tp={p.tp} does not divide {name}={size} (use {_alternatives(possible)})")
     if p.async_tp and (config.task == "grpo" or (config.lora and config.lora.dropout)):
         raise InputError("parallel.async_tp=true is not for task=grpo or lora.dropout above 0 (use false)")
@@ -280,7 +306,7 @@ def _validate_grpo(config: "Config") -> None:
     g, b, limit = config.grpo, config.batch, config.rollout
     _at_least(1, ("grpo.prompts", g.prompts), ("grpo.generations", g.generations), ("grpo.mock_digits", g.mock_digits),
               ("grpo.eval_samples", g.eval_samples),
-              ("rollout.tp", limit.tp))  # fmt: skip
+              ("rollout.tp", limit.tp), ("rollout.ep", limit.ep))  # fmt: skip
     _at_least(2, ("grpo.group", g.group))
     _at_least(0, ("grpo.clip_low", g.clip_low), ("grpo.clip_high", g.clip_high), ("grpo.kl", g.kl),
               ("grpo.importance_low", g.importance_low), ("grpo.importance_high", g.importance_high),
@@ -304,14 +330,24 @@ def _validate_grpo(config: "Config") -> None:
     if config.parallel.cp > 1 and (g.ratio == "sequence" or g.importance == "sequence-mask"):
         raise InputError(f"parallel.cp={config.parallel.cp}: no rank sees whole sequences, as ratio=sequence and "
                          f"importance=sequence-mask need (use cp=1)")  # fmt: skip
-    model, tp = config.model.config, limit.tp
-    if any(size % tp for size in (model.num_key_value_heads, model.intermediate_size, model.vocab_size)):
-        raise InputError(f"rollout.tp={tp} does not divide num_key_value_heads={model.num_key_value_heads}, "
-                         f"intermediate_size={model.intermediate_size} and vocab_size={model.vocab_size}")  # fmt: skip
+    _validate_sampler_split(config)
     if config.lora and config.lora.dropout:
         raise InputError(f"lora.dropout={config.lora.dropout}: the sampler would disagree with the trainer (use 0)")
     if g.generation_ranks and not g.lag:
         raise InputError(f"grpo.generation_ranks={g.generation_ranks} of their own need grpo.lag=1")
+
+
+def _validate_sampler_split(config: "Config") -> None:
+    model, tp, ep = config.model.config, config.rollout.tp, config.rollout.ep
+    if ep not in (1, tp):
+        raise InputError(f"rollout.ep={ep} must be 1 or rollout.tp={tp}: the ranks that share a sampler's model")
+    if ep > 1 and not model.num_experts:
+        raise InputError(f"rollout.ep={ep} needs a model with experts (use ep=1)")
+    sizes = _split_sizes(model, ep) | ({"num_experts": model.num_experts} if ep > 1 else {})
+    for name, size in sizes.items():
+        if size % tp:
+            possible = _divisors(math.gcd(*sizes.values()))
+            raise InputError(f"rollout.tp={tp} does not divide {name}={size} (use {_alternatives(possible)})")
 
 
 def _training_ranks(config: "Config", world_size: int) -> int:
@@ -338,6 +374,17 @@ def _at_least(least: int, *settings: tuple[str, float]) -> None:
     for name, value in settings:
         if value < least:
             raise InputError(f"{name}={value} must be at least {least}")
+
+
+def _at_most(most: int, *settings: tuple[str, float]) -> None:
+    for name, value in settings:
+        if value > most:
+            raise InputError(f"{name}={value} must be at most {most:,}")
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def check_layout(config: "Config", world_size: int) -> None:

@@ -1,11 +1,14 @@
 """YAML text and `key=value` words into nested dicts, and those into dataclasses, by the types of their fields.
 
 A key that no field has is refused with the nearest that one has, a value of another type with what is asked for.
+So is text that is too much for a config, as it stands or once its anchors are expanded.
 """
 
 import dataclasses
 import difflib
+import math
 import re
+import sys
 import types
 import typing
 from typing import Any, Literal
@@ -14,18 +17,56 @@ import yaml
 
 from minitrain.errors import InputError
 
+MAX_CHARACTERS = 100_000  # of a config's text; the longest here has 2,000
+MAX_NODES = 10_000  # values and keys, with anchors expanded
+
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-4 as a number, as YAML 1.2 does, and refuses a key given twice."""
+    """SafeLoader that reads 1e-4 as a number, as YAML 1.2 does, and refuses a key given twice and exploding anchors."""
+
+    def get_single_node(self):
+        node = super().get_single_node()
+        if node is not None and _expanded_size(node, {}) > MAX_NODES:
+            raise _error(f"with its anchors expanded it has more than {MAX_NODES:,} values", node)
+        return node
 
     def construct_mapping(self, node, deep=False):
-        seen = []
+        seen = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.MarkedYAMLError(problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark)
-            seen.append(key)
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise _error("a key must be a word, not a list or a mapping", key_node)
+            if key_node.tag != "tag:yaml.org,2002:merge":
+                key = self.construct_object(key_node, deep=True)
+                if key in seen:
+                    raise _error(f"key {key!r} is given twice", key_node)
+                seen.add(key)
         return super().construct_mapping(node, deep)
+
+    def construct_object(self, node, deep=False):
+        try:
+            value = super().construct_object(node, deep)
+        except yaml.YAMLError:
+            raise
+        except Exception as error:  # constructors trip over what a tag promises: `!!int x`, 2024-99-99
+            raise _error(f"cannot be read as {node.tag.rpartition(':')[2]}: {error}", node) from error
+        if isinstance(value, int) and abs(value) >= 1 << 63:  # printing much longer ones is an error in Python
+            raise _error("a whole number must fit 64 bits", node)
+        return value
+
+
+def _error(problem: str, node: yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+
+
+def _expanded_size(node: yaml.Node, sizes: dict[int, float]) -> float:
+    """How many nodes there are in `node`, aliases counted as what they stand for; one inside itself is endless."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in sizes:
+        sizes[id(node)] = float("inf")  # until it is known
+        children = node.value if isinstance(node, yaml.SequenceNode) else [each for pair in node.value for each in pair]
+        sizes[id(node)] = 1 + sum(_expanded_size(child, sizes) for child in children)
+    return sizes[id(node)]
 
 
 _Loader.add_implicit_resolver(
@@ -35,6 +76,8 @@ _Loader.add_implicit_resolver(
 
 def read_yaml(text: str, where: str) -> Any:
     """Parse YAML; a syntax error becomes an InputError with file, line and column."""
+    if len(text) > MAX_CHARACTERS:
+        raise InputError(f"{where}: a config has at most {MAX_CHARACTERS:,} characters, this is longer")
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
@@ -67,9 +110,10 @@ def convert(kind: Any, value: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
         if value not in arguments or isinstance(value, bool):
-            near = _nearest(str(value), map(str, arguments))
-            raise InputError(f"{where}={value!r} is not one of {', '.join(arguments)} (nearest: {near})")
-        return value
+            near = _nearest(_shortened(str(value)), map(str, arguments))
+            known = ", ".join(map(str, arguments))
+            raise InputError(f"{where}={_shortened(repr(value))} is not one of {known} (nearest: {near})")
+        return arguments[arguments.index(value)]  # 1 for 1.0
     if origin in (types.UnionType, typing.Union):
         return _convert_union(arguments, value, where)
     if origin is tuple:
@@ -81,12 +125,14 @@ def convert(kind: Any, value: Any, where: str) -> Any:
     if kind is Any or (kind is dict and isinstance(value, dict)):
         return value
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int and number and value == value // 1:  # 1e3 is a whole number; nan and inf are not
+    if kind is int and number and abs(value) < 1 << 63 and value == value // 1:  # 1e3 is a whole number
         return int(value)
-    if kind is float and number and abs(value) != float("inf") and value == value:
+    if kind is float and number and abs(value) <= sys.float_info.max:  # nan is not
         return float(value)
     if kind in (str, bool) and isinstance(value, kind):
         return value
+    if kind is int and number and 1 << 63 <= abs(value) < math.inf:
+        raise InputError(f"{where}={_shortened(repr(value))} must fit 64 bits")
     names = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false", dict: "a mapping"}
     raise InputError(f"{where} must be {names[kind]}, not {describe(value)}")
 
@@ -113,8 +159,8 @@ def _convert_union(kinds: tuple, value: Any, where: str) -> Any:
 
 def check_known(key: Any, known, where: str) -> None:
     if key not in known:
-        near = _nearest(str(key), known)
-        raise InputError(f"unknown key {where + '.' if where else ''}{key} (nearest: {near})")
+        word = _shortened(str(key))
+        raise InputError(f"unknown key {where + '.' if where else ''}{word} (nearest: {_nearest(word, known)})")
 
 
 def _nearest(word: str, known) -> str:
@@ -122,5 +168,8 @@ def _nearest(word: str, known) -> str:
 
 
 def describe(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+    return f"{type(value).__name__} {_shortened(repr(value))}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."

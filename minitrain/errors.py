@@ -5,4 +5,12 @@ class InputError(Exception):
     """A mistake in a config, a file or a checkpoint, told in one line: what was wrong, where, and what would be right.
 
     The command lines print the message and end with exit code 2; `--debug` shows the traceback too.
+    Whatever it quotes from a file, the message is one printable line.
     """
+
+    LONGEST = 1000  # characters
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        shown = text if len(text) <= self.LONGEST else text[: self.LONGEST - 3] + "..."
+        return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in shown)

@@ -19,10 +19,10 @@ from minitrain.errors import InputError
 from minitrain.flow_sampling import SAMPLERS, guided, sigma_schedule
 from minitrain.generate import positive
 from minitrain.models.checkpoint_hf import load_pretrained
+from minitrain.models.tensor_files import open_tensors
 from minitrain.models.wan import Wan
 from minitrain.parallel.mesh import pick_device
 from minitrain.training import shapes
-from minitrain.training.latents import open_video
 
 
 def main(arguments: list[str]) -> None:
@@ -68,7 +68,7 @@ def generate(
 
 def read_prompts(path: Path, text_tokens: int) -> dict[str, Tensor]:
     """What the file holds of text, condition and image, in fp32, the text padded with zeros."""
-    with open_video(path) as file:
+    with open_tensors(path) as file:
         keys = set(file.keys()) & {"text", "condition", "image"}
         prompts = {key: file.get_tensor(key).float() for key in keys}
     if "text" not in prompts or prompts["text"].ndim != 3:

@@ -67,8 +67,10 @@ class HuggingFaceTokenizer:
             raise InputError(f"{file} needs the tokenizers package: pip install 'minitrain[text]'") from error
         try:
             self.tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # the package raises nothing narrower
-            raise InputError(f"{file} is not a Hugging Face tokenizer: {str(error).splitlines()[0]}") from error
+        except BaseException as error:  # the package raises nothing narrower, and a panic in Rust is no Exception
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            raise InputError(f"{file} is not a Hugging Face tokenizer: {error}") from error
         self.file = file
         self.vocab_size = max(self.tokenizer.get_vocab().values(), default=-1) + 1  # ids may have gaps
         self.bos_id, self.eos_id = self._special_id("bos"), self._special_id("eos")
@@ -93,10 +95,14 @@ class HuggingFaceTokenizer:
         """The template that came with the tokenizer, in Jinja; empty if none did."""
         file = self.file.with_name("chat_template.jinja")
         if file.exists():
-            return file.read_text(encoding="utf-8")
-        stored = _read_json(self.file.with_name("tokenizer_config.json")).get("chat_template") or ""
+            return _read_text(file)
+        file = self.file.with_name("tokenizer_config.json")
+        stored = _read_json(file).get("chat_template") or ""
         if isinstance(stored, list):  # several, by name
-            stored = next((entry["template"] for entry in stored if entry["name"] == "default"), "")
+            named = {entry.get("name"): entry.get("template") for entry in stored if isinstance(entry, dict)}
+            stored = named.get("default", "")
+        if not isinstance(stored, str):
+            raise InputError(f"{file}: chat_template must be text, or a list of texts with names")
         return stored
 
     def save(self, folder: str | Path) -> None:
@@ -116,9 +122,15 @@ class HuggingFaceTokenizer:
             tree = _read_json(self.file.with_name(name))
             if f"{kind}_token" in tree:
                 token = tree[f"{kind}_token"]
-                return self._token_id(token["content"] if isinstance(token, dict) else token, name)
+                token = token.get("content") if isinstance(token, dict) else token
+                if not isinstance(token, str | None):
+                    raise InputError(f"{self.file.with_name(name)}: {kind}_token must be text, not {token!r}")
+                return self._token_id(token, name)
         ids = _read_json(self.file.with_name("config.json")).get(f"{kind}_token_id")
-        return ids[0] if isinstance(ids, list) else ids
+        first = next(iter(ids), None) if isinstance(ids, list) else ids
+        if type(first) not in (int, type(None)):
+            raise InputError(f"{self.file.with_name('config.json')}: {kind}_token_id must be a token id, not {ids!r}")
+        return first
 
     def _token_id(self, token: str | None, name: str) -> int | None:
         number = self.tokenizer.token_to_id(token) if token is not None else None
@@ -165,12 +177,19 @@ def _read_json(file: Path) -> dict:
     if not file.exists():
         return {}
     try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        tree = json.loads(_read_text(file))
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(tree, dict):
         raise InputError(f"{file} must hold a JSON object, not a {type(tree).__name__}")
     return tree
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} cannot be read as text: {error}") from error
 
 
 def _byte_vocabulary() -> dict[str, int]:
@@ -199,7 +218,10 @@ def _byte_level_bpe() -> dict:
 
 def _is_byte_tokenizer(tree: dict) -> bool:
     """Is this what ByteTokenizer.save writes, perhaps saved again by another program?"""
-    ours, model = _byte_level_bpe(), tree.get("model") or {}
-    same_model = all(model.get(key) == value for key, value in ours["model"].items())
-    specials = {token["content"]: token["id"] for token in tree.get("added_tokens") or []}
-    return same_model and specials == {BOS: 256, EOS: 257} and not tree.get("normalizer")
+    ours, model, added = _byte_level_bpe()["model"], tree.get("model"), tree.get("added_tokens")
+    if not isinstance(model, dict) or any(model.get(key) != value for key, value in ours.items()):
+        return False
+    if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
+        return False
+    specials = sorted((str(token.get("id")), str(token.get("content"))) for token in added)
+    return specials == [("256", BOS), ("257", EOS)] and not tree.get("normalizer")

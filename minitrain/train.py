@@ -3,9 +3,11 @@
 Writes to `out_dir`: metrics.jsonl (one JSON object per step), config.yaml (what ran), checkpoints/ (to resume from,
 which happens by itself when the same command runs again), and at the end the model in Hugging Face layout, or its
 adapters in PEFT's, with its tokenizer; for the toy world of shapes also before.png and after.png, what the model draws.
+On SIGTERM it writes a checkpoint and ends (watch.py).
 """
 
 import math
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -15,10 +17,11 @@ from minitrain import cli
 from minitrain.config import Config, load, to_dict
 from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
+from minitrain.failures import record_flights, recorded
 from minitrain.generate import exact_match
 from minitrain.generate_video import draw_shapes
 from minitrain.grpo.loop import train_policy
-from minitrain.models.checkpoint_hf import save_tensors
+from minitrain.models.checkpoint_hf import find_weights, save_tensors
 from minitrain.models.checkpoint_peft import save_adapter
 from minitrain.models.lora import is_adapter
 from minitrain.parallel.mesh import start, whole, world_size
@@ -26,26 +29,43 @@ from minitrain.parallel.pipeline import Pipeline
 from minitrain.tokenizer import load_tokenizer
 from minitrain.training.checkpoint import Checkpointer
 from minitrain.training.datasets import open_dataset
+from minitrain.training.fingerprint import agreed_fingerprint, check_continuation
+from minitrain.training.health import Health, batch_origin
 from minitrain.training.loop import Trainer, is_due, training_steps
 from minitrain.training.metrics import MetricsLog
+from minitrain.training.profiling import recorded_steps
+from minitrain.watch import on_any_rank, until_sigterm
 
 
 def main(arguments: list[str]) -> None:
     parser = cli.Parser(prog="python -m minitrain.train", description=__doc__)
     parser.add_argument("--config", required=True, metavar="FILE")
+    parser.add_argument("--deterministic", action="store_true", help="the same run again gives the same bits")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over those of the file")
     options = parser.parse_args(arguments)
-    train(load(options.config, options.overrides))
+    train(load(options.config, options.overrides + ["deterministic=true"] * options.deterministic))
 
 
 def train(config: Config) -> None:
     """Train as the config says, from the newest checkpoint in its out_dir if there is one."""
     check_layout(config, world_size())
+    if config.model.path:
+        find_weights(config.model.config, config.model.path)  # before room is made for them
     folder = make_folder(config.out_dir)
-    if config.task == "grpo":
-        return train_policy(config, folder, export)
+    record_flights(folder)
+    with recorded(folder):
+        if config.task == "grpo":
+            train_policy(config, folder, export)
+        else:
+            train_on_rows(config, folder)
+
+
+def train_on_rows(config: Config, folder: Path) -> None:
+    """Train on the rows of a dataset, as all tasks but grpo do."""
     data, held_out = open_dataset(config)
-    trainer = Trainer(config, start(config))
+    meshes = start(config)
+    files = agreed_fingerprint(config.data)
+    trainer = Trainer(config, meshes)
     checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous)
     if not config.checkpoint.resume and checkpointer.latest() is not None:
         raise InputError(f"checkpoint.resume=false, but {checkpointer.folder} holds checkpoints (use another out_dir)")
@@ -53,28 +73,45 @@ def train(config: Config) -> None:
     first = resumed["step"] if resumed else 0
     if dist.get_rank() == 0:
         (folder / "config.yaml").write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
-    log = MetricsLog(folder / "metrics.jsonl", config.steps, first)
+    notes = check_continuation(folder / "fingerprint.json", config.data, files, resumed=first > 0)
+    log = MetricsLog(folder / "metrics.jsonl", config.steps, first, config.metrics.tensorboard)
+    for note in notes:
+        log.say(note)
     if first:
         log.say(f"resumed from step {first}")
     if about := getattr(data, "about", None):
         log.say(about)
     if config.data.kind == "shapes" and not first:
         log.say(draw_shapes(trainer.model, folder / "before.png"))
-    for numbers in training_steps(trainer, data, first):
+    if on_any_rank(log.lacks_last, trainer.device):
+        finish_step(trainer, log, resumed["numbers"], data, held_out)
+    health = Health(config, log.say, partial(batch_origin, data, config.batch.global_))
+    steps = health.watch(recorded_steps(training_steps(trainer, data, first), config.profile, folder, first))
+    for numbers, stopping in until_sigterm(steps, trainer.device):
         step = numbers["step"]
-        if is_due(step, config.checkpoint.every, config.steps):  # before anything else that may fail
-            checkpointer.save(step, trainer.model, trainer.optimizer, {"step": step, "tokens": numbers["tokens"]})
-        if is_due(step, config.validation.every, config.steps) and config.validation.every:
-            numbers |= validation_numbers(trainer, held_out or data)
-        if step == config.steps and config.validation.exact_match:
-            numbers["val_exact_match"] = exact_match(trainer.model, held_out.questions(config.validation.exact_match))
-            log.say(f"exact match on held-out chats: {numbers['val_exact_match']:.1%}")
-        log.step(numbers)
+        if stopping or is_due(step, config.checkpoint.every, config.steps):  # before anything else that may fail
+            extra = {"step": step, "numbers": dict(numbers)}  # validation adds to them
+            checkpointer.save(step, trainer.model, trainer.optimizer, extra)
+        if stopping:  # the rest of the step is made up for when the run continues
+            checkpointer.wait()
+            return log.stop(step)
+        finish_step(trainer, log, numbers, data, held_out)
     checkpointer.wait()
     if config.data.kind == "shapes":
         log.say(draw_shapes(trainer.model, folder / "after.png"))
     export(trainer, config, folder)
     log.close()
+
+
+def finish_step(trainer: Trainer, log: MetricsLog, numbers: dict[str, float], data, held_out) -> None:
+    """Log a step's numbers, with those on held-out data where that is due."""
+    config, step = trainer.config, numbers["step"]
+    if is_due(step, config.validation.every, config.steps) and config.validation.every:
+        numbers |= validation_numbers(trainer, held_out or data)
+    if step == config.steps and config.validation.exact_match:
+        numbers["val_exact_match"] = exact_match(trainer.model, held_out.questions(config.validation.exact_match))
+        log.say(f"exact match on held-out chats: {numbers['val_exact_match']:.1%}")
+    log.step(numbers)
 
 
 def validation_numbers(trainer: Trainer, dataset) -> dict[str, float]:

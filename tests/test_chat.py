@@ -244,7 +244,7 @@ def write_pairs(folder: Path, lengths: list[tuple[int, int]]) -> list[tuple[byte
     return pairs
 
 
-LENGTHS = [(3, 2), (10, 5), (1, 1), (7, 20), (2, 9), (4, 4), (12, 3), (5, 0), (8, 8), (2, 2)]
+LENGTHS = [(3, 2), (10, 5), (1, 1), (7, 20), (2, 9), (4, 4), (12, 3), (5, 1), (8, 8), (2, 2)]
 
 
 def epoch(dataset, number=0) -> list[dict[str, torch.Tensor]]:

@@ -19,7 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from minitrain.errors import InputError
-from minitrain.training.checkpoint import Checkpointer, read_index
+from minitrain.training.checkpoint import Checkpointer
+from minitrain.training.checkpoint_files import measure, read_description, read_index, write_description
 
 
 def make(width=8, layers=2, optimizer=torch.optim.AdamW, seed=0):
@@ -173,7 +174,7 @@ def test_a_failed_write_is_an_error_and_keeps_the_previous(pool, tmp_path, async
 KILLS = {  # where the second save stops: before a call, or after it
     "no tensor written": ("before", "dcp.FileSystemWriter.write_data"),
     "no index written": ("before", "dcp.FileSystemWriter.finish"),
-    "no extra.json written": ("before", "checkpoint.write_json"),
+    "no extra.json written": ("before", "checkpoint.write_description"),
     "all written": ("before", "Path.replace"),
     "first of several renamed": ("after", "Path.replace"),
     "older one still there": ("before", "shutil.rmtree"),
@@ -266,38 +267,50 @@ class Hostile:
         return Path.touch, (self.file,)
 
 
-def spoil(path, file, value):
+def forge(path, file, value):
+    """Write a file of a checkpoint, and a description that agrees with it."""
     (path / file).write_bytes(value)
+    about = read_description(path)
+    write_description(path, about | {"files": {name: measure(path / name) for name in about["files"]}})
 
 
-def load_damaged(folder, proof):
-    Checkpointer(folder, keep=1).save(1, *make(), {})
+def hostile_indices(index, proof):
+    """Bytes for `.metadata`, and a part of what is said about them."""
+    yield pickle.dumps(Hostile(proof)), "pathlib"
+    yield pickle.dumps({"state": [Hostile(proof)]}), "pathlib"
+    yield pickle.dumps({}), "dict"
+    yield b"", ".metadata"
+    saved, stored = index.state_dict_metadata, index.storage_data
+    saved["0.weight"], right = dcp.BytesStorageMetadata(), saved["0.weight"]  # DCP would unpickle the tensor's bytes
+    yield pickle.dumps(index), "BytesStorageMetadata"
+    saved["0.weight"] = right
+    saved["0.weight/step"].size = torch.Size([1 << 60])
+    yield pickle.dumps(index), f"0.weight/step is [{1 << 60}]"
+    next(iter(stored.values())).relative_path = "../../secret"
+    yield pickle.dumps(index), "'../../secret', which is no file of this checkpoint"
+
+
+def load_hostile(folder, proof):
+    model, optimizer = make()
+    step(model, optimizer)
+    checkpointer = Checkpointer(folder, keep=1)
+    checkpointer.save(1, model, optimizer, {})
     path = folder / "step-00000001"
-    index = dcp.FileSystemReader(path).read_metadata()
-    index.state_dict_metadata["0.weight"] = dcp.BytesStorageMetadata()  # would have DCP unpickle the tensor's bytes
-    data = sorted(path.glob("*.distcp"))[0].name
-    cases = [
-        (".metadata", pickle.dumps(Hostile(proof)), "pathlib"),
-        (".metadata", pickle.dumps({"state": [Hostile(proof)]}), "pathlib"),
-        (".metadata", pickle.dumps(index), "BytesStorageMetadata"),
-        (".metadata", pickle.dumps({}), "dict"),
-        (".metadata", b"", ".metadata"),
-        ("extra.json", b"{", "extra.json"),
-        ("extra.json", b"[]", "extra.json"),
-        (data, b"short", "step-00000001"),
-    ]
-    for file, value, part in cases:
-        original = (path / file).read_bytes()
-        spoil(path, file, value)
+    original, data = (path / ".metadata").read_bytes(), next(path.glob("*.distcp"))
+    for value, part in hostile_indices(dcp.FileSystemReader(path).read_metadata(), proof):
+        forge(path, ".metadata", value)
         with refused("step-00000001", part):
-            Checkpointer(folder, keep=1).load(*make())
-        spoil(path, file, original)
-    assert Checkpointer(folder, keep=1).load(*make()) == {}
+            checkpointer.load(*make())
+    forge(path, ".metadata", original)
+    assert checkpointer.load(*make()) == {}
+    forge(path, data.name, pickle.dumps(Hostile(proof)) + data.read_bytes()[100:])
+    with refused("step-00000001 cannot be read"):
+        checkpointer.load(*make())
 
 
-def test_damaged_and_hostile_checkpoints_are_refused(pool, tmp_path):
+def test_hostile_checkpoints_are_refused(pool, tmp_path):
     proof = tmp_path / "executed"
-    pool.run(1, load_damaged, tmp_path / "run", proof)
+    pool.run(1, load_hostile, tmp_path / "run", proof)
     assert not proof.exists()
     pickle.loads(pickle.dumps(Hostile(proof)))
     assert proof.exists()  # so the pickle is one that could

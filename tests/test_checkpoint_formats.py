@@ -163,8 +163,8 @@ class Spy:
 @pytest.fixture
 def log(monkeypatch):
     """What was read from files, in turn."""
-    entries, original = [], checkpoint_hf._open
-    monkeypatch.setattr(checkpoint_hf, "_open", lambda file: Spy(original(file), entries))
+    entries, original = [], checkpoint_hf.open_tensors
+    monkeypatch.setattr(checkpoint_hf, "open_tensors", lambda file: Spy(original(file), entries))
     return entries
 
 

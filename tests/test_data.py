@@ -332,18 +332,19 @@ def test_token_files_are_not_read_to_open_them(tmp_path):
     assert resident_bytes() - before < 32 << 20
 
 
-def test_a_token_outside_the_vocabulary_is_found_when_met(tmp_path):
+@pytest.mark.parametrize("wrong", [1000, -1])
+def test_a_token_outside_the_vocabulary_is_found_before_training_or_when_met(tmp_path, monkeypatch, wrong):
     tokens = np.zeros(20, np.int32)
-    tokens[13] = 1000
+    tokens[17] = wrong
     np.save(tmp_path / "a.npy", tokens)
+    found = rf"a.npy holds {wrong} at token 17, outside .* model.vocab_size=1000$"
+    with pytest.raises(InputError, match=found):
+        open_tokens(tmp_path, 4, validation=0.5)
+    monkeypatch.setattr("minitrain.training.data.CHECKED", 4)  # that is, one row of each side
     train, held = open_tokens(tmp_path, 4, validation=0.5)
     assert tokens_of(train) == Counter({0: 12})
-    with pytest.raises(InputError, match=r"a.npy holds 1000 at token 13, outside .* model.vocab_size=1000$"):
+    with pytest.raises(InputError, match=found):
         epoch_of(held)
-    tokens[13] = -1
-    np.save(tmp_path / "a.npy", tokens)
-    with pytest.raises(InputError, match=r"a.npy holds -1 at token 13,"):
-        epoch_of(open_tokens(tmp_path, 4)[0])
 
 
 # ---------------------------------------------------------------------------------------------------------------- files

@@ -25,7 +25,7 @@ from minitrain.parallel.recompute import recompute
 from minitrain.tokenizer import load_tokenizer
 from minitrain.train import train
 from minitrain.training.build import make_model
-from minitrain.training.checkpoint import read_index
+from minitrain.training.checkpoint_files import read_index
 from minitrain.training.loop import Trainer
 from tests.oracle import plain_model, ragged_batch
 from tests.test_flops import count_grouped_mm

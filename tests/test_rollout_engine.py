@@ -296,15 +296,8 @@ def test_page_lists_name_what_a_sample_sees(window):
     step.begin()
     assert step.page_mask(window) is blocks
     for row, own in enumerate(positions.tolist()):
-        full, part = (
-            pages[row, 0, 0, : counts[row, 0, 0]].tolist()
-            for pages, counts in (
-                (blocks.full_kv_indices, blocks.full_kv_num_blocks),
-                (blocks.kv_indices, blocks.kv_num_blocks),
-            )
-        )
-        assert len(full + part) == len(set(full + part))
-        keys = [page * size + offset for page in full for offset in range(size)]
-        keys += [k for page in part for k in range(page * size, (page + 1) * size) if blocks.mask_mod(row, 0, 0, k)]
+        pages = blocks.kv_indices[row, 0, 0, : blocks.kv_num_blocks[row, 0, 0]].tolist()
+        assert len(pages) == len(set(pages)) and blocks.full_kv_indices is None
+        keys = [k for page in pages for k in range(page * size, (page + 1) * size) if blocks.mask_mod(row, 0, 0, k)]
         seen = range(max(0, own - window + 1) if window else 0, own + 1)
         assert sorted(keys) == sorted(int(table[row, i // size]) * size + i % size for i in seen)

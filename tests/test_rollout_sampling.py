@@ -9,6 +9,7 @@ from minitrain.rollout.sampling import (
     Choice,
     SamplingParams,
     choose,
+    first_largest,
     keep_likely,
     sample_key,
     token_keys,
@@ -66,9 +67,7 @@ def test_chi_square_against_the_exact_distribution(params, kept):
 def test_noise_is_exponential_and_unrelated_between_neighbours():
     """Of keys, positions and ids that differ by one: the usual weakness of hashed noise."""
     keys = torch.tensor([sample_key(0, 0, i) for i in range(64)], dtype=torch.int32)
-    noise = (
-        torch.stack([waiting_times(token_keys(keys, torch.full((64,), t)), 0, 256) for t in range(64)]).double().neg()
-    )
+    noise = torch.stack([waiting_times(token_keys(keys, torch.full((64,), t)), 0, 256) for t in range(64)]).double()
     assert noise.min() > 0 and noise.mean().item() == pytest.approx(1, abs=0.005)
     sorted_, n = noise.flatten().sort().values, noise.numel()
     gap = (-torch.expm1(-sorted_) - torch.arange(n) / n).abs().max().item()
@@ -90,6 +89,16 @@ def test_a_row_draws_the_same_among_others():
     assert apart.tolist() == together[order].tolist()
     others, _ = choose(logits, choice(6, seed=1), positions, Part())
     assert others.tolist() != together.tolist()
+
+
+def test_the_first_of_the_largest_wins():
+    """In one stage and in two, with ties within a block of 64 and between blocks."""
+    for width in (50, 640):
+        x = torch.randint(4, (300, width), generator=torch.Generator().manual_seed(0)).float()
+        x[0] = -torch.inf
+        x[1, 7] = torch.inf
+        first = [row.index(max(row)) for row in x.tolist()]
+        assert first_largest(x)[:, 0].tolist() == first
 
 
 def test_greedy_and_drawing_rows_share_a_batch():

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.nn import Module
 from torch.testing._internal.distributed.fake_pg import FakeStore  # the one source of a fake process group
 
+from minitrain.bench.repeat import repeated
 from minitrain.bench.trace import ATTENTION, Trace, Tracer
 from minitrain.config import Config
 from minitrain.models.attention import Mask
@@ -198,6 +199,7 @@ def stand_ins(visible: float | None) -> Iterator[None]:
         stack.enter_context(patch("minitrain.parallel.fp8.standing", lambda placeholder: placeholder))
         stack.enter_context(patch("torch.as_strided", partial(as_strided_unless_placeholder, torch.as_strided)))
         stack.enter_context(patch.object(Module, "compile", compile_without_kernels))
+        stack.enter_context(patch("torch._dynamo.backends.debugging.boxed_nop", repeated))
         yield
 
 

@@ -89,7 +89,8 @@ def shrink_rollouts(config: Config) -> Config:
     """Pairs of short responses, one optimizer step's worth; if some ranks only sample, as many as train."""
     p = config.parallel
     training = row_ranks(config) * p.tp * p.cp * p.pp
-    rollout = dataclasses.replace(config.rollout, tp=min(config.rollout.tp, 2), max_tokens=8, slots=8, page_size=16)
+    shared = {"tp": min(config.rollout.tp, 2), "ep": min(config.rollout.ep, 2)}
+    rollout = dataclasses.replace(config.rollout, **shared, max_tokens=8, slots=8, page_size=16)
     sampling = training if config.grpo.generation_ranks else 0
     grpo = dataclasses.replace(config.grpo, prompts=config.batch.global_, group=2, generation_ranks=sampling)
     return dataclasses.replace(config, rollout=rollout, grpo=grpo)

@@ -1,5 +1,5 @@
-"""Every combination of some settings: simulated, and ranked by tokens/s (what should I run on my cluster?); or measured,
-and compared with how the arithmetic grows.
+"""Every combination of some settings: simulated, and ranked by tokens/s (what should I run on my cluster?), or
+measured, and compared with how the arithmetic grows.
 """
 
 from collections.abc import Iterator

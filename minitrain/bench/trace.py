@@ -7,7 +7,8 @@ be counted in a real run too, and compared. Views and allocations cost nothing a
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 
@@ -50,6 +51,12 @@ class Event:
     group: str = ""
     dimension: str = ""
 
+    def renumbered(self, now: dict[int, int]) -> "Event":
+        """The same on other storages. now: their numbers, by those here."""
+        reads, writes = ([(now[number], size) for number, size in given] for given in (self.reads, self.writes))
+        where = self.sizes, self.element, self.payload, self.group, self.dimension
+        return Event(self.name, self.kind, self.flops, reads, writes, *where)
+
 
 @dataclass
 class Trace:
@@ -84,8 +91,11 @@ class Trace:
 class Tracer(TorchDispatchMode):
     """Fills `self.trace` with what runs inside `with Tracer(...)`.
 
-    groups: as in Trace. Tensors that exist before count when `hold` names their kind.
+    groups: as in Trace. Tensors that exist before count when `hold` names their kind. log: if a list, whatever changes
+    the trace or the memory is noted there too (see repeat.py). active: the tracer inside whose `with` we are.
     """
+
+    active: "Tracer | None" = None
 
     def __init__(self, groups: dict[str, tuple[list[str], list[int]]]):
         super().__init__()
@@ -97,6 +107,7 @@ class Tracer(TorchDispatchMode):
         self.most = 0
         self.count = 0
         self.muted = 0
+        self.log: list[tuple] | None = None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -107,31 +118,45 @@ class Tracer(TorchDispatchMode):
     def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Count these plain tensors' storages as `kind`, also in what the peak has been so far."""
         for number in map(self.number, tensors):
-            size, before = self.sizes[number]
-            self.sizes[number] = size, kind
-            totals = [self.held]
-            if self.trace.peak and self.born[number] <= self.trace.peak_at:
-                totals.append(self.trace.peak)
-            for total in totals:
-                total[before] -= size
-                total[kind] += size
+            self.count_as(number, kind)
+
+    def count_as(self, number: int, kind: str) -> None:
+        self.note("counted", number, kind)
+        size, before = self.sizes[number]
+        self.sizes[number] = size, kind
+        totals = [self.held]
+        if self.trace.peak and self.born[number] <= self.trace.peak_at:
+            totals.append(self.trace.peak)
+        for total in totals:
+            total[before] -= size
+            total[kind] += size
 
     def number(self, tensor: Tensor, kind: str = "activations") -> int:
         """The number of the tensor's storage; a storage not seen before counts as `kind` from now until it dies."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self.numbers:
-            self.count += 1
-            self.numbers[storage._cdata] = self.count
-            self.sizes[self.count] = 0, kind
-            self.born[self.count] = len(self.trace.events)
-            weakref.finalize(storage, self.forget, storage._cdata, self.count)
+            self.adopt(tensor, self.new_number(kind))
         number = self.numbers[storage._cdata]
         self.resize(number, storage.nbytes())
         return number
 
+    def new_number(self, kind: str) -> int:
+        self.count += 1
+        self.note("made", self.count, kind)
+        self.sizes[self.count] = 0, kind
+        self.born[self.count] = len(self.trace.events)
+        return self.count
+
+    def adopt(self, tensor: Tensor, number: int) -> None:
+        """Let the number be that of this tensor's storage, for as long as it lives."""
+        storage = tensor.untyped_storage()
+        self.numbers[storage._cdata] = number
+        weakref.finalize(storage, self.forget, number, storage._cdata)
+
     def resize(self, number: int, size: int) -> None:
         before, kind = self.sizes[number]
         if size != before:
+            self.note("resized", number, size)
             self.sizes[number] = size, kind
             self.held[kind] += size - before
             total = sum(self.held.values())
@@ -139,12 +164,18 @@ class Tracer(TorchDispatchMode):
                 self.most = total
                 self.trace.peak, self.trace.peak_at = dict(self.held), len(self.trace.events)
 
-    def forget(self, address: int, number: int) -> None:
+    def forget(self, number: int, address: int | None = None) -> None:
+        """The storage is freed. address: its own, if it had one."""
+        self.note("freed", number)
         if self.numbers.get(address) == number:
             del self.numbers[address]
         size, kind = self.sizes.pop(number)
         self.held[kind] -= size
         self.trace.died[number] = len(self.trace.events) - 1
+
+    def note(self, act: str, *what) -> None:
+        if self.log is not None:
+            self.log.append((act, *what))
 
     # -------------------------------------------------------------------------------------------------------- hooks
 
@@ -164,19 +195,31 @@ class Tracer(TorchDispatchMode):
             return result
 
         def propagate_muted(*args, **kwargs):  # DTensor infers shapes with tensors of global size
-            self.muted += 1
-            try:
+            with self.silent():
                 return propagate(*args, **kwargs)
-            finally:
-                self.muted -= 1
 
+        Tracer.active = self
         torch.UntypedStorage.resize_ = resize_and_count
         ShardingPropagator._propagate_tensor_meta_non_cached = propagate_muted
         return super().__enter__()
 
     def __exit__(self, *exception):
+        Tracer.active = None
         torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached = self.originals
         return super().__exit__(*exception)
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """What runs inside is not traced."""
+        self.muted += 1
+        try:
+            yield
+        finally:
+            self.muted -= 1
+
+    def record(self, event: Event) -> None:
+        self.note("event", event)
+        self.trace.events.append(event)
 
     def mark(self, label: object) -> None:
         self.trace.marks.append((len(self.trace.events), label))
@@ -211,7 +254,7 @@ class Tracer(TorchDispatchMode):
         reads = {self.number(x): min(traffic(x), most) if name in ROWS_READ else traffic(x) for x in read}
         flops, kind, sizes = work(op, name, args, kwargs, out)
         element = next((x.element_size() for x in inputs if x.is_floating_point()), 2)
-        self.trace.events.append(Event(name, kind, flops, list(reads.items()), list(writes.items()), sizes, element))
+        self.record(Event(name, kind, flops, list(reads.items()), list(writes.items()), sizes, element))
 
     def record_collective(self, op, args, inputs, outputs) -> None:
         name = op._overloadpacket.__name__
@@ -219,7 +262,7 @@ class Tracer(TorchDispatchMode):
             return
         if name == "wait_tensor":  # a fake one gives another tensor
             reads, writes = ([(self.number(x, "gathered"), nbytes(x)) for x in given] for given in (inputs, outputs))
-            self.trace.events.append(Event(name, "wait", 0, reads, writes))
+            self.record(Event(name, "wait", 0, reads, writes))
             return
         group = self.group_of(args)
         functional = op.namespace != "c10d"
@@ -230,7 +273,7 @@ class Tracer(TorchDispatchMode):
         writes = [(self.number(x), nbytes(x)) for x in written]
         reads = [(self.number(x), nbytes(x)) for x in read]
         where = dict(payload=payload, group=group, dimension=self.dimension_of(group, functional))
-        self.trace.events.append(Event(name.strip("_"), "collective", 0, reads, writes, **where))
+        self.record(Event(name.strip("_"), "collective", 0, reads, writes, **where))
 
     def group_of(self, args) -> str:
         """The name of a collective's group, which is noted if no mesh has it (flattened ones, the world)."""

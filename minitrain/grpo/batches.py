@@ -13,16 +13,17 @@ from minitrain.training.data import stack
 from minitrain.training.loss import IGNORE
 from minitrain.training.packing import first_fit_decreasing, pack_row
 
-Sample = dict[str, np.ndarray]  # of a sequence: values are [n], n = tokens - 1
+Example = dict[str, np.ndarray]  # of a sequence: values are [n], n = tokens - 1
 PADDING = {"tokens": 0, "labels": IGNORE}  # all else is padded with 0.0
 
 
 @dataclass
-class Rollout:
+class Response:
     """One response to a prompt. group: which of the step's prompts.
 
     log_probs: of each response token when it was sampled. truncated: it did not come to its end.
-    reward: what the reward function said, and the penalty for length.
+    score: what the reward function said. reward: that, less the penalty for length.
+    no_signal: of all groups that were sampled for its step, replaced ones too, the share whose rewards are all alike.
     """
 
     group: int
@@ -30,12 +31,14 @@ class Rollout:
     response: list[int]
     log_probs: list[float]
     truncated: bool
+    score: float
     reward: float
     text: str
     answer: str
+    no_signal: float = 0.0
 
 
-def micro_batches(samples: list[Sample], config: Config, rank: int, ranks: int) -> list[dict[str, Tensor]]:
+def micro_batches(samples: list[Example], config: Config, rank: int, ranks: int) -> list[dict[str, Tensor]]:
     """The samples packed into rows: the micro-batches of data-parallel rank `rank` of `ranks`, values [micro, seq].
 
     All ranks get equally many, filled up with empty rows where the packed ones do not suffice.
@@ -59,7 +62,7 @@ def enough_for_pipeline(count: int, parallel: Parallel) -> int:
     return max(least, -(-count // unit) * unit)
 
 
-def response_sample(rollout: Rollout, advantage: float, config: Config) -> Sample:
+def response_sample(rollout: Response, advantage: float, config: Config) -> Example:
     """What the model reads, and at the place of each response token what PolicyGradient wants to know of it."""
     before, size = len(rollout.prompt) - 1, len(rollout.response)
     filtered = config.grpo.overlong_filter and rollout.truncated
@@ -76,7 +79,7 @@ def response_sample(rollout: Rollout, advantage: float, config: Config) -> Sampl
     }
 
 
-def reply_sample(prompt: list[int], reply: list[int], learned: bool = True) -> Sample:
+def reply_sample(prompt: list[int], reply: list[int], learned: bool = True) -> Example:
     """A prompt with a reply of which every token is to be predicted, or none."""
     tokens = np.array(prompt + reply, np.int64)
     labels = np.where((np.arange(len(tokens) - 1) < len(prompt) - 1) | (not learned), IGNORE, tokens[1:])

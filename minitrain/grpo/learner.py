@@ -12,7 +12,7 @@ from torch.nn import Module
 from minitrain.config import Config
 from minitrain.errors import InputError
 from minitrain.grpo.advantages import advantages
-from minitrain.grpo.batches import Sample, micro_batches, reply_sample, response_sample
+from minitrain.grpo.batches import Example, micro_batches, reply_sample, response_sample
 from minitrain.grpo.objective import LogProbs
 from minitrain.grpo.problems import Problems
 from minitrain.grpo.refit import Parts
@@ -23,9 +23,10 @@ from minitrain.parallel.mesh import Meshes, owned, whole
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.training.build import build_model, sum_over
 from minitrain.training.checkpoint import Checkpointer
+from minitrain.training.health import is_finite
 from minitrain.training.loop import Trainer, forward_backward, to_device
 from minitrain.training.objectives import LanguageModeling
-from minitrain.training.optim import clip_gradients, make_optimizer
+from minitrain.training.optim import clip_gradients, make_optimizer, update_weights
 
 Batch = dict[str, Tensor]
 
@@ -66,10 +67,12 @@ class Learner:
         with self.phase("training"):
             self.model.train()
             results = [self.trainer.update(batches, step) for batches in updates]
-            numbers = {key: torch.stack([result[key] for result in results]).mean().item() for key in results[0]}
+            results = [{key: value.item() for key, value in result.items()} for result in results]
+            numbers = {key: sum(result[key] for result in results) / len(results) for key in results[0]}
+            numbers["skipped"] = sum(not is_finite(result) for result in results)
             return numbers | self.trainer.objective.numbers(self.total)
 
-    def batches(self, samples: list[Sample]) -> list[Batch]:
+    def batches(self, samples: list[Example]) -> list[Batch]:
         """This rank's micro-batches of the samples, on its device; with context parallelism, its tokens of them."""
         ranks, cp = self.meshes.batch, self.meshes.cp
         batches = micro_batches(samples, self.config, ranks.get_local_rank(), ranks.size())
@@ -103,8 +106,8 @@ class Learner:
             chosen = problems.take(step * config.batch.global_, config.batch.global_)
             batches = self.batches([reply_sample(problem.prompt, problem.reply) for problem in chosen])
             loss = forward_backward(model, LanguageModeling(), batches, self.meshes, self.device)
-            clip_gradients(list(model.parameters()), config.optim.clip, self.meshes.pp)
-            optimizer.step()
+            norm = clip_gradients(list(model.parameters()), config.optim.clip, self.meshes.pp)
+            update_weights(optimizer, loss.isfinite() & norm.isfinite())
             optimizer.zero_grad(set_to_none=True)
         return loss.item()
 

@@ -26,19 +26,23 @@ from torch.distributed.tensor import DTensor
 
 from minitrain.config import Config, to_dict
 from minitrain.errors import InputError
-from minitrain.grpo.advantages import has_signal
 from minitrain.grpo.learner import Learner
 from minitrain.grpo.problems import open_problems
 from minitrain.grpo.refit import Refit
 from minitrain.grpo.rollouts import Collector, Group, read_rollouts, rewards, write_rollouts
 from minitrain.models.decoder import Decoder
+from minitrain.parallel.expert import expert_parallel
 from minitrain.parallel.mesh import owned, pick_device, start
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.tensor import tensor_parallel
 from minitrain.rollout.engine import Sampler
 from minitrain.training.checkpoint import Checkpointer
+from minitrain.training.fingerprint import agreed_fingerprint, check_continuation
+from minitrain.training.health import Health
 from minitrain.training.loop import Trainer, is_due
 from minitrain.training.metrics import MetricsLog
+from minitrain.training.profiling import recorded_steps
+from minitrain.watch import on_any_rank, until_sigterm
 
 PHASES = ("generation", "logprobs", "training", "refit")
 
@@ -51,21 +55,38 @@ def train_policy(config: Config, folder: Path, export: Callable[[Trainer, Config
     """
     run = Run(config, folder)
     first = run.begin()
-    log = MetricsLog(folder / "metrics.jsonl", config.steps, first)
-    log.say(f"resumed from step {first}" if first else f"{len(run.problems):,} problems")
+    notes = check_continuation(folder / "fingerprint.json", config.data, run.files, resumed=first > 0)
+    log = MetricsLog(folder / "metrics.jsonl", config.steps, first, config.metrics.tensorboard)
+    for note in notes:
+        log.say(note)
+    log.say(f"resumed from step {first}" if first else run.problems.about)
     if config.validation.every and not first:
         log.say(curve(0, run.evaluate()))
-    for numbers in run.steps(first):
-        step = numbers["step"]
-        if config.validation.every and is_due(step, config.validation.every, config.steps):
-            evaluation = run.evaluate()
-            log.say(curve(step, {"reward": numbers["reward"]} | evaluation))
-            numbers |= {f"val_{name}": value for name, value in evaluation.items()}
-        if is_due(step, config.checkpoint.every, config.steps):
-            run.save(step)
-        log.step(numbers)
+    device = pick_device(config.device)
+    if on_any_rank(log.lacks_last, device):
+        finish_step(run, log, run.resumed)
+    updates = config.grpo.prompts * config.grpo.group // config.batch.global_
+    health = Health(config, log.say, lambda step: f"responses in {run.rollouts(step - 1)}", updates)
+    steps = health.watch(recorded_steps(run.steps(first), config.profile, folder, first))
+    for numbers, stopping in until_sigterm(steps, device):
+        if stopping or is_due(numbers["step"], config.checkpoint.every, config.steps):
+            run.save(numbers)
+        if stopping:  # the rest of the step is made up for when the run continues
+            run.wait()
+            return log.stop(numbers["step"])
+        finish_step(run, log, numbers)
     run.finish(export)
     log.close()
+
+
+def finish_step(run: "Run", log: MetricsLog, numbers: dict[str, Any]) -> None:
+    """Log a step's numbers, with those on held-out problems where that is due."""
+    config, step = run.config, numbers["step"]
+    if config.validation.every and is_due(step, config.validation.every, config.steps):
+        evaluation = run.evaluate()
+        log.say(curve(step, {"reward": numbers["reward"]} | evaluation))
+        numbers |= {f"val_{name}": value for name, value in evaluation.items()}
+    log.step(numbers)
 
 
 def curve(step: int, numbers: dict[str, float]) -> str:
@@ -85,6 +106,7 @@ class Run:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, config=shape))
         self.config, self.folder, self.seconds = config, folder, dict.fromkeys(PHASES, 0.0)
         meshes = start(config)
+        self.files = agreed_fingerprint(config.data)
         world, apart = dist.get_world_size(), config.grpo.generation_ranks
         training, sampling = range(world - apart), range(world - apart if apart else 0, world)
         self.apart, self.speaker = bool(apart), sampling[0]
@@ -131,15 +153,18 @@ class Run:
     # ----------------------------------------------------------------------------------------------- from start to end
 
     def begin(self) -> int:
-        """Load the newest checkpoint, or warm up; returns the number of steps that are done."""
-        first = 0
+        """Load the newest checkpoint, or warm up; returns the number of steps that are done.
+
+        resumed: the numbers of the last of them, as of its checkpoint.
+        """
+        first, self.resumed = 0, {}
         if self.learner is not None and self.folder is not None:
             first = self.load()
         if self.learner is not None and not first:
             self.learner.warm_up(self.problems)
         if self.learner is not None and self.config.grpo.kl:
             self.learner.keep_reference(self.folder and self.new_checkpointer("reference", keep=1), resumed=first > 0)
-        first = self.tell(first, 0)
+        first, self.resumed = self.tell((first, self.resumed), 0)
         self.update_sampler()
         return first
 
@@ -150,6 +175,7 @@ class Run:
         if dist.get_rank() == 0:
             tree = yaml.safe_dump(to_dict(self.config), sort_keys=False)
             (self.folder / "config.yaml").write_text(tree, encoding="utf-8")
+        self.resumed = resumed["numbers"] if resumed else {}
         return resumed["step"] if resumed else 0
 
     def new_checkpointer(self, name: str, keep: int) -> Checkpointer:
@@ -169,19 +195,26 @@ class Run:
             if lag and step + 1 < config.steps:
                 coming = self.share(sampled, step + 1)
             self.update_sampler()
+            learned = self.tell(learned, 0)  # also to ranks that only sample: all judge alike how it went
             now = time.perf_counter()
             yield {"step": step + 1, **learned, **describe(groups), **self.timing(groups, now - began)}
             began = time.perf_counter()
 
-    def save(self, step: int) -> None:
+    def save(self, numbers: dict[str, Any]) -> None:
+        """Write a checkpoint of a step. numbers: what `steps` gave for it."""
         if self.learner:
-            extra = {"step": step}
-            self.checkpointer.save(step, self.learner.model, self.learner.trainer.optimizer, extra)
+            extra = {"step": numbers["step"], "numbers": dict(numbers)}  # evaluation adds to them
+            self.checkpointer.save(numbers["step"], self.learner.model, self.learner.trainer.optimizer, extra)
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is written."""
+        if self.learner:
+            self.checkpointer.wait()
 
     def finish(self, export: Callable[[Trainer, Config, Path], None]) -> None:
         """Wait for the last checkpoint and write the model, with its tokenizer."""
+        self.wait()
         if self.learner:
-            self.checkpointer.wait()
             export(self.learner.trainer, self.config, self.folder)
         if dist.get_rank() == 0:
             self.tokenizer.save(self.folder)
@@ -250,7 +283,7 @@ def describe(groups: list[Group]) -> dict[str, float]:
     return {
         "reward": values.mean().item(),
         "reward_std": values.std().item(),
-        "no_signal": 1 - has_signal(values).double().mean().item(),
+        "no_signal": groups[0][0].no_signal,
         "length": sum(lengths) / len(lengths),
         "longest": max(lengths),
         "truncated": sum(rollout.truncated for group in groups for rollout in group) / len(lengths),
@@ -263,10 +296,15 @@ def is_whole(model: Decoder | Pipeline) -> bool:
 
 
 def make_sampler_model(config: Config, tp: DeviceMesh) -> Decoder:
-    """A model to sample from, in the type that the trainer computes in, split over the ranks of `tp`; no values yet."""
+    """A model to sample from, in the type that the trainer computes in, split over the ranks of `tp`; no values yet.
+
+    With rollout.ep its experts are split as a whole, and tokens travel to them.
+    """
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     with torch.device("meta"):
         model = Decoder(config.model.config).to(dtype)
+    if config.rollout.ep > 1:
+        expert_parallel(model, tp)
     if tp.size() > 1:
         tensor_parallel(model, tp)
     return model.to_empty(device=pick_device(config.device)).requires_grad_(False)

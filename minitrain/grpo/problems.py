@@ -23,8 +23,9 @@ from minitrain.training.chat import (
     make_sample,
     read_turns,
     split_reply,
+    words_of,
 )
-from minitrain.training.data import find_files, fitting_tokenizer, hold_out, read_objects, shuffled, text_of
+from minitrain.training.data import Skips, find_files, fitting_tokenizer, hold_out, read_jsonl, shuffled
 
 ANSWERS = ("expected_answer", "answer", "ground_truth", "solution", "response", "output", "completion")
 
@@ -44,8 +45,8 @@ class Problem(NamedTuple):
 class Problems:
     """A shuffled, endless sequence of problems."""
 
-    def __init__(self, problems: list[Problem], seed: int):
-        self.problems, self.seed = problems, seed
+    def __init__(self, problems: list[Problem], seed: int, note: str = ""):
+        self.problems, self.seed, self.about = problems, seed, f"{len(problems):,} problems{note}"
 
     def __len__(self) -> int:
         return len(self.problems)
@@ -64,17 +65,29 @@ def open_problems(config: Config) -> tuple[Problems, Problems | None, ByteTokeni
     """
     tokenizer = fitting_tokenizer(config.data.tokenizer, config.model.config.vocab_size)
     template = choose_template(config.data.template, tokenizer)
-    made_up = config.data.kind == "mock"
-    rows = reversals(config.grpo.mock_digits) if made_up else read_rows(config)
-    problems = [encode(messages, answer, row, template, tokenizer) for messages, answer, row in rows]
-    check_lengths(problems, config)
+    made_up, skips = config.data.kind == "mock", Skips(config.data.on_error == "skip")
+
+    def read(row: dict, where: str) -> Problem:
+        messages, answer = read_problem(row, where, config.grpo.prompt_key, config.grpo.answer_key)
+        problem = encode(messages, answer, row, template, tokenizer)
+        check_length(problem, config, where)
+        return problem
+
+    if made_up:
+        problems = [encode(*made, template, tokenizer) for made in reversals(config.grpo.mock_digits)]
+        check_length(problems[0], config, f"grpo.mock_digits={config.grpo.mock_digits}")
+    else:
+        problems = list(read_jsonl(find_files(config.data), read, skips))
+    note = f" ({skips.note})" if skips.count else ""
+    if not problems:
+        raise InputError(f"data.path={config.data.path} holds no problem{note}")
     end = problems[0].reply[-1]
     share = config.data.validation or (0.1 if made_up else 0)
     if not share:
-        return Problems(problems, config.seed), None, tokenizer, end
+        return Problems(problems, config.seed, note), None, tokenizer, end
     held = hold_out(len(problems), share, config.seed)
     sides = ([p for p, out in zip(problems, held, strict=True) if out == side] for side in (False, True))
-    return *(Problems(side, config.seed) for side in sides), tokenizer, end
+    return *(Problems(side, config.seed, note) for side in sides), tokenizer, end
 
 
 def encode(
@@ -84,25 +97,19 @@ def encode(
     return Problem(*split_reply(sample), answer, row)
 
 
-def check_lengths(problems: list[Problem], config: Config) -> None:
-    if not problems:
-        raise InputError(f"data.path={config.data.path} holds no problem")
-    longest, room = max(len(problem.prompt) for problem in problems), config.batch.seq_len
-    if longest > room:
-        raise InputError(f"batch.seq_len={room} leaves no room for a response to the longest prompt, {longest} tokens")
+def check_length(problem: Problem, config: Config, where: str) -> None:
+    room, length = config.batch.seq_len, len(problem.prompt)
+    whole = length + len(problem.reply) - 1
+    if length > room:
+        raise InputError(f"{where}: batch.seq_len={room} leaves no room for a response to a prompt of {length} tokens")
+    if config.grpo.warmup_steps and whole > room:
+        raise InputError(
+            f"{where}: batch.seq_len={room} is too short to warm up on a prompt with its answer, {whole} tokens "
+            f"(use grpo.warmup_steps=0, or batch.seq_len={whole})"
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------- JSON lines
-
-
-def read_rows(config: Config) -> list[tuple[list[Message], str, dict]]:
-    """The messages before the response, the answer and the JSON object of every line of data.path."""
-    grpo = config.grpo
-    return [
-        (*read_problem(row, where, grpo.prompt_key, grpo.answer_key), row)
-        for file in find_files(config.data)
-        for where, row in read_objects(file)
-    ]
 
 
 def read_problem(row: dict, where: str, prompt_key: str = "", answer_key: str = "") -> tuple[list[Message], str]:
@@ -111,16 +118,17 @@ def read_problem(row: dict, where: str, prompt_key: str = "", answer_key: str = 
     Raises InputError, which begins with `where`.
     """
     if "messages" in row and not prompt_key:
-        *messages, last = read_turns(row["messages"], f"{where}: 'messages'")
-        if last.role != "assistant" or not messages:
+        turns = read_turns(row["messages"], f"{where}: 'messages'")
+        if len(turns) < 2 or turns[-1].role != "assistant":
             raise InputError(f"{where}: 'messages' must end with the assistant's answer to what comes before")
-        return messages, answer_of(row, where, answer_key) if answer_key else last.content
+        return turns[:-1], answer_of(row, where, answer_key) if answer_key else turns[-1].content
     prompt_key = prompt_key or next((key for key in PROMPTS if key in row), PROMPTS[0])
     if isinstance(row.get(prompt_key), list):
-        answer = Message("assistant", "")  # what read_turns asks for, though here it is elsewhere
-        turns = [*row[prompt_key], answer._asdict()]
-        return read_turns(turns, f"{where}: {prompt_key!r}")[:-1], answer_of(row, where, answer_key)
-    return [Message("user", text_of(row, prompt_key, where))], answer_of(row, where, answer_key)
+        turns = read_turns(row[prompt_key], f"{where}: {prompt_key!r}")
+        if not turns:
+            raise InputError(f"{where}: {prompt_key!r} is empty")
+        return turns, answer_of(row, where, answer_key)
+    return [Message("user", words_of(row, prompt_key, where))], answer_of(row, where, answer_key)
 
 
 def answer_of(row: dict, where: str, key: str) -> str:
@@ -128,7 +136,7 @@ def answer_of(row: dict, where: str, key: str) -> str:
     row = row | (row["reward_model"] if isinstance(row.get("reward_model"), dict) else {})
     key = key or next((name for name in ANSWERS if name in row), ANSWERS[0])
     value = row.get(key)
-    return str(value) if isinstance(value, int | float) else text_of(row, key, where)
+    return str(value) if isinstance(value, int | float) else words_of(row, key, where)
 
 
 # -------------------------------------------------------------------------------------------------------------- made up

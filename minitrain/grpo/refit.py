@@ -4,13 +4,14 @@ Every rank tells once which box (a range per dimension) of each whole tensor it 
 that overlap make a plan, the same on all ranks: who sends which region of which tensor to whom. If several ranks have
 a region (replicas), the receiver itself is the first choice, and receivers take turns among the others. A refit then
 posts the plan's sends and receives, point to point and in one order everywhere, some tensors at a time; no rank ever
-holds more than its own parts and one such bucket.
+holds more than its own parts and one such bucket, which is bounded for each rank by itself.
 
 So a layout is nothing but boxes: FSDP, tensor, expert and pipeline parallel, on the same ranks or on others. Weights
 travel in the receiver's type. Left out: compression, and sampling on with the old weights while the new ones travel.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 Box = tuple[tuple[int, int], ...]  # first and behind the last index, per dimension
 Parts = dict[str, tuple[Tensor, tuple[slice, ...]]]  # by name: this rank's part, and where it lies in the whole tensor
-BUCKET = 1 << 28  # elements that a rank receives, on average, between two waits
+BUCKET = 1 << 28  # elements that a rank sends or receives at most between two waits
 
 
 class Move(NamedTuple):
@@ -44,7 +45,7 @@ class Refit:
     def __init__(self, give: Callable[[], Parts], want: Parts, group: dist.ProcessGroup | None = None):
         self.give, self.want, self.rank = give, want, dist.get_rank()
         offers, wishes = gather(describe(give()), group), gather(describe(want), group)
-        self.buckets = cut(plan(offers, wishes), BUCKET * len(wishes))
+        self.buckets = cut(plan(offers, wishes), BUCKET)
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -124,13 +125,14 @@ def volume(box: Box) -> int:
 
 
 def cut(moves: list[Move], most: int) -> list[list[Move]]:
-    """The moves in order, in buckets of at most so many elements, but at least one move."""
-    buckets, room = [], 0
+    """The moves in order, in buckets of which no rank sends and receives more than `most` elements, or one move."""
+    buckets, load = [], Counter()
     for move in moves:
+        ends = (move.source, move.target) if move.source != move.target else ()  # a copy needs no buffer
         size = volume(move.box)
-        if not buckets or size > room:
+        if not buckets or any(load[rank] and load[rank] + size > most for rank in ends):
             buckets.append([])
-            room = most
+            load = Counter()
         buckets[-1].append(move)
-        room -= size
+        load.update(dict.fromkeys(ends, size))
     return buckets

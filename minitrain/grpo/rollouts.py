@@ -15,13 +15,13 @@ import torch
 from minitrain.config import Config
 from minitrain.errors import InputError
 from minitrain.grpo.advantages import has_signal
-from minitrain.grpo.batches import Rollout
+from minitrain.grpo.batches import Response
 from minitrain.grpo.problems import Problem, Problems
 from minitrain.grpo.refit import gather
 from minitrain.grpo.rewards import load_reward, overlong
 from minitrain.rollout.sampling import Completion, SamplingParams
 
-Group = list[Rollout]  # all responses to one prompt
+Group = list[Response]  # all responses to one prompt
 
 
 class Collector:
@@ -43,17 +43,16 @@ class Collector:
         sampling); should there still not be enough, they fill up the step after all.
         """
         count, rounds = self.config.grpo.prompts, self.config.grpo.generations
-        chosen, silent = [], []
+        chosen, silent = [], []  # with and without a signal
         for turn in range(rounds):
             first = (step * rounds + turn) * count
             groups = self.sample(problems.take(first, count), first, self.config.grpo.group)
-            if rounds == 1:
-                return groups
             for group in groups:
                 (chosen if has_signal(rewards([group])).item() else silent).append(group)
             if len(chosen) >= count:
                 break
-        return renumber((chosen + silent)[:count])
+        share = len(silent) / len(chosen + silent)
+        return renumber((chosen + silent)[:count] if rounds > 1 else groups, share)
 
     def sample(self, problems: list[Problem], first: int, n: int, greedy: bool = False) -> list[Group]:
         """n responses to each problem; they are problems number first, first + 1, ... of all."""
@@ -76,26 +75,29 @@ class Collector:
         digest = hashlib.blake2b(f"{self.config.seed}/{number}".encode(), digest_size=4).digest()
         return int.from_bytes(digest) >> 1
 
-    def rewarded(self, group: int, problem: Problem, completion: Completion) -> Rollout:
+    def rewarded(self, group: int, problem: Problem, completion: Completion) -> Response:
         grpo, ended = self.config.grpo, completion.finish_reason == "stop"
         tokens = completion.tokens
         text = self.tokenizer.decode(tokens[:-1] if ended and tokens[-1] == self.end else tokens)
-        reward = float(self.reward(text, problem.answer, problem.row))
-        if not math.isfinite(reward):
-            raise InputError(f"grpo.reward={grpo.reward} returned {reward} for the response {text[:80]!r}")
-        reward += overlong(len(tokens), self.config.rollout.max_tokens, grpo.overlong_buffer, grpo.overlong_penalty)
-        return Rollout(group, problem.prompt, tokens, completion.logprobs, not ended, reward, text, problem.answer)
+        score = float(self.reward(text, problem.answer, problem.row))
+        if not math.isfinite(score):
+            raise InputError(f"grpo.reward={grpo.reward} returned {score} for the response {text[:80]!r}")
+        longest = self.config.rollout.max_tokens
+        reward = score + overlong(len(tokens), longest, grpo.overlong_buffer, grpo.overlong_penalty)
+        return Response(
+            group, problem.prompt, tokens, completion.logprobs, not ended, score, reward, text, problem.answer
+        )
 
     def evaluate(self, problems: Problems, count: int) -> dict[str, float]:
         """pass@1 of the likeliest response to the first `count` problems, and pass@k of sampled ones, k = 1, 2, 4, ...
 
-        A response passes if its reward is at least 1. pass@k: is one of k responses right, see `pass_at`.
+        A response passes if its score is at least 1, however long it is. pass@k: is one of k responses right, see `pass_at`.
         """
         chosen, n = problems.problems[:count], self.config.grpo.eval_samples
         greedy = self.sample(chosen, 0, n=1, greedy=True)
         sampled = self.sample(chosen, 0, n)
-        right = [sum(rollout.reward >= 1 for rollout in group) for group in sampled]
-        numbers = {"greedy": sum(group[0].reward >= 1 for group in greedy) / len(greedy)}
+        right = [sum(rollout.score >= 1 for rollout in group) for group in sampled]
+        numbers = {"greedy": sum(group[0].score >= 1 for group in greedy) / len(greedy)}
         for k in (2**i for i in range(n.bit_length())):
             numbers[f"pass@{k}"] = sum(pass_at(k, n, c) for c in right) / len(right)
         return numbers
@@ -114,10 +116,11 @@ def rewards(groups: list[Group]) -> torch.Tensor:
     return torch.tensor([[rollout.reward for rollout in group] for group in groups], dtype=torch.float64)
 
 
-def renumber(groups: list[Group]) -> list[Group]:
+def renumber(groups: list[Group], no_signal: float) -> list[Group]:
+    """Tell each response which of the step's groups it is in, and what all have in common."""
     for number, group in enumerate(groups):
         for rollout in group:
-            rollout.group = number
+            rollout.group, rollout.no_signal = number, no_signal
     return groups
 
 
@@ -136,7 +139,7 @@ def write_rollouts(file: Path, groups: list[Group]) -> None:
 def read_rollouts(file: Path) -> list[Group]:
     """What `write_rollouts` wrote."""
     try:
-        rollouts = [Rollout(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+        rollouts = [Response(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{file} does not hold the responses that the next step is to train on: {error}") from error
     groups: dict[int, Group] = {}

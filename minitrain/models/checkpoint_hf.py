@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layouts_hf import Piece, Slices, is_ignored, pieces, to_stored
 from minitrain.models.lora import is_adapter
+from minitrain.models.tensor_files import open_tensors, read_headers
 from minitrain.models.wan import Wan, WanConfig
 
 STEMS = ("model", checkpoint_wan.STEM)  # of weight files: transformers', diffusers'
@@ -40,11 +40,12 @@ def load_pretrained(path: str | Path, dtype: torch.dtype | None = None, device=N
     nothing, what the embedding is stored in. Raises InputError for anything that is wrong with the folder.
     """
     config = read_any_config(path)
-    dtype = dtype or _stored_dtype(Path(path))
+    weights = find_weights(config, path)
+    dtype = dtype or _stored_dtype(Path(path), weights.stored)
     with torch.device("meta"):
         model = (Wan if isinstance(config, WanConfig) else Decoder)(config).to(dtype)
     model.to_empty(device=device or "cpu")
-    load_weights(model, path)
+    _read_into(model, weights, all_of)
     return model
 
 
@@ -87,12 +88,42 @@ class StoredTensor(NamedTuple):
     dtype: str  # as safetensors spells it
 
 
+class Weights(NamedTuple):
+    """stored: a checkpoint's tensors; sources: of which pieces of them each parameter consists."""
+
+    stored: dict[str, StoredTensor]
+    sources: dict[str, list[Piece]]
+
+
 def all_of(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     """This process holds all of every parameter."""
     return parameter, ()
 
 
-@torch.no_grad()
+def find_weights(config: DecoderConfig | WanConfig, path: str | Path) -> Weights:
+    """Where a model's weights are in the safetensors of folder `path`, from the files' headers alone.
+
+    Raises InputError for a tensor that is missing, unknown, misshapen or of an unknown type, and for a damaged file.
+    """
+    path, is_wan = Path(path), isinstance(config, WanConfig)
+    stored = _stored_tensors(path)
+    if len(stored) < config.num_layers:  # before so many are laid out
+        raise InputError(f"{path}: config.json claims {config.num_layers} layers, the files hold {len(stored)} tensors")
+    with torch.device("meta"):
+        everything = (Wan if is_wan else Decoder)(config).state_dict()
+    stored = checkpoint_wan.rename_to_ours(stored, everything) if is_wan else stored
+    dtypes = {key: tensor.dtype for key, tensor in stored.items()}
+    family, mamba = ("wan", None) if is_wan else (config.family, config.mamba)
+    sources, needed = {}, set()
+    for name, tensor in everything.items():
+        sources[name] = pieces(name, tuple(tensor.shape), family, dtypes, mamba)
+        for piece in sources[name]:
+            _check_piece(piece, stored, path)
+            needed |= piece.needs.keys()
+    _check_places(stored, needed, config)
+    return Weights(stored, sources)
+
+
 def load_weights(
     model: Decoder | Wan,
     path: str | Path,
@@ -103,23 +134,20 @@ def load_weights(
     owned(parameter) -> (local, slices): where this process's part of it lies, and which part of the full tensor that
     is, one slice per dimension. A sharded parameter's `.shape` must be the full one, as a DTensor's is.
     Memory: the owned part of one stored tensor at a time, beside the model. Raises InputError, before anything is
-    written, for a tensor that is missing, unknown, misshapen or of an unknown type, and for a damaged file.
+    written, as `find_weights` does.
     """
+    # of a pipeline stage too, the whole model's are looked for, so that all ranks agree on what is wrong
+    _read_into(model, find_weights(model.config, path), owned)
+
+
+@torch.no_grad()
+def _read_into(model: Decoder | Wan, weights: Weights, owned: Callable) -> None:
+    stored, sources = weights
     mine = model.state_dict() | dict(model.named_parameters())  # that is, with buffers
     mine = {name: tensor for name, tensor in mine.items() if not is_adapter(name)}
-    is_wan = isinstance(model, Wan)
-    with torch.device("meta"):  # a pipeline stage has some of these, and is given all to hold, so that all ranks agree
-        everything = (Wan if is_wan else Decoder)(model.config).state_dict()
-    stored = _stored_tensors(Path(path))
-    stored = checkpoint_wan.rename_to_ours(stored, everything) if is_wan else stored
-    dtypes = {key: tensor.dtype for key, tensor in stored.items()}
-    family = "wan" if is_wan else model.config.family
-    mamba = None if is_wan else model.config.mamba
-    sources = {name: pieces(name, tuple(x.shape), family, dtypes, mamba) for name, x in everything.items()}
-    _check_tensors(stored, sources, model.config, Path(path))
 
     def fetch(key: str, slices: Slices) -> Tensor:
-        with _open(stored[key].file) as file:  # once per tensor: what was read stays resident until its file is closed
+        with open_tensors(stored[key].file) as file:  # each time: what was read stays resident until its file is closed
             return file.get_slice(stored[key].name)[slices]
 
     for name, tensor in mine.items():
@@ -144,12 +172,10 @@ def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """Every tensor of the folder by name, in file order, from the files' headers alone."""
     stored = {}
     for file in _weight_files(path):
-        with _open(file) as contents:
-            for name in contents.keys():  # noqa: SIM118
-                if name in stored:
-                    raise InputError(f"{file}: tensor {name} is also in {stored[name].file}")
-                tensor = contents.get_slice(name)
-                stored[name] = StoredTensor(name, file, tuple(tensor.get_shape()), tensor.get_dtype())
+        for name, (shape, dtype) in read_headers(file).items():
+            if name in stored:
+                raise InputError(f"{file}: tensor {name} is also in {stored[name].file}")
+            stored[name] = StoredTensor(name, file, shape, dtype)
     return stored
 
 
@@ -166,23 +192,13 @@ def _weight_files(path: Path) -> list[Path]:
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise InputError(f"{index}: weight_map must map tensor names to file names")
     for name in names.values():
-        if Path(name).name != name or not name.endswith(".safetensors"):
+        if Path(name).name != name or "\0" in name or not name.endswith(".safetensors"):
             raise InputError(f"{index}: weight_map names {name!r}, which must be a safetensors file of the same folder")
     return [path / name for name in sorted(set(names.values()))]
 
 
-def _open(file: Path) -> safe_open:
-    try:
-        return safe_open(file, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{file} cannot be read as safetensors: {error}") from None
-
-
-def _check_tensors(
-    stored: dict[str, StoredTensor], sources: dict[str, list[Piece]], config: DecoderConfig | WanConfig, path: Path
-) -> None:
-    needs = {key: need for found in sources.values() for piece in found for key, need in piece.needs.items()}
-    for key, (shape, dtypes) in needs.items():
+def _check_piece(piece: Piece, stored: dict[str, StoredTensor], path: Path) -> None:
+    for key, (shape, dtypes) in piece.needs.items():
         if key not in stored:
             raise InputError(f"{path}: tensor {key} of shape {list(shape)} is missing")
         tensor = stored[key]
@@ -191,19 +207,21 @@ def _check_tensors(
         if tensor.dtype not in dtypes:
             expected = ", ".join(dtypes)
             raise InputError(f"{tensor.file}: tensor {key} is stored as {tensor.dtype}, expected one of {expected}")
+
+
+def _check_places(stored: dict[str, StoredTensor], needed: set[str], config: DecoderConfig | WanConfig) -> None:
     for key, tensor in stored.items():
         ignored = isinstance(config, DecoderConfig) and is_ignored(
             key, config.family, config.num_layers, config.tie_word_embeddings
         )
-        if key not in needs and not ignored:
+        if key not in needed and not ignored:
             raise InputError(f"{tensor.file}: tensor {key} has no place in the model that config.json describes")
 
 
-def _stored_dtype(path: Path) -> torch.dtype:
+def _stored_dtype(path: Path, stored: dict[str, StoredTensor]) -> torch.dtype:
     raw = read_json(path / "config.json")
     name = raw.get("dtype") or raw.get("torch_dtype")
     if name is None:
-        stored = _stored_tensors(path)
         embedding = stored.get("model.embed_tokens.weight") or stored.get("patch_embedding.weight")
         return DTYPES.get(embedding.dtype if embedding else "", torch.float32)
     known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}

@@ -30,7 +30,8 @@ def from_nemotron_h_keys(raw: dict, file: Path) -> dict:
     raw = {ours.get(key, key): value for key, value in raw.items()}
     layers = raw.pop("layers_block_type", None)
     if layers is not None:
-        unknown = [layer for layer in layers if layer not in LETTERS]
+        layers = layers if isinstance(layers, list) else [layers]
+        unknown = [layer for layer in layers if not isinstance(layer, str) or layer not in LETTERS]
         if unknown:
             raise InputError(f"{file}: layers_block_type has {unknown[0]!r}, which is none of {', '.join(LETTERS)}")
         raw["layer_pattern"] = "".join(LETTERS[layer] for layer in layers)

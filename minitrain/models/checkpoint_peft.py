@@ -21,19 +21,21 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import all_of
 from minitrain.models.config_hf import read_json
 from minitrain.models.decoder import Decoder
-from minitrain.models.layouts_hf import interleave
+from minitrain.models.layouts_hf import FLOATS, interleave
 from minitrain.models.lora import Lora, add_adapters, check_targets, is_adapter, is_meant, names_stack
 from minitrain.models.mamba import by_group, by_part
+from minitrain.models.tensor_files import open_tensors, read_headers
 from minitrain.models.wan import Wan, WanConfig
 
+LARGEST_RANK = 1 << 16
+TARGETS = ("target_modules", "target_parameters")  # keys of adapter_config.json
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 VARIANTS = (
     "use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "use_qalora",
@@ -51,14 +53,20 @@ def read_adapter_config(path: str | Path) -> Lora:
         variants.append(f"init_lora_weights={start}")  # these change the base weights
     if raw.get("peft_type") != "LORA" or variants:
         raise InputError(f"{file}: only plain LoRA is supported, not {', '.join(variants) or raw.get('peft_type')}")
-    modules = raw.get("target_modules") or []
-    if not isinstance(modules, list):
-        raise InputError(f"{file}: target_modules must be a list of names, not the pattern {modules!r}")
-    targets = [target.removeprefix("mixer.") for target in (*modules, *(raw.get("target_parameters") or []))]
-    try:
-        return Lora(int(raw["r"]), float(raw["lora_alpha"]), rslora=bool(raw.get("use_rslora")), targets=targets)
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{file}: r and lora_alpha must be numbers ({error!r})") from None
+    targets = [target.removeprefix("mixer.") for key in TARGETS for target in _names(raw, key, file)]
+    rank, alpha = raw.get("r"), raw.get("lora_alpha")
+    if type(rank) is not int or not 1 <= rank <= LARGEST_RANK:
+        raise InputError(f"{file}: r={rank!r} must be a whole number from 1 to {LARGEST_RANK:,}")
+    if type(alpha) not in (int, float) or not abs(alpha) <= 1e9:  # nan is not
+        raise InputError(f"{file}: lora_alpha={alpha!r} must be a number")
+    return Lora(rank, float(alpha), rslora=bool(raw.get("use_rslora")), targets=targets)
+
+
+def _names(raw: dict, key: str, file: Path) -> list[str]:
+    names = raw.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"{file}: {key} must be a list of names, not {names!r}")
+    return names
 
 
 def load_adapter(model: nn.Module, path: str | Path) -> None:
@@ -90,22 +98,21 @@ def _fill(model: nn.Module, stored: dict[str, Tensor], owned: Callable) -> None:
 def _read_tensors(config, lora: Lora, path: Path) -> dict[str, Tensor]:
     """Every adapter's tensors by our names. config: the model's."""
     file, shapes = path / WEIGHTS, adapter_shapes(config, lora)
-    try:
-        stored = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{file} cannot be read as safetensors: {error}") from None
-    found = {}
+    headers, keys = read_headers(file), {}
     for name, shape in shapes.items():
         key, expected = stored_name(name, shapes, config), to_stored(name, torch.empty(shape, device="meta"), config)
-        if key not in stored:
+        if key not in headers:
             raise InputError(f"{file}: tensor {key} of shape {list(expected.shape)} is missing")
-        if stored[key].shape != expected.shape:
-            shapes = f"{list(stored[key].shape)}, expected {list(expected.shape)}"
-            raise InputError(f"{file}: tensor {key} has shape {shapes}")
-        found[name] = from_stored(name, stored.pop(key), shape, config)
-    if stored:
-        raise InputError(f"{file}: tensor {next(iter(stored))} has no place in the model")
-    return found
+        stored, dtype = headers.pop(key)
+        if stored != expected.shape:
+            raise InputError(f"{file}: tensor {key} has shape {list(stored)}, expected {list(expected.shape)}")
+        if dtype not in FLOATS:
+            raise InputError(f"{file}: tensor {key} is stored as {dtype}, expected one of {', '.join(FLOATS)}")
+        keys[name] = key
+    if headers:
+        raise InputError(f"{file}: tensor {next(iter(headers))} has no place in the model")
+    with open_tensors(file) as contents:
+        return {name: from_stored(name, contents.get_tensor(key), shapes[name], config) for name, key in keys.items()}
 
 
 def adapter_shapes(config, lora: Lora) -> dict[str, torch.Size]:

@@ -183,13 +183,13 @@ def _whole(raw: dict, key: str, file: Path) -> int:
 
 def _eps(raw: dict, file: Path) -> float:
     eps = raw.get("eps", 1e-6)
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not eps > 0:
-        raise InputError(f"{file}: eps={eps!r} must be a number above 0")
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps <= 1:
+        raise InputError(f"{file}: eps={eps!r} must be a number above 0, and at most 1")
     return float(eps)
 
 
 def _patch(raw: dict, file: Path) -> tuple[int, ...]:
     patch = raw.get("patch_size", [1, 2, 2])
-    if not isinstance(patch, list) or not all(isinstance(p, int) for p in patch):
+    if not isinstance(patch, list) or not all(type(p) is int for p in patch):
         raise InputError(f"{file}: patch_size={patch!r} must be a list of three whole numbers")
     return tuple(patch)

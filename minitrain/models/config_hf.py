@@ -184,7 +184,7 @@ def read_json(file: Path) -> dict:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise InputError(f"{file}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
-    except (OSError, UnicodeDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or a number of 4,300 digits
         raise InputError(f"{file} cannot be read: {error}") from None
     if not isinstance(raw, dict):
         raise InputError(f"{file}: must hold a JSON object, not a {type(raw).__name__}")
@@ -284,6 +284,8 @@ def _number(raw: dict, key: str, file: Path, kind: type = int, default: Any = No
         raise InputError(f"{file}: key {key} is missing")
     if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
         raise InputError(f"{file}: {key}={value!r} must be a {'whole ' if kind is int else ''}number")
+    if not abs(value) <= 1 << 63:  # nan is not
+        raise InputError(f"{file}: {key}={value!r} must be finite, and fit 64 bits")
     return kind(value)
 
 

@@ -8,10 +8,16 @@ from dataclasses import dataclass
 
 from minitrain.errors import InputError
 from minitrain.models.layers import MLPS, NORMS
+from minitrain.models.limits import check_size
 from minitrain.models.mamba import MambaShape
 from minitrain.models.moe import EXPERT_MLPS
 
 POSITIONS = ("rotary", "learned", "none")
+LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+ROPE_SCALINGS = {  # what each kind must have
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {"factor", "original_max_position_embeddings"},
+}
 PARTS = {  # what a layer consists of, by its letter in a pattern
     "M": ("mamba", None),
     "*": ("attention", None),
@@ -84,8 +90,15 @@ class DecoderConfig:
         for field in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_attention_heads",
                       "num_key_value_heads", "head_dim", "max_position_embeddings", "mamba_num_heads",
                       "mamba_head_dim", "mamba_n_groups", "ssm_state_size", "conv_kernel", "mamba_chunk_size"):
-            if getattr(self, field) < 1:
-                raise InputError(f"model.{field}={getattr(self, field)} must be at least 1")
+            check_size(field, getattr(self, field))
+        for field in ("moe_intermediate_size", "shared_expert_intermediate_size", "moe_latent_size", "num_experts",
+                      "sliding_window", *LATENT):  # fmt: skip
+            check_size(field, getattr(self, field), least=0)
+        for field in ("norm_eps", "initializer_range", "time_step_min"):
+            if getattr(self, field) < 0:
+                raise InputError(f"model.{field}={getattr(self, field)} must be at least 0")
+        if self.rope_theta <= 1:
+            raise InputError(f"model.rope_theta={self.rope_theta} must be above 1")
         if self.num_attention_heads % self.num_key_value_heads:
             raise InputError(
                 f"model.num_key_value_heads={self.num_key_value_heads} does not divide "
@@ -106,21 +119,24 @@ class DecoderConfig:
         self._check_pattern()
 
     def _check_rope_scaling(self):
-        needed = {
-            "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-            "yarn": {"factor", "original_max_position_embeddings"},
-        }
-        kind = (self.rope_scaling or {}).get("rope_type")
-        if self.rope_scaling is not None and (kind not in needed or needed[kind] - self.rope_scaling.keys()):
-            wanted = " or ".join(f"rope_type {kind} and {', '.join(sorted(keys))}" for kind, keys in needed.items())
+        if self.rope_scaling is None:
+            return
+        given = dict(self.rope_scaling)
+        kind, _ = given.pop("rope_type", None), given.pop("truncate", None)
+        if not isinstance(kind, str) or kind not in ROPE_SCALINGS or ROPE_SCALINGS[kind] - given.keys():
+            wanted = " or ".join(f"rope_type {kind} and {', '.join(sorted(x))}" for kind, x in ROPE_SCALINGS.items())
             raise InputError(f"model.rope_scaling={self.rope_scaling} is not supported: it must have {wanted}")
+        for key, value in given.items():
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not 0 <= value <= 1e9 or (value == 0 and not str(key).startswith("mscale")):
+                raise InputError(f"model.rope_scaling.{key}={value!r} must be a number above 0")
+        if kind == "llama3" and given["low_freq_factor"] >= given["high_freq_factor"]:
+            raise InputError(f"model.rope_scaling={self.rope_scaling}: low_freq_factor must be below high_freq_factor")
 
     def _check_latent_attention(self):
-        if self.sliding_window < 0:
-            raise InputError(f"model.sliding_window={self.sliding_window} must be at least 0")
         if not self.kv_lora_rank:
             return
-        for field in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        for field in LATENT:
             if getattr(self, field) < 1:
                 raise InputError(f"model.{field}={getattr(self, field)} must be at least 1 in latent attention")
         if self.qk_rope_head_dim % 2:
@@ -133,8 +149,6 @@ class DecoderConfig:
 
     def _check_experts(self):
         experts, chosen = self.num_experts, self.num_experts_per_tok
-        if experts < 0:
-            raise InputError(f"model.num_experts={experts} must be at least 0")
         if experts == 0:
             return
         if not 1 <= chosen <= experts:
@@ -147,8 +161,7 @@ class DecoderConfig:
             raise InputError(f"model.scoring_func={self.scoring_func!r} is not one of softmax, sigmoid")
         if self.mlp not in MLPS and self.first_k_dense_replace:
             raise InputError(f"model.mlp={self.mlp} is for experts only: it needs first_k_dense_replace=0")
-        for field in ("first_k_dense_replace", "shared_expert_intermediate_size", "bias_update_speed",
-                      "router_aux_loss_coef"):  # fmt: skip
+        for field in ("first_k_dense_replace", "bias_update_speed", "router_aux_loss_coef"):
             if getattr(self, field) < 0:
                 raise InputError(f"model.{field}={getattr(self, field)} must be at least 0")
         self._check_groups()
@@ -189,8 +202,6 @@ class DecoderConfig:
             raise InputError(
                 f"model.mamba_n_groups={self.mamba_n_groups} does not divide mamba_num_heads={self.mamba_num_heads}"
             )
-        if self.time_step_min < 0:
-            raise InputError(f"model.time_step_min={self.time_step_min} must be at least 0")
 
     @property
     def rotary_dim(self) -> int:

@@ -91,7 +91,8 @@ class Fp8Product(torch.autograd.Function):
         grad8, grad_inverse = quantize(grad, E5M2)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = scaled_mm(grad8, column_major(weight8), grad_inverse, weight_inverse, ctx.dtypes[0], ctx.fast)
+            weight8 = column_major(not_before(grad_inverse, weight8))
+            dx = scaled_mm(grad8, weight8, grad_inverse, weight_inverse, ctx.dtypes[0], ctx.fast)
         if ctx.needs_input_grad[1]:
             tokens = len(x8) + -len(x8) % ALIGNMENT
             x8, grad8 = pad_rows(x8, tokens), pad_rows(grad8, tokens)
@@ -106,6 +107,14 @@ def scaled_mm(a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype:
 
 def column_major(x: Tensor) -> Tensor:
     return x.t().contiguous().t()
+
+
+def not_before(grad_inverse: Tensor, x8: Tensor) -> Tensor:
+    """x8 as it is, but known only once a gradient's inverse scale is, which is never negative.
+
+    Else the compiler transposes weights in the forward pass and keeps the copies, for every micro-batch.
+    """
+    return (x8.view(torch.uint8) + (grad_inverse < 0).to(torch.uint8)).view(x8.dtype)
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:

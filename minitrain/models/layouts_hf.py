@@ -11,6 +11,7 @@ always unquantised: one parameter becomes one or several stored tensors.
     mlp.experts.down_proj [e]       ....w2                         ....down_proj                       transposed
 """  # noqa: E501
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
@@ -101,9 +102,9 @@ def to_stored(name: str, tensor: Tensor, family: str, mamba: MambaShape | None =
 
 def is_ignored(key: str, family: str, num_layers: int, tied: bool) -> bool:
     """Stored tensors without a place here: multi-token prediction (layers after the last), old tables, a tied head."""
-    parts = key.split(".")
-    predicts_more = family == "deepseek_v3" and parts[1] == "layers" and int(parts[2]) >= num_layers
-    predicts_more |= family == "nemotron_h" and parts[0] == "mtp"
+    layer = re.match(r"model\.layers\.(\d{1,9})\.", key) if family == "deepseek_v3" else None
+    predicts_more = bool(layer) and int(layer[1]) >= num_layers
+    predicts_more |= family == "nemotron_h" and key.startswith("mtp.")
     return predicts_more or key.endswith(".rotary_emb.inv_freq") or (tied and key == "lm_head.weight")
 
 

@@ -178,7 +178,9 @@ class AttachLoss(torch.autograd.Function):
 
 
 @torch.no_grad()
-def update_selection_bias(model: nn.Module, speed: float, sum_load: Callable[[Tensor], Tensor] = lambda load: load):
+def update_selection_bias(
+    model: nn.Module, speed: float | Tensor, sum_load: Callable[[Tensor], Tensor] = lambda load: load
+):
     """After an optimizer step: bias += speed x sign(mean load - load) in every sigmoid router (DeepSeek-V3, 2.1.2).
 
     sum_load: [routers, experts] -> the same, summed over all ranks that saw other tokens.

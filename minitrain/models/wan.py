@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from minitrain.errors import InputError
 from minitrain.models.attention import Mask, attention, make_mask
 from minitrain.models.layers import KeepsFP32
+from minitrain.models.limits import check_size
 from minitrain.models.video import (
     Pack,
     make_pack,
@@ -58,15 +59,18 @@ class WanConfig:
         sizes = ("num_attention_heads", "attention_head_dim", "ffn_dim", "num_layers", "in_channels", "out_channels",
                  "text_dim", "freq_dim")  # fmt: skip
         for field in sizes:
-            if getattr(self, field) < 1:
-                raise InputError(f"model.{field}={getattr(self, field)} must be at least 1")
+            check_size(field, getattr(self, field))
+        check_size("dim", self.dim)
         for field in ("attention_head_dim", "freq_dim"):
             if getattr(self, field) % 2:
                 raise InputError(f"model.{field}={getattr(self, field)} must be even")
-        if len(self.patch_size) != 3 or min(self.patch_size) < 1:
-            raise InputError(f"model.patch_size={list(self.patch_size)} must be three numbers of at least 1")
-        if self.image_dim is not None and self.image_dim < 1:
-            raise InputError(f"model.image_dim={self.image_dim} must be at least 1, or null for text-to-video")
+        if len(self.patch_size) != 3 or not all(1 <= size <= 256 for size in self.patch_size):
+            raise InputError(f"model.patch_size={list(self.patch_size)} must be three numbers from 1 to 256")
+        if self.image_dim is not None:
+            check_size("image_dim", self.image_dim)
+        for field in ("eps", "embedder_std"):
+            if getattr(self, field) < 0:
+                raise InputError(f"model.{field}={getattr(self, field)} must be at least 0")
 
     @property
     def dim(self) -> int:

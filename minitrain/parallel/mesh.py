@@ -9,13 +9,17 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public name for it
 
-from minitrain.config import Config
+from minitrain import watch
+from minitrain.agreement import check_same, code_digests, flatten
+from minitrain.config import Config, to_dict
 from minitrain.config_checks import check_layout
+from minitrain.determinism import be_deterministic
 from minitrain.errors import InputError
 
 
@@ -54,21 +58,38 @@ def pick_device(setting: str) -> torch.device:
 def start(config: Config) -> Meshes:
     """Join the process group (NCCL on GPUs, gloo on CPUs) and arrange its ranks.
 
-    Raises InputError when the ranks cannot be laid out so; no group has started then.
+    Raises InputError when the ranks cannot be laid out so; no group has started then. And one that is the same on all
+    ranks if they have not the same config and code.
     """
     check_layout(config, world_size())
     device = pick_device(config.device)
+    if config.deterministic:
+        be_deterministic()
+    if config.profile.memory and device.type != "cuda":
+        raise InputError("profile.memory=true records the memory of a GPU, and this run is on the CPU (use false)")
     if config.parallel.async_tp and device.type != "cuda":
         raise InputError("parallel.async_tp=true needs CUDA devices, and this run is on the CPU (use false)")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         if config.precision == "fp8" and torch.cuda.get_device_capability() < (8, 9):
             raise InputError(f"precision=fp8 needs FP8 units, which {torch.cuda.get_device_name()} lacks (use bf16)")
-    if not dist.is_initialized():
+    if begins := not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         alone = {} if "WORLD_SIZE" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-        dist.init_process_group(backend, timeout=timedelta(minutes=10), **alone)
-    return build_meshes(config, device.type)
+        dist.init_process_group(backend, timeout=timedelta(minutes=10), **alone)  # to find each other
+        watch.begin()
+    if dist.get_world_size() > 1:
+        check_same({"config": flatten(to_dict(config)), "code": code_digests()})
+    meshes = build_meshes(config, device.type)
+    if begins:
+        wait_at_most(config.timeout_s)
+    return meshes
+
+
+def wait_at_most(seconds: float) -> None:
+    """Set the time-out of all groups that there are; made later, they have gloo's own, half an hour."""
+    for group in c10d._world.pg_map:  # no public name, neither for the groups nor for their time-out
+        c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def build_meshes(config: Config, device_type: str) -> Meshes:

@@ -10,6 +10,7 @@ from minitrain.rollout.sampling import Choice, choose
 from minitrain.rollout.scheduler import Sample
 from minitrain.training.loss import Part
 
+WORTH = 512  # shared tokens that need not be read again, per group: below, a group costs more than it saves
 FILLING = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)  # of rows that only fill up
 
 # One kernel per number of rows and kind of layer. What is not compiled ignores a BlockMask's lists: better to fail.
@@ -74,6 +75,8 @@ class Batch:
             caches.buffer_shape = max(rows, self.rows), max(room, 2 * (longest + steps))
             caches.row_owners = {}
         self.step.longest = longest
+        self.step.shared, groups = shared_beginnings(samples, self.sampler.settings.page_size)
+        self.step.groups = [torch.tensor(group) for group in groups]
         self.step.gathered = []
         for row, sample in enumerate(samples):
             if caches.row_owners.get(row) != (sample, sample.cached):
@@ -106,7 +109,7 @@ class Batch:
         if isinstance(weight, DTensor):
             mesh, weight = weight.device_mesh, weight.to_local()
             part = Part(mesh.get_local_rank() * len(weight), mesh.get_group())
-        logits = self.sampler.weights.product(hidden[0], weight)
+        logits = self.sampler.weights.product(self.sampler.model, hidden[0], weight)
         tokens, logprobs = choose(logits, self.choice, self.positions + 1, part)
         self.new_tokens.index_copy_(0, self.turn, tokens[None])
         self.new_logprobs.index_copy_(0, self.turn, logprobs[None])
@@ -145,6 +148,28 @@ class Batch:
                 tensor.copy_(value)
             self.captured[kind] = graph
         return self.captured[kind]
+
+
+def shared_beginnings(samples: list[Sample], page_size: int) -> tuple[int, list[list[int]]]:
+    """The rows of samples that begin with the same pages, and how many tokens all have in common with their group.
+
+    (0, []) where it is not worth it.
+    """
+    groups: dict[int, list[int]] = {}
+    for row, sample in enumerate(samples):
+        groups.setdefault(sample.pages[0], []).append(row)
+    if len(groups) == len(samples):
+        return 0, []
+    pages = min(common_pages([samples[row] for row in rows], page_size) for rows in groups.values())
+    shared = pages * page_size
+    return (shared, list(groups.values())) if shared * (len(samples) - len(groups)) >= WORTH * len(groups) else (0, [])
+
+
+def common_pages(samples: list[Sample], page_size: int) -> int:
+    """How many full pages the samples begin with alike."""
+    first, full = samples[0].pages, min(sample.cached for sample in samples) // page_size
+    different = (i for i in range(full) if any(sample.pages[i] != first[i] for sample in samples[1:]))
+    return next(different, full)
 
 
 def put(target: Tensor, numbers: list) -> None:

@@ -13,7 +13,8 @@ Prompts are attended to one by one with scaled_dot_product_attention. For decodi
     CUDA     FlexAttention on the pool itself: each sample's block list names its pages (`PageMask`). The lists are
              tensors that change in place, so nothing is compiled or built again as samples grow, come and go
     CPU      each sample's pages are gathered once, when it gets a row, into a buffer that then grows with it, and one
-             batched matrix product serves all rows
+             batched matrix product serves all rows; what the samples of a long prompt have in common, which is most of
+             what there is to read, is read once for all of them
 
 Pools are allocated when the first keys come, in their type and with this rank's heads.
 """
@@ -69,7 +70,9 @@ class DecodingStep:
     """A forward pass over one token of each of `rows` samples, in buffers that stay where they are.
 
     positions: int64 [rows], of the tokens. table: int64 [rows, width], each sample's pages. slots: int64 [rows].
-    gathered: the rows that the CPU's buffers do not hold yet, as (row, pages, how many tokens).
+    Of use on the CPU only: gathered: the rows that its buffers do not hold yet, as (row, pages, how many tokens).
+    longest: tokens of the longest sample, known on the host. groups: int64 rows of each group whose samples have their
+    first `shared` tokens in common; a sample that has none in common with others is a group of its own.
     """
 
     def __init__(self, positions: Tensor, table: Tensor, slots: Tensor, page_size: int, pool_pages: int):
@@ -78,7 +81,8 @@ class DecodingStep:
         self.masks: dict[int | None, PageMask] = {}
         self.every_row = torch.arange(len(positions), device=positions.device)
         self.gathered: list[tuple[int, Tensor, int]] = []
-        self.longest = 0  # tokens of the longest sample, known on the host; of use on the CPU only
+        self.longest = self.shared = 0
+        self.groups: list[Tensor] = []
 
     def begin(self) -> None:
         """From the positions, where everything is. To be called before each forward pass; runs on the device alone."""
@@ -107,21 +111,21 @@ class DecodingStep:
 
 
 class PageMask:
-    """A BlockMask over the pool whose lists are a sample's pages: those seen in full, and up to two seen in part.
+    """A BlockMask over the pool whose list is a sample's pages, from where its window begins to its own token.
 
-    In part: the last page, up to the sample's own token, and with a window the page where the window begins.
+    All are listed as seen in part, though most are seen in full: a kernel that finds two kinds of pages divides the
+    pool's length among the blocks that share a sample, and not the sample's, so that one block would do all its work.
     """
 
     def __init__(self, step: DecodingStep, window: int | None):
         self.window, rows, device = window, len(step.positions), step.positions.device
-        # torch's kernel for the CPU wants lists as long as the pool
+        # torch's kernel for the CPU wants a list as long as the pool
         width = step.pool_pages if device.type == "cpu" else step.table.shape[1]
 
         def numbers(*shape):
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self.full_count, self.full = numbers(rows, 1, 1), numbers(rows, 1, 1, width)
-        self.part_count, self.part = numbers(rows, 1, 1), numbers(rows, 1, 1, width)
+        self.count, self.pages = numbers(rows, 1, 1), numbers(rows, 1, 1, width)
         self.tail, self.end, self.head, self.start = (numbers(rows) for _ in range(4))
         size = step.page_size
 
@@ -131,7 +135,7 @@ class PageMask:
             return seen & ((page != self.head[row]) | (offset >= self.start[row]))
 
         self.blocks = BlockMask.from_kv_blocks(
-            self.part_count, self.part, self.full_count, self.full, (size, size), allows,
+            self.count, self.pages, BLOCK_SIZE=(size, size), mask_mod=allows,
             seq_lengths=(1, step.pool_pages * size), compute_q_blocks=False,
         )  # fmt: skip
 
@@ -140,18 +144,13 @@ class PageMask:
         last = step.positions // size
         begin = torch.zeros_like(last) if self.window is None else (step.positions - self.window + 1).clamp(min=0)
         first = begin // size
-        cut = begin % size != 0  # does the window begin within a page?
         self.tail.copy_(step.page)
         self.end.copy_(step.positions % size + 1)
-        self.head.copy_(torch.where(cut, step.table.gather(1, first[:, None])[:, 0], -1))
+        self.head.copy_(step.table.gather(1, first[:, None])[:, 0])
         self.start.copy_(begin % size)
-        self.part[:, 0, 0, 0].copy_(step.page)
-        self.part[:, 0, 0, 1:2].copy_(step.table.gather(1, first[:, None]))
-        self.part_count[:, 0, 0].copy_(1 + (cut & (first < last)))
-        whole = first + cut  # the first page seen in full
-        columns = (torch.arange(width, device=last.device) + whole[:, None]).clamp(max=width - 1)
-        self.full[:, 0, 0, :width].copy_(step.table.gather(1, columns))
-        self.full_count[:, 0, 0].copy_((last - whole).clamp(min=0))
+        columns = (torch.arange(width, device=last.device) + first[:, None]).clamp(max=width - 1)
+        self.pages[:, 0, 0, :width].copy_(step.table.gather(1, columns))
+        self.count[:, 0, 0].copy_(last - first + 1)
 
 
 class Layer:
@@ -222,12 +221,11 @@ class Keys(Layer):
         self._gather(step, rows)
         for buffer, x in zip(self.rows, new, strict=True):
             buffer[step.every_row, :, step.positions] = x.transpose(0, 1)
-        seen = [buffer[:rows].flatten(0, 1)[:, : step.longest] for buffer in self.rows]
-        keys, values = seen[0], seen[0][..., :v] if isinstance(v, int) else seen[1]
-        q = q[0].transpose(0, 1).reshape(rows * heads, -1, q.shape[3])  # [rows x kv_heads, heads of a group, head_dim]
-        bias, scale = step.bias(self.window, heads, q.dtype), q.shape[-1] ** -0.5
-        scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=scale)
-        out = softmax(scores, sinks, heads).to(values.dtype) @ values
+        keys = self.rows[0][:rows]
+        values = keys[..., :v] if isinstance(v, int) else self.rows[1][:rows]
+        q = q[0].transpose(0, 1).reshape(rows, heads, -1, q.shape[3])  # [rows, kv_heads, heads of a group, head_dim]
+        scores = scores_of_rows(q, keys, step.bias(self.window, heads, q.dtype), step)
+        out = sums_of_rows(softmax(scores, sinks, heads).to(values.dtype), values, step)
         return out.view(rows, -1, out.shape[-1]).transpose(0, 1)[None]
 
     def _gather(self, step: DecodingStep, rows: int) -> None:
@@ -242,6 +240,35 @@ class Keys(Layer):
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         for pool in self.pools:
             pool[target] = pool[source]
+
+
+def scores_of_rows(q: Tensor, keys: Tensor, bias: Tensor, step: DecodingStep) -> Tensor:
+    """q k^T / sqrt(head_dim) + bias: [rows x kv_heads, heads of a group, longest].
+
+    q: [rows, kv_heads, heads of a group, head_dim]; keys: [rows, kv_heads, capacity, head_dim].
+    """
+    shared, scale = step.shared, q.shape[-1] ** -0.5
+    own = keys.flatten(0, 1)[:, shared : step.longest].transpose(1, 2)
+    own = torch.baddbmm(bias[..., shared:], q.flatten(0, 1), own, alpha=scale)
+    if not shared:
+        return own
+    common = q.new_zeros(*q.shape[:3], shared)
+    for group in step.groups:
+        products = q[group].transpose(0, 1).flatten(1, 2) @ keys[group[0], :, :shared].transpose(1, 2)
+        common[group] = products.unflatten(1, (len(group), -1)).transpose(0, 1)
+    return torch.cat([torch.add(bias[..., :shared], common.flatten(0, 1), alpha=scale), own], dim=-1)
+
+
+def sums_of_rows(weights: Tensor, values: Tensor, step: DecodingStep) -> Tensor:
+    """The values of a row, weighted: [rows x kv_heads, heads of a group, head_dim]. Shapes as above."""
+    shared = step.shared
+    out = weights[..., shared:] @ values.flatten(0, 1)[:, shared : step.longest]
+    if shared:
+        rows, weights = out.unflatten(0, values.shape[:2]), weights.unflatten(0, values.shape[:2])[..., :shared]
+        for group in step.groups:
+            sums = weights[group].transpose(0, 1).flatten(1, 2) @ values[group[0], :, :shared]
+            rows[group] += sums.unflatten(1, (len(group), -1)).transpose(0, 1)
+    return out
 
 
 def softmax(scores: Tensor, sinks: Tensor | None, kv_heads: int) -> Tensor:

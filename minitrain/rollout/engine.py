@@ -11,7 +11,8 @@ looks at what was produced. Samples that ended in between have produced too much
 
 Tensor parallel: every rank of the group calls the same methods in the same order; schedules are equal by construction,
 tokens because all see the same candidates. A row is padded to a multiple of the ranks, as sequence parallelism wants.
-Left out: pipeline parallel, speculative decoding, and graphs of FSDP-sharded models, whose weights must be gathered.
+With expert parallelism over the same ranks, tokens travel to the experts and back. Left out: pipeline parallel,
+speculative decoding, and graphs of steps in which the host must wait for the device (`waits_for_device`).
 """
 
 import os
@@ -21,11 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from minitrain.config import Rollout
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
+from minitrain.models.moe import MoE
 from minitrain.rollout.batch import Batch
 from minitrain.rollout.caches import Caches, Piece, Step
 from minitrain.rollout.pages import Pages
@@ -48,6 +50,7 @@ class Sampler:
             raise InputError(f"rollout.page_size={self.settings.page_size} must be a multiple of 128 on CUDA")
         self.steps = self.settings.steps or (16 if self.device.type == "cuda" else 1)
         self.scheduler: Scheduler | None = None
+        self.page_count = 0  # of the pool, from when it is first allocated
 
     # ------------------------------------------------------------------------------------------------------ requests
 
@@ -66,8 +69,7 @@ class Sampler:
             for number, pair in enumerate(zip(prompts, each, strict=True)):
                 requests.append(self.submit(*pair, number=number * alike))
         except InputError:
-            for sample in [sample for request in requests for sample in request]:
-                self.cancel(sample)
+            self.cancel(*(sample for request in requests for sample in request))
             raise
         with self.weights.in_use():
             while self.scheduler is not None and self.scheduler.busy:
@@ -98,9 +100,10 @@ class Sampler:
         with self.weights.in_use():
             return self._step()
 
-    def cancel(self, sample: Sample) -> None:
-        """End a sample between two steps; it keeps what it has produced."""
-        self.scheduler.cancel(sample)
+    def cancel(self, *samples: Sample) -> None:
+        """End some samples, or with `*submit(...)` all of a request, between two steps; they keep what they produced."""
+        for sample in samples:
+            self.scheduler.cancel(sample)
 
     @property
     def busy(self) -> bool:
@@ -193,7 +196,8 @@ class Sampler:
     def _allocate(self) -> None:
         settings, hybrid = self.settings, "M" in self.config.layer_pattern
         size, longest = settings.page_size, self.config.max_position_embeddings
-        pages = Pages(settings.pages or self._default_pages(), size)
+        self.page_count = settings.pages or self._page_count()
+        pages = Pages(self.page_count, size)
         self.scheduler = Scheduler(pages, settings.slots, settings.chunk, self.steps, reuse=not hybrid)
         # behind the samples' and the waiting trunk's states, one for rows that only fill up
         self.caches = Caches(self.config, pages.count, size, settings.slots + 2)
@@ -207,25 +211,50 @@ class Sampler:
         rows = min(1 << (samples - 1).bit_length(), self.settings.slots)
         rows = -(-rows // split) * split
         if rows not in self.batches:
-            graphs = self.device.type == "cuda" and not isinstance(self.model, FSDPModule)
-            self.batches[rows] = Batch(self, rows, graphs)
+            self.batches[rows] = Batch(self, rows, self.device.type == "cuda" and not waits_for_device(self.model))
         return self.batches[rows]
 
-    def _default_pages(self) -> int:
-        """As many as fit into the share of the free memory, but no more than all slots could fill."""
-        config, split = self.config, self.model.sequence_split
+    def _page_count(self) -> int:
+        """As before if so many fit: kernels are compiled for a pool's size. Else what fits into the share of memory.
+
+        But no more than all slots could fill.
+        """
+        if self.page_count and self._fitting_pages(1.0) >= self.page_count:
+            return self.page_count
+        most = self.settings.slots * -(-self.config.max_position_embeddings // self.settings.page_size)
+        return max(1, min(most, self._fitting_pages(self.settings.memory)))
+
+    def _fitting_pages(self, share: float) -> int:
+        """How many pages fit into this share of the free memory, on all ranks that step together."""
+        config = self.config
         width = config.kv_lora_rank + config.qk_rope_head_dim
         if not config.kv_lora_rank:
-            width = 2 * config.num_key_value_heads * config.head_dim // split
+            width = 2 * config.num_key_value_heads * config.head_dim // self.model.sequence_split
         layers = sum(config.parts(layer)[0] == "attention" for layer in range(config.num_layers))
         page = self.settings.page_size * width * layers * self.model.head_weight.dtype.itemsize
-        most = self.settings.slots * -(-config.max_position_embeddings // self.settings.page_size)
-        pages = torch.tensor(min(most, int(self.settings.memory * free_memory(self.device) / max(page, 1))))
-        if isinstance(self.model.head_weight, DTensor):  # ranks that step together need the same pool
+        pages = torch.tensor(int(share * free_memory(self.device) / max(page, 1)))
+        if isinstance(self.model.head_weight, DTensor):
             pages, mesh = pages.to(self.device), self.model.head_weight.device_mesh
             for dimension in range(mesh.ndim):
                 dist.all_reduce(pages, dist.ReduceOp.MIN, mesh.get_group(dimension))
-        return max(1, int(pages))
+        return int(pages)
+
+
+def waits_for_device(model: Decoder) -> bool:
+    """Must the host know in each step what it cannot know beforehand? Then no graph can replay the step.
+
+    Of layers that FSDP gathers; of experts that are split over ranks, how many tokens come; and of grouped products
+    outside of torch's fast kernel (bf16, from compute capability 9.0 on), how many rows each expert has.
+    """
+    if isinstance(model, FSDPModule):
+        return True
+    stacks = [block.mlp.experts.down_proj for block in model.blocks if isinstance(block.mlp, MoE)]
+    split = any(isinstance(stack, DTensor) and stack.placements[-1] == Shard(0) for stack in stacks)
+    return split or not all(stack.dtype == torch.bfloat16 and capability(stack) >= (9, 0) for stack in stacks)
+
+
+def capability(tensor: Tensor) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(tensor.device)
 
 
 def drop_hidden(hidden: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:

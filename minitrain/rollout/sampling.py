@@ -88,10 +88,10 @@ def _mix_int(x: int) -> int:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """int32, in place. Shifts bring in copies of the sign: two inputs give one output, which is never below 0."""
+    """int32, in place; its shifts bring in copies of the sign, which are masked off."""
     for shift, factor in _ROUNDS:
-        x.bitwise_xor_(x >> shift).mul_(factor)
-    return x.bitwise_xor_(x >> 16)
+        x.bitwise_xor_((x >> shift).bitwise_and_((1 << 32 - shift) - 1)).mul_(factor)
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
 @cache
@@ -105,13 +105,14 @@ def token_keys(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def waiting_times(keys: Tensor, first: int, size: int) -> Tensor:
-    """Exponential random numbers times -1, fp32 [rows, size], for ids first, first + 1, ... keys: see `token_keys`.
+    """Exponential random numbers, fp32 [rows, size], for ids first, first + 1, ... keys: see `token_keys`.
 
     The least of them divided by the probabilities falls on a token with just its probability: that is the Gumbel-max
     trick, with one logarithm less.
     """
-    bits = _mix(keys[:, None] ^ _vocabulary(first, size, keys.device))
-    return bits.float().mul_(-(2.0**-31)).sub_(2.0**-32).log1p_()  # exact for small numbers, which win
+    bits = _mix(keys[:, None] ^ _vocabulary(first, size, keys.device)).bitwise_and_(0x7FFFFFFF)
+    uniform = bits.float().add_(0.5).mul_(2.0**-31)
+    return uniform.neg_().log1p_().neg_()  # exact for small numbers, which win
 
 
 @dataclass
@@ -148,10 +149,10 @@ def choose(logits: Tensor, choice: Choice, positions: Tensor, part: Part) -> tup
     total = weights.sum(-1, keepdim=True)
     if choice.noisy:
         race = divide_by_waiting_times(weights, token_keys(choice.keys, positions), part.first)
-        best = first_least(race)
-        score = race.gather(1, best).neg_().log() + peak
+        best = first_largest(race)
+        score = race.gather(1, best).log() + peak
     if choice.greedy:
-        likeliest = first_least(-logits)
+        likeliest = first_largest(logits)
         best = torch.where(greedy[:, None], likeliest, best) if choice.noisy else likeliest
         score = torch.where(greedy[:, None], peak, score) if choice.noisy else peak
     if part.group is None:
@@ -168,14 +169,15 @@ def divide_by_waiting_times(weights: Tensor, keys: Tensor, first: int) -> Tensor
     return weights
 
 
-def first_least(x: Tensor) -> Tensor:
-    """x.argmin(-1, keepdim=True) of a matrix, in two stages: on the CPU 10 times as fast."""
-    if x.shape[1] % 64:
-        return x.argmin(-1, keepdim=True)
-    blocks = x.unflatten(1, (-1, 64))
-    block = blocks.amin(-1).argmin(-1)
-    inside = blocks[torch.arange(len(x), device=x.device), block].argmin(-1)
-    return (block * 64 + inside)[:, None]
+def first_largest(x: Tensor) -> Tensor:
+    """x.argmax(-1, keepdim=True) of a matrix; on the CPU, where argmax is slow and amax is not, in two stages."""
+    block = 64
+    if x.device.type != "cpu" or x.shape[1] % block:
+        return x.argmax(-1, keepdim=True)
+    blocks = x.unflatten(1, (-1, block))
+    first = blocks.amax(-1).argmax(-1)
+    inside = blocks[torch.arange(len(x)), first].argmax(-1)
+    return (first * block + inside)[:, None]
 
 
 def _best_of_parts(mine: Tensor, part: Part) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 
 
 class Weights:
@@ -21,7 +21,9 @@ class Weights:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.packed: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the weight: it and its copy
+        # FSDP gathers a layer's weights and frees them: a copy of each would undo that
+        self.packs = torch.backends.mkldnn.is_available() and not isinstance(model, FSDPModule)
+        self.packed: dict[nn.Module, Tensor] = {}  # by whose weight it is a copy of
 
     def refresh(self) -> None:
         """The weights have changed."""
@@ -30,12 +32,12 @@ class Weights:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         compiled = {block: block._compiled_call_impl for block in self.model.blocks}  # there is no public switch
-        linears = [module for module in self.model.modules() if type(module) is nn.Linear and can_pack(module)]
+        linears = [module for module in self.model.modules() if type(module) is nn.Linear and is_plain(module)]
         try:
             for block in compiled:
                 block._compiled_call_impl = None
             for linear in linears:
-                linear.forward = partial(self.product, weight=linear.weight, bias=linear.bias)
+                linear.forward = partial(self.linear, linear)
             yield
         finally:
             for block, call in compiled.items():
@@ -43,21 +45,19 @@ class Weights:
             for linear in linears:
                 del linear.forward
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """F.linear, from the packed copy if there can be one."""
-        found = self.packed.get(id(weight))
-        if found is None:
-            if not is_packable(weight):
-                return F.linear(x, weight, bias)
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())  # there is no public name
-            found = self.packed[id(weight)] = weight, packed
-        return torch.ops.mkldnn._linear_pointwise(x, found[1], bias, "none", [], "")
+    def linear(self, module: nn.Linear, x: Tensor) -> Tensor:
+        """In place of the module's forward. Its parameters are asked for now: tensor parallelism makes them anew."""
+        return self.product(module, x, module.weight, module.bias)
+
+    def product(self, owner: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """F.linear with `owner`'s weight, from the packed copy if there can be one."""
+        if not self.packs or weight.device.type != "cpu" or weight.dtype != torch.float32:
+            return F.linear(x, weight, bias)
+        if owner not in self.packed:
+            self.packed[owner] = torch.ops.mkldnn._reorder_linear_weight(weight.detach())  # there is no public name
+        return torch.ops.mkldnn._linear_pointwise.default(x, self.packed[owner], bias, "none", [], "")
 
 
-def can_pack(linear: nn.Linear) -> bool:
-    return "forward" not in linear.__dict__ and is_packable(linear.weight)
-
-
-def is_packable(weight: Tensor) -> bool:
-    plain = not isinstance(weight, DTensor) and weight.device.type == "cpu" and weight.dtype == torch.float32
-    return plain and torch.backends.mkldnn.is_available()
+def is_plain(linear: nn.Linear) -> bool:
+    """Is its forward nn.Linear's own? Adapters have another."""
+    return "forward" not in linear.__dict__

@@ -58,7 +58,12 @@ class AdamW(torch.optim.Optimizer):
                 self.update(pieces, group)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self.state[parameter]["step"] += 1
+                    self.state[parameter]["step"] += 1 if self.skip is None else 1 - self.skip
+
+    @property
+    def skip(self) -> Tensor | None:
+        """1 on the device where this update is to be left out: what `update_weights` tells all optimizers."""
+        return getattr(self, "found_inf", None)
 
     def pieces(self, group: dict) -> Iterator[Piece]:
         """This rank's part of all parameters of a group that have gradients."""
@@ -87,7 +92,7 @@ class AdamW(torch.optim.Optimizer):
         adamw(
             weights, gradients, averages, squares, [], [piece.step.clone() for piece in pieces], fused=True,
             amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"],
-            eps=group["eps"], maximize=False,
+            eps=group["eps"], maximize=False, found_inf=self.skip,
         )  # fmt: skip
         for piece, *updated in zip(pieces, weights, averages, squares, strict=True):
             for key, value in zip(("weight", "exp_avg", "exp_avg_sq"), updated, strict=True):

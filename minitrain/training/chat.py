@@ -156,7 +156,10 @@ def read_messages(record: dict[str, Any], where: str) -> list[Message]:
     """
     for key in ("messages", "conversations"):
         if key in record:
-            return read_turns(record[key], f"{where}: {key!r}")
+            turns = read_turns(record[key], f"{where}: {key!r}")
+            if not any(turn.role == "assistant" for turn in turns):
+                raise InputError(f"{where}: {key!r} has no message of the assistant, so nothing to learn")
+            return turns
     if "context" in record and "answers" in record:
         return read_squad(record, where)
     keys = [next((key for key in names if key in record), None) for names in (PROMPTS, RESPONSES)]
@@ -165,25 +168,34 @@ def read_messages(record: dict[str, Any], where: str) -> list[Message]:
             f"{where}: neither 'messages', nor 'context', 'question' and 'answers', nor a prompt (one of "
             f"{', '.join(PROMPTS)}) with a response (one of {', '.join(RESPONSES)})"
         )
-    prompt, response = (text_of(record, key, where) for key in keys)
+    prompt, response = (words_of(record, key, where) for key in keys)
     if keys[0] == "instruction" and record.get("input"):
         prompt += "\n" + text_of(record, "input", where)
     return [Message("user", prompt), Message("assistant", response)]
 
 
 def read_turns(turns: Any, where: str) -> list[Message]:
+    """The messages of a list of objects; all but the system's must say something."""
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise InputError(f"{where} must be a list of objects with 'role' and 'content'")
     messages = []
     for number, turn in enumerate(turns):
         names = ("from", "value") if "from" in turn else ("role", "content")
-        role, content = (text_of(turn, name, f"{where}[{number}]") for name in names)
-        messages.append(Message(ROLES.get(role, role), content))
-        if messages[-1].role not in ("system", "user", "assistant"):
-            raise InputError(f"{where}[{number}]: the role {role!r} is not system, user or assistant")
-    if not any(message.role == "assistant" for message in messages):
-        raise InputError(f"{where} has no message of the assistant, so nothing to learn")
+        given = text_of(turn, names[0], f"{where}[{number}]")
+        role = ROLES.get(given, given)
+        if role not in ("system", "user", "assistant"):
+            raise InputError(f"{where}[{number}]: the role {given!r} is not system, user or assistant")
+        read = text_of if role == "system" else words_of
+        messages.append(Message(role, read(turn, names[1], f"{where}[{number}]")))
     return messages
+
+
+def words_of(record: dict[str, Any], key: str, where: str) -> str:
+    """As `text_of`, of text that must not be blank."""
+    text = text_of(record, key, where)
+    if not text.strip():
+        raise InputError(f"{where}: {key!r} is empty")
+    return text
 
 
 def read_squad(record: dict[str, Any], where: str) -> list[Message]:
@@ -192,7 +204,7 @@ def read_squad(record: dict[str, Any], where: str) -> list[Message]:
     texts = answers.get("text") if isinstance(answers, dict) else answers
     first = texts[0] if isinstance(texts, list) and texts else None
     answer = first.get("text") if isinstance(first, dict) else first
-    if not isinstance(answer, str):
+    if not isinstance(answer, str) or not answer.strip():
         raise InputError(f"{where}: 'answers' must hold a text, as in SQuAD 1.1: {{'text': ['...']}}")
     context, question = (text_of(record, key, where) for key in ("context", "question"))
     return [Message("user", f"Context: {context} Question: {question} Answer:"), Message("assistant", answer)]

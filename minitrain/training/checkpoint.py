@@ -2,9 +2,9 @@
 
 A checkpoint is a folder `step-00000100` that all ranks see. Each rank writes the parts of weights and optimizer state
 that it holds, through torch.distributed.checkpoint (DCP), which can read them back into any other layout; `extra.json`
-holds what is no tensor. The folder is called `step-00000100.tmp` until all of it is on disk, so whatever has its final
-name is complete, and a kill at any moment leaves the one before. DCP's index of the parts, `.metadata`, is a pickle; it
-is read by an unpickler that admits nothing but the index, so a checkpoint cannot run code.
+holds what is no tensor, and describes the files. The folder is called `step-00000100.tmp` until all of it is on disk, so
+whatever has its final name is complete, and a kill at any moment leaves the one before. Before one is loaded, its files
+are compared with what was written (checkpoint_files.py): where one is damaged, the checkpoint before it is taken.
 
 Not stored: learning rates, data position and random state, which are functions of the config and the step; and frozen
 weights, beside which adapters are trained, but for a digest that tells whether they are still the same.
@@ -12,9 +12,8 @@ weights, beside which adapters are trained, but for a digest that tells whether 
 
 import hashlib
 import json
-import os
-import pickle
 import shutil
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -25,13 +24,29 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from minitrain.errors import InputError
 from minitrain.parallel.mesh import whole
+from minitrain.training.checkpoint_files import (
+    INDEX,
+    IndexedReader,
+    Writer,
+    clean,
+    complete_steps,
+    find_damage,
+    first_failure,
+    make_empty,
+    measure,
+    read_description,
+    remove,
+    set_aside,
+    sync_folder,
+    write_description,
+)
 
 Saved = dict[str, TensorStorageMetadata]  # what a checkpoint's index says of each tensor: its shape and dtype
 
@@ -51,6 +66,7 @@ class Checkpointer:
         # the thread's own: training uses the default group meanwhile
         self.group = dist.new_group(backend="gloo") if group is None else group
         self.leads = dist.get_rank() == 0
+        self.share = self.group.rank(), self.group.size()
         self.thread = ThreadPoolExecutor(1) if asynchronous else None
         self.pending: Future | None = None
         self.bases: WeakKeyDictionary[Module, str] = WeakKeyDictionary()
@@ -80,16 +96,18 @@ class Checkpointer:
             pending.result()
 
     def load(self, model: Module, optimizer: Optimizer) -> dict | None:
-        """Fill model and optimizer from the newest complete checkpoint; returns its `extra`, or None if there is none.
+        """Fill model and optimizer from the newest whole checkpoint; returns its `extra`, or None if there is none.
 
-        Raises InputError if the checkpoint is of another model or optimizer, with nothing changed, or is damaged.
+        Damaged ones that are newer get a line on stderr each and the name `step-00000100.damaged`.
+        Raises InputError if that checkpoint is of another model or optimizer, with nothing changed, or all are damaged.
         """
         self.wait()
-        step = self._gather(self.latest())[0]
+        step = self._newest_whole()
         if step is None:
             return None
         folder = self._path(step)
-        reader, about = self._together(lambda: (IndexedReader(folder), read_json(folder / "extra.json")))
+        about = self._together(lambda: read_description(folder))
+        reader = self._together(lambda: IndexedReader(folder, about["files"]))
         weights = changing(model)
         names = set().union(*self._gather(list(weights)))  # a rank of a pipeline has only some
         self._together(lambda: check_weights(folder, reader.index.state_dict_metadata, weights, names))
@@ -102,20 +120,54 @@ class Checkpointer:
             raise InputError(f"checkpoint {folder} cannot be read: {first_failure(error)}") from error
         return about["extra"]
 
+    def _newest_whole(self) -> int | None:
+        """The newest step whose files are what was written, each rank looking at its share of them; None: no steps.
+
+        Damaged ones keep their names if none is whole: a restart must not take that for a run that has not begun.
+        """
+        damaged = {}
+        for step in reversed(self._gather(complete_steps(self.folder))[0]):
+            problem = self._together(lambda folder=self._path(step): find_damage(folder, *self.share))
+            problems = [problem for problem in self._gather(problem) if problem]
+            if not problems:
+                self._together(lambda: self.leads and self._set_aside(damaged))
+                return step
+            damaged[step] = problems[0]
+        if damaged:
+            told = "; ".join(f"{self._path(step).name}: {problem}" for step, problem in damaged.items())
+            raise InputError(f"no checkpoint in {self.folder} is whole: {told}")
+        return None
+
+    def _set_aside(self, damaged: dict[int, str]) -> None:
+        for step, problem in damaged.items():
+            aside = set_aside(self._path(step))
+            print(f"warning: checkpoint {self._path(step)} is damaged: {problem} (now {aside.name})", file=sys.stderr)
+
     def _write(self, step: int, tensors: dict[str, Tensor], about: dict) -> None:
         temporary = self._path(step).with_suffix(".tmp")
-        self._together(lambda: self.leads and make_empty(temporary))
-        # With a single thread DCP would put its copies on a CUDA stream, of whatever device this thread may have.
-        writer = dcp.FileSystemWriter(temporary, thread_count=2)
+        try:
+            self._together(lambda: self.leads and make_empty(temporary))
+            files = self._write_parts(temporary, tensors)
+            self._together(lambda: self.leads and self._publish(step, temporary, about | {"files": files}))
+        except OSError:
+            if self.leads:
+                shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the space
+            raise
+
+    def _write_parts(self, folder: Path, tensors: dict[str, Tensor]) -> dict[str, list[int]]:
+        """Write all ranks' tensors; returns size and checksum of each file, taken by the rank that wrote it."""
+        writer = Writer(folder)
         try:
             dcp.save(tensors, storage_writer=writer, process_group=self.group)
         except dcp.CheckpointException as error:
-            raise OSError(f"checkpoint {temporary} cannot be written: {first_failure(error)}") from error
-        self._together(lambda: self.leads and self._publish(step, temporary, about))
+            raise OSError(f"checkpoint {folder} cannot be written: {first_failure(error)}") from error
+        names = [*writer.files, INDEX] if self.leads else writer.files
+        sums = self._together(lambda: {name: measure(folder / name) for name in names})
+        return {name: value for each in self._gather(sums) for name, value in each.items()}
 
     def _publish(self, step: int, temporary: Path, about: dict) -> None:
         """Give a complete folder its final name, then remove checkpoints that are no longer kept."""
-        write_json(temporary / "extra.json", about)
+        write_description(temporary, about)
         sync_folder(temporary)
         final = self._path(step)
         if final.exists():
@@ -215,16 +267,22 @@ def prepare_optimizer(optimizer: Optimizer, model: Module, saved: Saved) -> dict
 
 
 def check_weights(folder: Path, saved: Saved, weights: dict[str, Tensor], names: set[str]) -> None:
-    """Raises InputError if a checkpoint's weights are not exactly `weights`, or, on all ranks together, `names`."""
+    """Raises InputError if a checkpoint's weights are not exactly `weights`, or, on all ranks together, `names`.
+
+    Or if an optimizer's state is neither like its weight nor a number, and would take who knows how much memory.
+    """
     problem = f"checkpoint {folder} does not fit the model:"
     for name, tensor in weights.items():
         if name not in saved:
             raise InputError(f"{problem} it has no {name}, which is {list(tensor.shape)} in the model")
         if saved[name].size != tensor.shape:
             raise InputError(f"{problem} {name} is {list(saved[name].size)}, and {list(tensor.shape)} in the model")
-    for name in saved:
-        if "/" not in name and name not in names:
-            raise InputError(f"{problem} it has {name} {list(saved[name].size)}, which the model has not")
+    for entry, stored in saved.items():
+        name, _, key = entry.partition("/")
+        if not key and name not in names:
+            raise InputError(f"{problem} it has {name} {list(stored.size)}, which the model has not")
+        if key and name in weights and stored.size not in (weights[name].shape, torch.Size()):
+            raise InputError(f"{problem} its {entry} is {list(stored.size)}, and {name} {list(weights[name].shape)}")
 
 
 def check_optimizer(folder: Path, saved: str, optimizer: Optimizer) -> None:
@@ -237,110 +295,3 @@ def check_base(folder: Path, saved: str, own: str) -> None:
     """Raises InputError if a checkpoint's adapters were trained beside other frozen weights."""
     if saved != own:
         raise InputError(f"checkpoint {folder} was trained over another base model (use that one, or another out_dir)")
-
-
-# ----------------------------------------------------------------------------------------------------------- reading
-
-
-class IndexedReader(dcp.FileSystemReader):
-    """DCP's reader, with `.metadata` read once and by the strict unpickler. Raises InputError if that is damaged."""
-
-    def __init__(self, folder: Path):
-        super().__init__(folder)
-        self.index = read_index(folder / ".metadata")
-
-    def read_metadata(self, *args, **kwargs) -> Metadata:
-        return self.index
-
-
-DCP = "torch.distributed.checkpoint."
-ADMITTED = {
-    *((DCP + "metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata",
-                                            "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING")),
-    (DCP + "filesystem", "_StorageInfo"), ("torch", "Size"), ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"),
-}  # fmt: skip
-
-
-class IndexUnpickler(pickle.Unpickler):
-    """Admits what an index of tensors consists of; not BytesStorageMetadata, which DCP would go and unpickle."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
-        if is_dtype or (module, name) in ADMITTED:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place there")
-
-
-def read_index(file: Path) -> Metadata:
-    """DCP's index of a checkpoint; raises InputError for anything else."""
-    try:
-        with file.open("rb") as stream:
-            index = IndexUnpickler(stream).load()
-        if not isinstance(index, Metadata):
-            raise TypeError(f"it holds a {type(index).__name__}")
-    except Exception as error:  # a damaged pickle can raise nearly anything
-        raise InputError(f"{file} is not the index of a checkpoint: {error}") from error
-    return index
-
-
-def read_json(file: Path) -> dict:
-    """What `write_json` wrote; raises InputError for anything else."""
-    try:
-        about = json.loads(file.read_text(encoding="utf-8"))
-        return {key: about[key] for key in ("optimizer", "base", "extra")}
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise InputError(f"{file} is not the description of a checkpoint: {error!r}") from error
-
-
-def first_failure(error: dcp.CheckpointException) -> str:
-    """One line on what went wrong on the first rank that failed."""
-    rank, (cause, _) = next(iter(error.failures.items()))
-    return f"{cause!r} on rank {rank}".replace("\n", " ")
-
-
-# ----------------------------------------------------------------------------------------------------------- folders
-
-
-def complete_steps(folder: Path) -> list[int]:
-    """The steps of all complete checkpoints, ascending."""
-    numbers = [path.name.removeprefix("step-") for path in folder.glob("step-*")]
-    return sorted(int(number) for number in numbers if number.isdecimal())
-
-
-def clean(folder: Path) -> None:
-    """Make the folder, or remove what a killed run left in it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("step-*.old"):
-        if not old.with_suffix("").exists():
-            old.replace(old.with_suffix(""))
-    for leftover in [*folder.glob("step-*.tmp"), *folder.glob("step-*.old")]:
-        shutil.rmtree(leftover)
-
-
-def make_empty(folder: Path) -> None:
-    """An empty folder, whatever was there."""
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir()
-
-
-def remove(folder: Path) -> None:
-    """Delete a checkpoint, which is never half gone under its final name."""
-    shutil.rmtree(folder.replace(folder.with_suffix(".tmp")))
-
-
-def write_json(file: Path, value: Any) -> None:
-    with file.open("w", encoding="utf-8") as stream:
-        json.dump(value, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut, as fsync does for a file's content."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,8 +2,12 @@
 
 Documents are tokenised, each ended by eos, laid end to end, and cut into rows of seq_len. A row numbers its documents,
 so that attention stays inside each, and positions restart with them. An epoch visits every row once, in an order that
-is computed for one row at a time (`shuffled`) and never stored. Token files are memory-mapped: any size opens at once.
-Left out: streaming from a network, mixing sources by weight, and packing that avoids cutting documents.
+is computed for one row at a time (`shuffled`) and never stored. Token files are read row by row: any size opens at
+once. Left out: streaming from a network, mixing sources by weight, and packing that avoids cutting documents.
+
+What is unusable is an error, or with data.on_error=skip left out and counted. Text and JSONL are read whole before the
+first step, and so is checked all of them. Of token files at most CHECKED tokens are looked at before the first step,
+spread evenly, and every row again when it is needed; skipping them means reading all of them once, to know which.
 """
 
 import fnmatch
@@ -14,10 +18,11 @@ import os
 import sysconfig
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +32,8 @@ from minitrain.config import Data
 from minitrain.errors import InputError
 from minitrain.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
 from minitrain.training.loss import IGNORE
+
+CHECKED = 1 << 21  # tokens of token files that are looked at before training
 
 
 def open_data(data: Data, seq_len: int, vocab_size: int, seed: int) -> tuple["Mock | Packed", "Mock | Packed | None"]:
@@ -77,23 +84,39 @@ class Mock:
 
 
 class Packed:
-    """Rows cut from `shards`, each with `tokens` [n] and `read(start, length)`; no row spans two shards.
+    """Rows cut from `shards`, each with a length in tokens, `read` and `origin(start, length)`; no row spans two.
 
-    What is left at the end of a shard, fewer than seq_len tokens, is not used.
+    What is left at the end of a shard, fewer than seq_len tokens, is not used. usable: the numbers of the rows to use,
+    for each shard; by default all. about: what the log should say of the data.
     """
 
-    def __init__(self, shards: list, seq_len: int, seed: int, bytes_per_token: float | None = None):
+    def __init__(
+        self, shards: list, seq_len: int, seed: int, bytes_per_token: float | None = None,
+        usable: list[Sequence[int]] | None = None, about: str = "",
+    ):  # fmt: skip
         self.shards, self.seq_len, self.seed, self.bytes_per_token = shards, seq_len, seed, bytes_per_token
-        self.firsts = list(accumulate((len(shard.tokens) // seq_len for shard in shards), initial=0))
+        self.usable = usable or [range(len(shard) // seq_len) for shard in shards]
+        self.firsts = list(accumulate(map(len, self.usable), initial=0))
+        self.about = about
 
     def __len__(self) -> int:
         return self.firsts[-1]
 
     def row(self, n: int) -> dict[str, Tensor]:
+        shard, start = self.place(n)
+        return pack(*shard.read(start, self.seq_len))
+
+    def origin(self, n: int) -> str:
+        """Where row n comes from, for humans."""
+        shard, start = self.place(n)
+        return shard.origin(start, self.seq_len)
+
+    def place(self, n: int) -> tuple[Any, int]:
+        """The shard that row n is cut from, and its first token there."""
         epoch, index = divmod(int(n), len(self))
         number = shuffled(index, len(self), self.seed, epoch)
         shard = bisect_right(self.firsts, number) - 1
-        return pack(*self.shards[shard].read((number - self.firsts[shard]) * self.seq_len, self.seq_len))
+        return self.shards[shard], int(self.usable[shard][number - self.firsts[shard]]) * self.seq_len
 
 
 def pack(window: np.ndarray, ends: np.ndarray) -> dict[str, Tensor]:
@@ -146,12 +169,20 @@ class Corpus:
     ends: np.ndarray
     sizes: np.ndarray
 
+    def __len__(self) -> int:
+        return len(self.tokens)
+
     def read(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
         """tokens [length + 1] from `start` on ([length] at the very end), and bool [length]: which end a document."""
         first, last = np.searchsorted(self.ends, (start, start + length))
         ends = np.zeros(length, bool)
         ends[self.ends[first:last] - start] = True
         return self.tokens[start : start + length + 1], ends
+
+    def origin(self, start: int, length: int) -> str:
+        """The documents that these tokens are of, counted as they were kept."""
+        first, last = np.searchsorted(self.ends, (start, start + length - 1)) + 1
+        return f"document {first}" if first == last else f"documents {first} to {last}"
 
     def select(self, chosen: np.ndarray) -> "Corpus":
         """The documents where bool `chosen` [documents] is true."""
@@ -183,16 +214,16 @@ def _open_documents(
     data: Data, files: list[Path], seq_len: int, vocab_size: int, seed: int
 ) -> tuple[Packed, Packed | None]:
     tokenizer = fitting_tokenizer(data.tokenizer, vocab_size)
-    read = read_text if data.kind == "text" else lambda file: read_jsonl(file, data.field)
-    documents = (text for file in files for text in read(file))
+    skips = Skips(data.on_error == "skip")
+    documents = read_texts(files, skips) if data.kind == "text" else read_jsonl(files, text_at(data.field), skips)
     if not data.validation:
-        return _cut(tokenize(documents, tokenizer), seq_len, seed, f"data.path={data.path}"), None
+        return _cut(tokenize(documents, tokenizer), seq_len, seed, f"data.path={data.path}", skips), None
     lone, documents = split_lone(documents, data.validation)
     corpus = tokenize(documents, tokenizer)
     count = len(corpus.ends)
     held = np.array([False, True]) if lone and count == 2 else hold_out(count, data.validation, seed)
-    train = _cut(corpus.select(~held), seq_len, seed, f"data.path={data.path} without validation")
-    return train, _cut(corpus.select(held), seq_len, seed, f"data.validation={data.validation}")
+    train = _cut(corpus.select(~held), seq_len, seed, f"data.path={data.path} without validation", skips)
+    return train, _cut(corpus.select(held), seq_len, seed, f"data.validation={data.validation}", skips)
 
 
 def fitting_tokenizer(name: str, vocab_size: int) -> ByteTokenizer | HuggingFaceTokenizer:
@@ -200,15 +231,18 @@ def fitting_tokenizer(name: str, vocab_size: int) -> ByteTokenizer | HuggingFace
     tokenizer = load_tokenizer(name)
     if vocab_size < tokenizer.vocab_size:
         raise InputError(f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}")
+    if tokenizer.eos_id is not None and not 0 <= tokenizer.eos_id < vocab_size:
+        raise InputError(f"data.tokenizer={name}: eos is token {tokenizer.eos_id}, outside model.vocab_size={vocab_size}")
     return tokenizer
 
 
-def _cut(corpus: Corpus, seq_len: int, seed: int, what: str) -> Packed:
+def _cut(corpus: Corpus, seq_len: int, seed: int, what: str, skips: "Skips") -> Packed:
+    note = f" ({skips.note})" if skips.count else ""
     if not corpus.predicted:
-        raise InputError(f"{what} holds no token to predict")
-    if len(corpus.tokens) < seq_len:
-        raise InputError(f"{what} holds {len(corpus.tokens)} tokens, less than one row of batch.seq_len={seq_len}")
-    return Packed([corpus], seq_len, seed, corpus.sizes.sum().item() / corpus.predicted)
+        raise InputError(f"{what} holds no token to predict{note}")
+    if len(corpus) < seq_len:
+        raise InputError(f"{what} holds {len(corpus)} tokens, less than one row of batch.seq_len={seq_len}{note}")
+    return Packed([corpus], seq_len, seed, corpus.sizes.sum().item() / corpus.predicted, about=skips.note)
 
 
 def split_lone(documents: Iterator[str], share: float) -> tuple[bool, Iterator[str]]:
@@ -230,43 +264,102 @@ def hold_out(documents: int, share: float, seed: int) -> np.ndarray:
     return held
 
 
-def read_text(file: Path) -> Iterator[str]:
-    """A file as one document."""
+@dataclass
+class Skips:
+    """What becomes of unusable data: the error that says what is wrong, or if `allowed` it is left out and counted.
+
+    Files that cannot be opened are errors in any case.
+    """
+
+    allowed: bool = False
+    count: int = 0
+    first: str = ""
+
+    def read(self, function: Callable, *arguments) -> Any:
+        """function(*arguments), or None if that raised InputError and was counted."""
+        try:
+            return function(*arguments)
+        except InputError as error:
+            if not self.allowed:
+                raise
+            self.count += 1
+            self.first = self.first or str(error)
+            return None
+
+    @property
+    def note(self) -> str:
+        return f"{self.count:,} skipped, the first: {self.first}" if self.count else ""
+
+
+def read_texts(files: list[Path], skips: Skips) -> Iterator[str]:
+    """Each file as one document. Empty ones are usable: trees of source files have many."""
+    for file in files:
+        try:
+            raw = file.read_bytes()
+        except OSError as error:
+            raise InputError(f"{file} cannot be read: {error.strerror}") from error
+        text = skips.read(_decode, raw, file)
+        if text is not None:
+            yield text
+
+
+def _decode(raw: bytes, file: Path) -> str:
     try:
-        yield file.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror}") from error
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{file} is not UTF-8 at byte {error.start} (data.exclude leaves files out)") from error
 
 
-def read_jsonl(file: Path, field: str) -> Iterator[str]:
-    """The text at key `field` of every line that is not blank."""
-    for where, record in read_objects(file):
-        if field not in record:
-            raise InputError(f"{where}: no key {field!r} (data.field names the key that holds the text)")
-        yield text_of(record, field, where)
+def read_jsonl(files: list[Path], parse: Callable[[dict, str], Any], skips: Skips) -> Iterator[Any]:
+    """parse(object, FILE:LINE) for every line that is not blank. A file without any is not usable."""
+    for file in files:
+        empty = True
+        for where, line in _numbered_lines(file):
+            empty = False
+            value = skips.read(_parse_line, line, where, parse)
+            if value is not None:
+                yield value
+        if empty:
+            skips.read(_refuse_empty, file)
 
 
-def read_objects(file: Path) -> Iterator[tuple[str, dict]]:
-    """Every line of a JSONL file that is not blank: its place, as FILE:LINE for messages, and its JSON object."""
+def _numbered_lines(file: Path) -> Iterator[tuple[str, bytes]]:
     try:
         with open(file, "rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield f"{file}:{number}", _parse_line(line, f"{file}:{number}")
+                    yield f"{file}:{number}", line
     except OSError as error:
         raise InputError(f"{file} cannot be read: {error.strerror}") from error
 
 
-def _parse_line(line: bytes, where: str) -> dict:
+def _parse_line(line: bytes, where: str, parse: Callable[[dict, str], Any]) -> Any:
     try:
-        tree = json.loads(line.decode("utf-8"))
+        tree = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(tree, dict):
         raise InputError(f"{where}: must be a JSON object, not {type(tree).__name__}")
-    return tree
+    return parse(tree, where)
+
+
+def _refuse_constant(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
+
+
+def _refuse_empty(file: Path) -> None:
+    raise InputError(f"{file} is empty")
+
+
+def text_at(field: str) -> Callable[[dict, str], str]:
+    """What reads the text at key `field` of a line."""
+
+    def read(record: dict, where: str) -> str:
+        if field not in record:
+            raise InputError(f"{where}: no key {field!r} (data.field names the key that holds the text)")
+        return text_of(record, field, where)
+
+    return read
 
 
 def text_of(record: dict, key: str, where: str) -> str:
@@ -286,22 +379,58 @@ def text_of(record: dict, key: str, where: str) -> str:
 
 @dataclass
 class TokenFile:
-    """A memory-mapped run of tokens [n] from index `offset` of a file on. document_end: the id that ends one, or -1."""
+    """Tokens [n] of a file, read when they are needed. document_end: the id that ends a document, or -1.
+
+    They are not memory-mapped: if a mapped file shrinks, reading it kills the process.
+    """
 
     file: Path
-    offset: int
-    tokens: np.ndarray
+    dtype: np.dtype
+    offset: int  # in bytes, of the file's first token
+    first: int  # token of the file
+    stop: int
     vocab_size: int
     document_end: int
+    stamp: tuple[int, int]  # of the file when it was opened
+
+    def __len__(self) -> int:
+        return self.stop - self.first
 
     def read(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """As Corpus.read; a token outside the vocabulary is an InputError."""
-        window = np.array(self.tokens[start : start + length + 1])
+        """As Corpus.read; a token outside the vocabulary is an InputError, and so is a file that has changed."""
+        place = self.first + start
+        window = self._load(place, min(length + 1, self.stop - place))
         wrong = np.flatnonzero((window < 0) | (window >= self.vocab_size))
         if len(wrong):
-            place = f"{self.file} holds {window[wrong[0]]} at token {self.offset + start + wrong[0]}"
-            raise InputError(f"{place}, outside the vocabulary of model.vocab_size={self.vocab_size}")
+            where = f"{self.file} holds {window[wrong[0]]} at token {place + wrong[0]}"
+            raise InputError(f"{where}, outside the vocabulary of model.vocab_size={self.vocab_size}")
         return window, window[:length] == self.document_end
+
+    def origin(self, start: int, length: int) -> str:
+        return f"{self.file} tokens {self.first + start} to {self.first + start + length - 1}"
+
+    def _load(self, place: int, count: int) -> np.ndarray:
+        size = self.dtype.itemsize
+        try:
+            with open(self.file, "rb", buffering=0) as file:
+                check_unchanged(self.file, file.fileno(), self.stamp)
+                raw = os.pread(file.fileno(), count * size, self.offset + place * size)
+        except OSError as error:
+            raise InputError(f"{self.file} cannot be read: {error.strerror}") from error
+        if len(raw) < count * size:
+            raise InputError(f"{self.file} ends before token {place + count}, which it had when the run began")
+        return np.frombuffer(raw, self.dtype)
+
+
+def stamp_of(file: Path | int) -> tuple[int, int]:
+    """Size and time of the last change of a file, or of an open one by its number."""
+    about = os.stat(file)
+    return about.st_size, about.st_mtime_ns
+
+
+def check_unchanged(name: Path, file: Path | int, stamp: tuple[int, int]) -> None:
+    if stamp_of(file) != stamp:
+        raise InputError(f"{name} has changed since the run began: its rows are no longer those of the earlier steps")
 
 
 def _open_token_files(
@@ -311,23 +440,40 @@ def _open_token_files(
     end = -1 if data.document_end is None else data.document_end
     if data.document_end is not None and not 0 <= end < vocab_size:
         raise InputError(f"data.document_end={end} is outside the vocabulary of model.vocab_size={vocab_size}")
-    train, held = [], []
+    skips, train, held = Skips(data.on_error == "skip"), [], []
     for file in files:
-        tokens = map_tokens(file, data.token_dtype)
-        cut = len(tokens) - seq_len * round(data.validation * (len(tokens) // seq_len))
-        train.append(TokenFile(file, 0, tokens[:cut], vocab_size, end))
-        held.append(TokenFile(file, cut, tokens[cut:], vocab_size, end))
-    sides = [Packed(shards, seq_len, seed) for shards in (train, held)]
+        found = skips.read(find_tokens, file, data.token_dtype)
+        if found is None:
+            continue
+        dtype, offset, count, stamp = found
+        cut = count - seq_len * round(data.validation * (count // seq_len))
+        for side, bounds in ((train, (0, cut)), (held, (cut, count))):
+            side.append(TokenFile(file, dtype, offset, *bounds, vocab_size, end, stamp))
+    sides = [_usable_rows(shards, seq_len, seed, skips) for shards in (train, held)]
+    note = f" ({skips.note})" if skips.count else ""
     if not len(sides[0]):
-        raise InputError(f"data.path={data.path} leaves no file with a row of batch.seq_len={seq_len} to train on")
+        raise InputError(f"data.path={data.path} leaves no file with a row of batch.seq_len={seq_len} to train on{note}")
     if data.validation and not len(sides[1]):
         raise InputError(f"data.validation={data.validation} holds out no row: no file has rows enough for that share")
+    sides[0].about = skips.note
     return sides[0], sides[1] if data.validation else None
 
 
-def map_tokens(file: Path, raw_dtype: str) -> np.ndarray:
-    """A .npy file, or any other as raw little-endian `raw_dtype`, memory-mapped: integers [n]. Nothing is read yet."""
+def _usable_rows(shards: list[TokenFile], seq_len: int, seed: int, skips: Skips) -> Packed:
+    """The rows without a token outside the vocabulary if those are to be skipped, else all, after looking at some."""
+    rows = [range(len(shard) // seq_len) for shard in shards]
+    step = 1 if skips.allowed else 1 + sum(map(len, rows)) * seq_len // CHECKED
+    checked = [
+        [n for n in numbers[::step] if skips.read(shard.read, n * seq_len, seq_len) is not None]
+        for shard, numbers in zip(shards, rows, strict=True)
+    ]
+    return Packed(shards, seq_len, seed, usable=[np.array(each, np.int64) for each in checked] if skips.allowed else rows)
+
+
+def find_tokens(file: Path, raw_dtype: str) -> tuple[np.dtype, int, int, tuple[int, int]]:
+    """Type, first byte and number of a file's tokens, and its stamp: of a .npy file, or else raw little-endian ones."""
     try:
+        stamp = stamp_of(file)
         if file.suffix == ".npy":
             tokens = np.lib.format.open_memmap(file, mode="r")
         else:
@@ -338,7 +484,7 @@ def map_tokens(file: Path, raw_dtype: str) -> np.ndarray:
         raise InputError(f"{file} does not hold tokens as {file.suffix or raw_dtype}: {error}") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise InputError(f"{file} must hold integers [n], not {tokens.dtype} {list(tokens.shape)}")
-    return np.asarray(tokens)  # still mapped, but sliced without the bookkeeping of np.memmap
+    return tokens.dtype, tokens.offset, len(tokens), stamp
 
 
 # --------------------------------------------------------------------------------------------------------------- files

@@ -152,6 +152,7 @@ class Noised:
 
     def __init__(self, dataset, settings: Diffusion, seed: int, held_out: bool = False):
         self.dataset, self.settings, self.seed, self.held_out = dataset, settings, seed, held_out
+        self.origin = getattr(dataset, "origin", None)  # of row n; None if it is made up
 
     def __len__(self) -> int:
         return len(self.dataset)

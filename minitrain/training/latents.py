@@ -5,6 +5,8 @@ Each file of the cache is one video: `latents` [channels, frames, height, width]
 [tokens, text_dim], the real tokens only; for image-to-video models also `condition` [more channels, frames, height,
 width] and `image` [tokens, image_dim]. Videos of one shape form a bucket, and a micro-batch comes from one bucket, or
 else is a pack: videos of all shapes in one sequence.
+Every file's header is checked before training, its values (are they finite?) when they are read; with
+data.on_error=skip all values before training, to know which files to leave out.
 `open_latents` chooses among these by the config. What is not here: the encoders, and pickled files, which could run any
 code.
 """
@@ -16,18 +18,19 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from minitrain.config import Config
 from minitrain.errors import InputError
+from minitrain.models.tensor_files import open_tensors, read_headers
 from minitrain.models.wan import WanConfig
-from minitrain.training.data import hold_out, shuffled
+from minitrain.training.data import Skips, check_unchanged, hold_out, shuffled, stamp_of
 from minitrain.training.flow import Diffusion, Noised, add_noise, generator
 from minitrain.training.packing import first_fit_decreasing
 from minitrain.training.shapes import ShapesWorld
 
+FLOATS = ("F64", "F32", "F16", "BF16")
 DIMENSIONS = {"latents": 4, "text": 2, "condition": 4, "image": 2}
 IMAGE_TOKENS = 257  # of CLIP's features of one image
 
@@ -40,18 +43,23 @@ def open_latents(config: Config) -> "tuple[Noised, Noised] | tuple[Packs, Packs]
     """
     data, model, seed = config.data, config.model.config, config.seed
     if data.kind == "latents":
-        caches = [LatentCache(data.path, data.text_tokens, config.batch.micro, seed, data.validation, held)
+        skips = Skips(data.on_error == "skip")
+        caches = [LatentCache(data.path, data.text_tokens, config.batch.micro, seed, data.validation, held, skips)
                   for held in (False, True)]  # fmt: skip
         for path, shapes in (pair for cache in caches for pair in cache.examples()):
             check_fit(shapes, config, str(path))
         if data.packed:
             settings = config.diffusion, config.batch.seq_len, model.patch_size, seed
-            return tuple(Packs(cache, *settings, held) for cache, held in zip(caches, (False, True), strict=True))
+            packs = [Packs(cache, *settings, held) for cache, held in zip(caches, (False, True), strict=True)]
+            packs[0].about = caches[0].about
+            return tuple(packs)
     else:
         videos = ShapesWorld(seed) if data.kind == "shapes" else MockLatents(mock_shapes(config), seed)
         check_fit({name: tuple(x.shape) for name, x in videos.row(0).items()}, config, f"data.kind={data.kind}")
         caches = [videos, videos]
-    return tuple(Noised(each, config.diffusion, seed, held) for each, held in zip(caches, (False, True), strict=True))
+    noised = [Noised(each, config.diffusion, seed, held) for each, held in zip(caches, (False, True), strict=True)]
+    noised[0].about = getattr(caches[0], "about", "")
+    return tuple(noised)
 
 
 def check_fit(shapes: dict[str, tuple[int, ...]], config: Config, where: str) -> None:
@@ -109,10 +117,14 @@ class LatentCache:
 
     def __init__(
         self, folder: str | Path, text_tokens: int, group: int, seed: int, validation: float = 0.0,
-        held_out: bool = False,
+        held_out: bool = False, skips: Skips | None = None,
     ):  # fmt: skip
         self.text_tokens, self.group, self.seed = text_tokens, group, seed
-        buckets = [files for _, files in sorted(find_buckets(Path(folder), text_tokens).items())]
+        skips = skips or Skips()
+        found = find_buckets(Path(folder), text_tokens, skips)
+        self.about = skips.note
+        buckets = [files for _, files in sorted(found.items())]
+        self.stamps = {file: stamp_of(file) for files in buckets for file in files}
         self.buckets = one_side(buckets, validation, held_out, seed) if validation else buckets
         self.firsts = list(accumulate((-(-len(files) // group) for files in self.buckets), initial=0))
 
@@ -121,13 +133,20 @@ class LatentCache:
 
     def row(self, n: int) -> dict[str, Tensor]:
         """fp32 latents and text [text_tokens, text_dim], and what else the file holds."""
+        return self.read(self.file(n))
+
+    def origin(self, n: int) -> str:
+        return str(self.file(n))
+
+    def file(self, n: int) -> Path:
+        """That of row n."""
         epoch, index = divmod(int(n), len(self))
         group, place = divmod(index, self.group)
         group = shuffled(group, self.firsts[-1], self.seed, epoch)
         bucket = bisect_right(self.firsts, group) - 1
         files = self.buckets[bucket]
         place = ((group - self.firsts[bucket]) * self.group + place) % len(files)
-        return self.read(files[shuffled(place, len(files), self.seed, epoch, bucket)])
+        return files[shuffled(place, len(files), self.seed, epoch, bucket)]
 
     def examples(self) -> list[tuple[Path, dict[str, tuple[int, ...]]]]:
         """A file of each bucket, and the shapes of what it holds."""
@@ -135,23 +154,24 @@ class LatentCache:
 
     def read(self, path: Path) -> dict[str, Tensor]:
         """One video, as in a row."""
-        with open_video(path) as file:
-            row = {key: file.get_tensor(key).float() for key in DIMENSIONS if key in file.keys()}  # noqa: SIM118
+        check_unchanged(path, path, self.stamps[path])
+        row = read_video(path)
         row["text"] = F.pad(row["text"], (0, 0, 0, self.text_tokens - len(row["text"])))
         return row
 
 
-def find_buckets(folder: Path, text_tokens: int) -> dict[tuple, list[Path]]:
+def find_buckets(folder: Path, text_tokens: int, skips: Skips) -> dict[tuple, list[Path]]:
     """The files by the shapes of what they hold, text apart; each file's header is read and checked."""
     buckets: dict[tuple, list[Path]] = {}
     for path in sorted(folder.glob("**/*.safetensors")):
-        shapes = read_shapes(path)
-        if shapes["text"][0] > text_tokens:
-            raise InputError(f"{path}: text has {shapes['text'][0]} tokens, more than the {text_tokens} of a row")
+        shapes = skips.read(read_usable, path, text_tokens, skips.allowed)
+        if shapes is None:
+            continue
         key = tuple((name, shape) for name, shape in shapes.items() if name != "text")
         buckets.setdefault((*key, shapes["text"][1]), []).append(path)
     if not buckets:
-        raise InputError(f"data.path={str(folder)!r} holds no .safetensors files of latents")
+        note = f" ({skips.note})" if skips.count else ""
+        raise InputError(f"data.path={str(folder)!r} holds no .safetensors files of latents{note}")
     if len({(key[-1], len(key)) for key in buckets}) > 1:
         raise InputError(f"data.path={str(folder)!r} mixes videos with different text_dim or different tensors")
     return buckets
@@ -164,24 +184,39 @@ def one_side(buckets: list[list[Path]], share: float, held_out: bool, seed: int)
     return [files for files in kept if files]
 
 
+def read_usable(path: Path, text_tokens: int, with_values: bool) -> dict[str, tuple[int, ...]]:
+    """`read_shapes` of a file whose text fits, and, if asked for, whose values are finite."""
+    shapes = read_shapes(path)
+    if shapes["text"][0] > text_tokens:
+        raise InputError(f"{path}: text has {shapes['text'][0]} tokens, more than the {text_tokens} of a row")
+    if with_values:
+        read_video(path)
+    return shapes
+
+
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    with open_video(path) as file:
-        names = [name for name in DIMENSIONS if name in file.keys()]  # noqa: SIM118
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    """Of what a file holds, from its header. Raises InputError for one that is no video."""
+    headers = read_headers(path)
+    shapes = {name: headers[name][0] for name in DIMENSIONS if name in headers}
     for name in ("latents", "text"):
         if name not in shapes:
             raise InputError(f"{path}: tensor {name} is missing")
     for name, shape in shapes.items():
         if len(shape) != DIMENSIONS[name] or 0 in shape:
             raise InputError(f"{path}: tensor {name} has shape {list(shape)}, expected {DIMENSIONS[name]} dimensions")
+        if headers[name][1] not in FLOATS:
+            raise InputError(f"{path}: tensor {name} is stored as {headers[name][1]}, not one of {', '.join(FLOATS)}")
     return shapes
 
 
-def open_video(path: Path) -> safe_open:
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{path} cannot be read as safetensors: {error}") from None
+def read_video(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file in fp32. Raises InputError for values that are not finite."""
+    with open_tensors(path) as file:
+        video = {name: file.get_tensor(name).float() for name in DIMENSIONS if name in file.keys()}  # noqa: SIM118
+    for name, tensor in video.items():
+        if not tensor.isfinite().all():
+            raise InputError(f"{path}: tensor {name} holds values that are not finite")
+    return video
 
 
 def save_video(path: str | Path, latents: Tensor, text: Tensor, **more: Tensor) -> None:
@@ -217,13 +252,20 @@ class Packs:
 
     def row(self, n: int) -> dict[str, list[Tensor] | Tensor]:
         """Lists of latents, noise and condition, and stacked sigma [videos], text and image [videos, tokens, dim]."""
-        epoch, index = divmod(int(n), len(self))
-        pack = self.packs[shuffled(index, len(self), self.seed, epoch)]
+        epoch, pack = self.pack(n)
         first = epoch * len(self.files)
         noise = self.settings, self.seed, self.held_out
         videos = [add_noise(self.cache.read(self.files[i]), first + i, *noise) for i in pack]
         lists = {key: [video[key] for video in videos] for key in videos[0]}
         return lists | {key: torch.stack(lists[key]) for key in ("sigma", "text", "image") if key in lists}
+
+    def origin(self, n: int) -> str:
+        return " and ".join(str(self.files[i]) for i in self.pack(n)[1])
+
+    def pack(self, n: int) -> tuple[int, list[int]]:
+        """The epoch of row n, and its videos."""
+        epoch, index = divmod(int(n), len(self))
+        return epoch, self.packs[shuffled(index, len(self), self.seed, epoch)]
 
     def collate(self, packs: list[dict]) -> dict[str, list[Tensor] | Tensor]:
         """Several packs as one longer."""

@@ -22,8 +22,9 @@ from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.tensor import check_overlap
 from minitrain.training.build import build_model, sum_over
 from minitrain.training.data import Mock, rows
+from minitrain.training.health import is_finite
 from minitrain.training.objectives import make_objective
-from minitrain.training.optim import clip_gradients, learning_rate, make_optimizer
+from minitrain.training.optim import clip_gradients, learning_rate, make_optimizer, update_weights
 
 
 class Trainer:
@@ -64,16 +65,20 @@ class Trainer:
         return self.update(self.micro_batches(dataset, step), step)
 
     def update(self, micro_batches: list[dict[str, Tensor]], step: int) -> dict[str, Tensor]:
-        """One optimizer step on this rank's micro-batches, at the learning rate of `step`."""
+        """One optimizer step on this rank's micro-batches, at the learning rate of `step`.
+
+        If loss or norm is not finite nothing changes, on any rank: all have the same loss and norm.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.config.steps, self.config.optim)
         torch.manual_seed(dropout_seed(self.config.seed, step, self.meshes))
         loss = forward_backward(self.model, self.objective, micro_batches, self.meshes, self.device)
         norm = clip_gradients(list(self.model.parameters()), self.config.optim.clip, self.meshes.pp)
-        self.optimizer.step()
+        finite = loss.isfinite() & norm.isfinite()
+        update_weights(self.optimizer, finite)
         self.optimizer.zero_grad(set_to_none=True)
         speed = getattr(self.config.model.config, "bias_update_speed", 0)  # Wan has no experts
-        update_selection_bias(self.model, speed, partial(sum_over, self.meshes.tokens))
+        update_selection_bias(self.model, speed * finite, partial(sum_over, self.meshes.tokens))
         return {"loss": loss, "grad_norm": norm}
 
     @torch.no_grad()
@@ -144,6 +149,7 @@ def training_steps(trainer: Trainer, dataset, start: int) -> Iterator[dict[str, 
     began = time.perf_counter()
     for step in range(start, config.steps):
         metrics = {key: value.item() for key, value in trainer.step(dataset, step).items()}
+        metrics["skipped"] = int(not is_finite(metrics))
         metrics |= trainer.objective.numbers(partial(sum_over, trainer.meshes.batch))
         filled = metrics.get("video_tokens", tokens)  # videos differ in length
         now = time.perf_counter()

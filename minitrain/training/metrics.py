@@ -1,4 +1,7 @@
-"""Where a run's numbers go: one JSON object per step in `metrics.jsonl`, and a progress bar. Rank 0 only."""
+"""Where a run's numbers go: one JSON object per step in `metrics.jsonl`, a progress bar, and TensorBoard if asked for.
+
+Rank 0 only.
+"""
 
 import json
 from pathlib import Path
@@ -8,17 +11,23 @@ from tqdm import tqdm
 
 
 class MetricsLog:
-    """Appends steps to FILE as they come, each flushed at once; a resumed run drops the steps it will repeat."""
+    """Appends steps to FILE as they come, each flushed at once; a resumed run drops the steps it will repeat.
 
-    def __init__(self, file: Path, steps: int, start: int):
+    tensorboard: show all numbers there too, from the folder `tensorboard` beside FILE.
+    """
+
+    def __init__(self, file: Path, steps: int, start: int, tensorboard: bool = False):
         self.enabled = dist.get_rank() == 0
+        self.lacks_last = False  # did the run end between step `start`'s checkpoint and its line?
         if not self.enabled:
             return
         kept = [line for line in read_lines(file) if line["step"] <= start] if start else []
         rewritten = file.with_suffix(".tmp")
         rewritten.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         rewritten.replace(file)
+        self.lacks_last = start > 0 and (not kept or kept[-1]["step"] < start)
         self.file = file.open("a", encoding="utf-8")
+        self.board = open_board(file.parent / "tensorboard", start) if tensorboard else None
         self.bar = tqdm(total=steps, initial=start, unit="step", smoothing=0.1)
 
     def step(self, numbers: dict) -> None:
@@ -26,6 +35,8 @@ class MetricsLog:
         if self.enabled:
             self.file.write(json.dumps(numbers) + "\n")
             self.file.flush()
+            if self.board:
+                show(self.board, numbers)
             shown = {"loss": f"{numbers['loss']:.4f}", "tokens/s": f"{numbers['tokens_per_sec']:,.0f}"}
             if "val_loss" in numbers:
                 shown["val"] = f"{numbers['val_loss']:.4f}"
@@ -37,10 +48,31 @@ class MetricsLog:
         if self.enabled:
             self.bar.write(text)
 
+    def stop(self, step: int) -> None:
+        """Close because of SIGTERM."""
+        self.say(f"SIGTERM: stopped after step {step}, with a checkpoint from which the same command continues")
+        self.close()
+
     def close(self) -> None:
         if self.enabled:
             self.bar.close()
             self.file.close()
+            if self.board:
+                self.board.close()
+
+
+def open_board(folder: Path, start: int):
+    """What writes events for TensorBoard, which then leaves out those of a killed run after step `start`."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder), purge_step=start + 1)
+
+
+def show(board, numbers: dict) -> None:
+    """A curve over the steps for each number."""
+    for name, value in numbers.items():
+        if name != "step" and isinstance(value, (int, float)):
+            board.add_scalar(name, value, numbers["step"])
 
 
 def read_lines(file: Path) -> list[dict]:

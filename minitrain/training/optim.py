@@ -1,4 +1,7 @@
-"""Optimizer, learning-rate schedule and gradient clipping, for parameters on one or several meshes."""
+"""Optimizer, learning-rate schedule and gradient clipping, for parameters on one or several meshes.
+
+An update from numbers that are not finite is left out on the device, so that the host need not wait to know.
+"""
 
 import math
 
@@ -11,6 +14,7 @@ from torch.nn import Module, Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from minitrain.config import Optim
+from minitrain.parallel.mesh import owned
 from minitrain.training.adamw import AdamW
 
 
@@ -22,13 +26,37 @@ def make_optimizer(model: Module, optim: Optim) -> torch.optim.Optimizer:
             (decayed if p.ndim > 1 and not name.endswith("bias") else others).append(p)
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
     if optim.name == "sgd":
-        return torch.optim.SGD(groups, lr=optim.lr)
+        return SGD(groups, dict(lr=optim.lr))
     settings = dict(lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps)
     in_bf16 = optim.states == "bf16"  # torch's own has states of the parameters' type
     if optim.stochastic_rounding or any((p.dtype == torch.bfloat16) != in_bf16 for p in decayed + others):
         names, states = {p: name for name, p in model.named_parameters()}, torch.bfloat16 if in_bf16 else torch.float32
         return AdamW(groups, names, states, optim.stochastic_rounding, **settings)
     return torch.optim.AdamW(groups, **settings, fused=True)
+
+
+class SGD(torch.optim.Optimizer):
+    """Plain gradient descent. Unlike torch's own, it can leave out an update of DTensors; see `update_weights`."""
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        skip = getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    weight, gradient = owned(parameter)[0], owned(parameter.grad)[0]
+                    change = group["lr"] * (gradient + group["weight_decay"] * weight)
+                    weight -= change if skip is None else torch.where(skip > 0, 0, change)
+
+
+def update_weights(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
+    """optimizer.step() if `finite`, a bool scalar on the device; else weights, states and step counts stay, to the bit.
+
+    `found_inf` is how torch.amp.GradScaler tells torch's fused optimizers the same; it has no public name.
+    """
+    optimizer.found_inf = (~finite).float()
+    optimizer.step()
+    del optimizer.found_inf
 
 
 def learning_rate(step: int, steps: int, optim: Optim) -> float:

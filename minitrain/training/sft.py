@@ -16,7 +16,7 @@ from minitrain.config import Config, Data
 from minitrain.errors import InputError
 from minitrain.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from minitrain.training.chat import Sample, choose_template, encode_chat, make_sample, read_messages, split_reply
-from minitrain.training.data import Mock, find_files, fitting_tokenizer, hold_out, read_objects, shuffled
+from minitrain.training.data import Mock, Skips, find_files, fitting_tokenizer, hold_out, read_jsonl, shuffled
 from minitrain.training.loss import IGNORE
 from minitrain.training.packing import first_fit_decreasing, pack_row
 
@@ -34,7 +34,10 @@ def open_chats(config: Config) -> "tuple[Chats | MockChats | Mock, Chats | MockC
     if data.kind == "mock":
         mock = MockChats if packed else Mock
         return mock(seq_len, vocab_size, seed, split=0), mock(seq_len, vocab_size, seed, split=1)
-    samples, counts = fit(read_samples(data, fitting_tokenizer(data.tokenizer, vocab_size)), seq_len, data.over_long)
+    skips = Skips(data.on_error == "skip")
+    read = read_samples(data, fitting_tokenizer(data.tokenizer, vocab_size), skips)
+    samples, counts = fit(read, seq_len, data.over_long)
+    counts += f" ({skips.note})" if skips.count else ""
     if not samples:
         raise InputError(f"data.path={data.path} holds no chat to learn from with batch.seq_len={seq_len}{counts}")
     if not data.validation:
@@ -44,12 +47,11 @@ def open_chats(config: Config) -> "tuple[Chats | MockChats | Mock, Chats | MockC
     return Chats(train, seq_len, seed, packed, counts), Chats(rest, seq_len, seed, packed)
 
 
-def read_samples(data: Data, tokenizer: ByteTokenizer | HuggingFaceTokenizer) -> Iterator[Sample]:
+def read_samples(data: Data, tokenizer: ByteTokenizer | HuggingFaceTokenizer, skips: Skips) -> Iterator[Sample]:
     """The samples of all lines of all files, in order and however long."""
     template = choose_template(data.template, tokenizer)
-    for file in find_files(data):
-        for where, record in read_objects(file):
-            yield make_sample(*encode_chat(read_messages(record, where), template, tokenizer))
+    for messages in read_jsonl(find_files(data), read_messages, skips):
+        yield make_sample(*encode_chat(messages, template, tokenizer))
 
 
 def fit(samples: Iterable[Sample], seq_len: int, over_long: str) -> tuple[list[Sample], str]:
@@ -91,10 +93,17 @@ class Chats:
         return [split_reply(sample) for sample in self.samples[:count]]
 
     def row(self, n: int) -> dict[str, Tensor]:
-        epoch, index = divmod(int(n), len(self))
-        chosen = self.rows[shuffled(index, len(self), self.seed, epoch)]
-        row = pack_row([self.samples[i]._asdict() for i in chosen], self.seq_len, PADDING)
+        row = pack_row([self.samples[i]._asdict() for i in self.chosen(n)], self.seq_len, PADDING)
         return row if self.packed else {key: row[key] for key in PADDING}
+
+    def origin(self, n: int) -> str:
+        """Where row n comes from, for humans: chats are counted as they were kept."""
+        return f"chats {', '.join(str(i + 1) for i in self.chosen(n))}"
+
+    def chosen(self, n: int) -> list[int]:
+        """The samples of row n."""
+        epoch, index = divmod(int(n), len(self))
+        return self.rows[shuffled(index, len(self), self.seed, epoch)]
 
 
 @dataclass

@@ -6,15 +6,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from minitrain import Sampler, SamplingParams
 from minitrain import config as configs
-from minitrain.grpo.batches import Rollout
+from minitrain.config import Rollout
+from minitrain.grpo.batches import Response
 from minitrain.grpo.learner import Learner
 from minitrain.grpo.loop import Run, make_sampler_model
 from minitrain.grpo.refit import Refit
 from minitrain.grpo.rollouts import read_rollouts
+from minitrain.models.decoder import Decoder
 from minitrain.parallel.mesh import owned, start
 from minitrain.training.checkpoint import Checkpointer
 from tests.oracle import check_close, initial_weights, snapshot
+from tests.test_rollout_engine import prompts_of
 
 MODEL = {"name": "llama3-8b-tiny", "vocab_size": 258, "num_layers": 2, "initializer_range": 0.05}
 TREE = {
@@ -38,7 +42,8 @@ def made_up_groups():
         size = 1 + (3 * group + 5 * number) % 8
         tokens = torch.randint(258, (4 + size,), generator=generator).tolist()
         log_probs = (-5.5 + 0.2 * torch.randn(size, generator=generator)).tolist()
-        return Rollout(group, tokens[:4], tokens[4:], log_probs, False, float(number % 3 == group % 3), "", "")
+        reward = float(number % 3 == group % 3)
+        return Response(group, tokens[:4], tokens[4:], log_probs, False, reward, reward, "", "")
 
     return [[rollout(group, number) for number in range(4)] for group in range(4)]
 
@@ -120,6 +125,52 @@ def test_refit_is_exact(pool, model, parallel, apart, tp):
     assert moved[0] > 0 and len(set(moved)) == 1  # all ranks have the same plan
 
 
+# ----------------------------------------------------------------------------------------------------- shared samplers
+
+
+def fill(model, round):
+    """Give a model, of any layout, weights that depend on their names and the round, none at a telling value."""
+    for name, tensor in model.state_dict().items():
+        part, where = owned(tensor)
+        generator = torch.Generator().manual_seed(len(name) + 1000 * round + ord(name[-1]))
+        noise = torch.randn(tensor.shape, generator=generator) * (0.3 if tensor.ndim == 1 else 0.08)
+        part.copy_((noise + name.endswith("norm.weight"))[where])
+
+
+def sample_twice(model):
+    """Before and after new weights: (tokens, log-probabilities) of each sample, and the sampler."""
+    found, sampler = [], Sampler(model, settings=Rollout(slots=5, page_size=4, pages=12, chunk=9))
+    for round in (0, 1):
+        fill(model, round)
+        sampler.refresh()
+        params = SamplingParams(temperature=0.8, max_tokens=6, n=2)
+        found += [(each.tokens, each.logprobs) for each in sampler.generate(prompts_of(), params)]
+    return found, sampler
+
+
+def sample_shared(tree):
+    config = configs.from_dict(tree)
+    start(config)
+    model = make_sampler_model(config, dist.init_device_mesh("cpu", (2,)))
+    found, sampler = sample_twice(model)
+    return found, sampler.scheduler.preemptions, len(sampler.weights.packed)
+
+
+@pytest.mark.parametrize(("name", "ep"), [
+    ("gpt3-175b", 1), ("qwen3-30b-a3b", 1), ("deepseek-v3", 2), ("gpt-oss-20b", 2), ("nemotron3-super-120b-a12b", 2),
+], ids=str)  # fmt: skip
+def test_ranks_that_share_a_model_sample_as_one(pool, name, ep):
+    """Experts by channels or whole, latents, sinks and windows, states; and no weight of the first round is left."""
+    tree = TREE | {"model": {"name": f"{name}-tiny"}, "rollout": {"tp": 2, "ep": ep}}
+    model = Decoder(configs.from_dict(tree).model.config).requires_grad_(False)
+    expected, _ = sample_twice(model)
+    linears = sum(type(module) is torch.nn.Linear for module in model.modules())
+    for found, preemptions, packed in pool.run(2, sample_shared, tree):
+        assert preemptions > 0 and packed <= linears + 1  # one copy of each matrix, and of a tied head
+        for (tokens, logprobs), (right, theirs) in zip(found, expected, strict=True):
+            assert tokens == right and logprobs == pytest.approx(theirs, abs=2e-5)
+
+
 # --------------------------------------------------------------------------------------------------------- one step off
 
 
@@ -132,7 +183,7 @@ def run(tree, folder, steps):
     for line in whole.steps(first):
         numbers.append(line)
         if line["step"] in steps:
-            whole.save(line["step"])
+            whole.save(line)
     whole.finish(lambda *_: None)
     return numbers, snapshot(whole.learner.model.named_parameters()) if whole.learner else None
 
@@ -168,10 +219,15 @@ def test_one_step_off_equals_its_replay_in_one_process(pool, tmp_path):
         assert one == apart
 
 
-def test_ranks_that_share_a_sampler_count_each_response_once(pool, tmp_path):
-    tree = LAGGING | {"steps": 1, "grpo": LAGGING["grpo"] | {"lag": 0}}
+@pytest.mark.parametrize("split", [{}, {"ep": 2}], ids=str)
+def test_ranks_that_share_a_sampler_count_each_response_once(pool, tmp_path, split):
+    """With ep the policy also trains so, and its experts go from one layout to the other."""
+    model = {"model": {"name": "qwen3-30b-a3b-tiny", "vocab_size": 258, "initializer_range": 0.05}} if split else {}
+    tree = LAGGING | {"steps": 1, "grpo": LAGGING["grpo"] | {"lag": 0}} | model
     [(expected, _)] = pool.run(1, run, tree, tmp_path / "one", [])
-    (found, _), _ = pool.run(2, run, tree | {"rollout": TREE["rollout"] | {"tp": 2}}, tmp_path / "two", [])
+    tree = tree | {"rollout": TREE["rollout"] | {"tp": 2} | split, "parallel": split}
+    (found, _), _ = pool.run(2, run, tree, tmp_path / "two", [])
+    assert found[0]["token_mult_prob_error"] < 1 + 1e-4
     assert found[0]["step_tokens"] == expected[0]["step_tokens"]
     one, two = (read_rollouts(tmp_path / side / "rollouts/step-00000001.jsonl") for side in ("one", "two"))
     assert [[r.response for r in group] for group in one] == [[r.response for r in group] for group in two]

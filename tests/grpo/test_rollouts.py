@@ -101,6 +101,7 @@ def test_rewards_and_ends():
 def test_length_costs():
     sampling, problems = collector([2], overlong_buffer=4, overlong_penalty=0.5)  # from 4 of 8 tokens on
     assert [r.reward for r in sampling.collect(problems, 0)[0]] == [1 - 0.5 / 4] * 2 + [0.0] * 2
+    assert sampling.evaluate(problems, 2)["pass@1"] == 2 / 8  # right is right
 
 
 def test_groups_without_signal_are_replaced():
@@ -110,6 +111,7 @@ def test_groups_without_signal_are_replaced():
     assert [group[0].group for group in groups] == [0, 1]
     assert next(sampling.sampler.seen) == 6  # three rounds of two prompts were enough
     assert len(set(sampling.sampler.seeds)) == 6
+    assert {r.no_signal for group in groups for r in group} == {4 / 6}  # 0, 4, 0, 0 of 0, 4, 2, 0, 3, 0
 
 
 def test_groups_without_signal_fill_up_after_the_last_round():
@@ -169,7 +171,11 @@ def test_it_learns(tmp_path):
     ({"grpo": {"overlong_buffer": 9}}, "overlong_buffer"),
     ({"grpo": {"generation_ranks": 2}}, "lag"),
     ({"grpo": {"ratio": "sequence"}, "parallel": {"cp": 2}}, "cp=2"),
-    ({"rollout": {"tp": 3}}, "rollout.tp"),
+    ({"rollout": {"tp": 3}}, "rollout.tp=3 does not divide num_key_value_heads=4 .use 1 or 2."),
+    ({"rollout": {"ep": 2}}, "rollout.ep=2 must be 1 or rollout.tp=1"),
+    ({"rollout": {"tp": 2, "ep": 2}}, "rollout.ep=2 needs a model with experts"),
+    ({"rollout": {"tp": 4}, "model": {"name": "qwen3-30b-a3b-tiny", "moe_intermediate_size": 16}}, "moe_intermediate"),
+    ({"rollout": {"tp": 4}, "model": {"name": "nemotron3-nano-30b-a3b-tiny", "mamba_n_groups": 2}}, "mamba_n_groups=2"),
     ({"task": "pretrain", "grpo": {"generation_ranks": 2}}, "task=grpo"),
 ], ids=str)  # fmt: skip
 def test_contradictions_are_refused(setting, message):
