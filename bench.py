@@ -13,7 +13,7 @@
   python bench.py --generate --config FILE                 the sampler on mock prompts, not training
   python bench.py --calibrate --json FILE                  this machine's rates; --simulate --system FILE takes them
   python bench.py --list                                   the published rows
-  python bench.py --report FILE ... --out FOLDER           what --json wrote beside what was published, as a page
+  python bench.py --report [FILE ...] --out FOLDER         what --json wrote beside what was published, as a page
 
 Any setting can follow as key=value, such as batch.micro=1 model.num_layers=2.
 """
@@ -26,6 +26,7 @@ from minitrain.bench.rows import list_rows
 from minitrain.errors import InputError
 
 QUICKSTART = Path(__file__).parent / "configs" / "quickstart.yaml"
+RESULTS = Path(__file__).parent / "results"
 
 
 def main(arguments: list[str]) -> None:
@@ -34,8 +35,8 @@ def main(arguments: list[str]) -> None:
         raise InputError(f"--steps={options.steps} must be at least 1 and --warmup={options.warmup} at least 0")
     if options.list:
         print(list_rows())
-    elif options.report:
-        write_report(options.report, options.out)
+    elif options.report is not None:
+        write_report(options.report or sorted(map(str, RESULTS.rglob("*.jsonl"))), options.out)
     else:
         from minitrain.bench.commands import bench  # brings torch, which takes seconds
 
@@ -59,7 +60,7 @@ def parser() -> cli.Parser:
     parser.add_argument("--sweep", nargs="+", default=[], metavar="KEY=V,V", help="all combinations")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine's rates")
     parser.add_argument("--list", action="store_true", help="print the published rows")
-    parser.add_argument("--report", nargs="+", metavar="FILE", help="merge results with the published figures")
+    parser.add_argument("--report", nargs="*", metavar="FILE", help="merge results (default: results/)")
     parser.add_argument("--out", default="out/report", metavar="FOLDER", help="of the report (default out/report)")
     parser.add_argument("--generate", action="store_true", help="time the sampler on mock prompts, not training")
     parser.add_argument("--versus", choices=("transformers", "diffusers", "peft", "full"), help="also time this one")

@@ -29,6 +29,8 @@ def run(main: Callable[[list[str]], None]) -> None:
     code = 0
     try:
         main(arguments)
+        if group_is_up():
+            sys.modules["torch"].distributed.barrier()  # all have come so far
     except (InputError, OSError) as error:
         code = 2
         if "--debug" in arguments:
@@ -66,7 +68,7 @@ def group_is_up() -> bool:
 
 
 def leave_group(code: int) -> None:
-    """End a process whose group is still up. After an error the others are not waited for, but made to end too.
+    """End a process whose group is still up. After an error the others are made to end too.
 
     The interpreter's own teardown sometimes aborts after FSDP has run on gloo, making success a crash: hence _exit.
     """
@@ -74,8 +76,6 @@ def leave_group(code: int) -> None:
 
     from minitrain import watch
 
-    if code == 0:
-        dist.barrier()
     watch.leave(code)
     if code == 0:
         dist.destroy_process_group()

@@ -19,10 +19,25 @@ from minitrain.errors import InputError
 
 MAX_CHARACTERS = 100_000  # of a config's text; the longest here has 2,000
 MAX_NODES = 10_000  # values and keys, with anchors expanded
+MAX_DEPTH = 50
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-4 as a number, as YAML 1.2 does, and refuses a key given twice and exploding anchors."""
+    """SafeLoader that reads 1e-4 as a number, as YAML 1.2 does.
+
+    It refuses keys that are given twice, deep nesting, and anchors that explode.
+    """
+
+    depth = 0
+
+    def compose_node(self, parent, index):
+        if self.depth == MAX_DEPTH:
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(problem=f"nested more than {MAX_DEPTH} deep", problem_mark=mark)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
     def get_single_node(self):
         node = super().get_single_node()
@@ -91,6 +106,7 @@ def read_yaml(text: str, where: str) -> Any:
 def apply_override(tree: dict, word: str) -> None:
     """Set one `a.b=value` in a nested dict; the value is read as YAML."""
     key, equals, value = word.partition("=")
+    word = _shortened(word)
     if not equals or not key:
         raise InputError(f"argument {word!r} is not of the form key=value")
     *parents, last = key.split(".")

@@ -8,9 +8,10 @@ class InputError(Exception):
     Whatever it quotes from a file, the message is one printable line.
     """
 
-    LONGEST = 1000  # characters
+    LONGEST = 1000  # characters of it that are shown, half from either end
 
     def __str__(self) -> str:
         text = super().__str__()
-        shown = text if len(text) <= self.LONGEST else text[: self.LONGEST - 3] + "..."
+        half = self.LONGEST // 2
+        shown = text if len(text) <= self.LONGEST else f"{text[:half]} ... {text[-half:]}"
         return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in shown)

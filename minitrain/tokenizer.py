@@ -133,7 +133,7 @@ class HuggingFaceTokenizer:
         return first
 
     def _token_id(self, token: str | None, name: str) -> int | None:
-        number = self.tokenizer.token_to_id(token) if token is not None else None
+        number = self.tokenizer.token_to_id(token.encode("utf-8", "replace").decode()) if token is not None else None
         if token is not None and number is None:
             raise InputError(f"{self.file.with_name(name)} names the token {token!r}, which {self.file} does not hold")
         return number

@@ -4,9 +4,6 @@ import json
 import os
 import pickle
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +18,7 @@ from torch import nn
 from minitrain.errors import InputError
 from minitrain.training.checkpoint import Checkpointer
 from minitrain.training.checkpoint_files import measure, read_description, read_index, write_description
+from tests.faults.processes import Ranks
 
 
 def make(width=8, layers=2, optimizer=torch.optim.AdamW, seed=0):
@@ -179,38 +177,25 @@ KILLS = {  # where the second save stops: before a call, or after it
     "first of several renamed": ("after", "Path.replace"),
     "older one still there": ("before", "shutil.rmtree"),
 }
-KILLED_RUN = """
-    import os, shutil, signal, sys
-    from pathlib import Path
-    from unittest import mock
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from minitrain.training import checkpoint
-    from tests.test_checkpoint import KILLS, make, step
 
-    def save_and_die(folder, second, when, target):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        model, optimizer = make()
-        checkpointer = checkpoint.Checkpointer(folder, keep=1)
-        step(model, optimizer)
-        checkpointer.save(1, model, optimizer, {"save": "first"})
-        step(model, optimizer)
-        owner, name = target.rsplit(".", 1)
-        function = getattr(eval(owner), name)
 
-        def killed(*args, **kwargs):
-            when == "after" and function(*args, **kwargs)
-            os.kill(os.getpid(), signal.SIGKILL)
+def save_and_die(folder, second, when, target):
+    """Save twice, on a rank of its own, and be killed at the second time."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model, optimizer = make()
+    checkpointer = Checkpointer(folder, keep=1)
+    step(model, optimizer)
+    checkpointer.save(1, model, optimizer, {"save": "first"})
+    step(model, optimizer)
+    owner, name = target.rsplit(".", 1)
+    function = getattr(eval(owner), name)
 
-        with mock.patch.object(eval(owner), name, killed):
-            checkpointer.save(second, model, optimizer, {"save": "second"})
+    def killed(*args, **kwargs):
+        when == "after" and function(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    for number, kill in enumerate(KILLS.values()):  # forks, since starting Python and torch for each would take seconds
-        if os.fork() == 0:
-            save_and_die(Path(sys.argv[1], str(number)), int(sys.argv[2]), *kill)
-            os._exit(0)
-    print([os.wait()[1] for _ in KILLS])
-"""
+    with mock.patch.object(eval(owner), name, killed):
+        checkpointer.save(second, model, optimizer, {"save": "second"})
 
 
 @pytest.mark.parametrize(("second", "survivors"), [
@@ -218,11 +203,10 @@ KILLED_RUN = """
     (1, ["first", "first", "first", "first", "first", "second"]),  # the first one gives way to one of the same step
 ])  # fmt: skip
 def test_a_kill_at_any_moment_of_a_save_leaves_a_checkpoint(pool, tmp_path, second, survivors):
-    root = Path(__file__).parents[1]
-    command = [sys.executable, "-c", textwrap.dedent(KILLED_RUN), str(tmp_path), str(second)]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(root)})
-    assert done.stdout == f"{[signal.SIGKILL.value] * len(KILLS)}\n", done.stderr
-    folders = [tmp_path / str(number) for number in range(len(KILLS))]
+    victims = [Ranks(1, tmp_path / "log", save_and_die, tmp_path / kill, second, *KILLS[kill]) for kill in KILLS]
+    for victim in victims:
+        assert victim.wait(60) and victim.codes() == [-signal.SIGKILL], victim.log.read_text()
+    folders = [tmp_path / kill for kill in KILLS]
     assert [pool.run(1, load_newest, folder)[0][0]["save"] for folder in folders] == survivors
     assert all(name.removeprefix("step-").isdecimal() for folder in folders for name in names(folder))
 

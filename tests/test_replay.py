@@ -45,6 +45,12 @@ def test_messages_delay_by_hand():
     assert result.busy([0, 1]) == [2.0, 2.0]
 
 
+def test_no_message_where_a_v_turns():
+    """Two ranks, one micro-batch: stages 1 and 2 are on the second rank."""
+    spans = replay(schedule_order("ZBVZeroBubble", 2, 4, 2), lambda action: 1.0, lambda stage: 0.5).spans
+    assert [spans[stage, "F", 0][0] for stage in range(4)] == [0.0, 1.5, 2.5, 4.0]
+
+
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
 def test_every_action_comes_after_what_it_needs(schedule):
     stages_per_rank = 1 if schedule == "1F1B" else 2

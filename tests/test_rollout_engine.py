@@ -13,6 +13,7 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.lora import Lora, add_adapters
 from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import start
+from minitrain.rollout import batch, engine, weights
 from minitrain.rollout.caches import DecodingStep
 from minitrain.tokenizer import ByteTokenizer
 from minitrain.training.build import build_model
@@ -30,6 +31,12 @@ SETTINGS = {
 }
 PROMPT_LENGTHS = (1, 6, 21, 21)
 NEW = 10
+
+
+@pytest.fixture(autouse=True)
+def pack_everything(monkeypatch):
+    """Tiny matrices are multiplied as large ones are."""
+    monkeypatch.setattr(weights, "LEAST", 0)
 
 
 def make(name: str, seed: int = 0, **fields) -> Decoder:
@@ -77,6 +84,27 @@ def test_greedy_tokens_are_those_without_a_cache(name):
             torch.testing.assert_close(torch.tensor(each.logprobs), theirs, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["qwen3-32b", "deepseek-v3", "gpt-oss-20b"])
+def test_groups_that_read_their_prompt_once(name, monkeypatch):
+    """Two groups and a sample of its own, whose prompts have 5, 4 and 2 full pages: 8 tokens are read together."""
+    monkeypatch.setattr(batch, "WORTH", 1)
+    model, prompts = make(name), prompts_of((21, 18, 9))
+    sampler = Sampler(model, settings=Rollout(slots=16, page_size=4, pages=200))
+    params = [SamplingParams(temperature=0, max_tokens=NEW, n=n) for n in (4, 3, 1)]
+    samples = [sample for pair in zip(prompts, params, strict=True) for sample in sampler.submit(*pair)]
+    seen = set()
+    while sampler.busy:
+        sampler.step()
+        step = sampler.caches.step
+        seen.add((step.shared, tuple(map(len, step.groups))) if isinstance(step, DecodingStep) else None)
+    assert (8, (4, 3, 1)) in seen
+    expected = [uncached(model, prompt, NEW) for prompt in prompts]
+    assert [sample.produced for sample in samples] == [expected[i] for i in (0, 0, 0, 0, 1, 1, 1, 2)]
+    for sample in samples:
+        theirs = trainer_logprobs(model, sample.prompt, sample.produced)
+        torch.testing.assert_close(torch.tensor(sample.logprobs), theirs, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["qwen3-32b", "nemotron3-nano-30b-a3b"])
 def test_samples_do_not_depend_on_the_batch(name):
     model, prompts = make(name), prompts_of()
@@ -120,6 +148,19 @@ def test_new_weights_need_a_refresh_and_get_one():
     assert error() < 1.0001
     sampler.free()
     assert sampler.scheduler is None and error() < 1.0001
+
+
+def test_a_pool_keeps_its_size_while_that_fits(monkeypatch):
+    """Kernels are compiled for it, and a trainer's optimizer takes memory after the first step."""
+    free, page = 10**6, 4 * 2 * 4 * 16 * 4 * 4  # bytes: tokens, keys and values, heads, channels, layers, fp32
+    model = make("qwen3-32b", num_key_value_heads=4, head_dim=16, num_layers=4)
+    monkeypatch.setattr(engine, "free_memory", lambda device: free)
+    sampler, counts = Sampler(model, settings=Rollout(page_size=4, memory=0.5)), []
+    for free in (10**6, 6 * 10**5, 10**7, 4 * 10**5):  # noqa: B007
+        sampler.generate([[1, 2]], SamplingParams(max_tokens=1))
+        counts.append(sampler.scheduler.pages.count)
+        sampler.free()
+    assert counts == [5 * 10**5 // page] * 3 + [2 * 10**5 // page]
 
 
 def test_ends():
@@ -261,20 +302,16 @@ def sampled_by_ranks(tree: dict, prompts, params) -> list[list[int]]:
     return [each.tokens for each in found], [each.logprobs for each in found], sampler.scheduler.preemptions
 
 
-@pytest.mark.parametrize(
-    ("name", "parallel", "ranks"),
-    [("qwen3-32b", {"tp": 2}, 2), ("nemotron4-15b", {"tp": 2, "dp_shard": 2}, 4)],
-)
-def test_several_ranks_sample_as_one(pool, name, parallel, ranks):
-    """Sharded over all ranks, by tensor parallelism or by FSDP: the same prompts, the same tokens, on each."""
+def test_several_ranks_sample_as_one(pool):
+    """The trainer's own model, sharded by tensor parallelism and FSDP: the same prompts, the same tokens, on each."""
     tree = {
-        "model": {"name": f"{name}-tiny", "initializer_range": 0.08},
+        "model": {"name": "nemotron4-15b-tiny", "initializer_range": 0.08},
         "batch": {"global": 4, "micro": 1, "seq_len": 64},
     }
     params = SamplingParams(temperature=0.8, max_tokens=NEW, n=3)
     tokens, logprobs, _ = pool.run(1, sampled_by_ranks, tree, prompts_of(), params)[0]
     for found, theirs, preemptions in pool.run(
-        ranks, sampled_by_ranks, tree | {"parallel": parallel}, prompts_of(), params
+        4, sampled_by_ranks, tree | {"parallel": {"tp": 2, "dp_shard": 2}}, prompts_of(), params
     ):
         assert found == tokens and preemptions > 0
         torch.testing.assert_close(torch.tensor(theirs), torch.tensor(logprobs), atol=1e-5, rtol=0)

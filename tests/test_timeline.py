@@ -11,7 +11,8 @@ from minitrain.errors import InputError
 # A byte, or a FLOP, takes a second, on wires half; nothing else costs anything
 SECOND = System(
     name="second", bf16=1, fp8=2, grouped=0.5, attention_forward=1, attention_backward=0.5, memory=1, launch=0,
-    nvlink=2, domain=8, network=0.5, latency=0, gemm_tiles=1, capacity=100,
+    nvlink=2, domain=8, network=0.5, latency=0, gemm_tiles=1, step=0, capacity=100, decode=1,
+    decode_step=0,
 )  # fmt: skip
 GROUPS = {"shards": (["dp_shard"], [0, 1]), "tensor": (["tp"], [0, 1])}
 
@@ -93,7 +94,9 @@ def test_matrix_products(sizes, seconds):
     event = Event("mm", "gemm", 1, [], [], sizes)
     assert SECOND.kernel_seconds(event) == pytest.approx(seconds)
     assert SECOND.kernel_seconds(dataclasses.replace(event, element=1)) == pytest.approx(seconds / 2)
-    assert SECOND.kernel_seconds(dataclasses.replace(event, kind="grouped")) == pytest.approx(seconds * 2)
+    assert SECOND.kernel_seconds(dataclasses.replace(event, kind="grouped")) == pytest.approx(seconds)  # of one group
+    several = dataclasses.replace(event, kind="grouped", sizes=(2, *sizes[1:]))
+    assert SECOND.kernel_seconds(several) == pytest.approx(seconds * 2)
 
 
 def test_the_last_wave():

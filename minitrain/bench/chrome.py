@@ -20,6 +20,8 @@ def write_trace(simulation: Simulation, path: str) -> None:
     if simulation.pipeline:
         number = len(simulation.lines)
         events.append(process(number, "all stages"))
+        stages = sorted({stage for stage, _, _ in simulation.pipeline.spans})
+        events += [lane(number, stage, f"stage {stage}") for stage in stages]
         for (stage, kind, batch), (begin, end) in simulation.pipeline.spans.items():
             events.append(box(number, stage, f"{kind}{batch}", begin, end, stage=stage))
     try:

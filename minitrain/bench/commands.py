@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from dataclasses import dataclass
+from datetime import date
 
 import torch
 from tqdm import tqdm
@@ -199,7 +200,8 @@ def write_result(outcome: dict, file: str | None) -> None:
 def append(outcome: dict, file: str | None) -> None:
     if file:
         with open(file, "a", encoding="utf-8") as results:
-            results.write(json.dumps(outcome) + "\n")
+            note = {"date": date.today().isoformat(), "command": " ".join(["python", *sys.argv])}
+            results.write(json.dumps(outcome | note) + "\n")
 
 
 def tell(row: str, error: Exception, debug: bool) -> None:

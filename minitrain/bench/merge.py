@@ -8,11 +8,15 @@ a table of its own. page.py makes a page of it.
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
+
+import yaml
 
 from minitrain.bench.report import label, markdown, number
 from minitrain.bench.rows import row_trees
 from minitrain.errors import InputError
 
+SYSTEMS = Path(__file__).with_name("systems.yaml")
 KINDS = ("simulated", "measured", "extrapolated")
 FIGURES = {"tokens_per_sec_per_gpu": "tokens/s/GPU", "tflops_per_gpu": "TFLOP/s/GPU"}
 
@@ -93,7 +97,18 @@ def summary(report: Report) -> str:
         ratios = sorted(row.results[kind]["ratio"] for row in rows if kind in row.results)
         if ratios:
             parts.append(f"{len(ratios)} {kind}, median {ratios[len(ratios) // 2]:.2f} of the published figure")
-    return "; ".join(parts)
+    return "; ".join([*parts, *accuracy(rows)])
+
+
+def accuracy(rows: list[Row]) -> list[str]:
+    """How far the simulated figures are off, of rows that no constant of the simulator was fitted to."""
+    fitted = yaml.safe_load(SYSTEMS.read_text(encoding="utf-8"))["fitted_on"]
+    tested = [row for row in rows if "simulated" in row.results and row.name not in fitted]
+    if not tested:
+        return []
+    errors = sorted((abs(row.results["simulated"]["ratio"] - 1), short_name(row)) for row in tested)
+    middle, (worst, name) = median(error for error, _ in errors), errors[-1]
+    return [f"of {len(tested)} rows not fitted to, off by {middle:.1%} in the median, {worst:.0%} at worst ({name})"]
 
 
 def cells(rows: list[Row]) -> dict[str, list[str]]:

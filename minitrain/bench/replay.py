@@ -73,9 +73,9 @@ def flatten(entry) -> list[Action]:
 
 
 def replay(order: list[list[Action]], seconds: Callable[[Action], float], message: Callable[[int], float]) -> Replay:
-    """seconds: what an action takes; message: how long something travels from a stage to the next one (or back)."""
+    """seconds: what an action takes; message: how long something travels from a stage to one of another rank."""
+    ranks = {stage: rank for rank, actions in enumerate(order) for stage, _, _ in actions}
     spans: dict[Action, tuple[float, float]] = {}
-    last = max(stage for actions in order for stage, _, _ in actions)
     clocks, places = [0.0] * len(order), [0] * len(order)
     waiting = set(range(len(order)))
     while waiting:
@@ -83,7 +83,7 @@ def replay(order: list[list[Action]], seconds: Callable[[Action], float], messag
         for rank in list(waiting):
             while places[rank] < len(order[rank]):
                 action = order[rank][places[rank]]
-                arrived = arrival(action, spans, last, message)
+                arrived = arrival(action, spans, ranks, message)
                 if arrived is None:
                     break
                 begin = max(clocks[rank], arrived)
@@ -97,8 +97,8 @@ def replay(order: list[list[Action]], seconds: Callable[[Action], float], messag
     return Replay(spans, clocks)
 
 
-def arrival(action: Action, spans: dict, last: int, message: Callable[[int], float]) -> float | None:
-    """When an action's input is there; None if that is not known yet."""
+def arrival(action: Action, spans: dict, ranks: dict[int, int], message: Callable[[int], float]) -> float | None:
+    """When an action's input is there; None if that is not known yet. ranks: of the stages."""
     stage, kind, batch = action
     if kind == "F":
         needed = [] if stage == 0 else [((stage - 1, "F", batch),)]
@@ -106,8 +106,8 @@ def arrival(action: Action, spans: dict, last: int, message: Callable[[int], flo
         needed = [((stage, "I", batch),)]
     else:
         needed = [((stage, "F", batch),)]
-        if stage < last:
+        if stage + 1 in ranks:
             needed.append(((stage + 1, "B", batch), (stage + 1, "I", batch)))
-    times = [next((spans[a][1] + (message(a[0]) if a[0] != stage else 0) for a in any_of if a in spans), None)
-             for any_of in needed]  # fmt: skip
+    delay = {a: message(a[0]) if ranks[a[0]] != ranks[stage] else 0.0 for any_of in needed for a in any_of}
+    times = [next((spans[a][1] + delay[a] for a in any_of if a in spans), None) for any_of in needed]
     return None if None in times else max(times, default=0.0)

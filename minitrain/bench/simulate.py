@@ -92,6 +92,7 @@ def timed(config: Config, traces: dict[int, Trace], micro_batches: int, traced: 
         simulation.step = accumulated(traces[0], lines[0], micro_batches)
     else:
         simulation.pipeline, simulation.step = pipelined(config, system, simulation)
+    simulation.step += system.step
     return simulation
 
 

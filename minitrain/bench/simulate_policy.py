@@ -1,20 +1,23 @@
 """A GRPO step on another machine: `--simulate` for rows of task=grpo.
 
-    sampling    token by token, by the memory's bandwidth: each decoding step reads the weights (of experts, those that
-                its tokens choose) and the caches of all samples that have not ended. Lengths are log-normal around
-                the published mean, cut off at the limit: the longest responses decode almost alone.
+    sampling    token by token, by the memory's bandwidth, of which decoding kernels reach a share: each decoding step
+                reads the weights (of experts, those that its tokens choose) and the caches of all samples that have
+                not ended, and begins when the host has prepared it. Lengths are log-normal around the published mean,
+                cut off at the limit: the longest responses decode almost alone.
     log-probs   a forward pass for the old policy if there is more than one update, one for the reference
     training    the simulated optimizer step, on rows that are packed full
     refit       every sampler receives its share of the weights, in bf16, over the slowest link between the ranks
 
 Apart, samplers and trainers work side by side, and a step takes as long as the slower of the two. Left out: rewards,
-prefill, what the sampler's scheduling costs, and how far acceptance of one step's lag changes lengths.
+prefill, and how far acceptance of one step's lag changes lengths.
 """
 
 import dataclasses
 import math
 import time
 from dataclasses import dataclass
+
+import torch
 
 from minitrain.bench.layout import stated_ranks
 from minitrain.bench.measure import compare
@@ -26,7 +29,6 @@ from minitrain.models.decoder_config import DecoderConfig
 from minitrain.training.build import make_model
 
 SPREAD = 0.8  # standard deviation of the logarithm of responses' lengths
-KERNELS = 12  # per layer and decoding step, fused
 
 
 @dataclass
@@ -69,7 +71,7 @@ def simulated_policy_row(config: Config, row: str, system: System) -> tuple[Simu
         **{f"{phase}_s": seconds for phase, seconds in phases.items()},
         "response_tokens": response, "reference": config.reference,
         "published_step_time_s": config.reference.get("step_time_s"),
-        "ratio": compare(rate, rate * flops, config.reference),
+        "ratio": compare(rate, rate * flops, config.reference), "torch": torch.__version__,
         "simulated_in_s": time.perf_counter() - began,
     }  # fmt: skip
 
@@ -121,7 +123,7 @@ def decoding_seconds(
     moved = (shape.shared + touched * shape.expert + samples * context * shape.cache) / tp
     near = tp <= system.domain
     exchanges = 2 * model.num_layers * (system.latency / (2 if near else 1)) if tp > 1 else 0.0
-    return moved / system.memory + exchanges + KERNELS * model.num_layers * system.launch / 4
+    return moved / (system.decode * system.memory) + exchanges + system.decode_step
 
 
 def decoding_shape(config: Config) -> Shape:

@@ -46,7 +46,10 @@ class System:
     network: float
     latency: float
     gemm_tiles: int
+    step: float
     capacity: float
+    decode: float
+    decode_step: float
 
     def kernel_seconds(self, event: Event) -> float:
         """Of a matrix product, of attention, or of another kernel by itself."""
@@ -60,7 +63,7 @@ class System:
 
     def gemm_rate(self, event: Event) -> float:
         rate = self.fp8 if event.element == 1 else self.bf16 if event.element == 2 else self.bf16 / 16
-        if event.kind == "grouped":
+        if event.kind == "grouped" and event.sizes[0] > 1:
             rate *= self.grouped
         if not event.sizes:
             return rate

@@ -332,6 +332,8 @@ def work(op, name: str, args, kwargs, out) -> tuple[int, str, tuple[int, ...]]:
     product = MATRIX_PRODUCTS.get(op._overloadpacket)
     if product is not None:
         kind, sizes = product(*args)
+        if kind == "grouped" and out.dim() == 3:
+            sizes = len(out), *sizes[1:]
         # rows of a grouped product belong to one group each
         return 2 * prod(sizes[1:] if kind == "grouped" else sizes), kind, sizes
     if op._overloadpacket in ATTENTION:

@@ -235,6 +235,7 @@ def _refuse_other_quantisation(settings: Any, family: Family, file: Path) -> Non
 
 def _refuse_other_layers(raw: dict, family: Family, file: Path) -> None:
     given = raw.get("layer_types") or []
+    given = given if isinstance(given, list) else [given]
     kinds = ["sliding_attention", "full_attention"] if family.sinks else ["full_attention"]
     expected = [kinds[i % len(kinds)] for i in range(len(given))]
     if given != expected:

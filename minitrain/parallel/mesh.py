@@ -21,6 +21,7 @@ from minitrain.config import Config, to_dict
 from minitrain.config_checks import check_layout
 from minitrain.determinism import be_deterministic
 from minitrain.errors import InputError
+from minitrain.rendezvous import join_store
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,9 @@ def start(config: Config) -> Meshes:
             raise InputError(f"precision=fp8 needs FP8 units, which {torch.cuda.get_device_name()} lacks (use bf16)")
     if begins := not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        alone = {} if "WORLD_SIZE" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-        dist.init_process_group(backend, timeout=timedelta(minutes=10), **alone)  # to find each other
+        timeout = timedelta(minutes=10)  # to find each other
+        store, rank, world = join_store(timeout)
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
         watch.begin()
     if dist.get_world_size() > 1:
         check_same({"config": flatten(to_dict(config)), "code": code_digests()})

@@ -62,11 +62,13 @@ def rank_of(stage: int, ranks: int, v_shaped: bool) -> int:
 def cut(layers: int, stages: int, layers_per_stage: list[int] | None = None) -> list[dict]:
     """What each stage holds: `layers`, a range, and whether it is `first` and `last`, with embedding or head.
 
-    layers_per_stage: how many of the layers + 2 slots (embedding, layers, head) each takes. By default all the same,
-    and one more for the first ones where that does not go.
+    layers_per_stage: how many of the layers + 2 slots (embedding, layers, head) each takes. By default all the same;
+    where that does not go, one more for the first ones, or for the first and the last if that gives all equally many
+    layers.
     """
     each, more = divmod(layers + 2, stages)
-    slots = layers_per_stage or [each + (stage < more) for stage in range(stages)]
+    longer = (0, stages - 1) if more == 2 else range(more)
+    slots = layers_per_stage or [each + (stage in longer) for stage in range(stages)]
     ends = list(accumulate(slots))
     return [
         dict(layers=range(max(end - n - 1, 0), min(end - 1, layers)), first=end == n, last=end == layers + 2)

@@ -77,12 +77,15 @@ class Batch:
         self.step.longest = longest
         self.step.shared, groups = shared_beginnings(samples, self.sampler.settings.page_size)
         self.step.groups = [torch.tensor(group) for group in groups]
-        self.step.gathered = []
+        fresh: dict[int, list[int]] = {}  # by the number of tokens that are cached
         for row, sample in enumerate(samples):
-            if caches.row_owners.get(row) != (sample, sample.cached):
-                pages = torch.tensor(sample.pages)
-                self.step.gathered.append((row, pages, sample.cached))
+            if sample.cached and caches.row_owners.get(row) != (sample, sample.cached):
+                fresh.setdefault(sample.cached, []).append(row)
             caches.row_owners[row] = (sample, sample.cached + steps)
+        self.step.gathered = [
+            (torch.tensor(each), torch.tensor([samples[row].pages[: caches.needed(count)] for row in each]), count)
+            for count, each in fresh.items()
+        ]
         for row in range(len(samples), self.rows):
             caches.row_owners.pop(row, None)  # what only fills up writes there
 

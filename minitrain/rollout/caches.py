@@ -31,6 +31,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from minitrain.models.attention import Mask, attention, compiled_flex_attention, dense_pairs
 from minitrain.models.decoder_config import DecoderConfig
 
+# Latents have 576 channels, for a kernel 1024: of its usual tiles, one would not fit into shared memory.
+SMALL_TILES = {"BLOCK_M": 16, "BLOCK_N": 16, "num_stages": 1, "num_warps": 4}
+
 
 @dataclass
 class Piece:
@@ -70,7 +73,7 @@ class DecodingStep:
     """A forward pass over one token of each of `rows` samples, in buffers that stay where they are.
 
     positions: int64 [rows], of the tokens. table: int64 [rows, width], each sample's pages. slots: int64 [rows].
-    Of use on the CPU only: gathered: the rows that its buffers do not hold yet, as (row, pages, how many tokens).
+    Of use on the CPU only: gathered: what its buffers do not hold yet, as (int64 [rows], int64 [rows, pages], tokens).
     longest: tokens of the longest sample, known on the host. groups: int64 rows of each group whose samples have their
     first `shared` tokens in common; a sample that has none in common with others is a group of its own.
     """
@@ -78,9 +81,9 @@ class DecodingStep:
     def __init__(self, positions: Tensor, table: Tensor, slots: Tensor, page_size: int, pool_pages: int):
         self.positions, self.table, self.slots = positions, table, slots
         self.page_size, self.pool_pages = page_size, pool_pages
-        self.masks: dict[int | None, PageMask] = {}
+        self.masks: dict[tuple, PageMask] = {}
         self.every_row = torch.arange(len(positions), device=positions.device)
-        self.gathered: list[tuple[int, Tensor, int]] = []
+        self.gathered: list[tuple[Tensor, Tensor, int]] = []
         self.longest = self.shared = 0
         self.groups: list[Tensor] = []
 
@@ -93,11 +96,12 @@ class DecodingStep:
             mask.update(self)
         self.biases: dict[tuple, Tensor] = {}
 
-    def page_mask(self, window: int | None) -> BlockMask:
-        if window not in self.masks:
-            self.masks[window] = PageMask(self, window)
-            self.masks[window].update(self)
-        return self.masks[window].blocks
+    def page_mask(self, window: int | None, queries: int = 1) -> BlockMask:
+        key = window, queries
+        if key not in self.masks:
+            self.masks[key] = PageMask(self, *key)
+            self.masks[key].update(self)
+        return self.masks[key].blocks
 
     def bias(self, window: int | None, kv_heads: int, dtype: torch.dtype) -> Tensor:
         """[rows x kv_heads, 1, longest]: 0 where a sample's token sees one of its own, else minus infinity."""
@@ -115,9 +119,10 @@ class PageMask:
 
     All are listed as seen in part, though most are seen in full: a kernel that finds two kinds of pages divides the
     pool's length among the blocks that share a sample, and not the sample's, so that one block would do all its work.
+    queries: of each sample, which all see the same.
     """
 
-    def __init__(self, step: DecodingStep, window: int | None):
+    def __init__(self, step: DecodingStep, window: int | None, queries: int):
         self.window, rows, device = window, len(step.positions), step.positions.device
         # torch's kernel for the CPU wants a list as long as the pool
         width = step.pool_pages if device.type == "cpu" else step.table.shape[1]
@@ -136,7 +141,7 @@ class PageMask:
 
         self.blocks = BlockMask.from_kv_blocks(
             self.count, self.pages, BLOCK_SIZE=(size, size), mask_mod=allows,
-            seq_lengths=(1, step.pool_pages * size), compute_q_blocks=False,
+            seq_lengths=(queries, step.pool_pages * size), compute_q_blocks=False,
         )  # fmt: skip
 
     def update(self, step: DecodingStep) -> None:
@@ -207,8 +212,11 @@ class Keys(Layer):
     def _attend_to_pool(self, q: Tensor, new: list[Tensor], v: Tensor | int, sinks: Tensor | None) -> Tensor:
         keys = self.pools[0].flatten(0, 1).transpose(0, 1)[None]  # [1, kv_heads, pool, head_dim]
         values = keys[..., :v] if isinstance(v, int) else self.pools[1].flatten(0, 1).transpose(0, 1)[None]
-        blocks, q = self.caches.step.page_mask(self.window), q.transpose(0, 2)  # [rows, heads, 1, head_dim]
-        flex, grouped = compiled_flex_attention(), q.shape[1] != keys.shape[1]
+        flex, q = compiled_flex_attention(), q.transpose(0, 2)  # [rows, heads, 1, head_dim]
+        if isinstance(v, int):  # heads as queries: a kernel's block need not have all heads of a key then
+            blocks, options = self.caches.step.page_mask(self.window, q.shape[1]), SMALL_TILES if v > 256 else None
+            return flex(q.transpose(1, 2), keys, values, block_mask=blocks, kernel_options=options).permute(1, 2, 0, 3)
+        blocks, grouped = self.caches.step.page_mask(self.window), q.shape[1] != keys.shape[1]
         if sinks is None:
             out = flex(q, keys, values, block_mask=blocks, enable_gqa=grouped)
         else:
@@ -233,9 +241,9 @@ class Keys(Layer):
         shape = self.caches.buffer_shape
         if not self.rows or self.rows[0].shape[0] != shape[0] or self.rows[0].shape[2] != shape[1]:
             self.rows = [zeros((shape[0], p.shape[2], shape[1], p.shape[3]), p.dtype, p.device) for p in self.pools]
-        for row, pages, length in step.gathered:
+        for fresh, pages, length in step.gathered:
             for buffer, pool in zip(self.rows, self.pools, strict=True):
-                buffer[row, :, :length] = pool[pages].flatten(0, 1)[:length].transpose(0, 1)
+                buffer[fresh, :, :length] = pool[pages].flatten(1, 2)[:, :length].transpose(1, 2)
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         for pool in self.pools:
@@ -341,6 +349,9 @@ class Caches:
 
     def __getitem__(self, layer: int) -> Layer | None:
         return self.layers[layer]
+
+    def needed(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
 
     def pool(self, heads: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return zeros((self.pages, self.page_size, heads, width), dtype, device)

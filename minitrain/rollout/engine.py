@@ -101,7 +101,7 @@ class Sampler:
             return self._step()
 
     def cancel(self, *samples: Sample) -> None:
-        """End some samples, or with `*submit(...)` all of a request, between two steps; they keep what they produced."""
+        """End samples, one or all that `submit` gave, between two steps; they keep what they have produced."""
         for sample in samples:
             self.scheduler.cancel(sample)
 

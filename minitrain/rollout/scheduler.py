@@ -222,7 +222,8 @@ class Scheduler:
         for sample in sorted(self.running, key=lambda sample: sample.arrival):
             while sample.slot is not None:
                 tokens = min(sample.cached + self.steps, sample.limit - 1)
-                taken = self.pages.take(max(0, self.pages.needed(tokens) - len(sample.pages)))
+                missing = self.pages.needed(tokens) - len(sample.pages)
+                taken = self.pages.take(missing) if missing > 0 else []
                 if taken is not None:
                     sample.pages += taken
                     break

@@ -32,6 +32,7 @@ from minitrain.config import Data
 from minitrain.errors import InputError
 from minitrain.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
 from minitrain.training.loss import IGNORE
+from minitrain.training.token_files import TokenFile, find_tokens
 
 CHECKED = 1 << 21  # tokens of token files that are looked at before training
 
@@ -232,7 +233,7 @@ def fitting_tokenizer(name: str, vocab_size: int) -> ByteTokenizer | HuggingFace
     if vocab_size < tokenizer.vocab_size:
         raise InputError(f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}")
     if tokenizer.eos_id is not None and not 0 <= tokenizer.eos_id < vocab_size:
-        raise InputError(f"data.tokenizer={name}: eos is token {tokenizer.eos_id}, outside model.vocab_size={vocab_size}")
+        raise InputError(f"data.tokenizer={name} has eos={tokenizer.eos_id}, outside model.vocab_size={vocab_size}")
     return tokenizer
 
 
@@ -377,62 +378,6 @@ def text_of(record: dict, key: str, where: str) -> str:
 # --------------------------------------------------------------------------------------------------------- token files
 
 
-@dataclass
-class TokenFile:
-    """Tokens [n] of a file, read when they are needed. document_end: the id that ends a document, or -1.
-
-    They are not memory-mapped: if a mapped file shrinks, reading it kills the process.
-    """
-
-    file: Path
-    dtype: np.dtype
-    offset: int  # in bytes, of the file's first token
-    first: int  # token of the file
-    stop: int
-    vocab_size: int
-    document_end: int
-    stamp: tuple[int, int]  # of the file when it was opened
-
-    def __len__(self) -> int:
-        return self.stop - self.first
-
-    def read(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """As Corpus.read; a token outside the vocabulary is an InputError, and so is a file that has changed."""
-        place = self.first + start
-        window = self._load(place, min(length + 1, self.stop - place))
-        wrong = np.flatnonzero((window < 0) | (window >= self.vocab_size))
-        if len(wrong):
-            where = f"{self.file} holds {window[wrong[0]]} at token {place + wrong[0]}"
-            raise InputError(f"{where}, outside the vocabulary of model.vocab_size={self.vocab_size}")
-        return window, window[:length] == self.document_end
-
-    def origin(self, start: int, length: int) -> str:
-        return f"{self.file} tokens {self.first + start} to {self.first + start + length - 1}"
-
-    def _load(self, place: int, count: int) -> np.ndarray:
-        size = self.dtype.itemsize
-        try:
-            with open(self.file, "rb", buffering=0) as file:
-                check_unchanged(self.file, file.fileno(), self.stamp)
-                raw = os.pread(file.fileno(), count * size, self.offset + place * size)
-        except OSError as error:
-            raise InputError(f"{self.file} cannot be read: {error.strerror}") from error
-        if len(raw) < count * size:
-            raise InputError(f"{self.file} ends before token {place + count}, which it had when the run began")
-        return np.frombuffer(raw, self.dtype)
-
-
-def stamp_of(file: Path | int) -> tuple[int, int]:
-    """Size and time of the last change of a file, or of an open one by its number."""
-    about = os.stat(file)
-    return about.st_size, about.st_mtime_ns
-
-
-def check_unchanged(name: Path, file: Path | int, stamp: tuple[int, int]) -> None:
-    if stamp_of(file) != stamp:
-        raise InputError(f"{name} has changed since the run began: its rows are no longer those of the earlier steps")
-
-
 def _open_token_files(
     data: Data, files: list[Path], seq_len: int, vocab_size: int, seed: int
 ) -> tuple[Packed, Packed | None]:
@@ -452,7 +397,8 @@ def _open_token_files(
     sides = [_usable_rows(shards, seq_len, seed, skips) for shards in (train, held)]
     note = f" ({skips.note})" if skips.count else ""
     if not len(sides[0]):
-        raise InputError(f"data.path={data.path} leaves no file with a row of batch.seq_len={seq_len} to train on{note}")
+        where = f"data.path={data.path} leaves no file"
+        raise InputError(f"{where} with a row of batch.seq_len={seq_len} to train on{note}")
     if data.validation and not len(sides[1]):
         raise InputError(f"data.validation={data.validation} holds out no row: no file has rows enough for that share")
     sides[0].about = skips.note
@@ -467,24 +413,9 @@ def _usable_rows(shards: list[TokenFile], seq_len: int, seed: int, skips: Skips)
         [n for n in numbers[::step] if skips.read(shard.read, n * seq_len, seq_len) is not None]
         for shard, numbers in zip(shards, rows, strict=True)
     ]
-    return Packed(shards, seq_len, seed, usable=[np.array(each, np.int64) for each in checked] if skips.allowed else rows)
-
-
-def find_tokens(file: Path, raw_dtype: str) -> tuple[np.dtype, int, int, tuple[int, int]]:
-    """Type, first byte and number of a file's tokens, and its stamp: of a .npy file, or else raw little-endian ones."""
-    try:
-        stamp = stamp_of(file)
-        if file.suffix == ".npy":
-            tokens = np.lib.format.open_memmap(file, mode="r")
-        else:
-            tokens = np.memmap(file, np.dtype(raw_dtype).newbyteorder("<"), mode="r")
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror or error}") from error
-    except (ValueError, EOFError) as error:
-        raise InputError(f"{file} does not hold tokens as {file.suffix or raw_dtype}: {error}") from error
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise InputError(f"{file} must hold integers [n], not {tokens.dtype} {list(tokens.shape)}")
-    return tokens.dtype, tokens.offset, len(tokens), stamp
+    if skips.allowed:
+        rows = [np.array(each, np.int64) for each in checked]
+    return Packed(shards, seq_len, seed, usable=rows)
 
 
 # --------------------------------------------------------------------------------------------------------------- files

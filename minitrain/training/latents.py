@@ -25,10 +25,11 @@ from minitrain.config import Config
 from minitrain.errors import InputError
 from minitrain.models.tensor_files import open_tensors, read_headers
 from minitrain.models.wan import WanConfig
-from minitrain.training.data import Skips, check_unchanged, hold_out, shuffled, stamp_of
+from minitrain.training.data import Skips, hold_out, shuffled
 from minitrain.training.flow import Diffusion, Noised, add_noise, generator
 from minitrain.training.packing import first_fit_decreasing
 from minitrain.training.shapes import ShapesWorld
+from minitrain.training.token_files import check_unchanged, stamp_of
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 DIMENSIONS = {"latents": 4, "text": 2, "condition": 4, "image": 2}

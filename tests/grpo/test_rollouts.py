@@ -53,6 +53,13 @@ def test_other_lines_are_refused(tmp_path, line):
         problems_of(tmp_path, [line])
 
 
+def test_warming_up_needs_room_for_the_answers(tmp_path):
+    line = {"question": "2+2?", "answer": "4" * 70}
+    problems_of(tmp_path, [line])
+    with pytest.raises(InputError, match=r"too short to warm up .* 75 tokens \(use grpo.warmup_steps=0, or batch.seq_len=75"):
+        problems_of(tmp_path, [line], warmup_steps=1)
+
+
 def test_an_epoch_has_every_problem_once(tmp_path):
     problems = problems_of(tmp_path, [{"question": str(i), "answer": str(i)} for i in range(10)])[0]
     epochs = [[problem.answer for problem in problems.take(first, 10)] for first in (0, 10)]

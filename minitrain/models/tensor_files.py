@@ -1,0 +1,34 @@
+"""Opening safetensors files that anybody may have written.
+
+The package checks what a header claims: every tensor's bytes lie in the file, in turn, without gaps or overlaps, and
+are as many as its shape and type need; so nothing is ever allocated that is not there. What is left to check here is
+how long the header itself is. Of a name that is given twice the last entry counts.
+"""
+
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from minitrain.errors import InputError
+
+LONGEST_HEADER = 16 << 20  # bytes, enough for 100,000 tensors; the package would parse 100 MB for half a minute
+
+
+def open_tensors(file: str | Path) -> safe_open:
+    """The file, to be used in a `with`. Raises InputError for one that is missing, damaged or no safetensors."""
+    try:
+        with open(file, "rb") as raw:
+            header = int.from_bytes(raw.read(8), "little")
+        if header > LONGEST_HEADER:
+            claim = f"its header claims {header:,} bytes, more than {LONGEST_HEADER:,}"
+            raise InputError(f"{file} cannot be read as safetensors: {claim}")
+        return safe_open(file, framework="pt")
+    except (OSError, ValueError, SafetensorError) as error:  # ValueError: a zero byte in the name
+        raise InputError(f"{file} cannot be read as safetensors: {error}") from None
+
+
+def read_headers(file: str | Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and type, as safetensors spells it, of every tensor in the file, by name. Raises InputError as above."""
+    with open_tensors(file) as contents:
+        slices = {name: contents.get_slice(name) for name in contents.keys()}  # noqa: SIM118
+        return {name: (tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()}

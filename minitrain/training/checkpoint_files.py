@@ -1,0 +1,218 @@
+"""What a checkpoint is on disk: which files it has, whether they still are what was written, and its index.
+
+`extra.json` is written last and describes the rest: size and CRC-32 of every other file, and its own CRC-32. That finds
+accidents (files cut short, flipped bits, parts that were never copied), not forgers: so DCP's index of the parts,
+`.metadata`, which is a pickle, is read by an unpickler that admits nothing but the index, and cannot run code.
+
+Cost: zlib's CRC-32 takes half a second per gigabyte and core, in every rank for its own part of what is saved, read
+back from the page cache; before loading, all files are read once more, spread over the ranks.
+"""
+
+import json
+import os
+import pickle
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+
+from minitrain.errors import InputError
+
+DESCRIPTION = "extra.json"
+INDEX = ".metadata"
+BLOCK = 1 << 22  # bytes that are read at once
+
+Sum = list[int]  # a file's size in bytes and CRC-32
+
+
+class Damaged(InputError):
+    """A checkpoint's files are not what was written; one before it may be whole."""
+
+
+# ----------------------------------------------------------------------------------------------------------- checksums
+
+
+def measure(file: Path) -> Sum:
+    """[size, CRC-32] of a file. Raises OSError if it cannot be read."""
+    size = crc = 0
+    with file.open("rb", buffering=0) as stream:
+        while block := stream.read(BLOCK):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return [size, crc]
+
+
+def check_file(file: Path, expected: Sum) -> None:
+    """Raises Damaged if a file is missing or unreadable, or has another size or content."""
+    try:
+        size = file.stat().st_size
+        if size != expected[0]:
+            raise Damaged(f"{file.name} has {size:,} bytes, and had {expected[0]:,} when it was written")
+        if measure(file) != expected:
+            raise Damaged(f"{file.name} has other content than when it was written (CRC-32)")
+    except PermissionError:
+        raise
+    except OSError as error:
+        raise Damaged(f"{file.name} cannot be read: {error.strerror}") from error
+
+
+def find_damage(folder: Path, share: int, shares: int) -> str | None:
+    """What is wrong with a checkpoint, if anything: with its description, or with files share, share + shares, ..."""
+    try:
+        files = read_description(folder)["files"]
+        for name in sorted(files)[share::shares]:
+            check_file(folder / name, files[name])
+    except Damaged as error:
+        return str(error)
+    return None
+
+
+# --------------------------------------------------------------------------------------------------------- description
+
+
+def write_description(folder: Path, about: dict) -> None:
+    """about: anything that JSON can hold, with `files`, the Sum of each file by its name."""
+    with (folder / DESCRIPTION).open("w", encoding="utf-8") as stream:
+        json.dump(about | {"crc32": own_sum(about)}, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def read_description(folder: Path) -> dict:
+    """What `write_description` wrote; raises Damaged for anything else."""
+    try:
+        about = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+        if about.pop("crc32") != own_sum(about):
+            raise ValueError("it has other content than when it was written (CRC-32)")
+        return {key: about[key] for key in ("optimizer", "base", "extra", "files")}
+    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise Damaged(f"{DESCRIPTION} is not the description of a checkpoint: {error!r}") from error
+
+
+def own_sum(about: dict) -> int:
+    return zlib.crc32(json.dumps(about, sort_keys=True).encode())
+
+
+# ---------------------------------------------------------------------------------------------- DCP's reader and writer
+
+
+class Writer(dcp.FileSystemWriter):
+    """DCP's writer, which knows afterwards what this rank wrote: `files`.
+
+    DCP loses what goes wrong in threads of its own, a full disk for example, and publishes an index without those
+    tensors: so it has none. With copy_ahead it would put copies on a CUDA stream, of whatever device this thread has.
+    """
+
+    def __init__(self, folder: Path):
+        super().__init__(folder, thread_count=1, per_thread_copy_ahead=0)
+        self.files: set[str] = set()
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future:
+        written = super().write_data(plan, planner)
+        self.files = {part.storage_data.relative_path for part in written.value()}
+        return written
+
+
+class IndexedReader(dcp.FileSystemReader):
+    """DCP's reader, with `.metadata` read once and by the strict unpickler. Raises InputError for a hostile one.
+
+    files: those that the checkpoint has.
+    """
+
+    def __init__(self, folder: Path, files: dict[str, Sum]):
+        super().__init__(folder)
+        self.index = read_index(folder / INDEX)
+        for part in self.index.storage_data.values():
+            if part.relative_path not in files:
+                raise InputError(f"{folder / INDEX} names {part.relative_path!r}, which is no file of this checkpoint")
+
+    def read_metadata(self, *args, **kwargs) -> Metadata:
+        return self.index
+
+
+DCP = "torch.distributed.checkpoint."
+ADMITTED = {
+    *((DCP + "metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata",
+                                            "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING")),
+    (DCP + "filesystem", "_StorageInfo"), ("torch", "Size"), ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"),
+}  # fmt: skip
+
+
+class IndexUnpickler(pickle.Unpickler):
+    """Admits what an index of tensors consists of; not BytesStorageMetadata, which DCP would go and unpickle."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
+        if is_dtype or (module, name) in ADMITTED:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place there")
+
+
+def read_index(file: Path) -> Metadata:
+    """DCP's index of a checkpoint; raises InputError for anything else."""
+    try:
+        with file.open("rb") as stream:
+            index = IndexUnpickler(stream).load()
+        if not isinstance(index, Metadata):
+            raise TypeError(f"it holds a {type(index).__name__}")
+    except Exception as error:  # a damaged pickle can raise nearly anything
+        raise InputError(f"{file} is not the index of a checkpoint: {error}") from error
+    return index
+
+
+def first_failure(error: dcp.CheckpointException) -> str:
+    """One line on what went wrong on the first rank that failed."""
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return f"{cause!r} on rank {rank}".replace("\n", " ")
+
+
+# ----------------------------------------------------------------------------------------------------------- folders
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """The steps of all complete checkpoints, ascending."""
+    numbers = [path.name.removeprefix("step-") for path in folder.glob("step-*")]
+    return sorted(int(number) for number in numbers if number.isdecimal())
+
+
+def clean(folder: Path) -> None:
+    """Make the folder, or remove what a killed run left in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("step-*.old"):
+        if not old.with_suffix("").exists():
+            old.replace(old.with_suffix(""))
+    for leftover in [*folder.glob("step-*.tmp"), *folder.glob("step-*.old")]:
+        shutil.rmtree(leftover)
+
+
+def make_empty(folder: Path) -> None:
+    """An empty folder, whatever was there."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint, which is never half gone under its final name."""
+    shutil.rmtree(folder.replace(folder.with_suffix(".tmp")))
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint, for someone to look at: it counts as one no more. Returns its new name."""
+    aside = folder.with_suffix(".damaged")
+    if aside.exists():
+        shutil.rmtree(aside)
+    return folder.replace(aside)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder survive a power cut, as fsync does for a file's content."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

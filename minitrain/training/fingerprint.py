@@ -1,0 +1,109 @@
+"""What data and code a run uses, in a few bytes per file: so that a run which continues can tell that they changed.
+
+Row n is a pure function of the seed, n and the files. If a file changes between a run and its continuation, rows come
+twice or never, and nothing else would show it: hence an error. Other code is often what one wants, and only told.
+Files are sampled and not read through, so a change that keeps the size and misses all samples goes unseen.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch.distributed as dist
+
+from minitrain.agreement import check_same, code_digests
+from minitrain.config import Data
+from minitrain.errors import InputError
+from minitrain.training.data import find_files
+
+SAMPLES, SAMPLE = 16, 4096  # of a file; a smaller one is read whole
+
+
+def agreed_fingerprint(data: Data) -> dict[str, str]:
+    """`fingerprint`, on all ranks together. Raises InputError if they do not see the same files."""
+    files = fingerprint(data)
+    if dist.get_world_size() > 1:
+        check_same({"data": files})
+    return files
+
+
+def fingerprint(data: Data) -> dict[str, str]:
+    """A digest of each file that the dataset is made from, by path; empty for data that is made up."""
+    if data.kind in ("mock", "shapes"):
+        return {}
+    files = sorted(Path(data.path).glob("**/*.safetensors")) if data.kind == "latents" else find_files(data)
+    return {str(file): file_digest(file) for file in files}
+
+
+def file_digest(file: Path) -> str:
+    """Of a file's size and SAMPLES blocks spread evenly over it, its first and last bytes among them."""
+    try:
+        with file.open("rb") as stream:
+            size = stream.seek(0, 2)
+            digest = hashlib.sha256(str(size).encode())
+            for i in range(SAMPLES):
+                stream.seek(i * max(SAMPLE, (size - SAMPLE) // (SAMPLES - 1)))
+                digest.update(stream.read(SAMPLE))
+            stream.seek(max(0, size - SAMPLE))
+            digest.update(stream.read(SAMPLE))
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}") from error
+    return digest.hexdigest()[:16]
+
+
+def check_continuation(file: Path, data: Data, files: dict[str, str], resumed: bool) -> list[str]:
+    """Compare with what the run began with, as `file` has it, and store what it uses now; returns what to tell.
+
+    files: the fingerprint of `data`. Raises InputError, on all ranks alike, if the run is resumed, its settings name
+    the same data, and there is other data. All ranks call it together; rank 0 reads and writes.
+    """
+    failure, notes = [None], []
+    if dist.get_rank() == 0:
+        now = {"data": [data.kind, data.path, data.exclude], "files": files, "code": code_digests()}
+        before = (read(file) if resumed else None) or now
+        failure, notes = [data_change(before, now)], other_settings(before, now)
+        if failure == [None]:
+            write(file, now)
+    dist.broadcast_object_list(failure)
+    if failure[0]:
+        raise InputError(failure[0])
+    return notes
+
+
+def data_change(before: dict, now: dict) -> str | None:
+    """What is wrong with the data, in one line; None if nothing is, or the settings name other data on purpose."""
+    changed = differing(before["files"], now["files"])
+    if not changed or before["data"] != now["data"]:
+        return None
+    first, more = changed[0], f" and {len(changed) - 1} more files" if len(changed) > 1 else ""
+    how = "is new" if first not in before["files"] else "is gone" if first not in now["files"] else "has changed"
+    return f"{first}{more} {how} since the run began, which cannot continue so (restore it, or use another out_dir)"
+
+
+def other_settings(before: dict, now: dict) -> list[str]:
+    notes = []
+    if before["data"] != now["data"]:
+        notes.append("note: the run continues on other data than it began with, as data.path says")
+    if changed := differing(before["code"], now["code"]):
+        more = f" and {len(changed) - 1} more files" if len(changed) > 1 else ""
+        notes.append(f"warning: the run continues with other code than it began with: {changed[0]}{more}")
+    return notes
+
+
+def differing(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    return [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+
+
+def read(file: Path) -> dict | None:
+    """What `write` wrote; None if that is not there."""
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        return {key: stored[key] for key in ("data", "files", "code")}
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def write(file: Path, value: dict) -> None:
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
+    temporary.replace(file)

@@ -1,0 +1,88 @@
+"""Numbers going wrong: steps that were skipped, and losses that spike, told with the batch they came from.
+
+The decision to skip falls on the device (`update_weights`); here the host, which gets loss and norm for the log anyway,
+draws the same conclusion from the same numbers. A loss is a spike if it lies above
+
+    median + metrics.spike x 1.4826 x median(|loss - median|)
+
+of the last 100 losses, at least 20; but a spike is at least 1 % above the median. Medians, unlike mean and deviation,
+hardly move with the spikes themselves; the factor makes the second a standard deviation for normal losses.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from statistics import median
+
+from minitrain.config import Config
+from minitrain.errors import InputError
+
+WINDOW, LEAST = 100, 20
+SHOWN = 4  # rows of a batch whose origin is told
+
+
+def is_finite(numbers: dict[str, float]) -> bool:
+    """Did the step with this loss and grad_norm change the weights?"""
+    return math.isfinite(numbers["loss"]) and math.isfinite(numbers["grad_norm"])
+
+
+class Health:
+    """Watches a run's steps.
+
+    say(text): where lines go. batch(step): where the batch of step 1, 2, ... comes from. updates: per step.
+    """
+
+    def __init__(self, config: Config, say: Callable[[str], None], batch: Callable[[int], str], updates: int = 1):
+        self.most, self.factor = config.optim.max_skipped, config.metrics.spike
+        self.say, self.batch, self.updates = say, batch, updates
+        self.losses: deque[float] = deque(maxlen=WINDOW)
+        self.in_a_row = 0
+
+    def watch(self, steps: Iterator[dict]) -> Iterator[dict]:
+        """The steps' numbers; those of a step that went wrong also have its `batch`.
+
+        Raises InputError when too many steps in a row changed nothing.
+        """
+        for numbers in steps:
+            yield numbers | self.check(numbers)
+
+    def check(self, numbers: dict) -> dict:
+        self.in_a_row = self.in_a_row + 1 if numbers["skipped"] == self.updates else 0
+        limit, loss, step = self.limit(), numbers["loss"], numbers["step"]
+        if numbers["skipped"]:
+            problem = f"skipped, as loss={loss} or grad_norm={numbers['grad_norm']} is not finite"
+        elif loss > limit:
+            problem = f"loss={loss:.4g} is a spike, above {limit:.4g}"
+        else:
+            problem = ""
+        if math.isfinite(loss):
+            self.losses.append(loss)
+        if not problem:
+            return {}
+        origin = self.batch(step)
+        self.say(f"step {step}: {problem}; {origin}")
+        if self.in_a_row == self.most:
+            raise InputError(
+                f"step {step} is number {self.most} in a row to be skipped (optim.max_skipped), as "
+                f"loss={loss} or grad_norm={numbers['grad_norm']} is not finite: the weights are as after step "
+                f"{step - self.most}, and checkpoints intact; the batch was {origin}"
+            )
+        return {"batch": origin}
+
+    def limit(self) -> float:
+        """Above it a loss is a spike; infinite while there are too few to tell."""
+        if not self.factor or len(self.losses) < LEAST:
+            return math.inf
+        middle = median(self.losses)
+        deviation = 1.4826 * median(abs(loss - middle) for loss in self.losses)
+        return middle + max(self.factor * deviation, 0.01 * abs(middle))
+
+
+def batch_origin(dataset, rows: int, step: int) -> str:
+    """Which `rows` of the dataset step 1, 2, ... took, and where the first of them come from if it can say."""
+    first = (step - 1) * rows
+    text = f"rows {first} to {first + rows - 1} of the data"
+    if (origin := getattr(dataset, "origin", None)) is None:
+        return text
+    shown = dict.fromkeys(origin(n) for n in range(first, first + min(rows, SHOWN)))  # one document may fill many
+    return f"{text}: {', '.join(shown)}{', ...' if rows > SHOWN else ''}"

@@ -1,0 +1,83 @@
+"""Files of tokens, raw or .npy, of any size: a row is read when it is needed.
+
+They are not memory-mapped, because reading a mapped file that has shrunk kills the process; here it is an error, as is
+any other change of a file since it was opened. What rows are made of tokens is in data.py.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from minitrain.errors import InputError
+
+
+@dataclass
+class TokenFile:
+    """Tokens [n] of a file, from number `first` to before `stop`. document_end: the id that ends a document, or -1."""
+
+    file: Path
+    dtype: np.dtype
+    offset: int  # in bytes, of the file's first token
+    first: int
+    stop: int
+    vocab_size: int
+    document_end: int
+    stamp: tuple[int, int]  # the file's, when it was opened
+
+    def __len__(self) -> int:
+        return self.stop - self.first
+
+    def read(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """As Corpus.read (data.py); a token outside the vocabulary is an InputError, as is a changed file."""
+        place = self.first + start
+        window = self._load(place, min(length + 1, self.stop - place))
+        wrong = np.flatnonzero((window < 0) | (window >= self.vocab_size))
+        if len(wrong):
+            where = f"{self.file} holds {window[wrong[0]]} at token {place + wrong[0]}"
+            raise InputError(f"{where}, outside the vocabulary of model.vocab_size={self.vocab_size}")
+        return window, window[:length] == self.document_end
+
+    def origin(self, start: int, length: int) -> str:
+        return f"{self.file} tokens {self.first + start} to {self.first + start + length - 1}"
+
+    def _load(self, place: int, count: int) -> np.ndarray:
+        size = self.dtype.itemsize
+        try:
+            with open(self.file, "rb", buffering=0) as file:
+                check_unchanged(self.file, file.fileno(), self.stamp)
+                raw = os.pread(file.fileno(), count * size, self.offset + place * size)
+        except OSError as error:
+            raise InputError(f"{self.file} cannot be read: {error.strerror}") from error
+        if len(raw) < count * size:
+            raise InputError(f"{self.file} ends before token {place + count}, which it had when the run began")
+        return np.frombuffer(raw, self.dtype)
+
+
+def stamp_of(file: Path | int) -> tuple[int, int]:
+    """Size and time of the last change of a file, or of an open one by its number."""
+    about = os.stat(file)
+    return about.st_size, about.st_mtime_ns
+
+
+def check_unchanged(name: Path, file: Path | int, stamp: tuple[int, int]) -> None:
+    if stamp_of(file) != stamp:
+        raise InputError(f"{name} has changed since the run began: its rows are no longer those of the earlier steps")
+
+
+def find_tokens(file: Path, raw_dtype: str) -> tuple[np.dtype, int, int, tuple[int, int]]:
+    """Type, first byte and number of a file's tokens, and its stamp: of a .npy file, or else raw little-endian ones."""
+    try:
+        stamp = stamp_of(file)
+        if file.suffix == ".npy":
+            tokens = np.lib.format.open_memmap(file, mode="r")
+        else:
+            tokens = np.memmap(file, np.dtype(raw_dtype).newbyteorder("<"), mode="r")
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror or error}") from error
+    except (ValueError, EOFError) as error:
+        raise InputError(f"{file} does not hold tokens as {file.suffix or raw_dtype}: {error}") from error
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise InputError(f"{file} must hold integers [n], not {tokens.dtype} {list(tokens.shape)}")
+    return tokens.dtype, tokens.offset, len(tokens), stamp

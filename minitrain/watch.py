@@ -1,0 +1,191 @@
+"""What a run notices while it runs: that it is asked to stop, and ranks that die.
+
+SIGTERM, which schedulers send before they take a machine away: it may reach the ranks at different moments, or one
+alone; all finish the step they are at, write a checkpoint, export nothing and end with code 0. torchrun passes it on,
+kills what is left after 30 seconds (`--shutdown-timeout`, from torch 2.13 on) and itself ends with code 1 in any case.
+Before the first step and after the last it ends the run at once, as SIGINT (Ctrl-C) and SIGKILL always do: there is
+nothing to save then, and the last checkpoint stays.
+
+Dead ranks: the kernel closes the connections of a process that dies, however it dies, and not those of one that is
+merely slow. So every rank has one to rank 0 over which nothing goes; when it ends without a word, rank 0 tells who it
+was, in one line, and makes all others end, also those that wait in a collective for ever. That takes a moment; for a
+machine that vanishes, the 25 seconds until TCP's keep-alive gives up. torchrun --max-restarts then starts all again,
+from the last checkpoint. Ranks that live and wait for each other all the same are left to the collectives' time-out.
+"""
+
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store  # no public name; the one that torchrun's ranks share
+
+KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, times
+VERDICT = 10.0  # seconds after which a rank whose collective has failed takes it for no other rank's death
+
+# ------------------------------------------------------------------------------------------------------------- stopping
+
+
+def until_sigterm(steps: Iterator[dict[str, Any]], device: torch.device) -> Iterator[tuple[dict[str, Any], bool]]:
+    """Steps' numbers, each with whether the run is to stop there because some rank has got SIGTERM.
+
+    The ranks agree after each step, when they have waited for the device anyway.
+    """
+    sigterm = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: sigterm.set())
+    try:
+        for numbers in steps:
+            yield numbers, on_any_rank(sigterm.is_set(), device)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def on_any_rank(flag: bool, device: torch.device) -> bool:
+    """Is `flag` true on any rank? All ranks call it together."""
+    if dist.get_world_size() == 1:
+        return flag
+    flags = torch.tensor(float(flag), device=device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags.item())
+
+
+# ----------------------------------------------------------------------------------------------------------- dead ranks
+
+
+class Watch:
+    """This rank's part of the watch, in a thread. One byte goes over a connection, at the end: the code to end with.
+
+    others: the ranks at the other ends, by connection: on rank 0 all others, elsewhere rank 0.
+    """
+
+    def __init__(self):
+        self.others: dict[socket.socket, int] = {}
+        self.joined, self.complete = 0, threading.Event()  # are all connections there?
+        self.leaving = False
+        self.rank, self.world, self.parent = dist.get_rank(), dist.get_world_size(), os.getppid()
+        self.server = self.listen() if self.rank == 0 else self.join()
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def listen(self) -> socket.socket:
+        any_version = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
+        server = socket.create_server(("", 0), backlog=self.world, **any_version)
+        self.key = secrets.token_hex(8)  # whoever does not know it is none of ours
+        _get_default_store().set("minitrain/watch", f"{server.getsockname()[1]} {self.key}")
+        return server
+
+    def join(self) -> None:
+        """Connect to rank 0. Where that cannot be reached so, this rank goes unwatched."""
+        port, key = _get_default_store().get("minitrain/watch").decode().split()
+        try:
+            connection = socket.create_connection((os.environ.get("MASTER_ADDR", "localhost"), int(port)), timeout=10)
+            connection.sendall(f"{key}{self.rank:08d}".encode())
+            self.add(connection, 0)
+        except OSError as error:
+            print(f"warning: rank {self.rank} is not watched: {error}", file=sys.stderr)
+
+    def add(self, connection: socket.socket, rank: int) -> None:
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEP_ALIVE.items():
+            if hasattr(socket, name):  # not on every system
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self.others[connection] = rank
+        self.joined += 1
+        if self.joined == self.world - 1:
+            self.complete.set()
+
+    def run(self) -> None:
+        """The life of the thread."""
+        while self.server or self.others:
+            for ready in wait([*self.others, *([self.server] if self.server else [])], timeout=2):
+                self.admit() if ready is self.server else self.hear(ready)
+            if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent:
+                # whoever starts the run again must not meet ranks that still write
+                self.end(1, "torchrun is gone" if os.environ["LOCAL_RANK"] == "0" else "")
+
+    def admit(self) -> None:
+        """Take a new connection, if it is one of ours."""
+        connection, _ = self.server.accept()
+        connection.settimeout(5)
+        with suppress(OSError, ValueError):
+            hello = connection.recv(24, socket.MSG_WAITALL).decode()
+            if secrets.compare_digest(hello[:16], self.key):
+                self.add(connection, int(hello[16:]))
+
+    def hear(self, connection: socket.socket) -> None:
+        """Take the other side's last word; none, if it has died."""
+        try:
+            word = connection.recv(1)
+        except OSError:
+            word = b""
+        rank = self.others.pop(connection)
+        if not word and not self.leaving:
+            tells = self.rank == (0 if rank else 1)
+            self.end(1, f"rank {rank} is gone: it was killed or cannot be reached" if tells else "")
+        elif word and word[0]:  # it has said why
+            self.end(word[0])
+
+    def end(self, code: int, reason: str = "") -> None:
+        """End this process and all others, from this thread, whatever the main one waits for."""
+        if reason:
+            # the first line break ends that of a progress bar
+            line = f"\nerror: {reason}; the run ends, and the same command continues from its last checkpoint\n"
+            sys.stderr.write(line)
+            sys.stderr.flush()
+        self.tell(code)
+        os._exit(code)
+
+    def leave(self, code: int) -> None:
+        """Give notice: what others do from now on is no surprise."""
+        self.leaving = True
+        if code == 0 and self.rank == 0 and self.world > 1:
+            self.complete.wait(5)  # so that all get the word
+        self.tell(code)
+
+    def tell(self, code: int) -> None:
+        for connection in list(self.others):
+            with suppress(OSError):
+                connection.sendall(bytes([code]))
+
+
+_watch: Watch | None = None
+
+
+def begin() -> None:
+    """Watch over the ranks of the process group that has just started."""
+    global _watch
+    if dist.get_world_size() > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
+        _watch = Watch()
+
+
+def leave(code: int) -> None:
+    """This process is about to end with `code`, and if that is not 0, all others shall."""
+    if _watch is not None:
+        _watch.leave(code)
+
+
+def await_verdict(error: Exception) -> None:
+    """After an error that the death of another rank explains: does not return if one has died."""
+    if _watch is not None and (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        time.sleep(VERDICT)
+
+
+def say_once(line: str) -> None:
+    """Print a line to stderr, if no other rank does; those that do not leave it the time."""
+    try:
+        first = _get_default_store().add(f"minitrain/said/{line}", 1) == 1
+    except RuntimeError:  # the store has gone with its rank
+        first = True
+    if first:
+        print(line, file=sys.stderr, flush=True)
+    else:
+        time.sleep(1)

@@ -1,0 +1,208 @@
+"""Bad data: an error that names file and line before training, or with data.on_error=skip left out and counted.
+
+Left out means that the rows are those of the same files without what is bad.
+"""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from minitrain.config import from_dict
+from minitrain.errors import InputError
+from minitrain.grpo.problems import open_problems
+from minitrain.training.data import rows
+from minitrain.training.datasets import open_dataset
+from minitrain.training.latents import save_video
+
+GOOD = {
+    "pretrain": [{"text": "a document"}, {"text": "another document"}, {"text": "a third one, which is longer"}],
+    "sft": [{"prompt": f"question {n}", "response": f"answer {n}"} for n in range(3)],
+    "grpo": [{"question": f"{n} + {n}", "answer": str(2 * n)} for n in range(3)],
+}
+
+
+def config_of(task: str, folder, on_error: str = "error", **data):
+    model = {"name": "wan2.1-14b-tiny" if task == "diffusion" else "llama3-8b-tiny"}
+    kind = {"kind": "latents" if task == "diffusion" else "jsonl", "path": str(folder), "on_error": on_error}
+    if task != "diffusion":
+        model["vocab_size"] = 258
+    return from_dict({
+        "model": model, "task": task, "data": kind | data, "batch": {"global": 4, "micro": 2, "seq_len": 16},
+    })  # fmt: skip
+
+
+def contents(config) -> list:
+    """All that the config's data holds, whatever the order."""
+    if config.task == "grpo":
+        return sorted(open_problems(config)[0].problems)
+    data, _ = open_dataset(config)
+    return sorted(str({key: value.tolist() for key, value in data.row(n).items()}) for n in range(len(data)))
+
+
+def about(config) -> str:
+    return (open_problems(config) if config.task == "grpo" else open_dataset(config))[0].about
+
+
+def check(config, clean, message: str, count: int = 1):
+    """config: with bad data, which is to be refused with `message`; clean: the same data without it."""
+    with pytest.raises(InputError, match=message) as caught:
+        contents(config)
+    assert str(caught.value).isprintable()
+    config.data.on_error = "skip"
+    assert contents(config) == contents(clean)
+    assert f"{count} skipped, the first: " in about(config) and "skipped" not in about(clean)
+
+
+BAD_LINES = [
+    ("pretrain", b'{"text": ', "not valid JSON"),
+    ("pretrain", b'{"text": "\xff"}', "not valid JSON: 'utf-8' codec"),
+    ("pretrain", b'{"text": "x", "score": NaN}', "not valid JSON: NaN is no JSON"),
+    ("pretrain", b"7" * 5000, "not valid JSON: Exceeds the limit"),
+    ("pretrain", b'["text"]', "must be a JSON object"),
+    ("pretrain", b'{"body": "x"}', "no key 'text'"),
+    ("pretrain", b'{"text": null}', "'text' must be text, not NoneType"),
+    ("sft", b'{"messages": [{"role": "tool", "content": "x"}]}', r"'messages'\[0\]: the role 'tool' is not"),
+    ("sft", b'{"messages": [{"role": "user", "content": "x"}]}', "'messages' has no message of the assistant"),
+    ("sft", b'{"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "x"}]}', "is empty"),
+    ("sft", b'{"messages": []}', "'messages' has no message of the assistant"),
+    ("sft", b'{"messages": {"role": "user"}}', "'messages' must be a list of objects"),
+    ("sft", b'{"prompt": "x", "response": " "}', "'response' is empty"),
+    ("sft", b'{"prompt": "x", "response": ["y"]}', "'response' must be text, not list"),
+    ("sft", b'{"context": "x", "question": "y", "answers": {"text": []}}', "'answers' must hold a text"),
+    ("grpo", b'{"question": "1 + 1"}', "no key 'expected_answer'"),
+    ("grpo", b'{"question": "1 + 1", "answer": ""}', "'answer' is empty"),
+    ("grpo", b'{"question": "", "answer": "2"}', "'question' is empty"),
+    ("grpo", b'{"prompt": [], "answer": "2"}', "'prompt' is empty"),
+    ("grpo", b'{"messages": [], "answer": "2"}', "'messages' must end with the assistant's answer"),
+    ("grpo", b'{"question": "a prompt that is longer than a row", "answer": "2"}', "no room for a response"),
+]
+
+
+@pytest.mark.parametrize("task, line, message", BAD_LINES, ids=[f"{task}-{text}"[:40] for task, _, text in BAD_LINES])
+def test_bad_lines(tmp_path, task, line, message):
+    first, *rest = [json.dumps(record).encode() for record in GOOD[task]]
+    for name, lines in (("clean", [first, *rest]), ("bad", [first, b"", line, *rest, line])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    check(config_of(task, tmp_path / "bad"), config_of(task, tmp_path / "clean"), f"a.jsonl:3.*{message}", count=2)
+
+
+@pytest.mark.parametrize("task", GOOD)
+def test_empty_files(tmp_path, task):
+    """Of JSONL: a download that failed. Nothing to train on is an error however lenient the settings are."""
+    (tmp_path / "b.jsonl").write_text(" \n\n")
+    for on_error in ("error", "skip"):
+        with pytest.raises(InputError, match=r"b\.jsonl is empty"):
+            contents(config_of(task, tmp_path, on_error))
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, GOOD[task])))
+    check(config_of(task, tmp_path), config_of(task, tmp_path / "a.jsonl"), r"b\.jsonl is empty")
+    (tmp_path / "c.jsonl").symlink_to(tmp_path / "gone")
+    for on_error in ("error", "skip"):
+        with pytest.raises(InputError, match=r"c\.jsonl cannot be read: No such file"):
+            contents(config_of(task, tmp_path, on_error, exclude=["*b.jsonl"]))
+
+
+def test_text_that_is_not_utf8(tmp_path):
+    (tmp_path / "a.txt").write_text("a document that is long enough")
+    (tmp_path / "b.txt").write_bytes(b"abc\xff")
+    (tmp_path / "empty.txt").write_text("")  # which is no fault
+    clean = config_of("pretrain", tmp_path, kind="text", exclude=["*b.txt"])
+    check(config_of("pretrain", tmp_path, kind="text"), clean, r"b\.txt is not UTF-8 at byte 3")
+
+
+# --------------------------------------------------------------------------------------------------------- token files
+
+
+@pytest.mark.parametrize("name, array, message", [
+    ("b.bin", np.zeros(33, np.uint8), "does not hold tokens"),
+    ("b.bin", np.zeros(0, np.uint8), "does not hold tokens"),
+    ("b.npy", np.zeros(32, np.float32), "must hold integers"),
+    ("b.npy", np.array([None] * 32), "does not hold tokens"),
+    ("b.npy", np.full(16, 258), "holds 258 at token 0, outside the vocabulary"),
+], ids=str)  # fmt: skip
+def test_token_files_that_are_none(tmp_path, name, array, message):
+    np.save(tmp_path / "a.npy", np.arange(64))
+    array.tofile(tmp_path / name) if name.endswith("bin") else np.save(tmp_path / name, array)
+    clean = config_of("pretrain", tmp_path / "a.npy", kind="tokens")
+    check(config_of("pretrain", tmp_path, kind="tokens"), clean, rf"{name} .*{message}")
+
+
+def test_rows_with_tokens_outside_the_vocabulary(tmp_path):
+    tokens = np.arange(5 * 16 + 1) % 258
+    tokens[37] = 70_000
+    np.save(tmp_path / "a.npy", tokens)
+    with pytest.raises(InputError, match=r"a\.npy holds 70000 at token 37, outside the vocabulary"):
+        open_dataset(config_of("pretrain", tmp_path, kind="tokens"))
+    data, _ = open_dataset(config_of("pretrain", tmp_path, "skip", kind="tokens"))
+    assert data.about.startswith("1 skipped, the first: ")
+    for epoch in range(2):
+        found = sorted(row[0] for row in rows(data, range(4 * epoch, 4 * epoch + 4))["tokens"].tolist())
+        assert found == [0, 16, 48, 64]  # the third row is not there
+
+
+@pytest.mark.parametrize("change", [
+    lambda file: os.truncate(file, 64),  # a memory map would now be a bus error
+    lambda file: os.truncate(file, 0),
+    lambda file: file.write_bytes(bytes(2000)),
+    lambda file: os.utime(file, ns=(0, 0)),
+    lambda file: file.unlink(),
+])  # fmt: skip
+def test_token_files_that_change(tmp_path, change):
+    file = tmp_path / "a.bin"
+    file.write_bytes(bytes(1000))
+    data, _ = open_dataset(config_of("pretrain", file, kind="tokens"))
+    assert data.row(3)["tokens"].sum() == 0
+    change(file)
+    with pytest.raises(InputError, match=r"a\.bin (has changed since the run began|cannot be read)"):
+        data.row(3)
+
+
+# -------------------------------------------------------------------------------------------------------------- videos
+
+
+def video(number: int = 0, **changes) -> dict:
+    torch.manual_seed(number)
+    return {"latents": torch.randn(16, 1, 4, 4), "text": torch.randn(2, 64)} | changes
+
+
+@pytest.mark.parametrize("changes, message, header", [
+    ({"latents": torch.full((16, 1, 4, 4), torch.nan)}, "tensor latents holds values that are not finite", False),
+    ({"text": torch.full((2, 64), torch.inf)}, "tensor text holds values that are not finite", False),
+    ({"latents": torch.zeros(16, 1, 4, 4, dtype=torch.int64)}, "tensor latents is stored as I64", True),
+    ({"latents": torch.zeros(16, 4, 4)}, r"tensor latents has shape \[16, 4, 4\]", True),
+    ({"text": torch.zeros(999, 64)}, "text has 999 tokens, more than", True),
+    ({"text": None}, "tensor text is missing", True),
+    (None, "cannot be read as safetensors", True),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_videos(tmp_path, changes, message, header):
+    for folder in ("clean", "bad"):
+        (tmp_path / folder).mkdir()
+        for n in range(3):
+            save_video(tmp_path / folder / f"{n}.safetensors", **video(n))
+    bad = tmp_path / "bad" / "9.safetensors"
+    save_file({name: x for name, x in video(**changes or {}).items() if x is not None}, bad)
+    if changes is None:
+        os.truncate(bad, bad.stat().st_size - 1)
+    clean = config_of("diffusion", tmp_path / "clean")
+    if header:
+        return check(config_of("diffusion", tmp_path / "bad"), clean, rf"9\.safetensors.* {message}")
+    data, _ = open_dataset(config_of("diffusion", tmp_path / "bad"))
+    with pytest.raises(InputError, match=rf"9\.safetensors: {message}"):
+        rows(data, range(len(data)))
+    data, _ = open_dataset(config_of("diffusion", tmp_path / "bad", "skip"))
+    assert len(data) == len(open_dataset(clean)[0]) and data.about.startswith("1 skipped")
+    assert rows(data, range(len(data)))["latents"].isfinite().all()
+
+
+def test_videos_that_change(tmp_path):
+    file = tmp_path / "a.safetensors"
+    save_video(file, **video())
+    data, _ = open_dataset(config_of("diffusion", tmp_path))
+    data.row(0)
+    save_video(file, **video(latents=torch.zeros(16, 2, 4, 4)))
+    with pytest.raises(InputError, match=r"a\.safetensors has changed since the run began"):
+        data.row(0)

@@ -1,0 +1,97 @@
+"""Runs that are killed, or asked to stop, end up with the numbers of an undisturbed one, to the bit."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.faults.kill import CASES, TINY, Case, Run, share, torment
+from tests.faults.processes import Ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kills_at_any_moment_change_nothing(tmp_path, name):
+    """8 in all; `python -m tests.faults.kill --times 50` does more."""
+    assert torment(CASES[name], tmp_path, share(8)[name], seed=0)["most kills of one run"] >= 2
+
+
+def train_until_line(file, step):
+    """Die between the checkpoint of a step and its line in metrics.jsonl."""
+    from minitrain import train
+    from minitrain.training.metrics import MetricsLog
+
+    log_step = MetricsLog.step
+
+    def die_or_log(log, numbers):
+        if numbers["step"] == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        log_step(log, numbers)
+
+    MetricsLog.step = die_or_log
+    train.main(["--config", str(file)])
+
+
+@pytest.mark.parametrize("name", ["one process", "GRPO"])
+def test_no_line_is_lost_between_a_checkpoint_and_the_log(tmp_path, name):
+    undisturbed, run = Run(CASES[name], tmp_path / "undisturbed"), Run(CASES[name], tmp_path / "killed")
+    ranks = Ranks(1, run.log, train_until_line, run.file, 2)
+    assert ranks.wait(60) and ranks.codes() == [-signal.SIGKILL], run.log.read_text()
+    assert (run.out / "checkpoints" / "step-00000002").exists() and len(run.numbers()) == 1
+    numbers = run.finish(run.start())
+    assert numbers == undisturbed.finish(undisturbed.start()) and any("val" in key for key in numbers[1])
+
+
+def wait_for_lines(run: Run, count: int, alive) -> None:
+    deadline = time.monotonic() + 60
+    while len(run.numbers()) < count:
+        assert alive() and time.monotonic() < deadline, run.log.read_text()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("case", [
+    Case(2, TINY | {"steps": 60, "checkpoint": {"every": 0, "asynchronous": True}}),
+    Case(1, CASES["GRPO"].tree | {"steps": 20, "checkpoint": {"every": 0}}),
+], ids=["FSDP", "GRPO"])  # fmt: skip
+def test_sigterm_to_one_rank_stops_all_after_a_step_with_a_checkpoint(tmp_path, case):
+    run = Run(case, tmp_path / "stopped")
+    ranks = run.start()
+    wait_for_lines(run, 3, lambda: None in ranks.codes())
+    ranks.send(case.ranks - 1, signal.SIGTERM)
+    assert ranks.wait(30) and not any(ranks.codes()), run.log.read_text()
+    (checkpoint,) = (run.out / "checkpoints").iterdir()
+    step = int(checkpoint.name.removeprefix("step-"))
+    assert 3 <= step < case.tree["steps"] and not list(run.out.glob("*.safetensors"))
+    assert run.log.read_text().count("SIGTERM: stopped after step") == 1
+    shorter = Case(case.ranks, case.tree | {"steps": step + 2})
+    run.file.write_text(yaml.safe_dump(shorter.tree | {"out_dir": str(run.out)}))
+    undisturbed = Run(shorter, tmp_path / "undisturbed")
+    assert run.finish(run.start()) == undisturbed.finish(undisturbed.start())
+
+
+def test_torchrun_restarts_by_itself_after_the_death_of_a_rank(tmp_path):
+    case = Case(2, TINY | {"steps": 20, "checkpoint": {"every": 5}})
+    run = Run(case, tmp_path / "killed")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max-restarts", "3"]
+    with run.log.open("w") as log:
+        torchrun = subprocess.Popen(
+            [sys.executable, *command, "-m", "minitrain.train", "--config", run.file], cwd=ROOT, stderr=log, stdout=log
+        )
+    wait_for_lines(run, 6, lambda: torchrun.poll() is None)
+    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+    os.kill(int(children[1]), signal.SIGKILL)
+    assert torchrun.wait(120) == 0, run.log.read_text()
+    lines = run.log.read_text().splitlines()
+    assert [line for line in lines if line.startswith("error: ")] == [
+        "error: rank 1 is gone: it was killed or cannot be reached; "
+        "the run ends, and the same command continues from its last checkpoint"
+    ]
+    assert "resumed from step 5" in lines and "Traceback" not in run.log.read_text()
+    undisturbed = Run(case, tmp_path / "undisturbed")
+    assert run.numbers() == undisturbed.finish(undisturbed.start())

@@ -1,0 +1,259 @@
+"""Losses and gradients that are not finite, losses that spike, and runs that are the same to the bit."""
+
+import json
+import math
+import random
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from minitrain import config as configs
+from minitrain import train
+from minitrain.config import Config
+from minitrain.errors import InputError
+from minitrain.failures import recorded
+from minitrain.grpo.learner import Learner
+from minitrain.parallel.mesh import owned, start
+from minitrain.training.datasets import open_dataset
+from minitrain.training.health import Health, batch_origin
+from minitrain.training.loop import Trainer
+from tests.distributed.test_grpo import TREE as GRPO
+from tests.distributed.test_grpo import made_up_groups
+from tests.test_gpu import own_group  # noqa: F401
+
+TINY = {
+    "model": {"name": "llama3-8b-tiny", "num_layers": 2, "vocab_size": 258},
+    "batch": {"global": 4, "micro": 1, "seq_len": 16},
+    "steps": 6,
+    "device": "cpu",
+}
+MOE = {"model": {"name": "deepseek-v3-tiny", "bias_update_speed": 0.1}}
+IN_BF16 = {"precision": "bf16-pure", "optim": {"states": "bf16", "stochastic_rounding": True}}
+
+
+class InfiniteGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * math.inf
+
+
+POISONS = {
+    "loss and gradient": lambda loss: loss * math.nan,
+    "gradient": InfiniteGradient.apply,
+    "loss": lambda loss: loss + math.inf,
+}
+
+
+class Poisoned:
+    """A trainer's objective that goes wrong on one rank alone, or on those that share its rows: the last ones."""
+
+    def __init__(self, trainer: Trainer, kind: str):
+        self.objective, self.kind = trainer.objective, kind
+        self.count, self.numbers = self.objective.count, self.objective.numbers
+        meshes = trainer.meshes.loss, trainer.meshes.pp
+        self.here = all(mesh.get_local_rank() == mesh.size() - 1 for mesh in meshes)
+
+    def loss(self, model, batch):
+        loss = self.objective.loss(model, batch)
+        return POISONS[self.kind](loss) if self.here else loss
+
+
+def everything(trainer: Trainer) -> list[Tensor]:
+    """This rank's parts of weights, buffers (the selection bias is one) and optimizer states, step counts included."""
+    states = [x for state in trainer.optimizer.state.values() for x in state.values()]
+    return [owned(tensor)[0].clone() for tensor in [*trainer.model.state_dict().values(), *states]]
+
+
+def train_with_a_bad_step(tree: dict, kind: str) -> tuple[list[float], bool]:
+    """Loss and norm of a bad step between two good ones, and whether all is, to the bit, as without it."""
+    results = []
+    for bad in (True, False):
+        config = configs.from_dict(tree)
+        trainer, (dataset, _) = Trainer(config, start(config)), open_dataset(config)
+        trainer.step(dataset, 0)
+        if bad:
+            objective, trainer.objective = trainer.objective, Poisoned(trainer, kind)
+            before, numbers = everything(trainer), trainer.step(dataset, 1)
+            untouched = all(map(torch.equal, before, everything(trainer)))
+            trainer.objective = objective
+        trainer.step(dataset, 2)
+        results.append(everything(trainer))
+    moved = not all(map(torch.equal, before, results[0]))
+    return [x.item() for x in numbers.values()], moved and untouched and all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("kind", POISONS)
+@pytest.mark.parametrize("extra", [{}, {"optim": {"name": "sgd"}}, IN_BF16, MOE], ids=["adamw", "sgd", "bf16", "moe"])
+def test_a_step_that_is_not_finite_changes_nothing(kind, extra, own_group):  # noqa: F811
+    (loss, norm), as_without = train_with_a_bad_step(TINY | extra, kind)
+    assert math.isfinite(loss) == (kind == "gradient") and math.isfinite(norm) == (kind == "loss")
+    assert as_without
+
+
+LAYOUTS = [
+    {"precision": "fp8"},
+    IN_BF16,
+    {"parallel": {"tp": 2}},
+    {"parallel": {"pp": 2}},
+    {"lora": {"rank": 4}, "parallel": {"dp_replicate": 2}},
+    MOE | {"parallel": {"ep": 2}},
+]
+
+
+def train_in_all_layouts() -> list[tuple[list[float], bool]]:
+    return [train_with_a_bad_step(TINY | extra, ("loss", "gradient")[i % 2]) for i, extra in enumerate(LAYOUTS)]
+
+
+def test_all_ranks_skip_what_one_of_them_finds(pool):
+    for rank in pool.run(2, train_in_all_layouts):
+        for layout, (numbers, as_without) in zip(LAYOUTS, rank, strict=True):
+            assert not all(map(math.isfinite, numbers)) and as_without, layout
+
+
+def test_updates_of_a_policy_are_skipped_and_counted(own_group):  # noqa: F811
+    config = configs.from_dict(GRPO | {"grpo": GRPO["grpo"] | {"kl": 0.0}})
+    learner = Learner(config, start(config), lambda name: nullcontext())
+    learner.trainer.objective.loss = poison_once(learner.trainer.objective.loss)
+    numbers = learner.learn(made_up_groups(), 0)
+    assert numbers["skipped"] == 1 and math.isnan(numbers["loss"])  # of two updates
+    assert learner.learn(made_up_groups(), 1)["skipped"] == 0
+
+
+def poison_once(loss):
+    left = [math.nan]
+    return lambda *arguments: loss(*arguments) * (left.pop() if left else 1.0)
+
+
+# ----------------------------------------------------------------------------------------------------------- whole runs
+
+
+def lines(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, own_group):  # noqa: F811
+    """run(poisoned, key=value...) trains on text, where the steps with these numbers go wrong; returns out_dir."""
+    (tmp_path / "text.txt").write_text("".join(f"line {i * i} of text\n" for i in range(100)))
+    update = Trainer.update
+    bad = set()
+
+    def update_or_poison(trainer, batches, step):
+        objective = trainer.objective
+        trainer.objective = Poisoned(trainer, "loss and gradient") if step + 1 in bad else objective
+        try:
+            return update(trainer, batches, step)
+        finally:
+            trainer.objective = objective
+
+    def run(poisoned, **changes):
+        bad.clear()
+        bad.update(poisoned)
+        data = {"kind": "text", "path": str(tmp_path / "text.txt")}
+        tree = TINY | {"data": data, "out_dir": str(tmp_path / "out"), "checkpoint": {"every": 2}} | changes
+        train.train(configs.from_dict(tree))
+        return tmp_path / "out"
+
+    monkeypatch.setattr(Trainer, "update", update_or_poison)
+    return run
+
+
+def test_skipped_steps_are_counted_and_told_with_their_batch(run, capsys):
+    found = lines(run([2, 3]))
+    assert [line["skipped"] for line in found] == [0, 1, 1, 0, 0, 0]
+    assert math.isnan(found[1]["loss"]) and math.isfinite(found[-1]["loss"])
+    assert found[1]["batch"].startswith("rows 4 to 7 of the data: document 1") and "batch" not in found[0]
+    assert "step 2: skipped, as loss=nan or grad_norm=nan is not finite; rows 4 to 7" in capsys.readouterr().out
+
+
+def test_too_many_skipped_steps_end_the_run_with_its_checkpoint(run, tmp_path):
+    message = r"^step 5 is number 3 in a row to be skipped .* as after step 2, .* rows 16 to 19"
+    with pytest.raises(InputError, match=message):
+        run([3, 4, 5, 6], optim={"max_skipped": 3})
+    assert [line["step"] for line in lines(tmp_path / "out")] == [1, 2, 3, 4]
+    assert (tmp_path / "out/logs/rank-0.log").read_text().count("Traceback") == 1
+    resumed = run([])  # from step 4, whose weights are those of step 2
+    assert [line["skipped"] for line in lines(resumed)] == [0, 0, 1, 1, 0, 0]
+
+
+# --------------------------------------------------------------------------------------------------------------- spikes
+
+
+def watch(losses: list[float], spike: float = 6.0) -> list[int]:
+    """The steps at which a loss is told."""
+    config = Config()
+    config.metrics.spike = spike
+    health = Health(config, lambda text: None, lambda step: "a batch")
+    steps = ({"step": i, "loss": loss, "grad_norm": 1.0, "skipped": 0} for i, loss in enumerate(losses))
+    return [numbers["step"] for numbers in health.watch(steps) if "batch" in numbers]
+
+
+def test_spikes_stand_out_of_noise_and_trends_do_not():
+    noise = random.Random(0)
+    falling = [3 + 7 * math.exp(-i / 50) + noise.gauss(0, 0.05) for i in range(1000)]
+    assert watch(falling) == []
+    spiking = [loss + 1.0 * (i in (15, 300, 301, 302, 600)) for i, loss in enumerate(falling)]
+    assert watch(spiking) == [300, 301, 302, 600]  # the first one comes before there is anything to compare with
+    assert watch(spiking, spike=0) == []
+    assert watch([2.0] * 100 + [2.01, 2.03]) == [101]  # without any noise, 1 % is the least
+
+
+@pytest.mark.parametrize("kind", ["tokens", "mock"])
+def test_batches_are_identified_by_file_and_place(kind, tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(64, dtype=np.uint16))
+    data = {"kind": kind, "path": str(tmp_path / "a.npy") if kind == "tokens" else ""}
+    dataset, _ = open_dataset(configs.from_dict(TINY | {"data": data}))
+    text = batch_origin(dataset, 2, step=2)
+    assert text.startswith("rows 2 to 3 of the data")
+    if kind == "tokens":
+        first = dataset.row(2)["tokens"]
+        assert f"{tmp_path / 'a.npy'} tokens {first[0]} to {first[-1]}, " in text
+
+
+# ---------------------------------------------------------------------------------------------------------- determinism
+
+
+def deterministic_run(tree: dict) -> list[Tensor]:
+    torch.use_deterministic_algorithms(False)
+    config = configs.from_dict(tree | {"deterministic": True})
+    try:
+        trainer, (dataset, _) = Trainer(config, start(config)), open_dataset(config)
+        assert torch.are_deterministic_algorithms_enabled()
+        for step in range(3):
+            trainer.step(dataset, step)
+        return everything(trainer)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_deterministic_run_is_the_same_to_the_bit(pool, ranks):
+    tree = TINY | {"lora": {"rank": 4, "dropout": 0.5}} | ({"parallel": {"tp": 2}} if ranks == 2 else {})
+    first, second = (pool.run(ranks, deterministic_run, tree) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("extra", [{}, MOE, {"precision": "bf16", "compile": True}], ids=["plain", "moe", "compiled"])
+def test_a_deterministic_run_on_cuda(extra, own_group):  # noqa: F811
+    tree = TINY | {"device": "cuda"} | extra
+    first, second = deterministic_run(tree), deterministic_run(tree)
+    assert all(map(torch.equal, first, second))
+
+
+def test_an_operation_without_a_deterministic_form_is_one_line(tmp_path):
+    torch.use_deterministic_algorithms(True)
+    expected = r"^deterministic=true: \S+ does not have a deterministic implementation \(use deterministic=false\)$"
+    try:
+        with pytest.raises(InputError, match=expected), recorded(tmp_path):
+            torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+    finally:
+        torch.use_deterministic_algorithms(False)

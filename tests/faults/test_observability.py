@@ -1,0 +1,198 @@
+"""What a run leaves behind for humans: its numbers, its failures, what it waited for, what it was asked to record."""
+
+import json
+import os
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from minitrain import config as configs
+from minitrain import train
+from minitrain.errors import InputError
+from minitrain.failures import recorded
+from minitrain.parallel import mesh
+from minitrain.parallel.mesh import start
+from minitrain.training import fingerprint
+from minitrain.training.fingerprint import agreed_fingerprint, file_digest
+from minitrain.training.loop import Trainer
+from minitrain.training.optim import clip_gradients
+from tests.distributed.test_grpo import TREE as GRPO
+from tests.faults.processes import Ranks
+from tests.faults.test_numbers import TINY, lines, run  # noqa: F401
+from tests.test_gpu import own_group  # noqa: F401
+
+# ---------------------------------------------------------------------------------------------------- ranks that differ
+
+
+def what_differs(subject: str, folder) -> str:
+    """The error of two ranks that have something different, on this rank."""
+    rank, tree = dist.get_rank(), TINY
+    if subject == "config":
+        tree = TINY | {"optim": {"lr": 0.1 * (1 + rank)}}
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InputError) as caught:
+        if subject == "code":
+            patch.setattr(mesh, "code_digests", lambda: {"train.py": "same", "training/loop.py": f"digest {rank}"})
+        start(configs.from_dict(tree))
+        file = folder / "here" / "a.txt"
+        patch.setattr(fingerprint, "find_files", lambda data: [file])
+        patch.setattr(fingerprint, "file_digest", lambda file: f"digest {rank}")
+        agreed_fingerprint(configs.from_dict(TINY | {"data": {"kind": "text", "path": "here"}}).data)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("subject, expected", [
+    ("config", "rank 1 differs from rank 0 in config: optim.lr: 0.2, not 0.1 "),
+    ("code", "rank 1 differs from rank 0 in code: training/loop.py: digest 1, not digest 0 "),
+    ("data", "rank 1 differs from rank 0 in data: FOLDER/here/a.txt: digest 1, not digest 0 "),
+])  # fmt: skip
+def test_ranks_that_differ_all_say_in_what(pool, tmp_path, subject, expected):
+    assert (
+        pool.run(2, what_differs, subject, tmp_path)
+        == [expected.replace("FOLDER", str(tmp_path)) + "(all ranks must have the same)"] * 2
+    )
+
+
+@pytest.mark.parametrize("size", [0, 10, 4096 * 16, 4096 * 16 + 1, 3_000_000])
+def test_digests_see_size_ends_and_all_of_small_files(tmp_path, size):
+    file = tmp_path / "file"
+    content = bytearray(os.urandom(size))
+    digests = set()
+    places = range(0, size, max(1, size // 50)) if size <= 4096 * 16 else [0, 4095, size - 4096, size - 1]
+    for i in [None, *places]:
+        if i is not None:
+            content[i] ^= 1
+        file.write_bytes(content)
+        digests.add(file_digest(file))
+        if i is not None:
+            content[i] ^= 1
+    assert len(digests) == len(places) + 1
+    file.write_bytes(content + b"\0")
+    assert file_digest(file) not in digests
+
+
+def test_a_run_does_not_continue_on_data_that_has_changed(run, tmp_path, capsys, monkeypatch):  # noqa: F811
+    run([], steps=2)
+    text = tmp_path / "text.txt"
+    before = text.read_text()
+    text.write_text(before.replace("line 9 ", "line 8 "))
+    with pytest.raises(InputError, match=r"^\S+/text.txt has changed since the run began, which cannot continue so"):
+        run([], steps=4)
+    text.write_text(before)
+    monkeypatch.setattr(fingerprint, "code_digests", lambda: {"train.py": "another"})
+    capsys.readouterr()
+    assert len(lines(run([], steps=4))) == 4
+    assert "warning: the run continues with other code than it began with: __init__.py and" in capsys.readouterr().out
+    other = tmp_path / "other.txt"
+    other.write_text(before)
+    run([], steps=6, data={"kind": "text", "path": str(other)})  # on purpose
+    told = capsys.readouterr().out
+    assert "note: the run continues on other data than it began with" in told and "warning" not in told
+
+
+# ------------------------------------------------------------------------------------------------------------- failures
+
+
+def wait_in_vain(folder):
+    config = configs.from_dict(TINY | {"timeout_s": 1.0})
+    with recorded(folder):
+        meshes = start(config)
+        parameter = torch.nn.Parameter(distribute_tensor(torch.ones(4), meshes.parameters["dp_shard"], [Shard(0)]))
+        parameter.grad = parameter.detach()
+        dist.barrier()
+        if dist.get_rank() == 1:
+            time.sleep(1000)
+        clip_gradients([parameter], 1.0)
+
+
+def test_a_collective_that_waits_in_vain_is_one_line(tmp_path):
+    """On gloo: NCCL's watchdog ends the process by itself, and leaves torch's flight record."""
+    ranks = Ranks(2, tmp_path / "log", wait_in_vain, tmp_path)
+    assert ranks.wait(30) and ranks.codes() == [2, 2]
+    (line,) = filter(None, (tmp_path / "log").read_text().splitlines())
+    begin, end = "error: rank 0 waited in vain for others in ", " (training/optim.py:"
+    assert line.startswith(begin) and end in line
+    assert line.removeprefix(begin).split(end)[0] == "all_reduce in clip_gradients"
+    log = (tmp_path / "logs/rank-0.log").read_text()
+    assert "Traceback" in log and "clip_gradients" in log and not (tmp_path / "logs/rank-1.log").exists()
+
+
+def die_in_step_4(folder):
+    update = Trainer.update
+    Trainer.update = lambda trainer, batches, step: os._exit(7) if step == 3 else update(trainer, batches, step)
+    train.train(configs.from_dict(TINY | {"out_dir": str(folder)}))
+
+
+def test_numbers_survive_a_crash(tmp_path):
+    ranks = Ranks(1, tmp_path / "log", die_in_step_4, tmp_path / "out")
+    assert ranks.wait(30) and ranks.codes() == [7]
+    assert [line["step"] for line in lines(tmp_path / "out")] == [1, 2, 3]
+
+
+# ----------------------------------------------------------------------------------------------------------- on request
+
+
+@pytest.mark.parametrize("steps", [[2, 3], [6, 6]])
+def test_the_trace_has_the_steps_asked_for(run, steps):  # noqa: F811
+    out = run([], profile={"steps": steps})
+    events = json.loads((out / "profile/rank-0.json").read_text())["traceEvents"]
+    assert sum(event["name"].startswith("Optimizer.step") for event in events) == steps[1] - steps[0] + 1
+    assert [path.name for path in (out / "profile").iterdir()] == ["rank-0.json"]
+
+
+def test_a_policy_is_recorded_and_watched_too(tmp_path, own_group):  # noqa: F811
+    grpo = {"prompts": 2, "group": 4, "mock_digits": 1}
+    tree = GRPO | {"grpo": grpo, "steps": 2, "out_dir": str(tmp_path), "profile": {"steps": [2, 2]}}
+    train.train(configs.from_dict(tree))
+    assert [line["skipped"] for line in lines(tmp_path)] == [0, 0]
+    names = [event["name"] for event in json.loads((tmp_path / "profile/rank-0.json").read_text())["traceEvents"]]
+    assert any("attention" in name for name in names)
+
+
+def test_memory_is_recorded_on_gpus_only(run):  # noqa: F811
+    with pytest.raises(InputError, match="^profile.memory=true records the memory of a GPU, and this"):
+        run([], profile={"memory": True})
+
+
+@pytest.mark.gpu
+def test_a_memory_snapshot(run):  # noqa: F811
+    out = run([], device="cuda", profile={"memory": True, "steps": [2, 2]})
+    assert (out / "profile/memory-rank-0.pickle").stat().st_size > 10_000
+
+
+def test_tensorboard_gets_all_numbers(run, monkeypatch):  # noqa: F811
+    shown, told = [], []
+
+    class Writer:
+        def __init__(self, folder, purge_step):
+            told.append((folder, purge_step))
+            self.add_scalar, self.close = lambda *scalar: shown.append(scalar), lambda: None
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    out = run([], metrics={"tensorboard": True})
+    assert told == [(str(out / "tensorboard"), 1)]
+    for line in lines(out):
+        for name in line.keys() - {"step"}:
+            assert (name, line[name], line["step"]) in shown
+
+
+@pytest.mark.parametrize("tree, message", [
+    ({"metrics": {"tensorboard": True}}, "metrics.tensorboard=true needs the package tensorboard"),
+    ({"optim": {"max_skipped": 0}}, "optim.max_skipped=0 must be at least 1"),
+    ({"timeout_s": 0.0}, "timeout_s=0.0 must be at least 1"),
+    ({"timeout_s": 1e30}, "timeout_s=1e.30 must be at most 1,000,000"),
+    ({"metrics": {"spike": -1.0}}, "metrics.spike=-1.0 must be at least 0"),
+    ({"profile": {"steps": [2]}}, r"profile.steps=\[2\] must be the first and last step to record, of 1 to steps=6"),
+    ({"profile": {"steps": [3, 2]}}, r"profile.steps=\[3, 2\] must be"),
+    ({"profile": {"steps": [0, 2]}}, r"profile.steps=\[0, 2\] must be"),
+    ({"profile": {"steps": [1, 7]}}, r"profile.steps=\[1, 7\] must be"),
+], ids=str)  # fmt: skip
+def test_settings_that_cannot_be(tree, message, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=f"^{message}"):
+        configs.from_dict(TINY | tree)
