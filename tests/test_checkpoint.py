@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import signal
 import threading
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from minitrain.errors import InputError
+from minitrain.training import checkpoint
 from minitrain.training.checkpoint import Checkpointer
 from minitrain.training.checkpoint_files import measure, read_description, read_index, write_description
 from tests.faults.processes import Ranks
@@ -170,16 +172,16 @@ def test_a_failed_write_is_an_error_and_keeps_the_previous(pool, tmp_path, async
 
 
 KILLS = {  # where the second save stops: before a call, or after it
-    "no tensor written": ("before", "dcp.FileSystemWriter.write_data"),
-    "no index written": ("before", "dcp.FileSystemWriter.finish"),
-    "no extra.json written": ("before", "checkpoint.write_description"),
-    "all written": ("before", "Path.replace"),
-    "first of several renamed": ("after", "Path.replace"),
-    "older one still there": ("before", "shutil.rmtree"),
+    "no tensor written": ("before", dcp.FileSystemWriter, "write_data"),
+    "no index written": ("before", dcp.FileSystemWriter, "finish"),
+    "no extra.json written": ("before", checkpoint, "write_description"),
+    "all written": ("before", Path, "replace"),
+    "first of several renamed": ("after", Path, "replace"),
+    "older one still there": ("before", shutil, "rmtree"),
 }
 
 
-def save_and_die(folder, second, when, target):
+def save_and_die(folder, second, kill):
     """Save twice, on a rank of its own, and be killed at the second time."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model, optimizer = make()
@@ -187,14 +189,14 @@ def save_and_die(folder, second, when, target):
     step(model, optimizer)
     checkpointer.save(1, model, optimizer, {"save": "first"})
     step(model, optimizer)
-    owner, name = target.rsplit(".", 1)
-    function = getattr(eval(owner), name)
+    when, owner, name = KILLS[kill]
+    function = getattr(owner, name)
 
     def killed(*args, **kwargs):
         when == "after" and function(*args, **kwargs)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with mock.patch.object(eval(owner), name, killed):
+    with mock.patch.object(owner, name, killed):
         checkpointer.save(second, model, optimizer, {"save": "second"})
 
 
@@ -203,7 +205,7 @@ def save_and_die(folder, second, when, target):
     (1, ["first", "first", "first", "first", "first", "second"]),  # the first one gives way to one of the same step
 ])  # fmt: skip
 def test_a_kill_at_any_moment_of_a_save_leaves_a_checkpoint(pool, tmp_path, second, survivors):
-    victims = [Ranks(1, tmp_path / "log", save_and_die, tmp_path / kill, second, *KILLS[kill]) for kill in KILLS]
+    victims = [Ranks(1, tmp_path / "log", save_and_die, tmp_path / kill, second, kill) for kill in KILLS]
     for victim in victims:
         assert victim.wait(60) and victim.codes() == [-signal.SIGKILL], victim.log.read_text()
     folders = [tmp_path / kill for kill in KILLS]

@@ -51,7 +51,7 @@ th, td { padding: .3rem .6rem; text-align: right; white-space: nowrap; border-bo
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--back); }
 th, th:first-child { background: var(--box); } tr:last-child td { border-bottom: 0; }
 .chart { display: grid; gap: .8rem; margin: 1rem 0; }
-.bar { display: grid; grid-template-columns: 1fr 9rem; gap: .5rem; align-items: center; font-size: .8rem; }
+.bar { display: grid; grid-template-columns: 1fr 12rem; gap: .5rem; align-items: center; font-size: .8rem; }
 .track { display: flex; height: .75rem; background: var(--box); position: relative; }
 .hundred::after { content: ""; position: absolute; left: 66.667%; top: -2px; bottom: -2px;
   border-left: 1px dashed var(--soft); }
@@ -71,7 +71,7 @@ summary { cursor: pointer; } figure { margin: .5rem 0; } figcaption { font-size:
 .c2 { background: var(--c2); fill: var(--c2); } .c3 { background: var(--c3); fill: var(--c3); }
 .c4 { background: var(--c4); fill: var(--c4); } .c5 { background: var(--c5); fill: var(--c5); }
 .c6 { background: var(--c6); fill: var(--c6); } .idle { fill: var(--box); background: var(--box); }
-@media (max-width: 40rem) { body { padding: .75rem; } .bar { grid-template-columns: 1fr 8rem; font-size: .75rem; }
+@media (max-width: 40rem) { body { padding: .75rem; } .bar { grid-template-columns: 1fr 9.5rem; font-size: .75rem; }
   th:first-child, td:first-child { position: static; } }
 </style>
 </head>

@@ -79,37 +79,39 @@ class Recording:
         number, seen = self.tracer.number(output), layout(output)
         if number not in self.inputs:
             return "new", number, seen
-        shared = [i for i, n in enumerate(self.inputs) if n == number]
-        self.can_repeat &= any(given[i][0] == seen[0] for i in shared)  # else it is seen as another dtype
-        return "input", next((i for i in shared if given[i] == seen), shared[0]), seen
+        shared = [i for i, n in enumerate(self.inputs) if n == number and given[i][0] == seen[0]]
+        self.can_repeat &= bool(shared)  # else it is seen as another dtype
+        return "input", next((i for i in shared if given[i] == seen), shared[0] if shared else None), seen
 
     def repeat(self, tracer: Tracer, inputs: list, numbers: list[int | None]) -> tuple:
         """A later call, on inputs with these numbers of storages."""
         now = dict(zip(self.inputs, numbers, strict=True))  # what the recorded numbers stand for
         with tracer.silent():
-            outputs = [of_input(inputs[x], seen) if kind == "input" else x for kind, x, seen in self.outputs]
+            outputs = [as_seen(inputs[x], seen) if kind == "input" else x for kind, x, seen in self.outputs]
+        self.follow(tracer, inputs, now)
+        made: dict[int, Tensor] = {}
+        with tracer.silent():
+            for place, (kind, number, seen) in enumerate(self.outputs):
+                if kind == "new" and number not in made:
+                    made[number] = storage_of(seen)
+                    tracer.adopt(made[number], now[number])
+                if kind == "new":
+                    outputs[place] = as_seen(made[number], seen)
+        return tuple(outputs)
+
+    def follow(self, tracer: Tracer, inputs: list, now: dict[int | None, int | None]) -> None:
+        """Do to the tracer what the first call did, and empty `inputs`."""
         for act, *what in self.steps:
             if act == "event":
-                tracer.trace.events.append(what[0].renumbered(now))
+                tracer.record(what[0].renumbered(now))
             elif act == "made":
                 now[what[0]] = tracer.new_number(what[1])
             elif act == "dropped":
                 for place in what[0]:
                     inputs[place] = None
-            elif what[0] in self.inputs and act == "freed":
-                continue  # inputs that nobody else holds die when they are dropped
-            else:
+            elif act != "freed" or what[0] not in self.inputs:  # inputs die when they are dropped, or live on elsewhere
                 getattr(tracer, ACTS[act])(now[what[0]], *what[1:])
         inputs.clear()
-        made: dict[int, Tensor] = {}
-        with tracer.silent():
-            for place, (kind, number, seen) in enumerate(self.outputs):
-                if kind == "new":
-                    if number not in made:
-                        made[number] = storage_of(seen)
-                        tracer.adopt(made[number], now[number])
-                    outputs[place] = of_input(made[number], seen)
-        return tuple(outputs)
 
 
 ACTS = {"resized": "resize", "counted": "count_as", "freed": "forget"}  # the tracer's methods
@@ -149,7 +151,7 @@ def layout(x) -> tuple:
     return x.dtype, tuple(x.shape), x.stride(), x.storage_offset(), x.untyped_storage().nbytes()
 
 
-def of_input(x: Tensor, seen: tuple) -> Tensor:
+def as_seen(x: Tensor, seen: tuple) -> Tensor:
     """The tensor itself, or its storage seen as `seen`."""
     return x if layout(x) == seen else x.as_strided(*seen[1:4])
 

@@ -91,7 +91,8 @@ class Collector:
     def evaluate(self, problems: Problems, count: int) -> dict[str, float]:
         """pass@1 of the likeliest response to the first `count` problems, and pass@k of sampled ones, k = 1, 2, 4, ...
 
-        A response passes if its score is at least 1, whatever its length costs. pass@k: is one of k right, see `pass_at`.
+        A response passes if its score, without the penalty for length, is at least 1. pass@k: is one of k right, see
+        `pass_at`.
         """
         chosen, n = problems.problems[:count], self.config.grpo.eval_samples
         greedy = self.sample(chosen, 0, n=1, greedy=True)

@@ -21,10 +21,10 @@ def test_a_row_of_the_table_has_its_lengths():
 def test_measured_row():
     tree = TREE | {"grpo": {"prompts": 4, "group": 4, "kl": 0.1}, "batch": {"global": 8, "micro": 4, "seq_len": 32}}
     config = configs.from_dict(tree)
-    outcome = measure_policy(config, "tiny", steps=2, warmup=1)
-    assert outcome["steps"] == 2 and outcome["world_size"] == 1 and outcome["ratio"] is None
+    outcome = measure_policy(config, "tiny", steps=1, warmup=1)
+    assert outcome["steps"] == 1 and outcome["world_size"] == 1 and outcome["ratio"] is None
     tokens = 16 * (5 + outcome["response_tokens"])
-    assert outcome["tokens_per_sec_per_gpu"] == pytest.approx(tokens / outcome["step_time_s"], rel=0.5)
+    assert outcome["tokens_per_sec_per_gpu"] == pytest.approx(tokens / outcome["step_time_s"])
     phases = [outcome[f"{name}_s"] for name in ("generation", "logprobs", "training")]
     assert min(phases) > 0 and sum(phases) < 1.5 * outcome["step_time_s"]
     # two updates and a reference: sampling and two more forward passes, each a third of forward and backward

@@ -56,7 +56,7 @@ def test_other_lines_are_refused(tmp_path, line):
 def test_warming_up_needs_room_for_the_answers(tmp_path):
     line = {"question": "2+2?", "answer": "4" * 70}
     problems_of(tmp_path, [line])
-    with pytest.raises(InputError, match=r"too short to warm up .* 75 tokens \(use grpo.warmup_steps=0, or batch.seq_len=75"):
+    with pytest.raises(InputError, match="too short to warm up .* 75 tokens .use grpo.warmup_steps=0, or"):
         problems_of(tmp_path, [line], warmup_steps=1)
 
 

@@ -1,0 +1,79 @@
+"""What stands for other micro-batches, the ranking of layouts, and what a trace file shows."""
+
+import json
+
+import pytest
+import yaml
+
+from minitrain import config as configs
+from minitrain.bench import sweep
+from minitrain.bench.chrome import write_trace
+from minitrain.bench.fake_world import trace_step
+from minitrain.bench.replay import Replay
+from minitrain.bench.rows import published_rows
+from minitrain.bench.simulate import Simulation, few_micro_batches
+from minitrain.bench.timeline import SYSTEMS, Span, Timeline, load_system
+from minitrain.errors import InputError
+
+TREE = {
+    "model": "llama3-8b-tiny", "batch": {"global": 12, "micro": 1, "seq_len": 64}, "parallel": {"dp_shard": 2},
+    "device": "cpu",
+}  # fmt: skip
+
+
+def test_few_micro_batches_stand_for_all_exactly():
+    config = configs.from_dict(TREE)
+    small, micro_batches = few_micro_batches(config)
+    whole, part = trace_step(config, 2), trace_step(small, 2)
+    assert (micro_batches, small.batch.global_) == (6, 6) and len(part.events) < len(whole.events)
+    simulation = Simulation({0: part}, {}, micro_batches, 3, 0.0)
+    assert simulation.flops() == whole.flops() > part.flops()
+    assert simulation.collectives() == whole.collectives() != part.collectives()
+    tokens = (6 - 3) * 64 * 8  # of the batches that are not there, each with its targets
+    assert part.peak | {"activations": part.peak["activations"] + 2 * tokens} == whole.peak
+
+
+def test_layouts_are_ranked_and_those_that_cannot_run_are_told(tmp_path, monkeypatch):
+    """Faster with more tensor parallelism, but tp=4 does not fit; 3 does not divide the heads."""
+
+    def predicted(config, row, system):
+        tp = config.parallel.tp
+        assert config.parallel.dp_shard * tp == 8
+        return None, {
+            "tokens_per_sec_per_gpu": tp,
+            "step_time_s": 1 / tp,
+            "mfu": 0.5,
+            "peak_memory_gib": 1.0,
+            "fits": tp < 4,
+        }
+
+    monkeypatch.setattr(sweep, "simulated_row", predicted)
+    file = tmp_path / "row.yaml"
+    file.write_text("model: llama3-8b-tiny\nbatch: {global: 8, micro: 1, seq_len: 64}\nparallel: {dp_shard: 8}\n")
+    results = list(sweep.sweep(str(file), [], ["tp=1,2,3,4"], load_system("dgx-h100")))
+    lines = sweep.ranking(results).splitlines()[2:]
+    assert [line.split("|")[1].strip() for line in lines[:3]] == ["tp=2", "tp=1", "tp=4"]
+    assert lines[2].split("|")[-2].strip() == "no"
+    assert lines[3].startswith("tp=3: ") and len(lines) == 4
+    with pytest.raises(InputError, match="--sweep 'tp' is not of the form"):
+        list(sweep.sweep(str(file), [], ["tp"], load_system("dgx-h100")))
+
+
+def test_a_trace_has_a_lane_per_stream_and_per_stage(tmp_path):
+    line = Timeline(
+        [Span("compute", "mm", "gemm", 0.0, 1.0, 0.0, 0), Span("tp", "allgather", "collective", 1.0, 3.0, 0.0, 1)]
+    )
+    pipeline = Replay({(0, "F", 0): (0.0, 1.0), (1, "F", 0): (1.0, 2.0)}, [1.0, 2.0])
+    simulation = Simulation({}, {0: line}, 1, 1, 2.0, pipeline)
+    write_trace(simulation, str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    boxes = {(lanes[e["pid"], e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"}
+    assert boxes == {
+        ("compute", "mm", 0, 1e6), ("tp", "allgather", 1e6, 2e6), ("stage 0", "F0", 0, 1e6), ("stage 1", "F0", 1e6, 1e6)
+    }  # fmt: skip
+
+
+def test_constants_were_fitted_to_at_most_a_third_of_the_rows():
+    fitted, rows = yaml.safe_load(SYSTEMS.read_text())["fitted_on"], published_rows()
+    assert set(fitted) <= rows.keys() and len(fitted) == len(set(fitted)) <= len(rows) // 3
