@@ -44,6 +44,7 @@ def validate(config: "Config") -> None:
     if c.data.kind not in ("mock", "shapes") and not c.data.path:
         raise InputError(f"data.kind={c.data.kind} needs data.path")
     _validate_sizes(c)
+    _validate_packed(c)
     _validate_observation(c)
     _validate_states(c)
     _validate_recompute(c)
@@ -67,6 +68,15 @@ def _validate_sizes(c: "Config") -> None:
     _at_most(1 << 20, ("data.text_tokens", d.text_tokens), ("rollout.slots", r.slots),
              ("rollout.page_size", r.page_size), *((f"data.size={d.size}: one", size) for size in d.size))  # fmt: skip
     _at_most(1000, ("grpo.mock_digits", g.mock_digits))
+
+
+def _validate_packed(c: "Config") -> None:
+    chats, videos = c.task in ("sft", "lora"), c.task == "diffusion" and c.data.kind == "latents"
+    if c.data.packed is not None and not chats and not videos:
+        raise InputError(
+            f"data.packed={str(c.data.packed).lower()} is for task=sft and lora, or data.kind=latents, not for "
+            f"task={c.task} with data.kind={c.data.kind} (leave it out)"
+        )
 
 
 def _validate_observation(c: "Config") -> None:
@@ -122,17 +132,16 @@ def _validate_states(config: "Config") -> None:
     o = config.optim
     if o.name != "adamw" and (o.states != "fp32" or o.stochastic_rounding):
         raise InputError(f"optim.states={o.states} and stochastic_rounding are for optim.name=adamw, not {o.name}")
-    in_bf16 = config.precision == "bf16-pure" or o.states == "bf16" or (config.lora and config.lora.dtype == "bf16")
-    if o.stochastic_rounding and not in_bf16:
-        raise InputError("optim.stochastic_rounding=true needs bf16 to round to: precision=bf16-pure or states=bf16")
+    trained = config.lora.dtype == "bf16" if config.lora else config.precision == "bf16-pure"
+    if o.stochastic_rounding and not trained and o.states != "bf16":
+        weights = "lora.dtype=bf16" if config.lora else "precision=bf16-pure"
+        raise InputError(f"optim.stochastic_rounding=true needs bf16 to round to: {weights} or optim.states=bf16")
 
 
 def _validate_chats(config: "Config") -> None:
     data, tunes = config.data, config.task in ("sft", "lora")
     if tunes and data.kind not in ("jsonl", "mock"):
         raise InputError(f"data.kind={data.kind} holds no chats, as task={config.task} needs (use jsonl or mock)")
-    if not tunes and data.packed is False:
-        raise InputError(f"data.packed=false is for task=sft or lora: task={config.task} always packs")
     p, exact = config.parallel, config.validation.exact_match
     if exact and p.tp * p.cp * p.pp > 1:
         raise InputError(f"validation.exact_match={exact} generates token by token, so tp, cp and pp must be 1")

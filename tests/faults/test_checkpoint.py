@@ -153,6 +153,6 @@ def fill_disk(folder, asynchronous, size):
     assert equal(load(folder)[1], expected)
 
 
-@pytest.mark.parametrize(("asynchronous", "size"), [(False, 0), (False, 3000), (True, 3000)])
+@pytest.mark.parametrize(("asynchronous", "size"), [(False, 0), (False, 6000), (True, 3000)])
 def test_a_full_disk_ends_the_save_and_destroys_nothing(pool, tmp_path, asynchronous, size):
     pool.run(2, fill_disk, tmp_path, asynchronous, size)
