@@ -89,14 +89,20 @@ def check_prompts(prompts: dict[str, Tensor], model: Wan, source: str) -> None:
         raise InputError(f"--prompts {source}: {given} channels with the condition's, the model takes {expected}")
 
 
-def draw_shapes(model: Wan, path: str | Path, steps: int = 12, guidance: float = 4.0, **way) -> str:
-    """Write a PNG of what the model draws for every prompt of the toy world; returns how much is right, in words."""
+def draw_shapes(
+    model: Wan, path: str | Path, steps: int = 12, guidance: float = 4.0, write: bool = True, **way
+) -> str:
+    """Write a PNG of what the model draws for every prompt of the toy world; returns how much is right, in words.
+
+    write: all ranks of a sharded model draw, but one is to write.
+    """
     world, prompts = shapes.ShapesWorld(), shapes.all_prompts()
     text = {"text": torch.stack([shapes.embed_text(words) for words in prompts])}
     check_prompts(text, model, "shapes")
     size = shapes.FRAMES, shapes.SIZE // shapes.PATCH, shapes.SIZE // shapes.PATCH
     videos = world.decode(generate(model, text, size, steps=steps, guidance=guidance, **way))
-    shapes.write_sheet(path, videos)
+    if write:
+        shapes.write_sheet(path, videos)
     score = world.judge(videos, prompts)
     return f"{path}: right in " + ", ".join(f"{name} {share:.0%}" for name, share in score.items())
 

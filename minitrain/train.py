@@ -82,7 +82,7 @@ def train_on_rows(config: Config, folder: Path) -> None:
     if about := getattr(data, "about", None):
         log.say(about)
     if config.data.kind == "shapes" and not first:
-        log.say(draw_shapes(trainer.model, folder / "before.png"))
+        log.say(draw_shapes(trainer.model, folder / "before.png", write=dist.get_rank() == 0))
     if on_any_rank(log.lacks_last, trainer.device):
         finish_step(trainer, log, resumed["numbers"], data, held_out)
     health = Health(config, log.say, partial(batch_origin, data, config.batch.global_))
@@ -98,7 +98,7 @@ def train_on_rows(config: Config, folder: Path) -> None:
         finish_step(trainer, log, numbers, data, held_out)
     checkpointer.wait()
     if config.data.kind == "shapes":
-        log.say(draw_shapes(trainer.model, folder / "after.png"))
+        log.say(draw_shapes(trainer.model, folder / "after.png", write=dist.get_rank() == 0))
     export(trainer, config, folder)
     log.close()
 

@@ -261,18 +261,29 @@ def test_rows_hold_every_sample_once_an_epoch(tmp_path, packed):
         found = Counter()
         for row in epoch(data, number):
             documents = row.get("documents", (row["tokens"] == 0).long())  # no text has a zero
-            for d in range(documents.max() + 1) if packed else [0]:
+            for d in documents.unique() if packed else [0]:
                 part = {key: value[documents == d] for key, value in row.items()}
                 if (part["tokens"] > 0).all():
                     found[bytes(part["tokens"].tolist()), tuple(part["labels"].tolist())] += 1
                 else:  # what is left of a row
-                    assert (part["tokens"] == 0).all() and (part["labels"] == IGNORE).all()
+                    assert (part["tokens"] == 0).all() and (part["labels"] == IGNORE).all() and d == -1
                 if packed:
                     assert part["positions"].tolist() == list(range(len(part["positions"])))
         assert found == expected
     filled = sum(len(q) + 1 + len(a) for q, a in pairs)
     assert data.fill == filled / (len(data) * 32) and f"{data.fill:.1%} filled" in data.about
     assert len(data) == (-(-filled // 32) if packed else len(pairs))
+
+
+def test_rows_say_what_is_padding_where_experts_are_balanced(tmp_path):
+    write_pairs(tmp_path, LENGTHS)
+    config = config_of(tmp_path, packed=False, model="deepseek-v3-tiny")
+    plain, _ = open_dataset(config)
+    config.model.config = dataclasses.replace(config.model.config, bias_update_speed=0.01)
+    balanced, _ = open_dataset(config)
+    for bare, row in zip(epoch(plain), epoch(balanced), strict=True):
+        assert "documents" not in bare and all(torch.equal(row[key], bare[key]) for key in bare)
+        assert torch.equal(row["documents"] == -1, row["tokens"] == 0) and (row["documents"] <= 0).all()
 
 
 def test_order_is_a_function_of_seed_and_epoch(tmp_path):
@@ -394,9 +405,9 @@ def test_mock_rows_have_the_shape_of_packed_squad(seq_len):
     lengths = []
     for n in range(200):
         row = data.row(n)
-        sizes = torch.bincount(row["documents"])
-        assert sizes[-1] == 17 and (row["labels"][-17:] == IGNORE).all()
-        lengths += sizes[:-1].tolist()
+        sizes = torch.bincount(row["documents"] + 1)
+        assert sizes[0] == 17 and (row["labels"][-17:] == IGNORE).all()
+        lengths += sizes[1:].tolist()
         predicted = row["labels"] != IGNORE
         assert (row["labels"][:-1][predicted[:-1]] == row["tokens"][1:][predicted[:-1]])[:-1].float().mean() > 0.7
     lengths = np.array(lengths, float)

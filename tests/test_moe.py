@@ -20,8 +20,10 @@ from minitrain.parallel.recompute import recompute
 from minitrain.training.build import initialize
 from minitrain.training.data import open_data, rows
 from minitrain.training.loop import Trainer
+from minitrain.training.loss import IGNORE
 from minitrain.training.optim import make_optimizer
-from tests.oracle import check_against_one_process
+from tests.oracle import check_against_one_process, ragged_batch
+from tests.test_gpu import own_group  # noqa: F401
 
 HIDDEN, WIDTH = 16, 24
 
@@ -241,7 +243,7 @@ def test_auxiliary_loss_adds_up_over_micro_batches():
     router = fill(Router(HIDDEN, 6, 2, aux_loss_coef=0.7, aux_per_sequence=True))
     x, found = torch.randn(6, 8, HIDDEN), 0
     whole = torch.autograd.grad(router(x)[1].sum() * 0, router.weight)[0]
-    router.tokens_per_step = 48
+    router.tokens_per_step = torch.tensor(48)
     for part in x.split([1, 3, 2]):
         found = found + torch.autograd.grad(router(part)[1].sum() * 0, router.weight)[0]
     torch.testing.assert_close(found, whole, atol=1e-7, rtol=1e-4)
@@ -276,15 +278,37 @@ def bias_after_a_step(tree):
     """The bias of the only router, and what it should be by the choices that one process makes for the whole batch."""
     config = configs.from_dict(tree)
     trainer = Trainer(config, start(config))
-    dataset, _ = open_data(config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed)
-    whole = Decoder(config.model.config)
+    whole, chosen = Decoder(config.model.config), []
     initialize(whole, config.seed)
-    router = whole.model.layers["1"].mlp.gate
-    whole(rows(dataset, range(8))["tokens"])
-    load = router.load.float()
-    trainer.step(dataset, 0)
+    whole.model.layers["1"].mlp.gate.register_forward_hook(lambda router, inputs, output: chosen.append(output[0]))
+    batch = rows(Padded(config), range(8))
+    whole(batch["tokens"], documents=batch["documents"])
+    load = chosen[0][(batch["documents"] == 0).flatten()].flatten().bincount(minlength=16).float()
+    trainer.step(Padded(config), 0)
     bias = trainer.model.model.layers["1"].mlp.gate.e_score_correction_bias
     return bias.clone(), 0.01 * torch.sign(load.mean() - load)
+
+
+class Padded:
+    """Mock data, of whose row n the last n tokens are padding."""
+
+    def __init__(self, config):
+        self.data, _ = open_data(config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed)
+
+    def row(self, n):
+        row, place = self.data.row(n), torch.arange(self.data.seq_len)
+        real = place < self.data.seq_len - n
+        return {
+            "tokens": torch.where(real, row["tokens"], 0),
+            "labels": torch.where(real, row["labels"], IGNORE),
+            "documents": torch.where(real, 0, -1),
+        }
+
+
+def padded_batch(config, step):
+    """`ragged_batch`, whose tokens without a label are padding: all of the first row's."""
+    batch = ragged_batch(config, step)
+    return batch | {"documents": torch.where(batch["labels"] == IGNORE, -1, 0)}
 
 
 @pytest.mark.parametrize("per_sequence, micro", [(True, 1), (False, 2)])
@@ -292,7 +316,21 @@ def test_auxiliary_loss_over_ranks(pool, per_sequence, micro):
     """The gradients of one process that sees all rows at once; per sequence also in several micro-batches."""
     model = dict(name="mixtral-8x7b-tiny", num_layers=1, router_aux_loss_coef=1.0, seq_aux=per_sequence)
     batch = {"global": 4, "micro": micro, "seq_len": 24}
-    check_against_one_process(pool, 2, dict(model=model, batch=batch, optim=dict(name="sgd", lr=0.1), recompute="full"))
+    tree = dict(model=model, batch=batch, optim=dict(name="sgd", lr=0.1), recompute="full")
+    check_against_one_process(pool, 2, tree, batch=padded_batch)
+
+
+def test_a_trial_step_leaves_nothing_behind(own_group):  # noqa: F811
+    """What it counts would move the selection bias after the first real step."""
+    small = dict(name="deepseek-v3-tiny", num_layers=2, bias_update_speed=0.01)
+    config = configs.from_dict(dict(model=small, device="cpu", batch={"global": 2, "micro": 1, "seq_len": 16}))
+    trainer = Trainer(config, start(config))
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    assert len(trainer.trial_step()) > 1
+    after = trainer.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert trainer.model.model.layers["1"].mlp.gate.load is None
+    assert all(p.grad is None for p in trainer.model.parameters())
 
 
 # -------------------------------------------------------------------------------------------------------------- compile

@@ -296,8 +296,17 @@ def test_bytes_per_parameter(pool, precision, states, expected):
 
 @pytest.mark.parametrize("tree, message", [
     ({"optim": {"stochastic_rounding": True}}, "optim.stochastic_rounding=true needs bf16 to round to"),
+    ({"optim": {"stochastic_rounding": True}, "precision": "bf16-pure", "lora": {}}, "round to: lora.dtype=bf16 or"),
     ({"optim": {"name": "sgd", "states": "bf16"}}, "optim.states=bf16 and stochastic_rounding are for"),
 ])  # fmt: skip
 def test_states_that_cannot_be(tree, message):
     with pytest.raises(InputError, match=message):
         configs.from_dict(tree)
+
+
+@pytest.mark.parametrize("tree", [
+    {"precision": "bf16-pure"}, {"optim": {"states": "bf16"}}, {"lora": {}, "optim": {"states": "bf16"}},
+    {"lora": {"dtype": "bf16"}},
+], ids=str)  # fmt: skip
+def test_whatever_is_in_bf16_can_be_rounded_stochastically(tree):
+    assert configs.from_dict(tree | {"optim": tree.get("optim", {}) | {"stochastic_rounding": True}})

@@ -48,7 +48,7 @@ def micro_batches(samples: list[Example], config: Config, rank: int, ranks: int)
     count = enough_for_pipeline(-(-len(bins) // (micro * ranks)), config.parallel)
     bins += [[]] * (count * micro * ranks - len(bins))
     padding = {key: PADDING.get(key, 0.0) for key in samples[0]}
-    nothing = {key: np.full(1, padding[key], column.dtype) for key, column in samples[0].items()}
+    nothing = {key: np.empty(0, column.dtype) for key, column in samples[0].items()}
     rows = [pack_row([samples[i] for i in each] or [nothing], length, padding) for each in bins[rank::ranks]]
     return [stack(rows[n : n + micro]) for n in range(0, len(rows), micro)]
 

@@ -117,9 +117,9 @@ def importance_weights(settings: GRPO, old: Tensor, sampled: Tensor, mean: Calla
 def sequence_mean(x: Tensor, valid: Tensor, documents: Tensor) -> Tensor:
     """At every token the mean of x over the valid tokens of its sequence; all three are [rows, seq].
 
-    documents: which sequence of the row a token belongs to, below seq.
+    documents: which sequence of the row a token belongs to, below seq. What belongs to none, below 0, is not valid.
     """
-    shape = x.shape[0], x.shape[1]
+    shape, documents = (x.shape[0], x.shape[1]), documents.clamp(min=0)
     sums = x.new_zeros(shape).scatter_add(1, documents, x * valid)
     counts = x.new_zeros(shape).scatter_add(1, documents, valid.to(x.dtype)).clamp(min=1)
     return (sums / counts).gather(1, documents)

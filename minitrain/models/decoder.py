@@ -58,13 +58,14 @@ class Block(nn.Module):
         window_mask: Mask | None = None,
         cache=None,
     ) -> Tensor:
-        """x: [batch, seq, hidden]; documents: int [batch, seq], for what mixes tokens without looking at the mask."""
+        """x: [batch, seq, hidden]; documents: int [batch, seq], for what mixes or counts tokens apart from the mask."""
         if self.self_attn is not None:
             x = x + self.self_attn(self.input_layernorm(x), rotary, window_mask if self.windowed else mask, cache)
         if self.mamba is not None:
             x = x + self.mamba(self.input_layernorm(x), documents, cache)
         if self.mlp is not None:
-            x = x + self.mlp(self.post_attention_layernorm(x))
+            normed = self.post_attention_layernorm(x)
+            x = x + (self.mlp(normed, documents) if isinstance(self.mlp, MoE) else self.mlp(normed))
         return x
 
 
@@ -136,7 +137,7 @@ class Decoder(nn.Module):
 
         x: the tokens; in a pipeline, all stages but the first get hidden states, and all but the last return them.
         positions: int [batch, seq], for rotary or learned embeddings; 0, 1, 2, ... if not given.
-        documents: int [batch, seq]; tokens see only those with the same number (packed sequences).
+        documents: int [batch, seq]; tokens see only those with the same number (packed sequences). Below 0: padding.
         head: called inside the forward pass, where a sharded head weight [vocab, hidden] is whole.
         cache: what each layer keeps of earlier tokens, by its number (rollout/caches.py). The tokens are then one row
         of pieces of sequences, and the cache knows which are whose; they need positions, and no documents.

@@ -28,6 +28,7 @@ from minitrain.models.layers import GatedMLP, SquaredReluMLP
 class MoE(nn.Module):
     """Routed experts plus, where the family has one, a shared expert that sees every token. x: [..., hidden].
 
+    documents: int [...], as `Router` takes it.
     latent: experts work on a projection of this width (Nemotron 3 Super); router and shared expert see x itself.
     """
 
@@ -42,8 +43,8 @@ class MoE(nn.Module):
         self.fc1_latent_proj = nn.Linear(hidden, latent, bias=False) if latent else nn.Identity()
         self.fc2_latent_proj = nn.Linear(latent, hidden, bias=False) if latent else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        indices, weights = self.gate(x)
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        indices, weights = self.gate(x, documents)
         tokens = self.fc1_latent_proj(x).flatten(0, -2)
         routed = self.dispatch(tokens, indices, weights.to(x.dtype), self.experts)
         routed = self.fc2_latent_proj(routed).view_as(x)
@@ -83,15 +84,19 @@ class Router(nn.Module):
         self.fake_balanced, self.count_load = fake_balanced, count_load
         self.aux_loss_coef, self.aux_per_sequence = aux_loss_coef, aux_per_sequence
         self.load: Tensor | None = None  # int64 [experts]: tokens per expert since the last update of the bias
-        self.tokens_per_step: int | None = None  # of all ranks and micro-batches; None: this forward pass is all
+        self.tokens_per_step: Tensor | None = None  # of all ranks and micro-batches; None: this forward pass is all
         self.sum_counts: Callable = lambda counts: counts  # over the ranks that share the tokens that are balanced
         self.weight = nn.Parameter(torch.empty(num_experts, hidden))
         self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
         if self.sigmoid:
             self.register_buffer("e_score_correction_bias", torch.zeros(num_experts, dtype=torch.float32))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x: [..., hidden] -> experts int64 [tokens, top_k], weights fp32 [tokens, top_k]."""
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x: [..., hidden] -> experts int64 [tokens, top_k], weights fp32 [tokens, top_k].
+
+        documents: int [...], below 0 for padding. That is routed like any token but nothing is balanced by it: all of a
+        row's padding is the same token, and would fill the same few experts.
+        """
         if self.fake_balanced:
             return balanced_choice(x.shape[:-1].numel(), self.top_k, self.num_experts, x.device)
         bias = None if self.bias is None else self.bias.float()
@@ -103,11 +108,12 @@ class Router(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.scale
         else:
             weights = weights.softmax(-1)
+        real = None if documents is None else documents.flatten() >= 0
         if self.count_load and torch.is_grad_enabled() and not is_recomputing():
-            self._count(indices)
+            self._count(indices, real)
         if self.aux_loss_coef and torch.is_grad_enabled():
             shares = scores / scores.sum(-1, keepdim=True) if self.sigmoid else scores.softmax(-1)
-            weights = AttachLoss.apply(weights, self._aux_loss(shares, indices, rows=x.shape[:-2].numel()))
+            weights = AttachLoss.apply(weights, self._aux_loss(shares, indices, x.shape[:-2].numel(), real))
         return indices, weights
 
     def _apply(self, fn, recurse=True):
@@ -129,22 +135,26 @@ class Router(nn.Module):
             choice = groups.masked_fill(~kept[..., None], -torch.inf).flatten(1)
         return choice.topk(self.top_k, dim=-1).indices
 
-    def _count(self, indices: Tensor) -> None:
-        counts = count_tokens(indices, self.num_experts)
+    def _count(self, indices: Tensor, real: Tensor | None) -> None:
+        counts = count_tokens(indices, self.num_experts, real)
         self.load = counts if self.load is None else self.load + counts
 
-    def _aux_loss(self, shares: Tensor, indices: Tensor, rows: int) -> Tensor:
+    def _aux_loss(self, shares: Tensor, indices: Tensor, rows: int, real: Tensor | None = None) -> Tensor:
         """coef x mean over the step's tokens of E sum_e f_e P_e: 1 x coef if all experts are chosen alike.
 
         f_e: the share of choices that fell on expert e, P_e: its mean `shares` [tokens, experts], both over all tokens
         of this forward pass (Fedus et al. 2021, eq. 4) or, per sequence, over each of its rows (DeepSeek-V3, eq. 17).
+        real: bool [tokens], those that count; None: all.
         """
         rows = rows if self.aux_per_sequence else 1
-        indices = indices.view(rows, -1) + self.num_experts * torch.arange(rows, device=indices.device)[:, None]
-        counts = self.sum_counts(count_tokens(indices, rows * self.num_experts).view(rows, -1)).float()
-        f = counts / counts.sum(-1, keepdim=True)
-        summed = shares.view(rows, -1, self.num_experts).sum(1)  # a row's P times its tokens
-        return self.aux_loss_coef * self.num_experts * (f * summed).sum() / (self.tokens_per_step or len(shares))
+        real = torch.ones(len(shares), dtype=torch.bool, device=shares.device) if real is None else real
+        row = torch.arange(rows, device=indices.device)[:, None, None]
+        indices = (indices.view(rows, -1, self.top_k) + self.num_experts * row).flatten(0, 1)
+        counts = self.sum_counts(count_tokens(indices, rows * self.num_experts, real).view(rows, -1)).float()
+        f = counts / counts.sum(-1, keepdim=True).clamp(min=1)
+        summed = (shares * real[:, None]).view(rows, -1, self.num_experts).sum(1)  # a row's P times its tokens
+        tokens = real.sum() if self.tokens_per_step is None else self.tokens_per_step
+        return self.aux_loss_coef * self.num_experts * (f * summed).sum() / tokens.clamp(min=1)
 
 
 def balanced_choice(tokens: int, top_k: int, num_experts: int, device) -> tuple[Tensor, Tensor]:
@@ -153,11 +163,14 @@ def balanced_choice(tokens: int, top_k: int, num_experts: int, device) -> tuple[
     return indices, torch.full((tokens, top_k), 1 / top_k, device=device)
 
 
-def count_tokens(indices: Tensor, num_experts: int) -> Tensor:
-    """int64 [num_experts]: how often each occurs in `indices`. Unlike bincount, does not wait for the device."""
-    indices = indices.flatten()
+def count_tokens(indices: Tensor, num_experts: int, real: Tensor | None = None) -> Tensor:
+    """int64 [num_experts]: how often each occurs in `indices` [tokens, top_k], of the tokens where `real` is true.
+
+    real: bool [tokens]; None: of all. Unlike bincount, does not wait for the device.
+    """
+    ones = torch.ones_like(indices) if real is None else real.long()[:, None].expand_as(indices)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=indices.device)
-    return counts.scatter_add(0, indices, torch.ones_like(indices))
+    return counts.scatter_add(0, indices.flatten(), ones.flatten())
 
 
 def is_recomputing() -> bool:

@@ -105,6 +105,7 @@ def split_block(block: Module, mesh: DeviceMesh, gather: Callable, scatter: Call
             module.register_forward_hook(lambda module, inputs, output: gather(output))
     if isinstance(block.mlp, MoE):
         split_experts(block.mlp, mesh, gather, scatter)
+        block.mlp.register_forward_pre_hook(partial(use_own_documents, mesh))
     dense = block.mlp.shared_experts if isinstance(block.mlp, MoE) else block.mlp
     for part in (block.self_attn, block.mamba, dense):
         if part is not None and not isinstance(part, LatentAttention):
@@ -119,6 +120,12 @@ def split_experts(moe: MoE, mesh: DeviceMesh, gather: Callable, scatter: Callabl
         split_parameters(experts, mesh, Shard(1), experts.first)
         split_parameters(experts, mesh, Shard(2), "down_proj")
         moe.dispatch = partial(dispatch_to_all, moe.dispatch, gather, scatter)
+
+
+def use_own_documents(mesh: DeviceMesh, moe: MoE, inputs: tuple[Tensor, Tensor | None]) -> tuple | None:
+    """A forward pre-hook: of the numbers of whole rows, [batch, seq], give the router those of this rank's tokens."""
+    x, documents = inputs
+    return None if documents is None else (x, documents.chunk(mesh.size(), dim=1)[mesh.get_local_rank()])
 
 
 def dispatch_to_all(

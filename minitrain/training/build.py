@@ -58,11 +58,10 @@ def make_model(config: Config, **stage) -> Decoder | Wan:
 
 
 def balance_over_ranks(model: Module, config: Config, meshes: Meshes) -> None:
-    """Let auxiliary losses see the tokens of all ranks, or of whole sequences, and weigh them as in one process."""
+    """Let auxiliary losses see the choices of all ranks' tokens, or of whole sequences'."""
     for module in model.modules():
         if isinstance(module, Router):
             mesh = meshes.row if config.model.config.seq_aux else meshes.tokens
-            module.tokens_per_step = config.batch.global_ * config.batch.seq_len
             module.sum_counts = partial(sum_over, mesh)
 
 

@@ -2,9 +2,9 @@
 
 A checkpoint is a folder `step-00000100` that all ranks see. Each rank writes the parts of weights and optimizer state
 that it holds, through torch.distributed.checkpoint (DCP), which can read them back into any other layout; `extra.json`
-holds what is no tensor, and describes the files. The folder is called `step-00000100.tmp` until all of it is on disk, so
-whatever has its final name is complete, and a kill at any moment leaves the one before. Before one is loaded, its files
-are compared with what was written (checkpoint_files.py): where one is damaged, the checkpoint before it is taken.
+holds what is no tensor, and describes the files. The folder is called `step-00000100.tmp` until all is on disk, so what
+has its final name is complete, and a kill at any moment leaves the one before. Before one is loaded, its files are
+compared with what was written (checkpoint_files.py): where one is damaged, the checkpoint before it is taken.
 
 Not stored: learning rates, data position and random state, which are functions of the config and the step; and frozen
 weights, beside which adapters are trained, but for a digest that tells whether they are still the same.
@@ -16,6 +16,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -127,7 +128,7 @@ class Checkpointer:
         """
         damaged = {}
         for step in reversed(self._gather(complete_steps(self.folder))[0]):
-            problem = self._together(lambda folder=self._path(step): find_damage(folder, *self.share))
+            problem = self._together(partial(find_damage, self._path(step), *self.share))
             problems = [problem for problem in self._gather(problem) if problem]
             if not problems:
                 self._together(lambda: self.leads and self._set_aside(damaged))

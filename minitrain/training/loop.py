@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from minitrain.config import Config
-from minitrain.models.moe import update_selection_bias
+from minitrain.models.moe import Router, update_selection_bias
 from minitrain.parallel.context import split
 from minitrain.parallel.data import set_gradient_sync
 from minitrain.parallel.mesh import Meshes, owned, pick_device
@@ -23,6 +23,7 @@ from minitrain.parallel.tensor import check_overlap
 from minitrain.training.build import build_model, sum_over
 from minitrain.training.data import Mock, rows
 from minitrain.training.health import is_finite
+from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import make_objective
 from minitrain.training.optim import clip_gradients, learning_rate, make_optimizer, update_weights
 
@@ -47,17 +48,19 @@ class Trainer:
         loss = forward_backward(self.model, self.objective, batches, self.meshes, self.device)
         gradients = [owned(p.grad)[0].clone() for p in self.model.parameters() if p.grad is not None]
         self.optimizer.zero_grad(set_to_none=True)
+        update_selection_bias(self.model, 0)  # forgets whom the routers chose
         return [loss, *gradients]
 
-    def micro_batches(self, dataset, step: int) -> list[dict[str, Tensor]]:
+    def micro_batches(self, dataset, step: int, once: bool = False) -> list[dict[str, Tensor]]:
         """This rank's rows of step 0, 1, ...: consecutive ones, so that all ranks together see rows 0..n in order.
 
-        With context parallelism, just its tokens of them.
+        With context parallelism, just its tokens of them. once: see `rows_once`.
         """
         batch, ranks = self.config.batch, self.meshes.batch
         share = batch.global_ // ranks.size()
         first = step * batch.global_ + ranks.get_local_rank() * share
-        batches = (rows(dataset, range(n, n + batch.micro)) for n in range(first, first + share, batch.micro))
+        read = rows_once if once else rows
+        batches = (read(dataset, range(n, n + batch.micro)) for n in range(first, first + share, batch.micro))
         return [split(each, self.meshes.cp, self.config.parallel.context) for each in batches]
 
     def step(self, dataset, step: int) -> dict[str, Tensor]:
@@ -83,17 +86,32 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, dataset) -> float:
-        """Mean loss over the first `validation.batches` global batches of a dataset, each row at most once."""
+        """Mean loss over the first `validation.batches` global batches of a dataset, or all whole ones that it has.
+
+        If it has not even one, over its rows: each counts once, or videos several times, each time with other noise.
+        """
         batches = max(1, min(self.config.validation.batches, len(dataset) // self.config.batch.global_))
-        micro_batches = [batch for step in range(batches) for batch in self.micro_batches(dataset, step)]
-        count = global_count(self.objective, micro_batches, self.meshes, self.device)
-        batches = [to_device(batch, self.device) for batch in micro_batches]
+        total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        for step in range(batches):
+            micro_batches = self.micro_batches(dataset, step, once=True)
+            count += sum(map(self.objective.count, micro_batches))
+            total += self.loss_sum([to_device(batch, self.device) for batch in micro_batches])
+        total, count = sum_over(self.meshes.loss, torch.stack([total, torch.full_like(total, count)])).tolist()
+        return total / max(count, 1)
+
+    def loss_sum(self, batches: list[dict[str, Tensor]]) -> Tensor:
+        """Of these micro-batches on this rank; in a pipeline, on all its ranks."""
         if isinstance(self.model, Pipeline):
-            total = self.model.evaluate(self.objective, batches)
-        else:
-            total = sum(self.objective.loss(self.model, batch) for batch in batches)
-        sum_over(self.meshes.loss, total)
-        return (total / count).item()
+            return self.model.evaluate(self.objective, batches)
+        return sum(self.objective.loss(self.model, batch) for batch in batches)
+
+
+def rows_once(dataset, numbers: range) -> dict[str, Tensor]:
+    """`rows`, but those that come after the first epoch have nothing to predict, if they have labels."""
+    batch = rows(dataset, numbers)
+    if "labels" in batch:
+        batch["labels"][torch.tensor(numbers) >= len(dataset)] = IGNORE
+    return batch
 
 
 def dropout_seed(seed: int, step: int, meshes: Meshes) -> int:
@@ -106,6 +124,7 @@ def forward_backward(
 ) -> Tensor:
     """Add the gradients of the mean loss over all ranks' micro-batches to the parameters; returns that loss."""
     count = global_count(objective, micro_batches, meshes, device)
+    tell_routers(model, micro_batches, meshes, device)
     batches = [to_device(batch, device) for batch in micro_batches]
     if isinstance(model, Pipeline):
         total = model.forward_backward(objective, batches, count)
@@ -131,6 +150,17 @@ def global_count(objective, micro_batches, meshes: Meshes, device: torch.device)
     count = torch.tensor(sum(objective.count(batch) for batch in micro_batches), device=device)
     sum_over(meshes.loss, count)
     return count.clamp(min=1).float()
+
+
+def tell_routers(model: Module, micro_batches: list[dict[str, Tensor]], meshes: Meshes, device: torch.device) -> None:
+    """How many tokens the step has on all ranks, but for padding: auxiliary losses are means over them."""
+    routers = [module for module in model.modules() if isinstance(module, Router) and module.aux_loss_coef]
+    if routers:
+        # without documents, nothing is padding; numbers of tokens are never below 0
+        count = sum((batch.get("documents", batch["tokens"]) >= 0).sum() for batch in micro_batches).to(device)
+        sum_over(meshes.loss, count)
+        for router in routers:
+            router.tokens_per_step = count
 
 
 def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ def pack_row(samples: list[dict[str, np.ndarray]], length: int, padding: dict[st
     """One row of `length` from samples laid end to end, each with the same keys, and filled up with `padding`.
 
     samples: values are [n] for each. Returns [length] tensors for each key, and int64 `positions`, which restart with
-    every sample, and `documents`, which number them; the padding is a document of its own, so no sample sees it.
+    every sample, and `documents`, which number them; the padding is number -1, so no sample sees it.
     """
     sizes = [len(next(iter(sample.values()))) for sample in samples]
     sizes.append(length - sum(sizes))
@@ -48,5 +48,5 @@ def pack_row(samples: list[dict[str, np.ndarray]], length: int, padding: dict[st
         for key, filler in padding.items()
     }
     columns["positions"] = np.concatenate([np.arange(size) for size in sizes])
-    columns["documents"] = np.repeat(np.arange(len(sizes)), sizes)
+    columns["documents"] = np.repeat([*range(len(samples)), -1], sizes)
     return {key: torch.from_numpy(column) for key, column in columns.items()}

@@ -26,11 +26,13 @@ PADDING = {"tokens": 0, "labels": IGNORE}
 def open_chats(config: Config) -> "tuple[Chats | MockChats | Mock, Chats | MockChats | Mock | None]":
     """The training samples in rows, and the held-out ones (None if data.validation is 0; mock data always has some).
 
-    As `open_data`; without data.packed, rows have neither `positions` nor `documents`, and mock data is pretraining's.
+    As `open_data`, with document -1 where a row is padding. Without data.packed, rows have neither `positions` nor
+    `documents`, unless experts are balanced, which padding must not be; and mock data is pretraining's.
     Raises InputError for a line that is no chat, naming FILE:LINE.
     """
     data, seq_len, vocab_size, seed = config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed
-    packed = data.packed is not False
+    packed, model = data.packed is not False, config.model.config
+    numbered = packed or model.bias_update_speed > 0 or model.router_aux_loss_coef > 0
     if data.kind == "mock":
         mock = MockChats if packed else Mock
         return mock(seq_len, vocab_size, seed, split=0), mock(seq_len, vocab_size, seed, split=1)
@@ -41,10 +43,10 @@ def open_chats(config: Config) -> "tuple[Chats | MockChats | Mock, Chats | MockC
     if not samples:
         raise InputError(f"data.path={data.path} holds no chat to learn from with batch.seq_len={seq_len}{counts}")
     if not data.validation:
-        return Chats(samples, seq_len, seed, packed, counts), None
+        return Chats(samples, seq_len, seed, packed, numbered, counts), None
     held = hold_out(len(samples), data.validation, seed)
     train, rest = ([sample for sample, out in zip(samples, held, strict=True) if out == side] for side in (False, True))
-    return Chats(train, seq_len, seed, packed, counts), Chats(rest, seq_len, seed, packed)
+    return Chats(train, seq_len, seed, packed, numbered, counts), Chats(rest, seq_len, seed, packed, numbered)
 
 
 def read_samples(data: Data, tokenizer: ByteTokenizer | HuggingFaceTokenizer, skips: Skips) -> Iterator[Sample]:
@@ -72,12 +74,17 @@ def fit(samples: Iterable[Sample], seq_len: int, over_long: str) -> tuple[list[S
 
 
 class Chats:
-    """Samples, of at most seq_len tokens each, in rows: packed, or one in each."""
+    """Samples, of at most seq_len tokens each, in rows: packed, or one in each.
+
+    numbered: do rows have `positions` and `documents`?
+    """
 
     bytes_per_token = None
 
-    def __init__(self, samples: list[Sample], seq_len: int, seed: int, packed: bool, note: str = ""):
-        self.samples, self.seq_len, self.seed, self.packed = samples, seq_len, seed, packed
+    def __init__(
+        self, samples: list[Sample], seq_len: int, seed: int, packed: bool, numbered: bool = True, note: str = ""
+    ):
+        self.samples, self.seq_len, self.seed, self.numbered = samples, seq_len, seed, numbered
         lengths = [len(sample.tokens) for sample in samples]
         self.rows = first_fit_decreasing(lengths, seq_len) if packed else [[i] for i in range(len(samples))]
         self.fill = sum(lengths) / (len(self.rows) * seq_len)
@@ -94,7 +101,7 @@ class Chats:
 
     def row(self, n: int) -> dict[str, Tensor]:
         row = pack_row([self.samples[i]._asdict() for i in self.chosen(n)], self.seq_len, PADDING)
-        return row if self.packed else {key: row[key] for key in PADDING}
+        return row if self.numbered else {key: row[key] for key in PADDING}
 
     def origin(self, n: int) -> str:
         """Where row n comes from, for humans: chats are counted as they were kept."""

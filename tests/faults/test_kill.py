@@ -1,6 +1,8 @@
 """Runs that are killed, or asked to stop, end up with the numbers of an undisturbed one, to the bit."""
 
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -46,6 +48,34 @@ def test_no_line_is_lost_between_a_checkpoint_and_the_log(tmp_path, name):
     assert (run.out / "checkpoints" / "step-00000002").exists() and len(run.numbers()) == 1
     numbers = run.finish(run.start())
     assert numbers == undisturbed.finish(undisturbed.start()) and any("val" in key for key in numbers[1])
+
+
+def train_until_full(file):
+    """From the second checkpoint on, the disk takes no more than 10 kB a file on the last rank."""
+    from minitrain import train
+    from minitrain.training.checkpoint import Checkpointer
+
+    save = Checkpointer.save
+
+    def save_on_full_disk(checkpointer, step, *args):
+        if step > 3 and os.environ["RANK"] == "1":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+        save(checkpointer, step, *args)
+
+    Checkpointer.save = save_on_full_disk
+    train.main(["--config", str(file)])
+
+
+def test_a_full_disk_ends_the_run_in_one_line_and_keeps_the_last_checkpoint(tmp_path):
+    case = CASES["FSDP, asynchronous"]
+    run = Run(case, tmp_path / "full")
+    ranks = Ranks(2, run.log, train_until_full, run.file)
+    assert ranks.wait(60) and ranks.codes() == [2, 2], run.log.read_text()
+    (line,) = [line for line in run.log.read_text().splitlines() if "error" in line]
+    assert re.search("error: checkpoint .*step-00000006.tmp cannot be written: .*on rank 1", line)
+    assert [path.name for path in (run.out / "checkpoints").iterdir()] == ["step-00000003"]
+    undisturbed = Run(case, tmp_path / "undisturbed")
+    assert run.finish(run.start()) == undisturbed.finish(undisturbed.start())
 
 
 def wait_for_lines(run: Run, count: int, alive) -> None:

@@ -97,7 +97,13 @@ def test_every_response_is_in_one_row_of_one_rank(ranks):
                 assert batch["labels"][here].tolist() == rollouts[index].response
                 assert batch["sampled"][here].tolist() == pytest.approx(rollouts[index].log_probs)
                 assert batch["starts"][here].tolist() == [1.0] + [0.0] * (len(rollouts[index].response) - 1)
+        assert torch.equal(batch["documents"] == -1, filling(batch))
     assert sorted(seen) == list(range(16))
+
+
+def filling(batch):
+    """bool [rows, seq]: what stands after a row's last label; no response is without one, nor ends without one."""
+    return (batch["labels"] != IGNORE).flip(1).cumsum(1).flip(1) == 0
 
 
 def test_reply_sample():

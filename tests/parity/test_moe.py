@@ -147,14 +147,17 @@ def test_selection_bias_stays_in_fp32(tmp_path):
 # -------------------------------------------------------------------------------------------------------------- balance
 
 
-def test_auxiliary_loss_has_the_gradient_of_transformers():
-    """Theirs has f sum to top_k, ours to 1; both over all tokens of one layer."""
+@pytest.mark.parametrize("padded", [False, True])
+def test_auxiliary_loss_has_the_gradient_of_transformers(padded):
+    """Theirs has f sum to top_k, ours to 1; both over all tokens of one layer but padding."""
     torch.manual_seed(0)
     router, x = Router(16, num_experts=6, top_k=2, aux_loss_coef=0.3), torch.randn(2, 20, 16)
     torch.nn.init.normal_(router.weight)
-    _, weights = router(x)
+    documents = torch.where(torch.arange(20) < torch.tensor([[20], [7]]), 0, -1) if padded else None
+    _, weights = router(x, documents)
     (found,) = torch.autograd.grad(weights.sum() * 0, router.weight)  # what is left is the attached loss
-    loss = 0.3 * load_balancing_loss_func((x.flatten(0, 1) @ router.weight.T,), 6, 2) / 2
+    seen = None if documents is None else documents >= 0
+    loss = 0.3 * load_balancing_loss_func((x.flatten(0, 1) @ router.weight.T,), 6, 2, seen) / 2
     (expected,) = torch.autograd.grad(loss, router.weight)
     assert expected.norm() > 1e-3
     torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-4)
