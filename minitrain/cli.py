@@ -42,7 +42,7 @@ def run(main: Callable[[list[str]], None]) -> None:
         if not group_is_up():
             raise
         code = 1
-        from minitrain import watch
+        from minitrain.runtime import watch
 
         watch.await_verdict(error)
         traceback.print_exc()
@@ -54,7 +54,7 @@ def run(main: Callable[[list[str]], None]) -> None:
 def say_once(line: str) -> None:
     """Print to stderr what several ranks may have found, each for itself, such as the same mistake in the config."""
     if group_is_up():
-        from minitrain import watch
+        from minitrain.runtime import watch
 
         watch.say_once(line)
     elif os.environ.get("LOCAL_RANK", "0") == "0":
@@ -74,7 +74,7 @@ def leave_group(code: int) -> None:
     """
     import torch.distributed as dist
 
-    from minitrain import watch
+    from minitrain.runtime import watch
 
     watch.leave(code)
     if code == 0:

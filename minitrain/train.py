@@ -17,7 +17,6 @@ from minitrain import cli
 from minitrain.config import Config, load, to_dict
 from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
-from minitrain.failures import record_flights, recorded
 from minitrain.generate import exact_match
 from minitrain.generate_video import draw_shapes
 from minitrain.grpo.loop import train_policy
@@ -26,6 +25,8 @@ from minitrain.models.checkpoint_peft import save_adapter
 from minitrain.models.lora import is_adapter
 from minitrain.parallel.mesh import start, whole, world_size
 from minitrain.parallel.pipeline import Pipeline
+from minitrain.runtime.failures import record_flights, recorded
+from minitrain.runtime.watch import on_any_rank, until_sigterm
 from minitrain.tokenizer import load_tokenizer
 from minitrain.training.checkpoint import Checkpointer
 from minitrain.training.datasets import open_dataset
@@ -34,7 +35,6 @@ from minitrain.training.health import Health, batch_origin
 from minitrain.training.loop import Trainer, is_due, training_steps
 from minitrain.training.metrics import MetricsLog
 from minitrain.training.profiling import recorded_steps
-from minitrain.watch import on_any_rank, until_sigterm
 
 
 def main(arguments: list[str]) -> None:

@@ -279,7 +279,7 @@ def test_rows_say_what_is_padding_where_experts_are_balanced(tmp_path):
     write_pairs(tmp_path, LENGTHS)
     config = config_of(tmp_path, packed=False, model="deepseek-v3-tiny")
     plain, _ = open_dataset(config)
-    config.model.config = dataclasses.replace(config.model.config, bias_update_speed=0.01)
+    config.model.config = replace(config.model.config, bias_update_speed=0.01)
     balanced, _ = open_dataset(config)
     for bare, row in zip(epoch(plain), epoch(balanced), strict=True):
         assert "documents" not in bare and all(torch.equal(row[key], bare[key]) for key in bare)
@@ -346,7 +346,7 @@ def test_settings_that_contradict_fine_tuning(tmp_path):
         open_dataset(config_of(tmp_path, over_long="drop"))
     with pytest.raises(InputError, match="data.kind=text holds no chats, as task=sft needs"):
         config_of(tmp_path, kind="text")
-    with pytest.raises(InputError, match="data.packed=false is for task=sft or lora"):
+    with pytest.raises(InputError, match="data.packed=false is for task=sft and lora"):
         config_of(tmp_path, task="pretrain", packed=False)
     config = config_of(tmp_path)
     config.validation.exact_match = 5

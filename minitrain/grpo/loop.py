@@ -36,13 +36,13 @@ from minitrain.parallel.mesh import owned, pick_device, start
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.tensor import tensor_parallel
 from minitrain.rollout.engine import Sampler
+from minitrain.runtime.watch import on_any_rank, until_sigterm
 from minitrain.training.checkpoint import Checkpointer
 from minitrain.training.fingerprint import agreed_fingerprint, check_continuation
 from minitrain.training.health import Health
 from minitrain.training.loop import Trainer, is_due
 from minitrain.training.metrics import MetricsLog
 from minitrain.training.profiling import recorded_steps
-from minitrain.watch import on_any_rank, until_sigterm
 
 PHASES = ("generation", "logprobs", "training", "refit")
 

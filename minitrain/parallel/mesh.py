@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public name for it
 
-from minitrain import watch
-from minitrain.agreement import check_same, code_digests, flatten
 from minitrain.config import Config, to_dict
 from minitrain.config_checks import check_layout
-from minitrain.determinism import be_deterministic
 from minitrain.errors import InputError
-from minitrain.rendezvous import join_store
+from minitrain.runtime import watch
+from minitrain.runtime.agreement import check_same, code_digests, flatten
+from minitrain.runtime.determinism import be_deterministic
+from minitrain.runtime.rendezvous import join_store
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from minitrain.agreement import check_same, code_digests
 from minitrain.config import Data
 from minitrain.errors import InputError
+from minitrain.runtime.agreement import check_same, code_digests
 from minitrain.training.data import find_files
 
 SAMPLES, SAMPLE = 16, 4096  # of a file; a smaller one is read whole

@@ -14,9 +14,9 @@ from minitrain import config as configs
 from minitrain import train
 from minitrain.config import Config
 from minitrain.errors import InputError
-from minitrain.failures import recorded
 from minitrain.grpo.learner import Learner
 from minitrain.parallel.mesh import owned, start
+from minitrain.runtime.failures import recorded
 from minitrain.training.datasets import open_dataset
 from minitrain.training.health import Health, batch_origin
 from minitrain.training.loop import Trainer

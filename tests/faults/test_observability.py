@@ -14,9 +14,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from minitrain import config as configs
 from minitrain import train
 from minitrain.errors import InputError
-from minitrain.failures import recorded
 from minitrain.parallel import mesh
 from minitrain.parallel.mesh import start
+from minitrain.runtime.failures import recorded
 from minitrain.training import fingerprint
 from minitrain.training.fingerprint import agreed_fingerprint, file_digest
 from minitrain.training.loop import Trainer

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from minitrain.errors import InputError
 
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parents[1]
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def difference(rank: int, first: dict[str, Any], own: dict[str, Any]) -> str:
 
 def code_digests() -> dict[str, str]:
     """A digest of each source file of this package, and torch's version."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     files = {str(file.relative_to(package)): file.read_bytes() for file in sorted(package.rglob("*.py"))}
     return {"torch": torch.__version__} | {name: hashlib.sha256(text).hexdigest()[:16] for name, text in files.items()}
 
