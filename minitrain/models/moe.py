@@ -108,7 +108,7 @@ class Router(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.scale
         else:
             weights = weights.softmax(-1)
-        real = None
+        real = None if documents is None else documents.flatten() >= 0
         if self.count_load and torch.is_grad_enabled() and not is_recomputing():
             self._count(indices, real)
         if self.aux_loss_coef and torch.is_grad_enabled():

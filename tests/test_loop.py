@@ -1,0 +1,82 @@
+"""What the training loop does besides steps: evaluation, trial steps, and pictures that one rank writes."""
+
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from minitrain import config as configs
+from minitrain.generate_video import draw_shapes
+from minitrain.parallel.mesh import start
+from minitrain.training.build import build_model
+from minitrain.training.data import Mock, rows
+from minitrain.training.loop import Trainer
+from minitrain.training.loss import IGNORE
+from minitrain.training.objectives import LanguageModeling
+from tests.test_diffusion import ROOT
+from tests.test_gpu import own_group  # noqa: F401
+
+TREE = {
+    "model": {"name": "llama3-8b-tiny", "num_layers": 1, "vocab_size": 128},
+    "batch": {"global": 4, "micro": 2, "seq_len": 16},
+    "device": "cpu",
+}
+
+
+class Few(Mock):
+    """Mock data with so few rows that they come round again. The first n + 1 labels of row n count."""
+
+    size = 3
+
+    def __len__(self):
+        return self.size
+
+    def row(self, n):
+        row = super().row(n % self.size)
+        return row | {"labels": torch.where(torch.arange(self.seq_len) <= n % self.size, row["labels"], IGNORE)}
+
+
+def test_an_evaluation_counts_no_row_twice(own_group):  # noqa: F811
+    config = configs.from_dict(TREE)
+    trainer, data = Trainer(config, start(config)), Few(16, 128, seed=0, split=1)
+    with torch.no_grad():
+        expected = LanguageModeling().loss(trainer.model, rows(data, range(3))) / (1 + 2 + 3)
+    torch.testing.assert_close(trainer.evaluate(data), expected.item(), atol=0, rtol=1e-6)
+
+
+def test_an_evaluation_reads_a_step_at_a_time(own_group):  # noqa: F811
+    config = configs.from_dict(TREE | {"validation": {"batches": 2}})
+    trainer, data = Trainer(config, start(config)), Few(16, 128, seed=0, split=1)
+    data.size, events = 100, []
+    with (
+        mock.patch.object(data, "row", side_effect=lambda n: events.append(n) or Few.row(data, n)),
+        mock.patch.object(trainer.objective, "loss", side_effect=lambda *_: events.append("loss") or torch.ones(())),
+    ):
+        trainer.evaluate(data)
+    assert events == [0, 1, 2, 3, "loss", "loss", 4, 5, 6, 7, "loss", "loss"]
+
+
+def test_a_trial_step_leaves_nothing_behind(own_group):  # noqa: F811
+    """What it counts would move the selection bias after the first real step."""
+    small = dict(name="deepseek-v3-tiny", num_layers=2, bias_update_speed=0.01)
+    config = configs.from_dict(dict(model=small, device="cpu", batch={"global": 2, "micro": 1, "seq_len": 16}))
+    trainer = Trainer(config, start(config))
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    assert len(trainer.trial_step()) > 1
+    after = trainer.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert trainer.model.model.layers["1"].mlp.gate.load is None
+    assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def draw(folder):
+    """What two ranks say of the same drawing, and which of them has written it."""
+    config = configs.load(ROOT / "configs/train/shapes.yaml", ["model.num_layers=1", "batch.micro=16", "device=cpu"])
+    model, path = build_model(config, start(config)), folder / f"rank-{dist.get_rank()}.png"
+    said = draw_shapes(model, path, steps=1, guidance=1.0, write=dist.get_rank() == 0)
+    return said.split(":")[1], path.exists()
+
+
+def test_all_ranks_draw_and_one_writes(pool, tmp_path):
+    (said, first), (same, second) = pool.run(2, draw, tmp_path)
+    assert said == same and (first, second) == (True, False)
