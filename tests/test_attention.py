@@ -1,12 +1,16 @@
 """The mask and the kernels behind it against a softmax over explicitly allowed pairs."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from minitrain.models.attention import attention, attention_with_sinks, block_pairs, make_mask
+from minitrain.models.attention import attention, attention_with_sinks, block_pairs, dense_pairs, make_mask
+from minitrain.models.decoder import Decoder
+from minitrain.models.zoo import model_config
+from minitrain.training.build import initialize
 
 CPU = torch.device("cpu")
 
@@ -133,11 +137,19 @@ def test_sinks_are_one_more_term_below_the_line(window):
         terms = torch.exp(k[b, h // 2, seen] @ q[b, h, i] * 8**-0.5)
         rows.append(terms @ v[b, h // 2, seen] / (terms.sum() + sinks[h].exp()))
     expected = torch.stack(rows).view(2, 4, 7, 8)
-    found = attention_with_sinks(sinks, q, k, v, make_mask(7, CPU, window=window))
+    found = attention_with_sinks(sinks, q, k, v, make_mask(7, CPU, window=window, plain=False))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     upstream = torch.randn_like(found)
     mine, oracle = (torch.autograd.grad(x, (sinks, q, k, v), upstream) for x in (found, expected))
     torch.testing.assert_close(mine, oracle, atol=1e-5, rtol=1e-5)
+
+
+def test_masks_for_sinks_are_built_once_for_all_layers():
+    model = Decoder(model_config("gpt-oss-20b-tiny", num_layers=4))
+    initialize(model, seed=0)
+    with mock.patch("minitrain.models.attention.dense_pairs", wraps=dense_pairs) as build:
+        model(torch.arange(32).view(2, 16))
+    assert build.call_count == 2  # with and without a window
 
 
 @pytest.mark.gpu
@@ -148,7 +160,7 @@ def test_sinks_on_cuda_equal_those_on_the_cpu(window):
     results = []
     for device in (CPU, torch.device("cuda")):
         there = [x.to(device).requires_grad_() for x in inputs]
-        out = attention_with_sinks(*there, make_mask(512, device, window=window))
+        out = attention_with_sinks(*there, make_mask(512, device, window=window, plain=False))
         results.append([out, *torch.autograd.grad(out.square().sum(), there)])
     for oracle, mine in zip(*results, strict=True):
         assert (mine.cpu() - oracle).norm() / oracle.norm() < 5e-3

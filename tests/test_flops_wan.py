@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from minitrain.bench.flops_wan import forward_flops, training_flops
 from minitrain.bench.measure import published_step_time
 from minitrain.config import load
+from minitrain.models.lora import Lora, add_adapters
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import model_config
 
@@ -42,6 +43,18 @@ def test_training_is_three_times_forward_in_torch_too():
     timestep = 2 * (config.freq_dim * config.dim + 7 * config.dim**2)
     no_input_gradient = 2 * config.freq_dim * config.dim
     assert counter.get_total_flops() == training_flops(config, 32, 9) + 3 * timestep - no_input_gradient
+
+
+@pytest.mark.parametrize("targets", [["to_q", "to_k", "to_v", "to_out.0"], ["to_k", "to_v", "ffn.net.2"]], ids=str)
+def test_frozen_weights_have_no_gradient_products(targets):
+    config, lora = model_config("wan2.1-1.3b-tiny"), Lora(rank=4, targets=targets)
+    model = Wan(config)
+    add_adapters(model, lora)
+    given = torch.randn(1, 16, 2, 8, 8), torch.tensor([5.0]), torch.randn(1, 9, 64)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(*given).sum().backward()
+    timestep = 2 * (config.freq_dim * config.dim + 7 * config.dim**2)
+    assert counter.get_total_flops() == training_flops(config, 32, 9, lora) + timestep
 
 
 @pytest.mark.parametrize("name, tokens, petaflops, per_token", [

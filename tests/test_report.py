@@ -21,6 +21,8 @@ from tests.commands import ROOT
 
 DENSE = "nemo/h100/llama3-70b-pretrain-64gpu"
 PUBLISHED = published_rows()
+FITTED = "nemo/h100/llama3-8b-pretrain-8gpu"
+KIMI = "automodel/kimi-k2-pretrain-256gpu"
 WAN = "dfm/wan2.1-14b-pretrain-h100-128gpu"
 
 
@@ -105,6 +107,25 @@ def test_corrected_figures_are_what_bars_compare_with(tmp_path):
     corrected = PUBLISHED[row]["corrected_tokens_per_sec_per_gpu"]
     page = Page(written(tmp_path, [line(row, "simulated", 1.0)])[1])
     assert f"published {corrected:,.0f}" in page.text
+
+
+def test_accuracy_is_told_of_rows_that_nothing_was_fitted_to(tmp_path):
+    """Errors of 20, 50 and 100 %; the fitted row's counts in no table, and the last one's published run differs."""
+    assert "differs" in PUBLISHED[KIMI] and "differs" not in PUBLISHED[WAN]
+    lines = [
+        line(DENSE, "simulated", 0.8), line(WAN, "simulated", 1.5), line(KIMI, "simulated", 2.0),
+        line(FITTED, "simulated", 9.0, fits=False), line(DENSE, "measured", 7.0),
+    ]  # fmt: skip
+    text, html = written(tmp_path, lines)
+    rows = [[cell.strip() for cell in x.split("|")[1:-1]] for x in text.splitlines() if x.startswith("|")]
+    assert ["all", "3", "50.0%", "100%", "kimi-k2-pretrain-256gpu"] in rows
+    assert ["all but those whose published runs differ", "2", "35.0%", "50%", "wan2.1-14b-pretrain-h100-128gpu"] in rows
+    assert sum(row[-1] == "llama3-70b-pretrain-64gpu" and row[1:4] == ["1", "20.0%", "20%"] for row in rows) == 1
+    differs = PUBLISHED[KIMI]["differs"]
+    for part in (f"kimi-k2-pretrain-256gpu: 2.00 of the published figure; its published run {differs}",
+                 "wan2.1-14b-pretrain-h100-128gpu: 1.50 of the published figure; unexplained",
+                 "llama3-8b-pretrain-8gpu: its simulated memory does not fit"):  # fmt: skip
+        assert f"- {part}\n" in text and part in Page(html).text
 
 
 def test_files_that_are_no_results(tmp_path):

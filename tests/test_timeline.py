@@ -11,7 +11,7 @@ from minitrain.errors import InputError
 # A byte, or a FLOP, takes a second, on wires half; nothing else costs anything
 SECOND = System(
     name="second", bf16=1, fp8=2, grouped=0.5, attention_forward=1, attention_backward=0.5, memory=1, launch=0,
-    nvlink=2, domain=8, network=0.5, latency=0, gemm_tiles=1, step=0, capacity=100, decode=1,
+    nvlink=2, domain=8, network=0.5, latency=0, far_latency=0, gemm_tiles=1, step=0, capacity=100, decode=1,
     decode_step=0,
 )  # fmt: skip
 GROUPS = {"shards": (["dp_shard"], [0, 1]), "tensor": (["tp"], [0, 1])}

@@ -107,7 +107,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, sinks: Ten
     return out if sinks is None else out * torch.sigmoid(log_sum - sinks.float()[:, None])[..., None].to(out.dtype)
 
 
-def counting_mask(visible: float, length: int, device, documents=None, causal=True, places=None, window=None) -> Mask:
+def counting_mask(
+    visible: float, length: int, device, documents=None, causal=True, places=None, window=None, plain=True
+) -> Mask:
     """In place of `make_mask`: how many pairs it would allow, as `pairs`.
 
     visible: with documents, the share of a row's causal pairs whose two tokens belong to one document. Context-parallel

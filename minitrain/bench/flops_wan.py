@@ -1,11 +1,14 @@
-"""FLOPs of a training step of Wan, as Megatron-Bridge counts them.
+"""FLOPs of a training step of Wan, as Megatron-Bridge counts them; with adapters, which it has not, what torch does.
 
 Three times the forward pass's matrix products; attention counts in full, since every token sees every token, and
 recomputed activations not at all. The published rows give TFLOP/s alone; these FLOPs make seconds per step of them.
 Source: NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/diffusion/models/wan/wan_provider.py (pull request 5249).
 """
 
-from minitrain.models.wan import WanConfig
+import torch
+
+from minitrain.models.lora import Lora, find_targets
+from minitrain.models.wan import Wan, WanConfig
 
 
 def forward_flops(config: WanConfig, tokens: int, text_tokens: int = 512) -> int:
@@ -20,6 +23,30 @@ def forward_flops(config: WanConfig, tokens: int, text_tokens: int = 512) -> int
     return layers * (self_attention + cross_attention + mlp) + ends + 2 * text_tokens * (text_dim * d + d**2)
 
 
-def training_flops(config: WanConfig, tokens: int, text_tokens: int = 512) -> int:
-    """Of one video, forward and backward; per token, divide by `tokens`."""
-    return 3 * forward_flops(config, tokens, text_tokens)
+def training_flops(config: WanConfig, tokens: int, text_tokens: int = 512, lora: Lora | None = None) -> int:
+    """Of one video, forward and backward; per token, divide by `tokens`.
+
+    lora: a frozen weight has two products, as its own gradient is not computed; and one where what it multiplies, the
+    patches and the text, needs no gradient either. Attention's backward pass counts whole, as its kernels compute it.
+    """
+    forward = forward_flops(config, tokens, text_tokens)
+    if lora is None:
+        return 3 * forward
+    d, layers, (frames, rows, columns) = config.dim, config.num_layers, config.patch_size
+    attention = layers * 4 * tokens * (tokens + text_tokens) * d
+    patches = 2 * tokens * d * frames * rows * columns * config.in_channels
+    text = text_tokens * (layers * 4 * d**2 + 2 * (config.text_dim * d + d**2))
+    adapters = adapter_flops(config, lora, tokens, text_tokens)
+    return 3 * attention + patches + text + 2 * (forward - attention - patches - text) + adapters
+
+
+def adapter_flops(config: WanConfig, lora: Lora, tokens: int, text_tokens: int) -> int:
+    """Of all adapters, A [rank, inputs] and B [outputs, rank], forward and backward."""
+    total = 0
+    with torch.device("meta"):
+        model = Wan(config)
+    for path, (module, name) in find_targets(model, lora.targets).items():
+        outputs, inputs = getattr(module, name).shape
+        of_text = path.endswith(("attn2.to_k", "attn2.to_v"))
+        total += lora.rank * ((4 if of_text else 6) * inputs + 6 * outputs) * (text_tokens if of_text else tokens)
+    return total

@@ -142,7 +142,7 @@ def count_flops(config: Config, convention) -> float:
     """FLOPs of a training step per token. For diffusion there is one convention, which counts what is computed."""
     shape, batch = config.model.config, config.batch
     if isinstance(shape, WanConfig):
-        return training_flops(shape, batch.seq_len, config.data.text_tokens) / batch.seq_len
+        return training_flops(shape, batch.seq_len, config.data.text_tokens, config.lora) / batch.seq_len
     adapters = lora_weights(shape, config.lora.rank, config.lora.targets) if config.lora else 0
     return flops_per_token(shape, batch.seq_len, convention, adapters)
 

@@ -17,6 +17,7 @@ from minitrain.bench.rows import row_trees
 from minitrain.errors import InputError
 
 SYSTEMS = Path(__file__).with_name("systems.yaml")
+LIMIT = 0.35  # of a simulated figure's error, beyond which it is named
 KINDS = ("simulated", "measured", "extrapolated")
 FIGURES = {"tokens_per_sec_per_gpu": "tokens/s/GPU", "tflops_per_gpu": "TFLOP/s/GPU"}
 
@@ -101,14 +102,61 @@ def summary(report: Report) -> str:
 
 
 def accuracy(rows: list[Row]) -> list[str]:
-    """How far the simulated figures are off, of rows that no constant of the simulator was fitted to."""
-    fitted = yaml.safe_load(SYSTEMS.read_text(encoding="utf-8"))["fitted_on"]
-    tested = [row for row in rows if "simulated" in row.results and row.name not in fitted]
+    """In one line, if any such row was simulated: how far `held_back` rows are off."""
+    tested = held_back(rows)
     if not tested:
         return []
-    errors = sorted((abs(row.results["simulated"]["ratio"] - 1), short_name(row)) for row in tested)
-    middle, (worst, name) = median(error for error, _ in errors), errors[-1]
-    return [f"of {len(tested)} rows not fitted to, off by {middle:.1%} in the median, {worst:.0%} at worst ({name})"]
+    middle, worst = median(map(error, tested)), max(tested, key=error)
+    off = f"off by {middle:.1%} in the median, {error(worst):.0%} at worst ({short_name(worst)})"
+    return [f"of {len(tested)} rows not fitted to, {off}"]
+
+
+def held_back(rows: list[Row]) -> list[Row]:
+    """The simulated rows that no constant of the simulator was fitted to."""
+    fitted = yaml.safe_load(SYSTEMS.read_text(encoding="utf-8"))["fitted_on"]
+    return [row for row in rows if "simulated" in row.results and row.name not in fitted]
+
+
+def error(row: Row) -> float:
+    """Of the simulated figure, as a share of the published one."""
+    return abs(row.results["simulated"]["ratio"] - 1)
+
+
+def accuracy_cells(report: Report) -> dict[str, list[str]]:
+    """How far simulated figures are off, over held-back rows: by table, of all, and of those that run as published."""
+    groups = {title: held_back(rows) for title, rows in report.tables.items()}
+    everything = [row for rows in groups.values() for row in rows]
+    groups["all"] = everything
+    alike = [row for row in everything if "differs" not in row.tree["reference"]]
+    groups["all but those whose published runs differ"] = alike
+    groups = {title: rows for title, rows in groups.items() if rows}
+    if not groups:
+        return {}
+    worst = [max(rows, key=error) for rows in groups.values()]
+    return {
+        "rows not fitted to": list(groups),
+        "number": [str(len(rows)) for rows in groups.values()],
+        "median error": [f"{median(map(error, rows)):.1%}" for rows in groups.values()],
+        "worst": [f"{error(row):.0%}" for row in worst],
+        "which": [short_name(row) for row in worst],
+    }
+
+
+def outliers(report: Report) -> list[str]:
+    """Each held-back row that is off by more than `LIMIT`, and each simulated row that would not fit its memory."""
+    rows = [row for rows in report.tables.values() for row in rows if "simulated" in row.results]
+    far = sorted((row for row in held_back(rows) if error(row) > LIMIT), key=error, reverse=True)
+    lines = [
+        f"{short_name(row)}: {row.results['simulated']['ratio']:.2f} of the published figure; "
+        + ("its " + differs(row) if "differs" in row.tree["reference"] else "unexplained")
+        for row in far
+    ]
+    tight = [row for row in rows if row.results["simulated"].get("fits") is False]
+    return lines + [f"{short_name(row)}: its simulated memory does not fit" for row in tight]
+
+
+def differs(row: Row) -> str:
+    return f"published run {row.tree['reference']['differs']}"
 
 
 def cells(rows: list[Row]) -> dict[str, list[str]]:
@@ -132,7 +180,7 @@ def cells(rows: list[Row]) -> dict[str, list[str]]:
         columns[f"{kind} {unit}"] = [value(r.get(row.figure)) for row, r in zip(rows, found, strict=True)]
         columns[f"{kind} ratio"] = [number(r.get("ratio"), ".3f") for r in found]
         columns[f"{kind} GiB"] = [number(r.get("peak_memory_gib"), ".1f") for r in found]
-    columns["note"] = ["*" if "known_error" in tree["reference"] else "" for tree in trees]
+    columns["note"] = ["*" if {"known_error", "differs"} & tree["reference"].keys() else "" for tree in trees]
     return {name: column for name, column in columns.items() if any(column)}
 
 
@@ -159,9 +207,11 @@ def value(x: float | None) -> str:
 
 
 def notes(rows: list[Row]) -> list[str]:
-    """What is known to be wrong with a published figure, and of what an extrapolation knows nothing."""
+    """What is known to be wrong with a published figure, what was run otherwise, and of what an extrapolation knows
+    nothing."""
     lines = [f"* {short_name(row)}: {row.tree['reference']['known_error']}" for row in rows
              if "known_error" in row.tree["reference"]]  # fmt: skip
+    lines += [f"* {short_name(row)}: the {differs(row)}" for row in rows if "differs" in row.tree["reference"]]
     for row in rows:
         if "extrapolated" in row.results:
             result = row.results["extrapolated"]
@@ -181,6 +231,9 @@ def provenance(report: Report) -> list[str]:
 def as_markdown(report: Report) -> str:
     parts = [f"# minitrain beside the published tables\n\n{report.day}. {summary(report)}."]
     parts += [f"- {line}" for line in provenance(report)]
+    if table := accuracy_cells(report):
+        parts.append(f"## Accuracy of the simulation\n\n{markdown(table)}")
+        parts += [f"- {line}" for line in outliers(report)]
     for title, rows in report.tables.items():
         parts.append(f"## {title}\n\n{markdown(cells(rows))}")
         parts += [f"- {line.removeprefix('* ')}" for line in notes(rows)]

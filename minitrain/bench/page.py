@@ -103,6 +103,9 @@ def write_report(files: list[str], folder: str) -> None:
 def make_page(report) -> str:
     """The whole page. report: merge.Report."""
     sections = [table_section(title, rows) for title, rows in report.tables.items()]
+    if cells := merge.accuracy_cells(report):
+        body = html_table(cells) + bullets(merge.outliers(report))
+        sections.insert(0, section("Accuracy of the simulation", body))
     if report.calibrations:
         sections.append(section("Calibration", "".join(paragraph(calibration_line(c)) for c in report.calibrations)))
     if report.others:

@@ -121,8 +121,8 @@ def decoding_seconds(
     if model.num_experts:
         touched = model.num_experts * (1 - (1 - model.num_experts_per_tok / model.num_experts) ** samples)
     moved = (shape.shared + touched * shape.expert + samples * context * shape.cache) / tp
-    near = tp <= system.domain
-    exchanges = 2 * model.num_layers * (system.latency / (2 if near else 1)) if tp > 1 else 0.0
+    exchange = system.latency / 2 if tp <= system.domain else system.far_latency  # near ones are single kernels
+    exchanges = 2 * model.num_layers * exchange if tp > 1 else 0.0
     return moved / (system.decode * system.memory) + exchanges + system.decode_step
 
 

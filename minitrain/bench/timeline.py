@@ -45,6 +45,7 @@ class System:
     domain: int
     network: float
     latency: float
+    far_latency: float
     gemm_tiles: int
     step: float
     capacity: float

@@ -35,14 +35,16 @@ def make_mask(
     causal: bool = True,
     places: Tensor | None = None,
     window: int | None = None,
+    plain: bool = True,
 ) -> Mask:
     """Query i sees key j of the same row if every condition allows it. length: the number of keys.
 
     causal: j <= i. documents: int [rows, length]; i and j have the same number there (packed sequences).
     places: int [queries]; which of the keys' places the queries have, if not all in order (context parallel).
     window: i - j < window, so many keys with the query's own.
+    plain: where causal or full is all there is to say, leave out the pairs; not for attention with sinks.
     """
-    if documents is None and window is None and (places is None or not causal):
+    if plain and documents is None and window is None and (places is None or not causal):
         return Mask(causal)
 
     def allows(row, head, query, key):
@@ -102,29 +104,19 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None 
 def attention_with_sinks(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """`attention` whose softmax has one more term below the line, exp(sinks[head]): weights add up to less than 1.
 
-    sinks: [heads]. If l is the log of the sum of all other terms, that is a factor sigmoid(l - sink) on the output.
+    mask: with pairs. sinks: [heads]. If l is the log of the sum of all other terms, that is a factor sigmoid(l - sink)
+    on the output.
     """
     grouped = q.shape[1] != k.shape[1]
     if q.is_cuda and not isinstance(mask.pairs, Tensor):
-        flex, pairs = _flex_attention(), mask.pairs
-        if pairs is None:
-            pairs = _causal_pairs(q.shape[2], q.device)
-        out, log_sum = flex(q, k, v, block_mask=pairs, enable_gqa=grouped, return_lse=True)
+        out, log_sum = _flex_attention()(q, k, v, block_mask=mask.pairs, enable_gqa=grouped, return_lse=True)
         return out * torch.sigmoid(log_sum - sinks.float()[:, None])[..., None].to(out.dtype)
-    pairs = mask.pairs
-    if pairs is None:
-        pairs = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
     # A key of zeros, whose score is the bias alone, with a value of zeros.
-    scores = torch.zeros(pairs.shape, dtype=q.dtype, device=q.device).masked_fill(~pairs, -torch.inf)
+    scores = torch.zeros(mask.pairs.shape, dtype=q.dtype, device=q.device).masked_fill(~mask.pairs, -torch.inf)
     scores = scores.expand(*q.shape[:3], -1)
     bias = torch.cat([scores, sinks.to(q.dtype)[:, None, None].expand(*q.shape[:3], 1)], dim=-1)
     k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=grouped)
-
-
-@cache
-def _causal_pairs(length: int, device: torch.device) -> BlockMask:
-    return block_pairs(lambda row, head, query, key: key <= query, 1, length, length, device)
 
 
 class GroupedQueryAttention(nn.Module):

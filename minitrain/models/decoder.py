@@ -150,7 +150,7 @@ class Decoder(nn.Module):
                 x = x + self.model.embed_positions(positions)
         config, mask, rotary = self.config, None, None
         if cache is None:
-            mask = self.make_mask(positions.shape[1], x.device, documents)
+            mask = self.make_mask(positions.shape[1], x.device, documents, plain=not config.sinks)
         if config.position_embedding == "rotary":
             frequencies = rotary_frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling, x.device)
             rotary = rotary_tables(positions, frequencies, rotary_magnitude(config.rope_scaling))

@@ -272,4 +272,5 @@ def reduce_scatter(x: Tensor, size: int, name: str) -> Tensor:
     batch, length, hidden = x.shape
     parts = x.contiguous() if batch == 1 else torch.cat(x.chunk(size, dim=1))
     total = _ops.wait_tensor(_ops.reduce_scatter_tensor(parts.view(batch * length, hidden), "sum", size, name))
-    return total.view(batch, length // size, hidden)
+    # not registered as a view: FSDP warns of those where a pipeline's first stage is the embedding and returns this
+    return torch.ops.aten._unsafe_view(total, (batch, length // size, hidden))

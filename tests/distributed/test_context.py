@@ -74,7 +74,7 @@ def check_attention(pool, form, size, packed, causal=True, window=16, with_sinks
     out.backward(upstream)
     expected = [out.detach(), *(x.grad for x in whole)]
 
-    rule = {"causal": causal} | ({"window": window} if window < 16 else {})
+    rule = {"causal": causal, "plain": not with_sinks} | ({"window": window} if window < 16 else {})
     given = None if sinks is None else sinks.detach()
     ranks = pool.run(size, sharded_attention, form, size, q, k, v, upstream, documents, given, rule)
     for held, _, results in ranks:
