@@ -30,7 +30,9 @@ def run(main: Callable[[list[str]], None]) -> None:
     try:
         main(arguments)
         if group_is_up():
-            sys.modules["torch"].distributed.barrier()  # all have come so far
+            from minitrain.runtime.agreement import wait_for_all
+
+            wait_for_all()
     except (InputError, OSError) as error:
         code = 2
         if "--debug" in arguments:

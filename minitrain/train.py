@@ -23,13 +23,15 @@ from minitrain.grpo.loop import train_policy
 from minitrain.models.checkpoint_hf import find_weights, save_tensors
 from minitrain.models.checkpoint_peft import save_adapter
 from minitrain.models.lora import is_adapter
-from minitrain.parallel.mesh import start, whole, world_size
+from minitrain.parallel.mesh import checkpoint_group, start, whole, world_size
 from minitrain.parallel.pipeline import Pipeline
+from minitrain.runtime.agreement import on_any_rank
 from minitrain.runtime.failures import record_flights, recorded
-from minitrain.runtime.watch import on_any_rank, until_sigterm
+from minitrain.runtime.watch import until_sigterm
 from minitrain.tokenizer import load_tokenizer
-from minitrain.training.checkpoint import Checkpointer
+from minitrain.training.checkpoint import Checkpointer, resume_point, saved_despite_errors
 from minitrain.training.datasets import open_dataset
+from minitrain.training.durable import write_durably
 from minitrain.training.fingerprint import agreed_fingerprint, check_continuation
 from minitrain.training.health import Health, batch_origin
 from minitrain.training.loop import Trainer, is_due, training_steps
@@ -66,14 +68,15 @@ def train_on_rows(config: Config, folder: Path) -> None:
     meshes = start(config)
     files = agreed_fingerprint(config.data)
     trainer = Trainer(config, meshes)
-    checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous)
+    disks = checkpoint_group(config, range(dist.get_world_size()))
+    checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous, disks)
     if not config.checkpoint.resume and checkpointer.latest() is not None:
         raise InputError(f"checkpoint.resume=false, but {checkpointer.folder} holds checkpoints (use another out_dir)")
     resumed = checkpointer.load(trainer.model, trainer.optimizer)
-    first = resumed["step"] if resumed else 0
-    if dist.get_rank() == 0:
-        (folder / "config.yaml").write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
+    first, last_numbers = resume_point(checkpointer.folder, resumed, "loss", "tokens_per_sec")
     notes = check_continuation(folder / "fingerprint.json", config.data, files, resumed=first > 0)
+    if dist.get_rank() == 0:
+        write_durably(folder / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False))
     log = MetricsLog(folder / "metrics.jsonl", config.steps, first, config.metrics.tensorboard)
     for note in notes:
         log.say(note)
@@ -83,19 +86,20 @@ def train_on_rows(config: Config, folder: Path) -> None:
         log.say(about)
     if config.data.kind == "shapes" and not first:
         log.say(draw_shapes(trainer.model, folder / "before.png", write=dist.get_rank() == 0))
-    if on_any_rank(log.lacks_last, trainer.device):
-        finish_step(trainer, log, resumed["numbers"], data, held_out)
+    if on_any_rank(log.lacks_last):
+        finish_step(trainer, log, last_numbers, data, held_out)
     health = Health(config, log.say, partial(batch_origin, data, config.batch.global_))
     steps = health.watch(recorded_steps(training_steps(trainer, data, first), config.profile, folder, first))
-    for numbers, stopping in until_sigterm(steps, trainer.device):
-        step = numbers["step"]
-        if stopping or is_due(step, config.checkpoint.every, config.steps):  # before anything else that may fail
-            extra = {"step": step, "numbers": dict(numbers)}  # validation adds to them
-            checkpointer.save(step, trainer.model, trainer.optimizer, extra)
-        if stopping:  # the rest of the step is made up for when the run continues
-            checkpointer.wait()
-            return log.stop(step)
-        finish_step(trainer, log, numbers, data, held_out)
+    with saved_despite_errors(checkpointer.wait):
+        for numbers, stopping in until_sigterm(steps):
+            step = numbers["step"]
+            if stopping or is_due(step, config.checkpoint.every, config.steps):  # before anything else that may fail
+                extra = {"step": step, "numbers": dict(numbers)}  # validation adds to them
+                checkpointer.save(step, trainer.model, trainer.optimizer, extra)
+            if stopping:  # the rest of the step is made up for when the run continues
+                checkpointer.wait()
+                return log.stop(step)
+            finish_step(trainer, log, numbers, data, held_out)
     checkpointer.wait()
     if config.data.kind == "shapes":
         log.say(draw_shapes(trainer.model, folder / "after.png", write=dist.get_rank() == 0))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
+from minitrain.models import attention as models_attention
 from minitrain.models.attention import attention, attention_with_sinks, block_pairs, dense_pairs, make_mask
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
@@ -93,6 +94,27 @@ def blocks(device, **rule):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minitrain.models.attention.dense_pairs", block_pairs)
         return make_mask(512, device, **rule).pairs
+
+
+def test_flex_attention_is_compiled_for_many_shapes_and_never_runs_uncompiled(monkeypatch):
+    """Uncompiled it would compute all scores, and see what the sampler's page lists leave out."""
+    compiled, how = [], torch.compile
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", lambda f, **options: how(f, backend=backend, **options))
+    monkeypatch.setattr(models_attention, "flex_attention", lambda q: q + 1)
+    monkeypatch.setitem(models_attention.COMPILING, "recompile_limit", 12)
+    models_attention.compiled_flex_attention.cache_clear()
+    flex = models_attention.compiled_flex_attention()
+    models_attention.compiled_flex_attention.cache_clear()
+    for length in [*range(2, 14), *range(2, 14)]:  # torch's own limit is 8
+        flex(torch.zeros(length))
+    assert len(compiled) == 12
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        flex(torch.zeros(14))
 
 
 @pytest.mark.gpu

@@ -55,6 +55,18 @@ def test_scan_is_the_recurrence(chunk, documents):
         assert (ours - theirs).norm() <= 2e-5 * theirs.norm(), name
 
 
+def test_a_deterministic_scan_adds_up_no_floats_by_cumsum(monkeypatch):
+    """CUDA's kernel refuses to."""
+    inputs, cumsum = random_inputs(), torch.Tensor.cumsum
+    initial = torch.randn(BATCH, GROUPS, HEADS, WIDTH, STATE, generator=torch.Generator().manual_seed(1))
+    states = [initial.clone(), initial.clone()]
+    expected = [scan(*inputs, 8, PACKED), scan(*inputs, 8, initial=states[0])]
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: None if x.is_floating_point() else cumsum(x, dim))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    found = [scan(*inputs, 8, PACKED), scan(*inputs, 8, initial=states[1])]
+    torch.testing.assert_close([*found, states[1]], [*expected, states[0]])
+
+
 def test_decay_stays_exact_after_much_of_it():
     """A head that forgot 50,000 e-folds ago still remembers exactly since: sums from the row's start would not do."""
     x, dt, a, d, b, c = (tensor.detach() for tensor in random_inputs())

@@ -22,6 +22,7 @@ from tests.commands import ROOT
 DENSE = "nemo/h100/llama3-70b-pretrain-64gpu"
 PUBLISHED = published_rows()
 FITTED = "nemo/h100/llama3-8b-pretrain-8gpu"
+GRPO = "rl/qwen3-32b-grpo-32gpu-onpolicy"
 KIMI = "automodel/kimi-k2-pretrain-256gpu"
 WAN = "dfm/wan2.1-14b-pretrain-h100-128gpu"
 
@@ -110,21 +111,22 @@ def test_corrected_figures_are_what_bars_compare_with(tmp_path):
 
 
 def test_accuracy_is_told_of_rows_that_nothing_was_fitted_to(tmp_path):
-    """Errors of 20, 50 and 100 %; the fitted row's counts in no table, and the last one's published run differs."""
+    """Errors of 20, 50, 100 and 200 %; the fitted row's counts in no table, and the third's published run differs."""
     assert "differs" in PUBLISHED[KIMI] and "differs" not in PUBLISHED[WAN]
     lines = [
         line(DENSE, "simulated", 0.8), line(WAN, "simulated", 1.5), line(KIMI, "simulated", 2.0),
-        line(FITTED, "simulated", 9.0, fits=False), line(DENSE, "measured", 7.0),
+        line(FITTED, "simulated", 9.0, fits=False), line(DENSE, "measured", 7.0), line(GRPO, "simulated", 3.0),
     ]  # fmt: skip
     text, html = written(tmp_path, lines)
     rows = [[cell.strip() for cell in x.split("|")[1:-1]] for x in text.splitlines() if x.startswith("|")]
-    assert ["all", "3", "50.0%", "100%", "kimi-k2-pretrain-256gpu"] in rows
-    assert ["all but those whose published runs differ", "2", "35.0%", "50%", "wan2.1-14b-pretrain-h100-128gpu"] in rows
-    assert sum(row[-1] == "llama3-70b-pretrain-64gpu" and row[1:4] == ["1", "20.0%", "20%"] for row in rows) == 1
+    assert ["all", "4", "75.0%", "200%", GRPO] in rows
+    assert ["all but GRPO", "3", "50.0%", "100%", KIMI] in rows
+    assert ["all but GRPO and those whose published runs differ", "2", "35.0%", "50%", WAN] in rows
+    assert sum(row[1:] == ["1", "20.0%", "20%", DENSE] for row in rows) == 1
     differs = PUBLISHED[KIMI]["differs"]
-    for part in (f"kimi-k2-pretrain-256gpu: 2.00 of the published figure; its published run {differs}",
-                 "wan2.1-14b-pretrain-h100-128gpu: 1.50 of the published figure; unexplained",
-                 "llama3-8b-pretrain-8gpu: its simulated memory does not fit"):  # fmt: skip
+    for part in (f"{KIMI}: 2.00 of the published figure; its published run {differs}",
+                 f"{WAN}: 1.50 of the published figure; unexplained",
+                 f"{FITTED}: its simulated memory does not fit"):  # fmt: skip
         assert f"- {part}\n" in text and part in Page(html).text
 
 

@@ -1,6 +1,8 @@
 """The sampler against uncached full forward passes of the same model, and what it leaves of the model."""
 
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -150,6 +152,44 @@ def test_new_weights_need_a_refresh_and_get_one():
     assert sampler.scheduler is None and error() < 1.0001
 
 
+def test_only_what_was_made_of_the_weights_invalidates_graphs():
+    for name, kept in (("qwen3-32b", True), ("deepseek-v3", False)):  # absorbed matrices are made anew
+        sampler = Sampler(make(name), settings=Rollout(page_size=4, pages=50))
+        sampler.generate([[1, 2]], SamplingParams(max_tokens=2))
+        sampler.batches[1].captured["a graph"] = None
+        sampler.refresh()
+        assert bool(sampler.batches[1].captured) == kept
+
+
+@pytest.fixture
+def no_collector():
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("name", ["qwen3-32b", "deepseek-v3", "nemotron3-nano-30b-a3b"])
+def test_memory_is_free_at_once(name, no_collector):
+    """And not when Python next looks for cycles: until then a trainer could not have it."""
+    sampler = Sampler(make(name), settings=Rollout(page_size=4, pages=50))
+    sampler.generate(prompts_of((6,)), SamplingParams(max_tokens=3))
+    layers = [layer for layer in sampler.caches.layers if layer is not None]
+    tensors = [t for layer in layers for t in (layer.pools + layer.rows if hasattr(layer, "pools") else layer.states)]
+    alive = [weakref.ref(each) for each in (*tensors, *sampler.batches.values())]
+    del layers, tensors
+    sampler.free()
+    assert alive and not any(ref() is not None for ref in alive)
+
+
+def test_page_lists_are_free_at_once(no_collector):
+    step = DecodingStep(torch.zeros(2).long(), torch.zeros(2, 3).long(), torch.zeros(2).long(), 4, 6)
+    step.begin()
+    lists = weakref.ref(step.page_mask(None).kv_indices)
+    assert lists() is not None
+    del step
+    assert lists() is None
+
+
 def test_a_pool_keeps_its_size_while_that_fits(monkeypatch):
     """Kernels are compiled for it, and a trainer's optimizer takes memory after the first step."""
     free, page = 10**6, 4 * 2 * 4 * 16 * 4 * 4  # bytes: tokens, keys and values, heads, channels, layers, fp32
@@ -253,6 +293,42 @@ def test_requests_come_and_go():
     assert group[0].produced == group[1].produced == uncached(model, prompts[1], NEW) and not last.produced
     assert first.produced == uncached(model, prompts[0], NEW)[: len(first.produced)]
     assert sampler.scheduler.pages.available == 30
+    sampler.free()
+    sampler.cancel(first, *group)  # those who left long ago
+
+
+def test_nothing_stays_queued_after_a_failure(monkeypatch):
+    model, prompts, params = make("qwen3-32b"), prompts_of((9, 5)), SamplingParams(temperature=0, max_tokens=4)
+    sampler = Sampler(model, settings=Rollout(slots=2, page_size=4, pages=30, chunk=7))
+    with pytest.raises(ValueError, match="shorter"):
+        sampler.generate(prompts, [params])
+    assert not sampler.busy
+    forward = sampler.forward
+    for passes in range(4):  # in prompts, then in decoding
+        left = iter(range(passes))
+
+        def interrupted(*args):
+            if next(left, None) is None:  # noqa: B023
+                raise KeyboardInterrupt
+            forward(*args)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(sampler, "forward", interrupted)
+            sampler.generate(prompts, params)
+        assert not sampler.busy
+    found = sampler.generate(prompts, params)
+    assert [each.tokens for each in found] == [uncached(model, prompt, 4) for prompt in prompts]
+
+
+def test_pages_that_cuda_can_read():
+    dense, latent = model_config("qwen3-32b"), model_config("deepseek-v3")  # of 64 heads and of 128
+    for size, config, tp in ((128, dense, 1), (256, dense, 8), (128, latent, 1)):
+        engine.check_page_size(size, config, tp)
+    latent = dataclasses.replace(latent, num_attention_heads=256, num_key_value_heads=256)
+    engine.check_page_size(128, latent, 2)
+    for size, config, least in ((64, dense, 128), (128, latent, 256)):
+        with pytest.raises(InputError, match=f"rollout.page_size={size} must be a multiple of 128 .* at least {least}"):
+            engine.check_page_size(size, config, 1)
 
 
 # ------------------------------------------------------------------------------------------------- the trainer's model

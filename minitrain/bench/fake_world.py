@@ -4,6 +4,9 @@ What runs is what `bench.py` measures: the same model, layout, compiler, loop an
 process group is torch's fake one, tensors are fake and on the CPU, and attention is one operator that knows how many
 pairs of query and key its mask allows. The compiler does all but write kernels: it cuts each block into a forward and a
 backward graph, and decides what is kept between them.
+
+Left out of memory: torch's interleaved schedules keep the works of all sends to their end, and real works, but not fake
+ones, keep what they send.
 """
 
 import dataclasses

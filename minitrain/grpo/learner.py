@@ -73,20 +73,24 @@ class Learner:
             return numbers | self.trainer.objective.numbers(self.total)
 
     def batches(self, samples: list[Example]) -> list[Batch]:
-        """This rank's micro-batches of the samples, on its device; with context parallelism, its tokens of them."""
+        """This rank's micro-batches of the samples; with context parallelism, its tokens of them.
+
+        On the host, where they can be counted without waiting for the device.
+        """
         ranks, cp = self.meshes.batch, self.meshes.cp
         batches = micro_batches(samples, self.config, ranks.get_local_rank(), ranks.size())
-        return [to_device(split(each, cp, self.config.parallel.context), self.device) for each in batches]
+        return [split(each, cp, self.config.parallel.context) for each in batches]
 
     @torch.no_grad()
     def add_log_probs(self, name: str, model: Module, batches: list[Batch]) -> None:
         """Give each batch its labels' log-probabilities under `model`; in a pipeline only the last stage gets them."""
         objective = LogProbs(self.config.rollout.temperature)
         model.eval()  # no dropout
+        inputs = [to_device(batch, self.device) for batch in batches]
         if isinstance(model, Pipeline):
-            outputs = model.outputs(objective, batches)
+            outputs = model.outputs(objective, inputs)
         else:
-            outputs = [objective.loss(model, batch) for batch in batches]
+            outputs = [objective.loss(model, batch) for batch in inputs]
         for batch, output in zip(batches, outputs, strict=False):
             batch[name] = output
         for module in model.modules():

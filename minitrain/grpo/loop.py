@@ -15,6 +15,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,14 @@ from minitrain.grpo.refit import Refit
 from minitrain.grpo.rollouts import Collector, Group, read_rollouts, rewards, write_rollouts
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.expert import expert_parallel
-from minitrain.parallel.mesh import owned, pick_device, start
+from minitrain.parallel.mesh import checkpoint_group, owned, pick_device, start, wait_at_most
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.tensor import tensor_parallel
 from minitrain.rollout.engine import Sampler
-from minitrain.runtime.watch import on_any_rank, until_sigterm
-from minitrain.training.checkpoint import Checkpointer
+from minitrain.runtime.agreement import on_any_rank, wait_for_all
+from minitrain.runtime.watch import until_sigterm
+from minitrain.training.checkpoint import Checkpointer, resume_point, saved_despite_errors
+from minitrain.training.durable import write_durably
 from minitrain.training.fingerprint import agreed_fingerprint, check_continuation
 from minitrain.training.health import Health
 from minitrain.training.loop import Trainer, is_due
@@ -56,25 +59,27 @@ def train_policy(config: Config, folder: Path, export: Callable[[Trainer, Config
     run = Run(config, folder)
     first = run.begin()
     notes = check_continuation(folder / "fingerprint.json", config.data, run.files, resumed=first > 0)
+    if dist.get_rank() == 0:
+        write_durably(folder / "config.yaml", yaml.safe_dump(to_dict(run.config), sort_keys=False))
     log = MetricsLog(folder / "metrics.jsonl", config.steps, first, config.metrics.tensorboard)
     for note in notes:
         log.say(note)
     log.say(f"resumed from step {first}" if first else run.problems.about)
     if config.validation.every and not first:
         log.say(curve(0, run.evaluate()))
-    device = pick_device(config.device)
-    if on_any_rank(log.lacks_last, device):
+    if on_any_rank(log.lacks_last):
         finish_step(run, log, run.resumed)
     updates = config.grpo.prompts * config.grpo.group // config.batch.global_
     health = Health(config, log.say, lambda step: f"responses in {run.rollouts(step - 1)}", updates)
     steps = health.watch(recorded_steps(run.steps(first), config.profile, folder, first))
-    for numbers, stopping in until_sigterm(steps, device):
-        if stopping or is_due(numbers["step"], config.checkpoint.every, config.steps):
-            run.save(numbers)
-        if stopping:  # the rest of the step is made up for when the run continues
-            run.wait()
-            return log.stop(numbers["step"])
-        finish_step(run, log, numbers)
+    with saved_despite_errors(run.wait):
+        for numbers, stopping in until_sigterm(steps):
+            if stopping or is_due(numbers["step"], config.checkpoint.every, config.steps):
+                run.save(numbers)
+            if stopping:  # the rest of the step is made up for when the run continues
+                run.wait()
+                return log.stop(numbers["step"])
+            finish_step(run, log, numbers)
     run.finish(export)
     log.close()
 
@@ -110,8 +115,10 @@ class Run:
         world, apart = dist.get_world_size(), config.grpo.generation_ranks
         training, sampling = range(world - apart), range(world - apart if apart else 0, world)
         self.apart, self.speaker = bool(apart), sampling[0]
-        self.trainers, samplers = (dist.new_group(list(ranks), backend="gloo") for ranks in (training, sampling))
-        self.everyone = dist.new_group(backend="gloo")
+        self.frees = not apart and not config.grpo.keep_cache  # the sampler's memory is the trainer's in between
+        self.trainers, timeout = checkpoint_group(config, training), timedelta(seconds=config.timeout_s)
+        samplers = dist.new_group(list(sampling), timeout=timeout, backend="gloo")
+        self.everyone = dist.new_group(timeout=timeout, backend="gloo")
         self.learner = self.collector = None
         if dist.get_rank() in training:
             self.learner = Learner(config, meshes, self.phase)
@@ -134,6 +141,7 @@ class Run:
             (dist.get_world_size() // config.rollout.tp, config.rollout.tp),
             mesh_dim_names=("replica", "tp"),
         )["tp"]
+        wait_at_most(config.timeout_s, tp.get_all_groups())
         if not self.apart and is_whole(self.learner.model) and config.rollout.tp == 1:
             return self.learner.model
         model = make_sampler_model(config, tp) if samples else None
@@ -172,11 +180,8 @@ class Run:
         resumed = self.checkpointer.load(self.learner.model, self.learner.trainer.optimizer)
         if resumed and not self.config.checkpoint.resume:
             raise InputError(f"checkpoint.resume=false, but {self.folder} holds checkpoints (use another out_dir)")
-        if dist.get_rank() == 0:
-            tree = yaml.safe_dump(to_dict(self.config), sort_keys=False)
-            (self.folder / "config.yaml").write_text(tree, encoding="utf-8")
-        self.resumed = resumed["numbers"] if resumed else {}
-        return resumed["step"] if resumed else 0
+        first, self.resumed = resume_point(self.checkpointer.folder, resumed, "loss", "tokens_per_sec", "reward")
+        return first
 
     def new_checkpointer(self, name: str, keep: int) -> Checkpointer:
         return Checkpointer(self.folder / name, keep, self.config.checkpoint.asynchronous, self.trainers)
@@ -186,8 +191,7 @@ class Run:
         config, lag, coming = self.config, self.config.grpo.lag, None
         began = time.perf_counter()
         if lag and first < config.steps:
-            kept = first and self.rollouts(first)  # a run that had ended there has sampled nothing further
-            coming = read_rollouts(kept) if kept and kept.exists() else self.share(self.collect(first), first)
+            coming = (first and self.kept(first)) or self.share(self.collect(first), first)
         for step in range(first, config.steps):
             groups = coming if lag else self.share(self.collect(step), step)
             sampled = self.collect(step + 1) if lag and step + 1 < config.steps else None
@@ -205,6 +209,8 @@ class Run:
         if self.learner:
             extra = {"step": numbers["step"], "numbers": dict(numbers)}  # evaluation adds to them
             self.checkpointer.save(numbers["step"], self.learner.model, self.learner.trainer.optimizer, extra)
+        if self.apart:
+            wait_for_all()  # those that only sample must not lose patience with the disk
 
     def wait(self) -> None:
         """Return when the last checkpoint is written."""
@@ -227,9 +233,25 @@ class Run:
             return None
         with self.phase("generation"):
             groups = self.collector.collect(self.problems, step)
-            if self.learner and not self.config.grpo.keep_cache:
+            if self.frees:
                 self.collector.sampler.free()
         return groups, self.seconds["generation"]
+
+    def kept(self, step: int) -> list[Group] | None:
+        """The responses for `step` that the run had sampled before it was resumed, None if it had ended before.
+
+        Rank 0 reads for all: others might see its files later, and disagree on whether to sample.
+        """
+        found: list[list[Group] | InputError | None] = [None]
+        if dist.get_rank() == 0 and self.rollouts(step).exists():
+            try:
+                found = [read_rollouts(self.rollouts(step))]
+            except InputError as error:
+                found = [error]
+        dist.broadcast_object_list(found, 0, self.everyone)
+        if isinstance(found[0], InputError):
+            raise found[0]
+        return found[0]
 
     def share(self, collected: tuple[list[Group], float] | None, step: int) -> list[Group]:
         """What was collected for `step`, on all ranks and on disk."""
@@ -258,8 +280,9 @@ class Run:
         """pass@k on held-out problems, or on the training problems if none are."""
         numbers = None
         if self.collector is not None:
-            count = self.config.validation.batches * self.config.grpo.prompts
+            count, sampler = self.config.validation.batches * self.config.grpo.prompts, self.collector.sampler
             numbers = self.collector.evaluate(self.held_out or self.problems, count)
+            (sampler.free if self.frees else sampler.forget)()  # as a run finds it that resumes here
         return self.tell(numbers, self.speaker)
 
     def rollouts(self, step: int) -> Path:

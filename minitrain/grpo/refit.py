@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minitrain.runtime.agreement import gather
+
 Box = tuple[tuple[int, int], ...]  # first and behind the last index, per dimension
 Parts = dict[str, tuple[Tensor, tuple[slice, ...]]]  # by name: this rank's part, and where it lies in the whole tensor
 BUCKET = 1 << 28  # elements that a rank sends or receives at most between two waits
@@ -84,13 +86,6 @@ def region(part: tuple[Tensor, tuple[slice, ...]], box: Box) -> Tensor:
 
 def describe(parts: Parts) -> dict[str, tuple[Box, torch.dtype]]:
     return {name: (tuple((s.start, s.stop) for s in where), part.dtype) for name, (part, where) in parts.items()}
-
-
-def gather(value, group: dist.ProcessGroup | None) -> list:
-    """Every rank's value; of all ranks, or of a group's."""
-    values = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def plan(offers: list[dict], wishes: list[dict]) -> list[Move]:

@@ -17,9 +17,10 @@ from minitrain.errors import InputError
 from minitrain.grpo.advantages import has_signal
 from minitrain.grpo.batches import Response
 from minitrain.grpo.problems import Problem, Problems
-from minitrain.grpo.refit import gather
 from minitrain.grpo.rewards import load_reward, overlong
 from minitrain.rollout.sampling import Completion, SamplingParams
+from minitrain.runtime.agreement import gather
+from minitrain.training.durable import write_durably
 
 Group = list[Response]  # all responses to one prompt
 
@@ -132,15 +133,15 @@ def write_rollouts(file: Path, groups: list[Group]) -> None:
     """One line per response, with every digit: what `read_rollouts` needs, and what a human wants to read."""
     lines = [json.dumps(asdict(rollout)) for group in groups for rollout in group]
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    temporary.replace(file)
+    write_durably(file, "\n".join(lines) + "\n")
 
 
 def read_rollouts(file: Path) -> list[Group]:
-    """What `write_rollouts` wrote."""
+    """What `write_rollouts` wrote; raises InputError for anything else."""
     try:
         rollouts = [Response(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+        if not rollouts:
+            raise ValueError("it is empty")
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{file} does not hold the responses that the next step is to train on: {error}") from error
     groups: dict[int, Group] = {}

@@ -16,6 +16,10 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from minitrain.models.layers import apply_rotary
 
+# One kernel per kind and size of mask, of the trainer's and the sampler's together. What is not compiled computes all
+# scores, and ignores the lists of a BlockMask that says by its lists alone what is seen, as the sampler's: better fail.
+COMPILING = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}
+
 
 @dataclass(frozen=True, eq=False)
 class Mask:
@@ -82,7 +86,9 @@ def _flex_attention() -> Callable:
 
 @cache
 def compiled_flex_attention() -> Callable:
-    return torch.compile(flex_attention, dynamic=False)
+    from torch._dynamo import config  # takes seconds to import
+
+    return config.patch(COMPILING)(torch.compile(flex_attention, dynamic=False))
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None = None) -> Tensor:

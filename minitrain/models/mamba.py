@@ -224,7 +224,7 @@ def scan(
     length = x.shape[1]
     runs = _runs(documents) if documents is not None else torch.zeros_like(x[:, :, 0, 0, 0], dtype=torch.int)
     xs, dts, bs, cs, runs = (_chunks(tensor, chunk) for tensor in (x, dt, b, c, runs))
-    decay = (dts * a).cumsum(2)  # [batch, chunks, Q, G, R]: log of what is left of a chunk's initial state
+    decay = _running_sum(dts * a, 2)  # [batch, chunks, Q, G, R]: log of what is left of a chunk's initial state
     last = runs[:, :, -1]  # [batch, chunks]: the document alive at each chunk's end
     before = F.pad(last, (1, 0), value=-1 if initial is None else 0)[:, :-1]  # and at the end of the chunk before
     inside = _inside(xs, dts, bs, cs, decay, runs)
@@ -273,7 +273,7 @@ def _carry(added: Tensor, decay: Tensor, last: Tensor, before: Tensor) -> Tensor
     chunks = decay.shape[1]
     earlier = torch.ones(chunks, chunks, dtype=torch.bool, device=decay.device).tril(-1)
     # summed from chunk j on and not as a difference of sums from the start, which are large: [..., chunk i, chunk j]
-    through = (decay.permute(0, 2, 3, 1)[..., None] * earlier).cumsum(-2)
+    through = _running_sum(decay.permute(0, 2, 3, 1)[..., None] * earlier, -2)
     since = F.pad(through, (0, 0, 1, -1))  # from the end of chunk j to the start of chunk i
     survives = earlier & (before[:, :, None] == last[:, None, :])
     weight = _exp_where(survives[:, None, None], since)
@@ -282,10 +282,21 @@ def _carry(added: Tensor, decay: Tensor, last: Tensor, before: Tensor) -> Tensor
 
 def _continue(initial: Tensor, added: Tensor, carried: Tensor, decay: Tensor) -> Tensor:
     """What is left of `initial` at the start of each chunk; it becomes the state after the last. Shapes: `_carry`."""
-    through = F.pad(decay.cumsum(1), (0, 0, 0, 0, 1, 0)).exp()[..., None, None]  # [batch, chunks + 1, G, R, 1, 1]
-    left = through * initial[:, None]
+    through = F.pad(_running_sum(decay, 1), (0, 0, 0, 0, 1, 0)).exp()  # [batch, chunks + 1, G, R]
+    left = through[..., None, None] * initial[:, None]
     initial.copy_(left[:, -1] + carried[:, -1] * decay[:, -1].exp()[..., None, None] + added[:, -1])
     return left[:, :-1]
+
+
+def _running_sum(x: Tensor, dim: int) -> Tensor:
+    """cumsum. Where runs must repeat to the bit, by doubling: CUDA's kernel adds up in no fixed order."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return x.cumsum(dim)
+    x, shift = x.movedim(dim, -1), 1
+    while shift < x.shape[-1]:
+        x = x + F.pad(x[..., :-shift], (shift, 0))
+        shift *= 2
+    return x.movedim(-1, dim)
 
 
 def _exp_where(condition: Tensor, x: Tensor) -> Tensor:

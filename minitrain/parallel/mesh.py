@@ -4,6 +4,7 @@ A run is always distributed: alone, it is a world of one rank with the same code
 """
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -88,10 +89,19 @@ def start(config: Config) -> Meshes:
     return meshes
 
 
-def wait_at_most(seconds: float) -> None:
-    """Set the time-out of all groups that there are; made later, they have gloo's own, half an hour."""
-    for group in c10d._world.pg_map:  # no public name, neither for the groups nor for their time-out
+def wait_at_most(seconds: float, groups: Iterable[dist.ProcessGroup] | None = None) -> None:
+    """Set the time-out of groups, by default of all that there are.
+
+    One that is made later has torch's own, 10 minutes with NCCL and 30 with gloo, unless it is told.
+    """
+    for group in list(c10d._world.pg_map) if groups is None else groups:  # no public name, nor for time-outs
         c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def checkpoint_group(config: Config, ranks: Iterable[int]) -> dist.ProcessGroup:
+    """A group for `ranks` to write checkpoints, where they wait for each other's disks: half an hour at least."""
+    timeout = max(timedelta(minutes=30), timedelta(seconds=config.timeout_s))
+    return dist.new_group(list(ranks), timeout=timeout, backend="gloo")
 
 
 def build_meshes(config: Config, device_type: str) -> Meshes:
@@ -139,6 +149,11 @@ def owned(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
         return parameter, tuple(slice(0, n) for n in parameter.shape)
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return parameter.to_local(), tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+
+
+def local(tensor: Tensor | None) -> Tensor | None:
+    """This rank's part alone: finding out where it lies takes longer."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:

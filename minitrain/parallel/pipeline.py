@@ -41,11 +41,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from minitrain.config import Parallel
-from minitrain.parallel.mesh import whole
+from minitrain.parallel.mesh import local, whole
 
 Batch = dict[str, Tensor]
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
@@ -318,8 +317,3 @@ def skip_vote(stages: list[Stage], *args) -> None:
 def owns(stage: Module, name: str) -> bool:
     """Is this parameter the stage's own, and not the copy of another stage's?"""
     return stage.first or name != EMBEDDING
-
-
-def local(tensor: Tensor | None) -> Tensor | None:
-    """This rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

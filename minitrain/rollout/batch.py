@@ -1,7 +1,6 @@
 """The buffers of a decoding step for a fixed number of rows, and on CUDA the graphs over them."""
 
 import torch
-import torch._dynamo
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -12,9 +11,6 @@ from minitrain.training.loss import Part
 
 WORTH = 512  # shared tokens that need not be read again, per group: below, a group costs more than it saves
 FILLING = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)  # of rows that only fill up
-
-# One kernel per number of rows and kind of layer. What is not compiled ignores a BlockMask's lists: better to fail.
-COMPILING = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}
 
 
 class Batch:
@@ -91,14 +87,13 @@ class Batch:
 
     def run(self, steps: int) -> None:
         """So many decoding steps, without a look at the results."""
-        with torch._dynamo.config.patch(COMPILING):
-            for _ in range(steps):
-                if self.graphs:
-                    self._graph().replay()
-                else:
-                    self.decode()
-                    self.step.gathered = []
-                    self.step.longest += 1
+        for _ in range(steps):
+            if self.graphs:
+                self._graph().replay()
+            else:
+                self.decode()
+                self.step.gathered = []
+                self.step.longest += 1
 
     def decode(self) -> None:
         """One step, on the device alone."""

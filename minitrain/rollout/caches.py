@@ -19,6 +19,7 @@ Prompts are attended to one by one with scaled_dot_product_attention. For decodi
 Pools are allocated when the first keys come, in their type and with this rank's heads.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -131,13 +132,12 @@ class PageMask:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self.count, self.pages = numbers(rows, 1, 1), numbers(rows, 1, 1, width)
-        self.tail, self.end, self.head, self.start = (numbers(rows) for _ in range(4))
+        self.bounds = tail, end, head, start = [numbers(rows) for _ in range(4)]
         size = step.page_size
 
-        def allows(row, head, query, key):
+        def allows(row, _, query, key):
             page, offset = key // size, key % size
-            seen = (page != self.tail[row]) | (offset < self.end[row])
-            return seen & ((page != self.head[row]) | (offset >= self.start[row]))
+            return ((page != tail[row]) | (offset < end[row])) & ((page != head[row]) | (offset >= start[row]))
 
         self.blocks = BlockMask.from_kv_blocks(
             self.count, self.pages, BLOCK_SIZE=(size, size), mask_mod=allows,
@@ -149,10 +149,9 @@ class PageMask:
         last = step.positions // size
         begin = torch.zeros_like(last) if self.window is None else (step.positions - self.window + 1).clamp(min=0)
         first = begin // size
-        self.tail.copy_(step.page)
-        self.end.copy_(step.positions % size + 1)
-        self.head.copy_(step.table.gather(1, first[:, None])[:, 0])
-        self.start.copy_(begin % size)
+        head = step.table.gather(1, first[:, None])[:, 0]
+        for bound, now in zip(self.bounds, (step.page, step.positions % size + 1, head, begin % size), strict=True):
+            bound.copy_(now)
         columns = (torch.arange(width, device=last.device) + first[:, None]).clamp(max=width - 1)
         self.pages[:, 0, 0, :width].copy_(step.table.gather(1, columns))
         self.count[:, 0, 0].copy_(last - first + 1)
@@ -162,7 +161,7 @@ class Layer:
     """What all kinds have: constants made of the weights, which hold until the weights change."""
 
     def __init__(self, caches: "Caches"):
-        self.caches = caches
+        self.caches = weakref.proxy(caches)  # in a cycle, pools would outlive `Sampler.free`
         self.constants = None
 
     def once(self, make: Callable):
@@ -364,11 +363,12 @@ class Caches:
                 source, target = torch.tensor(pairs, device=device).unbind(1)
                 (layer.copy_pages if isinstance(layer, Keys) else layer.copy_slots)(source, target)
 
-    def refresh(self) -> None:
-        """The weights have changed."""
-        for layer in self.layers:
-            if layer is not None:
-                layer.constants = None
+    def refresh(self) -> bool:
+        """The weights have changed. Returns whether any layer had constants made of them."""
+        stale = [layer for layer in self.layers if layer is not None and layer.constants is not None]
+        for layer in stale:
+            layer.constants = None
+        return bool(stale)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

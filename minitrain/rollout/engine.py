@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 from minitrain.config import Rollout
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
+from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.moe import MoE
 from minitrain.rollout.batch import Batch
 from minitrain.rollout.caches import Caches, Piece, Step
@@ -46,8 +47,8 @@ class Sampler:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings or Rollout()
         self.config, self.weights = model.config, Weights(model)
         self.device = model.head_weight.device
-        if self.device.type == "cuda" and self.settings.page_size % 128:
-            raise InputError(f"rollout.page_size={self.settings.page_size} must be a multiple of 128 on CUDA")
+        if self.device.type == "cuda":
+            check_page_size(self.settings.page_size, self.config, model.sequence_split)
         self.steps = self.settings.steps or (16 if self.device.type == "cuda" else 1)
         self.scheduler: Scheduler | None = None
         self.page_count = 0  # of the pool, from when it is first allocated
@@ -64,17 +65,17 @@ class Sampler:
         """
         alike = isinstance(params, SamplingParams)
         each = [params] * len(prompts) if alike else params
-        requests = []
+        samples = []
         try:
             for number, pair in enumerate(zip(prompts, each, strict=True)):
-                requests.append(self.submit(*pair, number=number * alike))
-        except InputError:
-            self.cancel(*(sample for request in requests for sample in request))
+                samples += self.submit(*pair, number=number * alike)
+            with self.weights.in_use():
+                while self.busy:
+                    self._step()
+        except BaseException:  # an interrupt too must leave nothing queued
+            self.cancel(*samples)
             raise
-        with self.weights.in_use():
-            while self.scheduler is not None and self.scheduler.busy:
-                self._step()
-        return [Completion(s.produced, s.logprobs, s.finish_reason) for request in requests for s in request]
+        return [Completion(sample.produced, sample.logprobs, sample.finish_reason) for sample in samples]
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, number: int = 0) -> list[Sample]:
         """Queue a prompt; its n samples fill up (`produced`, `logprobs`, `finish_reason`) as `step` is called.
@@ -102,8 +103,9 @@ class Sampler:
 
     def cancel(self, *samples: Sample) -> None:
         """End samples, one or all that `submit` gave, between two steps; they keep what they have produced."""
-        for sample in samples:
-            self.scheduler.cancel(sample)
+        if self.scheduler is not None:  # after `free` all have ended
+            for sample in samples:
+                self.scheduler.cancel(sample)
 
     @property
     def busy(self) -> bool:
@@ -112,14 +114,19 @@ class Sampler:
     def refresh(self) -> None:
         """Forget all that was computed with earlier weights. No request may be under way."""
         self.weights.refresh()
+        self.forget()
+        if self.scheduler is None or not self.caches.refresh():
+            return
+        for batch in self.batches.values():
+            batch.captured.clear()  # graphs read what was made of the weights
+        if self.device.type == "cuda":
+            self.graph_pool = torch.cuda.graph_pool_handle()  # a handle is dead once all of its graphs are
+
+    def forget(self) -> None:
+        """Let later requests find nothing of what earlier ones computed. No request may be under way."""
+        self._must_be_idle()
         if self.scheduler is not None:
-            self._must_be_idle()
             self.scheduler.pages.forget()
-            self.caches.refresh()
-            for batch in self.batches.values():
-                batch.captured.clear()  # graphs read what was made of the weights
-            if self.device.type == "cuda":
-                self.graph_pool = torch.cuda.graph_pool_handle()  # a handle is dead once all of its graphs are
 
     def free(self) -> None:
         """Give the memory of the caches back; the next request allocates it again."""
@@ -238,6 +245,14 @@ class Sampler:
             for dimension in range(mesh.ndim):
                 dist.all_reduce(pages, dist.ReduceOp.MIN, mesh.get_group(dimension))
         return int(pages)
+
+
+def check_page_size(size: int, config: DecoderConfig, tp: int) -> None:
+    """What FlexAttention can read: tiles of 128, and of latents one page for all heads of a rank (`PageMask`)."""
+    heads = config.num_attention_heads // tp if config.kv_lora_rank else 1
+    if size % 128 or size < heads:
+        least = 128 * -(-heads // 128)
+        raise InputError(f"rollout.page_size={size} must be a multiple of 128 on CUDA, at least {least} for this model")
 
 
 def waits_for_device(model: Decoder) -> bool:

@@ -1,12 +1,16 @@
-"""Do all ranks run the same thing? Compared when their group starts, before anything waits for anything.
+"""What the ranks tell each other about the run, and first of all: do all run the same thing?
 
 A rank with another config, other source files or other data would not fail: it would train something else, or leave
 the others waiting in a collective that it never joins. One message of 32 bytes per rank tells; only where they differ
-do the ranks exchange what they have, to say which entry it is.
+do the ranks exchange what they have, to say which entry it is. Compared before anything waits for anything.
+
+Such messages are short and for the host, so they go over gloo also where the run's own group is NCCL's: that would take
+GPU memory for all ranks' buffers, and wait for the device.
 """
 
 import hashlib
 import json
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,35 @@ import torch
 import torch.distributed as dist
 
 from minitrain.errors import InputError
+
+FOR_EVER = timedelta(days=10)
+
+_control: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # the default group, and the one beside it
+
+
+def control_group() -> dist.ProcessGroup:
+    """All ranks, not on NCCL: the default group, or one beside it, for which all ask together the first time."""
+    global _control
+    if dist.get_backend() != "nccl":
+        return dist.group.WORLD
+    if _control is None or _control[0] is not dist.group.WORLD:
+        _control = dist.group.WORLD, dist.new_group(backend="gloo")
+    return _control[1]
+
+
+def on_any_rank(flag: bool) -> bool:
+    """Is `flag` true on any rank? All ranks call it together."""
+    if dist.get_world_size() == 1:
+        return flag
+    flags = torch.tensor(float(flag))
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=control_group())
+    return bool(flags.item())
+
+
+def wait_for_all() -> None:
+    """Return when all ranks have come here, however long some take to write files. Those that die the watch sees."""
+    if dist.get_world_size() > 1:
+        dist.monitored_barrier(control_group(), timeout=FOR_EVER)
 
 
 def check_same(what: dict[str, dict[str, Any]]) -> None:
@@ -28,10 +61,11 @@ def check_same(what: dict[str, dict[str, Any]]) -> None:
         raise InputError(next(difference(rank, ranks[0], own) for rank, own in enumerate(ranks) if own != ranks[0]))
 
 
-def gather(value: Any) -> list[Any]:
-    """Every rank's value, on every rank."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's value, on every rank: of a group, or of all."""
+    group = control_group() if group is None else group
+    values = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
     return values
 
 

@@ -16,7 +16,8 @@ def be_deterministic() -> None:
     from torch._inductor import config as compiler  # takes seconds to import, and has no public name
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS may pick other algorithms each time
-    os.environ.setdefault("NCCL_ALGO", "^NVLS")  # sums inside the switch come in no fixed order
+    # sums inside a switch come in no fixed order; names match whole
+    os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree,CollnetDirect,CollnetChain")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False  # would choose kernels by the clock
     compiler.deterministic = True  # likewise

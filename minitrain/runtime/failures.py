@@ -57,7 +57,7 @@ def explain(error: Exception) -> str | None:
     if "Timed out waiting" in message:
         return (
             f"rank {rank()} waited in vain for others in {where_in_collective(error)}: some rank is stuck, or takes "
-            f"longer than timeout_s (out_dir/logs has what each rank was at)"
+            f"longer than timeout_s (out_dir/logs has where this rank was)"
         )
     if "does not have a deterministic implementation" in message:
         return f"deterministic=true: {message.split(',')[0]} (use deterministic=false)"
@@ -91,5 +91,6 @@ def record_flights(folder: Path) -> None:
 
     What the user has set stays. Names as in torch's list of ProcessGroupNCCL's environment variables.
     """
+    (folder / "logs").mkdir(exist_ok=True)
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "logs" / "nccl-rank-"))

@@ -13,6 +13,7 @@ machine that vanishes, the 25 seconds until TCP's keep-alive gives up. torchrun 
 from the last checkpoint. Ranks that live and wait for each other all the same are left to the collectives' time-out.
 """
 
+import atexit
 import os
 import secrets
 import signal
@@ -25,9 +26,10 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store  # no public name; the one that torchrun's ranks share
+
+from minitrain.runtime.agreement import on_any_rank
 
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, times
 VERDICT = 10.0  # seconds after which a rank whose collective has failed takes it for no other rank's death
@@ -35,27 +37,15 @@ VERDICT = 10.0  # seconds after which a rank whose collective has failed takes i
 # ------------------------------------------------------------------------------------------------------------- stopping
 
 
-def until_sigterm(steps: Iterator[dict[str, Any]], device: torch.device) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Steps' numbers, each with whether the run is to stop there because some rank has got SIGTERM.
-
-    The ranks agree after each step, when they have waited for the device anyway.
-    """
+def until_sigterm(steps: Iterator[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], bool]]:
+    """Steps' numbers, each with whether the run is to stop there because some rank has got SIGTERM."""
     sigterm = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: sigterm.set())
     try:
         for numbers in steps:
-            yield numbers, on_any_rank(sigterm.is_set(), device)
+            yield numbers, on_any_rank(sigterm.is_set())
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def on_any_rank(flag: bool, device: torch.device) -> bool:
-    """Is `flag` true on any rank? All ranks call it together."""
-    if dist.get_world_size() == 1:
-        return flag
-    flags = torch.tensor(float(flag), device=device)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    return bool(flags.item())
 
 
 # ----------------------------------------------------------------------------------------------------------- dead ranks
@@ -72,6 +62,8 @@ class Watch:
         self.joined, self.complete = 0, threading.Event()  # are all connections there?
         self.leaving = False
         self.rank, self.world, self.parent = dist.get_rank(), dist.get_world_size(), os.getppid()
+        # NCCL's own thread aborts a process that has waited too long; on gloo the rank itself says so
+        self.gave_up = ", gave up waiting (see out_dir/logs/nccl-rank-*)" if dist.get_backend() == "nccl" else ""
         self.server = self.listen() if self.rank == 0 else self.join()
         threading.Thread(target=self.run, daemon=True).start()
 
@@ -114,11 +106,11 @@ class Watch:
 
     def admit(self) -> None:
         """Take a new connection, if it is one of ours."""
-        connection, _ = self.server.accept()
-        connection.settimeout(5)
         with suppress(OSError, ValueError):
-            hello = connection.recv(24, socket.MSG_WAITALL).decode()
-            if secrets.compare_digest(hello[:16], self.key):
+            connection, _ = self.server.accept()
+            connection.settimeout(5)
+            hello = connection.recv(24, socket.MSG_WAITALL)
+            if secrets.compare_digest(hello[:16], self.key.encode()):
                 self.add(connection, int(hello[16:]))
 
     def hear(self, connection: socket.socket) -> None:
@@ -130,7 +122,7 @@ class Watch:
         rank = self.others.pop(connection)
         if not word and not self.leaving:
             tells = self.rank == (0 if rank else 1)
-            self.end(1, f"rank {rank} is gone: it was killed or cannot be reached" if tells else "")
+            self.end(1, f"rank {rank} is gone: it was killed{self.gave_up} or cannot be reached" if tells else "")
         elif word and word[0]:  # it has said why
             self.end(word[0])
 
@@ -151,6 +143,10 @@ class Watch:
             self.complete.wait(5)  # so that all get the word
         self.tell(code)
 
+    def leave_at_exit(self) -> None:
+        """For programs that end without `cli.run`, after an error or not."""
+        self.leave(0 if getattr(sys, "last_value", None) is None else 1)  # what the interpreter has shown at the end
+
     def tell(self, code: int) -> None:
         for connection in list(self.others):
             with suppress(OSError):
@@ -165,6 +161,7 @@ def begin() -> None:
     global _watch
     if dist.get_world_size() > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         _watch = Watch()
+        atexit.register(_watch.leave_at_exit)  # not run by SIGKILL, abort() and os._exit()
 
 
 def leave(code: int) -> None:

@@ -14,8 +14,9 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from torch.optim import Optimizer
 
 from minitrain.errors import InputError
 from minitrain.parallel.mesh import whole
+from minitrain.runtime.agreement import gather
 from minitrain.training.checkpoint_files import (
     INDEX,
     IndexedReader,
@@ -45,9 +47,9 @@ from minitrain.training.checkpoint_files import (
     read_description,
     remove,
     set_aside,
-    sync_folder,
     write_description,
 )
+from minitrain.training.durable import sync_folder
 
 Saved = dict[str, TensorStorageMetadata]  # what a checkpoint's index says of each tensor: its shape and dtype
 
@@ -193,9 +195,7 @@ class Checkpointer:
 
     def _gather(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank."""
-        values = [None] * self.group.size()
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return gather(value, self.group)
 
     def _together(self, function: Callable[[], Any]) -> Any:
         """`function()` on all ranks; if it fails on some, all raise the first failure, so that none waits for ever."""
@@ -208,6 +208,37 @@ class Checkpointer:
         if failures:
             raise failures[0]
         return result
+
+
+# ------------------------------------------------------------------------------------------------------ start and end
+
+
+def resume_point(folder: Path, extra: dict | None, *names: str) -> tuple[int, dict]:
+    """The last step of a run and its numbers, from `extra` of a checkpoint in `folder`; 0 and none if there is none.
+
+    Raises InputError if `extra` is not {"step": n, "numbers": {"step": n, ...}} with numbers of these names.
+    """
+    if extra is None:
+        return 0, {}
+    step, numbers = extra.get("step"), extra.get("numbers")
+    known = numbers if isinstance(numbers, dict) else {}
+    if not (type(step) is int and step > 0 and known.get("step") == step):
+        raise InputError(f"a checkpoint in {folder} holds the numbers of step {known.get('step')!r} as step {step!r}")
+    for name in names:
+        if not isinstance(known.get(name), float):
+            raise InputError(f"a checkpoint in {folder} holds {name}={known.get(name)!r}, which is not a number")
+    return step, known
+
+
+@contextmanager
+def saved_despite_errors(wait: Callable[[], None]) -> Iterator[None]:
+    """Before an error ends the run, `wait` for the checkpoint that is still being written; the error is raised then."""
+    try:
+        yield
+    except (InputError, OSError):
+        with suppress(Exception):  # the first error is the one to tell
+            wait()
+        raise
 
 
 # ---------------------------------------------------------------------------------------------------- what is stored

@@ -1,18 +1,23 @@
 """What a checkpoint is on disk: which files it has, whether they still are what was written, and its index.
 
 `extra.json` is written last and describes the rest: size and CRC-32 of every other file, and its own CRC-32. That finds
-accidents (files cut short, flipped bits, parts that were never copied), not forgers: so DCP's index of the parts,
-`.metadata`, which is a pickle, is read by an unpickler that admits nothing but the index, and cannot run code.
+accidents (files cut short, flipped bits, parts that were never copied), not forgers: so the names in it are those of
+regular files in the folder, or it is refused; and DCP's index of the parts, `.metadata`, which is a pickle, is read by
+an unpickler that admits nothing but the index, and cannot run code. A file that is missing, or that its disk cannot
+read, is damaged; other failures to read, of a network file system or of too many open files, may pass, and are raised.
 
 Cost: zlib's CRC-32 takes half a second per gigabyte and core, in every rank for its own part of what is saved, read
 back from the page cache; before loading, all files are read once more, spread over the ranks.
 """
 
+import errno
 import json
-import os
 import pickle
 import shutil
+import stat
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +26,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from minitrain.errors import InputError
+from minitrain.training.durable import write_synced
 
 DESCRIPTION = "extra.json"
 INDEX = ".metadata"
 BLOCK = 1 << 22  # bytes that are read at once
+LOST = (errno.ENOENT, errno.EIO)
 
 Sum = list[int]  # a file's size in bytes and CRC-32
 
@@ -45,18 +52,33 @@ def measure(file: Path) -> Sum:
     return [size, crc]
 
 
-def check_file(file: Path, expected: Sum) -> None:
-    """Raises Damaged if a file is missing or unreadable, or has another size or content."""
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Raises Damaged instead of an OSError that says that the file's content is lost."""
     try:
-        size = file.stat().st_size
+        yield
+    except OSError as error:
+        if error.errno not in LOST:
+            raise
+        raise Damaged(f"{file.name} cannot be read: {error.strerror}") from error
+
+
+def size_of(file: Path) -> int:
+    """In bytes; raises Damaged for what may never come to an end, such as a pipe or a device."""
+    about = file.stat()
+    if not stat.S_ISREG(about.st_mode):
+        raise Damaged(f"{file.name} is not a regular file")
+    return about.st_size
+
+
+def check_file(file: Path, expected: Sum) -> None:
+    """Raises Damaged if a file is missing or lost, or has another size or content; OSError if reading fails else."""
+    with reading(file):
+        size = size_of(file)
         if size != expected[0]:
             raise Damaged(f"{file.name} has {size:,} bytes, and had {expected[0]:,} when it was written")
         if measure(file) != expected:
             raise Damaged(f"{file.name} has other content than when it was written (CRC-32)")
-    except PermissionError:
-        raise
-    except OSError as error:
-        raise Damaged(f"{file.name} cannot be read: {error.strerror}") from error
 
 
 def find_damage(folder: Path, share: int, shares: int) -> str | None:
@@ -75,21 +97,35 @@ def find_damage(folder: Path, share: int, shares: int) -> str | None:
 
 def write_description(folder: Path, about: dict) -> None:
     """about: anything that JSON can hold, with `files`, the Sum of each file by its name."""
-    with (folder / DESCRIPTION).open("w", encoding="utf-8") as stream:
-        json.dump(about | {"crc32": own_sum(about)}, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
+    write_synced(folder / DESCRIPTION, json.dumps(about | {"crc32": own_sum(about)}))
 
 
 def read_description(folder: Path) -> dict:
-    """What `write_description` wrote; raises Damaged for anything else."""
+    """What `write_description` wrote; raises Damaged for anything else, and OSError if reading fails."""
+    file = folder / DESCRIPTION
     try:
-        about = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+        with reading(file):
+            size_of(file)
+            about = json.loads(file.read_text(encoding="utf-8"))
         if about.pop("crc32") != own_sum(about):
             raise ValueError("it has other content than when it was written (CRC-32)")
-        return {key: about[key] for key in ("optimizer", "base", "extra", "files")}
-    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError) as error:
+        about = {key: about[key] for key in ("optimizer", "base", "extra", "files")}
+        check_description(about)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Damaged(f"{DESCRIPTION} is not the description of a checkpoint: {error!r}") from error
+    return about
+
+
+def check_description(about: dict) -> None:
+    """Raises ValueError unless `extra` is an object and `files` has the Sum of the index and of files beside it."""
+    files = about["files"]
+    if not isinstance(about["extra"], dict) or not isinstance(files, dict) or INDEX not in files:
+        raise ValueError(f"extra and files must be objects, and files must have {INDEX}")
+    for name, value in files.items():
+        if Path(name).name != name or not name.isprintable():
+            raise ValueError(f"{name!r} is not the name of a file in its folder")
+        if not isinstance(value, list) or [type(number) for number in value] != [int, int]:
+            raise ValueError(f"{name!r} has {value!r}, which is not a size and a checksum")
 
 
 def own_sum(about: dict) -> int:
@@ -207,12 +243,3 @@ def set_aside(folder: Path) -> Path:
     if aside.exists():
         shutil.rmtree(aside)
     return folder.replace(aside)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut, as fsync does for a file's content."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,8 +6,9 @@ is computed for one row at a time (`shuffled`) and never stored. Token files are
 once. Left out: streaming from a network, mixing sources by weight, and packing that avoids cutting documents.
 
 What is unusable is an error, or with data.on_error=skip left out and counted. Text and JSONL are read whole before the
-first step, and so is checked all of them. Of token files at most CHECKED tokens are looked at before the first step,
-spread evenly, and every row again when it is needed; skipping them means reading all of them once, to know which.
+first step, and so is checked all of them. Of token files at most CHECKED tokens to train on, and as many held out, are
+looked at before the first step, spread evenly over all files, and every row again when it is needed; skipping them
+means reading all of them once, to know which.
 """
 
 import fnmatch
@@ -407,15 +408,15 @@ def _open_token_files(
 
 def _usable_rows(shards: list[TokenFile], seq_len: int, seed: int, skips: Skips) -> Packed:
     """The rows without a token outside the vocabulary if those are to be skipped, else all, after looking at some."""
-    rows = [range(len(shard) // seq_len) for shard in shards]
-    step = 1 if skips.allowed else 1 + sum(map(len, rows)) * seq_len // CHECKED
+    every = Packed(shards, seq_len, seed)
+    step = 1 if skips.allowed else 1 + len(every) * seq_len // CHECKED
     checked = [
-        [n for n in numbers[::step] if skips.read(shard.read, n * seq_len, seq_len) is not None]
-        for shard, numbers in zip(shards, rows, strict=True)
+        [n for n in numbers[-first % step :: step] if skips.read(shard.read, n * seq_len, seq_len) is not None]
+        for shard, numbers, first in zip(shards, every.usable, every.firsts, strict=False)  # each step-th row of all
     ]
-    if skips.allowed:
-        rows = [np.array(each, np.int64) for each in checked]
-    return Packed(shards, seq_len, seed, usable=rows)
+    if not skips.allowed:
+        return every
+    return Packed(shards, seq_len, seed, usable=[np.array(each, np.int64) for each in checked])
 
 
 # --------------------------------------------------------------------------------------------------------------- files

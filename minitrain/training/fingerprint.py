@@ -15,6 +15,7 @@ from minitrain.config import Data
 from minitrain.errors import InputError
 from minitrain.runtime.agreement import check_same, code_digests
 from minitrain.training.data import find_files
+from minitrain.training.durable import write_durably
 
 SAMPLES, SAMPLE = 16, 4096  # of a file; a smaller one is read whole
 
@@ -63,7 +64,7 @@ def check_continuation(file: Path, data: Data, files: dict[str, str], resumed: b
         before = (read(file) if resumed else None) or now
         failure, notes = [data_change(before, now)], other_settings(before, now)
         if failure == [None]:
-            write(file, now)
+            write_durably(file, json.dumps(now, indent=1))
     dist.broadcast_object_list(failure)
     if failure[0]:
         raise InputError(failure[0])
@@ -95,15 +96,9 @@ def differing(before: dict[str, str], now: dict[str, str]) -> list[str]:
 
 
 def read(file: Path) -> dict | None:
-    """What `write` wrote; None if that is not there."""
+    """What `check_continuation` stored; None if that is not there."""
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
         return {key: stored[key] for key in ("data", "files", "code")}
     except (OSError, ValueError, TypeError, KeyError):
         return None
-
-
-def write(file: Path, value: dict) -> None:
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
-    temporary.replace(file)

@@ -44,9 +44,13 @@ class Health:
         Raises InputError when too many steps in a row changed nothing.
         """
         for numbers in steps:
-            yield numbers | self.check(numbers)
+            checked = numbers | self.check(numbers)
+            yield checked
+            if self.in_a_row == self.most:  # and the step is in the log
+                raise InputError(self.verdict(checked))
 
     def check(self, numbers: dict) -> dict:
+        """The `batch` of a step that went wrong, which is told; else nothing."""
         self.in_a_row = self.in_a_row + 1 if numbers["skipped"] == self.updates else 0
         limit, loss, step = self.limit(), numbers["loss"], numbers["step"]
         if numbers["skipped"]:
@@ -61,13 +65,15 @@ class Health:
             return {}
         origin = self.batch(step)
         self.say(f"step {step}: {problem}; {origin}")
-        if self.in_a_row == self.most:
-            raise InputError(
-                f"step {step} is number {self.most} in a row to be skipped (optim.max_skipped), as "
-                f"loss={loss} or grad_norm={numbers['grad_norm']} is not finite: the weights are as after step "
-                f"{step - self.most}, and checkpoints intact; the batch was {origin}"
-            )
         return {"batch": origin}
+
+    def verdict(self, numbers: dict) -> str:
+        step, loss, norm = (numbers[key] for key in ("step", "loss", "grad_norm"))
+        return (
+            f"step {step} is number {self.most} in a row to be skipped (optim.max_skipped), as "
+            f"loss={loss} or grad_norm={norm} is not finite: the weights are as after step {step - self.most}, and "
+            f"checkpoints intact; the batch was {numbers['batch']}"
+        )
 
     def limit(self) -> float:
         """Above it a loss is a spike; infinite while there are too few to tell."""

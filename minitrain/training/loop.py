@@ -147,7 +147,8 @@ def accumulate_gradients(model: Module, objective, batches: list[dict[str, Tenso
 
 def global_count(objective, micro_batches, meshes: Meshes, device: torch.device) -> Tensor:
     """How many terms the loss has on all ranks together, as a float scalar, at least 1."""
-    count = torch.tensor(sum(objective.count(batch) for batch in micro_batches), device=device)
+    # torch.tensor would wait for the device
+    count = torch.full((), sum(map(objective.count, micro_batches)), device=device)
     sum_over(meshes.loss, count)
     return count.clamp(min=1).float()
 
@@ -157,7 +158,8 @@ def tell_routers(model: Module, micro_batches: list[dict[str, Tensor]], meshes: 
     routers = [module for module in model.modules() if isinstance(module, Router) and module.aux_loss_coef]
     if routers:
         # without documents, nothing is padding; numbers of tokens are never below 0
-        count = sum((batch.get("documents", batch["tokens"]) >= 0).sum() for batch in micro_batches).to(device)
+        count = sum((batch.get("documents", batch["tokens"]) >= 0).sum() for batch in micro_batches)
+        count = count.to(device, non_blocking=True)
         sum_over(meshes.loss, count)
         for router in routers:
             router.tokens_per_step = count

@@ -4,10 +4,13 @@ Rank 0 only.
 """
 
 import json
+import math
 from pathlib import Path
 
 import torch.distributed as dist
 from tqdm import tqdm
+
+from minitrain.training.durable import write_durably
 
 
 class MetricsLog:
@@ -22,9 +25,7 @@ class MetricsLog:
         if not self.enabled:
             return
         kept = [line for line in read_lines(file) if line["step"] <= start] if start else []
-        rewritten = file.with_suffix(".tmp")
-        rewritten.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        rewritten.replace(file)
+        write_durably(file, "".join(map(to_line, kept)))
         self.lacks_last = start > 0 and (not kept or kept[-1]["step"] < start)
         self.file = file.open("a", encoding="utf-8")
         self.board = open_board(file.parent / "tensorboard", start) if tensorboard else None
@@ -33,7 +34,7 @@ class MetricsLog:
     def step(self, numbers: dict) -> None:
         """Store one step's numbers, with every digit of their floats, and show the most telling ones."""
         if self.enabled:
-            self.file.write(json.dumps(numbers) + "\n")
+            self.file.write(to_line(numbers))
             self.file.flush()
             if self.board:
                 show(self.board, numbers)
@@ -73,6 +74,12 @@ def show(board, numbers: dict) -> None:
     for name, value in numbers.items():
         if name != "step" and isinstance(value, (int, float)):
             board.add_scalar(name, value, numbers["step"])
+
+
+def to_line(numbers: dict) -> str:
+    """A line of JSON, which knows only finite numbers: all others, as those of a skipped step, are null."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in numbers.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
 
 
 def read_lines(file: Path) -> list[dict]:

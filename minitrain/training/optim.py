@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from minitrain.config import Optim
-from minitrain.parallel.mesh import owned
+from minitrain.parallel.mesh import local, whole
 from minitrain.training.adamw import AdamW
 
 
@@ -44,7 +43,7 @@ class SGD(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    weight, gradient = owned(parameter)[0], owned(parameter.grad)[0]
+                    weight, gradient = local(parameter), local(parameter.grad)
                     change = group["lr"] * (gradient + group["weight_decay"] * weight)
                     weight -= change if skip is None else torch.where(skip > 0, 0, change)
 
@@ -80,7 +79,7 @@ def clip_gradients(parameters: list[Parameter], max_norm: float | None, stages: 
         if parameter.grad is not None:
             by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
     norms = [get_total_norm([p.grad for p in group]) for group in by_mesh.values()]
-    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    norms = [whole(norm) for norm in norms]
     if not norms:  # a stage of a pipeline may have nothing to train
         norms = [torch.zeros((), device=parameters[0].device)]
     total = norms[0] if len(norms) == 1 else torch.stack(norms).norm()

@@ -1,16 +1,22 @@
 """Files of tokens, raw or .npy, of any size: a row is read when it is needed.
 
 They are not memory-mapped, because reading a mapped file that has shrunk kills the process; here it is an error, as is
-any other change of a file since it was opened. What rows are made of tokens is in data.py.
+any other change of a file since it was opened. The files read last stay open, since opening is slow on network file
+systems; one that is deleted or replaced meanwhile goes on giving its old bytes. What rows are made of tokens is in
+data.py.
 """
 
 import os
 from dataclasses import dataclass
+from functools import lru_cache
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
 
 from minitrain.errors import InputError
+
+OPEN = 128  # files at once; a process may usually have 256 or 1024
 
 
 @dataclass
@@ -45,14 +51,20 @@ class TokenFile:
     def _load(self, place: int, count: int) -> np.ndarray:
         size = self.dtype.itemsize
         try:
-            with open(self.file, "rb", buffering=0) as file:
-                check_unchanged(self.file, file.fileno(), self.stamp)
-                raw = os.pread(file.fileno(), count * size, self.offset + place * size)
+            file = kept_open(self.file, self.stamp)
+            check_unchanged(self.file, file.fileno(), self.stamp)
+            raw = os.pread(file.fileno(), count * size, self.offset + place * size)
         except OSError as error:
             raise InputError(f"{self.file} cannot be read: {error.strerror}") from error
         if len(raw) < count * size:
             raise InputError(f"{self.file} ends before token {place + count}, which it had when the run began")
         return np.frombuffer(raw, self.dtype)
+
+
+@lru_cache(OPEN)
+def kept_open(file: Path, stamp: tuple[int, int]) -> FileIO:
+    """The file, which is closed once it is used no more. stamp: so that a dataset made later finds the file of now."""
+    return open(file, "rb", buffering=0)
 
 
 def stamp_of(file: Path | int) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Pipeline parallelism: every schedule gives the losses, gradients and weights of one process."""
 
 import re
+import warnings
 from contextlib import contextmanager
 from functools import partial
 from unittest import mock
@@ -109,6 +110,18 @@ def packed_batch(config, step):
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
 def test_packed_documents(pool, schedule):
     check_against_one_process(pool, 2, tree(schedule=schedule), steps=1, batch=packed_batch)
+
+
+def test_a_first_stage_without_layers_returns_no_view(pool):
+    """FSDP hooks the gradients of what a stage returns, and warns of views."""
+    settings = tree(parallel={"tp": 2, "layers_per_stage": [1, 5]})
+    check_against_one_process(pool, 4, settings, steps=1, double=True, run=train_strictly)
+
+
+def train_strictly(*args):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*returned a view tensor")
+        return oracle.train(*args)
 
 
 @pytest.mark.parametrize(("parallel", "data_ranks"), [

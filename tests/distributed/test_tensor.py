@@ -97,9 +97,9 @@ def test_accumulation(pool, micro):
 
 
 def packed_batch(config, step):
-    """Rows of documents of 5, 6 and 5 tokens, each with its own positions."""
+    """Rows of documents of 5 and 6 tokens and of 5 that are padding, each with its own positions."""
     batch = ragged_batch(config, step)
-    documents = torch.tensor([0] * 5 + [1] * 6 + [2] * 5).expand(len(batch["tokens"]), -1)
+    documents = torch.tensor([0] * 5 + [1] * 6 + [-1] * 5).expand(len(batch["tokens"]), -1)
     positions = torch.tensor([*range(5), *range(6), *range(5)]).expand(len(batch["tokens"]), -1)
     return batch | {"documents": documents, "positions": positions}
 

@@ -3,8 +3,8 @@
     python -m tests.faults.kill --times 50 --seed 0
 
 A moment is uniform over the time that a whole run takes, start-up and the writing of checkpoints included; one rank, by
-lot, gets SIGKILL, and the others must end by themselves. A run is killed again and again until it gets through; then
-another one begins.
+lot, gets SIGKILL, and the others must end by themselves; before all are in one group they get SIGTERM, as from
+torchrun. A run is killed again and again until it gets through; then another one begins.
 """
 
 import argparse

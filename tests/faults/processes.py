@@ -27,8 +27,11 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def rank_main(function: Callable, args: tuple, rank: int, world: int, port: int, log: Path) -> None:
-    """The life of a process: `function(*args)` in the environment that torchrun would have made, by way of cli.run."""
+def rank_main(function: Callable, args: tuple, rank: int, world: int, port: int, log: Path, watched) -> None:
+    """The life of a process: `function(*args)` in the environment that torchrun would have made, by way of cli.run.
+
+    watched: an event to set when this rank's group is up and watched over.
+    """
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -37,7 +40,10 @@ def rank_main(function: Callable, args: tuple, rank: int, world: int, port: int,
     import torch
 
     from minitrain import cli
+    from minitrain.runtime import watch
 
+    begin = watch.begin
+    watch.begin = lambda: (begin(), watched.set())
     torch.set_num_threads(1)
     cli.run(lambda _: function(*args))
 
@@ -47,9 +53,10 @@ class Ranks:
 
     def __init__(self, world: int, log: Path, function: Callable, *args: Any):
         context, port = forks(), free_port()
-        self.log = log
+        self.log, self.watched = log, [context.Event() for _ in range(world)]
         self.processes = [
-            context.Process(target=rank_main, args=(function, args, rank, world, port, log)) for rank in range(world)
+            context.Process(target=rank_main, args=(function, args, rank, world, port, log, watched))
+            for rank, watched in enumerate(self.watched)
         ]
         for process in self.processes:
             process.start()
@@ -73,8 +80,9 @@ class Ranks:
         began = time.monotonic()
         self.send(rank, signal.SIGKILL)
         self.processes[rank].join()
-        for other in range(len(self.processes)):
-            self.send(other, signal.SIGTERM)  # as torchrun does: ranks that have not found each other yet wait for long
+        if not all(watched.is_set() for watched in self.watched):
+            for other in range(len(self.processes)):
+                self.send(other, signal.SIGTERM)  # as torchrun does: ranks that do not know each other wait for long
         ended = self.wait(LIMIT)
         for process in self.processes:
             process.kill()

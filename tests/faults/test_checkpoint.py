@@ -1,16 +1,23 @@
 """Damaged checkpoints are found, named and passed over; disks that take no more end the run and destroy nothing."""
 
+import errno
 import io
 import os
 import resource
+import signal
+import time
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from minitrain.errors import InputError
-from minitrain.training.checkpoint import Checkpointer
+from minitrain.training import checkpoint_files
+from minitrain.training.checkpoint import Checkpointer, resume_point, saved_despite_errors
+from minitrain.training.checkpoint_files import Writer, find_damage, measure, write_description
+from minitrain.training.durable import write_durably
 from tests.test_checkpoint import content, equal, make, names, step
 
 PART, INDEX, DESCRIPTION = "__0_0.distcp", ".metadata", "extra.json"
@@ -38,7 +45,7 @@ DAMAGE = {  # of the newest checkpoint, and what is said of it
     "index missing": (Path.unlink, INDEX, ".metadata cannot be read: No such file"),
     "index bit-flipped": (flip_a_bit, INDEX, ".metadata has other content"),
     "half-written": (cut_in_half, DESCRIPTION, "extra.json is not the description"),
-    "no description": (Path.unlink, DESCRIPTION, "extra.json is not the description"),
+    "no description": (Path.unlink, DESCRIPTION, "extra.json cannot be read: No such file"),
     "bit-flipped description": (flip_a_bit, DESCRIPTION, "extra.json is not the description"),
 }
 
@@ -122,6 +129,138 @@ def test_a_checkpoint_of_another_model_is_not_passed_over(pool, tmp_path):
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
+def fail_to_read(folder, number, passes):
+    """Reading a part of the newest checkpoint fails, either for now or for good."""
+    save_steps(folder, 2, [1, 2])
+
+    def read(file):
+        if file == folder / "step-00000002" / PART:
+            raise OSError(number, os.strerror(number), str(file))
+        return measure(file)
+
+    with mock.patch.object(checkpoint_files, "measure", read):
+        if passes:
+            with pytest.raises(OSError, match=os.strerror(number)):
+                load(folder)
+        else:
+            assert load(folder)[0] == {"step": 1}
+    assert names(folder) == ["step-00000001", "step-00000002" if passes else "step-00000002.damaged"]
+
+
+@pytest.mark.parametrize("number, passes", [
+    (errno.EIO, False), (errno.ESTALE, True), (errno.ETIMEDOUT, True), (errno.EMFILE, True), (errno.EACCES, True),
+], ids=lambda value: errno.errorcode.get(value, ""))  # fmt: skip
+def test_failures_to_read_that_pass_are_no_damage(pool, tmp_path, number, passes):
+    pool.run(1, fail_to_read, tmp_path, number, passes)
+
+
+# -------------------------------------------------------------------------------------------------------------- forgers
+
+
+@contextmanager
+def seconds(limit):
+    """What takes longer fails the test."""
+
+    def stop(*_):
+        raise AssertionError(f"takes longer than {limit} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(limit)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def describe(folder, files=None, **changes):
+    """A folder with a description that agrees with itself, whatever it says."""
+    (folder / INDEX).write_bytes(b"index")
+    about = {"optimizer": "AdamW", "base": "", "extra": {}, "files": {INDEX: measure(folder / INDEX)} | (files or {})}
+    write_description(folder, about | changes)
+
+
+@pytest.mark.parametrize("changes, problem", [
+    ({"files": {"/dev/zero": [0, 1]}}, "'/dev/zero' is not the name of a file"),
+    ({"files": {"../secret": [0, 0]}}, "'../secret' is not the name of a file"),
+    ({"files": {"a\0": [0, 0]}}, "is not the name of a file"),
+    ({"files": {"\ud800": [0, 0]}}, "is not the name of a file"),
+    ({"files": {"..": [0, 0]}}, " is not a regular file"),
+    ({"files": {"pipe": [0, 0]}}, "pipe is not a regular file"),
+    ({"files": {"zeros": [0, 1]}}, "zeros is not a regular file"),
+    ({"files": {"a": 5}}, "'a' has 5, which is not a size and a checksum"),
+    ({"files": {"a": None}}, "'a' has None"),
+    ({"files": {"a": [0, "0"]}}, "'a' has [0, '0']"),
+    ({"files": {"a": [0]}}, "'a' has [0]"),
+    ({"extra": [1]}, "extra and files must be objects"),
+], ids=str)  # fmt: skip
+def test_forged_descriptions_are_damage(tmp_path, changes, problem):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zeros").symlink_to("/dev/zero")
+    describe(tmp_path)
+    assert find_damage(tmp_path, 0, 1) is None
+    describe(tmp_path, **changes)
+    with seconds(2):
+        assert problem in find_damage(tmp_path, 0, 1)
+
+
+@pytest.mark.parametrize("files", [[], ["a"], {}, None])
+def test_a_description_without_an_index_is_damage(tmp_path, files):
+    describe(tmp_path)
+    write_description(tmp_path, {"optimizer": "", "base": "", "extra": {}, "files": files})
+    assert "files must have .metadata" in find_damage(tmp_path, 0, 1)
+
+
+@pytest.mark.parametrize("put", [
+    os.mkfifo, lambda file: file.symlink_to("/dev/zero"), lambda file: file.write_text("[" * 200_000),
+], ids=["pipe", "device", "nested"])  # fmt: skip
+def test_a_description_that_never_ends_is_damage(tmp_path, put):
+    put(tmp_path / DESCRIPTION)
+    with seconds(2):
+        assert DESCRIPTION in find_damage(tmp_path, 0, 1)
+
+
+@pytest.mark.parametrize("extra, problem", [
+    ({"x": 1}, "holds the numbers of step None as step None"),
+    ({"step": 2}, "holds the numbers of step None as step 2"),
+    ({"step": 2, "numbers": [2]}, "holds the numbers of step None as step 2"),
+    ({"step": 2, "numbers": {"step": 1}}, "holds the numbers of step 1 as step 2"),
+    ({"step": -1, "numbers": {"step": -1}}, "as step -1"),
+    ({"step": 2, "numbers": {"step": 2, "loss": "low"}}, "holds loss='low', which is not a number"),
+])  # fmt: skip
+def test_a_run_is_not_resumed_from_who_knows_where(tmp_path, extra, problem):
+    assert resume_point(tmp_path, None, "loss") == (0, {})
+    numbers = {"step": 2, "loss": float("nan")}
+    assert resume_point(tmp_path, {"step": 2, "numbers": numbers}, "loss") == (2, numbers)
+    with pytest.raises(InputError, match=problem):
+        resume_point(tmp_path, extra, "loss")
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+def fail_while_saving(folder, disk_is_full):
+    write = Writer.write_data
+
+    def write_slowly(*args):
+        time.sleep(0.2)
+        if disk_is_full:
+            raise OSError(errno.ENOSPC, "full")
+        return write(*args)
+
+    checkpointer = Checkpointer(folder, keep=1, asynchronous=True)
+    slow, wrong = mock.patch.object(Writer, "write_data", write_slowly), pytest.raises(InputError, match="was wrong")
+    with slow, wrong, saved_despite_errors(checkpointer.wait):
+        checkpointer.save(1, *make(), {})
+        raise InputError("this was wrong")
+    assert names(folder) == ([] if disk_is_full else ["step-00000001"])
+
+
+@pytest.mark.parametrize("disk_is_full", [False, True])
+def test_an_error_waits_for_the_checkpoint_that_is_being_written(pool, tmp_path, disk_is_full):
+    pool.run(1, fail_while_saving, tmp_path, disk_is_full)
+
+
 # ----------------------------------------------------------------------------------------------------------- full disks
 
 
@@ -156,3 +295,18 @@ def fill_disk(folder, asynchronous, size):
 @pytest.mark.parametrize(("asynchronous", "size"), [(False, 0), (False, 6000), (True, 3000)])
 def test_a_full_disk_ends_the_save_and_destroys_nothing(pool, tmp_path, asynchronous, size):
     pool.run(2, fill_disk, tmp_path, asynchronous, size)
+
+
+def test_a_file_is_replaced_once_the_disk_has_the_new_one(tmp_path):
+    """And its name is on disk too, before anything relies on it."""
+    calls, fsync, replace = [], os.fsync, Path.replace
+    file = tmp_path / "a.json"
+    with (
+        mock.patch.object(os, "fsync", lambda number: calls.append("fsync") or fsync(number)),
+        mock.patch.object(Path, "replace", lambda *names: calls.append("replace") or replace(*names)),
+    ):
+        write_durably(file, "old")
+    assert calls == ["fsync", "replace", "fsync"]
+    with files_up_to(1000), pytest.raises(OSError, match="File too large"):
+        write_durably(file, "new" * 1000)
+    assert file.read_text() == "old"

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import time
 from contextlib import nullcontext
 
 import numpy as np
@@ -17,6 +18,7 @@ from minitrain.errors import InputError
 from minitrain.grpo.learner import Learner
 from minitrain.parallel.mesh import owned, start
 from minitrain.runtime.failures import recorded
+from minitrain.training.checkpoint_files import Writer
 from minitrain.training.datasets import open_dataset
 from minitrain.training.health import Health, batch_origin
 from minitrain.training.loop import Trainer
@@ -99,11 +101,9 @@ def test_a_step_that_is_not_finite_changes_nothing(kind, extra, own_group):  # n
 
 LAYOUTS = [
     {"precision": "fp8"},
-    IN_BF16,
-    {"parallel": {"tp": 2}},
-    {"parallel": {"pp": 2}},
+    IN_BF16 | {"parallel": {"pp": 2}},
     {"lora": {"rank": 4}, "parallel": {"dp_replicate": 2}},
-    MOE | {"parallel": {"ep": 2}},
+    MOE | {"parallel": {"tp": 2, "ep": 2}},
 ]
 
 
@@ -135,7 +135,8 @@ def poison_once(loss):
 
 
 def lines(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """Read as strictly as JSON is: it has no NaN."""
+    return [json.loads(line, parse_constant=pytest.fail) for line in (folder / "metrics.jsonl").open()]
 
 
 @pytest.fixture
@@ -168,7 +169,7 @@ def run(tmp_path, monkeypatch, own_group):  # noqa: F811
 def test_skipped_steps_are_counted_and_told_with_their_batch(run, capsys):
     found = lines(run([2, 3]))
     assert [line["skipped"] for line in found] == [0, 1, 1, 0, 0, 0]
-    assert math.isnan(found[1]["loss"]) and math.isfinite(found[-1]["loss"])
+    assert found[1]["loss"] is found[1]["grad_norm"] is None and math.isfinite(found[-1]["loss"])
     assert found[1]["batch"].startswith("rows 4 to 7 of the data: document 1") and "batch" not in found[0]
     assert "step 2: skipped, as loss=nan or grad_norm=nan is not finite; rows 4 to 7" in capsys.readouterr().out
 
@@ -177,10 +178,22 @@ def test_too_many_skipped_steps_end_the_run_with_its_checkpoint(run, tmp_path):
     message = r"^step 5 is number 3 in a row to be skipped .* as after step 2, .* rows 16 to 19"
     with pytest.raises(InputError, match=message):
         run([3, 4, 5, 6], optim={"max_skipped": 3})
-    assert [line["step"] for line in lines(tmp_path / "out")] == [1, 2, 3, 4]
+    found = lines(tmp_path / "out")
+    assert [line["step"] for line in found] == [1, 2, 3, 4, 5] and found[-1]["batch"].startswith("rows 16 to 19")
     assert (tmp_path / "out/logs/rank-0.log").read_text().count("Traceback") == 1
-    resumed = run([])  # from step 4, whose weights are those of step 2
-    assert [line["skipped"] for line in lines(resumed)] == [0, 0, 1, 1, 0, 0]
+    log = tmp_path / "out/metrics.jsonl"
+    log.write_text("".join(log.open().readlines()[:3]))  # as if it had ended before the line of step 4
+    resumed = lines(run([]))  # from step 4, whose weights are those of step 2
+    assert [line["skipped"] for line in resumed] == [0, 0, 1, 1, 0, 0]
+    assert [line["loss"] is None for line in resumed] == [False, False, True, True, False, False]
+
+
+def test_an_error_waits_for_the_checkpoint_that_is_being_written(run, tmp_path, monkeypatch):
+    write = Writer.write_data
+    monkeypatch.setattr(Writer, "write_data", lambda *args: time.sleep(0.3) or write(*args))
+    with pytest.raises(InputError, match="step 2 is number 1 in a row"):
+        run([2], optim={"max_skipped": 1}, checkpoint={"every": 2, "asynchronous": True})
+    assert (tmp_path / "out/checkpoints/step-00000002").exists()
 
 
 # --------------------------------------------------------------------------------------------------------------- spikes
@@ -235,14 +248,16 @@ def deterministic_run(tree: dict) -> list[Tensor]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_deterministic_run_is_the_same_to_the_bit(pool, ranks):
-    tree = TINY | {"lora": {"rank": 4, "dropout": 0.5}} | ({"parallel": {"tp": 2}} if ranks == 2 else {})
+    tree = TINY | {"lora": {"rank": 4, "dropout": 0.5}}
     first, second = (pool.run(ranks, deterministic_run, tree) for _ in range(2))
     for one, other in zip(first, second, strict=True):
         assert all(map(torch.equal, one, other))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("extra", [{}, MOE, {"precision": "bf16", "compile": True}], ids=["plain", "moe", "compiled"])
+@pytest.mark.parametrize("extra", [
+    {}, MOE, {"model": {"name": "nemotron3-nano-30b-a3b-tiny"}}, {"precision": "bf16", "compile": True},
+], ids=["plain", "moe", "mamba", "compiled"])  # fmt: skip
 def test_a_deterministic_run_on_cuda(extra, own_group):  # noqa: F811
     tree = TINY | {"device": "cuda"} | extra
     first, second = deterministic_run(tree), deterministic_run(tree)

@@ -80,8 +80,10 @@ def test_a_run_does_not_continue_on_data_that_has_changed(run, tmp_path, capsys,
     text = tmp_path / "text.txt"
     before = text.read_text()
     text.write_text(before.replace("line 9 ", "line 8 "))
+    what_ran = (tmp_path / "out/config.yaml").read_text()
     with pytest.raises(InputError, match=r"^\S+/text.txt has changed since the run began, which cannot continue so"):
         run([], steps=4)
+    assert (tmp_path / "out/config.yaml").read_text() == what_ran
     text.write_text(before)
     monkeypatch.setattr(fingerprint, "code_digests", lambda: {"train.py": "another"})
     capsys.readouterr()
@@ -119,6 +121,23 @@ def test_a_collective_that_waits_in_vain_is_one_line(tmp_path):
     assert line.removeprefix(begin).split(end)[0] == "all_reduce in clip_gradients"
     log = (tmp_path / "logs/rank-0.log").read_text()
     assert "Traceback" in log and "clip_gradients" in log and not (tmp_path / "logs/rank-1.log").exists()
+
+
+def hang_on_rank_1(*_):
+    time.sleep(1000 if dist.get_rank() == 1 else 0)
+    return 0.0
+
+
+def train_with_a_reward_that_hangs(folder):
+    reward = GRPO["grpo"] | {"reward": "tests.faults.test_observability:hang_on_rank_1"}
+    train.train(configs.from_dict(GRPO | {"grpo": reward, "timeout_s": 2.0, "out_dir": str(folder)}))
+
+
+def test_nobody_waits_longer_for_a_reward_that_hangs(tmp_path):
+    ranks = Ranks(2, tmp_path / "log", train_with_a_reward_that_hangs, tmp_path / "out")
+    assert ranks.wait(60) and ranks.codes() == [2, 2], ranks.log.read_text()
+    (line,) = [line for line in ranks.log.read_text().splitlines() if "error" in line]
+    assert line.startswith("error: rank 0 waited in vain for others in ") and "agreement.py" in line
 
 
 def die_in_step_4(folder):

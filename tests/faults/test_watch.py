@@ -1,10 +1,16 @@
 """Ranks that die are named in one line, once, and nobody waits for them; nor for ranks that fail."""
 
+import atexit
+import os
 import signal
+import socket
+import sys
 import time
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from minitrain import config as configs
 from minitrain.errors import InputError
@@ -14,12 +20,21 @@ from tests.faults.processes import Ranks
 TREE = {"batch": {"global": 3, "micro": 1}, "device": "cpu"}
 
 
-def hang(ready):
-    """Wait for nobody knows whom, as in a collective that a dead rank has not joined."""
+def hang(ready, victim):
+    """Wait for nobody knows whom, as in a collective that a dead rank has not joined; one rank at the good end."""
     start(configs.from_dict(TREE))
+    disturb()
     dist.barrier()
     (ready / str(dist.get_rank())).touch()
-    time.sleep(1000)
+    if dist.get_rank() != (victim + 1) % 3:
+        time.sleep(1000)
+
+
+def disturb():
+    """Knock at the door of the watch as a stranger who knows no key."""
+    port = _get_default_store().get("minitrain/watch").split()[0]
+    with socket.create_connection(("localhost", int(port))) as connection:
+        connection.sendall("é".encode() * 12)
 
 
 def fail(alone):
@@ -31,16 +46,39 @@ def fail(alone):
 
 
 def end_well():
+    """Rank 0 has more to write than others have patience in a collective."""
+    start(configs.from_dict(TREE | {"timeout_s": 1.0}))
+    if dist.get_rank() == 0:
+        time.sleep(2)
+
+
+def end_without_cli(code):
+    """As an interpreter ends that runs somebody's own script: rank 1 first, and rank 0 when that is gone."""
     start(configs.from_dict(TREE))
+    dist.barrier()
+    if dist.get_rank() != 1:
+        time.sleep(1)
+    elif code:
+        sys.last_value = ValueError()  # as after a traceback
+    atexit._run_exitfuncs()
+    os._exit(code)
+
+
+def on_nccl(ready, victim):
+    """As far as that goes without GPUs: with a group for control messages beside the default one."""
+    with patch("torch.distributed.get_backend", lambda *_: "nccl"):
+        hang(ready, victim)
 
 
 def errors(log):
     return [line for line in log.read_text().splitlines() if line]
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_the_death_of_a_rank_ends_all(tmp_path, victim):
-    ranks = Ranks(3, tmp_path / "log", hang, tmp_path)
+@pytest.mark.parametrize(("victim", "function", "told"), [
+    (0, hang, "killed"), (1, hang, "killed"), (2, on_nccl, "killed, gave up waiting (see out_dir/logs/nccl-rank-*)"),
+])  # fmt: skip
+def test_the_death_of_a_rank_ends_all(tmp_path, victim, function, told):
+    ranks = Ranks(3, tmp_path / "log", function, tmp_path, victim)
     while len(list(tmp_path.iterdir())) < 4:
         assert not any(ranks.codes()), ranks.log.read_text()
         time.sleep(0.01)
@@ -49,7 +87,7 @@ def test_the_death_of_a_rank_ends_all(tmp_path, victim):
     assert ranks.wait(10)
     assert [code for rank, code in enumerate(ranks.codes()) if rank != victim] == [1, 1]
     (line,) = errors(tmp_path / "log")
-    assert line.startswith(f"error: rank {victim} is gone: it was killed or cannot be reached; ")
+    assert line.startswith(f"error: rank {victim} is gone: it was {told} or cannot be reached; ")
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -61,5 +99,12 @@ def test_a_mistake_is_told_once_and_ends_all(tmp_path, alone):
 
 def test_a_good_end_is_silent(tmp_path):
     ranks = Ranks(3, tmp_path / "log", end_well)
-    assert ranks.wait(30) and ranks.codes() == [0, 0, 0]
+    assert ranks.wait(30) and ranks.codes() == [0, 0, 0], ranks.log.read_text()
+    assert errors(tmp_path / "log") == []
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_scripts_that_end_without_our_command_line(tmp_path, code):
+    ranks = Ranks(3, tmp_path / "log", end_without_cli, code)
+    assert ranks.wait(30) and ranks.codes() == [code] * 3
     assert errors(tmp_path / "log") == []

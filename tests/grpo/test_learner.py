@@ -17,6 +17,7 @@ from minitrain.grpo.rollouts import rewards
 from minitrain.models.lora import merge_adapters
 from minitrain.parallel.mesh import start
 from minitrain.training.checkpoint import Checkpointer
+from minitrain.training.loop import forward_backward
 from minitrain.training.loss import IGNORE
 from tests.distributed.test_grpo import TREE, made_up_groups
 from tests.oracle import check_close, snapshot
@@ -74,6 +75,31 @@ def test_updates_equal_autograd_on_single_sequences(aggregation):
 def test_warm_up_learns_the_answers():
     learner = make_learner(TREE | {"grpo": {"warmup_steps": 30, "warmup_lr": 0.5, "mock_digits": 1}})
     assert learner.warm_up(open_problems(learner.config)[0]) < 3  # it begins at log 258 = 5.6
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_an_update_does_not_wait_for_the_device(aggregation):
+    """On a device whose numbers nobody can ask for."""
+    learner = make_learner(PLAIN | {"grpo": PLAIN["grpo"] | {"aggregation": aggregation}})
+    learner.device = nowhere = torch.device("meta")
+    rollouts = [rollout for group in made_up_groups() for rollout in group]
+    batches = learner.batches([response_sample(rollout, 1.0, learner.config) for rollout in rollouts])
+    loss = forward_backward(learner.model.to(nowhere), learner.trainer.objective, batches, learner.meshes, nowhere)
+    assert loss.device == nowhere and len(batches) > 1
+    with pytest.raises(RuntimeError, match="meta"):
+        loss.item()
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_evaluation_leaves_no_trace(keep_cache):
+    """The next step finds the sampler as a run does that resumes there: prompts are computed alike, to the bit."""
+    grpo = {"prompts": 2, "group": 4, "mock_digits": 12, "keep_cache": keep_cache, "eval_samples": 2}
+    tree = PLAIN | {"grpo": grpo, "rollout": {"max_tokens": 4, "page_size": 4, "pages": 60}}
+    run = Run(configs.from_dict(tree), folder=None)
+    run.evaluate()
+    scheduler = run.collector.sampler.scheduler
+    assert (scheduler is not None) == keep_cache
+    assert scheduler is None or not scheduler.pages.published
 
 
 # ------------------------------------------------------------------------------------------------------------- batches

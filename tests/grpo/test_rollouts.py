@@ -145,6 +145,9 @@ def test_rollouts_on_disk_are_exact(tmp_path):
     assert read_rollouts(tmp_path / "some" / "step.jsonl") == groups
     with pytest.raises(InputError, match=r"gone\.jsonl"):
         read_rollouts(tmp_path / "gone.jsonl")
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(InputError, match=r"empty\.jsonl does not hold the responses"):
+        read_rollouts(tmp_path / "empty.jsonl")
 
 
 # ------------------------------------------------------------------------------------------------------------ all of it

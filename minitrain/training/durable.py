@@ -1,0 +1,29 @@
+"""Files that survive a power cut: what has its final name has its whole content, the old one or the new."""
+
+import os
+from pathlib import Path
+
+
+def write_durably(file: Path, text: str) -> None:
+    """Give a file this content, all at once. Raises OSError if that fails, with the file as it was."""
+    temporary = file.with_suffix(".tmp")
+    write_synced(temporary, text)
+    temporary.replace(file)
+    sync_folder(file.parent)
+
+
+def write_synced(file: Path, text: str) -> None:
+    """Write a file, and return when the disk has it."""
+    with file.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder survive a power cut, as fsync does for a file's content."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
