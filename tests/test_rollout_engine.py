@@ -315,7 +315,7 @@ def test_nothing_stays_queued_after_a_failure(monkeypatch):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(sampler, "forward", interrupted)
             sampler.generate(prompts, params)
-        assert not sampler.busy
+        assert not sampler.busy and sampler.scheduler.pages.available == 30
     found = sampler.generate(prompts, params)
     assert [each.tokens for each in found] == [uncached(model, prompt, 4) for prompt in prompts]
 

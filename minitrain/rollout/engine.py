@@ -15,6 +15,7 @@ With expert parallelism over the same ranks, tokens travel to the experts and ba
 speculative decoding, and graphs of steps in which the host must wait for the device (`waits_for_device`).
 """
 
+import gc
 import os
 from collections.abc import Sequence
 
@@ -133,6 +134,8 @@ class Sampler:
         self._must_be_idle()
         self.weights.refresh()
         self.scheduler = self.caches = self.batches = None
+        if self.device.type == "cuda":
+            gc.collect()  # the compiler leaves behind cycles that hold what a kernel was first called with
 
     def _must_be_idle(self) -> None:
         if self.busy:

@@ -69,7 +69,7 @@ def where_in_collective(error: Exception) -> str:
     caller = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file, name = Path(frame.f_code.co_filename), frame.f_code.co_qualname.split(".<locals>")[0]
-        if file.is_relative_to(PACKAGE):
+        if file.is_relative_to(PACKAGE) and file.name != "agreement.py":  # which waits for its callers
             caller = f" in {name} ({file.relative_to(PACKAGE)}:{line})"
     return pending_operation() + caller
 
