@@ -223,8 +223,8 @@ class Config:
     batch: Batch = field(default_factory=Batch)
     parallel: Parallel = field(default_factory=Parallel)
     # bf16: fp32 weights, computed with in bf16; fp8: the same, with the blocks' matrix products in FP8; bf16-pure: also
-    # stored in bf16, as are gradients: rounding their sum over 64 micro-batches costs 0.8 %, as much as bf16's products,
-    # unless parallel.reshard_after_forward=false lets two ranks or more add them up in parallel.reduce
+    # stored in bf16, as are gradients: rounding their sum over 64 micro-batches costs 0.8 %, as much as bf16's products
+    # do, unless parallel.reshard_after_forward=false lets two ranks or more add them up in parallel.reduce
     precision: Literal["fp32", "bf16", "bf16-pure", "fp8"] = "fp32"
     fp8: Fp8 = field(default_factory=Fp8)
     optim: Optim = field(default_factory=Optim)

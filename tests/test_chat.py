@@ -346,8 +346,9 @@ def test_settings_that_contradict_fine_tuning(tmp_path):
         open_dataset(config_of(tmp_path, over_long="drop"))
     with pytest.raises(InputError, match="data.kind=text holds no chats, as task=sft needs"):
         config_of(tmp_path, kind="text")
-    with pytest.raises(InputError, match="data.packed=false is for task=sft and lora"):
-        config_of(tmp_path, task="pretrain", packed=False)
+    for task in ("pretrain", "grpo"):
+        with pytest.raises(InputError, match="data.packed=true is for task=sft and lora, or data.kind=latents, not"):
+            config_of(tmp_path, task=task, packed=True)
     config = config_of(tmp_path)
     config.validation.exact_match = 5
     with pytest.raises(InputError, match="validation.exact_match=5 needs chats that are held out"):

@@ -5,8 +5,7 @@ process group is torch's fake one, tensors are fake and on the CPU, and attentio
 pairs of query and key its mask allows. The compiler does all but write kernels: it cuts each block into a forward and a
 backward graph, and decides what is kept between them.
 
-Left out of memory: torch's interleaved schedules keep the works of all sends to their end, and real works, but not fake
-ones, keep what they send.
+Left out of memory: what is just being sent between pipeline stages.
 """
 
 import dataclasses

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _batch_p2p, get_schedule_class
 from torch.nn import Module
 
 from minitrain.config import Parallel
@@ -99,6 +99,7 @@ class Pipeline(nn.Module):
         self.count = len(stages) * mesh.size()
         self.ranks = [rank_of(number, mesh.size(), schedule in V_SHAPED) for number in range(self.count)]
         self.schedule_class, self.schedule, self.scheduled_for = get_schedule_class(schedule), None, None
+        self.scheduled: list[Stage] = []  # the stages as that schedule knows them
 
     def named_parameters(self, **kwargs) -> Iterator[tuple[str, nn.Parameter]]:
         for stage in self.stages.values():
@@ -119,6 +120,8 @@ class Pipeline(nn.Module):
             self.schedule, self.scheduled_for = self.new_schedule(), shapes
         losses = []
         self.schedule.step(target=count.expand(len(batches)), losses=losses, return_outputs=False)
+        for stage in self.scheduled:
+            stage.finish_sends()
         self.add_tied_gradient()
         return self.total(losses)
 
@@ -167,7 +170,7 @@ class Pipeline(nn.Module):
 
     def new_schedule(self):
         """torch's schedule for the current batches."""
-        stages = [self.new_stage(int(number)) for number in self.stages]
+        self.scheduled = stages = [self.new_stage(int(number)) for number in self.stages]
         one = issubclass(self.schedule_class, PipelineScheduleSingle)
         schedule = self.schedule_class(
             stages[0] if one else stages,
@@ -185,6 +188,7 @@ class Pipeline(nn.Module):
         return Stage(
             partial(self.run, number), self.stages[str(number)], number, self.count, self.device,
             input_args=() if first else (hidden,), output_args=(loss if last else hidden,), group=self.group,
+            keeps_sends=not issubclass(self.schedule_class, PipelineScheduleSingle),
         )  # fmt: skip
 
     def total(self, losses: list[Tensor]) -> Tensor:
@@ -278,13 +282,35 @@ class Stage(PipelineStage):
 
     Tokens, labels and such do not go through torch, which on 2.11 cannot split a backward pass that has inputs without
     gradients; nor can it split at an autograd.Function, such as the loss, so that the last stage's is kept whole there.
+
+    keeps_sends: torch's schedules of several stages keep every send, and with it what was sent, until the step ends. So
+    the stage starts them itself, and forgets those that are done (as NCCL says; gloo says so to those who wait only).
     """
 
     splittable = torch.__version__ >= "2.13"
 
-    def __init__(self, compute: Callable[..., Tensor], *args, **kwargs):
+    def __init__(self, compute: Callable[..., Tensor], *args, keeps_sends: bool, **kwargs):
         super().__init__(*args, **kwargs)
-        self.compute = compute
+        self.compute, self.keeps_sends = compute, keeps_sends
+        self.sends: list[dist.Work] = []  # that are not known to be done
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self.start_sends(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self.start_sends(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def start_sends(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Returns those that are left for the schedule to start."""
+        if not self.keeps_sends:
+            return operations
+        self.sends = [work for work in self.sends if not work.is_completed()] + _batch_p2p(operations)
+        return []
+
+    def finish_sends(self) -> None:
+        for work in self.sends:
+            work.wait()
+        self.sends = []
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, **options) -> Tensor:
         self.index = fwd_chunk_id

@@ -19,8 +19,8 @@ TREES = {
     },
     "pipeline": {
         "model": "llama3-8b-tiny", "batch": BATCH,
-        # torch's schedule keeps the works of all sends to its end, and real works keep what they send, 5.0 % of the last
-        # rank's peak with the default split, [2, 1, 1, 2]; fake works keep nothing. Here that peak lies elsewhere.
+        # gloo does not say that a send is done before one waits for it, so what was sent stays to the step's end: 5.0 %
+        # of the last rank's peak with the default split, [2, 1, 1, 2]. Here that peak lies elsewhere.
         "parallel": {"dp_shard": 2, "pp": 2, "vp": 2, "schedule": "Interleaved1F1B", "layers_per_stage": [2, 2, 1, 1]},
     },
     "wan": {

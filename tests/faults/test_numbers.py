@@ -32,7 +32,7 @@ TINY = {
     "steps": 6,
     "device": "cpu",
 }
-MOE = {"model": {"name": "deepseek-v3-tiny", "bias_update_speed": 0.1}}
+MOE = {"model": {"name": "deepseek-v3-tiny", "num_layers": 2, "bias_update_speed": 0.1}}
 IN_BF16 = {"precision": "bf16-pure", "optim": {"states": "bf16", "stochastic_rounding": True}}
 
 
