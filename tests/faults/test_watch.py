@@ -86,7 +86,8 @@ def test_the_death_of_a_rank_ends_all(tmp_path, victim, function, told):
     ranks.send(victim, signal.SIGKILL)
     assert ranks.wait(10)
     assert [code for rank, code in enumerate(ranks.codes()) if rank != victim] == [1, 1]
-    (line,) = errors(tmp_path / "log")
+    # torch itself may be quick enough to log that the barrier at the end has failed
+    (line,) = [line for line in errors(tmp_path / "log") if "error: " in line]
     assert line.startswith(f"error: rank {victim} is gone: it was {told} or cannot be reached; ")
 
 
