@@ -122,6 +122,7 @@ def save_many(folder, numbers, keep):
     for number in numbers:
         step(model, optimizer)
         checkpointer.save(number, model, optimizer, {"step": number})
+    return content(model, optimizer)
 
 
 def load_newest(folder):

@@ -21,8 +21,8 @@ from minitrain.parallel.mesh import start
 from minitrain.training.datasets import open_dataset
 from minitrain.training.latents import save_video
 from minitrain.training.loop import Trainer
+from tests.commands import ROOT
 
-ROOT = Path(__file__).parent.parent
 TREE = {
     "task": "diffusion",
     "device": "cpu",

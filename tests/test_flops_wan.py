@@ -1,7 +1,6 @@
 """Wan's FLOPs against torch's own counter, and the published rows."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +14,8 @@ from minitrain.config import load
 from minitrain.models.lora import Lora, add_adapters
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import model_config
+from tests.commands import ROOT
 
-ROOT = Path(__file__).parent.parent
 ROWS = {row["id"]: row for row in yaml.safe_load((ROOT / "tests/published/tables.yaml").read_text())}
 
 

@@ -18,7 +18,7 @@ from minitrain.training import checkpoint_files
 from minitrain.training.checkpoint import Checkpointer, resume_point, saved_despite_errors
 from minitrain.training.checkpoint_files import Writer, find_damage, measure, write_description
 from minitrain.training.durable import write_durably
-from tests.test_checkpoint import content, equal, make, names, step
+from tests.test_checkpoint import content, equal, make, names, save_many, step
 
 PART, INDEX, DESCRIPTION = "__0_0.distcp", ".metadata", "extra.json"
 
@@ -50,15 +50,6 @@ DAMAGE = {  # of the newest checkpoint, and what is said of it
 }
 
 
-def save_steps(folder, keep, steps):
-    model, optimizer = make()
-    checkpointer = Checkpointer(folder, keep)
-    for number in steps:
-        step(model, optimizer)
-        checkpointer.save(number, model, optimizer, {"step": number})
-    return content(model, optimizer)
-
-
 def load(folder):
     """What a fresh start loads, and prints."""
     told = io.StringIO()
@@ -70,8 +61,8 @@ def load(folder):
 
 def damage_and_load(folder, kind):
     harm, name, part = DAMAGE[kind]
-    expected = save_steps(folder, 2, [1])
-    save_steps(folder, 2, [2])
+    expected = save_many(folder, [1], 2)
+    save_many(folder, [2], 2)
     if dist.get_rank() == 0:
         harm(folder / "step-00000002" / name)
     dist.barrier()
@@ -87,7 +78,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(pool, tmp_path
 
 
 def go_on_after_damage(folder):
-    save_steps(folder, 2, [1, 2])
+    save_many(folder, [1, 2], 2)
     flip_a_bit(folder / "step-00000002" / PART)
     model, optimizer = make()
     checkpointer = Checkpointer(folder, keep=2)
@@ -104,7 +95,7 @@ def test_damaged_checkpoints_do_not_count_as_kept(pool, tmp_path):
 
 
 def damage_all(folder):
-    save_steps(folder, 2, [1, 2])
+    save_many(folder, [1, 2], 2)
     truncate(folder / "step-00000001" / PART)
     (folder / "step-00000002" / INDEX).unlink()
     said = r"step-00000002: .metadata cannot be read.*step-00000001: __0_0.distcp has"
@@ -119,7 +110,7 @@ def test_without_a_whole_checkpoint_nothing_starts(pool, tmp_path):
 
 
 def misfit_is_no_damage(folder):
-    save_steps(folder, 2, [1, 2])
+    save_many(folder, [1, 2], 2)
     with pytest.raises(InputError, match="step-00000002 does not fit the model"):
         Checkpointer(folder, keep=2).load(*make(width=4))
 
@@ -131,7 +122,7 @@ def test_a_checkpoint_of_another_model_is_not_passed_over(pool, tmp_path):
 
 def fail_to_read(folder, number, passes):
     """Reading a part of the newest checkpoint fails, either for now or for good."""
-    save_steps(folder, 2, [1, 2])
+    save_many(folder, [1, 2], 2)
 
     def read(file):
         if file == folder / "step-00000002" / PART:
@@ -275,7 +266,7 @@ def files_up_to(size):
 
 def fill_disk(folder, asynchronous, size):
     """The last of two ranks may write `size` bytes into each file; a checkpoint takes some 9 kB."""
-    expected = save_steps(folder, 1, [1])
+    expected = save_many(folder, [1], 1)
     model, optimizer = make()
     checkpointer = Checkpointer(folder, 1, asynchronous)
     checkpointer.load(model, optimizer)

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.commands import ROOT
 from tests.faults.kill import CASES, TINY, Case, Run, share, torment
 from tests.faults.processes import Ranks
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", CASES)
