@@ -98,13 +98,24 @@ def test_groups_that_read_their_prompt_once(name, monkeypatch):
     while sampler.busy:
         sampler.step()
         step = sampler.caches.step
-        seen.add((step.shared, tuple(map(len, step.groups))) if isinstance(step, DecodingStep) else None)
+        if isinstance(step, DecodingStep):
+            seen.add((step.shared, tuple(group.stop - group.start for group in step.groups)))
     assert (8, (4, 3, 1)) in seen
     expected = [uncached(model, prompt, NEW) for prompt in prompts]
     assert [sample.produced for sample in samples] == [expected[i] for i in (0, 0, 0, 0, 1, 1, 1, 2)]
     for sample in samples:
         theirs = trainer_logprobs(model, sample.prompt, sample.produced)
         torch.testing.assert_close(torch.tensor(sample.logprobs), theirs, atol=1e-5, rtol=0)
+
+
+def test_latents_are_kept_once():
+    """[latent | k_rope] per token and layer, which are keys and values of all heads (DeepSeek-V2 paper, table 1)."""
+    model = make("deepseek-v3")
+    sampler = Sampler(model, settings=Rollout(page_size=4, pages=50))
+    sampler.generate(prompts_of(), SamplingParams(max_tokens=2))
+    config, kept = model.config, [pool for layer in sampler.caches.layers for pool in layer.pools]
+    assert len(kept) == config.num_layers
+    assert {pool.shape[1:] for pool in kept} == {(4, 1, config.kv_lora_rank + config.qk_rope_head_dim)}
 
 
 @pytest.mark.parametrize("name", ["qwen3-32b", "nemotron3-nano-30b-a3b"])

@@ -63,7 +63,7 @@ class LatentAttention(nn.Module):
         q = torch.cat([torch.einsum("bshn,hnr->bshr", q_nope, w_k), q_rope], dim=-1)
         q = q * (key.shape[-1] / (self.nope + self.rope)) ** 0.5  # attention divides by the root of what it sees
         key = key.transpose(1, 2)
-        out = cache.attend(q.transpose(1, 2), key, key[..., : latent.shape[-1]])  # [batch, heads, seq, rank]
+        out = cache.attend(q.transpose(1, 2), key, latent.shape[-1])  # [batch, heads, seq, rank]
         return torch.einsum("bhsr,hvr->bshv", out, w_v).flatten(2)
 
     def absorbed(self) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,7 @@
 """The buffers of a decoding step for a fixed number of rows, and on CUDA the graphs over them."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -71,8 +73,7 @@ class Batch:
             caches.buffer_shape = max(rows, self.rows), max(room, 2 * (longest + steps))
             caches.row_owners = {}
         self.step.longest = longest
-        self.step.shared, groups = shared_beginnings(samples, self.sampler.settings.page_size)
-        self.step.groups = [torch.tensor(group) for group in groups]
+        self.step.shared, self.step.groups = shared_beginnings(samples, self.sampler.settings.page_size)
         fresh: dict[int, list[int]] = {}  # by the number of tokens that are cached
         for row, sample in enumerate(samples):
             if sample.cached and caches.row_owners.get(row) != (sample, sample.cached):
@@ -107,7 +108,7 @@ class Batch:
         if isinstance(weight, DTensor):
             mesh, weight = weight.device_mesh, weight.to_local()
             part = Part(mesh.get_local_rank() * len(weight), mesh.get_group())
-        logits = self.sampler.weights.product(self.sampler.model, hidden[0], weight)
+        [logits] = self.sampler.weights.products(self.sampler.model, hidden[0], [weight], [None])
         tokens, logprobs = choose(logits, self.choice, self.positions + 1, part)
         self.new_tokens.index_copy_(0, self.turn, tokens[None])
         self.new_logprobs.index_copy_(0, self.turn, logprobs[None])
@@ -148,19 +149,17 @@ class Batch:
         return self.captured[kind]
 
 
-def shared_beginnings(samples: list[Sample], page_size: int) -> tuple[int, list[list[int]]]:
-    """The rows of samples that begin with the same pages, and how many tokens all have in common with their group.
+def shared_beginnings(samples: list[Sample], page_size: int) -> tuple[int, list[slice]]:
+    """How many tokens all samples have in common with their group: rows in a run that begin with the same page.
 
     (0, []) where it is not worth it.
     """
-    groups: dict[int, list[int]] = {}
-    for row, sample in enumerate(samples):
-        groups.setdefault(sample.pages[0], []).append(row)
-    if len(groups) == len(samples):
+    starts = [row for row, sample in enumerate(samples) if not row or sample.pages[0] != samples[row - 1].pages[0]]
+    if len(starts) == len(samples):
         return 0, []
-    pages = min(common_pages([samples[row] for row in rows], page_size) for rows in groups.values())
-    shared = pages * page_size
-    return (shared, list(groups.values())) if shared * (len(samples) - len(groups)) >= WORTH * len(groups) else (0, [])
+    groups = [slice(*bounds) for bounds in pairwise([*starts, len(samples)])]
+    shared = page_size * min(common_pages(samples[group], page_size) for group in groups)
+    return (shared, groups) if shared * (len(samples) - len(groups)) >= WORTH * len(groups) else (0, [])
 
 
 def common_pages(samples: list[Sample], page_size: int) -> int:

@@ -21,17 +21,21 @@ Pools are allocated when the first keys come, in their type and with this rank's
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from minitrain.models.attention import Mask, attention, compiled_flex_attention, dense_pairs
 from minitrain.models.decoder_config import DecoderConfig
 
+# cuDNN, which is faster, makes a plan for every new length of a prompt: half a second for a few milliseconds' work.
+FOR_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Latents have 576 channels, for a kernel 1024: of its usual tiles, one would not fit into shared memory.
 SMALL_TILES = {"BLOCK_M": 16, "BLOCK_N": 16, "num_stages": 1, "num_warps": 4}
 
@@ -75,8 +79,8 @@ class DecodingStep:
 
     positions: int64 [rows], of the tokens. table: int64 [rows, width], each sample's pages. slots: int64 [rows].
     Of use on the CPU only: gathered: what its buffers do not hold yet, as (int64 [rows], int64 [rows, pages], tokens).
-    longest: tokens of the longest sample, known on the host. groups: int64 rows of each group whose samples have their
-    first `shared` tokens in common; a sample that has none in common with others is a group of its own.
+    longest: tokens of the longest sample, known on the host. groups: runs of rows, which have their first `shared` tokens
+    in common; a sample that has none in common with its neighbours is a group of its own.
     """
 
     def __init__(self, positions: Tensor, table: Tensor, slots: Tensor, page_size: int, pool_pages: int):
@@ -86,7 +90,7 @@ class DecodingStep:
         self.every_row = torch.arange(len(positions), device=positions.device)
         self.gathered: list[tuple[Tensor, Tensor, int]] = []
         self.longest = self.shared = 0
-        self.groups: list[Tensor] = []
+        self.groups: list[slice] = []
 
     def begin(self) -> None:
         """From the positions, where everything is. To be called before each forward pass; runs on the device alone."""
@@ -95,7 +99,7 @@ class DecodingStep:
         self.places = self.page * self.page_size + self.positions % self.page_size
         for mask in self.masks.values():
             mask.update(self)
-        self.biases: dict[tuple, Tensor] = {}
+        self.biases: dict[int | None, Tensor] = {}
 
     def page_mask(self, window: int | None, queries: int = 1) -> BlockMask:
         key = window, queries
@@ -104,15 +108,14 @@ class DecodingStep:
             self.masks[key].update(self)
         return self.masks[key].blocks
 
-    def bias(self, window: int | None, kv_heads: int, dtype: torch.dtype) -> Tensor:
-        """[rows x kv_heads, 1, longest]: 0 where a sample's token sees one of its own, else minus infinity."""
-        key = window, kv_heads
-        if key not in self.biases:
+    def bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """[rows, 1, 1, longest]: 0 where a sample's token sees one of its own, else minus infinity."""
+        if window not in self.biases:
             place, own = torch.arange(self.longest, device=self.positions.device), self.positions[:, None]
             hidden = place > own if window is None else (place > own) | (place <= own - window)
             bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-            self.biases[key] = bias[:, None].repeat_interleave(kv_heads, dim=0)
-        return self.biases[key]
+            self.biases[window] = bias[:, None, None]
+        return self.biases[window]
 
 
 class PageMask:
@@ -206,7 +209,8 @@ class Keys(Layer):
         values = keys[..., :v] if isinstance(v, int) else seen[1][None]
         # with sinks always pairs: the kernel for plain masks would be compiled for every length
         mask = self.caches.step.mask(piece, self.window, plain=sinks is None)
-        return attention(q[:, :, tokens], keys, values, mask, sinks)
+        with sdpa_kernel(FOR_ANY_LENGTH) if q.is_cuda and mask.pairs is None else nullcontext():
+            return attention(q[:, :, tokens], keys, values, mask, sinks)
 
     def _attend_to_pool(self, q: Tensor, new: list[Tensor], v: Tensor | int, sinks: Tensor | None) -> Tensor:
         keys = self.pools[0].flatten(0, 1).transpose(0, 1)[None]  # [1, kv_heads, pool, head_dim]
@@ -219,8 +223,8 @@ class Keys(Layer):
         if sinks is None:
             out = flex(q, keys, values, block_mask=blocks, enable_gqa=grouped)
         else:
-            out, log_sum = flex(q, keys, values, block_mask=blocks, enable_gqa=grouped, return_lse=True)
-            out = out * torch.sigmoid(log_sum - sinks.float()[:, None])[..., None].to(out.dtype)
+            out, aux = flex(q, keys, values, block_mask=blocks, enable_gqa=grouped, return_aux=AuxRequest(lse=True))
+            out = out * torch.sigmoid(aux.lse - sinks.float()[:, None])[..., None].to(out.dtype)
         return out.transpose(0, 2)
 
     def _attend_to_rows(self, q: Tensor, new: list[Tensor], v: Tensor | int, sinks: Tensor | None) -> Tensor:
@@ -229,11 +233,13 @@ class Keys(Layer):
         for buffer, x in zip(self.rows, new, strict=True):
             buffer[step.every_row, :, step.positions] = x.transpose(0, 1)
         keys = self.rows[0][:rows]
-        values = keys[..., :v] if isinstance(v, int) else self.rows[1][:rows]
-        q = q[0].transpose(0, 1).reshape(rows, heads, -1, q.shape[3])  # [rows, kv_heads, heads of a group, head_dim]
-        scores = scores_of_rows(q, keys, step.bias(self.window, heads, q.dtype), step)
-        out = sums_of_rows(softmax(scores, sinks, heads).to(values.dtype), values, step)
-        return out.view(rows, -1, out.shape[-1]).transpose(0, 1)[None]
+        values = keys if isinstance(v, int) else self.rows[1][:rows]
+        q = q[0].transpose(0, 1).reshape(rows, heads, -1, q.shape[3])  # heads that share keys are a row's queries
+        out, log_sum = attend_to_rows(q, keys, values, step, self.window)
+        if sinks is not None:
+            out = out * torch.sigmoid(log_sum - sinks.float().view(heads, -1))[..., None].to(out.dtype)
+        width = v if isinstance(v, int) else v.shape[3]
+        return out[..., :width].flatten(1, 2).transpose(0, 1)[None]
 
     def _gather(self, step: DecodingStep, rows: int) -> None:
         """Bring the buffers up to date: larger if they must be, and with the pages of samples that are new in a row."""
@@ -249,41 +255,33 @@ class Keys(Layer):
             pool[target] = pool[source]
 
 
-def scores_of_rows(q: Tensor, keys: Tensor, bias: Tensor, step: DecodingStep) -> Tensor:
-    """q k^T / sqrt(head_dim) + bias: [rows x kv_heads, heads of a group, longest].
+def attend_to_rows(
+    q: Tensor, keys: Tensor, values: Tensor, step: DecodingStep, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """What each row gets from its own tokens, and the logarithm of the sum of its exponentials.
 
-    q: [rows, kv_heads, heads of a group, head_dim]; keys: [rows, kv_heads, capacity, head_dim].
+    q: [rows, kv_heads, queries, head_dim]; keys, values: [rows, kv_heads, capacity, head_dim]. Returns the shapes of q
+    and, in fp32, of q without head_dim. What the rows of a group have in common is attended to apart, all of their
+    queries at once; the two parts are then weighted by their sums.
     """
-    shared, scale = step.shared, q.shape[-1] ** -0.5
-    own = keys.flatten(0, 1)[:, shared : step.longest].transpose(1, 2)
-    own = torch.baddbmm(bias[..., shared:], q.flatten(0, 1), own, alpha=scale)
-    if not shared:
-        return own
-    common = q.new_zeros(*q.shape[:3], shared)
-    for group in step.groups:
-        products = q[group].transpose(0, 1).flatten(1, 2) @ keys[group[0], :, :shared].transpose(1, 2)
-        common[group] = products.unflatten(1, (len(group), -1)).transpose(0, 1)
-    return torch.cat([torch.add(bias[..., :shared], common.flatten(0, 1), alpha=scale), own], dim=-1)
+    shared = 0 if window else step.shared
+    own = slice(shared, step.longest)
+    out, log_sum = attend(q, keys[:, :, own], values[:, :, own], step.bias(window, q.dtype)[..., own])
+    for rows in step.groups if shared else []:
+        queries, first = q[rows].transpose(0, 1).flatten(1, 2)[None], slice(rows.start, rows.start + 1)
+        common, sums = attend(queries, keys[first, :, :shared], values[first, :, :shared])
+        common = common[0].unflatten(1, (-1, q.shape[2])).transpose(0, 1)
+        sums = sums[0].unflatten(1, (-1, q.shape[2])).transpose(0, 1)
+        share = torch.sigmoid(sums - log_sum[rows])
+        out[rows] = out[rows].lerp(common, share[..., None].to(out.dtype))
+        log_sum[rows] = torch.logaddexp(log_sum[rows], sums)
+    return out, log_sum
 
 
-def sums_of_rows(weights: Tensor, values: Tensor, step: DecodingStep) -> Tensor:
-    """The values of a row, weighted: [rows x kv_heads, heads of a group, head_dim]. Shapes as above."""
-    shared = step.shared
-    out = weights[..., shared:] @ values.flatten(0, 1)[:, shared : step.longest]
-    if shared:
-        rows, weights = out.unflatten(0, values.shape[:2]), weights.unflatten(0, values.shape[:2])[..., :shared]
-        for group in step.groups:
-            sums = weights[group].transpose(0, 1).flatten(1, 2) @ values[group[0], :, :shared]
-            rows[group] += sums.unflatten(1, (len(group), -1)).transpose(0, 1)
-    return out
-
-
-def softmax(scores: Tensor, sinks: Tensor | None, kv_heads: int) -> Tensor:
-    """Over the last dimension of [rows x kv_heads, heads of a group, keys], in fp32; with sinks, of one term more."""
-    if sinks is None:
-        return scores.softmax(-1, dtype=torch.float32)
-    sinks = sinks.view(1, kv_heads, -1, 1).expand(len(scores) // kv_heads, -1, -1, -1).flatten(0, 1)
-    return torch.cat([scores, sinks.to(scores.dtype)], dim=-1).softmax(-1, dtype=torch.float32)[..., :-1]
+def attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """scaled_dot_product_attention with equal heads, and its logarithm of the sum of exponentials, on the CPU."""
+    # nothing public returns both
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, keys, values, attn_mask=bias)
 
 
 class States(Layer):

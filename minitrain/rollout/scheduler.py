@@ -178,7 +178,10 @@ class Scheduler:
     def _chunks(self) -> list[tuple[Trunk, int]]:
         left, chunks = self.chunk, []
         for trunk in self.resident:
-            tokens = min(left, trunk.length - trunk.cached)
+            missing = trunk.length - trunk.cached
+            tokens = min(left, missing)
+            if chunks and tokens < missing:  # only the first is cut: pieces cost a mask, and tiny ones gain nothing
+                break
             if tokens > 0:
                 chunks.append((trunk, tokens))
                 left -= tokens

@@ -1,12 +1,13 @@
 """The trainer's modules, as the sampler runs them: the same weights, without what training has put around them.
 
 While `in_use`, blocks run uncompiled, since the compiler would build them anew for the sampler's shapes. On the CPU in
-fp32, matrices are also repacked, once per set of weights, into the order in which oneDNN reads them: products with the
-few rows of a decoding step are then 1.3 to 2.5 times as fast. That costs a second copy of the weights, which `refresh`
-renews. Small matrices stay as they are: each call of oneDNN costs more than their product.
+fp32, matrices are also repacked, once per set of weights, into the order in which oneDNN reads them, and those that get
+the same input side by side: products with the few rows of a decoding step are then 1.3 to 2.5 times as fast. That costs
+a second copy of the weights, which `refresh` renews. Small matrices stay as they are: each call of oneDNN costs more
+than their product.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -15,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-LEAST = 1 << 18  # elements of a matrix that is repacked: 1 MiB
+LEAST = 1 << 18  # elements of what is repacked: 1 MiB
+SAME_INPUT = ("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj")
 
 
 class Weights:
@@ -25,7 +27,7 @@ class Weights:
         self.model = model
         # FSDP gathers a layer's weights and frees them: a copy of each would undo that
         self.packs = torch.backends.mkldnn.is_available() and not isinstance(model, FSDPModule)
-        self.packed: dict[nn.Module, Tensor] = {}  # by whose weight it is a copy of
+        self.packed: dict[object, tuple[Tensor, Tensor | None]] = {}  # by their owner, see `products`
 
     def refresh(self) -> None:
         """The weights have changed."""
@@ -34,32 +36,59 @@ class Weights:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         compiled = {block: block._compiled_call_impl for block in self.model.blocks}  # there is no public switch
-        linears = [module for module in self.model.modules() if type(module) is nn.Linear and is_plain(module)]
+        groups = [Group(self, linears) for linears in linears_by_input(self.model)]
         try:
             for block in compiled:
                 block._compiled_call_impl = None
-            for linear in linears:
-                linear.forward = partial(self.linear, linear)
+            for group in groups:
+                for number, linear in enumerate(group.linears):
+                    linear.forward = partial(group, number)
             yield
         finally:
             for block, call in compiled.items():
                 block._compiled_call_impl = call
-            for linear in linears:
-                del linear.forward
+            for group in groups:
+                for linear in group.linears:
+                    del linear.forward
 
-    def linear(self, module: nn.Linear, x: Tensor) -> Tensor:
-        """In place of the module's forward. Its parameters are asked for now: tensor parallelism makes them anew."""
-        return self.product(module, x, module.weight, module.bias)
-
-    def product(self, owner: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """F.linear with `owner`'s weight, from the packed copy if there can be one."""
-        if not self.packs or weight.device.type != "cpu" or weight.dtype != torch.float32 or weight.numel() < LEAST:
-            return F.linear(x, weight, bias)
+    def products(self, owner: object, x: Tensor, weights: Sequence[Tensor], biases: Sequence) -> Sequence[Tensor]:
+        """F.linear of x with each weight and bias, which are `owner`'s, from their packed copy if there can be one."""
+        first, size = weights[0], sum(weight.numel() for weight in weights)
+        if not self.packs or first.device.type != "cpu" or first.dtype != torch.float32 or size < LEAST:
+            return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
         if owner not in self.packed:
-            self.packed[owner] = torch.ops.mkldnn._reorder_linear_weight(weight.detach())  # there is no public name
-        return torch.ops.mkldnn._linear_pointwise.default(x, self.packed[owner], bias, "none", [], "")
+            bias = None if biases[0] is None else torch.cat(biases)
+            # neither operation has a public name
+            self.packed[owner] = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights)), bias
+        out = torch.ops.mkldnn._linear_pointwise.default(x, *self.packed[owner], "none", [], "")
+        return out.split([len(weight) for weight in weights], dim=-1)
 
 
-def is_plain(linear: nn.Linear) -> bool:
-    """Is its forward nn.Linear's own? Adapters have another."""
-    return "forward" not in linear.__dict__
+class Group:
+    """Linears that get the same input, in this order: the first computes for all. Called in place of their forwards."""
+
+    def __init__(self, weights: Weights, linears: tuple[nn.Linear, ...]):
+        self.weights, self.linears = weights, linears
+        self.x = self.outs = None
+
+    def __call__(self, number: int, x: Tensor) -> Tensor:
+        if x is not self.x:
+            parameters = [(linear.weight, linear.bias) for linear in self.linears]  # tensor parallelism makes them anew
+            self.x, self.outs = x, self.weights.products(self.linears, x, *zip(*parameters, strict=True))
+        out = self.outs[number]
+        if number == len(self.linears) - 1:
+            self.x = self.outs = None
+        return out
+
+
+def linears_by_input(model: nn.Module) -> list[tuple[nn.Linear, ...]]:
+    """All Linears of `model` whose forward is nn.Linear's own, those with the same input together."""
+    plain = {m: None for m in model.modules() if type(m) is nn.Linear and "forward" not in m.__dict__}
+    groups = []
+    for module in model.modules():
+        for names in SAME_INPUT:
+            linears = tuple(getattr(module, name, None) for name in names)
+            if all(linear in plain for linear in linears):
+                groups.append(linears)
+    together = {linear for linears in groups for linear in linears}
+    return groups + [(linear,) for linear in plain if linear not in together]
