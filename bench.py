@@ -21,6 +21,7 @@ Any setting can follow as key=value, such as batch.micro=1 model.num_layers=2.
 from pathlib import Path
 
 from minitrain import cli
+from minitrain.bench import tracers
 from minitrain.bench.page import write_report
 from minitrain.bench.rows import list_rows
 from minitrain.errors import InputError
@@ -38,6 +39,8 @@ def main(arguments: list[str]) -> None:
     elif options.report is not None:
         write_report(options.report or sorted(map(str, RESULTS.rglob("*.jsonl"))), options.out)
     else:
+        if options.simulate:
+            tracers.start()
         from minitrain.bench.commands import bench  # brings torch, which takes seconds
 
         words = options.config + options.overrides  # --config swallows the words behind it

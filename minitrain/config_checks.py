@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_peft import LARGEST_RANK, adapter_shapes, refuse_gpt2
 from minitrain.models.config_hf import exportable_family
-from minitrain.models.lora import names_stack
 
 if TYPE_CHECKING:
     from minitrain.config import Config
@@ -122,8 +121,6 @@ def _validate_lora(config: "Config") -> None:
     _at_most(LARGEST_RANK, ("lora.rank", lora.rank))
     if not 0 <= lora.dropout < 1:
         raise InputError(f"lora.dropout={lora.dropout} must be at least 0 and below 1")
-    if any(map(names_stack, lora.targets)) and lora.rank % 8:
-        raise InputError(f"lora.rank={lora.rank} must be a multiple of 8 for experts, who multiply 16 bytes at a time")
     refuse_gpt2(config.model.config)
     adapter_shapes(config.model.config, lora)  # says which targets the model has not
 

@@ -40,6 +40,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     options = parser.parse_args(arguments)
 
+    if not Path(options.out).parent.is_dir():  # before minutes of work
+        raise InputError(f"--out {options.out}: the folder {Path(options.out).parent} does not exist")
     model = load_pretrained(options.model, device=pick_device(options.device))
     if not isinstance(model, Wan):
         raise InputError(f"--model {options.model} is no Wan model (python -m minitrain.generate continues texts)")
@@ -50,7 +52,7 @@ def main(arguments: list[str]) -> None:
     if options.size is None:
         raise InputError("--size is missing: frames, height and width of the latents, such as 21 60 104")
     prompts = read_prompts(Path(options.prompts), options.text_tokens)
-    check_prompts(prompts, model, options.prompts)
+    check_prompts(prompts, model, options.size, options.prompts)
     save_file({"latents": generate(model, prompts, options.size, **way)}, options.out)
 
 
@@ -79,14 +81,19 @@ def read_prompts(path: Path, text_tokens: int) -> dict[str, Tensor]:
     return prompts
 
 
-def check_prompts(prompts: dict[str, Tensor], model: Wan, source: str) -> None:
-    given, expected = prompts["text"].shape[2], model.config.text_dim
-    if given != expected:
-        raise InputError(f"--prompts {source}: text has text_dim {given}, the model's is {expected}")
-    given, expected = model.config.out_channels, model.config.in_channels
-    given += prompts["condition"].shape[1] if "condition" in prompts else 0
-    if given != expected:
-        raise InputError(f"--prompts {source}: {given} channels with the condition's, the model takes {expected}")
+def check_prompts(prompts: dict[str, Tensor], model: Wan, size: Sequence[int], source: str) -> None:
+    """Raises InputError for prompts that are not what the model takes beside latents of `size`."""
+    config, videos = model.config, len(prompts["text"])
+    expected: dict[str, list] = {"text": [videos, "tokens", config.text_dim]}
+    if config.in_channels > config.out_channels:
+        expected["condition"] = [videos, config.in_channels - config.out_channels, *size]
+    if config.image_dim is not None:
+        expected["image"] = [videos, "tokens", config.image_dim]
+    for name in expected | prompts:
+        given, wanted = list(prompts[name].shape) if name in prompts else [], expected.get(name, [])
+        if len(given) != len(wanted) or any(b not in (a, "tokens") for a, b in zip(given, wanted, strict=True)):
+            given, wanted = (f"[{', '.join(map(str, shape))}]" if shape else "none" for shape in (given, wanted))
+            raise InputError(f"--prompts {source}: {name} is {given}, the model takes {wanted}")
 
 
 def draw_shapes(
@@ -98,8 +105,8 @@ def draw_shapes(
     """
     world, prompts = shapes.ShapesWorld(), shapes.all_prompts()
     text = {"text": torch.stack([shapes.embed_text(words) for words in prompts])}
-    check_prompts(text, model, "shapes")
     size = shapes.FRAMES, shapes.SIZE // shapes.PATCH, shapes.SIZE // shapes.PATCH
+    check_prompts(text, model, size, "shapes")
     videos = world.decode(generate(model, text, size, steps=steps, guidance=guidance, **way))
     if write:
         shapes.write_sheet(path, videos)

@@ -3,6 +3,7 @@
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read once, when torch is imported, here and in the worker processes
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first matrix product on a GPU
 
 import pytest
 import torch

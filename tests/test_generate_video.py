@@ -58,10 +58,10 @@ def test_shapes_end_in_a_picture_and_a_score(tmp_path, capsys):
 @pytest.mark.parametrize("tensors, words, message", [
     ({"text": torch.zeros(1, 3, 64)}, ["--guidance", "1"], "--size is missing"),
     ({"text": torch.zeros(3, 64)}, ["--size", "1", "4", "4"], "must hold a tensor `text` [videos, tokens, text_dim]"),
-    ({"text": torch.zeros(1, 3, 60)}, ["--size", "1", "4", "4"], "text has text_dim 60, the model's is 64"),
+    ({"text": torch.zeros(1, 3, 60)}, ["--size", "1", "4", "4"], "60], the model takes [1, tokens, 64]"),
     ({"text": torch.zeros(1, 9, 64)}, ["--size", "1", "4", "4", "--text-tokens", "8"], "more than --text-tokens 8"),
     ({"text": torch.zeros(1, 3, 64), "condition": torch.zeros(1, 3, 1, 4, 4)}, ["--size", "1", "4", "4"],
-     "19 channels with the condition's, the model takes 16"),
+     "condition is [1, 3, 1, 4, 4], the model takes none"),
     ({"text": torch.zeros(1, 3, 64)}, ["--size", "1", "5", "4"], "do not divide into patches"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_mistakes(tmp_path, tensors, words, message):
@@ -70,6 +70,27 @@ def test_mistakes(tmp_path, tensors, words, message):
     with pytest.raises(InputError) as error:
         run(tmp_path, *words)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"condition": torch.zeros(2, 3, 1, 4, 6)}, "is [2, 3, 1, 4, 6], the model takes [2, 3, 1, 4, 4]"),
+    ({"condition": torch.zeros(1, 3, 1, 4, 4)}, "is [1, 3, 1, 4, 4], the model takes [2, 3, 1, 4, 4]"),
+    ({"condition": None}, "condition is none, the model takes"),
+    ({"image": torch.zeros(2, 5, 7)}, "image is [2, 5, 7], the model takes [2, tokens, 6]"),
+    ({"image": torch.zeros(5, 6)}, "image is [5, 6], the model takes"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_mistakes_with_images(tmp_path, changes, message):
+    save_model(tmp_path, in_channels=19, image_dim=6)
+    good = {"text": torch.zeros(2, 3, 64), "condition": torch.zeros(2, 3, 1, 4, 4), "image": torch.zeros(2, 5, 6)}
+    save_file({key: x for key, x in (good | changes).items() if x is not None}, tmp_path / "prompts")
+    with pytest.raises(InputError) as error:
+        run(tmp_path, "--size", "1", "4", "4")
+    assert message in str(error.value)
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(InputError, match="--out .*/nowhere/out: the folder .*/nowhere does not exist"):
+        main(["--model", str(tmp_path), "--prompts", "x", "--out", str(tmp_path / "nowhere/out")])
 
 
 def test_a_language_model_is_refused(tmp_path):

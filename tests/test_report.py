@@ -130,6 +130,16 @@ def test_accuracy_is_told_of_rows_that_nothing_was_fitted_to(tmp_path):
         assert f"- {part}\n" in text and part in Page(html).text
 
 
+def test_a_published_run_is_compared_with_its_own_recipe(tmp_path):
+    reference = PUBLISHED[KIMI]
+    recipe = {"ratio": 1.25, "tokens_per_sec_per_gpu": 1.25 * reference["tokens_per_sec_per_gpu"]}
+    text, html = written(tmp_path, [line(KIMI, "simulated", 2.0, as_published=recipe)])
+    rows = [[cell.strip() for cell in x.split("|")[1:-1]] for x in text.splitlines() if x.startswith("|")]
+    assert ["all", "1", "25.0%", "25%", KIMI] in rows
+    assert any("2.000" in row and "1.250" in row for row in rows)
+    assert f"recipe {recipe['tokens_per_sec_per_gpu']:,.0f} (125%)" in Page(html).text
+
+
 def test_files_that_are_no_results(tmp_path):
     file = tmp_path / "x"
     for text in ("not json", "[1]", '{"row": 1}'):

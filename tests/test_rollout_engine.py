@@ -214,6 +214,14 @@ def test_a_pool_keeps_its_size_while_that_fits(monkeypatch):
     assert counts == [5 * 10**5 // page] * 3 + [2 * 10**5 // page]
 
 
+def test_a_pool_has_no_more_elements_than_a_kernel_can_index(monkeypatch):
+    monkeypatch.setattr(engine, "free_memory", lambda device: 10**15)
+    for name, width in (("qwen3-32b", 4 * 16), ("deepseek-v3", 32 + 8)):  # keys' channels of a token
+        sampler = Sampler(make(name), settings=Rollout(slots=10**6))
+        pages = sampler._page_count() + 1  # one is for what only fills up
+        assert pages * 128 * width < 2**31 <= (pages + 1) * 128 * width
+
+
 def test_ends():
     model, tokenizer = make("qwen3-32b", vocab_size=258), ByteTokenizer()
     sampler, prompt = Sampler(model, tokenizer, Rollout(page_size=4, pages=50, steps=4)), [5, 6, 7]

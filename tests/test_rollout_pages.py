@@ -220,6 +220,17 @@ def test_samples_of_a_prompt_share_its_full_pages():
     assert len(work.page_copies) == 2 and pages.count - pages.available == 2 + 3
 
 
+def test_only_the_first_prompt_of_a_chunk_is_cut():
+    scheduler = Scheduler(Pages(40, 4), rows=4, chunk=16, steps=1)
+    for length in (21, 9, 8):  # of which the last token is decoded
+        scheduler.submit([Sample([length] * length, SamplingParams(), 0, limit=30)])
+    for expected in ([16], [4, 8], [7]):
+        chunks = scheduler.plan().chunks
+        assert [count for _, count in chunks] == expected
+        for trunk, count in chunks:
+            scheduler.computed(trunk, count)
+
+
 def test_a_later_prompt_finds_the_pages_of_an_earlier_one():
     pages = Pages(20, 4)
     scheduler = Scheduler(pages, rows=4, chunk=100, steps=1)

@@ -7,12 +7,22 @@ from statistics import NormalDist
 import pytest
 
 from minitrain.bench.rows import CONFIGS
-from minitrain.bench.simulate_policy import SPREAD, Shape, decoding_seconds, decoding_shape, log_normal_location
-from minitrain.config import load
+from minitrain.bench.simulate_policy import (
+    SPREAD,
+    Shape,
+    Stack,
+    decoding_seconds,
+    decoding_shape,
+    log_normal_location,
+    refit_seconds,
+    waiting_seconds,
+)
+from minitrain.config import from_dict, load
 from minitrain.models.zoo import model_config
+from minitrain.training.build import make_model
 from tests.test_timeline import SECOND
 
-SHAPE = Shape(shared=1000, expert=100, cache=2)
+SHAPE = Shape(shared=1000, expert=100, cache=2, heads=8)
 
 
 def mean_of_cut_off(location: float, limit: float) -> float:
@@ -41,11 +51,33 @@ def test_tensor_parallel_decoding_reads_less_and_exchanges_more_slowly_between_d
     system = replace(SECOND, latency=2.0, far_latency=7.0)
     exchanges = 2 * model.num_layers  # after attention and after the MLP
     assert decoding_seconds(system, model, SHAPE, 3, 10, tp=8) == 1060 / 8 + exchanges * 1.0
-    assert decoding_seconds(system, model, SHAPE, 3, 10, tp=16) == 1060 / 16 + exchanges * 7.0
+    caches = 60 / 8  # of 8 heads
+    assert decoding_seconds(system, model, SHAPE, 3, 10, tp=16) == 1000 / 16 + caches + exchanges * 7.0
 
 
 def test_what_decoding_reads_of_a_model():
     """Llama 3.1 8B: 8.030 billion parameters, of which an embedding row a token; 8 heads of 128 in 32 layers."""
     shape = decoding_shape(load(CONFIGS / "rl/llama3.1-8b-grpo-16gpu-onpolicy.yaml"))
     assert shape.shared == pytest.approx(2 * (8.030e9 - 128256 * 4096), rel=1e-3)
-    assert (shape.expert, shape.cache) == (0, 2 * 32 * 2 * 8 * 128)
+    assert (shape.expert, shape.cache, shape.heads) == (0, 2 * 32 * 2 * 8 * 128, 8)
+
+
+def test_what_a_published_stack_pays_for():
+    """Mixtral's twin (4 layers of 8 experts) on 16 GPUs; a byte, a tensor and a layer of experts take a second each."""
+    tree = {
+        "model": "mixtral-8x7b-tiny", "task": "grpo", "data": {"kind": "mock"}, "recompute": "full",
+        "batch": {"global": 8, "micro": 1, "seq_len": 64}, "parallel": {"dp_shard": 8, "pp": 2, "schedule": "1F1B"},
+        "grpo": {"prompts": 4, "group": 2, "reward": "math"}, "rollout": {"max_tokens": 32}, "reference": {"gpus": 16},
+    }  # fmt: skip
+    config = from_dict(tree)
+    apart = replace(config, grpo=replace(config.grpo, lag=1, generation_ranks=8))
+    stack = Stack(expert_layer=1, gather=1, tensor=1, offload=1, wake=10, prepare=0, far_step=0)
+    # 3 micro-batches fill and drain two stages of two layers each, whose forward passes run twice
+    assert waiting_seconds(config, 3, stack) == pytest.approx((3 + 1) * 2 * 4 / 3)
+    assert waiting_seconds(config, 3, None) == 0
+    weights = dict(make_model(config).named_parameters())
+    size = sum(p.numel() for p in weights.values())
+    experts = [name for name in weights if ".experts." in name]
+    tensors = len(weights) - len(experts) + 8 * len(experts)
+    assert refit_seconds(config, SECOND, stack) == 2 * size + tensors + 10 + 12 * size / 16
+    assert refit_seconds(apart, SECOND, stack) == 2 * size

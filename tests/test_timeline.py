@@ -11,8 +11,8 @@ from minitrain.errors import InputError
 # A byte, or a FLOP, takes a second, on wires half; nothing else costs anything
 SECOND = System(
     name="second", bf16=1, fp8=2, grouped=0.5, attention_forward=1, attention_backward=0.5, memory=1, launch=0,
-    nvlink=2, domain=8, network=0.5, latency=0, far_latency=0, gemm_tiles=1, step=0, capacity=100, decode=1,
-    decode_step=0,
+    nvlink=2, domain=8, network=0.5, latency=0, far_latency=0, gemm_tiles=1, step=0, capacity=100,
+    decode_weights=1, decode_caches=1, decode_step=0,
 )  # fmt: skip
 GROUPS = {"shards": (["dp_shard"], [0, 1]), "tensor": (["tp"], [0, 1])}
 
@@ -97,6 +97,7 @@ def test_matrix_products(sizes, seconds):
     assert SECOND.kernel_seconds(dataclasses.replace(event, kind="grouped")) == pytest.approx(seconds)  # of one group
     several = dataclasses.replace(event, kind="grouped", sizes=(2, *sizes[1:]))
     assert SECOND.kernel_seconds(several) == pytest.approx(seconds * 2)
+    assert SECOND.kernel_seconds(dataclasses.replace(event, kind="grouped", element=1)) == pytest.approx(seconds)
 
 
 def test_the_last_wave():
@@ -124,7 +125,7 @@ def test_collectives(name, ranks, seconds):
 def test_systems_are_complete():
     import yaml
 
-    names = set(yaml.safe_load(SYSTEMS.read_text())) - {"fitted_on"}
+    names = set(yaml.safe_load(SYSTEMS.read_text())["systems"])
     assert names == {"dgx-h100", "dgx-b200", "dgx-gb200", "dgx-gb300", "h200"}
     for name in names:
         assert load_system(name).bf16 > 1e14

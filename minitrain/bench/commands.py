@@ -23,6 +23,7 @@ from minitrain.bench.measure_policy import measure_policy
 from minitrain.bench.measure_sampling import measure_sampling
 from minitrain.bench.memory import estimate_memory
 from minitrain.bench.proxy import extrapolate, make_proxy, note, parse_counts
+from minitrain.bench.recipe import as_published
 from minitrain.bench.report import calibration_line, table
 from minitrain.bench.shrink import run_shrunk, shrink
 from minitrain.bench.simulate import simulated_row
@@ -161,7 +162,10 @@ def run(row: str, config: Config, options) -> dict:
 
 def simulate(row: str, config: Config, options) -> dict:
     predict = simulated_policy_row if config.task == "grpo" else simulated_row
-    simulation, outcome = predict(config, row, find_system(options.system or system_of(config)))
+    system = find_system(options.system or system_of(config))
+    simulation, outcome = predict(config, row, system)
+    if "recipe" in config.reference and system.name == system_of(config) and outcome["ratio"] is not None:
+        outcome["as_published"] = as_published(config, row, system, simulation)
     if options.trace:
         write_trace(simulation, options.trace)
     return outcome

@@ -1,8 +1,8 @@
 """`bench.py --report`: results beside what was published, in the tables of the published pages, and as Markdown.
 
-Of several results for a row, the last one of each kind counts: simulated, measured as a whole, or extrapolated from
-proxies. What cannot stand beside a published figure (proxies themselves, changed models, shrunk and other configs) has
-a table of its own. page.py makes a page of it.
+Of several results for a row, the last one of each kind counts: simulated (and, where the published run differed, by its
+recipe), measured as a whole, or extrapolated from proxies. What cannot stand beside a published figure (proxies
+themselves, changed models, shrunk and other configs) has a table of its own. page.py makes a page of it.
 """
 
 import json
@@ -18,7 +18,7 @@ from minitrain.errors import InputError
 
 SYSTEMS = Path(__file__).with_name("systems.yaml")
 LIMIT = 0.35  # of a simulated figure's error, beyond which it is named
-KINDS = ("simulated", "measured", "extrapolated")
+KINDS = ("simulated", "recipe", "measured", "extrapolated")
 FIGURES = {"tokens_per_sec_per_gpu": "tokens/s/GPU", "tflops_per_gpu": "TFLOP/s/GPU"}
 
 
@@ -72,7 +72,10 @@ def merge(results: list[dict], day: str) -> Report:
         if result["mode"] == "calibration":
             calibrations.append(result)
         elif result["row"] in rows and result["mode"] in KINDS and result["ratio"] is not None:
-            rows[result["row"]].results[result["mode"]] = result
+            found = rows[result["row"]].results
+            found[result["mode"]] = result
+            if "as_published" in result:
+                found["recipe"] = result | result["as_published"]
         else:
             others.append(result)
     tables: dict[str, list[Row]] = {}
@@ -102,7 +105,7 @@ def summary(report: Report) -> str:
 
 
 def accuracy(rows: list[Row]) -> list[str]:
-    """In one line, if any such row was simulated: how far `held_back` rows are off."""
+    """In one line, if any such row was simulated: how far `held_back` rows are off, by the published run's recipe."""
     tested = held_back(rows)
     if not tested:
         return []
@@ -117,9 +120,13 @@ def held_back(rows: list[Row]) -> list[Row]:
     return [row for row in rows if "simulated" in row.results and row.name not in fitted]
 
 
+def predicted(row: Row) -> float:
+    """The published run's simulated figure, as a share of the published one; our form's, where they do the same."""
+    return row.results.get("recipe", row.results["simulated"])["ratio"]
+
+
 def error(row: Row) -> float:
-    """Of the simulated figure, as a share of the published one."""
-    return abs(row.results["simulated"]["ratio"] - 1)
+    return abs(predicted(row) - 1)
 
 
 def accuracy_cells(report: Report) -> dict[str, list[str]]:
@@ -148,7 +155,7 @@ def outliers(report: Report) -> list[str]:
     rows = [row for rows in report.tables.values() for row in rows if "simulated" in row.results]
     far = sorted((row for row in held_back(rows) if error(row) > LIMIT), key=error, reverse=True)
     lines = [
-        f"{row.name}: {row.results['simulated']['ratio']:.2f} of the published figure; "
+        f"{row.name}: {predicted(row):.2f} of the published figure; "
         + ("its " + differs(row) if "differs" in row.tree["reference"] else "unexplained")
         for row in far
     ]
@@ -225,8 +232,11 @@ def notes(rows: list[Row]) -> list[str]:
 
 
 def provenance(report: Report) -> list[str]:
-    """On or for which machines the results are, and by which versions."""
-    return [f"{mode}: {'; '.join(names)}" for mode, names in report.machines.items()]
+    """On or for which machines the results are, by which versions, and what a recipe's are."""
+    lines = [f"{mode}: {'; '.join(names)}" for mode, names in report.machines.items()]
+    if any("recipe" in row.results for rows in report.tables.values() for row in rows):
+        lines.append("recipe: simulated as the published run was made, where that differs from the row's config")
+    return lines
 
 
 def as_markdown(report: Report) -> str:

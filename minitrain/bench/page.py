@@ -17,6 +17,7 @@ from minitrain.errors import InputError
 MODES = {
     "published": "published",
     "simulated": "simulated: predicted by running the program on fake tensors",
+    "recipe": "recipe: predicted as the published run was made, where that differed",
     "measured": "measured: the whole row, run",
     "extrapolated": "extrapolated from proxies with fewer layers on one rank, without communication",
 }
@@ -56,7 +57,7 @@ th, th:first-child { background: var(--box); } tr:last-child td { border-bottom:
 .hundred::after { content: ""; position: absolute; left: 66.667%; top: -2px; bottom: -2px;
   border-left: 1px dashed var(--soft); }
 .published { background: var(--published); } .simulated { background: var(--simulated); }
-.measured { background: var(--measured); }
+.measured { background: var(--measured); } .recipe { background: var(--c3); }
 .extrapolated { background: repeating-linear-gradient(135deg, var(--measured) 0 4px, var(--back) 4px 7px); }
 .name { font-weight: 600; font-size: .85rem; } .key { display: flex; flex-wrap: wrap; gap: .2rem 1rem; padding: 0;
   margin: .4rem 0; list-style: none; font-size: .8rem; } .key i { display: inline-block; width: .8rem; height: .8rem;

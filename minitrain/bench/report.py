@@ -30,6 +30,7 @@ def table(results: list[dict]) -> str:
         "published tokens/s": [number(published(r), ",.0f") for r in results],
         "published step s": [number(r["published_step_time_s"], ".4g") for r in results],
         "ratio": [number(r["ratio"], ".3f") for r in results],
+        "ratio as published": [number(r.get("as_published", {}).get("ratio"), ".3f") for r in results],
     }
     for library in sorted({r["versus"] for r in results if "versus" in r}):
         columns[f"versus {library}"] = [number(r.get("versus_ratio"), ".3f") for r in results]

@@ -9,7 +9,7 @@ pipeline, twice as many as ranks. Experts are chosen by the fake balanced gate.
 """
 
 import dataclasses
-import multiprocessing
+import gc
 import os
 import time
 from collections import Counter
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from minitrain.bench import tracers
 from minitrain.bench.fake_world import trace_step
 from minitrain.bench.flops import clean
 from minitrain.bench.layout import stated_ranks
@@ -84,26 +85,41 @@ def record(config: Config) -> tuple[dict[int, Trace], int, int]:
     return traces, micro_batches, few(config, micro_batches)
 
 
-def timed(config: Config, traces: dict[int, Trace], micro_batches: int, traced: int, system: System) -> Simulation:
-    """What was recorded, in seconds."""
-    lines = {place: play(trace, system, config.compile) for place, trace in traces.items()}
-    simulation = Simulation(traces, lines, micro_batches, traced, 0.0)
+def timed(
+    config: Config, traces: dict[int, Trace], micro_batches: int, traced: int, system: System, at_once: int = 0
+) -> Simulation:
+    """What was recorded, in seconds. at_once: for so many micro-batches a pipeline fills and drains; 0: for all."""
+    lines = {id(trace): play(trace, system, config.compile) for trace in distinct(traces)}
+    by_place = {place: lines[id(trace)] for place, trace in traces.items()}
+    simulation = Simulation(traces, by_place, micro_batches, traced, 0.0)
     if config.parallel.pp == 1:
-        simulation.step = accumulated(traces[0], lines[0], micro_batches)
+        simulation.step = accumulated(traces[0], by_place[0], micro_batches)
     else:
-        simulation.pipeline, simulation.step = pipelined(config, system, simulation)
+        simulation.pipeline, simulation.step = pipelined(config, system, simulation, at_once or micro_batches)
     simulation.step += system.step
     return simulation
 
 
+def distinct(traces: dict[int, Trace]) -> list[Trace]:
+    """Without those that stand for several places."""
+    return list({id(trace): trace for trace in traces.values()}.values())
+
+
 def trace_all(jobs: dict[int, tuple]) -> dict[int, Trace]:
     """`trace_step` for each job, on all cores. Each in a process of its own: torch remembers process groups."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["minitrain.bench.fake_world"])
+    tracers.start()
     workers = min(len(jobs), os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
-        futures = {place: pool.submit(trace_step, *job) for place, job in jobs.items()}
+    with ProcessPoolExecutor(workers, tracers.CONTEXT, max_tasks_per_child=1) as pool:
+        futures = {place: pool.submit(trace_once, *job) for place, job in jobs.items()}
         return {place: future.result() for place, future in futures.items()}
+
+
+def trace_once(*job) -> Trace:
+    """Without looking for garbage meanwhile, which would take a tenth of the time; what outlives the step dies here."""
+    gc.disable()
+    trace = trace_step(*job)
+    gc.collect()
+    return trace
 
 
 def with_balanced_experts(config: Config) -> Config:
@@ -238,18 +254,20 @@ def accumulated(trace: Trace, line: Timeline, micro_batches: int) -> float:
 # --------------------------------------------------------------------------------------------------------- with stages
 
 
-def pipelined(config: Config, system: System, simulation: Simulation) -> tuple[Replay, float]:
-    """All ranks' actions, and the seconds until the slowest has also reduced its gradients and updated its weights."""
+def pipelined(config: Config, system: System, simulation: Simulation, at_once: int) -> tuple[Replay, float]:
+    """All ranks' actions for `at_once` micro-batches, and a step's seconds: until the slowest rank has also reduced its
+    gradients and updated its weights."""
     p = config.parallel
     measured, tails = {}, []
     for place, trace in simulation.traces.items():
         spans = action_spans(trace, simulation.lines[place])
         measured |= renamed(spans, list(local_stages(p, config.model.config.num_layers, place)))
         tails.append(simulation.lines[place].end - max(end for _, end in spans.values()))
-    order = schedule_order(p.schedule, p.pp, simulation.micro_batches, p.vp)
-    seconds = action_seconds(measured, simulation.micro_batches, simulation.traced)
+    order = schedule_order(p.schedule, p.pp, at_once, p.vp)
+    seconds = action_seconds(measured, at_once, simulation.traced)
     replayed = replay(order, seconds, message_seconds(system, simulation.traces[0]))
-    return replayed, max(end + tail for end, tail in zip(replayed.finished, tails, strict=True))
+    before = (simulation.micro_batches // at_once - 1) * max(replayed.finished)
+    return replayed, before + max(end + tail for end, tail in zip(replayed.finished, tails, strict=True))
 
 
 def action_spans(trace: Trace, line: Timeline) -> dict[Action, tuple[float, float]]:

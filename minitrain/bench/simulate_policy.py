@@ -2,14 +2,16 @@
 
     sampling    token by token, by the memory's bandwidth, of which decoding kernels reach a share: each decoding step
                 reads the weights (of experts, those that its tokens choose) and the caches of all samples that have
-                not ended, and begins when the host has prepared it. Lengths are log-normal around the published mean,
-                cut off at the limit: the longest responses decode almost alone.
+                not ended, sums layers' results over tensor-parallel ranks, and begins when the host has prepared it.
+                Lengths are log-normal around the published mean, cut off at the limit: the longest decode almost alone.
     log-probs   a forward pass for the old policy if there is more than one update, one for the reference
     training    the simulated optimizer step, on rows that are packed full
     refit       every sampler receives its share of the weights, in bf16, over the slowest link between the ranks
 
 Apart, samplers and trainers work side by side, and a step takes as long as the slower of the two. Left out: rewards,
 prefill, and how far acceptance of one step's lag changes lengths.
+
+A published run's stack pays for more than that: see `Stack`.
 """
 
 import dataclasses
@@ -31,62 +33,108 @@ from minitrain.training.build import make_model
 SPREAD = 0.8  # standard deviation of the logarithm of responses' lengths
 
 
+@dataclass(frozen=True)
+class Stack:
+    """What a published run pays beyond kernels and messages: see systems.yaml."""
+
+    expert_layer: float
+    gather: float
+    tensor: float
+    offload: float
+    wake: float
+    prepare: float
+    far_step: float
+
+
 @dataclass
 class Shape:
     """What decoding reads, in bf16: bytes of the weights that every token needs, of one expert over all layers, and of
-    a token's cache over all layers."""
+    a token's cache over all layers, which at most `heads` tensor-parallel ranks can share."""
 
     shared: float
     expert: float
     cache: float
+    heads: int
+
+
+@dataclass
+class Rollouts:
+    """A step's samples. prompt, mean, limit: tokens of a prompt, of a response on average and at most."""
+
+    responses: int
+    prompt: int
+    mean: int
+    limit: int
+
+    @property
+    def tokens(self) -> int:
+        return self.responses * (self.prompt + self.mean)
 
 
 def simulated_policy_row(config: Config, row: str, system: System) -> tuple[Simulation, dict]:
     """The simulation of an optimizer step, and the row's result with the seconds of each phase."""
     began = time.perf_counter()
-    gpus, sampling = stated_ranks(config), config.grpo.generation_ranks
-    limit, lengths = config.rollout.max_tokens, published_lengths(config)
-    response, prompt = lengths.rollout.max_tokens, lengths.grpo.mock_digits + 1
-    responses = config.grpo.prompts * config.grpo.group
-    tokens = responses * (prompt + response)
-    updates = max(1, responses // config.batch.global_)
-    learner = training_config(config, gpus - sampling, tokens / updates)
+    learner = training_config(config)
     simulation = timed(learner, *record(learner), system)
-    phases = {
-        "generation": generation_seconds(config, system, responses, prompt, response, limit, sampling or gpus),
-        "logprobs": ((updates > 1) + (config.grpo.kl > 0)) * updates * forward_share(learner) * simulation.step,
-        "training": updates * simulation.step,
-        "refit": refit_seconds(config, system, gpus),
-    }
-    sampler, trainer = phases["generation"], phases["logprobs"] + phases["training"]
-    step = (max(sampler, trainer) if sampling else sampler + trainer) + phases["refit"]
-    rate = tokens / step / gpus
-    flops = flops_of_token(config, tokens)
     peak = max(sum(trace.peak.values()) for trace in simulation.traces.values())
     return simulation, {
         "row": row, "system": system.name, "device": system.name, "mode": "simulated", "proxy": False,
-        "world_size": gpus, "step_time_s": step, "tokens_per_sec_per_gpu": rate, "tflops_per_gpu": rate * flops / 1e12,
-        "clean_tflops_per_gpu": rate * flops / 1e12, "mfu": rate * flops / system.bf16,
+        "world_size": stated_ranks(config), **policy_figures(config, system, simulation, None),
         "matmul_tflops": system.bf16 / 1e12, "peak_memory_gib": peak / 2**30, "fits": peak <= system.capacity,
-        **{f"{phase}_s": seconds for phase, seconds in phases.items()},
-        "response_tokens": response, "reference": config.reference,
-        "published_step_time_s": config.reference.get("step_time_s"),
-        "ratio": compare(rate, rate * flops, config.reference), "torch": torch.__version__,
+        "response_tokens": rollouts_of(config).mean, "reference": config.reference,
+        "published_step_time_s": config.reference.get("step_time_s"), "torch": torch.__version__,
         "simulated_in_s": time.perf_counter() - began,
     }  # fmt: skip
+
+
+def policy_figures(config: Config, system: System, simulation: Simulation, stack: Stack | None) -> dict:
+    """What depends on time. stack: what a published run used, or None for our own."""
+    phases, tokens = phase_seconds(config, system, simulation, stack), rollouts_of(config).tokens
+    rate, flops = tokens / phases["step_time_s"] / stated_ranks(config), flops_of_token(config, tokens)
+    return phases | {
+        "tokens_per_sec_per_gpu": rate, "tflops_per_gpu": rate * flops / 1e12,
+        "clean_tflops_per_gpu": rate * flops / 1e12, "mfu": rate * flops / system.bf16,
+        "ratio": compare(rate, rate * flops, config.reference),
+    }  # fmt: skip
+
+
+def rollouts_of(config: Config) -> Rollouts:
+    lengths = published_lengths(config)
+    responses, prompt = config.grpo.prompts * config.grpo.group, lengths.grpo.mock_digits + 1
+    return Rollouts(responses, prompt, lengths.rollout.max_tokens, config.rollout.max_tokens)
+
+
+def phase_seconds(config: Config, system: System, simulation: Simulation, stack: Stack | None) -> dict[str, float]:
+    """Of each phase, and of the step. stack: see policy_figures."""
+    updates = updates_of(config)
+    training = updates * max(simulation.step, waiting_seconds(config, simulation.micro_batches, stack))
+    passes = 2 if stack else (updates > 1) + (config.grpo.kl > 0)  # theirs are two in any case
+    seconds = {
+        "generation_s": generation_seconds(config, system, stack),
+        "logprobs_s": passes * forward_share(config) * training,
+        "training_s": training,
+        "refit_s": refit_seconds(config, system, stack),
+    }
+    sampler, trainer = seconds["generation_s"], seconds["logprobs_s"] + seconds["training_s"]
+    step = max(sampler, trainer) if config.grpo.generation_ranks else sampler + trainer
+    return {"step_time_s": step + seconds["refit_s"] + (stack.prepare if stack else 0.0), **seconds}
 
 
 # ------------------------------------------------------------------------------------------------------------- training
 
 
-def training_config(config: Config, ranks: int, tokens: float) -> Config:
-    """An optimizer step on `tokens` in full rows, as plain language modelling, which computes the same."""
-    p, b = config.parallel, config.batch
+def training_config(config: Config) -> Config:
+    """An optimizer step on an update's share of the rollouts, as plain language modelling, which computes the same."""
+    p, b, ranks = config.parallel, config.batch, stated_ranks(config) - config.grpo.generation_ranks
     rows = ranks // (p.tp * p.cp * p.pp) * b.micro
-    packs = max(1, math.ceil(tokens / b.seq_len / rows))
+    packs = max(1, math.ceil(rollouts_of(config).tokens / updates_of(config) / b.seq_len / rows))
     packs = max(packs, p.pp) if p.pp > 1 else packs
     batch = dataclasses.replace(b, global_=packs * rows)
     return dataclasses.replace(config, task="pretrain", batch=batch, grpo=GRPO())
+
+
+def updates_of(config: Config) -> int:
+    return max(1, config.grpo.prompts * config.grpo.group // config.batch.global_)
 
 
 def forward_share(config: Config) -> float:
@@ -94,23 +142,38 @@ def forward_share(config: Config) -> float:
     return 1 / 4 if config.recompute == "full" else 1 / 3
 
 
+def waiting_seconds(config: Config, micro_batches: int, stack: Stack | None) -> float:
+    """What an optimizer step takes at least where the host waits in each layer of experts for the counts of its tokens
+    before it launches what follows. A pipeline fills and drains besides."""
+    shape, pp = config.model.config, config.parallel.pp
+    if stack is None or not shape.num_experts:
+        return 0.0
+    again = 4 / 3 if config.recompute == "full" else 1.0
+    return (micro_batches + pp - 1) * shape.num_layers / pp * stack.expert_layer * again
+
+
 # ------------------------------------------------------------------------------------------------------------- sampling
 
 
-def generation_seconds(
-    config: Config, system: System, responses: int, prompt: int, mean: int, limit: int, gpus: int
-) -> float:
+def generation_seconds(config: Config, system: System, stack: Stack | None) -> float:
     """Until every sampler has finished its share: the sum over decoding steps of what each reads."""
-    tp = config.reference.get("generation_tp", config.rollout.tp)
-    samples, shape, model = responses * tp / gpus, decoding_shape(config), config.model.config
-    location = log_normal_location(mean, limit)
-    seconds, step = 0.0, max(1, limit // 256)
-    for position in range(0, limit, step):
+    tp, gpus = sampling_ranks(config), config.grpo.generation_ranks or stated_ranks(config)
+    rollouts, shape, model = rollouts_of(config), decoding_shape(config), config.model.config
+    samples, location = rollouts.responses * tp / gpus, log_normal_location(rollouts.mean, rollouts.limit)
+    seconds, step = 0.0, max(1, rollouts.limit // 256)
+    far = stack.far_step if stack and tp > system.domain else 0.0
+    for position in range(0, rollouts.limit, step):
         left = samples * share_longer(position, location)
         if left < 0.5 and position:  # the last sample has ended
             break
-        seconds += step * decoding_seconds(system, model, shape, max(left, 1.0), prompt + position, tp)
+        context = rollouts.prompt + position
+        seconds += step * (decoding_seconds(system, model, shape, max(left, 1.0), context, tp) + far)
     return seconds
+
+
+def sampling_ranks(config: Config) -> int:
+    """Tensor-parallel ranks of a sampler, as published."""
+    return config.reference.get("generation_tp", config.rollout.tp)
 
 
 def decoding_seconds(
@@ -120,10 +183,12 @@ def decoding_seconds(
     touched = 0.0
     if model.num_experts:
         touched = model.num_experts * (1 - (1 - model.num_experts_per_tok / model.num_experts) ** samples)
-    moved = (shape.shared + touched * shape.expert + samples * context * shape.cache) / tp
+    weights = (shape.shared + touched * shape.expert) / tp
+    caches = samples * context * shape.cache / min(tp, shape.heads)
     exchange = system.latency / 2 if tp <= system.domain else system.far_latency  # near ones are single kernels
     exchanges = 2 * model.num_layers * exchange if tp > 1 else 0.0
-    return moved / (system.decode * system.memory) + exchanges + system.decode_step
+    reading = weights / system.decode_weights + caches / system.decode_caches
+    return reading / system.memory + exchanges + system.decode_step
 
 
 def decoding_shape(config: Config) -> Shape:
@@ -133,10 +198,10 @@ def decoding_shape(config: Config) -> Shape:
     embedding = model.vocab_size * model.hidden_size
     shared = sum(p.numel() for p in weights.parameters()) - experts - embedding
     if model.kv_lora_rank:
-        cache = model.kv_lora_rank + model.qk_rope_head_dim
+        heads, cache = 1, model.kv_lora_rank + model.qk_rope_head_dim
     else:
-        cache = 2 * model.num_key_value_heads * model.head_dim
-    return Shape(2 * shared, 2 * experts / max(1, model.num_experts), 2 * cache * model.num_layers)
+        heads, cache = model.num_key_value_heads, 2 * model.num_key_value_heads * model.head_dim
+    return Shape(2 * shared, 2 * experts / max(1, model.num_experts), 2 * cache * model.num_layers, heads)
 
 
 def log_normal_location(mean: float, limit: int) -> float:
@@ -157,8 +222,18 @@ def share_longer(length: float, location: float) -> float:
 # ---------------------------------------------------------------------------------------------------------------- refit
 
 
-def refit_seconds(config: Config, system: System, gpus: int) -> float:
-    """Each GPU of a sampler receives 1 / tp of the weights, over the network unless all GPUs share a domain."""
-    size = 2 * sum(p.numel() for p in make_model(config).parameters())
-    tp = config.reference.get("generation_tp", config.rollout.tp)
-    return size / tp / (system.nvlink if gpus <= system.domain else system.network)
+def refit_seconds(config: Config, system: System, stack: Stack | None) -> float:
+    """Each GPU of a sampler receives 1 / tp of the weights, over the network unless all GPUs share a domain.
+
+    A published stack gathers all weights on every GPU. Where these sample too, it hands them over tensor by tensor, and
+    optimizer states leave the GPU and come back.
+    """
+    parameters, gpus = list(make_model(config).named_parameters()), stated_ranks(config)
+    count = sum(p.numel() for _, p in parameters)
+    if stack is None:
+        return 2 * count / sampling_ranks(config) / (system.nvlink if gpus <= system.domain else system.network)
+    gathering = 2 * count / stack.gather
+    if config.grpo.generation_ranks:
+        return gathering
+    tensors = sum(len(p) if ".experts." in name and p.dim() == 3 else 1 for name, p in parameters)
+    return gathering + tensors * stack.tensor + stack.wake + 12 * count / gpus / stack.offload

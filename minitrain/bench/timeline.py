@@ -49,7 +49,8 @@ class System:
     gemm_tiles: int
     step: float
     capacity: float
-    decode: float
+    decode_weights: float
+    decode_caches: float
     decode_step: float
 
     def kernel_seconds(self, event: Event) -> float:
@@ -64,7 +65,7 @@ class System:
 
     def gemm_rate(self, event: Event) -> float:
         rate = self.fp8 if event.element == 1 else self.bf16 if event.element == 2 else self.bf16 / 16
-        if event.kind == "grouped" and event.sizes[0] > 1:
+        if event.kind == "grouped" and (event.sizes[0] > 1 or event.element == 1):
             rate *= self.grouped
         if not event.sizes:
             return rate
@@ -97,8 +98,7 @@ class System:
 
 def load_system(name: str) -> System:
     """A system of systems.yaml by name. Raises InputError for an unknown one."""
-    known = yaml.safe_load(SYSTEMS.read_text(encoding="utf-8"))
-    known.pop("fitted_on")
+    known = yaml.safe_load(SYSTEMS.read_text(encoding="utf-8"))["systems"]
     if name not in known:
         raise InputError(f"--system={name} is not one of {', '.join(known)}")
     return System(name, **{f.name: float(known[name][f.name]) for f in fields(System) if f.name != "name"})

@@ -53,7 +53,8 @@ class Event:
 
     def renumbered(self, now: dict[int, int]) -> "Event":
         """The same on other storages. now: their numbers, by those here."""
-        reads, writes = ([(now[number], size) for number, size in given] for given in (self.reads, self.writes))
+        reads = [(now[number], size) for number, size in self.reads]
+        writes = [(now[number], size) for number, size in self.writes]
         where = self.sizes, self.element, self.payload, self.group, self.dimension
         return Event(self.name, self.kind, self.flops, reads, writes, *where)
 

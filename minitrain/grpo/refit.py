@@ -48,6 +48,8 @@ class Refit:
         self.give, self.want, self.rank = give, want, dist.get_rank()
         offers, wishes = gather(describe(give()), group), gather(describe(want), group)
         self.buckets = cut(plan(offers, wishes), BUCKET)
+        if dist.get_backend() == "nccl":  # where all ranks must take part in a group's first operation
+            dist.all_reduce(torch.zeros((), device="cuda"))
 
     @torch.no_grad()
     def __call__(self) -> None:

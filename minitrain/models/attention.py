@@ -12,7 +12,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from minitrain.models.layers import apply_rotary
 
@@ -115,8 +115,9 @@ def attention_with_sinks(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: M
     """
     grouped = q.shape[1] != k.shape[1]
     if q.is_cuda and not isinstance(mask.pairs, Tensor):
-        out, log_sum = _flex_attention()(q, k, v, block_mask=mask.pairs, enable_gqa=grouped, return_lse=True)
-        return out * torch.sigmoid(log_sum - sinks.float()[:, None])[..., None].to(out.dtype)
+        flex = _flex_attention()
+        out, aux = flex(q, k, v, block_mask=mask.pairs, enable_gqa=grouped, return_aux=AuxRequest(lse=True))
+        return out * torch.sigmoid(aux.lse - sinks.float()[:, None])[..., None].to(out.dtype)
     # A key of zeros, whose score is the bias alone, with a value of zeros.
     scores = torch.zeros(mask.pairs.shape, dtype=q.dtype, device=q.device).masked_fill(~mask.pairs, -torch.inf)
     scores = scores.expand(*q.shape[:3], -1)

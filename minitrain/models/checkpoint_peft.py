@@ -36,6 +36,7 @@ from minitrain.models.wan import Wan, WanConfig
 
 LARGEST_RANK = 1 << 16
 TARGETS = ("target_modules", "target_parameters")  # keys of adapter_config.json
+MIXERS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mamba": ("in_proj", "out_proj")}  # the rest: mlp
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 VARIANTS = (
     "use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "use_qalora",
@@ -53,7 +54,7 @@ def read_adapter_config(path: str | Path) -> Lora:
         variants.append(f"init_lora_weights={start}")  # these change the base weights
     if raw.get("peft_type") != "LORA" or variants:
         raise InputError(f"{file}: only plain LoRA is supported, not {', '.join(variants) or raw.get('peft_type')}")
-    targets = [target.removeprefix("mixer.") for key in TARGETS for target in _names(raw, key, file)]
+    targets = [_our_target(target) for key in TARGETS for target in _names(raw, key, file)]
     rank, alpha = raw.get("r"), raw.get("lora_alpha")
     if type(rank) is not int or not 1 <= rank <= LARGEST_RANK:
         raise InputError(f"{file}: r={rank!r} must be a whole number from 1 to {LARGEST_RANK:,}")
@@ -196,6 +197,13 @@ def _module(path: str, config) -> str:
     """The path of a module, or the end of one, as transformers has it: in Nemotron-H every part is a `mixer`."""
     is_nemotron = not isinstance(config, WanConfig) and config.family == "nemotron_h"
     return re.sub(r"\b(self_attn|mamba|mlp)\.", "mixer.", path) if is_nemotron else path
+
+
+def _our_target(target: str) -> str:
+    """The end of a module's path as it is here: which of Nemotron-H's mixers it is in, its own name tells."""
+    last = target.rpartition(".")[2]
+    part = next((part for part, names in MIXERS.items() if last in names), "mlp")
+    return re.sub(r"\bmixer\.", f"{part}.", target)
 
 
 def to_stored(name: str, tensor: Tensor, config) -> Tensor:

@@ -49,6 +49,10 @@ class Family(NamedTuple):
     qk_norm: bool = False
     position_embedding: str = "rotary"
     scaled_residual_init: bool = False
+    rope_theta: float = 10000.0  # where config.json gives none
+    rope: dict[str, Any] = {}  # noqa: RUF012  # other rotary settings, where it has no object of them
+    norm_topk: bool | None = None  # norm_topk_prob where config.json has none; None: it always has none, for true
+    can_tie: bool = True  # if not, the head is stored and separate whatever tie_word_embeddings says
     partial_rotary: float | None = None  # the factor where config.json gives none; None: heads are always rotated whole
 
 
@@ -57,32 +61,37 @@ FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM", ("use_sliding_window",), qkv_bias=True),
     "qwen3": Family("Qwen3ForCausalLM", ("attention_bias", "use_sliding_window"), qk_norm=True),
     "mixtral": Family(
-        "MixtralForCausalLM", (), values=dict(sliding_window=None),
+        "MixtralForCausalLM", (), values=dict(sliding_window=None), rope_theta=1e6,
         sizes=dict(
             num_experts="num_local_experts", num_experts_per_tok="num_experts_per_tok",
             moe_intermediate_size="intermediate_size",
         ),
     ),
     "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM", ("attention_bias", "use_sliding_window"), required=("norm_topk_prob",),
-        values=dict(decoder_sparse_step=1, mlp_only_layers=[]), qk_norm=True,
+        "Qwen3MoeForCausalLM", ("attention_bias", "use_sliding_window"),
+        values=dict(decoder_sparse_step=1, mlp_only_layers=[]), qk_norm=True, norm_topk=False,
         sizes={key: key for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")},
     ),
     "deepseek_v3": Family(
-        "DeepseekV3ForCausalLM", ("attention_bias",), required=("norm_topk_prob",),
+        "DeepseekV3ForCausalLM", ("attention_bias",),
         values=dict(rope_interleave=True, moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc"),
         sizes=dict(num_experts="n_routed_experts") | {
             key: key
             for key in ("num_experts_per_tok", "moe_intermediate_size", "first_k_dense_replace", "n_group",
                         "topk_group", *LATENT)
         },
-        quantised="fp8", scoring_func="sigmoid",
+        quantised="fp8", scoring_func="sigmoid", norm_topk=True,
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM", (), required=("attention_bias",), values=dict(swiglu_limit=7.0, swiglu_alpha=1.702),
         sizes=dict(
             num_experts="num_local_experts", num_experts_per_tok="num_experts_per_tok",
             moe_intermediate_size="intermediate_size", sliding_window="sliding_window",
+        ),
+        rope_theta=150000.0,
+        rope=dict(
+            rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+            original_max_position_embeddings=4096,
         ),
         quantised="mxfp4", mlp="clamped_swiglu", qkv_bias=True, o_bias=True, sinks=True, expert_bias=True,
     ),
@@ -92,7 +101,7 @@ FAMILIES = {
     "nemotron_h": Family(
         "NemotronHForCausalLM", ("attention_bias", "mlp_bias", "use_bias"),
         values=dict(
-            norm_topk_prob=True, use_conv_bias=True, mamba_hidden_act="silu", n_shared_experts=1, sliding_window=None,
+            use_conv_bias=True, mamba_hidden_act="silu", n_shared_experts=1, sliding_window=None,
         ),
         sizes=dict(
             num_experts="n_routed_experts", shared_expert_intermediate_size="moe_shared_expert_intermediate_size",
@@ -103,7 +112,8 @@ FAMILIES = {
                 "mamba_head_dim", "ssm_state_size", "conv_kernel",
             )
         },
-        mlp="relu2", scoring_func="sigmoid", position_embedding="none", scaled_residual_init=True,
+        mlp="relu2", scoring_func="sigmoid", position_embedding="none", scaled_residual_init=True, norm_topk=True,
+        can_tie=False,
     ),
     "gpt2": Family(
         "GPT2LMHeadModel", ("scale_attn_by_inverse_layer_idx", "add_cross_attention"),
@@ -124,17 +134,18 @@ def read_config(path: str | Path) -> DecoderConfig:
     family = FAMILIES[name]
     raw = _with_common_keys(raw, name, file)
     _refuse_unsupported(raw, family, file)
-    rope = _read_rope(raw, file)
+    rope = _read_rope(raw, family, file)
     sizes = {ours: _number(raw, theirs, file) for ours, theirs in (SIZES | family.sizes).items()}
     hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     fields = dict(
         num_key_value_heads=_number(raw, "num_key_value_heads", file, default=heads),
         head_dim=_number(raw, "head_dim", file, default=hidden // max(heads, 1)),
         norm_eps=_number(raw, EPS_KEYS[family.norm], file, float),
-        rope_theta=_number(rope, "rope_theta", file, float, default=10000.0),
+        rope_theta=_number(rope, "rope_theta", file, float, default=family.rope_theta),
         rope_scaling=_rope_scaling(rope, file),
         partial_rotary_factor=_partial_rotary(rope, family, file),
-        tie_word_embeddings=_switch(raw, "tie_word_embeddings", file),
+        tie_word_embeddings=family.can_tie and _switch(raw, "tie_word_embeddings", file),
+        norm_topk_prob=_norm_topk(raw, family, file),
         initializer_range=_number(raw, "initializer_range", file, float, default=0.02),
         bos_token_id=_token_ids(raw, "bos_token_id", file),
         eos_token_id=_token_ids(raw, "eos_token_id", file),
@@ -242,7 +253,7 @@ def _refuse_other_layers(raw: dict, family: Family, file: Path) -> None:
         raise InputError(f"{file}: layer_types other than {', '.join(kinds)} in turn are not supported")
 
 
-def _read_rope(raw: dict, file: Path) -> dict:
+def _read_rope(raw: dict, family: Family, file: Path) -> dict:
     """Everything about rotary embeddings in one dict, from the old keys (transformers 4) and the new one (5)."""
     rope = {key: raw[key] for key in ("rope_theta", "partial_rotary_factor") if raw.get(key) is not None}
     for key in ("rope_scaling", "rope_parameters"):
@@ -250,7 +261,7 @@ def _read_rope(raw: dict, file: Path) -> dict:
         if not isinstance(value, dict | None):
             raise InputError(f"{file}: {key} must be an object, not a {type(value).__name__}")
         rope |= value or {}
-    return rope
+    return rope if raw.get("rope_scaling") or raw.get("rope_parameters") else rope | family.rope
 
 
 def _rope_scaling(rope: dict, file: Path) -> dict | None:
@@ -275,6 +286,10 @@ def _partial_rotary(rope: dict, family: Family, file: Path) -> float:
     if family.partial_rotary is None and factor != 1:
         raise InputError(f"{file}: partial_rotary_factor={factor} is not supported for {family.architecture} (use 1)")
     return factor
+
+
+def _norm_topk(raw: dict, family: Family, file: Path) -> bool:
+    return family.norm_topk is None or _switch({"norm_topk_prob": family.norm_topk} | raw, "norm_topk_prob", file)
 
 
 def _number(raw: dict, key: str, file: Path, kind: type = int, default: Any = None) -> Any:
@@ -311,7 +326,8 @@ def _token_ids(raw: dict, key: str, file: Path) -> int | list[int] | None:
 def config_to_hf(config: DecoderConfig, dtype: torch.dtype) -> dict:
     """config.json in the spelling of transformers 4, which 5 reads too."""
     family = exportable_family(config)
-    partial = {} if family.partial_rotary is None else dict(partial_rotary_factor=config.partial_rotary_factor)
+    optional = {} if family.partial_rotary is None else dict(partial_rotary_factor=config.partial_rotary_factor)
+    optional |= {} if family.norm_topk is None else dict(norm_topk_prob=config.norm_topk_prob)
     settings = dict(
         architectures=[family.architecture],
         model_type=config.family,
@@ -322,7 +338,7 @@ def config_to_hf(config: DecoderConfig, dtype: torch.dtype) -> dict:
         **{EPS_KEYS[family.norm]: config.norm_eps},
         rope_theta=config.rope_theta,
         rope_scaling=config.rope_scaling,
-        **partial,
+        **optional,
         **dict.fromkeys(family.switches, False),
         **dict.fromkeys(family.required, True),
         **family.values,
@@ -347,6 +363,7 @@ def config_to_hf(config: DecoderConfig, dtype: torch.dtype) -> dict:
     if config.sinks:
         kinds = ("full_attention", "sliding_attention")
         settings["layer_types"] = [kinds[config.windowed(layer)] for layer in range(config.num_layers)]
+        settings["rope_scaling"] = config.rope_scaling or dict(rope_type="default")  # null means its own yarn there
     return settings
 
 
@@ -358,6 +375,8 @@ def exportable_family(config: DecoderConfig) -> Family:
         raise InputError(f"model.family={config.family!r} cannot be saved (known: {', '.join(FAMILIES)})")
     fixed = _fixed(family) | _unused(config, family)
     fixed |= {} if family.partial_rotary else dict(partial_rotary_factor=1.0)
+    fixed |= dict(norm_topk_prob=True) if family.norm_topk is None else {}
+    fixed |= {} if family.can_tie else dict(tie_word_embeddings=False)
     for key, value in fixed.items():
         given = getattr(config, key)
         if given != value:

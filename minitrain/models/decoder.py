@@ -92,7 +92,7 @@ def mixture_of_experts(config: DecoderConfig) -> MoE:
         config.hidden_size, config.num_experts, config.num_experts_per_tok, config.scoring_func, config.expert_bias,
         config.n_group, config.topk_group, config.routed_scaling_factor, config.fake_balanced_gate,
         count_load=config.bias_update_speed > 0, aux_loss_coef=config.router_aux_loss_coef,
-        aux_per_sequence=config.seq_aux,
+        aux_per_sequence=config.seq_aux, normalize=config.norm_topk_prob,
     )  # fmt: skip
     return MoE(
         router, config.hidden_size, config.moe_intermediate_size, config.mlp, config.expert_bias,

@@ -65,6 +65,7 @@ class DecoderConfig:
     moe_latent_size: int = 0  # width that experts work on, if not hidden_size
     expert_bias: bool = False  # router and experts have biases
     scoring_func: str = "softmax"  # softmax | sigmoid, which has a selection bias and groups
+    norm_topk_prob: bool = True  # the chosen experts' weights are divided by their sum
     n_group: int = 1
     topk_group: int = 1
     routed_scaling_factor: float = 1.0

@@ -166,6 +166,9 @@ def adapted_product(experts: Experts, name: str, x: Tensor, scale: Tensor, offse
     if not hasattr(experts, name + "_lora_A"):
         return y
     a, b = getattr(experts, name + "_lora_A"), getattr(experts, name + "_lora_B") * experts.lora.scale
+    missing = -experts.lora.rank % 8  # grouped_mm wants rows of 16 bytes
+    if missing:
+        a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
     inner = grouped_mm(drop(experts, x), a.to(x.dtype).transpose(-2, -1), offsets)
     return y + grouped_mm(inner, b.to(x.dtype).transpose(-2, -1), offsets)
 

@@ -57,8 +57,8 @@ class MoE(nn.Module):
 class Router(nn.Module):
     """Which experts a token goes to, and with which weights.
 
-    scoring: `softmax` over the chosen experts' logits, the same as over all and then renormalised (Mixtral, Qwen3,
-    GPT-OSS); or `sigmoid` of each logit, divided by the sum of the chosen ones and times `scale` (DeepSeek-V3).
+    scoring: `softmax` over all experts' logits, or `sigmoid` of each (DeepSeek-V3). With `normalize`, as all published
+    models have it, the weights of the chosen are divided by their sum; sigmoid's are then multiplied by `scale`.
     Sigmoid routers choose by score + e_score_correction_bias, a buffer that no gradient reaches; with n_group > 1, only
     from the topk_group groups of experts whose two best sum highest.
     """
@@ -77,12 +77,14 @@ class Router(nn.Module):
         count_load: bool = False,
         aux_loss_coef: float = 0.0,
         aux_per_sequence: bool = False,
+        normalize: bool = True,
     ):
         super().__init__()
         self.num_experts, self.top_k, self.sigmoid = num_experts, top_k, scoring == "sigmoid"
         self.n_group, self.topk_group, self.scale = n_group, topk_group, scale
         self.fake_balanced, self.count_load = fake_balanced, count_load
         self.aux_loss_coef, self.aux_per_sequence = aux_loss_coef, aux_per_sequence
+        self.normalize = normalize
         self.load: Tensor | None = None  # int64 [experts]: tokens per expert since the last update of the bias
         self.tokens_per_step: Tensor | None = None  # of all ranks and micro-batches; None: this forward pass is all
         self.sum_counts: Callable = lambda counts: counts  # over the ranks that share the tokens that are balanced
@@ -105,9 +107,12 @@ class Router(nn.Module):
         indices = self._choose(scores.detach())
         weights = scores.gather(1, indices)
         if self.sigmoid:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.scale
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) if self.normalize else weights
+            weights = weights * self.scale
+        elif self.normalize:
+            weights = weights.softmax(-1)  # the same as over all, divided by the sum of the chosen
         else:
-            weights = weights.softmax(-1)
+            weights = (weights - logits.logsumexp(-1, keepdim=True)).exp()
         real = None if documents is None else documents.flatten() >= 0
         if self.count_load and torch.is_grad_enabled() and not is_recomputing():
             self._count(indices, real)

@@ -10,6 +10,7 @@ gather and free weights around the compiled block.
 from collections.abc import Callable
 
 import torch
+import torch._dynamo.config  # the setting has no public name
 from torch.nn import Module
 
 from minitrain.config import Config
@@ -22,6 +23,8 @@ from minitrain.parallel.pipeline import Pipeline, local_stages
 from minitrain.parallel.recompute import recompute
 from minitrain.parallel.tensor import overlap_collectives, tensor_parallel
 from minitrain.parallel.tensor_wan import tensor_parallel_wan
+
+GRAPHS = 64  # of a process's blocks: all kinds of layers, each in training, in evaluation and frozen; torch allows 8
 
 
 def lay_out(make: Callable[..., Module], config: Config, meshes: Meshes) -> Module:
@@ -51,6 +54,7 @@ def parallelize(model: Module, config: Config, meshes: Meshes) -> None:
     if config.parallel.async_tp:
         overlap_collectives(meshes.tp)
     if config.compile:
+        torch._dynamo.config.recompile_limit = GRAPHS
         dynamic = None if config.data.kind == "latents" else False  # None: when another length comes
         for block in model.blocks:
             block.compile(fullgraph=True, dynamic=dynamic)

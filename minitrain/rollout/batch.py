@@ -108,7 +108,7 @@ class Batch:
         if isinstance(weight, DTensor):
             mesh, weight = weight.device_mesh, weight.to_local()
             part = Part(mesh.get_local_rank() * len(weight), mesh.get_group())
-        [logits] = self.sampler.weights.products(self.sampler.model, hidden[0], [weight], [None])
+        [logits] = self.sampler.weights.products(self.sampler.model, hidden[0], lambda: [(weight, None)])
         tokens, logprobs = choose(logits, self.choice, self.positions + 1, part)
         self.new_tokens.index_copy_(0, self.turn, tokens[None])
         self.new_logprobs.index_copy_(0, self.turn, logprobs[None])

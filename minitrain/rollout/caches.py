@@ -273,8 +273,8 @@ def attend_to_rows(
         common = common[0].unflatten(1, (-1, q.shape[2])).transpose(0, 1)
         sums = sums[0].unflatten(1, (-1, q.shape[2])).transpose(0, 1)
         share = torch.sigmoid(sums - log_sum[rows])
-        out[rows] = out[rows].lerp(common, share[..., None].to(out.dtype))
-        log_sum[rows] = torch.logaddexp(log_sum[rows], sums)
+        out[rows].lerp_(common, share[..., None].to(out.dtype))
+        torch.logaddexp(log_sum[rows], sums, out=log_sum[rows])
     return out, log_sum
 
 

@@ -37,6 +37,8 @@ from minitrain.rollout.sampling import Completion, SamplingParams, sample_key
 from minitrain.rollout.scheduler import Sample, Scheduler, Trunk, Work
 from minitrain.rollout.weights import Weights
 
+INDEXED = 2**31 - 1  # elements of a pool: for more, FlexAttention's kernel for decoding does not compile
+
 
 class Sampler:
     """`generate` continues prompts with `model`, whose weights it uses in place.
@@ -236,13 +238,13 @@ class Sampler:
 
     def _fitting_pages(self, share: float) -> int:
         """How many pages fit into this share of the free memory, on all ranks that step together."""
-        config = self.config
-        width = config.kv_lora_rank + config.qk_rope_head_dim
+        config, size = self.config, self.settings.page_size
+        width, pools = config.kv_lora_rank + config.qk_rope_head_dim, 1
         if not config.kv_lora_rank:
-            width = 2 * config.num_key_value_heads * config.head_dim // self.model.sequence_split
+            width, pools = config.num_key_value_heads * config.head_dim // self.model.sequence_split, 2
         layers = sum(config.parts(layer)[0] == "attention" for layer in range(config.num_layers))
-        page = self.settings.page_size * width * layers * self.model.head_weight.dtype.itemsize
-        pages = torch.tensor(int(share * free_memory(self.device) / max(page, 1)))
+        page = size * width * pools * layers * self.model.head_weight.dtype.itemsize
+        pages = torch.tensor(min(int(share * free_memory(self.device) / max(page, 1)), INDEXED // (size * width) - 1))
         if isinstance(self.model.head_weight, DTensor):
             pages, mesh = pages.to(self.device), self.model.head_weight.device_mesh
             for dimension in range(mesh.ndim):

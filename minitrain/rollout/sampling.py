@@ -16,7 +16,7 @@ from torch import Tensor
 from minitrain.errors import InputError
 from minitrain.training.loss import Part
 
-CHUNK = 4096  # ids whose random numbers are made at once, on the CPU
+CHUNK = 1 << 17  # random numbers that are made at once, on the CPU: what stays in its caches
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ def waiting_times(keys: Tensor, first: int, size: int) -> Tensor:
     trick, with one logarithm less.
     """
     bits = _mix(keys[:, None] ^ _vocabulary(first, size, keys.device)).bitwise_and_(0x7FFFFFFF)
-    uniform = bits.float().add_(0.5).mul_(2.0**-31)
-    return uniform.neg_().log1p_().neg_()  # exact for small numbers, which win
+    uniform = bits.float().add_(0.5).mul_(-(2.0**-31))
+    return uniform.log1p_().neg_()  # exact for small numbers, which win
 
 
 @dataclass
@@ -140,13 +140,13 @@ def choose(logits: Tensor, choice: Choice, positions: Tensor, part: Part) -> tup
     """
     if choice.filtered and part.group is not None:
         logits, part = part.gather(logits).transpose(0, 1).flatten(1), Part()
-    greedy = choice.temperature == 0
-    logits = logits.float() / torch.where(greedy, 1, choice.temperature)[:, None]
+    greedy, logits = choice.temperature == 0, logits.float()
+    temperature = torch.where(greedy, 1, choice.temperature)[:, None]
     if choice.filtered:
-        logits = keep_likely(logits, choice)
+        logits, temperature = keep_likely(logits / temperature, choice), 1.0
     peak = logits.amax(-1, keepdim=True)
-    weights = (logits - peak).exp_()
-    total = weights.sum(-1, keepdim=True)
+    weights = (logits - peak).div_(temperature).exp_()
+    total, peak = weights.sum(-1, keepdim=True), peak / temperature
     if choice.noisy:
         race = divide_by_waiting_times(weights, token_keys(choice.keys, positions), part.first)
         best = first_largest(race)
@@ -155,14 +155,15 @@ def choose(logits: Tensor, choice: Choice, positions: Tensor, part: Part) -> tup
         likeliest = first_largest(logits)
         best = torch.where(greedy[:, None], likeliest, best) if choice.noisy else likeliest
         score = torch.where(greedy[:, None], peak, score) if choice.noisy else peak
+    logit = logits.gather(1, best) / temperature
     if part.group is None:
-        return best[:, 0], (logits.gather(1, best) - peak - total.log())[:, 0]
-    return _best_of_parts(torch.cat([score, logits.gather(1, best), peak, total, best + part.first], dim=1), part)
+        return best[:, 0], (logit - peak - total.log())[:, 0]
+    return _best_of_parts(torch.cat([score, logit, peak, total, best + part.first], dim=1), part)
 
 
 def divide_by_waiting_times(weights: Tensor, keys: Tensor, first: int) -> Tensor:
     """weights [rows, vocab], in place; on the CPU in pieces that stay in its caches."""
-    step = CHUNK if weights.device.type == "cpu" else weights.shape[1]
+    step = max(1, CHUNK // len(weights)) if weights.device.type == "cpu" else weights.shape[1]
     for start in range(0, weights.shape[1], step):
         piece = weights[:, start : start + step]
         piece.div_(waiting_times(keys, first + start, piece.shape[1]))

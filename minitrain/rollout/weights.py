@@ -7,7 +7,7 @@ a second copy of the weights, which `refresh` renews. Small matrices stay as the
 than their product.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -27,7 +27,7 @@ class Weights:
         self.model = model
         # FSDP gathers a layer's weights and frees them: a copy of each would undo that
         self.packs = torch.backends.mkldnn.is_available() and not isinstance(model, FSDPModule)
-        self.packed: dict[object, tuple[Tensor, Tensor | None]] = {}  # by their owner, see `products`
+        self.packed: dict[object, tuple[Tensor, Tensor | None, list[int]]] = {}  # see `products`
 
     def refresh(self) -> None:
         """The weights have changed."""
@@ -51,17 +51,26 @@ class Weights:
                 for linear in group.linears:
                     del linear.forward
 
-    def products(self, owner: object, x: Tensor, weights: Sequence[Tensor], biases: Sequence) -> Sequence[Tensor]:
-        """F.linear of x with each weight and bias, which are `owner`'s, from their packed copy if there can be one."""
-        first, size = weights[0], sum(weight.numel() for weight in weights)
-        if not self.packs or first.device.type != "cpu" or first.dtype != torch.float32 or size < LEAST:
-            return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    def products(self, owner: object, x: Tensor, parameters: Callable) -> Sequence[Tensor]:
+        """F.linear of x with each of `owner`'s matrices, from their packed copy if there can be one.
+
+        parameters: gives their (weight, bias), all with biases or none.
+        """
         if owner not in self.packed:
+            weights, biases = zip(*parameters(), strict=True)
+            if not (self.packs and can_be_packed(weights)):
+                return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
             bias = None if biases[0] is None else torch.cat(biases)
             # neither operation has a public name
-            self.packed[owner] = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights)), bias
-        out = torch.ops.mkldnn._linear_pointwise.default(x, *self.packed[owner], "none", [], "")
-        return out.split([len(weight) for weight in weights], dim=-1)
+            weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights))
+            self.packed[owner] = weight, bias, [len(weight) for weight in weights]
+        weight, bias, rows = self.packed[owner]
+        return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "").split(rows, dim=-1)
+
+
+def can_be_packed(weights: Sequence[Tensor]) -> bool:
+    kinds = {(weight.device.type, weight.dtype) for weight in weights}
+    return kinds == {("cpu", torch.float32)} and sum(weight.numel() for weight in weights) >= LEAST
 
 
 class Group:
@@ -73,12 +82,15 @@ class Group:
 
     def __call__(self, number: int, x: Tensor) -> Tensor:
         if x is not self.x:
-            parameters = [(linear.weight, linear.bias) for linear in self.linears]  # tensor parallelism makes them anew
-            self.x, self.outs = x, self.weights.products(self.linears, x, *zip(*parameters, strict=True))
+            self.x, self.outs = x, self.weights.products(self.linears, x, self.parameters)
         out = self.outs[number]
         if number == len(self.linears) - 1:
             self.x = self.outs = None
         return out
+
+    def parameters(self) -> list[tuple[Tensor, Tensor | None]]:
+        """As they are now: tensor parallelism makes them anew."""
+        return [(linear.weight, linear.bias) for linear in self.linears]
 
 
 def linears_by_input(model: nn.Module) -> list[tuple[nn.Linear, ...]]:

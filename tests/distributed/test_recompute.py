@@ -66,6 +66,27 @@ def test_compiled_sharded_with_a_memory_budget(pool):
     check_against_one_process(pool, 2, tree, steps=3, batch=packed_batch, run=train_compiled, double=True)
 
 
+def compile_in_all_ways(tree):
+    """As GRPO does: training, a pass of the same model without gradients, and one of a frozen model."""
+    torch.compiler.reset()
+    config, before = from_dict(tree | {"device": "cpu", "compile": True}), counters["stats"]["unique_graphs"]
+    with mock.patch("torch.compile", partial(torch.compile, backend="eager")):
+        meshes = start(config)
+        models = [Trainer(config, meshes).model for _ in range(2)]
+        models[1].requires_grad_(False)
+        tokens = torch.arange(16)[None]
+        models[0](tokens).sum().backward()
+        with torch.no_grad():
+            outputs = [model(tokens) for model in models]
+    assert torch.equal(*outputs)
+    return counters["stats"]["unique_graphs"] - before
+
+
+def test_a_hybrids_kinds_of_layers_in_all_ways(pool):
+    """Three times three graphs: the compiler's own limit is 8, and then it fails."""
+    assert pool.run(1, compile_in_all_ways, TREE | {"model": "nemotron3-nano-30b-a3b-tiny"}) == [9]
+
+
 # --------------------------------------------------------------------------------------------------------------- memory
 
 

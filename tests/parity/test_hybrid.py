@@ -25,7 +25,7 @@ _HYBRID = dict(
 CONFIGS = {
     "nemotron_h": lambda: NemotronHConfig(**_HYBRID, n_groups=2, time_step_min=1e-30, layer_norm_epsilon=1e-3),
     "nemotron_h-latent": lambda: NemotronHConfig(**_HYBRID, n_groups=4, moe_latent_size=24, n_group=2, topk_group=1),
-    "nemotron_h-least-dt": lambda: NemotronHConfig(**_HYBRID, n_groups=2, time_step_min=0.6),
+    "nemotron_h-least-dt": lambda: NemotronHConfig(**_HYBRID, n_groups=2, time_step_min=0.6, norm_topk_prob=False),
     "gpt2": lambda: GPT2Config(
         vocab_size=96, n_embd=48, n_layer=3, n_head=6, n_positions=64, n_inner=80, layer_norm_epsilon=1e-3,
     ),
@@ -128,6 +128,14 @@ def test_each_process_reads_only_its_slices(pair, tmp_path):
         assert torch.equal(local, full.get_parameter(name)[slices]), name
 
 
+def test_tie_word_embeddings_has_no_meaning_for_nemotron_h(tmp_path):
+    """transformers gives it a head of its own, whatever config.json says."""
+    theirs, tokens = build("nemotron_h"), random_tokens(1, 20)
+    theirs.config.tie_word_embeddings = True
+    theirs.save_pretrained(tmp_path)
+    torch.testing.assert_close(load_pretrained(tmp_path)(tokens), reload(tmp_path)(tokens).logits, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_both_spellings_of_the_pattern(family, tmp_path):
     build(family).save_pretrained(tmp_path)
@@ -213,6 +221,7 @@ def test_gpt2_defaults(tmp_path):
         ("gpt3-175b-tiny", dict(position_embedding="rotary")),
         ("gpt3-175b-tiny", dict(o_bias=False)),
         ("nemotron3-nano-30b-a3b-tiny", dict(position_embedding="rotary")),
+        ("nemotron3-nano-30b-a3b-tiny", dict(tie_word_embeddings=True)),
         ("nemotron3-nano-30b-a3b-tiny", dict(scoring_func="softmax", routed_scaling_factor=1.0)),
         ("llama3-8b-tiny", dict(layer_pattern="*-*-")),
         ("llama3-8b-tiny", dict(time_step_min=0.1)),

@@ -122,6 +122,37 @@ def test_transformers_reads_what_we_write(family, max_shard_bytes, tmp_path):
     assert read_config(tmp_path / "ours") == read_config(tmp_path / "theirs")
 
 
+@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
+def test_weights_that_are_not_divided_by_their_sum(family, tmp_path):
+    theirs, tokens = build(family, norm_topk_prob=False), random_tokens(2, 40)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load_pretrained(tmp_path / "theirs")
+    assert_same(ours(tokens), theirs(tokens).logits, ours, theirs)
+    save_pretrained(ours, tmp_path / "ours")
+    assert read_config(tmp_path / "ours") == ours.config and not ours.config.norm_topk_prob
+    with torch.no_grad():
+        assert torch.equal(reload(tmp_path / "ours")(tokens).logits, theirs(tokens).logits)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+def test_rotary_settings_that_config_json_leaves_out(family, tmp_path):
+    build(family).save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    del raw["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    tokens = random_tokens(1, 40)
+    torch.testing.assert_close(load_pretrained(tmp_path)(tokens), reload(tmp_path)(tokens).logits, atol=1e-4, rtol=0)
+
+
+def test_gpt_oss_without_yarn(tmp_path):
+    """Where config.json gives no scaling, transformers takes GPT-OSS's own."""
+    theirs, tokens = build("gpt-oss", rope_parameters=dict(rope_type="default", rope_theta=100.0)), random_tokens(1, 40)
+    theirs.save_pretrained(tmp_path / "theirs")
+    save_pretrained(load_pretrained(tmp_path / "theirs"), tmp_path / "ours")
+    with torch.no_grad():
+        assert torch.equal(reload(tmp_path / "ours")(tokens).logits, theirs(tokens).logits)
+
+
 @pytest.mark.parametrize("family", MOE_CONFIGS)
 def test_same_tensor_names_as_transformers_writes(family, tmp_path):
     build(family).save_pretrained(tmp_path / "theirs", max_shard_size="20KB")

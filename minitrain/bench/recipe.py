@@ -1,0 +1,58 @@
+"""Predict a published run that differs from its row's config: `reference.recipe` says in what, key by key.
+
+    compile         whether element-wise kernels become one
+    attention       the kernels of attention, by their name in systems.yaml
+    fp8_experts     whether experts' products are of FP8, too
+    micro_batches   for so many of them a pipeline fills and drains, several times in a step
+    stack           what GRPO runs on, by its name in systems.yaml
+
+The config is our form of the row, and is predicted as it is; a published figure is compared with this one.
+"""
+
+import dataclasses
+
+import yaml
+
+from minitrain.bench.simulate import Simulation, figures, record, timed
+from minitrain.bench.simulate_policy import Stack, policy_figures
+from minitrain.bench.timeline import SYSTEMS, System
+from minitrain.bench.trace import Trace
+from minitrain.config import Config
+from minitrain.errors import InputError
+
+KEYS = ("compile", "attention", "fp8_experts", "micro_batches", "stack")
+PREDICTED = ("step_time_s", "tokens_per_sec_per_gpu", "tflops_per_gpu", "peak_memory_gib", "ratio")
+
+
+def as_published(config: Config, row: str, system: System, simulation: Simulation) -> dict:
+    """What differs from the config's own figures, whose simulation is given. Raises InputError."""
+    recipe = config.reference["recipe"]
+    if unknown := recipe.keys() - set(KEYS):
+        raise InputError(f"reference.recipe.{min(unknown)} is not one of {', '.join(KEYS)}")
+    if "stack" in recipe:
+        return policy_figures(config, system, simulation, Stack(**named("stacks", recipe["stack"])))
+    traces, micro_batches, traced = simulation.traces, simulation.micro_batches, simulation.traced
+    if recipe.get("compile", config.compile) != config.compile:
+        config = dataclasses.replace(config, compile=recipe["compile"])
+        traces = record(config)[0]
+    if recipe.get("fp8_experts"):
+        traces = {place: with_fp8_experts(trace) for place, trace in traces.items()}
+    if "attention" in recipe:
+        system = dataclasses.replace(system, **named("attention", recipe["attention"]))
+    theirs = timed(config, traces, micro_batches, traced, system, recipe.get("micro_batches", 0))
+    predicted = figures(config, row, system, theirs)
+    return {key: predicted[key] for key in PREDICTED}
+
+
+def named(section: str, name: str) -> dict[str, float]:
+    """Constants of a section of systems.yaml. Raises InputError for an unknown name."""
+    known = yaml.safe_load(SYSTEMS.read_text(encoding="utf-8"))[section]
+    if name not in known:
+        raise InputError(f"{name!r} in reference.recipe is not one of {', '.join(known)}")
+    return known[name]
+
+
+def with_fp8_experts(trace: Trace) -> Trace:
+    """As if the inputs of experts' products were of FP8."""
+    events = [dataclasses.replace(e, element=1) if e.kind == "grouped" else e for e in trace.events]
+    return dataclasses.replace(trace, events=events)

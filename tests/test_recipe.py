@@ -1,0 +1,93 @@
+"""What published runs did otherwise, on hand-made traces whose seconds are known."""
+
+from dataclasses import replace
+
+import pytest
+
+from minitrain.bench import recipe
+from minitrain.bench.recipe import KEYS, as_published, named
+from minitrain.bench.rows import published_rows
+from minitrain.bench.simulate import Simulation
+from minitrain.bench.timeline import load_system, play
+from minitrain.bench.trace import MEMORY_KINDS, Event, Trace
+from minitrain.config import from_dict
+from minitrain.errors import InputError
+
+SYSTEM = replace(load_system("dgx-h100"), launch=0.0, latency=0.0, step=0.0)
+ATTENTION = Event("attention", "attention", 740 * 10**12, [], [])
+BACKWARD = Event("attention_backward", "attention", 506 * 10**12, [], [])
+EXPERTS = Event("_grouped_mm", "grouped", 10**15, [], [], (2, 128 * 132, 256, 4096))
+MUL = Event("mul", "memory", 0, [(1, 29 * 10**11)], [(2, 29 * 10**11)])
+
+
+def config_with(**changes):
+    reference = {"gpus": 1, "tokens_per_sec_per_gpu": 1.0, "recipe": changes}
+    batch = {"global": 1, "micro": 1, "seq_len": 64}
+    return from_dict({"model": "mixtral-8x7b-tiny", "batch": batch, "compile": True, "reference": reference})
+
+
+def trace_of(*events: Event, died=()) -> Trace:
+    return Trace(list(events), died=dict(died), peak=dict.fromkeys(MEMORY_KINDS, 0))
+
+
+def seconds(trace: Trace, **changes) -> float:
+    simulation = Simulation({0: trace}, {0: play(trace, SYSTEM, True)}, 1, 1, 0.0)
+    predicted = as_published(config_with(**changes), "row", SYSTEM, simulation)
+    assert predicted["ratio"] == predicted["tokens_per_sec_per_gpu"] == 64 / predicted["step_time_s"]
+    return predicted["step_time_s"]
+
+
+def test_other_kernels():
+    trace = trace_of(ATTENTION, BACKWARD, EXPERTS)
+    experts, theirs = SYSTEM.kernel_seconds(EXPERTS), named("attention", "flash2")
+    slower = ATTENTION.flops / theirs["attention_forward"] + BACKWARD.flops / theirs["attention_backward"]
+    assert seconds(trace, attention="flash2") == pytest.approx(slower + experts)
+    ours = ATTENTION.flops / SYSTEM.attention_forward + BACKWARD.flops / SYSTEM.attention_backward
+    assert seconds(trace, fp8_experts=True) == pytest.approx(ours + experts * SYSTEM.bf16 / SYSTEM.fp8)
+
+
+def test_without_the_compiler_it_is_another_trace(monkeypatch):
+    """Two kernels in turn, of which the compiler makes one: the tensor between them dies."""
+    again = replace(MUL, reads=MUL.writes, writes=[(3, 29 * 10**11)])
+    trace = trace_of(MUL, again, died={2: 1})
+    monkeypatch.setattr(recipe, "record", lambda config: ({0: trace} if not config.compile else {}, 1, 1))
+    assert play(trace, SYSTEM, True).end == pytest.approx(2.0)
+    assert seconds(trace, compile=False) == pytest.approx(4.0)
+
+
+def test_a_pipeline_that_fills_and_drains_several_times():
+    """Of 8 micro-batches, each a second forward and two backward, on 2 stages: (8 + 1) x 3 s, or twice (4 + 1) x 3."""
+
+    def rank(stage: int) -> Trace:
+        trace = trace_of(Event("send", "collective", 0, [], [], group="pp", dimension="pp"))
+        trace.groups["pp"] = ["pp"], [0, 1]
+        for batch in range(4):
+            for kind, work in (("F", 1), ("B", 2)):
+                trace.marks.append((len(trace.events), (stage, kind, batch)))
+                trace.events.append(replace(ATTENTION, flops=int(work * SYSTEM.attention_forward)))
+                trace.marks.append((len(trace.events), None))
+        return trace
+
+    traces = {0: rank(0), 1: rank(1)}
+    simulation = Simulation(traces, {}, 8, 4, 0.0)
+    config = config_with(micro_batches=4)
+    config = replace(config, parallel=replace(config.parallel, pp=2), batch=replace(config.batch, global_=8))
+    config.reference["gpus"] = 2
+    assert as_published(config, "row", SYSTEM, simulation)["step_time_s"] == pytest.approx(2 * (4 + 1) * 3)
+    config.reference["recipe"] = {}
+    assert as_published(config, "row", SYSTEM, simulation)["step_time_s"] == pytest.approx((8 + 1) * 3)
+
+
+def test_rows_say_what_the_simulator_knows():
+    recipes = [row["recipe"] for row in published_rows().values() if "recipe" in row]
+    assert recipes and set().union(*recipes) == set(KEYS)
+    for section, key in (("attention", "attention"), ("stacks", "stack")):
+        for name in {told[key] for told in recipes if key in told}:
+            assert all(value > 0 for value in named(section, name).values())
+
+
+def test_recipes_that_nobody_knows():
+    with pytest.raises(InputError, match=r"reference.recipe.compiled is not one of compile, attention, "):
+        seconds(trace_of(MUL), compiled=False)
+    with pytest.raises(InputError, match=r"'flash5' in reference.recipe is not one of flash2"):
+        seconds(trace_of(MUL), attention="flash5")
