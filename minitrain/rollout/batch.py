@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from minitrain.rollout.caches import DecodingStep
-from minitrain.rollout.sampling import Choice, choose
+from minitrain.rollout.sampling import Choice, choose, compiled_choose
 from minitrain.rollout.scheduler import Sample
 from minitrain.training.loss import Part
 
@@ -109,7 +109,8 @@ class Batch:
             mesh, weight = weight.device_mesh, weight.to_local()
             part = Part(mesh.get_local_rank() * len(weight), mesh.get_group())
         [logits] = self.sampler.weights.products(self.sampler.model, hidden[0], lambda: [(weight, None)])
-        tokens, logprobs = choose(logits, self.choice, self.positions + 1, part)
+        compiled = self.sampler.settings.compile and part.group is None
+        tokens, logprobs = (compiled_choose() if compiled else choose)(logits, self.choice, self.positions + 1, part)
         self.new_tokens.index_copy_(0, self.turn, tokens[None])
         self.new_logprobs.index_copy_(0, self.turn, logprobs[None])
         self.tokens.copy_(tokens)

@@ -7,6 +7,7 @@ order; and with a vocabulary split over ranks each one makes the noise of its ow
 and a sum meet.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from minitrain.errors import InputError
+from minitrain.models.attention import COMPILING
 from minitrain.training.loss import Part
 
 CHUNK = 1 << 17  # random numbers that are made at once, on the CPU: what stays in its caches
@@ -161,19 +163,31 @@ def choose(logits: Tensor, choice: Choice, positions: Tensor, part: Part) -> tup
     return _best_of_parts(torch.cat([score, logit, peak, total, best + part.first], dim=1), part)
 
 
+@cache
+def compiled_choose() -> Callable:
+    """`choose` as a few kernels, in place of about 40; for each kind of `choice` compiled anew."""
+    from torch._dynamo import config  # takes seconds to import
+
+    return config.patch(COMPILING)(torch.compile(choose))
+
+
 def divide_by_waiting_times(weights: Tensor, keys: Tensor, first: int) -> Tensor:
     """weights [rows, vocab], in place; on the CPU in pieces that stay in its caches."""
-    step = max(1, CHUNK // len(weights)) if weights.device.type == "cpu" else weights.shape[1]
+    step = max(1, CHUNK // len(weights)) if uncompiled_on_cpu(weights) else weights.shape[1]
     for start in range(0, weights.shape[1], step):
         piece = weights[:, start : start + step]
         piece.div_(waiting_times(keys, first + start, piece.shape[1]))
     return weights
 
 
+def uncompiled_on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def first_largest(x: Tensor) -> Tensor:
     """x.argmax(-1, keepdim=True) of a matrix; on the CPU, where argmax is slow and amax is not, in two stages."""
     block = 64
-    if x.device.type != "cpu" or x.shape[1] % block:
+    if not uncompiled_on_cpu(x) or x.shape[1] % block:
         return x.argmax(-1, keepdim=True)
     blocks = x.unflatten(1, (-1, block))
     first = blocks.amax(-1).argmax(-1)
