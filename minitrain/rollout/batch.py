@@ -1,7 +1,5 @@
 """The buffers of a decoding step for a fixed number of rows, and on CUDA the graphs over them."""
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -73,18 +71,28 @@ class Batch:
             caches.buffer_shape = max(rows, self.rows), max(room, 2 * (longest + steps))
             caches.row_owners = {}
         self.step.longest = longest
-        self.step.shared, self.step.groups = shared_beginnings(samples, self.sampler.settings.page_size)
-        fresh: dict[int, list[int]] = {}  # by the number of tokens that are cached
+        self.step.shared, groups = shared_beginnings(samples, self.sampler.settings.page_size)
+        self.step.groups = [(rows[0], index_of(rows)) for rows in groups]
+        starts = {rows[0] for rows in groups}  # where what a group has in common is read
+        common = 0 if self.sampler.config.sliding_window else self.step.shared
+        fresh: dict[tuple[int, int], list[int]] = {}  # by the first and the last of the tokens that are missing
         for row, sample in enumerate(samples):
-            if sample.cached and caches.row_owners.get(row) != (sample, sample.cached):
-                fresh.setdefault(sample.cached, []).append(row)
-            caches.row_owners[row] = (sample, sample.cached + steps)
+            first = 0 if row in starts else common
+            *owner, held = caches.row_owners.get(row, (None, 0, 0))
+            if owner != [sample, sample.cached] or held > first:
+                held = first
+                fresh.setdefault((first, sample.cached), []).append(row)
+            caches.row_owners[row] = sample, sample.cached + steps, held
         self.step.gathered = [
-            (torch.tensor(each), torch.tensor([samples[row].pages[: caches.needed(count)] for row in each]), count)
-            for count, each in fresh.items()
+            (torch.tensor(each), torch.tensor([self._pages(samples[row], *span) for row in each]), *span)
+            for span, each in fresh.items()
+            if span[0] < span[1]
         ]
         for row in range(len(samples), self.rows):
             caches.row_owners.pop(row, None)  # what only fills up writes there
+
+    def _pages(self, sample: Sample, first: int, end: int) -> list[int]:
+        return sample.pages[first // self.sampler.caches.page_size : self.sampler.caches.needed(end)]
 
     def run(self, steps: int) -> None:
         """So many decoding steps, without a look at the results."""
@@ -150,17 +158,23 @@ class Batch:
         return self.captured[kind]
 
 
-def shared_beginnings(samples: list[Sample], page_size: int) -> tuple[int, list[slice]]:
-    """How many tokens all samples have in common with their group: rows in a run that begin with the same page.
+def shared_beginnings(samples: list[Sample], page_size: int) -> tuple[int, list[list[int]]]:
+    """How many tokens all samples have in common with their group, and the rows of those groups: of the same prompt.
 
     (0, []) where it is not worth it.
     """
-    starts = [row for row, sample in enumerate(samples) if not row or sample.pages[0] != samples[row - 1].pages[0]]
-    if len(starts) == len(samples):
+    groups: dict[int, list[int]] = {}
+    for row, sample in enumerate(samples):
+        groups.setdefault(sample.pages[0], []).append(row)
+    if len(groups) == len(samples):
         return 0, []
-    groups = [slice(*bounds) for bounds in pairwise([*starts, len(samples)])]
-    shared = page_size * min(common_pages(samples[group], page_size) for group in groups)
-    return (shared, groups) if shared * (len(samples) - len(groups)) >= WORTH * len(groups) else (0, [])
+    shared = page_size * min(common_pages([samples[row] for row in rows], page_size) for rows in groups.values())
+    return (shared, list(groups.values())) if shared * (len(samples) - len(groups)) >= WORTH * len(groups) else (0, [])
+
+
+def index_of(rows: list[int]) -> slice | Tensor:
+    """What picks these rows, which ascend, out of a tensor: without a copy where none is left out."""
+    return slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] == len(rows) - 1 else torch.tensor(rows)
 
 
 def common_pages(samples: list[Sample], page_size: int) -> int:

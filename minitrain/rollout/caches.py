@@ -78,9 +78,10 @@ class DecodingStep:
     """A forward pass over one token of each of `rows` samples, in buffers that stay where they are.
 
     positions: int64 [rows], of the tokens. table: int64 [rows, width], each sample's pages. slots: int64 [rows].
-    Of use on the CPU only: gathered: what its buffers do not hold yet, as (int64 [rows], int64 [rows, pages], tokens).
-    longest: tokens of the longest sample, known on the host. groups: runs of rows, which have their first `shared` tokens
-    in common; a sample that has none in common with its neighbours is a group of its own.
+    Of use on the CPU only: gathered: what its buffers do not hold yet, as (int64 [rows], int64 [rows, pages], first
+    token, end).
+    longest: tokens of the longest sample, known on the host. groups: of rows that have their first `shared` tokens in
+    common, as (the first of them, what picks them all); a sample without relatives is a group of its own.
     """
 
     def __init__(self, positions: Tensor, table: Tensor, slots: Tensor, page_size: int, pool_pages: int):
@@ -88,9 +89,9 @@ class DecodingStep:
         self.page_size, self.pool_pages = page_size, pool_pages
         self.masks: dict[tuple, PageMask] = {}
         self.every_row = torch.arange(len(positions), device=positions.device)
-        self.gathered: list[tuple[Tensor, Tensor, int]] = []
+        self.gathered: list[tuple[Tensor, Tensor, int, int]] = []
         self.longest = self.shared = 0
-        self.groups: list[slice] = []
+        self.groups: list[tuple[int, slice | Tensor]] = []
 
     def begin(self) -> None:
         """From the positions, where everything is. To be called before each forward pass; runs on the device alone."""
@@ -246,9 +247,9 @@ class Keys(Layer):
         shape = self.caches.buffer_shape
         if not self.rows or self.rows[0].shape[0] != shape[0] or self.rows[0].shape[2] != shape[1]:
             self.rows = [zeros((shape[0], p.shape[2], shape[1], p.shape[3]), p.dtype, p.device) for p in self.pools]
-        for fresh, pages, length in step.gathered:
+        for fresh, pages, first, end in step.gathered:
             for buffer, pool in zip(self.rows, self.pools, strict=True):
-                buffer[fresh, :, :length] = pool[pages].flatten(1, 2)[:, :length].transpose(1, 2)
+                buffer[fresh, :, first:end] = pool[pages].flatten(1, 2)[:, : end - first].transpose(1, 2)
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         for pool in self.pools:
@@ -267,14 +268,13 @@ def attend_to_rows(
     shared = 0 if window else step.shared
     own = slice(shared, step.longest)
     out, log_sum = attend(q, keys[:, :, own], values[:, :, own], step.bias(window, q.dtype)[..., own])
-    for rows in step.groups if shared else []:
-        queries, first = q[rows].transpose(0, 1).flatten(1, 2)[None], slice(rows.start, rows.start + 1)
-        common, sums = attend(queries, keys[first, :, :shared], values[first, :, :shared])
-        common = common[0].unflatten(1, (-1, q.shape[2])).transpose(0, 1)
-        sums = sums[0].unflatten(1, (-1, q.shape[2])).transpose(0, 1)
+    for first, rows in step.groups if shared else []:
+        queries = q[rows].transpose(0, 1).flatten(1, 2)[None]
+        common, sums = attend(queries, keys[first, :, :shared][None], values[first, :, :shared][None])
+        common, sums = (part[0].unflatten(1, (-1, q.shape[2])).transpose(0, 1) for part in (common, sums))
         share = torch.sigmoid(sums - log_sum[rows])
-        out[rows].lerp_(common, share[..., None].to(out.dtype))
-        torch.logaddexp(log_sum[rows], sums, out=log_sum[rows])
+        out[rows] = out[rows].lerp(common, share[..., None].to(out.dtype))
+        log_sum[rows] = torch.logaddexp(log_sum[rows], sums)
     return out, log_sum
 
 
@@ -335,7 +335,7 @@ class Caches:
         self.pages, self.page_size, self.slots = pages + 1, page_size, slots
         self.step: Step | DecodingStep | None = None
         self.buffer_shape = (0, 0)  # rows and tokens of the CPU's buffers
-        self.row_owners: dict[int, tuple] = {}  # what they hold: of which sample, and how many tokens
+        self.row_owners: dict[int, tuple] = {}  # what they hold: of which sample, up to and from which token
         self.layers = [self._layer(config, layer) for layer in range(config.num_layers)]
 
     def _layer(self, config: DecoderConfig, layer: int) -> Layer | None:
