@@ -63,7 +63,7 @@ class Block(nn.Module):
             x = x + self.self_attn(self.input_layernorm(x), rotary, window_mask if self.windowed else mask, cache)
         if self.mamba is not None:
             x = x + self.mamba(self.input_layernorm(x), documents, cache)
-        if self.mlp is not None:
+        if self.mlp is not None and not (cache is not None and cache.is_all):
             normed = self.post_attention_layernorm(x)
             x = x + (self.mlp(normed, documents) if isinstance(self.mlp, MoE) else self.mlp(normed))
         return x

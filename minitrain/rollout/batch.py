@@ -1,5 +1,7 @@
 """The buffers of a decoding step for a fixed number of rows, and on CUDA the graphs over them."""
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -18,6 +20,8 @@ class Batch:
 
     def __init__(self, sampler, rows: int, graphs: bool):
         self.sampler, self.rows, self.graphs = sampler, rows, graphs
+        # without graphs the compiled parts' own calls would cost what they save
+        self.compiles = graphs and sampler.settings.compile and sampler.model.sequence_split == 1
         device, caches = sampler.device, sampler.caches
 
         def numbers(*shape, dtype=torch.int64, value=0):
@@ -108,7 +112,8 @@ class Batch:
         """One step, on the device alone."""
         self.step.begin()
         self.sampler.caches.step = self.step
-        self.sampler.forward(self.tokens, self.positions, self.head)
+        with self.sampler.weights.compiled() if self.compiles else nullcontext():
+            self.sampler.forward(self.tokens, self.positions, self.head)
 
     def head(self, hidden: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
         """Choose the next tokens from [1, rows, hidden], write them down, and make them the next step's."""

@@ -88,7 +88,6 @@ class DecodingStep:
         self.positions, self.table, self.slots = positions, table, slots
         self.page_size, self.pool_pages = page_size, pool_pages
         self.masks: dict[tuple, PageMask] = {}
-        self.every_row = torch.arange(len(positions), device=positions.device)
         self.gathered: list[tuple[Tensor, Tensor, int, int]] = []
         self.longest = self.shared = 0
         self.groups: list[tuple[int, slice | Tensor]] = []
@@ -101,6 +100,7 @@ class DecodingStep:
         for mask in self.masks.values():
             mask.update(self)
         self.biases: dict[int | None, Tensor] = {}
+        self.places_of_heads: dict[int, Tensor] = {}
 
     def page_mask(self, window: int | None, queries: int = 1) -> BlockMask:
         key = window, queries
@@ -108,6 +108,13 @@ class DecodingStep:
             self.masks[key] = PageMask(self, *key)
             self.masks[key].update(self)
         return self.masks[key].blocks
+
+    def buffer_places(self, heads: int, room: int) -> Tensor:
+        """int64 [rows x heads], where each row's token goes in a buffer [rows, heads, room]."""
+        if heads not in self.places_of_heads:
+            before = torch.arange(len(self.positions) * heads, device=self.positions.device) * room
+            self.places_of_heads[heads] = before + self.positions.repeat_interleave(heads)
+        return self.places_of_heads[heads]
 
     def bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """[rows, 1, 1, longest]: 0 where a sample's token sees one of its own, else minus infinity."""
@@ -164,9 +171,15 @@ class PageMask:
 class Layer:
     """What all kinds have: constants made of the weights, which hold until the weights change."""
 
-    def __init__(self, caches: "Caches"):
+    def __init__(self, caches: "Caches", last: bool):
         self.caches = weakref.proxy(caches)  # in a cycle, pools would outlive `Sampler.free`
+        self.last = last
         self.constants = None
+
+    @property
+    def is_all(self) -> bool:
+        """Does the running step need nothing more once the layer has its own? So in the last layer, for prompts."""
+        return self.last and isinstance(self.caches.step, Step)
 
     def once(self, make: Callable):
         if self.constants is None:
@@ -177,8 +190,8 @@ class Layer:
 class Keys(Layer):
     """Pages of keys and values: [pages, page_size, kv_heads, head_dim]."""
 
-    def __init__(self, caches: "Caches", window: int | None):
-        super().__init__(caches)
+    def __init__(self, caches: "Caches", last: bool, window: int | None):
+        super().__init__(caches, last)
         self.window = window
         self.pools: list[Tensor] = []  # keys, and values if they are not part of the keys
         self.rows: list[Tensor] = []  # the same, gathered: [rows, kv_heads, capacity, head_dim]
@@ -231,8 +244,9 @@ class Keys(Layer):
     def _attend_to_rows(self, q: Tensor, new: list[Tensor], v: Tensor | int, sinks: Tensor | None) -> Tensor:
         step, rows, heads = self.caches.step, q.shape[2], new[0].shape[0]
         self._gather(step, rows)
+        places = step.buffer_places(heads, self.rows[0].shape[2])
         for buffer, x in zip(self.rows, new, strict=True):
-            buffer[step.every_row, :, step.positions] = x.transpose(0, 1)
+            buffer.flatten(0, 2).index_copy_(0, places, x.transpose(0, 1).flatten(0, 1))
         keys = self.rows[0][:rows]
         values = keys if isinstance(v, int) else self.rows[1][:rows]
         q = q[0].transpose(0, 1).reshape(rows, heads, -1, q.shape[3])  # heads that share keys are a row's queries
@@ -268,14 +282,15 @@ def attend_to_rows(
     shared = 0 if window else step.shared
     own = slice(shared, step.longest)
     out, log_sum = attend(q, keys[:, :, own], values[:, :, own], step.bias(window, q.dtype)[..., own])
-    for first, rows in step.groups if shared else []:
+    if not shared:
+        return out, log_sum
+    common, sums = torch.zeros_like(out), torch.full_like(log_sum, -torch.inf)
+    for first, rows in step.groups:
         queries = q[rows].transpose(0, 1).flatten(1, 2)[None]
-        common, sums = attend(queries, keys[first, :, :shared][None], values[first, :, :shared][None])
-        common, sums = (part[0].unflatten(1, (-1, q.shape[2])).transpose(0, 1) for part in (common, sums))
-        share = torch.sigmoid(sums - log_sum[rows])
-        out[rows] = out[rows].lerp(common, share[..., None].to(out.dtype))
-        log_sum[rows] = torch.logaddexp(log_sum[rows], sums)
-    return out, log_sum
+        parts = attend(queries, keys[first, :, :shared][None], values[first, :, :shared][None])
+        common[rows], sums[rows] = (part[0].unflatten(1, (-1, q.shape[2])).transpose(0, 1) for part in parts)
+    share = torch.sigmoid(sums - log_sum)[..., None]
+    return out.lerp(common, share.to(out.dtype)), torch.logaddexp(log_sum, sums)
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -287,8 +302,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) 
 class States(Layer):
     """Mamba-2's: the convolution's last inputs [slots, taps - 1, groups, channels], the scan's [slots, groups, ...]."""
 
-    def __init__(self, caches: "Caches", shape):
-        super().__init__(caches)
+    def __init__(self, caches: "Caches", last: bool, shape):
+        super().__init__(caches, last)
         self.shape = shape
         self.states: list[Tensor] = []
 
@@ -339,10 +354,10 @@ class Caches:
         self.layers = [self._layer(config, layer) for layer in range(config.num_layers)]
 
     def _layer(self, config: DecoderConfig, layer: int) -> Layer | None:
-        mixer = config.parts(layer)[0]
+        mixer, last = config.parts(layer)[0], layer == config.num_layers - 1
         if mixer == "attention":
-            return Keys(self, config.sliding_window if config.windowed(layer) else None)
-        return States(self, config.mamba) if mixer == "mamba" else None
+            return Keys(self, last, config.sliding_window if config.windowed(layer) else None)
+        return States(self, last, config.mamba) if mixer == "mamba" else None
 
     def __getitem__(self, layer: int) -> Layer | None:
         return self.layers[layer]

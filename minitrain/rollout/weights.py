@@ -1,10 +1,10 @@
 """The trainer's modules, as the sampler runs them: the same weights, without what training has put around them.
 
-While `in_use`, blocks run uncompiled, since the compiler would build them anew for the sampler's shapes. On the CPU in
-fp32, matrices are also repacked, once per set of weights, into the order in which oneDNN reads them, and those that get
-the same input side by side: products with the few rows of a decoding step are then 1.3 to 2.5 times as fast. That costs
-a second copy of the weights, which `refresh` renews. Small matrices stay as they are: each call of oneDNN costs more
-than their product.
+While `in_use`, blocks run uncompiled, since the compiler would build them anew for the sampler's shapes, or `compiled`
+in the sampler's own way. On the CPU in fp32, matrices are also repacked, once per set of weights, into the order in
+which oneDNN reads them, and those that get the same input side by side: products with the few rows of a decoding step
+are then 1.3 to 2.5 times as fast. That costs a second copy of the weights, which `refresh` renews. Small matrices stay
+as they are: each call of oneDNN costs more than their product.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +25,9 @@ class Weights:
 
     def __init__(self, model: nn.Module):
         self.model = model
+        on_cpu = model.head_weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
         # FSDP gathers a layer's weights and frees them: a copy of each would undo that
-        self.packs = torch.backends.mkldnn.is_available() and not isinstance(model, FSDPModule)
+        self.packs = on_cpu and not isinstance(model, FSDPModule)
         self.packed: dict[object, tuple[Tensor, Tensor | None, list[int]]] = {}  # see `products`
 
     def refresh(self) -> None:
@@ -36,7 +37,7 @@ class Weights:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         compiled = {block: block._compiled_call_impl for block in self.model.blocks}  # there is no public switch
-        groups = [Group(self, linears) for linears in linears_by_input(self.model)]
+        groups = [Group(self, linears) for linears in linears_by_input(self.model)] if self.packs else []
         try:
             for block in compiled:
                 block._compiled_call_impl = None
@@ -50,6 +51,19 @@ class Weights:
             for group in groups:
                 for linear in group.linears:
                     del linear.forward
+
+    @contextmanager
+    def compiled(self) -> Iterator[None]:
+        """Only while `in_use`: blocks run as rollout/compiled.py says."""
+        from minitrain.rollout.compiled import run  # takes seconds to import
+
+        try:
+            for block in self.model.blocks:
+                block._compiled_call_impl = partial(run, block)
+            yield
+        finally:
+            for block in self.model.blocks:
+                block._compiled_call_impl = None
 
     def products(self, owner: object, x: Tensor, parameters: Callable) -> Sequence[Tensor]:
         """F.linear of x with each of `owner`'s matrices, from their packed copy if there can be one.

@@ -1,0 +1,103 @@
+"""Compiled decoding steps: the same tokens from few graphs, and nothing of the trainer's is compiled again."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from minitrain import Sampler, SamplingParams
+from minitrain.config import Rollout
+from minitrain.models.lora import Lora, add_adapters
+from minitrain.parallel.recompute import recompute
+from minitrain.rollout import compiled, engine
+from minitrain.rollout.batch import Batch
+from tests.test_rollout_engine import make, prompts_of, uncached
+
+SETTINGS = Rollout(slots=4, page_size=4, pages=100)
+NEW = 5
+
+
+class Counter:
+    """A backend of the compiler that runs graphs as they are."""
+
+    def __init__(self):
+        self.graphs = 0
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+        return graph.forward
+
+
+def compiling_batch(*args) -> Batch:
+    batch = Batch(*args)
+    batch.compiles = True
+    return batch
+
+
+@pytest.fixture
+def sampler_graphs(monkeypatch):
+    """Blocks compile as they do on CUDA, and as there no product is packed."""
+    counter = Counter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(engine, "Batch", compiling_batch)
+    compiled.compiled_forward.cache_clear()
+    yield counter
+    compiled.compiled_forward.cache_clear()
+    torch.compiler.reset()
+
+
+def kinds_of_layers(config) -> int:
+    return len({(config.parts(layer), config.windowed(layer)) for layer in range(config.num_layers)})
+
+
+@pytest.mark.parametrize("name", ["qwen3-32b", "deepseek-v3", "gpt-oss-20b", "nemotron3-nano-30b-a3b"])
+def test_few_graphs_give_the_same_tokens(name, sampler_graphs):
+    """Of four rows, two and one; then with other weights, which come in place."""
+    model, prompts = make(name), prompts_of((9, 1))
+    sampler, counts = Sampler(model, settings=SETTINGS), []
+    for factor in (1.0, 1.1):
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+        sampler.refresh()
+        expected = [uncached(model, prompt, NEW) for prompt in prompts]
+        for some, n in (([0, 1], 2), ([0], 2), ([1], 1)):
+            params = SamplingParams(temperature=0, max_tokens=NEW, n=n)
+            found = sampler.generate([prompts[i] for i in some], params)
+            assert [each.tokens for each in found] == [expected[i] for i in some for _ in range(n)]
+        counts.append(sampler_graphs.graphs)
+    # up to four in a layer; for four rows, for any number, and for one
+    assert 0 < counts[0] == counts[1] <= 4 * 3 * kinds_of_layers(model.config)
+
+
+def test_the_trainers_blocks_stay_as_they_are(sampler_graphs):
+    """Compiled, recomputed and with adapters."""
+    model, (prompt,) = make("mixtral-8x7b"), prompts_of((9,))
+    add_adapters(model, Lora(rank=4, dropout=0.5, targets=["q_proj", "experts.down_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(0, 0.2)
+    expected = uncached(model, prompt, NEW)
+    recompute(model.blocks, "full", random=True)
+    trainer_graphs, counts = Counter(), []
+    for block in model.blocks:
+        block.compile(backend=trainer_graphs, fullgraph=True, dynamic=False)
+    for _ in range(2):
+        model(torch.tensor([prompt])).square().mean().backward()
+        counts.append(trainer_graphs.graphs)
+        (found,) = Sampler(model, settings=SETTINGS).generate([prompt], SamplingParams(temperature=0, max_tokens=NEW))
+        assert found.tokens == expected
+        counts.append(sampler_graphs.graphs)
+    assert counts[0] == counts[2] > 0 and 0 < counts[1] == counts[3] <= 4
+
+
+def test_which_steps_compile():
+    model, steps = make("qwen3-32b"), {}
+    for compile in (False, True):
+        sampler = Sampler(model, settings=Rollout(page_size=4, pages=9, compile=compile))
+        sampler.generate([[1]], SamplingParams(max_tokens=1))
+        for graphs in (False, True):
+            for model.sequence_split in (1, 2):
+                steps[compile, graphs, model.sequence_split] = Batch(sampler, 2, graphs).compiles
+        model.sequence_split = 1
+    assert [setting for setting, compiles in steps.items() if compiles] == [(True, True, 1)]
