@@ -170,7 +170,7 @@ class Rollout:
     memory: float = 0.5
     chunk: int = 2048  # tokens of prompts that are computed at once
     steps: int = 0  # decoding steps between two looks at what they produced; 0: 16 on CUDA, 1 on the CPU
-    compile: bool = False  # the choice of tokens, unless ranks share the model
+    compile: bool = False  # unless ranks share the model: the choice of tokens, and on CUDA a decoding step's blocks
 
 
 @dataclass

@@ -14,8 +14,10 @@ from minitrain.models.fp8 import to_fp8
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import owned, start, whole
+from minitrain.rollout import engine
 from minitrain.training.loop import Trainer
 from minitrain.training.loss import linear_cross_entropy
+from tests.test_rollout_compiled import compiling_batch
 from tests.test_rollout_engine import make, prompts_of, trainer_logprobs, uncached
 
 pytestmark = pytest.mark.gpu
@@ -262,4 +264,25 @@ def test_long_samples_and_no_compilation_after_the_first():
         pool = weakref.ref(sampler.caches[0].pools[0])
         sampler.free()
         assert pool() is None
+    assert graphs[0] == graphs[1] > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3-32b", "gpt-oss-20b", "deepseek-v3", "nemotron3-nano-30b-a3b", "gpt3-175b"])
+def test_compiled_steps_give_the_same_tokens(name, monkeypatch):
+    """With four rows, two and one; weights that change in place make nothing compile again."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    monkeypatch.setattr(engine, "Batch", compiling_batch)  # experts in fp32 wait for the device, and would not compile
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 24 if name == "deepseek-v3" else 16}
+    model, prompts, graphs = make(name, **heads).cuda(), prompts_of((1, 60, 140)), []
+    sampler = Sampler(model, settings=Rollout(slots=4, page_size=128, pages=10, steps=4, compile=True))
+    for factor in (1.0, 1.1):
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+        sampler.refresh()
+        on_cpu = copy.deepcopy(model).cpu()
+        expected = [uncached(on_cpu, prompt, 12) for prompt in prompts]
+        for some in ([0, 1, 2], [0, 1], [2]):
+            found = sampler.generate([prompts[i] for i in some], SamplingParams(temperature=0, max_tokens=12))
+            assert [each.tokens for each in found] == [expected[i] for i in some]
+        graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[1] > 0

@@ -122,7 +122,8 @@ class Batch:
             mesh, weight = weight.device_mesh, weight.to_local()
             part = Part(mesh.get_local_rank() * len(weight), mesh.get_group())
         [logits] = self.sampler.weights.products(self.sampler.model, hidden[0], lambda: [(weight, None)])
-        compiled = self.sampler.settings.compile and part.group is None
+        # of several rows that are filtered, torch 2.11's compiler fails to make a kernel
+        compiled = self.sampler.settings.compile and part.group is None and not self.choice.filtered
         tokens, logprobs = (compiled_choose() if compiled else choose)(logits, self.choice, self.positions + 1, part)
         self.new_tokens.index_copy_(0, self.turn, tokens[None])
         self.new_logprobs.index_copy_(0, self.turn, logprobs[None])
