@@ -117,13 +117,18 @@ def attention_with_sinks(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: M
     if q.is_cuda and not isinstance(mask.pairs, Tensor):
         flex = _flex_attention()
         out, aux = flex(q, k, v, block_mask=mask.pairs, enable_gqa=grouped, return_aux=AuxRequest(lse=True))
-        return out * torch.sigmoid(aux.lse - sinks.float()[:, None])[..., None].to(out.dtype)
+        return weaken(out, aux.lse, sinks[:, None])
     # A key of zeros, whose score is the bias alone, with a value of zeros.
     scores = torch.zeros(mask.pairs.shape, dtype=q.dtype, device=q.device).masked_fill(~mask.pairs, -torch.inf)
     scores = scores.expand(*q.shape[:3], -1)
     bias = torch.cat([scores, sinks.to(q.dtype)[:, None, None].expand(*q.shape[:3], 1)], dim=-1)
     k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=grouped)
+
+
+def weaken(out: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:
+    """`out` [..., head_dim] of attention without sinks, as it is with them. log_sum: [...]; sinks: what fits to it."""
+    return out * torch.sigmoid(log_sum - sinks.float())[..., None].to(out.dtype)
 
 
 class GroupedQueryAttention(nn.Module):

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
-from minitrain.models.attention import Mask, attention, compiled_flex_attention, dense_pairs
+from minitrain.models.attention import Mask, attention, compiled_flex_attention, dense_pairs, weaken
 from minitrain.models.decoder_config import DecoderConfig
 
 # cuDNN, which is faster, makes a plan for every new length of a prompt: half a second for a few milliseconds' work.
@@ -238,7 +238,7 @@ class Keys(Layer):
             out = flex(q, keys, values, block_mask=blocks, enable_gqa=grouped)
         else:
             out, aux = flex(q, keys, values, block_mask=blocks, enable_gqa=grouped, return_aux=AuxRequest(lse=True))
-            out = out * torch.sigmoid(aux.lse - sinks.float()[:, None])[..., None].to(out.dtype)
+            out = weaken(out, aux.lse, sinks[:, None])
         return out.transpose(0, 2)
 
     def _attend_to_rows(self, q: Tensor, new: list[Tensor], v: Tensor | int, sinks: Tensor | None) -> Tensor:
@@ -252,7 +252,7 @@ class Keys(Layer):
         q = q[0].transpose(0, 1).reshape(rows, heads, -1, q.shape[3])  # heads that share keys are a row's queries
         out, log_sum = attend_to_rows(q, keys, values, step, self.window)
         if sinks is not None:
-            out = out * torch.sigmoid(log_sum - sinks.float().view(heads, -1))[..., None].to(out.dtype)
+            out = weaken(out, log_sum, sinks.view(heads, -1))
         width = v if isinstance(v, int) else v.shape[3]
         return out[..., :width].flatten(1, 2).transpose(0, 1)[None]
 
