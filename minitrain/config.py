@@ -284,7 +284,8 @@ def _read_lora(config: Config, given: dict) -> Lora | None:
         ours, theirs = getattr(lora, key), getattr(stored, key)
         if key in given and ours != theirs:
             raise InputError(f"lora.{key}={ours} cannot be changed: lora.path={lora.path} has {theirs}")
-    return dataclasses.replace(stored, dropout=lora.dropout, dtype=lora.dtype, path=lora.path)
+    ours = {key: getattr(lora, key) for key in ("dropout", "dropout_position", "dtype", "path")}
+    return dataclasses.replace(stored, **ours)
 
 
 def _read_model(value: Any, kind: type) -> Model:

@@ -128,13 +128,19 @@ def test_recomputation_drops_the_same(setting, compiled):
     torch.compiler.reset()
 
 
-def test_dropout_is_of_the_adapters_input_and_off_without_gradients():
-    model, _ = adapted({"dropout": 0.5, "targets": ["down_proj"], "alpha": 8.0})
+@pytest.mark.parametrize("position", ["pre", "post"])
+def test_dropout_is_where_it_is_said_and_off_without_gradients(position):
+    model, _ = adapted({"dropout": 0.5, "dropout_position": position, "targets": ["down_proj"], "alpha": 8.0})
     linear = model.blocks[0].mlp.down_proj
     x = torch.rand(4000, linear.in_features)
     update = linear(x) - torch.nn.functional.linear(x, linear.weight)
     full = x @ linear.lora_A.T @ linear.lora_B.T
-    assert (update - full).norm() > 0.1 * full.norm()
+    kept = update != 0
+    if position == "post":  # each element is dropped by itself, and what is kept is doubled
+        assert kept.float().mean().item() == pytest.approx(0.5, abs=0.01)
+        torch.testing.assert_close(update, 2 * full * kept, atol=1e-6, rtol=1e-4)
+    else:
+        assert kept.all() and (update - full).norm() > 0.1 * full.norm()
     torch.testing.assert_close(update.mean(0), full.mean(0), atol=0.05 * full.mean(0).abs().max().item(), rtol=0)
     with torch.no_grad():
         torch.testing.assert_close(linear(x), torch.nn.functional.linear(x, linear.weight) + full)

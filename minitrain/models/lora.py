@@ -1,6 +1,6 @@
 """LoRA (Hu et al. 2021): train a low-rank update beside each of some frozen matrices.
 
-    y = x W^T + scale (dropout(x) A^T) B^T
+    y = x W^T + scale (dropout(x) A^T) B^T, or dropout of the whole second term
 
     W  [out, in]    frozen: its gradient is neither computed nor stored
     A  [rank, in]   random at first
@@ -40,13 +40,15 @@ class Lora:
     """The settings of all adapters of a model.
 
     targets: what to adapt, see `find_targets`. dtype: of A and B; they compute in the type of their input.
-    dropout: of the adapters' input, as in peft.
+    dropout: of the adapters' input (pre), as in peft, or of their update (post), as NeMo AutoModel does unless told:
+    that keeps no second copy of the input.
     path: a folder in PEFT's format to start from, whose rank, alpha, rslora and targets then hold.
     """
 
     rank: int = 16
     alpha: float = 32.0
     dropout: float = 0.0
+    dropout_position: Literal["pre", "post"] = "pre"
     rslora: bool = False
     targets: list[str] = field(default_factory=lambda: list(TARGETS))
     dtype: Literal["fp32", "bf16"] = "fp32"
@@ -150,14 +152,19 @@ def initialize_adapter(name: str, tensor: Tensor, generator: torch.Generator) ->
 
 def add_update(linear: nn.Linear, inputs: tuple[Tensor], y: Tensor) -> Tensor:
     """A forward hook. inputs: x [..., in]; y: [..., out]."""
-    x = drop(linear, inputs[0])
+    x = drop(linear, inputs[0], "pre")
     a, b = linear.lora_A.to(x.dtype), (linear.lora_B * linear.lora.scale).to(x.dtype)
-    return y + F.linear(F.linear(x, a), b)
+    return y + drop(linear, F.linear(F.linear(x, a), b), "post")
 
 
-def drop(module: nn.Module, x: Tensor) -> Tensor:
-    """Dropout while gradients are computed, from the default generator: recomputation must draw the same again."""
-    return F.dropout(x, module.lora.dropout) if module.lora.dropout and torch.is_grad_enabled() else x
+def drop(module: nn.Module, x: Tensor, position: str) -> Tensor:
+    """Dropout while gradients are computed, from the default generator: recomputation must draw the same again.
+
+    position: where this is, pre or post; `x` stays as it is if dropout is not there.
+    """
+    lora = module.lora
+    applies = lora.dropout and lora.dropout_position == position and torch.is_grad_enabled()
+    return F.dropout(x, lora.dropout) if applies else x
 
 
 def adapted_product(experts: Experts, name: str, x: Tensor, scale: Tensor, offsets: Tensor) -> Tensor:
@@ -169,8 +176,8 @@ def adapted_product(experts: Experts, name: str, x: Tensor, scale: Tensor, offse
     missing = -experts.lora.rank % 8  # grouped_mm wants rows of 16 bytes
     if missing:
         a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
-    inner = grouped_mm(drop(experts, x), a.to(x.dtype).transpose(-2, -1), offsets)
-    return y + grouped_mm(inner, b.to(x.dtype).transpose(-2, -1), offsets)
+    inner = grouped_mm(drop(experts, x, "pre"), a.to(x.dtype).transpose(-2, -1), offsets)
+    return y + drop(experts, grouped_mm(inner, b.to(x.dtype).transpose(-2, -1), offsets), "post")
 
 
 def require_gradient(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
