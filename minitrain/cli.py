@@ -16,8 +16,25 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
+    def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
+        """Words and options in any order: argparse's own takes only the first run of words."""
+        return self.parse_intermixed_args(args, namespace)
+
     def error(self, message: str):
         raise InputError(f"{message} (see --help)")
+
+
+def positive(kind: type, zero: bool = False):
+    """An argparse type: a number above 0 (or at least 0)."""
+
+    def parse(text: str):
+        value = kind(text)
+        if not (value > 0 or (zero and value == 0)) or value == float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} must be {'at least' if zero else 'above'} 0")
+        return value
+
+    parse.__name__ = kind.__name__  # which argparse shows for what is no number at all
+    return parse
 
 
 def run(main: Callable[[list[str]], None]) -> None:

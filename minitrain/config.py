@@ -195,7 +195,7 @@ class GRPO:
     clip_high: float = 0.2
     dual_clip: float | None = None
     aggregation: Literal["token", "sequence", "constant"] = "token"
-    kl: float = 0.0  # coefficient of the divergence from the weights that the run began with
+    kl: float = 0.0  # of the divergence from the weights that the run began with; with adapters, from those without
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     importance: Literal["none", "truncate", "mask", "sequence-mask"] = "none"
     importance_low: float = 0.0
@@ -296,7 +296,7 @@ def _read_model(value: Any, kind: type) -> Model:
     value = dict(value)
     name, path = (convert(str, value.pop(key, ""), f"model.{key}") for key in ("name", "path"))
     if name and path:
-        raise InputError("model.name and model.path cannot both be given")
+        raise InputError("model.name and model.path cannot both be given (model=FOLDER stands for the path alone)")
     hints = typing.get_type_hints(kind)
     for key in value:
         check_known(key, ["name", "path", *hints], "model")

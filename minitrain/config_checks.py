@@ -5,6 +5,7 @@ All of it is checked before anything is built or any process group starts.
 
 import importlib.util
 import math
+import os
 from typing import TYPE_CHECKING
 
 from minitrain.errors import InputError
@@ -42,6 +43,7 @@ def validate(config: "Config") -> None:
         raise InputError(f"optim.warmup={o.warmup} exceeds steps={c.steps}")
     if c.data.kind not in ("mock", "shapes") and not c.data.path:
         raise InputError(f"data.kind={c.data.kind} needs data.path")
+    _validate_folders(c)
     _validate_sizes(c)
     _validate_packed(c)
     _validate_observation(c)
@@ -51,11 +53,19 @@ def validate(config: "Config") -> None:
     _validate_lora(c)
     _validate_expert_parallel(c)
     _validate_rollout(c)
+    _validate_exact_match(c)
     (_validate_diffusion if c.task == "diffusion" else _validate_language)(c)
     if c.task == "grpo":
         _validate_grpo(c)
     elif c.grpo.generation_ranks:
         raise InputError(f"grpo.generation_ranks={c.grpo.generation_ranks} is for task=grpo, not {c.task}")
+
+
+def _validate_folders(c: "Config") -> None:
+    """What a run starts from is not to be overwritten by what it writes at its end."""
+    for name, path in (("model.path", c.model.path), ("lora.path", c.lora.path if c.lora else "")):
+        if path and os.path.realpath(path) == os.path.realpath(c.out_dir):
+            raise InputError(f"out_dir={c.out_dir!r} is {name}, which the result would overwrite (use another out_dir)")
 
 
 def _validate_sizes(c: "Config") -> None:
@@ -139,10 +149,13 @@ def _validate_chats(config: "Config") -> None:
     data, tunes = config.data, config.task in ("sft", "lora")
     if tunes and data.kind not in ("jsonl", "mock"):
         raise InputError(f"data.kind={data.kind} holds no chats, as task={config.task} needs (use jsonl or mock)")
-    p, exact = config.parallel, config.validation.exact_match
+
+
+def _validate_exact_match(config: "Config") -> None:
+    p, data, exact = config.parallel, config.data, config.validation.exact_match
     if exact and p.tp * p.cp * p.pp > 1:
         raise InputError(f"validation.exact_match={exact} generates token by token, so tp, cp and pp must be 1")
-    if exact and not (tunes and data.kind == "jsonl" and data.validation):
+    if exact and not (config.task in ("sft", "lora") and data.kind == "jsonl" and data.validation):
         raise InputError(
             f"validation.exact_match={exact} needs chats that are held out: task=sft or lora, data.kind=jsonl and "
             f"data.validation above 0"
@@ -176,9 +189,10 @@ def _validate_context(config: "Config") -> None:
     if p.cp > 1 and "M" in config.model.config.layer_pattern:
         raise InputError(f"parallel.cp={p.cp}: the state of Mamba-2 layers runs through the whole sequence (use cp=1)")
     if p.cp > 1 and length % unit:
+        possible = [n for n in (length // unit * unit, length // unit * unit + unit) if n]
         raise InputError(
             f"batch.seq_len={length} is not a multiple of {unit}, which parallel.cp={p.cp} needs with "
-            f"context={p.context} (use {length // unit * unit} or {length // unit * unit + unit})"
+            f"context={p.context} (use {_alternatives(possible)})"
         )
     if p.cp > 1 and p.context == "ulysses" and heads % (p.cp * p.tp):
         possible = [n for n in range(1, heads + 1) if heads % (n * p.tp) == 0]
@@ -304,6 +318,8 @@ def _validate_rollout(config: "Config") -> None:
     _at_least(1, ("rollout.max_tokens", r.max_tokens), ("rollout.slots", r.slots), ("rollout.page_size", r.page_size),
               ("rollout.chunk", r.chunk))  # fmt: skip
     _at_least(0, ("rollout.temperature", r.temperature), ("rollout.pages", r.pages), ("rollout.steps", r.steps))
+    if 0 < r.temperature < 1e-6:
+        raise InputError(f"rollout.temperature={r.temperature} must be 0, or at least 1e-06")
     if not 0 < r.memory <= 1:
         raise InputError(f"rollout.memory={r.memory} must be above 0 and at most 1: a share of the free memory")
 
@@ -316,7 +332,8 @@ def _validate_grpo(config: "Config") -> None:
     _at_least(2, ("grpo.group", g.group))
     _at_least(0, ("grpo.clip_low", g.clip_low), ("grpo.clip_high", g.clip_high), ("grpo.kl", g.kl),
               ("grpo.importance_low", g.importance_low), ("grpo.importance_high", g.importance_high),
-              ("grpo.overlong_buffer", g.overlong_buffer), ("grpo.generation_ranks", g.generation_ranks),
+              ("grpo.overlong_buffer", g.overlong_buffer), ("grpo.overlong_penalty", g.overlong_penalty),
+              ("grpo.generation_ranks", g.generation_ranks),
               ("grpo.warmup_steps", g.warmup_steps), ("grpo.warmup_lr", g.warmup_lr))  # fmt: skip
     if config.data.kind not in ("mock", "jsonl"):
         raise InputError(f"data.kind={config.data.kind} holds no problems, as task=grpo needs (use jsonl or mock)")
@@ -329,6 +346,10 @@ def _validate_grpo(config: "Config") -> None:
         raise InputError(f"rollout.temperature={limit.temperature} must be above 0, for samples that differ")
     if g.dual_clip is not None and g.dual_clip <= 1 + g.clip_high:
         raise InputError(f"grpo.dual_clip={g.dual_clip} must be above 1 + clip_high={1 + g.clip_high}")
+    if g.dual_clip is not None and g.surrogate != "clip":
+        raise InputError(f"grpo.dual_clip={g.dual_clip} is of surrogate=clip alone, not of {g.surrogate} (use null)")
+    if g.ratio == "sequence" and g.surrogate == "reinforce":
+        raise InputError("grpo.ratio=sequence: surrogate=reinforce has no ratio (use ratio=token)")
     if g.importance_low > g.importance_high:
         raise InputError(f"grpo.importance_low={g.importance_low} exceeds importance_high={g.importance_high}")
     if g.overlong_buffer > limit.max_tokens:

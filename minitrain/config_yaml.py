@@ -145,6 +145,8 @@ def convert(kind: Any, value: Any, where: str) -> Any:
         return int(value)
     if kind is float and number and abs(value) <= sys.float_info.max:  # nan is not
         return float(value)
+    if kind is str and isinstance(value, str) and "\0" in value:
+        raise InputError(f"{where}={_shortened(repr(value))} must not hold a zero byte, which no path has")
     if kind in (str, bool) and isinstance(value, kind):
         return value
     if kind is int and number and 1 << 63 <= abs(value) < math.inf:
@@ -180,7 +182,11 @@ def check_known(key: Any, known, where: str) -> None:
 
 
 def _nearest(word: str, known) -> str:
-    return difflib.get_close_matches(word, list(known), n=1, cutoff=0)[0]
+    """By letters, whatever their case; or what is short for it, as lr for learning_rate."""
+    names = {name.lower(): name for name in known}
+    initials = "".join(part[:1] for part in word.lower().split("_"))
+    near = [initials] if initials in names else difflib.get_close_matches(word.lower(), names, n=1, cutoff=0)
+    return names[near[0]]
 
 
 def describe(value: Any) -> str:

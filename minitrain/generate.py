@@ -5,14 +5,16 @@ samples are made together and shown one after the other. With --task diffusion, 
 see --task diffusion --help.
 """
 
-import argparse
+import math
 import sys
 from collections.abc import Iterator
 
 from minitrain import cli
+from minitrain.cli import positive
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import load_pretrained
 from minitrain.models.checkpoint_peft import load_adapter
+from minitrain.models.config_hf import read_config
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import merge_adapters
 from minitrain.parallel.mesh import pick_device
@@ -45,18 +47,19 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     options = parser.parse_args(rest)
 
-    device = pick_device(options.device)
-    model, tokenizer = load_pretrained(options.model, device=device), load_tokenizer(options.model)
-    if options.adapter:
-        load_adapter(model, options.adapter)
-        merge_adapters(model)
-    prompt = tokenizer.encode(options.prompt)
+    read_config(options.model)  # raises InputError where there is no language model
+    tokenizer = load_tokenizer(options.model)
+    prompt = tokenizer.encode_prompt(text_of(options.prompt))
     if not prompt:
         raise InputError("--prompt is empty: give at least one character")
     params = SamplingParams(
         options.temperature, options.top_k or 0, options.top_p, options.min_p, options.max_tokens, options.n,
         () if tokenizer.eos_id is None else (tokenizer.eos_id,), tuple(options.stop), options.seed,
     )  # fmt: skip
+    model = load_pretrained(options.model, device=pick_device(options.device))
+    if options.adapter:
+        load_adapter(model, options.adapter)
+        merge_adapters(model)
     sampler = Sampler(model, tokenizer)
     for number, sample in enumerate(sampler.submit(prompt, params), 1):
         if options.n > 1:
@@ -66,6 +69,15 @@ def main(arguments: list[str]) -> None:
             sys.stdout.write(piece)
             sys.stdout.flush()
         sys.stdout.write("\n")
+
+
+def text_of(prompt: str) -> str:
+    """What was typed; raises InputError for bytes that Python could not read as text."""
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(f"--prompt is not UTF-8 at character {error.start + 1}") from error
+    return prompt
 
 
 def follow(sampler: Sampler, sample: Sample, end: int | None) -> Iterator[int]:
@@ -81,23 +93,17 @@ def follow(sampler: Sampler, sample: Sample, end: int | None) -> Iterator[int]:
 
 
 def exact_match(model: Decoder, questions: list[tuple[list[int], list[int]]]) -> float:
-    """The share of (prompt, reply) pairs whose whole reply is what the model finds likeliest, token by token."""
+    """The share of (prompt, reply) pairs whose whole reply is what the model finds likeliest, token by token.
+
+    Pairs that are longer than the model has positions, as a chat that fills a row can be, are left out; NaN if all are.
+    """
+    questions = [pair for pair in questions if len(pair[0]) + len(pair[1]) <= model.config.max_position_embeddings]
+    if not questions:
+        return math.nan
     params = [SamplingParams(temperature=0, max_tokens=len(reply)) for _, reply in questions]
     answers = Sampler(model).generate([prompt for prompt, _ in questions], params)
     right = sum(answer.tokens == reply for answer, (_, reply) in zip(answers, questions, strict=True))
     return right / len(questions)
-
-
-def positive(kind: type, zero: bool = False):
-    """An argparse type: a number above 0 (or at least 0)."""
-
-    def parse(text: str):
-        value = kind(text)
-        if not (value > 0 or (zero and value == 0)) or value == float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} must be {'at least' if zero else 'above'} 0")
-        return value
-
-    return parse
 
 
 if __name__ == "__main__":

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from minitrain import cli
+from minitrain.cli import positive
 from minitrain.errors import InputError
 from minitrain.flow_sampling import SAMPLERS, guided, sigma_schedule
-from minitrain.generate import positive
 from minitrain.models.checkpoint_hf import load_pretrained
 from minitrain.models.tensor_files import open_tensors
 from minitrain.models.wan import Wan
@@ -42,6 +43,8 @@ def main(arguments: list[str]) -> None:
 
     if not Path(options.out).parent.is_dir():  # before minutes of work
         raise InputError(f"--out {options.out}: the folder {Path(options.out).parent} does not exist")
+    if Path(options.out).is_dir():
+        raise InputError(f"--out {options.out} is a folder (name a file in it)")
     model = load_pretrained(options.model, device=pick_device(options.device))
     if not isinstance(model, Wan):
         raise InputError(f"--model {options.model} is no Wan model (python -m minitrain.generate continues texts)")
@@ -53,7 +56,11 @@ def main(arguments: list[str]) -> None:
         raise InputError("--size is missing: frames, height and width of the latents, such as 21 60 104")
     prompts = read_prompts(Path(options.prompts), options.text_tokens)
     check_prompts(prompts, model, options.size, options.prompts)
-    save_file({"latents": generate(model, prompts, options.size, **way)}, options.out)
+    latents = generate(model, prompts, options.size, **way)
+    try:
+        save_file({"latents": latents}, options.out)
+    except SafetensorError as error:  # a full disk too
+        raise InputError(f"--out {options.out} cannot be written: {error}") from error
 
 
 def generate(
@@ -73,8 +80,8 @@ def read_prompts(path: Path, text_tokens: int) -> dict[str, Tensor]:
     with open_tensors(path) as file:
         keys = set(file.keys()) & {"text", "condition", "image"}
         prompts = {key: file.get_tensor(key).float() for key in keys}
-    if "text" not in prompts or prompts["text"].ndim != 3:
-        raise InputError(f"{path} must hold a tensor `text` [videos, tokens, text_dim]")
+    if "text" not in prompts or prompts["text"].ndim != 3 or not len(prompts["text"]):
+        raise InputError(f"{path} must hold a tensor `text` [videos, tokens, text_dim], of one video at least")
     if prompts["text"].shape[1] > text_tokens:
         raise InputError(f"{path}: text has {prompts['text'].shape[1]} tokens, more than --text-tokens {text_tokens}")
     prompts["text"] = F.pad(prompts["text"], (0, 0, 0, text_tokens - prompts["text"].shape[1]))
@@ -103,6 +110,9 @@ def draw_shapes(
 
     write: all ranks of a sharded model draw, but one is to write.
     """
+    if model.config.out_channels != shapes.CHANNELS:
+        channels = model.config.out_channels
+        raise InputError(f"--prompts shapes: their latents have {shapes.CHANNELS} channels, the model's {channels}")
     world, prompts = shapes.ShapesWorld(), shapes.all_prompts()
     text = {"text": torch.stack([shapes.embed_text(words) for words in prompts])}
     size = shapes.FRAMES, shapes.SIZE // shapes.PATCH, shapes.SIZE // shapes.PATCH

@@ -7,6 +7,7 @@ a model like any other, in the base model's type, with its tokenizer.
 from pathlib import Path
 
 from minitrain import cli
+from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import load_pretrained, save_pretrained
 from minitrain.models.checkpoint_peft import load_adapter
 from minitrain.models.lora import merge_adapters
@@ -18,6 +19,9 @@ def main(arguments: list[str]) -> None:
     for name in ("--model", "--adapter", "--out"):
         parser.add_argument(name, required=True, metavar="DIR")
     options = parser.parse_args(arguments)
+    for name in ("model", "adapter"):
+        if Path(options.out).resolve() == Path(getattr(options, name)).resolve():
+            raise InputError(f"--out {options.out} is --{name}, which would be overwritten (use another folder)")
     model = load_pretrained(options.model)
     load_adapter(model, options.adapter)
     merge_adapters(model)

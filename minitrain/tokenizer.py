@@ -1,9 +1,9 @@
 """Text to token ids and back: the built-in byte tokenizer, and Hugging Face `tokenizer.json` files.
 
 Bytes need no vocabulary file, no training and no package, and lose nothing; they make sequences about four times longer
-than a trained vocabulary does. Both kinds share one small interface: encode, encode_array, decode, stream, bos_id,
-eos_id, token_id, vocab_size, chat_template, save. Left out: rendering chat templates (training/chat.py has the common
-ones), and training a vocabulary.
+than a trained vocabulary does. Both kinds share one small interface: encode, encode_prompt, encode_array, decode,
+stream, bos_id, eos_id, token_id, vocab_size, chat_template, save. Left out: rendering chat templates (training/chat.py
+has the common ones), and training a vocabulary.
 """
 
 import json
@@ -31,6 +31,10 @@ class ByteTokenizer:
     def encode(self, text: str | bytes) -> list[int]:
         """The ids of `text`, without bos and eos."""
         return list(_to_bytes(text))
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The same: nothing stands before a text."""
+        return self.encode(text)
 
     def encode_array(self, text: str | bytes) -> np.ndarray:
         """As `encode`, as a compact array: for a corpus."""
@@ -77,6 +81,10 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """With what the file itself puts around a text, such as bos: what transformers gives a model to continue."""
+        return self.tokenizer.encode(text).ids
 
     def encode_array(self, text: str) -> np.ndarray:
         return np.array(self.encode(text), np.uint32)

@@ -25,8 +25,9 @@ from minitrain.models.checkpoint_peft import save_adapter
 from minitrain.models.lora import is_adapter
 from minitrain.parallel.mesh import checkpoint_group, start, whole, world_size
 from minitrain.parallel.pipeline import Pipeline
-from minitrain.runtime.agreement import on_any_rank
-from minitrain.runtime.failures import record_flights, recorded
+from minitrain.runtime.agreement import rank_0_says
+from minitrain.runtime.failures import rank, record_flights, recorded
+from minitrain.runtime.lock import locked
 from minitrain.runtime.watch import until_sigterm
 from minitrain.tokenizer import load_tokenizer
 from minitrain.training.checkpoint import Checkpointer, resume_point, saved_despite_errors
@@ -55,7 +56,7 @@ def train(config: Config) -> None:
         find_weights(config.model.config, config.model.path)  # before room is made for them
     folder = make_folder(config.out_dir)
     record_flights(folder)
-    with recorded(folder):
+    with locked(folder, leads=rank() == 0), recorded(folder):
         if config.task == "grpo":
             train_policy(config, folder, export)
         else:
@@ -73,8 +74,8 @@ def train_on_rows(config: Config, folder: Path) -> None:
     if not config.checkpoint.resume and checkpointer.latest() is not None:
         raise InputError(f"checkpoint.resume=false, but {checkpointer.folder} holds checkpoints (use another out_dir)")
     resumed = checkpointer.load(trainer.model, trainer.optimizer)
-    first, last_numbers = resume_point(checkpointer.folder, resumed, "loss", "tokens_per_sec")
-    notes = check_continuation(folder / "fingerprint.json", config.data, files, resumed=first > 0)
+    first, last_numbers = resume_point(checkpointer.folder, resumed, config.steps, "loss", "tokens_per_sec")
+    notes = check_continuation(folder / "fingerprint.json", config, files, resumed=first > 0)
     if dist.get_rank() == 0:
         write_durably(folder / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False))
     log = MetricsLog(folder / "metrics.jsonl", config.steps, first, config.metrics.tensorboard)
@@ -86,7 +87,7 @@ def train_on_rows(config: Config, folder: Path) -> None:
         log.say(about)
     if config.data.kind == "shapes" and not first:
         log.say(draw_shapes(trainer.model, folder / "before.png", write=dist.get_rank() == 0))
-    if on_any_rank(log.lacks_last):
+    if rank_0_says(log.lacks_last):
         finish_step(trainer, log, last_numbers, data, held_out)
     health = Health(config, log.say, partial(batch_origin, data, config.batch.global_))
     steps = health.watch(recorded_steps(training_steps(trainer, data, first), config.profile, folder, first))

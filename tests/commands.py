@@ -39,6 +39,7 @@ def become(words: list[str], outputs: list[Path], environment: dict[str, str]) -
     os.environ.update(environment)
     if words[0] == "-m":
         sys.argv = words[1:]
+        sys.modules.pop(words[1], None)  # runpy warns of what the server has imported
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = words

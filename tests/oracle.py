@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -83,6 +84,12 @@ def train(tree: dict, steps: int = 2, batch: Callable = ragged_batch) -> Trace:
         optimizer.zero_grad()
         trace.weights.append(copies(model.named_parameters()))
     return trace
+
+
+def train_compiled(*args) -> Trace:
+    """`train` with block.compile() handing its graphs to autograd instead of to a C++ compiler."""
+    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+        return train(*args)
 
 
 def micro_batches(batch: Tensors, config: Config, ranks: DeviceMesh) -> list[Tensors]:

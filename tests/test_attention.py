@@ -5,10 +5,10 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from minitrain.models import attention as models_attention
-from minitrain.models.attention import attention, attention_with_sinks, block_pairs, dense_pairs, make_mask
+from minitrain.models.attention import Mask, attention, attention_with_sinks, block_pairs, dense_pairs, make_mask
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
 from minitrain.training.build import initialize
@@ -172,6 +172,34 @@ def test_masks_for_sinks_are_built_once_for_all_layers():
     with mock.patch("minitrain.models.attention.dense_pairs", wraps=dense_pairs) as build:
         model(torch.arange(32).view(2, 16))
     assert build.call_count == 2  # with and without a window
+
+
+@pytest.mark.parametrize(("queries", "kv_heads", "asked"), [
+    (64, 2, False), (65, 2, True), (127, 2, True), (128, 2, False), (127, 4, False),
+])  # fmt: skip
+def test_few_queries_get_a_kernel_whose_tile_holds_them(queries, kv_heads, asked):
+    """Of all heads that share keys 128 at most, as torch's kernel for few queries takes no more."""
+    q, k = torch.zeros(1, 4, queries, 8), torch.zeros(1, kv_heads, 128, 8)
+    with mock.patch.object(models_attention, "compiled_flex_attention") as flex:
+        attention(q, k, k, Mask(True, mock.Mock(spec=BlockMask)))
+    assert ("kernel_options" in flex().call_args.kwargs) == asked
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [20, 72, 127])
+@pytest.mark.parametrize("heads", [4, 8])
+def test_short_rows_on_cuda(length, heads):
+    """In groups of 2 and 4, on either side of what torch's kernel for few queries takes."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, h, length, 32, requires_grad=True) for h in (heads, 2, 2)]
+    documents = (torch.arange(length) // 9).expand(2, -1)
+    dense = attention(*inputs, make_mask(length, CPU, documents))
+    ours = attention(*(x.cuda() for x in inputs), make_mask(length, torch.device("cuda"), documents.cuda()))
+    torch.testing.assert_close(ours.cpu(), dense, atol=2e-3, rtol=2e-3)
+    upstream = torch.randn_like(dense)
+    expected = torch.autograd.grad(dense, inputs, upstream)
+    for mine, reference in zip(torch.autograd.grad(ours, inputs, upstream.cuda()), expected, strict=True):
+        assert (mine - reference).norm() / reference.norm() < 2e-3
 
 
 @pytest.mark.gpu

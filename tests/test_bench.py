@@ -9,7 +9,7 @@ import torch
 
 from minitrain.bench.flops import clean, flops_per_token, nemo_pretrain
 from minitrain.bench.measure import result, row_name
-from minitrain.bench.report import markdown, table
+from minitrain.bench.report import details, markdown, table
 from minitrain.config import from_dict, load
 from minitrain.errors import InputError
 from tests.commands import ROOT, command, torchrun
@@ -60,6 +60,32 @@ def test_row_names():
 def test_markdown_is_aligned():
     text = markdown({"row": ["a", "bbbbbb"], "x": ["1", "22"]})
     assert text == "| row    |  x |\n| ------ | -: |\n| a      |  1 |\n| bbbbbb | 22 |"
+
+
+def test_markdown_of_a_narrow_column_is_a_table():
+    """A cell of the second line has a hyphen at least: GitHub Flavored Markdown, section 4.10."""
+    assert markdown({"row": ["a"], "": ["*"]}).splitlines()[1] == "| --- | -: |"
+
+
+def test_results_of_several_machines_say_so():
+    large, small = (outcome({"model": "llama3-8b-tiny"}, [1.0]) | {"device": name} for name in ("large", "small"))
+    text = table([large, large | {"world_size": 8}, small])
+    assert [line.split(",")[0] for line in text.splitlines()[:3]] == ["large", "large", "small"]
+    assert "| large x 8 |" in text and "| small x 4 |" in text and "large x" not in table([large, large])
+
+
+def test_what_a_simulation_counted_is_told():
+    found = {
+        "clean_tflops_per_gpu": 5.0, "step_time_s": 2.0, "executed_flops_per_gpu": 12e12, "capacity_gib": 80.0,
+        "collectives": {"tp/reduce": [3, 2**30], "dp/gather": [1000, 2**29]}, "memory_gib": {"gathered": 0.0, "x": 4},
+        "breakdown_s": {"gemm": 1.25, "bubble": 0.75},
+    }  # fmt: skip
+    assert details(found).splitlines() == [
+        "FLOPs: executed 12 TFLOP, of the model 10",
+        "messages: dp/gather 1,000 x, 0.5 GiB; tp/reduce 3 x, 1 GiB",
+        "seconds: gemm 1.25, bubble 0.75",
+        "GiB: x 4, of 80",
+    ]
 
 
 def test_bench_prints_a_table_and_writes_json(tmp_path):
@@ -128,7 +154,14 @@ def test_dry_run_lays_out_any_number_of_ranks():
     [
         (["--steps", "0"], "--steps=0 must be at least 1"),
         (["--steps", "two"], "argument --steps: invalid int value: 'two'"),
-        (["--trace", "x.json"], "--trace needs --simulate"),
+        (["--trace", "x.json"], "--trace and --system need --simulate"),
+        (["--system", "dgx-h100"], "--trace and --system need --simulate"),
+        (["--simulate", "--shrink"], "--shrink starts its own processes"),
+        (["--simulate", "--generate"], "--simulate is for training"),
+        (["--simulate", "--versus", "transformers"], "--simulate is for training"),
+        (["--json", "/none/x.jsonl"], "--json=/none/x.jsonl cannot be written: No such file"),
+        (["--simulate", "--trace", "/none/x.json"], "--trace=/none/x.json cannot be written"),
+        (["--sweep", "batch.micro=1,3"], "batch.micro=3 does not divide batch.global"),  # before any is measured
         (["--versus", "magic"], "invalid choice: 'magic'"),
         (["--versus", "peft"], "--versus peft is about adapters, and the config has none"),
         (["--config", "none.yaml"], "none.yaml does not exist"),

@@ -1,6 +1,7 @@
 """Chats against transformers' apply_chat_template with the families' own templates; packed rows against brute force."""
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -362,7 +363,8 @@ def test_settings_that_contradict_fine_tuning(tmp_path):
 
 def test_exact_match_counts_whole_replies():
     """A model that always says its last token plus one: layers of zeros, and a head that knows the embedding."""
-    model = Decoder(replace(configs.from_dict({"model": "llama3-8b-tiny"}).model.config, vocab_size=10))
+    shape = replace(configs.from_dict({"model": "llama3-8b-tiny"}).model.config, vocab_size=10)
+    model = Decoder(replace(shape, max_position_embeddings=6))
     model.requires_grad_(False)
     for name, parameter in model.named_parameters():
         parameter.fill_(name.endswith("norm.weight"))
@@ -370,6 +372,8 @@ def test_exact_match_counts_whole_replies():
     model.lm_head.weight.copy_(model.model.embed_tokens.weight.roll(1, 0))
     questions = [([1], [2, 3, 4]), ([5, 1], [2]), ([1], [2, 3, 5]), ([9], [0, 2])]
     assert exact_match(model, questions) == 0.5
+    too_long = [([0, 1, 2, 3, 4, 5], [6]), ([0, 1, 2, 3], [4, 5, 6])]  # for six positions
+    assert exact_match(model, [*too_long, *questions]) == 0.5 and math.isnan(exact_match(model, too_long))
 
 
 def test_a_run_answers_what_was_held_out(tmp_path, capsys):
@@ -394,6 +398,13 @@ def test_arithmetic_is_right(tmp_path):
             assert all(eval(left) == int(right) for left, right in (column.split("=") for column in columns))
             highest = columns[-1].split("=")[1]
             assert int(highest + "".join(column[-1] for column in columns[-2::-1])) == int(result)
+
+
+@pytest.mark.parametrize("count, line", [("-3", "-3 must be above 0"), ("1000000", "--count 1000000 must be at most")])
+def test_so_many_dialogues_cannot_be_made(tmp_path, count, line):
+    with pytest.raises(InputError, match=line):
+        arithmetic.main([str(tmp_path / "a.jsonl"), "--count", count])
+    assert not list(tmp_path.iterdir())
 
 
 # ---------------------------------------------------------------------------------------------------------------- mock

@@ -98,6 +98,9 @@ def test_training_starts_from_a_model_folder(config_file, tmp_path):
     arguments = ["--config", str(config_file), f"model={tmp_path / 'out'}", f"out_dir={tmp_path / 'next'}"]
     train.main([*arguments, "optim.lr=0", "validation.every=1", "steps=2"])
     assert metrics(tmp_path / "next")[0]["val_loss"] == pytest.approx(final, rel=1e-6)
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    with pytest.raises(InputError, match=r"^out_dir='\S+link' is model.path, which the result would overwrite"):
+        train.main([*arguments, f"out_dir={tmp_path / 'link'}"])
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-pure", "fp8"])
@@ -128,6 +131,15 @@ def test_errors_are_one_line_with_exit_code_2(config_file):
     assert done.stderr.startswith("error: unknown key optim.learning_rate") and done.stderr.count("\n") == 1
     done = command(*wrong, "--debug")
     assert done.returncode == 2 and "Traceback" in done.stderr
+
+
+def test_settings_stand_before_and_behind_options(config_file, monkeypatch):
+    words = ["seed=1", "--deterministic", "steps=3", "--config", str(config_file), "validation.every=0"]
+    found = []
+    monkeypatch.setattr(train, "train", found.append)
+    train.main(words)
+    (config,) = found
+    assert (config.seed, config.steps, config.validation.every, config.deterministic) == (1, 3, 0, True)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +185,7 @@ def test_a_run_without_resuming_needs_a_fresh_folder(config_file, tmp_path):
         (["--model", "/nowhere", "--prompt", "x"], "/nowhere"),
         (["--model", "/nowhere", "--prompt", "x", "--temperature", "-1"], "-1 must be at least 0"),
         (["--model", "/nowhere", "--prompt", "x", "--max-tokens", "0"], "0 must be above 0"),
+        (["--model", "/nowhere", "--prompt", "x", "--max-tokens", "ten"], "invalid int value: 'ten'"),
     ],
 )
 def test_generation_mistakes(arguments, line):

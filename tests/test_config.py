@@ -1,9 +1,11 @@
 """Reading configs: what is accepted, and that each mistake is one line that names the key."""
 
+import dataclasses
+
 import pytest
 
 from minitrain.config import Config, from_dict, load, to_dict
-from minitrain.config_checks import check_layout
+from minitrain.config_checks import check_layout, validate
 from minitrain.errors import InputError
 
 
@@ -76,6 +78,8 @@ def test_what_is_written_is_read_back_the_same():
         ({"data": {"kind": "text"}}, "data.kind=text needs data.path"),
         ({"data": {"validation": 1.0}}, "data.validation=1.0 must be at least 0 and below 1"),
         ({"data": {"kind": "text", "path": "x"}, "validation": {"every": 5}}, "every=5 needs data.validation above 0"),
+        ({"model": {"name": "deepseek-v3-tiny", "num_experts": 0}}, "num_experts=0 cannot be saved as DeepseekV3"),
+        ({"model": {"name": "mixtral-8x7b-tiny", "num_experts": 0, "moe_intermediate_size": 0}}, "must be at least 1"),
         ({"compile": "yes"}, "compile must be true or false"),
         ({"reference": 3}, "reference must be a mapping"),
     ],
@@ -109,12 +113,22 @@ def test_malformed_files_name_the_place(tmp_path, text, line):
         ("steps.x=1", "'steps' is a value, it has no keys under it"),
         ("optim.lr=[", r"argument 'optim.lr=\['"),
         ("optm.lr=1", r"unknown key optm \(nearest: optim\)"),
+        ("optim.learning_rate=1", r"unknown key optim.learning_rate \(nearest: lr\)"),
+        ("STEP=1", r"unknown key STEP \(nearest: steps\)"),
+        ('out_dir="a\\0b"', r"out_dir='a\\x00b' must not hold a zero byte"),
     ],
 )
 def test_wrong_overrides(tmp_path, word, line):
     with pytest.raises(InputError, match=line) as error:
         load(config_file(tmp_path, "steps: 5\n"), [word])
     assert "\n" not in str(error.value)
+
+
+def test_adapters_are_not_overwritten_by_those_that_start_from_them():
+    config = from_dict({"lora": {"rank": 2}, "out_dir": "out/../adapters"})
+    config.lora = dataclasses.replace(config.lora, path="adapters")
+    with pytest.raises(InputError, match="^out_dir='out/../adapters' is lora.path, which the result would overwrite"):
+        validate(config)
 
 
 def test_missing_and_binary_files(tmp_path):

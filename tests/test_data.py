@@ -125,6 +125,15 @@ def word_tokenizer(folder: Path, words: int) -> str:
     return str(folder)
 
 
+def test_an_eos_far_beyond_the_words_stays_whole(tmp_path_factory):
+    tokenizer, folder = tmp_path_factory.mktemp("tokenizer"), tmp_path_factory.mktemp("texts")
+    word_tokenizer(tokenizer, 300)
+    (tokenizer / "config.json").write_text('{"eos_token_id": 70000}')
+    (folder / "a.txt").write_text("w1 w2")
+    data, _ = open_data(Data(kind="text", path=str(folder), tokenizer=str(tokenizer)), 3, 80_000, 0)
+    assert data.row(0)["tokens"].tolist() == [1, 2, 70_000]
+
+
 @pytest.mark.parametrize("words", [300, 70_000])
 def test_without_eos_a_document_still_ends(tmp_path_factory, words):
     """And with 70,000 words, ids above 16 bits stay whole."""

@@ -13,6 +13,7 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
 from minitrain import generate, load_pretrained, train
+from minitrain.bench.commands import announce_memory
 from minitrain.bench.measure import activation_bytes
 from minitrain.bench.memory import estimate_memory
 from minitrain.config import from_dict, load, to_dict
@@ -51,6 +52,7 @@ def with_settings(**settings) -> dict:
     ({"parallel": {"cp": 3}}, "cp=3 with context=allgather does not divide batch.seq_len=16"),
     ({"diffusion": {"sampling": "logitnormal"}}, "diffusion.sampling='logitnormal' is not one of uniform"),
     ({"diffusion": {"timestep_sampling": "uniform"}}, "unknown key diffusion.timestep_sampling"),
+    ({"validation": {"exact_match": 3}}, "validation.exact_match=3 needs chats that are held out: task=sft or lora"),
     ({"diffusion": {"shift": 0}}, "diffusion.shift=0.0 must be above 0"),
     ({"model": {"name": "wan2.1-1.3b-tiny", "hidden_size": 64}}, "unknown key model.hidden_size"),
 ], ids=str)  # fmt: skip
@@ -166,6 +168,14 @@ def test_memory_is_as_estimated(pool, recompute):
     kinds = estimate_memory(from_dict(tree), 1)
     (measured,) = pool.run(1, measure_activations, tree)
     assert (kinds["activations"] + kinds["gathered"]) * 2**30 == pytest.approx(measured, rel=0.15)
+
+
+def test_memory_is_estimated_for_each_config_of_a_process():
+    """Also when those before it have left their group running."""
+    for _ in range(2):
+        assert announce_memory("row", from_dict(TREE))["estimated_memory_gib"] > 0
+        start(from_dict(TREE))
+    dist.destroy_process_group()
 
 
 def measure_activations(tree: dict) -> int:

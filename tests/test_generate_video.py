@@ -14,6 +14,7 @@ from minitrain.generate_video import main
 from minitrain.models.decoder import Decoder
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
+from tests.faults.test_checkpoint import files_up_to
 
 
 def save_model(folder, **overrides) -> Wan:
@@ -58,6 +59,8 @@ def test_shapes_end_in_a_picture_and_a_score(tmp_path, capsys):
 @pytest.mark.parametrize("tensors, words, message", [
     ({"text": torch.zeros(1, 3, 64)}, ["--guidance", "1"], "--size is missing"),
     ({"text": torch.zeros(3, 64)}, ["--size", "1", "4", "4"], "must hold a tensor `text` [videos, tokens, text_dim]"),
+    ({"text": torch.zeros(0, 3, 64)}, ["--size", "1", "4", "4"], "of one video at least"),
+    ({"text": torch.zeros(1, 3, 64)}, ["--prompts", "shapes"], "latents have 8 channels, the model's 16"),
     ({"text": torch.zeros(1, 3, 60)}, ["--size", "1", "4", "4"], "60], the model takes [1, tokens, 64]"),
     ({"text": torch.zeros(1, 9, 64)}, ["--size", "1", "4", "4", "--text-tokens", "8"], "more than --text-tokens 8"),
     ({"text": torch.zeros(1, 3, 64), "condition": torch.zeros(1, 3, 1, 4, 4)}, ["--size", "1", "4", "4"],
@@ -91,6 +94,15 @@ def test_mistakes_with_images(tmp_path, changes, message):
 def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(InputError, match="--out .*/nowhere/out: the folder .*/nowhere does not exist"):
         main(["--model", str(tmp_path), "--prompts", "x", "--out", str(tmp_path / "nowhere/out")])
+
+
+def test_a_place_that_is_taken_and_a_disk_that_is_full(tmp_path):
+    with pytest.raises(InputError, match="--out .* is a folder"):
+        main(["--model", "nowhere", "--prompts", "x", "--out", str(tmp_path)])
+    save_model(tmp_path)
+    save_file({"text": torch.zeros(1, 3, 64)}, tmp_path / "prompts")
+    with files_up_to(100), pytest.raises(InputError, match="--out .* cannot be written: .*File too large"):
+        run(tmp_path, "--size", "1", "4", "4", "--steps", "1")
 
 
 def test_a_language_model_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 import copy
 import weakref
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import owned, start, whole
 from minitrain.rollout import engine
+from minitrain.training.datasets import open_dataset
 from minitrain.training.loop import Trainer
 from minitrain.training.loss import linear_cross_entropy
 from tests.test_rollout_compiled import compiling_batch
@@ -118,22 +120,40 @@ def test_families_train_in_bf16(name, recompute):
     check_updates(6e-2, steps=1, compile=True, recompute=recompute, **settings)
 
 
-@pytest.mark.parametrize("name", ["llama3.1-8b", "qwen3-30b-a3b"])
-def test_a_step_never_waits_for_the_device_nor_compiles_again(name):
-    changes = {"model": family(name), "precision": "bf16", "compile": True}
-    config = from_dict(TREE | {"device": "cuda"} | changes)
+DIFFUSION = {
+    "task": "diffusion",
+    "model": {"name": "wan2.1-1.3b-tiny", "attention_head_dim": 64},
+    "data": {"kind": "mock", "size": [4, 16, 8], "text_tokens": 40},
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"model": family("llama3.1-8b")}, {"model": family("qwen3-30b-a3b")}, DIFFUSION],
+    ids=["dense", "experts", "wan"],
+)
+def test_a_step_never_waits_for_the_device_nor_compiles_again(changes):
+    config = from_dict(TREE | {"device": "cuda", "precision": "bf16", "compile": True} | changes)
     trainer = Trainer(config, start(config))
-    batches = [[{k: v.pin_memory() for k, v in batch.items()} for batch in trainer.micro_batches(Documents(), 0)]
+    data = open_dataset(config)[0] if config.task == "diffusion" else Documents()
+    batches = [[{k: v.pin_memory() for k, v in batch.items()} for batch in trainer.micro_batches(data, 0)]
                for _ in range(4)]  # fmt: skip
     for step, batch in enumerate(batches):
         if step == 2:
-            torch.cuda.set_sync_debug_mode("error")
             graphs = counters["stats"]["unique_graphs"]
-        try:
+        with never_waiting() if step >= 2 else nullcontext():
             trainer.update(batch, step)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     assert counters["stats"]["unique_graphs"] == graphs > 0
+
+
+@contextmanager
+def never_waiting():
+    """What waits for the device here is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @has_fp8
@@ -236,6 +256,18 @@ def test_steps_with_experts_are_graphs_in_bf16(name):
     for prompt, each in zip(prompts, found, strict=True):
         theirs = trainer_logprobs(model, prompt, each.tokens)
         assert (torch.tensor(each.logprobs) - theirs).abs().mean() < 0.1
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "nemotron3-nano-30b-a3b", "gpt-oss-20b"])
+def test_prompts_never_wait_for_the_device(name):
+    """So the host prepares one piece of prompts while the device computes another."""
+    sampler = Sampler(make(name, head_dim=16).to("cuda", torch.bfloat16), settings=Rollout(page_size=128, pages=10))
+    sampler.generate(prompts_of((60, 140)), SamplingParams(max_tokens=2))  # compiles
+    samples = [sampler.submit(prompt, SamplingParams(max_tokens=2))[0] for prompt in prompts_of((60, 140), seed=1)]
+    with never_waiting():
+        assert sampler.step() == []
+    assert [trunk.cached for trunk in sampler.scheduler.resident] == [59, 139]
+    sampler.cancel(*samples)
 
 
 @pytest.mark.parametrize("heads", [4, 128])

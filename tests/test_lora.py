@@ -271,3 +271,9 @@ def test_from_training_to_a_merged_model(pool, tmp_path, capsys):
     expected = capsys.readouterr().out
     generate.main(["--model", folders["base"], "--adapter", folders["whole"], *words])
     assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize("out", ["model", "adapter"])
+def test_merging_overwrites_nothing_that_it_reads(out):
+    with pytest.raises(InputError, match=f"--out ./{out} is --{out}, which would be overwritten"):
+        merge.main(["--model", "model", "--adapter", "adapter", "--out", f"./{out}"])

@@ -7,7 +7,7 @@ import pytest
 from minitrain.bench import recipe
 from minitrain.bench.recipe import KEYS, as_published, named
 from minitrain.bench.rows import published_rows
-from minitrain.bench.simulate import Simulation
+from minitrain.bench.simulate import Simulation, timed
 from minitrain.bench.timeline import load_system, play
 from minitrain.bench.trace import MEMORY_KINDS, Event, Trace
 from minitrain.config import from_dict
@@ -76,6 +76,10 @@ def test_a_pipeline_that_fills_and_drains_several_times():
     assert as_published(config, "row", SYSTEM, simulation)["step_time_s"] == pytest.approx(2 * (4 + 1) * 3)
     config.reference["recipe"] = {}
     assert as_published(config, "row", SYSTEM, simulation)["step_time_s"] == pytest.approx((8 + 1) * 3)
+    for at_once, steps in ((8, 8 + 1), (4, 2 * (4 + 1))):  # where the time goes is all of it, what is no work is bubble
+        parts = timed(config, traces, 8, 4, SYSTEM, at_once).breakdown(place=1)
+        idle = pytest.approx((steps - 8) * 3)
+        assert parts == {"attention": pytest.approx(8 * 3), "exposed communication": pytest.approx(0), "bubble": idle}
 
 
 def test_rows_say_what_the_simulator_knows():

@@ -1,6 +1,7 @@
 """The report against the lines it was given, and against a parser; calibration against a clock and the simulator."""
 
 import json
+import math
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -140,11 +141,22 @@ def test_a_published_run_is_compared_with_its_own_recipe(tmp_path):
     assert f"recipe {recipe['tokens_per_sec_per_gpu']:,.0f} (125%)" in Page(html).text
 
 
+def test_another_system_is_not_the_row(tmp_path):
+    lines = [line(DENSE, "simulated", 1.25, system="dgx-h100"), line(DENSE, "simulated", 2.5, system="dgx-b200")]
+    text, _ = written(tmp_path, lines)
+    assert f"| {DENSE} (simulated on dgx-b200) |" in text
+    assert text.count(" 1.250 ") == 1 and " 2.500 " not in text
+
+
 def test_files_that_are_no_results(tmp_path):
     file = tmp_path / "x"
-    for text in ("not json", "[1]", '{"row": 1}'):
-        file.write_text(text)
-        with pytest.raises(InputError, match="--report .*x"):
+    good = line(DENSE, "simulated", 1.0)
+    bad = [{key: value for key, value in good.items() if key != lost} for lost in ("step_time_s", "device", "mfu")]
+    bad += [good | wrong for wrong in ({"ratio": "1"}, {"reference": None}, {"tflops_per_gpu": 0}, {"mfu": math.nan})]
+    for text in ("not json", "[1]", '{"row": 1}', '{"mode": "calibration", "row": "x"}', *map(json.dumps, bad),
+                 json.dumps(good)[:99]):  # fmt: skip
+        file.write_text(json.dumps(good) + "\n\n" + text)
+        with pytest.raises(InputError, match="--report .*x, line 3 "):
             write_report([str(file)], str(tmp_path / "out"))
     with pytest.raises(InputError, match="--report .*none"):
         write_report([str(tmp_path / "none")], str(tmp_path / "out"))
@@ -153,7 +165,7 @@ def test_files_that_are_no_results(tmp_path):
 
 def test_lanes_show_what_each_rank_does():
     spans = {(0, "F", 0): (0.0, 1.0), (1, "F", 0): (1.0, 2.0), (1, "B", 0): (2.0, 4.0), (0, "B", 0): (4.0, 6.0)}
-    assert Replay(spans, [6.0, 4.0]).lanes([0, 1], 8.0, columns=8) == ["F...BBUU", ".FBBUUUU"]
+    assert Replay(spans, [6.0, 4.0], {0: 0, 1: 1}).lanes(8.0, columns=8) == ["F...BBUU", ".FBBUUUU"]
 
 
 def test_the_list_needs_no_torch():
@@ -182,6 +194,18 @@ def test_the_simulator_predicts_a_calibrated_product_as_measured(tmp_path):
     assert (system.memory, system.attention_forward, system.attention_backward) == (4e12, 5e14, 4e14)
     assert (system.nvlink, system.capacity) == (named.nvlink, named.capacity)
     assert find_system("h200") == named
+
+
+@pytest.mark.parametrize("wrong", [
+    {"matmul": None}, {"matmul": {"bf16": 0}}, {"memory": "fast"}, {"attention_forward": -1}, {"system": "mars"}
+])  # fmt: skip
+def test_damaged_calibrations(tmp_path, wrong):
+    outcome = {"mode": "calibration", "system": "h200", "matmul": {"bf16": 6e14}, "memory": 4e12,
+               "attention_forward": 5e14, "attention_backward": 4e14}  # fmt: skip
+    file = tmp_path / "calibration.jsonl"
+    file.write_text(json.dumps(outcome) + "\n" + json.dumps(outcome | wrong))
+    with pytest.raises(InputError, match="--system"):
+        find_system(str(file))
 
 
 def test_a_calibrated_cpu_is_no_system(tmp_path, monkeypatch):

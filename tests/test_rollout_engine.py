@@ -241,7 +241,6 @@ def test_ends():
     assert stopped.logprobs == pytest.approx(whole.logprobs[: first + 1], abs=1e-5)
 
     model.lm_head.weight[128:].fill_(-1)  # ASCII from here on
-    text = tokenizer.decode(sampler.generate([prompt], SamplingParams(0.8, max_tokens=20))[0].tokens)
     sampler.refresh()
     whole = sampler.generate([prompt], SamplingParams(0.8, max_tokens=20))[0]
     text = tokenizer.decode(whole.tokens)
@@ -263,9 +262,18 @@ def test_the_models_last_position():
         assert not sampler.busy  # the first one does not stay behind
 
 
+@pytest.mark.parametrize("token", [512, -1])
+def test_tokens_that_no_model_knows(token):
+    sampler = Sampler(make("qwen3-32b"), settings=Rollout(page_size=4, pages=20))
+    with pytest.raises(InputError, match=f"a prompt holds the token {token}: use 0 to 511"):
+        sampler.generate([[1, 2], [3, token, 4]], SamplingParams(max_tokens=2))
+    assert not sampler.busy
+
+
 @pytest.mark.parametrize(
     ("setting", "line"),
     [
+        ({"temperature": 1e-9}, "rollout.temperature=1e-09 must be 0, or at least 1e-06"),
         ({"slots": 0}, "rollout.slots=0 must be at least 1"),
         ({"pages": -1}, "rollout.pages=-1 must be at least 0"),
         ({"memory": 1.5}, "rollout.memory=1.5 must be above 0 and at most 1"),
@@ -276,7 +284,8 @@ def test_settings_that_make_no_sense(setting, line):
         configs.from_dict({"rollout": setting})
 
 
-def test_the_command_line_shows_all_samples(tmp_path, capsys):
+def test_the_command_line_shows_all_samples(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(ByteTokenizer, "encode_prompt", lambda self, text: [256, *text.encode()])  # as Llama's has bos
     model = make("qwen3-32b", vocab_size=258)
     save_pretrained(model, tmp_path)
     ByteTokenizer().save(tmp_path)
@@ -285,10 +294,29 @@ def test_the_command_line_shows_all_samples(tmp_path, capsys):
         f"--stop zz --stop yy --seed 3 --device cpu".split()
     )
     params = SamplingParams(0.9, 50, 0.95, 0.01, 8, 2, (257,), ("zz", "yy"), 3)
-    samples = Sampler(model, ByteTokenizer()).generate([list(b"ab")], params)
+    samples = Sampler(model, ByteTokenizer()).generate([[256, *b"ab"]], params)
     texts = ["ab" + ByteTokenizer().decode(sample.tokens) for sample in samples]
     shown = capsys.readouterr().out
     assert shown == f"--- sample 1 of 2\n{texts[0]}\n--- sample 2 of 2\n{texts[1]}\n" and texts[0] != texts[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--prompt", "ab\udcff"], "--prompt is not UTF-8 at character 3"),
+        (["--prompt", ""], "--prompt is empty"),
+        (["--prompt", "ab", "--stop", ""], "none of them empty"),
+        (["--prompt", "ab", "--top-p", "0"], "top_p=0.0 must be above 0"),
+    ],
+)
+def test_the_command_line_refuses_before_it_reads_the_weights(options, line, tmp_path):
+    save_pretrained(make("qwen3-32b", vocab_size=258), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    ByteTokenizer().save(tmp_path)
+    with pytest.raises(InputError, match=line):
+        generate.main(["--model", str(tmp_path), "--device", "cpu", *options])
+    with pytest.raises(InputError, match="nothing/config.json cannot be read"):
+        generate.main(["--model", str(tmp_path / "nothing"), *options])
 
 
 def test_requests_come_and_go():

@@ -13,6 +13,7 @@ from minitrain.models.zoo import model_config
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import (
     CHUNK,
+    COLDEST,
     Choice,
     SamplingParams,
     choose,
@@ -99,8 +100,8 @@ def test_a_row_draws_the_same_among_others():
     assert others.tolist() != together.tolist()
 
 
-def test_the_compiled_choice_is_the_same(monkeypatch):
-    """In one piece, where without the compiler the CPU takes several; also as a sampler asks for it."""
+def test_the_compiled_choice_is_the_same(monkeypatch, recwarn):
+    """In one piece, where without the compiler the CPU takes several; also as a sampler asks for it. Without a word."""
     calls, compile = [], partial(torch.compile, backend="aot_eager")
     monkeypatch.setattr(torch, "compile", lambda function: calls.append(function) or compile(function))
     compiled_choose.cache_clear()
@@ -116,8 +117,16 @@ def test_the_compiled_choice_is_the_same(monkeypatch):
     compiled_choose.cache_clear()
     runs = [sampler.generate([[1, 2, 3], [4]], SamplingParams(max_tokens=4)) for sampler in (eager, compiled)]
     assert [each.tokens for each in runs[0]] == [each.tokens for each in runs[1]]
-    assert calls == [choose, choose]
+    assert calls == [choose, choose] and not [w for w in recwarn if "Dynamo" in str(w.message)]
     compiled_choose.cache_clear()
+
+
+def test_the_coldest_draw_is_the_likeliest():
+    """With logits far from zero, whose quotients are near the end of fp32."""
+    logits, positions = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)) * 1e4, torch.arange(6)
+    for params in ({}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}):
+        tokens, logprobs = choose(logits, choice(6, temperature=COLDEST, **params), positions, Part())
+        assert tokens.tolist() == logits.argmax(1).tolist() and logprobs.tolist() == [0.0] * 6
 
 
 def test_the_first_of_the_largest_wins():
@@ -146,6 +155,7 @@ def test_filters_keep_what_those_of_transformers_keep(params):
     from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     logits = torch.randn(50, 100, generator=torch.Generator().manual_seed(0)) * 3
+    logits[0, 7] = 90  # so likely that fp32 rounds its probability to 1
     warpers = {"top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper, "min_p": MinPLogitsWarper}
     theirs = LogitsProcessorList([warpers[name](value) for name, value in params.items()])(None, logits)
     ours = keep_likely(logits, choice(50, **params))
@@ -182,7 +192,11 @@ def test_a_split_vocabulary_gives_the_same_tokens(pool, params):
 @pytest.mark.parametrize(
     ("fields", "line"),
     [
-        ({"temperature": -1}, "temperature=-1 must be at least 0"),
+        ({"temperature": -1}, "temperature=-1 must be 0, or at least 1e-06"),
+        ({"temperature": 1e-50}, "temperature=1e-50 must be 0, or at least 1e-06"),
+        ({"top_k": 10**20}, "top_k=100000000000000000000 must be at least 0, and below 2147483648"),
+        ({"stop": "end"}, "stop='end' must be a list of texts, none of them empty"),
+        ({"stop": ("end", "")}, "stop=.'end', ''. must be a list of texts, none of them empty"),
         ({"top_p": 0}, "top_p=0 must be above 0 and at most 1"),
         ({"min_p": 2}, "min_p=2 must be between 0 and 1"),
         ({"n": 0}, "n=0 must be at least 1"),

@@ -9,11 +9,14 @@ from minitrain import config as configs
 from minitrain.bench import sweep
 from minitrain.bench.chrome import write_trace
 from minitrain.bench.fake_world import trace_step
+from minitrain.bench.flops import count_work
+from minitrain.bench.measure import visible_share
 from minitrain.bench.replay import Replay
-from minitrain.bench.rows import published_rows
-from minitrain.bench.simulate import Simulation, few_micro_batches
+from minitrain.bench.rows import CONFIGS, published_rows
+from minitrain.bench.simulate import Simulation, few_micro_batches, figures, timed
 from minitrain.bench.timeline import SYSTEMS, Span, Timeline, load_system
 from minitrain.errors import InputError
+from minitrain.training.datasets import open_dataset
 
 TREE = {
     "model": {"name": "llama3-8b-tiny", "num_layers": 1}, "batch": {"global": 10, "micro": 1, "seq_len": 64},
@@ -33,6 +36,32 @@ def test_few_micro_batches_stand_for_all_exactly():
     assert part.peak | {"activations": part.peak["activations"] + 2 * tokens} == whole.peak
 
 
+def test_few_micro_batches_of_a_pipeline_stand_for_all():
+    """Of four stages the first rank has 0 and 2: forwards, it sends two and receives one; backwards, the reverse."""
+    pipeline = {"dp_shard": 1, "pp": 2, "vp": 2, "schedule": "Interleaved1F1B"}
+    config = configs.from_dict(TREE | {"model": {"name": "llama3-8b-tiny", "num_layers": 4}, "parallel": pipeline})
+    small, micro_batches = few_micro_batches(config)
+    assert (micro_batches, small.batch.global_) == (10, 4)
+    simulation = Simulation({0: trace_step(small, 2)}, {}, micro_batches, 4, 0.0)
+    whole, found = trace_step(config, 2), simulation.collectives()
+    assert found["pp/send"] == found["pp/recv"] == [3 * 10, 3 * 10 * 64 * 64 * 4]
+    assert found == whole.collectives() and simulation.flops() == whole.flops()
+
+
+def test_model_flops_of_packed_documents_are_those_that_run():
+    """All that is executed but 2 of attention's 14 d L per key: its backward kernel computes the scores again."""
+    batch = {"global": 2, "micro": 1, "seq_len": 512}
+    config = configs.from_dict(TREE | {"task": "sft", "data": {"kind": "mock", "packed": True}, "batch": batch})
+    visible = visible_share(open_dataset(config)[0])
+    assert visible < 0.7  # several documents
+    trace = trace_step(config, 2, visible=visible)
+    simulation = timed(config, {0: trace}, 1, 1, load_system("dgx-h100"))
+    found = figures(config, "row", load_system("dgx-h100"), simulation)
+    model = found["clean_tflops_per_gpu"] * 1e12 * found["step_time_s"]
+    again = 2 * count_work(config.model.config).attention * 512 * visible / 2 * 512
+    assert model == pytest.approx(trace.flops() - again, rel=1e-6)
+
+
 def test_layouts_are_ranked_and_those_that_cannot_run_are_told(tmp_path, monkeypatch):
     """Faster with more tensor parallelism, but tp=4 does not fit; 3 does not divide the heads."""
 
@@ -47,7 +76,7 @@ def test_layouts_are_ranked_and_those_that_cannot_run_are_told(tmp_path, monkeyp
             "fits": tp < 4,
         }
 
-    monkeypatch.setattr(sweep, "simulated_row", predicted)
+    monkeypatch.setattr(sweep, "predicted_row", predicted)
     file = tmp_path / "row.yaml"
     file.write_text("model: llama3-8b-tiny\nbatch: {global: 8, micro: 1, seq_len: 64}\nparallel: {dp_shard: 8}\n")
     results = list(sweep.sweep(str(file), [], ["tp=1,2,3,4"], load_system("dgx-h100")))
@@ -55,19 +84,32 @@ def test_layouts_are_ranked_and_those_that_cannot_run_are_told(tmp_path, monkeyp
     assert [line.split("|")[1].strip() for line in lines[:3]] == ["tp=2", "tp=1", "tp=4"]
     assert lines[2].split("|")[-2].strip() == "no"
     assert lines[3].startswith("tp=3: ") and len(lines) == 4
-    with pytest.raises(InputError, match="--sweep 'tp' is not of the form"):
-        list(sweep.sweep(str(file), [], ["tp"], load_system("dgx-h100")))
+    for words, line in (("tp", "'tp' is not of the form"), ("tp=1 tp=2", "a key twice"), ("dp_shard=2", "sweep those")):
+        with pytest.raises(InputError, match=f"--sweep.*{line}"):
+            list(sweep.sweep(str(file), [], words.split(), load_system("dgx-h100")))
+
+
+def test_a_sweep_leaves_out_ranks_that_only_sample():
+    """16 GPUs, of which 8 sample: of the others, a pipeline of two leaves 4 shards, of four 2."""
+    row = CONFIGS / "rl/llama3.1-8b-grpo-16gpu-1off.yaml"
+    for pp, shards in ((2, 4), (4, 2)):
+        config = sweep.with_all_gpus(row, [f"parallel.pp={pp}"], 16)
+        assert (config.parallel.dp_shard, config.grpo.generation_ranks) == (shards, 8)
+    with pytest.raises(InputError, match="16 ranks per shard do not divide 8"):
+        sweep.with_all_gpus(row, ["parallel.pp=8", "parallel.tp=2"], 16)
 
 
 def test_a_trace_has_a_lane_per_stream_and_per_stage(tmp_path):
     line = Timeline(
         [Span("compute", "mm", "gemm", 0.0, 1.0, 0.0, 0), Span("tp", "allgather", "collective", 1.0, 3.0, 0.0, 1)]
     )
-    pipeline = Replay({(0, "F", 0): (0.0, 1.0), (1, "F", 0): (1.0, 2.0)}, [1.0, 2.0])
-    simulation = Simulation({}, {0: line}, 1, 1, 2.0, pipeline)
+    pipeline = Replay({(0, "F", 0): (0.0, 1.0), (1, "F", 0): (1.0, 2.0)}, [1.0, 2.0], {0: 0, 1: 1})
+    simulation = Simulation({}, {0: line}, 4, 1, 2.0, pipeline)
     write_trace(simulation, str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert names == ["rank at place 0 of the pipeline: 1 of its 4 micro-batches, and the optimizer", "all stages"]
     boxes = {(lanes[e["pid"], e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"}
     assert boxes == {
         ("compute", "mm", 0, 1e6), ("tp", "allgather", 1e6, 2e6), ("stage 0", "F0", 0, 1e6), ("stage 1", "F0", 1e6, 1e6)

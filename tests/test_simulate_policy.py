@@ -15,6 +15,7 @@ from minitrain.bench.simulate_policy import (
     decoding_shape,
     log_normal_location,
     refit_seconds,
+    sampling_ranks,
     waiting_seconds,
 )
 from minitrain.config import from_dict, load
@@ -60,6 +61,14 @@ def test_what_decoding_reads_of_a_model():
     shape = decoding_shape(load(CONFIGS / "rl/llama3.1-8b-grpo-16gpu-onpolicy.yaml"))
     assert shape.shared == pytest.approx(2 * (8.030e9 - 128256 * 4096), rel=1e-3)
     assert (shape.expert, shape.cache, shape.heads) == (0, 2 * 32 * 2 * 8 * 128, 8)
+
+
+def test_samplers_have_the_ranks_of_the_config_where_it_can_have_them():
+    """Qwen3 235B has 4 key-value heads, and so the config 4 ranks for the table's 16; others it can choose."""
+    row = CONFIGS / "rl/qwen3-235b-a22b-grpo-128gpu-onpolicy.yaml"
+    assert [sampling_ranks(load(row, [f"rollout.tp={tp}"])) for tp in (4, 2)] == [16, 2]
+    row = CONFIGS / "rl/qwen3-32b-grpo-32gpu-onpolicy.yaml"  # as many as the table's
+    assert [sampling_ranks(load(row, [f"rollout.tp={tp}"])) for tp in (4, 8)] == [4, 8]
 
 
 def test_what_a_published_stack_pays_for():

@@ -131,7 +131,7 @@ def test_hugging_face_file_encodes_and_decodes_as_its_package_does(bpe_folder):
         assert ours.decode(ids) == theirs.decode(ids)
 
 
-def test_encode_adds_no_specials(bpe_folder):
+def test_only_prompts_get_specials(bpe_folder):
     tree = json.loads((bpe_folder / "tokenizer.json").read_text())
     single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     tree["post_processor"] = {
@@ -142,7 +142,8 @@ def test_encode_adds_no_specials(bpe_folder):
     }
     write_json(bpe_folder, "tokenizer.json", tree)
     ours, theirs = load_tokenizer(bpe_folder), Tokenizer.from_file(str(bpe_folder / "tokenizer.json"))
-    assert [1, *ours.encode("the cat")] == theirs.encode("the cat").ids
+    assert [1, *ours.encode("the cat")] == ours.encode_prompt("the cat") == theirs.encode("the cat").ids
+    assert AutoTokenizer.from_pretrained(bpe_folder)("the cat").input_ids == ours.encode_prompt("the cat")
     assert ours.decode([1, *ours.encode("the cat"), 2]) == "the cat"
 
 

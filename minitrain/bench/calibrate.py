@@ -5,12 +5,12 @@ the named system whose GPU it is.
 """
 
 import dataclasses
-import json
 from pathlib import Path
 
 import torch
 
 from minitrain.bench.hardware import describe, measure_attention, measure_matmul, measure_memory
+from minitrain.bench.report import need_rates, read_lines
 from minitrain.bench.timeline import System, load_system
 from minitrain.bench.trace import Event
 from minitrain.errors import InputError
@@ -45,25 +45,21 @@ def find_system(word: str) -> System:
     """A system by name, or with the constants of the last calibration in a file. Raises InputError."""
     if not Path(word).is_file():
         return load_system(word)
-    try:
-        lines = [json.loads(line) for line in Path(word).read_text(encoding="utf-8").splitlines() if line.strip()]
-    except ValueError as error:
-        raise InputError(
-            f"--system={word} is not a file of JSON lines, as --calibrate --json writes: {error}"
-        ) from None
-    found = [line for line in lines if isinstance(line, dict) and line.get("mode") == "calibration"]
-    if not found or not found[-1]["system"]:
+    found = [line for line in read_lines("--system", word) if line[1].get("mode") == "calibration"]
+    if not found or not found[-1][1].get("system"):
         raise InputError(
             f"--system={word} holds no calibration of a GPU that the simulator knows ({', '.join(SYSTEMS)})"
         )
-    return calibrated(load_system(found[-1]["system"]), found[-1])
+    where, outcome = found[-1]
+    need_rates(where, outcome)
+    return calibrated(load_system(outcome["system"]), outcome)
 
 
 def calibrated(system: System, outcome: dict) -> System:
     """The system with measured rates: such that it predicts for the measured products the time that they took."""
     rates = {}
-    for name, rate in outcome["matmul"].items():
+    for name in BYTES.keys() & outcome["matmul"].keys():
         square = Event("mm", "gemm", 0, [], [], sizes=(1, *[MATMUL_SIZE] * 3), element=BYTES[name])
-        rates[name] = rate * getattr(system, name) / system.gemm_rate(square)
+        rates[name] = outcome["matmul"][name] * getattr(system, name) / system.gemm_rate(square)
     same = {key: outcome[key] for key in ("attention_forward", "attention_backward", "memory")}
     return dataclasses.replace(system, name=f"{system.name} (calibrated)", **same, **rates)

@@ -10,13 +10,18 @@ MICROSECONDS = 1e6
 
 
 def write_trace(simulation: Simulation, path: str) -> None:
-    """Every rank that was run, with its streams, and the pipeline's actions by stage. Raises InputError."""
+    """Every rank that was run, with its streams, and the pipeline's actions by stage. Raises InputError.
+
+    A rank shows the micro-batches that were run, which stand for all (see simulate.py); the stages show all of them.
+    """
     events = []
     for place, line in simulation.lines.items():
         lanes = {name: number for number, name in enumerate(dict.fromkeys(span.stream for span in line.spans))}
         events += [lane(place, number, name) for name, number in lanes.items()]
         events += [box(place, lanes[s.stream], s.name, s.begin, s.end, kind=s.kind) for s in line.spans]
-        events.append(process(place, f"rank at place {place} of the pipeline" if simulation.pipeline else "rank 0"))
+        name = f"rank at place {place} of the pipeline" if simulation.pipeline else "rank 0"
+        shown = f"{simulation.traced} of its {simulation.micro_batches} micro-batches"
+        events.append(process(place, f"{name}: {shown}, and the optimizer"))
     if simulation.pipeline:
         number = len(simulation.lines)
         events.append(process(number, "all stages"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import date
 
 import torch
-from tqdm import tqdm
+import torch.distributed as dist
 
 from minitrain.bench.calibrate import calibrate, find_system
 from minitrain.bench.chrome import write_trace
@@ -24,10 +24,9 @@ from minitrain.bench.measure_sampling import measure_sampling
 from minitrain.bench.memory import estimate_memory
 from minitrain.bench.proxy import extrapolate, make_proxy, note, parse_counts
 from minitrain.bench.recipe import as_published
-from minitrain.bench.report import calibration_line, table
+from minitrain.bench.report import calibration_line, details, table
 from minitrain.bench.shrink import run_shrunk, shrink
-from minitrain.bench.simulate import simulated_row
-from minitrain.bench.simulate_policy import simulated_policy_row
+from minitrain.bench.simulate_policy import predicted_row
 from minitrain.bench.sweep import combinations, growth, ranking, sweep
 from minitrain.bench.versus import versus_transformers
 from minitrain.bench.versus_diffusers import versus_diffusers
@@ -65,8 +64,7 @@ def bench(files: list, overrides: list[str], options) -> None:
     elif options.sweep and not options.simulate:
         measure_combinations(files[0], overrides, options)
     elif options.sweep:
-        system = find_system(options.system or system_of(cases[0].config))
-        print(ranking(list(tqdm(sweep(files[0], overrides, options.sweep, system), leave=False))))
+        simulate_combinations(files[0], overrides, options)
     else:
         if not (options.simulate or options.shrink) and (options.calibrate or len(cases) > 1):
             show_calibration(cases[0].config, options.json)
@@ -83,20 +81,38 @@ def make_case(row: str, config: Config, options) -> Case:
 
 
 def check_options(cases: list[Case], options) -> None:
-    """Refuse options that contradict each other."""
-    if options.shrink and (options.versus or world_size() > 1):
-        raise InputError("--shrink starts its own processes: use neither torchrun nor --versus with it")
-    if options.proxy and (options.shrink or options.generate or options.sweep or world_size() > 1):
-        raise InputError("--proxy runs on one process, without --shrink, --generate or --sweep")
-    if options.generate and options.versus not in (None, "transformers"):
-        raise InputError(f"--generate --versus {options.versus}: only transformers samples the same (use transformers)")
-    if options.trace and not options.simulate:
-        raise InputError("--trace needs --simulate")
-    if (options.sweep or options.trace) and sum(len(case.runs) for case in cases) > 1:
-        raise InputError("--sweep and --trace take one config at a time")
+    """Refuse options that contradict each other, and files that cannot be written."""
+    several, alone = sum(len(case.runs) for case in cases) > 1, world_size() == 1
+    refused = (
+        (options.shrink and (options.versus or options.simulate or options.generate or not alone),
+         "--shrink starts its own processes: use neither torchrun nor --versus, --simulate or --generate with it"),
+        (options.proxy and (options.shrink or options.generate or options.sweep or not alone),
+         "--proxy runs on one process, without --shrink, --generate or --sweep"),
+        (options.simulate and (options.generate or options.versus or options.calibrate or not alone),
+         "--simulate is for training, on one process: without --generate, --versus or --calibrate"),
+        (options.generate and options.versus not in (None, "transformers"),
+         f"--generate --versus {options.versus}: only transformers samples the same (use transformers)"),
+        ((options.trace or options.system) and not options.simulate, "--trace and --system need --simulate"),
+        ((options.sweep or options.trace) and several, "--sweep and --trace take one config at a time"),
+        (options.sweep and options.trace, "--trace shows one layout, not those of --sweep"),
+    )  # fmt: skip
+    for wrong, line in refused:
+        if wrong:
+            raise InputError(line)
     if options.versus in ("peft", "full"):
         for case in cases:
             check_adapters(case.config, options.versus)
+    for name in () if options.dry_run else ("json", "trace"):
+        check_writable(name, getattr(options, name))
+
+
+def check_writable(option: str, file: str | None) -> None:
+    """A file of results is opened at once: what fills it takes minutes on machines that are lent by the hour."""
+    try:
+        if file:
+            open(file, "a", encoding="utf-8").close()
+    except OSError as error:
+        raise InputError(f"--{option}={file} cannot be written: {error.strerror}") from None
 
 
 def run_all(cases: list[Case], options) -> None:
@@ -120,13 +136,26 @@ def run_all(cases: list[Case], options) -> None:
 
 
 def measure_combinations(file: str, overrides: list[str], options) -> None:
+    """Every combination of `--sweep`, all checked before the first runs."""
+    choices = combinations(options.sweep)
+    cases = [make_case(settings, load_row(file, [*overrides, *words])[1], options) for settings, words in choices]
     results = []
-    for settings, words in combinations(options.sweep):
-        results.append(run(settings, load_row(file, [*overrides, *words])[1], options))
-        append(results[-1], options.json)
+    for case in cases:
+        results += run_case(case, options)
         gc.collect()
     if is_first_rank():
         print(growth(results))
+
+
+def simulate_combinations(file: str, overrides: list[str], options) -> None:
+    """Every combination of `--sweep`: those that can run are ranked, of the others is told why not."""
+    system = find_system(options.system or system_of(load_row(file, overrides)[1]))
+    results = []
+    for result in sweep(file, overrides, options.sweep, system):
+        results.append(result)
+        if "error" not in result:
+            append(result, options.json)
+    print(ranking(results))
 
 
 def run_case(case: Case, options) -> list[dict]:
@@ -161,9 +190,8 @@ def run(row: str, config: Config, options) -> dict:
 
 
 def simulate(row: str, config: Config, options) -> dict:
-    predict = simulated_policy_row if config.task == "grpo" else simulated_row
     system = find_system(options.system or system_of(config))
-    simulation, outcome = predict(config, row, system)
+    simulation, outcome = predicted_row(config, row, system)
     if "recipe" in config.reference and system.name == system_of(config) and outcome["ratio"] is not None:
         outcome["as_published"] = as_published(config, row, system, simulation)
     if options.trace:
@@ -176,9 +204,16 @@ def system_of(config: Config) -> str:
 
 
 def announce_memory(row: str, config: Config) -> dict[str, float]:
-    """Say, before anything is allocated, what memory a rank will need; returns that for the config's result."""
+    """Say, before anything is allocated, what memory a rank will need; returns that for the config's result.
+
+    Under torchrun of the first config alone: the ranks stay one group.
+    """
     if not is_first_rank():
         return {}
+    if dist.is_initialized():  # by an earlier config, but the estimate has a group of its own
+        if "WORLD_SIZE" in os.environ:
+            return {}
+        dist.destroy_process_group()
     kinds = estimate_memory(config, world_size())
     parts = ", ".join(f"{kind} {size:.3g}" for kind, size in kinds.items())
     print(f"{row}: estimated peak memory {sum(kinds.values()):.3g} GiB ({parts})", flush=True)
@@ -198,6 +233,8 @@ def write_result(outcome: dict, file: str | None) -> None:
     """Print it and append it to the file of results, at once: what comes later may fail."""
     if is_first_rank():
         print(table([outcome]), flush=True)
+        if "breakdown_s" in outcome:
+            print(details(outcome), flush=True)
         append(outcome, file)
 
 

@@ -22,6 +22,11 @@ def stated_ranks(config: Config) -> int:
     return others * (max(1, (world_size() - sampling) // others) if p.dp_shard == -1 else p.dp_shard) + sampling
 
 
+def training_ranks(config: Config) -> int:
+    """Without those that only sample."""
+    return stated_ranks(config) - config.grpo.generation_ranks
+
+
 def dry_run(config: Config) -> str:
     """Validate and lay out on the meta device, and describe the result. Raises InputError for what cannot work."""
     ranks = stated_ranks(config)

@@ -1,6 +1,7 @@
 """Time a config's real training steps and turn them into the figures of the published tables."""
 
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -8,7 +9,15 @@ import torch.distributed as dist
 from torch._dynamo.utils import calculate_time_spent, counters  # no public names for what the compiler has done
 from tqdm import tqdm
 
-from minitrain.bench.flops import automodel, clean, flops_per_token, lora_weights, nemo_pretrain, nemo_squad
+from minitrain.bench.flops import (
+    automodel,
+    clean,
+    effective_length,
+    flops_per_token,
+    lora_weights,
+    nemo_pretrain,
+    nemo_squad,
+)
 from minitrain.bench.flops_wan import training_flops
 from minitrain.bench.hardware import describe, measure_matmul, peak_flops, peak_memory_bytes
 from minitrain.bench.memory import working_memory
@@ -37,7 +46,7 @@ def measure(config: Config, row: str, meshes: Meshes, steps: int, warmup: int) -
         times.append(timed(lambda step=step: trainer.step(data, step), device))
         graphs.append(counters["stats"]["unique_graphs"])
     matmul = max(matmul, measure_matmul(device, dtype))  # once might have been a busy moment of a shared machine
-    return result(config, row, device, times[warmup:], matmul) | {
+    return result(config, row, device, times[warmup:], matmul, visible_share(data)) | {
         "compile_s": calculate_time_spent()["total_wall_time"] - compile_seconds,
         "recompiles": graphs[-1] - graphs[min(1, len(graphs) - 1)],  # after the second step
         "activations_gib": activation_bytes(trainer, data) / 2**30,
@@ -83,15 +92,18 @@ def compute_dtype(config: Config) -> torch.dtype:
     return {"fp32": torch.float32, "fp8": torch.float8_e4m3fn}.get(config.precision, torch.bfloat16)
 
 
-def result(config: Config, row: str, device: torch.device, times: list[float], matmul: float) -> dict:
+def result(
+    config: Config, row: str, device: torch.device, times: list[float], matmul: float, visible: float = 1.0
+) -> dict:
     """The figures of a row from the seconds of its timed steps; `matmul` is the measured FLOP/s of one device.
 
     tflops_per_gpu counts as the published table does (`reference.convention`), clean_tflops_per_gpu as the work is.
+    visible: as `visible_share` says.
     """
     published = config.reference
     step_time, ranks = median(times), dist.get_world_size()
     tokens = config.batch.global_ * config.batch.seq_len / step_time / ranks
-    achieved, as_published = tokens * count_flops(config, clean), tokens * count_flops(config, table_convention(config))
+    achieved, as_published = (tokens * count_flops(config, c, visible) for c in (clean, table_convention(config)))
     machine = describe(device)
     peak = peak_flops(machine["device"], compute_dtype(config))
     return {
@@ -138,13 +150,25 @@ def published_step_time(config: Config) -> float | None:
     return flops / published["gpus"] / published["tflops_per_gpu"] / 1e12
 
 
-def count_flops(config: Config, convention) -> float:
-    """FLOPs of a training step per token. For diffusion there is one convention, which counts what is computed."""
+def visible_share(dataset) -> float:
+    """Of the causal pairs in a row of the dataset, the share whose tokens are of one document; the first row tells."""
+    row = dataset.row(0)
+    if "documents" not in row:
+        return 1.0
+    return effective_length(Counter(row["documents"].tolist()).values()) / len(row["documents"])
+
+
+def count_flops(config: Config, convention, visible: float = 1.0) -> float:
+    """FLOPs of a training step per token. For diffusion there is one convention, which counts what is computed.
+
+    visible: as `visible_share` says; the tables' conventions know nothing of it.
+    """
     shape, batch = config.model.config, config.batch
     if isinstance(shape, WanConfig):
         return training_flops(shape, batch.seq_len, config.data.text_tokens, config.lora) / batch.seq_len
     adapters = lora_weights(shape, config.lora.rank, config.lora.targets) if config.lora else 0
-    return flops_per_token(shape, batch.seq_len, convention, adapters)
+    seen = batch.seq_len * visible if convention is clean else batch.seq_len
+    return flops_per_token(shape, seen, convention, adapters)
 
 
 def table_convention(config: Config):

@@ -2,19 +2,17 @@
 
 Of several results for a row, the last one of each kind counts: simulated (and, where the published run differed, by its
 recipe), measured as a whole, or extrapolated from proxies. What cannot stand beside a published figure (proxies
-themselves, changed models, shrunk and other configs) has a table of its own. page.py makes a page of it.
+themselves, changed models, other systems, shrunk and other configs) has a table of its own. page.py makes a page of it.
 """
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 import yaml
 
-from minitrain.bench.report import label, markdown, number
+from minitrain.bench.report import label, markdown, need, need_rates, number, on_own_system, read_lines
 from minitrain.bench.rows import row_trees
-from minitrain.errors import InputError
 
 SYSTEMS = Path(__file__).with_name("systems.yaml")
 LIMIT = 0.35  # of a simulated figure's error, beyond which it is named
@@ -54,14 +52,17 @@ class Report:
 
 def read_results(file: str) -> list[dict]:
     """The lines of a file that --json wrote. Raises InputError."""
-    try:
-        lines = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
-        results = [json.loads(line) for line in lines]
-    except (OSError, ValueError) as error:
-        raise InputError(f"--report {file} is not a file of JSON lines, as --json writes: {error}") from None
-    if not all(isinstance(result, dict) and {"row", "mode"} <= result.keys() for result in results):
-        raise InputError(f"--report {file}: a line has no row and mode, as those of --json have")
-    return results
+    lines = read_lines("--report", file)
+    for where, result in lines:
+        need(where, result, str, "row", "mode", "device", "torch")
+        if result["mode"] == "calibration":
+            need_rates(where, result)
+            continue
+        need(where, result, dict, "reference")
+        need(where, result, float, "world_size", *FIGURES, "step_time_s", "clean_tflops_per_gpu", "mfu")
+        if result.get("ratio") is not None:
+            need(where, result, float, "ratio")
+    return [result for _, result in lines]
 
 
 def merge(results: list[dict], day: str) -> Report:
@@ -71,10 +72,10 @@ def merge(results: list[dict], day: str) -> Report:
     for result in results:
         if result["mode"] == "calibration":
             calibrations.append(result)
-        elif result["row"] in rows and result["mode"] in KINDS and result["ratio"] is not None:
+        elif result["mode"] in KINDS and result["row"] in rows and comparable(result):
             found = rows[result["row"]].results
             found[result["mode"]] = result
-            if "as_published" in result:
+            if result.get("as_published"):
                 found["recipe"] = result | result["as_published"]
         else:
             others.append(result)
@@ -85,6 +86,11 @@ def merge(results: list[dict], day: str) -> Report:
     for result in results:
         machines.setdefault(result["mode"], set()).add(f"{result['device']}, torch {result['torch']}")
     return Report(tables, others, calibrations, {mode: sorted(names) for mode, names in machines.items()}, day)
+
+
+def comparable(result: dict) -> bool:
+    """Does it stand beside the published figure? If simulated, the row's own system counts."""
+    return result.get("ratio") is not None and on_own_system(result)
 
 
 def table_of(reference: dict) -> str:
@@ -201,7 +207,7 @@ def other_cells(results: list[dict]) -> dict[str, list[str]]:
         "tokens/s/GPU": [value(r["tokens_per_sec_per_gpu"]) for r in results],
         "clean TFLOP/s": [number(r["clean_tflops_per_gpu"], ".4g") for r in results],
         "MFU": [number(r["mfu"], ".1%") for r in results],
-        "peak GiB": [number(r["peak_memory_gib"], ".2f") for r in results],
+        "peak GiB": [number(r.get("peak_memory_gib"), ".2f") for r in results],
     }
     return columns
 

@@ -196,13 +196,13 @@ def stack(parts: dict[str, float], whole: float, unit: str, label: str) -> str:
 def simulation_details(row) -> str:
     """A fold with memory by kind, the step's time by kind, and the pipeline."""
     result = row.results["simulated"]
-    memory = {kind: result["memory_gib"].get(kind, 0.0) for kind in MEMORY} if "memory_gib" in result else {}
-    spent = result.get("breakdown_s", {})
+    held, spent = result.get("memory_gib") or {}, result.get("breakdown_s") or {}
+    memory = {kind: held.get(kind, 0.0) for kind in MEMORY}
     seconds = {TIME_NAMES.get(kind, kind): spent.get(kind, 0.0) for kind in TIME}
     parts = []
-    if memory:
-        total, room = sum(memory.values()), result.get("capacity_gib", 0.0)
-        fits = "fits into" if result["fits"] else "does not fit into"
+    if held:
+        total, room = sum(memory.values()), result.get("capacity_gib") or 0.0
+        fits = "fits into" if result.get("fits") else "does not fit into"
         label = f"Peak memory {total:.1f} GiB, which {fits} {room:.0f} GiB of {result['device']}"
         parts.append(stack(memory, max(total, room), "GiB", label))
     if spent:

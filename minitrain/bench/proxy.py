@@ -14,10 +14,11 @@ from collections import Counter
 
 from minitrain.bench.flops import clean
 from minitrain.bench.layout import stated_ranks
-from minitrain.bench.measure import compare, count_flops, published_step_time, table_convention
+from minitrain.bench.measure import compare, count_flops, published_step_time, table_convention, visible_share
 from minitrain.config import Config
 from minitrain.config_checks import check_layout, validate
 from minitrain.errors import InputError
+from minitrain.training.datasets import open_dataset
 
 MICRO_BATCHES = 8  # per step, at most
 LEFT_OUT = "communication, the pipeline's bubble, uneven experts, most micro-batches of a step"
@@ -107,7 +108,8 @@ def extrapolate(config: Config, small: dict, large: dict) -> dict:
             f"{large['layers']} layers took no longer than {small['layers']}: nothing to extrapolate (use more steps)"
         )
     tokens = 1 / (times[1] + slope * (costs[2] - costs[1]))
-    as_published, achieved = (tokens * count_flops(config, c) for c in (table_convention(config), clean))
+    visible = visible_share(open_dataset(config)[0])
+    as_published, achieved = (tokens * count_flops(config, c, visible) for c in (table_convention(config), clean))
     ranks = stated_ranks(config)
     same = ("row", "system", "device", "cores", "torch", "matmul_tflops")
     return {key: large[key] for key in same if key in large} | {

@@ -16,19 +16,21 @@ Action = tuple[int, str, int]  # stage, F | B | I | W (whole backward pass, or f
 
 @dataclass
 class Replay:
-    """begins and ends: seconds, of every action. finished: when each rank was done with its actions."""
+    """spans: begin and end of every action, in seconds. finished: when each rank was done with its actions. ranks:
+    which rank each stage is on."""
 
     spans: dict[Action, tuple[float, float]]
     finished: list[float]
+    ranks: dict[int, int]
 
-    def busy(self, ranks: list[int]) -> list[float]:
-        """Seconds that each rank worked. ranks: which rank each stage is on."""
+    def busy(self) -> list[float]:
+        """Seconds that each rank worked."""
         totals = [0.0] * len(self.finished)
         for (stage, _, _), (begin, end) in self.spans.items():
-            totals[ranks[stage]] += end - begin
+            totals[self.ranks[stage]] += end - begin
         return totals
 
-    def lanes(self, ranks: list[int], step: float, columns: int = 600) -> list[str]:
+    def lanes(self, step: float, columns: int = 600) -> list[str]:
         """What each rank does, as a letter for each of `columns` equal parts of a step of `step` seconds.
 
         F, B, I, W as in Action; U: it reduces gradients, waits for others to do so, or updates; a dot: it is idle.
@@ -36,7 +38,7 @@ class Replay:
         lanes = [["."] * columns for _ in self.finished]
         for (stage, kind, _), (begin, end) in self.spans.items():
             first, last = round(begin / step * columns), round(end / step * columns)
-            lanes[ranks[stage]][first:last] = kind * (last - first)
+            lanes[self.ranks[stage]][first:last] = kind * (last - first)
         for lane, end in zip(lanes, self.finished, strict=True):
             first = round(end / step * columns)
             lane[first:] = "U" * (columns - first)
@@ -94,7 +96,7 @@ def replay(order: list[list[Action]], seconds: Callable[[Action], float], messag
                 waiting.discard(rank)
         if len(spans) == before:
             raise RuntimeError("the schedule waits for itself")
-    return Replay(spans, clocks)
+    return Replay(spans, clocks, ranks)
 
 
 def arrival(action: Action, spans: dict, ranks: dict[int, int], message: Callable[[int], float]) -> float | None:

@@ -1,17 +1,51 @@
-"""Results as a table for the terminal, in Markdown."""
+"""Results as lines of JSON, as --json writes them, and as a table for the terminal, in Markdown."""
+
+import json
+from pathlib import Path
+
+from minitrain.errors import InputError
+
+
+def read_lines(option: str, file: str) -> list[tuple[str, dict]]:
+    """Each line's object in a file that --json wrote, behind its place for messages. Raises InputError."""
+    try:
+        lines = Path(file).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{option} {file} cannot be read: {error}") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{option} {file}, line {number}"
+        try:
+            found.append((where, json.loads(line)))
+        except ValueError:
+            raise InputError(f"{where} is not JSON, as --json writes (was it cut short?)") from None
+        need(where, {"result": found[-1][1]}, dict, "result")
+    return found
+
+
+def need(where: str, values: dict, kind: type, *names: str) -> None:
+    """Raises InputError if one of these is missing, not of the kind, or for float no number above 0."""
+    for name in names:
+        value = values.get(name)
+        if not (isinstance(value, int | float) and value > 0 if kind is float else isinstance(value, kind)):
+            raise InputError(f"{where} has no usable {name}, as every line that --json writes")
+
+
+def need_rates(where: str, outcome: dict) -> None:
+    """Raises InputError if this is not what --calibrate writes."""
+    need(where, outcome, float, "attention_forward", "attention_backward", "memory")
+    need(where, outcome, dict, "matmul")
+    need(where, outcome["matmul"], float, *outcome["matmul"])
 
 
 def table(results: list[dict]) -> str:
-    """One line per result; columns that no result fills are left out."""
-    first = results[0]
-    simulated = "simulated" in (first["mode"], first.get("extrapolated_from"))
-    header = (
-        f"{first['device']}, {first['world_size']} process(es), torch {first['torch']}; "
-        f"MFU is of the matmul rate {'of large products there' if simulated else 'measured here'}, "
-        f"{first['matmul_tflops']:.4g} TFLOP/s"
-    )
+    """One line per result, below one for each machine; columns that no result fills are left out."""
+    machines = list(dict.fromkeys(map(machine, results)))
     columns = {
         "row": [label(r) for r in results],
+        "machine": [f"{r['device']} x {r['world_size']}" if len(machines) > 1 else "" for r in results],
         "fits": [{True: "yes", False: "no"}.get(r.get("fits"), "") for r in results],
         "step s": [f"{r['step_time_s']:.4g}" for r in results],
         "tokens/s/GPU": [f"{r['tokens_per_sec_per_gpu']:,.0f}" for r in results],
@@ -35,19 +69,56 @@ def table(results: list[dict]) -> str:
     for library in sorted({r["versus"] for r in results if "versus" in r}):
         columns[f"versus {library}"] = [number(r.get("versus_ratio"), ".3f") for r in results]
     columns["GiB of both"] = [" / ".join(number(x, ".3f") for x in r.get("versus_memory_gib", [])) for r in results]
-    return header + "\n" + markdown({name: cells for name, cells in columns.items() if any(cells)})
+    return "\n".join([*machines, markdown({name: cells for name, cells in columns.items() if any(cells)})])
+
+
+def machine(result: dict) -> str:
+    """What a result is of, and what its MFU is a share of."""
+    simulated = "simulated" in (result["mode"], result.get("extrapolated_from"))
+    return (
+        f"{result['device']}, {result['world_size']} process(es), torch {result['torch']}; "
+        f"MFU is of the matmul rate {'of large products there' if simulated else 'measured here'}, "
+        f"{result['matmul_tflops']:.4g} TFLOP/s"
+    )
+
+
+def details(result: dict) -> str:
+    """What a simulation counted, beyond its line in the table: per GPU and step, of the first rank; its fullest one's
+    memory."""
+    model = result["clean_tflops_per_gpu"] * result["step_time_s"]
+    messages = [
+        f"{name} {calls:,} x, {size / 2**30:,.4g} GiB" for name, (calls, size) in sorted(result["collectives"].items())
+    ]
+    return "\n".join([
+        f"FLOPs: executed {result['executed_flops_per_gpu'] / 1e12:,.5g} TFLOP, of the model {model:,.5g}",
+        f"messages: {'; '.join(messages) or 'none'}",
+        f"seconds: {amounts(result['breakdown_s'])}",
+        f"GiB: {amounts(result['memory_gib'])}, of {result['capacity_gib']:.4g}",
+    ])  # fmt: skip
+
+
+def amounts(parts: dict[str, float]) -> str:
+    return ", ".join(f"{name} {amount:.3g}" for name, amount in parts.items() if amount)
 
 
 def label(result: dict) -> str:
     """The row's name, and what makes the result another thing than a measured step of that row."""
     notes = [] if result["mode"] == "measured" else [result["mode"]]
     layers, changed = result.get("layers"), result["reference"].get("changed")
-    if result["proxy"]:
+    if result["mode"] == "simulated" and not on_own_system(result):
+        notes[0] += f" on {result['system']}"
+    if result.get("proxy"):
         counts = " and ".join(map(str, layers)) if isinstance(layers, list) else layers
         notes.append(f"proxy, {counts} of {result['full_layers']} layers")
     elif changed:
         notes.append(f"changed: {', '.join(changed)}")
     return f"{result['row']} ({'; '.join(notes)})" if notes else result["row"]
+
+
+def on_own_system(result: dict) -> bool:
+    """Not on another than its config's published row ran on, if it says any."""
+    system, published = result.get("system"), result["reference"].get("system")
+    return not (system and published) or system.lower() == published.lower()
 
 
 def calibration_line(outcome: dict) -> str:
@@ -70,7 +141,7 @@ def number(value: float | None, form: str) -> str:
 
 def markdown(columns: dict[str, list[str]]) -> str:
     """Aligned Markdown from equally long columns; the first is text, the others are numbers."""
-    widths = {name: max(len(name), *map(len, cells)) for name, cells in columns.items()}
+    widths = {name: max(2, len(name), *map(len, cells)) for name, cells in columns.items()}
     lines = [list(columns), *map(list, zip(*columns.values(), strict=True))]
     first, *others = widths.values()
     lines.insert(1, ["-" * first, *("-" * (width - 1) + ":" for width in others)])

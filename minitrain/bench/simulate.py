@@ -22,7 +22,7 @@ from minitrain.bench import tracers
 from minitrain.bench.fake_world import trace_step
 from minitrain.bench.flops import clean
 from minitrain.bench.layout import stated_ranks
-from minitrain.bench.measure import compare, count_flops, published_step_time, table_convention
+from minitrain.bench.measure import compare, count_flops, published_step_time, table_convention, visible_share
 from minitrain.bench.replay import Action, Replay, replay, schedule_order
 from minitrain.bench.timeline import System, Timeline, play
 from minitrain.bench.trace import Trace
@@ -35,7 +35,8 @@ from minitrain.training.datasets import open_dataset
 @dataclass
 class Simulation:
     """traces, lines: of the ranks that were run, by their place in the pipeline. micro_batches: of a rank's step, and
-    how many of them were run. step: seconds. pipeline: all stages' actions, or None."""
+    how many of them were run. step: seconds. pipeline: all stages' actions, or None. idle: seconds that each of its
+    ranks has nothing to do."""
 
     traces: dict[int, Trace]
     lines: dict[int, Timeline]
@@ -43,6 +44,7 @@ class Simulation:
     traced: int
     step: float
     pipeline: Replay | None = None
+    idle: list[float] | None = None
 
     def times(self, place: int = 0) -> list[int]:
         """How often each traced event of a rank happens in a step: those of a typical micro-batch stand for others."""
@@ -65,21 +67,28 @@ class Simulation:
         return totals
 
     def breakdown(self, place: int = 0) -> dict[str, float]:
-        """Seconds of a step of one rank: compute by kind, exposed communication, and in a pipeline its bubble."""
-        times, parts = self.times(place), Counter()
+        """Seconds of a step of one rank: compute by kind, exposed communication, and in a pipeline its bubble.
+
+        In a pipeline communication is what is left, as only its rank's actions take time (see `pipelined`), and not
+        what its trace waits for between them.
+        """
+        times, parts, waited = self.times(place), Counter(), 0.0
         for span in self.lines[place].spans:
             if span.stream == "compute":
                 parts[span.kind] += times[span.event] * (span.end - span.begin)
-                parts["exposed communication"] += times[span.event] * span.waited
+                waited += times[span.event] * span.waited
         rest = self.step - sum(parts.values())
-        return dict(parts) | {"bubble" if self.pipeline else "tail": max(0.0, rest)}
+        if self.idle is None:
+            return dict(parts) | {"exposed communication": waited, "tail": max(0.0, rest - waited)}
+        bubble = min(self.idle[place], rest)
+        return dict(parts) | {"exposed communication": rest - bubble, "bubble": bubble}
 
 
 def record(config: Config) -> tuple[dict[int, Trace], int, int]:
     """A trace for each place in the pipeline, a rank's micro-batches per step, and how many of them were run."""
     small, micro_batches = few_micro_batches(with_balanced_experts(config))
     ranks, alike = stated_ranks(config), representatives(config)
-    stage_ranks, visible = ranks // config.parallel.pp, visible_share(small)
+    stage_ranks, visible = ranks // config.parallel.pp, visible_share(open_dataset(small)[0])
     by_place = trace_all({place: (small, ranks, place * stage_ranks, visible) for place in set(alike.values())})
     traces = {place: by_place[representative] for place, representative in alike.items()}
     return traces, micro_batches, few(config, micro_batches)
@@ -95,7 +104,8 @@ def timed(
     if config.parallel.pp == 1:
         simulation.step = accumulated(traces[0], by_place[0], micro_batches)
     else:
-        simulation.pipeline, simulation.step = pipelined(config, system, simulation, at_once or micro_batches)
+        pipelined(config, system, simulation, at_once or micro_batches)
+        simulation.idle = [seconds + system.step for seconds in simulation.idle]
     simulation.step += system.step
     return simulation
 
@@ -145,14 +155,6 @@ def few(config: Config, micro_batches: int) -> int:
     return min(micro_batches, 3 if config.parallel.pp == 1 else 2 * config.parallel.pp)
 
 
-def visible_share(config: Config) -> float:
-    """Of a packed row's causal pairs, the share whose tokens are of one document: sum n^2 / seq^2."""
-    row = open_dataset(config)[0].row(0)
-    if "documents" not in row:
-        return 1.0
-    return sum(n * n for n in Counter(row["documents"].tolist()).values()) / len(row["documents"]) ** 2
-
-
 def representatives(config: Config) -> dict[int, int]:
     """For each place in the pipeline, one whose stages hold as many layers of each kind, embedding and head."""
     if config.parallel.pp == 1:
@@ -177,13 +179,11 @@ def simulated_row(config: Config, row: str, system: System) -> tuple[Simulation,
 
 
 def figures(config: Config, row: str, system: System, simulation: Simulation) -> dict:
-    """Memory is that of the rank that holds the most; FLOPs, messages and the breakdown are the first rank's."""
+    """The row; see also `counted`. The breakdown is the first rank's."""
     ranks = stated_ranks(config)
     tokens = config.batch.global_ * config.batch.seq_len / simulation.step / ranks
-    clean_flops = tokens * count_flops(config, clean)
-    as_published = tokens * count_flops(config, table_convention(config))
-    fullest = max(simulation.traces.values(), key=lambda trace: sum(trace.peak.values()))
-    peak = sum(fullest.peak.values())
+    visible = visible_share(open_dataset(config)[0])
+    clean_flops, as_published = (tokens * count_flops(config, c, visible) for c in (clean, table_convention(config)))
     return {
         "row": row,
         "system": system.name,
@@ -197,16 +197,10 @@ def figures(config: Config, row: str, system: System, simulation: Simulation) ->
         "clean_tflops_per_gpu": clean_flops / 1e12,
         "mfu": clean_flops / (system.fp8 if config.precision == "fp8" else system.bf16),
         "matmul_tflops": (system.fp8 if config.precision == "fp8" else system.bf16) / 1e12,
-        "activations_gib": fullest.peak["activations"] / 2**30,
         "compile_s": None,
-        "executed_flops_per_gpu": simulation.flops(),
-        "collectives": simulation.collectives(),
+        **counted(simulation, system),
         "breakdown_s": simulation.breakdown(),
-        "peak_memory_gib": peak / 2**30,
-        "memory_gib": {kind: size / 2**30 for kind, size in fullest.peak.items()},
-        "fits": peak <= system.capacity,
-        "capacity_gib": system.capacity / 2**30,
-        "timeline": simulation.pipeline and pipeline_lanes(config, simulation),
+        "timeline": simulation.pipeline and simulation.pipeline.lanes(simulation.step),
         "reference": config.reference,
         "published_step_time_s": published_step_time(config),
         "ratio": compare(tokens, as_published, config.reference),
@@ -214,11 +208,19 @@ def figures(config: Config, row: str, system: System, simulation: Simulation) ->
     }
 
 
-def pipeline_lanes(config: Config, simulation: Simulation) -> list[str]:
-    """See Replay.lanes: a string per rank of the pipeline."""
-    p, layers = config.parallel, config.model.config.num_layers
-    places = {stage: place for place in range(p.pp) for stage in local_stages(p, layers, place)}
-    return simulation.pipeline.lanes([places[stage] for stage in sorted(places)], simulation.step)
+def counted(simulation: Simulation, system: System, steps: int = 1) -> dict:
+    """What is no model: FLOPs and messages of the first rank in so many steps, memory of the rank that holds most."""
+    peak = max((trace.peak for trace in simulation.traces.values()), key=lambda peak: sum(peak.values()))
+    size = sum(peak.values())
+    return {
+        "executed_flops_per_gpu": steps * simulation.flops(),
+        "collectives": {name: [steps * n for n in counts] for name, counts in simulation.collectives().items()},
+        "peak_memory_gib": size / 2**30,
+        "memory_gib": {kind: part / 2**30 for kind, part in peak.items()},
+        "activations_gib": peak["activations"] / 2**30,
+        "fits": size <= system.capacity,
+        "capacity_gib": system.capacity / 2**30,
+    }
 
 
 # ------------------------------------------------------------------------------------------------------- without stages
@@ -240,9 +242,9 @@ def typical_events(trace: Trace) -> set[int]:
 
 
 def messages_per_micro_batch(trace: Trace, micro_batches: int) -> list[int]:
-    """The first of a pipeline's sends and receives, as many as each micro-batch has."""
-    between = [i for i, event in enumerate(trace.events) if event.name in ("send", "recv")]
-    return between[: len(between) // micro_batches]
+    """The first of a pipeline's sends, and of its receives, as many as each micro-batch has."""
+    sent, received = ([i for i, event in enumerate(trace.events) if event.name == name] for name in ("send", "recv"))
+    return sent[: len(sent) // micro_batches] + received[: len(received) // micro_batches]
 
 
 def accumulated(trace: Trace, line: Timeline, micro_batches: int) -> float:
@@ -254,9 +256,9 @@ def accumulated(trace: Trace, line: Timeline, micro_batches: int) -> float:
 # --------------------------------------------------------------------------------------------------------- with stages
 
 
-def pipelined(config: Config, system: System, simulation: Simulation, at_once: int) -> tuple[Replay, float]:
-    """All ranks' actions for `at_once` micro-batches, and a step's seconds: until the slowest rank has also reduced its
-    gradients and updated its weights."""
+def pipelined(config: Config, system: System, simulation: Simulation, at_once: int) -> None:
+    """Put all ranks' actions for `at_once` micro-batches side by side. A step lasts until the slowest rank has also
+    reduced its gradients and updated its weights."""
     p = config.parallel
     measured, tails = {}, []
     for place, trace in simulation.traces.items():
@@ -266,8 +268,10 @@ def pipelined(config: Config, system: System, simulation: Simulation, at_once: i
     order = schedule_order(p.schedule, p.pp, at_once, p.vp)
     seconds = action_seconds(measured, at_once, simulation.traced)
     replayed = replay(order, seconds, message_seconds(system, simulation.traces[0]))
-    before = (simulation.micro_batches // at_once - 1) * max(replayed.finished)
-    return replayed, before + max(end + tail for end, tail in zip(replayed.finished, tails, strict=True))
+    times = simulation.micro_batches // at_once
+    last = max(end + tail for end, tail in zip(replayed.finished, tails, strict=True))
+    simulation.pipeline, simulation.step = replayed, (times - 1) * max(replayed.finished) + last
+    simulation.idle = [simulation.step - times * b - tail for b, tail in zip(replayed.busy(), tails, strict=True)]
 
 
 def action_spans(trace: Trace, line: Timeline) -> dict[Action, tuple[float, float]]:

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 
 import torch
 
-from minitrain.bench.layout import stated_ranks
+from minitrain.bench.layout import stated_ranks, training_ranks
 from minitrain.bench.measure import compare
 from minitrain.bench.measure_policy import flops_of_token, published_lengths
-from minitrain.bench.simulate import Simulation, record, timed
+from minitrain.bench.simulate import Simulation, counted, record, simulated_row, timed
 from minitrain.bench.timeline import System
 from minitrain.config import GRPO, Config
 from minitrain.models.decoder_config import DecoderConfig
@@ -72,19 +72,24 @@ class Rollouts:
 
 
 def simulated_policy_row(config: Config, row: str, system: System) -> tuple[Simulation, dict]:
-    """The simulation of an optimizer step, and the row's result with the seconds of each phase."""
+    """The simulation of an optimizer step, and the row's result with the seconds of each phase. What is `counted` is
+    that of all its optimizer steps: sampling and log-probabilities come out of no trace."""
     began = time.perf_counter()
     learner = training_config(config)
     simulation = timed(learner, *record(learner), system)
-    peak = max(sum(trace.peak.values()) for trace in simulation.traces.values())
     return simulation, {
         "row": row, "system": system.name, "device": system.name, "mode": "simulated", "proxy": False,
         "world_size": stated_ranks(config), **policy_figures(config, system, simulation, None),
-        "matmul_tflops": system.bf16 / 1e12, "peak_memory_gib": peak / 2**30, "fits": peak <= system.capacity,
+        "matmul_tflops": system.bf16 / 1e12, **counted(simulation, system, updates_of(config)),
         "response_tokens": rollouts_of(config).mean, "reference": config.reference,
         "published_step_time_s": config.reference.get("step_time_s"), "torch": torch.__version__,
         "simulated_in_s": time.perf_counter() - began,
     }  # fmt: skip
+
+
+def predicted_row(config: Config, row: str, system: System) -> tuple[Simulation, dict]:
+    """The simulation and the result of a config of any task."""
+    return (simulated_policy_row if config.task == "grpo" else simulated_row)(config, row, system)
 
 
 def policy_figures(config: Config, system: System, simulation: Simulation, stack: Stack | None) -> dict:
@@ -125,7 +130,7 @@ def phase_seconds(config: Config, system: System, simulation: Simulation, stack:
 
 def training_config(config: Config) -> Config:
     """An optimizer step on an update's share of the rollouts, as plain language modelling, which computes the same."""
-    p, b, ranks = config.parallel, config.batch, stated_ranks(config) - config.grpo.generation_ranks
+    p, b, ranks = config.parallel, config.batch, training_ranks(config)
     rows = ranks // (p.tp * p.cp * p.pp) * b.micro
     packs = max(1, math.ceil(rollouts_of(config).tokens / updates_of(config) / b.seq_len / rows))
     packs = max(packs, p.pp) if p.pp > 1 else packs
@@ -172,8 +177,9 @@ def generation_seconds(config: Config, system: System, stack: Stack | None) -> f
 
 
 def sampling_ranks(config: Config) -> int:
-    """Tensor-parallel ranks of a sampler, as published."""
-    return config.reference.get("generation_tp", config.rollout.tp)
+    """Tensor-parallel ranks of a sampler; the published ones if those are more than ours can be, one per head."""
+    published, heads = config.reference.get("generation_tp", 1), config.model.config.num_key_value_heads
+    return published if config.rollout.tp == min(published, heads) else config.rollout.tp
 
 
 def decoding_seconds(

@@ -5,11 +5,13 @@ measured, and compared with how the arithmetic grows.
 from collections.abc import Iterator
 from itertools import product
 
-from minitrain.bench.layout import stated_ranks
+from tqdm import tqdm
+
+from minitrain.bench.layout import stated_ranks, training_ranks
 from minitrain.bench.report import markdown
-from minitrain.bench.simulate import simulated_row
+from minitrain.bench.simulate_policy import predicted_row
 from minitrain.bench.timeline import System
-from minitrain.config import load
+from minitrain.config import Config, load
 from minitrain.errors import InputError
 
 
@@ -19,25 +21,36 @@ def sweep(file: str, overrides: list[str], choices: list[str], system: System) -
 
     A combination that cannot run gives {"settings", "error"} instead.
     """
+    if any(parse(word)[0] == "parallel.dp_shard" for word in choices):
+        raise InputError("--simulate --sweep dp_shard: shards take the GPUs that others leave (sweep those)")
     gpus = stated_ranks(load(file, overrides))
-    for settings, words in combinations(choices):
+    for settings, words in tqdm(combinations(choices), leave=False):
         try:
-            config = load(file, [*overrides, "parallel.dp_shard=1", *words])
-            others = stated_ranks(config)
-            if gpus % others:
-                raise InputError(f"{others} ranks per shard do not divide {gpus}")
-            config = load(file, [*overrides, *words, f"parallel.dp_shard={gpus // others}"])
-            yield {"settings": settings} | simulated_row(config, settings, system)[1]
+            config = with_all_gpus(file, [*overrides, *words], gpus)
+            yield {"settings": settings} | predicted_row(config, settings, system)[1]
         except InputError as error:
             yield {"settings": settings, "error": str(error)}
 
 
-def combinations(choices: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each one's short name, and the overrides that it consists of."""
+def with_all_gpus(file: str, overrides: list[str], gpus: int) -> Config:
+    """The config with as many shards as its other dimensions, and ranks that only sample, leave."""
+    config = load(file, [*overrides, "parallel.dp_shard=1"])
+    left, others = gpus - config.grpo.generation_ranks, training_ranks(config)
+    if left % others:
+        raise InputError(f"{others} ranks per shard do not divide {left}")
+    return load(file, [*overrides, f"parallel.dp_shard={left // others}"])
+
+
+def combinations(choices: list[str]) -> list[tuple[str, list[str]]]:
+    """Each one's short name, and the overrides that it consists of. Raises InputError."""
     names, lists = zip(*(parse(word) for word in choices), strict=True)
+    if len(set(names)) < len(names):
+        raise InputError(f"--sweep has a key twice: {' '.join(choices)}")
+    found = []
     for values in product(*lists):
         words = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
-        yield " ".join(words).replace("parallel.", ""), words
+        found.append((" ".join(words).replace("parallel.", ""), words))
+    return found
 
 
 def parse(word: str) -> tuple[str, list[str]]:

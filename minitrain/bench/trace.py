@@ -363,6 +363,7 @@ def _grouped(a, b, *_) -> tuple[str, tuple[int, ...]]:
 MATRIX_PRODUCTS: dict[object, Callable] = {
     aten.mm: _mm,
     aten.addmm: lambda bias, a, b, *_: _mm(a, b),
+    aten.addmm_: lambda total, a, b, *_: _mm(a, b),  # the head's weight gradient in fp32
     aten._scaled_mm: _mm,
     aten.bmm: _bmm,
     aten.baddbmm: lambda bias, a, b, *_: _bmm(a, b),

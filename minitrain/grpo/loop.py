@@ -30,6 +30,7 @@ from minitrain.errors import InputError
 from minitrain.grpo.learner import Learner
 from minitrain.grpo.problems import open_problems
 from minitrain.grpo.refit import Refit
+from minitrain.grpo.rewards import load_reward
 from minitrain.grpo.rollouts import Collector, Group, read_rollouts, rewards, write_rollouts
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.expert import expert_parallel
@@ -37,7 +38,7 @@ from minitrain.parallel.mesh import checkpoint_group, owned, pick_device, start,
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.tensor import tensor_parallel
 from minitrain.rollout.engine import Sampler
-from minitrain.runtime.agreement import on_any_rank, wait_for_all
+from minitrain.runtime.agreement import rank_0_says, wait_for_all
 from minitrain.runtime.watch import until_sigterm
 from minitrain.training.checkpoint import Checkpointer, resume_point, saved_despite_errors
 from minitrain.training.durable import write_durably
@@ -58,7 +59,7 @@ def train_policy(config: Config, folder: Path, export: Callable[[Trainer, Config
     """
     run = Run(config, folder)
     first = run.begin()
-    notes = check_continuation(folder / "fingerprint.json", config.data, run.files, resumed=first > 0)
+    notes = check_continuation(folder / "fingerprint.json", config, run.files, resumed=first > 0)
     if dist.get_rank() == 0:
         write_durably(folder / "config.yaml", yaml.safe_dump(to_dict(run.config), sort_keys=False))
     log = MetricsLog(folder / "metrics.jsonl", config.steps, first, config.metrics.tensorboard)
@@ -67,7 +68,7 @@ def train_policy(config: Config, folder: Path, export: Callable[[Trainer, Config
     log.say(f"resumed from step {first}" if first else run.problems.about)
     if config.validation.every and not first:
         log.say(curve(0, run.evaluate()))
-    if on_any_rank(log.lacks_last):
+    if rank_0_says(log.lacks_last):
         finish_step(run, log, run.resumed)
     updates = config.grpo.prompts * config.grpo.group // config.batch.global_
     health = Health(config, log.say, lambda step: f"responses in {run.rollouts(step - 1)}", updates)
@@ -105,6 +106,7 @@ class Run:
     """
 
     def __init__(self, config: Config, folder: Path | None):
+        reward = load_reward(config.grpo.reward)
         self.problems, self.held_out, self.tokenizer, end = open_problems(config)
         # sampler and trainer would disagree on a router that changes for reasons of its own
         shape = dataclasses.replace(config.model.config, router_aux_loss_coef=0.0, bias_update_speed=0.0)
@@ -128,7 +130,7 @@ class Run:
         if model is not None:
             replica, replicas = (dist.get_rank() - sampling[0]) // config.rollout.tp, len(sampling) // config.rollout.tp
             sampler = Sampler(model, self.tokenizer, config.rollout)
-            self.collector = Collector(config, sampler, self.tokenizer, end, replica, replicas, samplers)
+            self.collector = Collector(config, sampler, self.tokenizer, end, reward, replica, replicas, samplers)
 
     def connect(self, device_type: str, samples: bool) -> Decoder | None:
         """The model that this rank samples from, and `self.refit`, which brings it the trainer's weights.
@@ -180,7 +182,8 @@ class Run:
         resumed = self.checkpointer.load(self.learner.model, self.learner.trainer.optimizer)
         if resumed and not self.config.checkpoint.resume:
             raise InputError(f"checkpoint.resume=false, but {self.folder} holds checkpoints (use another out_dir)")
-        first, self.resumed = resume_point(self.checkpointer.folder, resumed, "loss", "tokens_per_sec", "reward")
+        names = "loss", "tokens_per_sec", "reward"
+        first, self.resumed = resume_point(self.checkpointer.folder, resumed, self.config.steps, *names)
         return first
 
     def new_checkpointer(self, name: str, keep: int) -> Checkpointer:

@@ -1,8 +1,8 @@
 """What to learn from: prompts with right answers, read from JSONL or made up.
 
 A line has a prompt under one of the usual names and an answer under one of the usual names (GSM8K, OpenMathInstruct-2,
-DAPO-Math-17k and their like), or `messages` whose last is the assistant's answer. The chat template (training/chat.py)
-turns the prompt into tokens, up to where the response begins, and says which token ends a response.
+DAPO-Math-17k and their like), or a chat whose last message is the assistant's answer. The chat template
+(training/chat.py) turns the prompt into tokens, up to where the response begins, and says which token ends a response.
 
 Which problems a step takes is a pure function of the seed and the step.
 """
@@ -25,8 +25,9 @@ from minitrain.training.chat import (
     split_reply,
     words_of,
 )
-from minitrain.training.data import Skips, find_files, fitting_tokenizer, hold_out, read_jsonl, shuffled
+from minitrain.training.data import Skips, find_files, fitting_tokenizer, hold_out, read_jsonl, shuffled, text_of
 
+CHATS = ("messages", "conversations")  # whose last message is the answer
 ANSWERS = ("expected_answer", "answer", "ground_truth", "solution", "response", "output", "completion")
 
 
@@ -100,7 +101,7 @@ def encode(
 def check_length(problem: Problem, config: Config, where: str) -> None:
     room, length = config.batch.seq_len, len(problem.prompt)
     whole = length + len(problem.reply) - 1
-    if length > room:
+    if length > min(room, config.model.config.max_position_embeddings - 1):
         raise InputError(f"{where}: batch.seq_len={room} leaves no room for a response to a prompt of {length} tokens")
     if config.grpo.warmup_steps and whole > room:
         raise InputError(
@@ -117,26 +118,45 @@ def read_problem(row: dict, where: str, prompt_key: str = "", answer_key: str = 
 
     Raises InputError, which begins with `where`.
     """
-    if "messages" in row and not prompt_key:
-        turns = read_turns(row["messages"], f"{where}: 'messages'")
-        if len(turns) < 2 or turns[-1].role != "assistant":
-            raise InputError(f"{where}: 'messages' must end with the assistant's answer to what comes before")
-        return turns[:-1], answer_of(row, where, answer_key) if answer_key else turns[-1].content
-    prompt_key = prompt_key or next((key for key in PROMPTS if key in row), PROMPTS[0])
-    if isinstance(row.get(prompt_key), list):
-        turns = read_turns(row[prompt_key], f"{where}: {prompt_key!r}")
+    chat = next((key for key in CHATS if key in row), None)
+    if chat is None or prompt_key:
+        return read_prompt(row, where, prompt_key), answer_of(row, where, answer_key)
+    turns = read_turns(row[chat], f"{where}: {chat!r}")
+    if len(turns) < 2 or turns[-1].role != "assistant":
+        raise InputError(
+            f"{where}: {chat!r} must end with the assistant's answer to what comes before (if all of it is the prompt, "
+            f"say so: grpo.prompt_key={chat})"
+        )
+    return turns[:-1], answer_of(row, where, answer_key) if answer_key else turns[-1].content
+
+
+def read_prompt(row: dict, where: str, key: str) -> list[Message]:
+    """Text, which is the user's, or a list of messages; an `instruction` may have an `input` (Alpaca)."""
+    name = key or usual_name(row, PROMPTS, where, "prompt")
+    if isinstance(row.get(name), list):
+        turns = read_turns(row[name], f"{where}: {name!r}")
         if not turns:
-            raise InputError(f"{where}: {prompt_key!r} is empty")
-        return turns, answer_of(row, where, answer_key)
-    return [Message("user", words_of(row, prompt_key, where))], answer_of(row, where, answer_key)
+            raise InputError(f"{where}: {name!r} is empty")
+        return turns
+    text = words_of(row, name, where)
+    if not key and name == "instruction" and row.get("input"):
+        text += "\n" + text_of(row, "input", where)
+    return [Message("user", text)]
 
 
 def answer_of(row: dict, where: str, key: str) -> str:
     """The answer as text; numbers are written out. DAPO-Math-17k has it in `reward_model`."""
     row = row | (row["reward_model"] if isinstance(row.get("reward_model"), dict) else {})
-    key = key or next((name for name in ANSWERS if name in row), ANSWERS[0])
-    value = row.get(key)
-    return str(value) if isinstance(value, int | float) else words_of(row, key, where)
+    name = key or usual_name(row, ANSWERS, where, "answer")
+    value = row.get(name)
+    return str(value) if isinstance(value, int | float) else words_of(row, name, where)
+
+
+def usual_name(row: dict, names: tuple[str, ...], where: str, what: str) -> str:
+    found = next((name for name in names if name in row), None)
+    if found is None:
+        raise InputError(f"{where}: no {what} (one of {', '.join(names)}; or name its key by grpo.{what}_key)")
+    return found
 
 
 # -------------------------------------------------------------------------------------------------------------- made up

@@ -10,6 +10,7 @@ Left out: symbolic equality (sqrt(8) is not 2 sqrt(2) here) and units.
 """
 
 import importlib
+import inspect
 import re
 import sys
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from minitrain.errors import InputError
 Reward = Callable[[str, str, dict], float]
 LOOKED_AT = 20_000  # characters at a text's end: an answer comes last
 DIGITS = 100  # longer numbers are compared as text
-NUMBER = r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+NUMBER = r"-?(?:\d+(?:\.\d+)?|\.\d+)"
+IN_TEXT = r"(?:(?<![\w)])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:/\d+)?"  # 3-4 has no minus
 
 
 def exact(response: str, answer: str, row: dict) -> float:
@@ -31,24 +33,24 @@ def exact(response: str, answer: str, row: dict) -> float:
 
 def math(response: str, answer: str, row: dict) -> float:
     """1 if the response's final answer is the marked answer in `answer`, or else all of it, as text or as a number."""
+    response, answer = (text[-LOOKED_AT:].replace("\u2212", "-") for text in (response, answer))
     given, right = final_answer(response), marked_answer(answer)
     if given is None:
         return 0.0
-    given, right = normalize(given), normalize(answer[-LOOKED_AT:] if right is None else right)
+    given, right = normalize(given), normalize(answer if right is None else right)
     number = to_number(given)
     return float(given == right or (number is not None and number == to_number(right)))
 
 
 def final_answer(text: str) -> str | None:
-    """The marked answer; else the last number; else None."""
+    """The marked answer; else the last number or fraction; else None."""
     marked = marked_answer(text)
-    numbers = re.findall(NUMBER, text[-LOOKED_AT:]) if marked is None else [marked]
+    numbers = re.findall(IN_TEXT, text) if marked is None else [marked]
     return numbers[-1] if numbers else None
 
 
 def marked_answer(text: str) -> str | None:
     r"""The content of the last \boxed{...}; else the rest of the line after the last ####; else None."""
-    text = text[-LOOKED_AT:]
     boxed = last_boxed(text)
     if boxed is None and "####" in text:
         return text.rpartition("####")[2].strip().partition("\n")[0]
@@ -67,18 +69,22 @@ def last_boxed(text: str) -> str | None:
 
 
 def normalize(answer: str) -> str:
-    r"""One spelling of each: no white space, $, %, \text, \left, degrees, thousands separators or final full stop."""
+    r"""One spelling of each: no white space, $, %, \text, \left, degrees, thousands separators or final full stop.
+
+    Of an equation with a name on its left, such as x = 5, the right side (Hendrycks et al. 2021).
+    """
     answer = re.sub(r"\\(?:text|mathrm|textbf)\s*\{([^{}]*)\}", r"\1", answer)
     answer = re.sub(r"\\(?:left|right|,|!|;|:|%|\$| )|\^\s*\{?\\circ\}?|[\s$%]", "", answer)
     answer = re.sub(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}|\\[dt]?frac(\d)(\d)", r"\1\3/\2\4", answer)
-    answer = re.sub(r"(?<=\d),(?=\d{3}(?:\D|$))", "", answer)
+    answer = re.sub(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?:\D|$))", "", answer)
+    answer = re.sub(r"^[a-zA-Z]{1,2}=", "", answer)
     return answer.rstrip(".").removeprefix("+").lower()
 
 
 def to_number(answer: str) -> Fraction | None:
     """A normalised answer as an exact number, if it is an integer, a decimal or a fraction of those."""
     match = re.fullmatch(rf"({NUMBER})(?:/({NUMBER}))?", answer) if len(answer) <= DIGITS else None
-    if match is None or "," in answer:
+    if match is None:
         return None
     numerator, denominator = Fraction(match[1]), Fraction(match[2] or 1)
     return numerator / denominator if denominator else None
@@ -97,7 +103,7 @@ def load_reward(name: str) -> Reward:
     if name in BUILT_IN:
         return BUILT_IN[name]
     module, colon, function = name.partition(":")
-    if not colon or not module or not function:
+    if not colon or not module or not function or module.startswith("."):
         raise InputError(f"grpo.reward={name!r} is not exact, math or package.module:function")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
@@ -107,4 +113,8 @@ def load_reward(name: str) -> Reward:
         raise InputError(f"grpo.reward={name!r} cannot be imported: {error}") from error
     if not callable(found):
         raise InputError(f"grpo.reward={name!r} is a {type(found).__name__}, not a function")
+    try:
+        inspect.signature(found).bind("response", "answer", {})
+    except (TypeError, ValueError) as error:  # ValueError: some of Python's own functions do not tell what they take
+        raise InputError(f"grpo.reward={name!r} must take (response, answer, row): {error}") from error
     return found

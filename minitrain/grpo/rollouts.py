@@ -17,7 +17,7 @@ from minitrain.errors import InputError
 from minitrain.grpo.advantages import has_signal
 from minitrain.grpo.batches import Response
 from minitrain.grpo.problems import Problem, Problems
-from minitrain.grpo.rewards import load_reward, overlong
+from minitrain.grpo.rewards import Reward, overlong
 from minitrain.rollout.sampling import Completion, SamplingParams
 from minitrain.runtime.agreement import gather
 from minitrain.training.durable import write_durably
@@ -28,14 +28,15 @@ Group = list[Response]  # all responses to one prompt
 class Collector:
     """Samples groups of responses with `sampler` and rewards them, together with the other replicas.
 
+    end: the token that ends a response. reward: see grpo/rewards.py.
     replica: which of how many `replicas` this rank is. group: the ranks of all replicas, on gloo.
-    end: the token that ends a response.
     """
 
-    def __init__(self, config: Config, sampler, tokenizer, end: int, replica: int, replicas: int, group):
-        self.config, self.sampler, self.tokenizer, self.end = config, sampler, tokenizer, end
+    def __init__(
+        self, config: Config, sampler, tokenizer, end: int, reward: Reward, replica: int, replicas: int, group
+    ):
+        self.config, self.sampler, self.tokenizer, self.end, self.reward = config, sampler, tokenizer, end, reward
         self.replica, self.replicas, self.group = replica, replicas, group
-        self.reward = load_reward(config.grpo.reward)
 
     def collect(self, problems: Problems, step: int) -> list[Group]:
         """The groups of a step, on all replicas.
@@ -79,15 +80,26 @@ class Collector:
     def rewarded(self, group: int, problem: Problem, completion: Completion) -> Response:
         grpo, ended = self.config.grpo, completion.finish_reason == "stop"
         tokens = completion.tokens
-        text = self.tokenizer.decode(tokens[:-1] if ended and tokens[-1] == self.end else tokens)
-        score = float(self.reward(text, problem.answer, problem.row))
-        if not math.isfinite(score):
-            raise InputError(f"grpo.reward={grpo.reward} returned {score} for the response {text[:80]!r}")
-        longest = self.config.rollout.max_tokens
+        text = self.tokenizer.decode(tokens[:-1] if ended else tokens)
+        score, longest = self.score(text, problem), self.config.rollout.max_tokens
         reward = score + overlong(len(tokens), longest, grpo.overlong_buffer, grpo.overlong_penalty)
         return Response(
             group, problem.prompt, tokens, completion.logprobs, not ended, score, reward, text, problem.answer
         )
+
+    def score(self, text: str, problem: Problem) -> float:
+        """What the reward function says of a response. Raises InputError if that is no finite number."""
+        given = self.reward(text, problem.answer, problem.row)
+        try:
+            score = float(given)
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last of a tensor with several elements
+            score = math.nan
+        if not math.isfinite(score):
+            raise InputError(
+                f"grpo.reward={self.config.grpo.reward} returned {given!r} for the response {text[:80]!r}, and not a "
+                f"finite number"
+            )
+        return score
 
     def evaluate(self, problems: Problems, count: int) -> dict[str, float]:
         """pass@1 of the likeliest response to the first `count` problems, and pass@k of sampled ones, k = 1, 2, 4, ...

@@ -80,8 +80,14 @@ def block_pairs(allows: Callable, rows: int, queries: int, keys: int, device: to
     return create_block_mask(allows, rows, None, queries, keys, device=device)
 
 
-def _flex_attention() -> Callable:
-    return flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
+def _flex_attention(q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask | None, **options):
+    """torch's, compiled. For fewer than 128 queries it takes a kernel of its own, whose tile must hold those of all
+    heads that share keys: where they would not fit, and it would not compile, the usual kernel is asked for."""
+    flex = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
+    group = q.shape[1] // k.shape[1]
+    if q.shape[2] < 128 < q.shape[2] * group:
+        options["kernel_options"] = {"BACKEND": "TRITON"}
+    return flex(q, k, v, block_mask=blocks, enable_gqa=group > 1, **options)
 
 
 @cache
@@ -102,7 +108,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None 
         return attention_with_sinks(sinks, q, k, v, mask)
     grouped, pairs = q.shape[1] != k.shape[1], mask.pairs
     if isinstance(pairs, BlockMask):
-        return _flex_attention()(q, k, v, block_mask=pairs, enable_gqa=grouped)
+        return _flex_attention(q, k, v, pairs)
     causal = mask.causal and pairs is None
     return F.scaled_dot_product_attention(q, k, v, attn_mask=pairs, is_causal=causal, enable_gqa=grouped)
 
@@ -113,17 +119,15 @@ def attention_with_sinks(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: M
     mask: with pairs. sinks: [heads]. If l is the log of the sum of all other terms, that is a factor sigmoid(l - sink)
     on the output.
     """
-    grouped = q.shape[1] != k.shape[1]
     if q.is_cuda and not isinstance(mask.pairs, Tensor):
-        flex = _flex_attention()
-        out, aux = flex(q, k, v, block_mask=mask.pairs, enable_gqa=grouped, return_aux=AuxRequest(lse=True))
+        out, aux = _flex_attention(q, k, v, mask.pairs, return_aux=AuxRequest(lse=True))
         return weaken(out, aux.lse, sinks[:, None])
     # A key of zeros, whose score is the bias alone, with a value of zeros.
     scores = torch.zeros(mask.pairs.shape, dtype=q.dtype, device=q.device).masked_fill(~mask.pairs, -torch.inf)
     scores = scores.expand(*q.shape[:3], -1)
     bias = torch.cat([scores, sinks.to(q.dtype)[:, None, None].expand(*q.shape[:3], 1)], dim=-1)
     k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def weaken(out: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:

@@ -12,17 +12,14 @@ import torch
 
 from minitrain.errors import InputError
 from minitrain.models import checkpoint_gpt2, checkpoint_nemotron_h
-from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.decoder_config import LATENT, DecoderConfig
 from minitrain.models.wan import WanConfig
 
 EPS_KEYS = {"rmsnorm": "rms_norm_eps", "layernorm": "layer_norm_epsilon", "layernorm1p": "norm_eps"}
 ACTIVATIONS = {"swiglu": "silu", "relu2": "relu2", "clamped_swiglu": "silu", "gelu": "gelu_new"}
 SIZES = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
                                  "max_position_embeddings")} | {"num_layers": "num_hidden_layers"}  # fmt: skip
-
-
 ALSO_CALLED = {"num_experts": "num_local_experts"}  # by transformers 5
-LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
@@ -373,6 +370,8 @@ def exportable_family(config: DecoderConfig) -> Family:
     family = FAMILIES.get(config.family)
     if family is None:
         raise InputError(f"model.family={config.family!r} cannot be saved (known: {', '.join(FAMILIES)})")
+    if "num_experts" in family.sizes and config.family != "nemotron_h" and not config.num_experts:
+        raise InputError(f"model.num_experts=0 cannot be saved as {family.architecture} (must be at least 1)")
     fixed = _fixed(family) | _unused(config, family)
     fixed |= {} if family.partial_rotary else dict(partial_rotary_factor=1.0)
     fixed |= dict(norm_topk_prob=True) if family.norm_topk is None else {}

@@ -63,7 +63,7 @@ class Block(nn.Module):
             x = x + self.self_attn(self.input_layernorm(x), rotary, window_mask if self.windowed else mask, cache)
         if self.mamba is not None:
             x = x + self.mamba(self.input_layernorm(x), documents, cache)
-        if self.mlp is not None and not (cache is not None and cache.is_all):
+        if self.mlp is not None and not (cache is not None and cache.step_ends_here):
             normed = self.post_attention_layernorm(x)
             x = x + (self.mlp(normed, documents) if isinstance(self.mlp, MoE) else self.mlp(normed))
         return x
@@ -148,15 +148,8 @@ class Decoder(nn.Module):
             x = self.model.embed_tokens(x)
             if self.config.position_embedding == "learned":
                 x = x + self.model.embed_positions(positions)
-        config, mask, rotary = self.config, None, None
-        if cache is None:
-            mask = self.make_mask(positions.shape[1], x.device, documents, plain=not config.sinks)
-        if config.position_embedding == "rotary":
-            frequencies = rotary_frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling, x.device)
-            rotary = rotary_tables(positions, frequencies, rotary_magnitude(config.rope_scaling))
-        window_mask = None
-        if config.sliding_window and cache is None:
-            window_mask = self.make_mask(positions.shape[1], x.device, documents, window=config.sliding_window)
+        mask, window_mask = self._masks(positions.shape[1], x.device, documents) if cache is None else (None, None)
+        rotary = self._rotary(positions)
         for number, layer in self.model.layers.items():
             x = layer(x, rotary, mask, documents, window_mask, cache and cache[int(number)])
         if not self.last:
@@ -164,6 +157,19 @@ class Decoder(nn.Module):
         x = self.model.norm(x)
         weight = self.head_weight
         return F.linear(x, weight) if head is None else head(x, weight, labels)
+
+    def _masks(self, length: int, device: torch.device, documents: Tensor | None) -> tuple[Mask, Mask | None]:
+        """What layers may see, and what windowed ones may, if there are any."""
+        window = self.config.sliding_window
+        mask = self.make_mask(length, device, documents, plain=not self.config.sinks)
+        return mask, self.make_mask(length, device, documents, window=window) if window else None
+
+    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        config = self.config
+        if config.position_embedding != "rotary":
+            return None
+        frequencies = rotary_frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling, positions.device)
+        return rotary_tables(positions, frequencies, rotary_magnitude(config.rope_scaling))
 
     @property
     def blocks(self) -> list[nn.Module]:

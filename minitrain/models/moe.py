@@ -105,14 +105,7 @@ class Router(nn.Module):
         logits = F.linear(x.flatten(0, -2).float(), self.weight.float(), bias)
         scores = logits.sigmoid() if self.sigmoid else logits
         indices = self._choose(scores.detach())
-        weights = scores.gather(1, indices)
-        if self.sigmoid:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) if self.normalize else weights
-            weights = weights * self.scale
-        elif self.normalize:
-            weights = weights.softmax(-1)  # the same as over all, divided by the sum of the chosen
-        else:
-            weights = (weights - logits.logsumexp(-1, keepdim=True)).exp()
+        weights = self._weigh(scores, indices)
         real = None if documents is None else documents.flatten() >= 0
         if self.count_load and torch.is_grad_enabled() and not is_recomputing():
             self._count(indices, real)
@@ -139,6 +132,15 @@ class Router(nn.Module):
             kept = torch.zeros_like(rank).scatter(1, rank.topk(self.topk_group, dim=-1).indices, 1).bool()
             choice = groups.masked_fill(~kept[..., None], -torch.inf).flatten(1)
         return choice.topk(self.top_k, dim=-1).indices
+
+    def _weigh(self, scores: Tensor, indices: Tensor) -> Tensor:
+        chosen = scores.gather(1, indices)
+        if self.sigmoid:
+            weights = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) if self.normalize else chosen
+            return weights * self.scale
+        if self.normalize:
+            return chosen.softmax(-1)  # the same as over all, divided by the sum of the chosen
+        return (chosen - scores.logsumexp(-1, keepdim=True)).exp()
 
     def _count(self, indices: Tensor, real: Tensor | None) -> None:
         counts = count_tokens(indices, self.num_experts, real)
@@ -192,7 +194,7 @@ class AttachLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, torch.ones((), dtype=torch.float32, device=grad.device)
+        return grad, grad.new_ones(())
 
 
 @torch.no_grad()

@@ -73,7 +73,8 @@ def shard_experts(experts: Module, block: Module, mesh: DeviceMesh, **options) -
     of what is recomputed, where the hooks of FSDP would break both.
     """
     mesh = mesh["dp_shard"] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", "dp_shard"]
-    fully_shard(experts, mesh=mesh, shard_placement_fn=largest_dimension, **options)
+    ranks = mesh.size(-1)
+    fully_shard(experts, mesh=mesh, shard_placement_fn=lambda parameter: widest_dimension(parameter, ranks), **options)
     state = experts._get_fsdp_state()  # no public name says on which module the hooks are
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
@@ -81,9 +82,10 @@ def shard_experts(experts: Module, block: Module, mesh: DeviceMesh, **options) -
     block.register_forward_hook(state._post_forward)
 
 
-def largest_dimension(parameter: Parameter) -> Shard:
-    """Of all but the first, since FSDP wants equal parts there."""
-    return Shard(max(range(1, parameter.ndim), key=lambda dim: parameter.shape[dim]))
+def widest_dimension(parameter: Parameter, ranks: int) -> Shard:
+    """The largest of all but the first that `ranks` divide: FSDP wants equal parts there."""
+    shape = parameter.shape
+    return Shard(max(range(1, parameter.ndim), key=lambda dim: (shape[dim] % ranks == 0, shape[dim])))
 
 
 def set_gradient_sync(model: Module, last: bool) -> None:

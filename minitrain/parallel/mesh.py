@@ -65,16 +65,11 @@ def start(config: Config) -> Meshes:
     """
     check_layout(config, world_size())
     device = pick_device(config.device)
+    check_device(config, device)
     if config.deterministic:
         be_deterministic()
-    if config.profile.memory and device.type != "cuda":
-        raise InputError("profile.memory=true records the memory of a GPU, and this run is on the CPU (use false)")
-    if config.parallel.async_tp and device.type != "cuda":
-        raise InputError("parallel.async_tp=true needs CUDA devices, and this run is on the CPU (use false)")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        if config.precision == "fp8" and torch.cuda.get_device_capability() < (8, 9):
-            raise InputError(f"precision=fp8 needs FP8 units, which {torch.cuda.get_device_name()} lacks (use bf16)")
     if begins := not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         timeout = timedelta(minutes=10)  # to find each other
@@ -87,6 +82,17 @@ def start(config: Config) -> Meshes:
     if begins:
         wait_at_most(config.timeout_s)
     return meshes
+
+
+def check_device(config: Config, device: torch.device) -> None:
+    """Raises InputError for settings that `device` is not made for."""
+    on_gpu = device.type == "cuda"
+    if config.profile.memory and not on_gpu:
+        raise InputError("profile.memory=true records the memory of a GPU, and this run is on the CPU (use false)")
+    if config.parallel.async_tp and not on_gpu:
+        raise InputError("parallel.async_tp=true needs CUDA devices, and this run is on the CPU (use false)")
+    if config.precision == "fp8" and on_gpu and torch.cuda.get_device_capability(device) < (8, 9):
+        raise InputError(f"precision=fp8 needs FP8 units, which {torch.cuda.get_device_name(device)} lacks (use bf16)")
 
 
 def wait_at_most(seconds: float, groups: Iterable[dist.ProcessGroup] | None = None) -> None:

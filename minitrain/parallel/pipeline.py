@@ -189,6 +189,7 @@ class Pipeline(nn.Module):
             partial(self.run, number), self.stages[str(number)], number, self.count, self.device,
             input_args=() if first else (hidden,), output_args=(loss if last else hidden,), group=self.group,
             keeps_sends=not issubclass(self.schedule_class, PipelineScheduleSingle),
+            splits_loss=torch.__version__ >= "2.13" and len(self.batches) > 1,
         )  # fmt: skip
 
     def total(self, losses: list[Tensor]) -> Tensor:
@@ -281,17 +282,18 @@ class Stage(PipelineStage):
     """torch's stage, whose forward pass is `compute(micro-batch's index, *hidden)`.
 
     Tokens, labels and such do not go through torch, which on 2.11 cannot split a backward pass that has inputs without
-    gradients; nor can it split at an autograd.Function, such as the loss, so that the last stage's is kept whole there.
+    gradients.
 
+    splits_loss: may the last stage's backward pass be split? 2.11 cannot split at an autograd.Function, such as the
+    loss. And FSDP takes the second pass through the loss for a micro-batch's end: gradients known by then it turns to
+    the type it reduces in, others keep their own until added to an earlier micro-batch's, and it refuses a mixture.
     keeps_sends: torch's schedules of several stages keep every send, and with it what was sent, until the step ends. So
     the stage starts them itself, and forgets those that are done (as NCCL says; gloo says so to those who wait only).
     """
 
-    splittable = torch.__version__ >= "2.13"
-
-    def __init__(self, compute: Callable[..., Tensor], *args, keeps_sends: bool, **kwargs):
+    def __init__(self, compute: Callable[..., Tensor], *args, keeps_sends: bool, splits_loss: bool, **kwargs):
         super().__init__(*args, **kwargs)
-        self.compute, self.keeps_sends = compute, keeps_sends
+        self.compute, self.keeps_sends, self.is_split = compute, keeps_sends, splits_loss or not self.is_last
         self.sends: list[dist.Work] = []  # that are not known to be done
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -320,11 +322,10 @@ class Stage(PipelineStage):
         return self.compute(self.index, *hidden)
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss=None, full_backward=True, last_backward=False) -> None:
-        whole = full_backward or (self.is_last and not self.splittable)
-        super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward or not self.is_split, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward=False) -> None:
-        if self.splittable or not self.is_last:
+        if self.is_split:
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:

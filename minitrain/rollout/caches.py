@@ -1,8 +1,8 @@
 """What each layer keeps of earlier tokens: pages of keys and values, pages of latents, or a state per sample.
 
 A forward pass of the sampler is one row of tokens, [1, tokens], of several sequences: a piece of each of some prompts
-(`Step`), or one token of each decoding sample (`DecodingStep`). It is the same for all layers, and the model's modules
-ask their layer's cache in place of a mask.
+(`PromptStep`), or one token of each decoding sample (`DecodingStep`). It is the same for all layers, and the model's
+modules ask their layer's cache in place of a mask.
 
     Keys     attention of any kind: `attend` writes the new keys and values to their places in the pool, and attends to
              all that the sequence has there; latent attention has one "head", whose first channels are the values
@@ -51,7 +51,7 @@ class Piece:
     slot: int
 
 
-class Step:
+class PromptStep:
     """A forward pass over pieces of prompts. places: int64 [tokens], where in the pool each token's keys go."""
 
     def __init__(self, places: Tensor, pieces: list[Piece]):
@@ -177,9 +177,9 @@ class Layer:
         self.constants = None
 
     @property
-    def is_all(self) -> bool:
-        """Does the running step need nothing more once the layer has its own? So in the last layer, for prompts."""
-        return self.last and isinstance(self.caches.step, Step)
+    def step_ends_here(self) -> bool:
+        """Is all done once this layer has what it keeps? So in the last one, of prompts: nobody reads its output."""
+        return self.last and isinstance(self.caches.step, PromptStep)
 
     def once(self, make: Callable):
         if self.constants is None:
@@ -206,7 +206,7 @@ class Keys(Layer):
             self.pools = [self.caches.pool(x.shape[0], x.shape[2], x.dtype, x.device) for x in new]
         for pool, x in zip(self.pools, new, strict=True):
             pool.flatten(0, 1).index_copy_(0, step.places, x.transpose(0, 1))
-        if isinstance(step, Step):
+        if isinstance(step, PromptStep):
             outs = [self._attend_to_prompt(piece, q, new, v, sinks) for piece in step.pieces]
             out = torch.cat(outs, dim=2)
             return F.pad(out, (0, 0, 0, q.shape[2] - out.shape[2]))  # tokens that fill up the row
@@ -321,7 +321,7 @@ class States(Layer):
 
     def _run_piece(self, mix: Callable, mixed: Tensor, dt: Tensor, piece: Piece) -> Tensor:
         tokens = slice(piece.first, piece.first + piece.count)
-        slot, begins = torch.tensor([[piece.slot], [piece.earlier == 0]], device=mixed.device)
+        slot, begins = on_device([[piece.slot], [piece.earlier == 0]], mixed.device)
         return self._run(mix, mixed[:, tokens], dt[:, tokens], slot, begins.bool())
 
     def _run(self, mix: Callable, mixed: Tensor, dt: Tensor, slots: Tensor, begins: Tensor) -> Tensor:
@@ -348,7 +348,7 @@ class Caches:
 
     def __init__(self, config: DecoderConfig, pages: int, page_size: int, slots: int):
         self.pages, self.page_size, self.slots = pages + 1, page_size, slots
-        self.step: Step | DecodingStep | None = None
+        self.step: PromptStep | DecodingStep | None = None
         self.buffer_shape = (0, 0)  # rows and tokens of the CPU's buffers
         self.row_owners: dict[int, tuple] = {}  # what they hold: of which sample, up to and from which token
         self.layers = [self._layer(config, layer) for layer in range(config.num_layers)]
@@ -373,7 +373,7 @@ class Caches:
         for layer in self.layers:
             pairs = pages if isinstance(layer, Keys) else slots if isinstance(layer, States) else []
             if pairs:
-                source, target = torch.tensor(pairs, device=device).unbind(1)
+                source, target = on_device(pairs, device).unbind(1)
                 (layer.copy_pages if isinstance(layer, Keys) else layer.copy_slots)(source, target)
 
     def refresh(self) -> bool:
@@ -382,6 +382,11 @@ class Caches:
         for layer in stale:
             layer.constants = None
         return bool(stale)
+
+
+def on_device(numbers: list, device: torch.device) -> Tensor:
+    """int64, without waiting for the device, which may still be busy with what was asked of it before."""
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -24,7 +24,7 @@ LIMIT = 64  # graphs for one place in the code: kinds of layers, times three for
 class Apart:
     """A layer's cache, at which the compiler stops."""
 
-    is_all = False  # decoding needs every layer's output
+    step_ends_here = False  # decoding needs every layer's output
 
     def __init__(self, layer: Keys | States):
         self.layer = layer

@@ -31,7 +31,7 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.moe import MoE
 from minitrain.rollout.batch import Batch
-from minitrain.rollout.caches import Caches, Piece, Step
+from minitrain.rollout.caches import Caches, Piece, PromptStep, on_device
 from minitrain.rollout.pages import Pages
 from minitrain.rollout.sampling import Completion, SamplingParams, sample_key
 from minitrain.rollout.scheduler import Sample, Scheduler, Trunk, Work
@@ -88,11 +88,15 @@ class Sampler:
         limit = self.config.max_position_embeddings
         if not 1 <= len(prompt) < limit:
             raise InputError(f"a prompt of {len(prompt)} tokens: use 1 to {limit - 1}, the model has {limit} positions")
+        prompt, vocabulary = list(map(int, prompt)), self.config.vocab_size
+        if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+            wrong = next(token for token in prompt if not 0 <= token < vocabulary)
+            raise InputError(f"a prompt holds the token {wrong}: use 0 to {vocabulary - 1}, the model knows no others")
         if params.stop and self.tokenizer is None:
             raise InputError(f"sampling stop={list(params.stop)} needs a sampler with a tokenizer")
         if self.scheduler is None:
             self._allocate()
-        total, prompt = min(len(prompt) + params.max_tokens, limit), list(map(int, prompt))
+        total = min(len(prompt) + params.max_tokens, limit)
         keys = (sample_key(params.seed, number, i) for i in range(params.n))
         samples = [Sample(prompt, params, key, total) for key in keys]
         self.scheduler.submit(samples)
@@ -159,7 +163,7 @@ class Sampler:
         size, tokens, positions, places, pieces = self.settings.page_size, [], [], [], []
         for trunk, count in chunks:
             wanted = range(trunk.cached, trunk.cached + count)
-            pages = torch.tensor(trunk.pages[: self.scheduler.pages.needed(wanted.stop)], device=self.device)
+            pages = on_device(trunk.pages[: self.scheduler.pages.needed(wanted.stop)], self.device)
             pieces.append(Piece(len(tokens), count, trunk.cached, pages, trunk.slot))
             tokens += trunk.tokens[wanted.start : wanted.stop]
             positions += wanted
@@ -167,8 +171,8 @@ class Sampler:
         filling = -len(tokens) % self.model.sequence_split
         nowhere = self.scheduler.pages.count * size
         tokens, positions, places = tokens + [0] * filling, positions + [0] * filling, places + [nowhere] * filling
-        self.caches.step = Step(torch.tensor(places, device=self.device), pieces)
-        self.forward(*(torch.tensor(numbers, device=self.device) for numbers in (tokens, positions)), drop_hidden)
+        self.caches.step = PromptStep(on_device(places, self.device), pieces)
+        self.forward(on_device(tokens, self.device), on_device(positions, self.device), drop_hidden)
         for trunk, count in chunks:
             self.scheduler.computed(trunk, count)
 

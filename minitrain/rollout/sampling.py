@@ -18,6 +18,7 @@ from minitrain.errors import InputError
 from minitrain.models.attention import COMPILING
 from minitrain.training.loss import Part
 
+COLDEST = 1e-6  # temperature above 0: for less, fp32 cannot hold logits divided by it
 CHUNK = 1 << 17  # random numbers that are made at once, on the CPU: what stays in its caches
 
 
@@ -45,9 +46,12 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self):
-        for name in ("temperature", "top_k"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise InputError(f"sampling {name}={getattr(self, name)} must be at least 0")
+        if not (self.temperature == 0 or COLDEST <= self.temperature < float("inf")):
+            raise InputError(f"sampling temperature={self.temperature} must be 0, or at least {COLDEST}")
+        if not 0 <= self.top_k < 1 << 31:
+            raise InputError(f"sampling top_k={self.top_k} must be at least 0, and below {1 << 31}")
+        if isinstance(self.stop, str) or "" in self.stop:
+            raise InputError(f"sampling stop={self.stop!r} must be a list of texts, none of them empty")
         for name in ("max_tokens", "n"):
             if getattr(self, name) < 1:
                 raise InputError(f"sampling {name}={getattr(self, name)} must be at least 1")
@@ -112,7 +116,8 @@ def waiting_times(keys: Tensor, first: int, size: int) -> Tensor:
     The least of them divided by the probabilities falls on a token with just its probability: that is the Gumbel-max
     trick, with one logarithm less.
     """
-    bits = _mix(keys[:, None] ^ _vocabulary(first, size, keys.device)).bitwise_and_(0x7FFFFFFF)
+    ids = _vocabulary.__wrapped__ if torch.compiler.is_compiling() else _vocabulary  # of caches the compiler warns
+    bits = _mix(keys[:, None] ^ ids(first, size, keys.device)).bitwise_and_(0x7FFFFFFF)
     uniform = bits.float().add_(0.5).mul_(-(2.0**-31))
     return uniform.log1p_().neg_()  # exact for small numbers, which win
 
@@ -212,7 +217,8 @@ def keep_likely(logits: Tensor, choice: Choice) -> Tensor:
     ordered = ordered.masked_fill(rank >= top_k, -torch.inf)
     probability = ordered.softmax(-1)
     before = probability.cumsum(-1) - probability
-    kept = (before < choice.top_p[:, None]) & (probability >= choice.min_p[:, None] * probability[:, :1])
+    top_p = torch.where(choice.top_p == 1, torch.inf, choice.top_p)[:, None]  # rounded sums reach 1 too early
+    kept = (before < top_p) & (probability >= choice.min_p[:, None] * probability[:, :1])
     kept &= ordered > -torch.inf
     least = ordered.gather(1, kept.sum(-1, keepdim=True) - 1)
     return logits.masked_fill(logits < least, -torch.inf)

@@ -34,13 +34,16 @@ def control_group() -> dist.ProcessGroup:
     return _control[1]
 
 
-def on_any_rank(flag: bool) -> bool:
-    """Is `flag` true on any rank? All ranks call it together."""
+def rank_0_says(flag: bool) -> bool:
+    """Rank 0's `flag`, on all ranks. All call it together.
+
+    A tree of log2(ranks) messages one behind the other, where an all-reduce on gloo is a ring of 2 x ranks of them.
+    """
     if dist.get_world_size() == 1:
         return flag
-    flags = torch.tensor(float(flag))
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=control_group())
-    return bool(flags.item())
+    said = torch.tensor(float(flag))
+    dist.broadcast(said, 0, group=control_group())
+    return bool(said.item())
 
 
 def wait_for_all() -> None:

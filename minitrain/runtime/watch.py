@@ -1,10 +1,10 @@
 """What a run notices while it runs: that it is asked to stop, and ranks that die.
 
 SIGTERM, which schedulers send before they take a machine away: it may reach the ranks at different moments, or one
-alone; all finish the step they are at, write a checkpoint, export nothing and end with code 0. torchrun passes it on,
-kills what is left after 30 seconds (`--shutdown-timeout`, from torch 2.13 on) and itself ends with code 1 in any case.
-Before the first step and after the last it ends the run at once, as SIGINT (Ctrl-C) and SIGKILL always do: there is
-nothing to save then, and the last checkpoint stays.
+alone; all finish the step they are at or the next, write a checkpoint, export nothing and end with code 0. torchrun
+passes it on, kills what is left after 30 seconds (`--shutdown-timeout`, from torch 2.13 on) and itself ends with code 1
+in any case. Before the first step and after the last it ends the run at once, as SIGINT (Ctrl-C) and SIGKILL always do:
+there is nothing to save then, and the last checkpoint stays.
 
 Dead ranks: the kernel closes the connections of a process that dies, however it dies, and not those of one that is
 merely slow. So every rank has one to rank 0 over which nothing goes; when it ends without a word, rank 0 tells who it
@@ -29,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store  # no public name; the one that torchrun's ranks share
 
-from minitrain.runtime.agreement import on_any_rank
+from minitrain.runtime.agreement import control_group, rank_0_says
 
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, times
 VERDICT = 10.0  # seconds after which a rank whose collective has failed takes it for no other rank's death
@@ -38,12 +38,19 @@ VERDICT = 10.0  # seconds after which a rank whose collective has failed takes i
 
 
 def until_sigterm(steps: Iterator[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Steps' numbers, each with whether the run is to stop there because some rank has got SIGTERM."""
-    sigterm = threading.Event()
+    """Steps' numbers, each with whether the run is to stop there because some rank has got SIGTERM.
+
+    That rank says so in the store, where rank 0 looks after every step and tells all: they stop at the same one.
+    """
+    sigterm, name = threading.Event(), [secrets.token_hex(8)]  # a store may see several runs
+    dist.broadcast_object_list(name, group=control_group())
+    store, name = _get_default_store(), f"minitrain/sigterm/{name[0]}"
     before = signal.signal(signal.SIGTERM, lambda *_: sigterm.set())
     try:
         for numbers in steps:
-            yield numbers, on_any_rank(sigterm.is_set())
+            if sigterm.is_set():
+                store.set(name, "")
+            yield numbers, rank_0_says(dist.get_rank() == 0 and store.check([name]))
     finally:
         signal.signal(signal.SIGTERM, before)
 

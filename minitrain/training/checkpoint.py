@@ -213,10 +213,11 @@ class Checkpointer:
 # ------------------------------------------------------------------------------------------------------ start and end
 
 
-def resume_point(folder: Path, extra: dict | None, *names: str) -> tuple[int, dict]:
+def resume_point(folder: Path, extra: dict | None, steps: int, *names: str) -> tuple[int, dict]:
     """The last step of a run and its numbers, from `extra` of a checkpoint in `folder`; 0 and none if there is none.
 
-    Raises InputError if `extra` is not {"step": n, "numbers": {"step": n, ...}} with numbers of these names.
+    Raises InputError if `extra` is not {"step": n, "numbers": {"step": n, ...}} with numbers of these names, or n is
+    more than the `steps` that the run is to have.
     """
     if extra is None:
         return 0, {}
@@ -224,6 +225,8 @@ def resume_point(folder: Path, extra: dict | None, *names: str) -> tuple[int, di
     known = numbers if isinstance(numbers, dict) else {}
     if not (type(step) is int and step > 0 and known.get("step") == step):
         raise InputError(f"a checkpoint in {folder} holds the numbers of step {known.get('step')!r} as step {step!r}")
+    if step > steps:
+        raise InputError(f"steps={steps}, but the run in {folder} has done {step} (use more, or another out_dir)")
     for name in names:
         if not isinstance(known.get(name), float):
             raise InputError(f"a checkpoint in {folder} holds {name}={known.get(name)!r}, which is not a number")

@@ -31,7 +31,7 @@ from minitrain.training.durable import write_synced
 DESCRIPTION = "extra.json"
 INDEX = ".metadata"
 BLOCK = 1 << 22  # bytes that are read at once
-LOST = (errno.ENOENT, errno.EIO)
+LOST = (errno.ENOENT, errno.ENOTDIR, errno.EIO)
 
 Sum = list[int]  # a file's size in bytes and CRC-32
 

@@ -199,7 +199,8 @@ class Corpus:
 
 def tokenize(documents: Iterable[str], tokenizer: ByteTokenizer | HuggingFaceTokenizer) -> Corpus:
     """All documents, each ended by eos if the tokenizer has one, at 2 or 4 bytes a token. Empty ones are left out."""
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    count = max(tokenizer.vocab_size, 1 + (tokenizer.eos_id or 0))  # config.json may name an eos far beyond the words
+    dtype = np.dtype(np.uint16 if count <= 1 << 16 else np.uint32)
     eos = np.array([] if tokenizer.eos_id is None else [tokenizer.eos_id], dtype).tobytes()
     tokens, ends, sizes = bytearray(), array("q"), array("q")
     for text in documents:
@@ -307,7 +308,7 @@ def read_texts(files: list[Path], skips: Skips) -> Iterator[str]:
 
 def _decode(raw: bytes, file: Path) -> str:
     try:
-        return raw.decode("utf-8")
+        return raw.decode("utf-8-sig")  # a byte order mark is no text
     except UnicodeDecodeError as error:
         raise InputError(f"{file} is not UTF-8 at byte {error.start} (data.exclude leaves files out)") from error
 
@@ -337,7 +338,8 @@ def _numbered_lines(file: Path) -> Iterator[tuple[str, bytes]]:
 
 def _parse_line(line: bytes, where: str, parse: Callable[[dict, str], Any]) -> Any:
     try:
-        tree = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
+        text = line.decode("utf-8-sig")
+        tree = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(tree, dict):
@@ -347,6 +349,14 @@ def _parse_line(line: bytes, where: str, parse: Callable[[dict, str], Any]) -> A
 
 def _refuse_constant(word: str) -> None:
     raise ValueError(f"{word} is no JSON")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    tree = dict(pairs)
+    if len(tree) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
+    return tree
 
 
 def _refuse_empty(file: Path) -> None:

@@ -1,23 +1,26 @@
-"""What data and code a run uses, in a few bytes per file: so that a run which continues can tell that they changed.
+"""What data, code and settings a run uses: so that a run which continues can tell what has changed.
 
 Row n is a pure function of the seed, n and the files. If a file changes between a run and its continuation, rows come
-twice or never, and nothing else would show it: hence an error. Other code is often what one wants, and only told.
-Files are sampled and not read through, so a change that keeps the size and misses all samples goes unseen.
+twice or never, and nothing else would show it: hence an error. Other code and settings are often what one wants, and
+only told. Files are sampled and not read through, so a change that keeps the size and misses all samples goes unseen.
 """
 
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from minitrain.config import Data
+from minitrain.config import Config, Data, to_dict
 from minitrain.errors import InputError
-from minitrain.runtime.agreement import check_same, code_digests
+from minitrain.runtime.agreement import check_same, code_digests, control_group, flatten
 from minitrain.training.data import find_files
 from minitrain.training.durable import write_durably
 
 SAMPLES, SAMPLE = 16, 4096  # of a file; a smaller one is read whole
+NAMES_DATA = {"data.kind", "data.path", "data.exclude"}  # settings that say which files
+CHOOSE_ROWS = {"seed", "batch.global", "batch.seq_len"}  # besides all of data: settings that say which rows, and when
 
 
 def agreed_fingerprint(data: Data) -> dict[str, str]:
@@ -52,29 +55,35 @@ def file_digest(file: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def check_continuation(file: Path, data: Data, files: dict[str, str], resumed: bool) -> list[str]:
+def check_continuation(file: Path, config: Config, files: dict[str, str], resumed: bool) -> list[str]:
     """Compare with what the run began with, as `file` has it, and store what it uses now; returns what to tell.
 
-    files: the fingerprint of `data`. Raises InputError, on all ranks alike, if the run is resumed, its settings name
+    files: the fingerprint of its data. Raises InputError, on all ranks alike, if the run is resumed, its settings name
     the same data, and there is other data. All ranks call it together; rank 0 reads and writes.
     """
     failure, notes = [None], []
     if dist.get_rank() == 0:
-        now = {"data": [data.kind, data.path, data.exclude], "files": files, "code": code_digests()}
+        now = {"settings": comparable_settings(config), "files": files, "code": code_digests()}
         before = (read(file) if resumed else None) or now
-        failure, notes = [data_change(before, now)], other_settings(before, now)
+        failure, notes = [data_change(before, now)], [*other_settings(before, now), *other_code(before, now)]
         if failure == [None]:
             write_durably(file, json.dumps(now, indent=1))
-    dist.broadcast_object_list(failure)
+    dist.broadcast_object_list(failure, group=control_group())
     if failure[0]:
         raise InputError(failure[0])
     return notes
 
 
+def comparable_settings(config: Config) -> dict[str, Any]:
+    """All settings by dotted name, as JSON gives them back; not those that have no part in what is trained."""
+    settings = json.loads(json.dumps(flatten(to_dict(config))))
+    return {key: value for key, value in settings.items() if key != "out_dir" and not key.startswith("reference.")}
+
+
 def data_change(before: dict, now: dict) -> str | None:
     """What is wrong with the data, in one line; None if nothing is, or the settings name other data on purpose."""
     changed = differing(before["files"], now["files"])
-    if not changed or before["data"] != now["data"]:
+    if not changed or NAMES_DATA & {*differing(before["settings"], now["settings"])}:
         return None
     first, more = changed[0], f" and {len(changed) - 1} more files" if len(changed) > 1 else ""
     how = "is new" if first not in before["files"] else "is gone" if first not in now["files"] else "has changed"
@@ -82,23 +91,32 @@ def data_change(before: dict, now: dict) -> str | None:
 
 
 def other_settings(before: dict, now: dict) -> list[str]:
+    """All that was changed, in one line, and a warning if that chooses other rows: nothing else would show it."""
+    before, now = before["settings"], now["settings"]
+    changed = differing(before, now)
     notes = []
-    if before["data"] != now["data"]:
-        notes.append("note: the run continues on other data than it began with, as data.path says")
-    if changed := differing(before["code"], now["code"]):
-        more = f" and {len(changed) - 1} more files" if len(changed) > 1 else ""
-        notes.append(f"warning: the run continues with other code than it began with: {changed[0]}{more}")
+    if changed:
+        told = ", ".join(f"{key}={json.dumps(now.get(key))} (was {json.dumps(before.get(key))})" for key in changed)
+        notes.append(f"note: the run continues with other settings than before: {told}")
+    if any(key in CHOOSE_ROWS or key.startswith("data.") for key in changed):
+        notes.append("warning: rows that were seen may come again and others never, as those settings choose them")
     return notes
 
 
-def differing(before: dict[str, str], now: dict[str, str]) -> list[str]:
+def other_code(before: dict, now: dict) -> list[str]:
+    changed = differing(before["code"], now["code"])
+    more = f" and {len(changed) - 1} more files" if len(changed) > 1 else ""
+    return [f"warning: the run continues with other code than before: {changed[0]}{more}"] if changed else []
+
+
+def differing(before: dict, now: dict) -> list[str]:
     return [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
 
 
-def read(file: Path) -> dict | None:
+def read(file: Path) -> dict[str, dict] | None:
     """What `check_continuation` stored; None if that is not there."""
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
-        return {key: stored[key] for key in ("data", "files", "code")}
+        return {key: dict(stored[key]) for key in ("settings", "files", "code")}
     except (OSError, ValueError, TypeError, KeyError):
         return None

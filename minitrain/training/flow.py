@@ -103,7 +103,7 @@ class FlowMatching:
         if self.totals is None:  # squared errors, numbers of elements
             self.totals = torch.zeros(2, 4, dtype=torch.float64, device=sigma.device)
         quartile = (4 * sigma).long().clamp(max=3)
-        counts = torch.tensor(elements, dtype=torch.float64, device=sigma.device)
+        counts = torch.stack([self.totals.new_full((), count) for count in elements])  # does not wait for the device
         self.totals.index_add_(1, quartile, torch.stack([errors.double(), counts]))
 
 

@@ -24,12 +24,15 @@ class MetricsLog:
         self.lacks_last = False  # did the run end between step `start`'s checkpoint and its line?
         if not self.enabled:
             return
-        kept = [line for line in read_lines(file) if line["step"] <= start] if start else []
+        found, strange = read_lines(file) if start else ([], 0)
+        kept = [line for line in found if line["step"] <= start]
         write_durably(file, "".join(map(to_line, kept)))
-        self.lacks_last = start > 0 and (not kept or kept[-1]["step"] < start)
+        self.lacks_last = start > 0 and all(line["step"] != start for line in kept)
         self.file = file.open("a", encoding="utf-8")
         self.board = open_board(file.parent / "tensorboard", start) if tensorboard else None
-        self.bar = tqdm(total=steps, initial=start, unit="step", smoothing=0.1)
+        self.bar = tqdm(total=steps, initial=start - self.lacks_last, unit="step", smoothing=0.1)
+        if strange:
+            self.say(f"note: lines of {file} that were not the numbers of a step are gone: {strange}")
 
     def step(self, numbers: dict) -> None:
         """Store one step's numbers, with every digit of their floats, and show the most telling ones."""
@@ -82,14 +85,21 @@ def to_line(numbers: dict) -> str:
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
-def read_lines(file: Path) -> list[dict]:
-    """The complete lines of a metrics.jsonl; one that a kill cut short is dropped. Empty if there is no such file."""
+def read_lines(file: Path) -> tuple[list[dict], int]:
+    """The steps' numbers in a metrics.jsonl, and how many other lines it has, blank ones apart.
+
+    A kill may have cut the last one short, and hands may have been at work. Nothing if there is no such file.
+    """
     if not file.exists():
-        return []
-    lines = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return lines
+        return [], 0
+    texts = [text for text in file.read_text(encoding="utf-8-sig", errors="replace").splitlines() if text.strip()]
+    lines = [line for line in map(read_line, texts) if line is not None]
+    return lines, len(texts) - len(lines)
+
+
+def read_line(text: str) -> dict | None:
+    try:
+        line = json.loads(text, parse_constant=lambda word: None)  # NaN, which others may have written
+        return line if type(line["step"]) is int else None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None

@@ -1,7 +1,6 @@
 """Context parallelism: the attention of whole rows, and the losses, gradients and weights of one process."""
 
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +15,14 @@ from minitrain.parallel.context import context_parallel, places, split
 from minitrain.parallel.mesh import start
 from minitrain.training.data import rows
 from minitrain.training.loop import Trainer
-from tests.oracle import check_against_one_process, initial_weights, packed_batch, plain_step, ragged_batch, train
+from tests.oracle import (
+    check_against_one_process,
+    initial_weights,
+    packed_batch,
+    plain_step,
+    ragged_batch,
+    train_compiled,
+)
 
 FORMS = ["allgather", "ulysses"]
 MODEL = {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 2, "initializer_range": 0.05}
@@ -170,12 +176,6 @@ def test_compiled_blocks(pool, form, recompute, batch):
     check_against_one_process(pool, 2, tree, batch=batch, run=train_compiled)
 
 
-def train_compiled(*args):
-    """`train` with block.compile() handing its graphs to autograd instead of to a C++ compiler."""
-    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
-        return train(*args)
-
-
 class Packed:
     """A dataset of `packed_batch`'s rows."""
 
@@ -249,6 +249,7 @@ def test_split(pool, form, held):
 
 @pytest.mark.parametrize("parallel, seq_len, message", [
     ({"cp": 4}, 20, r"batch\.seq_len=20 is not a multiple of 8, .* parallel\.cp=4 .* context=allgather \(use 16 or 24"),
+    ({"cp": 4}, 5, r"seq_len=5 is not a multiple of 8, .* \(use 8\)"),
     ({"cp": 4, "context": "ulysses"}, 18, r"seq_len=18 is not a multiple of 4, .* context=ulysses \(use 16 or 20\)"),
     ({"cp": 2, "tp": 4}, 12, r"parallel\.tp=4 does not divide batch\.seq_len / parallel\.cp=2"),
     ({"cp": 3, "context": "ulysses"}, 24, r"cp=3 x tp=1 .* num_key_value_heads=4 \(use .*allgather, or cp=1, 2 or 4\)"),

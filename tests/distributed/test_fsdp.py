@@ -1,6 +1,5 @@
 """FSDP2 and HSDP: the losses, gradients and weights of one process, whatever the layout."""
 
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -12,7 +11,7 @@ from minitrain.models.mamba import scan
 from minitrain.parallel.mesh import start
 from minitrain.training.data import open_data
 from minitrain.training.loop import Trainer
-from tests.oracle import check_against_one_process, snapshot, train
+from tests.oracle import check_against_one_process, snapshot, train, train_compiled
 
 MODEL = {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 3, "initializer_range": 0.05}
 TREE = {
@@ -71,12 +70,6 @@ def test_accumulation(pool, micro, frees):
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_compiled_blocks(pool, recompute):
     check_against_one_process(pool, 2, TREE | {"compile": True, "recompute": recompute}, run=train_compiled)
-
-
-def train_compiled(*args):
-    """`train` with block.compile() handing its graphs to autograd instead of to a C++ compiler."""
-    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
-        return train(*args)
 
 
 def count_reductions(tree):

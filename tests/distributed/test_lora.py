@@ -42,6 +42,7 @@ def test_layouts(pool, random_adapters, names):
 @pytest.mark.parametrize(("model", "names", "lora"), [
     ("mixtral-8x7b-tiny", ("fsdp", "cp"), EXPERTS),
     ("mixtral-8x7b-tiny", (), EXPERTS | {"parallel": {"dp_shard": 2, "ep": 2}}),
+    ("mixtral-8x7b-tiny", (), {"lora": EXPERTS["lora"] | {"rank": 65}, "parallel": {"dp_shard": 4, "ep": 2}}),  # wide
     ("nemotron3-nano-30b-a3b-tiny", ("pp", "fsdp"), {"lora": {"rank": 8, "targets": ["1.mlp.experts.up_proj"]}}),
 ], ids=str)  # fmt: skip
 def test_experts(pool, random_adapters, model, names, lora):

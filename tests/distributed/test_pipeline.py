@@ -30,7 +30,15 @@ from minitrain.training.loop import Trainer, forward_backward
 from minitrain.training.objectives import LanguageModeling
 from minitrain.training.optim import make_optimizer
 from tests import oracle
-from tests.oracle import check_against_one_process, initial_weights, micro_batches, plain_step, ragged_batch, snapshot
+from tests.oracle import (
+    check_against_one_process,
+    initial_weights,
+    micro_batches,
+    plain_step,
+    ragged_batch,
+    snapshot,
+    train_compiled,
+)
 
 TWO_STAGES = {"Interleaved1F1B": 2, "LoopedBFS": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2, "DualPipeV": 2}
 SCHEDULES = {"GPipe": 1, "1F1B": 1} | TWO_STAGES
@@ -142,11 +150,6 @@ def test_recompute_and_compile(pool, schedule, settings):
     check_against_one_process(pool, 4, tree(schedule=schedule, data_ranks=2, **settings), steps=1, run=train_compiled)
 
 
-def train_compiled(*args):
-    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
-        return oracle.train(*args)
-
-
 def train_with_frozen_embedding(settings):
     config = configs.from_dict(settings)
     meshes = start(config)
@@ -169,11 +172,14 @@ def test_frozen_tied_embeddings(pool, schedule, layers_per_stage):
     oracle.check_close(pool.run(2, train_with_frozen_embedding, settings), expected, 1e-6, "gradients")
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
-def test_bf16(pool, precision):
-    config = configs.from_dict(tree())
+@pytest.mark.parametrize(("precision", "schedule", "count"), [
+    ("bf16", "1F1B", 4), ("bf16-pure", "1F1B", 4), ("bf16", "ZBVZeroBubble", 1),
+])  # fmt: skip
+def test_bf16(pool, precision, schedule, count):
+    settings = tree(schedule=schedule, micro_batches=count)
+    config = configs.from_dict(settings)
     loss, _ = plain_step(config, initial_weights(config), ragged_batch(config, 0))
-    for trace in pool.run(2, oracle.train, tree(precision=precision), 1):
+    for trace in pool.run(2, oracle.train, settings | {"precision": precision}, 1):
         assert trace.losses[0] == pytest.approx(loss, rel=1e-2) and trace.losses[0] != loss
 
 

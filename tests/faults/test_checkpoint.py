@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import resource
+import shutil
 import signal
 import time
 from contextlib import contextmanager, redirect_stderr
@@ -37,6 +38,11 @@ def cut_in_half(file):
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
+def become_a_file(folder):
+    shutil.rmtree(folder)
+    folder.write_bytes(b"")
+
+
 DAMAGE = {  # of the newest checkpoint, and what is said of it
     "truncated": (truncate, PART, "__0_0.distcp has"),
     "bit-flipped": (flip_a_bit, PART, "__0_0.distcp has other content than when it was written"),
@@ -45,6 +51,7 @@ DAMAGE = {  # of the newest checkpoint, and what is said of it
     "index missing": (Path.unlink, INDEX, ".metadata cannot be read: No such file"),
     "index bit-flipped": (flip_a_bit, INDEX, ".metadata has other content"),
     "half-written": (cut_in_half, DESCRIPTION, "extra.json is not the description"),
+    "no folder": (become_a_file, "", "extra.json cannot be read: Not a directory"),
     "no description": (Path.unlink, DESCRIPTION, "extra.json cannot be read: No such file"),
     "bit-flipped description": (flip_a_bit, DESCRIPTION, "extra.json is not the description"),
 }
@@ -216,13 +223,14 @@ def test_a_description_that_never_ends_is_damage(tmp_path, put):
     ({"step": 2, "numbers": {"step": 1}}, "holds the numbers of step 1 as step 2"),
     ({"step": -1, "numbers": {"step": -1}}, "as step -1"),
     ({"step": 2, "numbers": {"step": 2, "loss": "low"}}, "holds loss='low', which is not a number"),
+    ({"step": 3, "numbers": {"step": 3, "loss": 1.0}}, r"^steps=2, but the run in \S+ has done 3 \(use more, or"),
 ])  # fmt: skip
 def test_a_run_is_not_resumed_from_who_knows_where(tmp_path, extra, problem):
-    assert resume_point(tmp_path, None, "loss") == (0, {})
+    assert resume_point(tmp_path, None, 2, "loss") == (0, {})
     numbers = {"step": 2, "loss": float("nan")}
-    assert resume_point(tmp_path, {"step": 2, "numbers": numbers}, "loss") == (2, numbers)
+    assert resume_point(tmp_path, {"step": 2, "numbers": numbers}, 2, "loss") == (2, numbers)
     with pytest.raises(InputError, match=problem):
-        resume_point(tmp_path, extra, "loss")
+        resume_point(tmp_path, extra, 2, "loss")
 
 
 # --------------------------------------------------------------------------------------------------------------- errors

@@ -63,6 +63,7 @@ BAD_LINES = [
     ("pretrain", b'{"text": ', "not valid JSON"),
     ("pretrain", b'{"text": "\xff"}', "not valid JSON: 'utf-8' codec"),
     ("pretrain", b'{"text": "x", "score": NaN}', "not valid JSON: NaN is no JSON"),
+    ("pretrain", b'{"text": "x", "a": {"b": 1, "b": 2}}', "not valid JSON: key 'b' is given twice"),
     ("pretrain", b"7" * 5000, "not valid JSON: Exceeds the limit"),
     ("pretrain", b'["text"]', "must be a JSON object"),
     ("pretrain", b'{"body": "x"}', "no key 'text'"),
@@ -106,6 +107,16 @@ def test_empty_files(tmp_path, task):
     for on_error in ("error", "skip"):
         with pytest.raises(InputError, match=r"c\.jsonl cannot be read: No such file"):
             contents(config_of(task, tmp_path, on_error, exclude=["*b.jsonl"]))
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    for name, mark in (("clean", b""), ("marked", b"\xef\xbb\xbf")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_bytes(mark + b"a document that is long enough")
+        (tmp_path / name / "a.jsonl").write_bytes(mark + json.dumps(GOOD["pretrain"][2]).encode())
+    for kind, name in (("text", "a.txt"), ("jsonl", "a.jsonl")):
+        clean, marked = (config_of("pretrain", tmp_path / side / name, kind=kind) for side in ("clean", "marked"))
+        assert contents(marked) == contents(clean)
 
 
 def test_text_that_is_not_utf8(tmp_path):

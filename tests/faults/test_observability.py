@@ -89,12 +89,33 @@ def test_a_run_does_not_continue_on_data_that_has_changed(run, tmp_path, capsys,
     monkeypatch.setattr(fingerprint, "code_digests", lambda: {"train.py": "another"})
     capsys.readouterr()
     assert len(lines(run([], steps=4))) == 4
-    assert "warning: the run continues with other code than it began with: __init__.py and" in capsys.readouterr().out
+    assert "warning: the run continues with other code than before: __init__.py and" in capsys.readouterr().out
     other = tmp_path / "other.txt"
     other.write_text(before)
     run([], steps=6, data={"kind": "text", "path": str(other)})  # on purpose
     told = capsys.readouterr().out
-    assert "note: the run continues on other data than it began with" in told and "warning" not in told
+    assert f'data.path="{other}" (was "{text}"), steps=6 (was 4)\n' in told and "other code" not in told
+
+
+def test_a_run_that_continues_says_with_which_other_settings(run, capsys):  # noqa: F811
+    run([], steps=2)
+    note, warning = "note: the run continues with other settings than before: ", "warning: rows that were seen may come"
+    for change, other, rows_too in [
+        ({}, "", False),
+        ({"optim": {"lr": 0.1}}, "optim.lr=0.1 (was 0.0003)", False),
+        ({"optim": {"lr": 0.1}}, "", False),
+        ({"seed": 7}, "optim.lr=0.0003 (was 0.1), seed=7 (was 0)", True),
+    ]:
+        capsys.readouterr()
+        run([], steps=2, **change)
+        told = capsys.readouterr().out.splitlines()
+        assert [line for line in told if line.startswith(note)] == ([note + other] if other else [])
+        assert any(line.startswith(warning) for line in told) == rows_too
+
+
+def test_a_fingerprint_edited_by_hand_is_none(run):  # noqa: F811
+    (run([], steps=2) / "fingerprint.json").write_text('{"settings": 1, "files": [2], "code": 3}')
+    assert len(lines(run([], steps=3))) == 3
 
 
 # ------------------------------------------------------------------------------------------------------------- failures
@@ -151,6 +172,27 @@ def test_numbers_survive_a_crash(tmp_path):
     ranks = Ranks(1, tmp_path / "log", die_in_step_4, tmp_path / "out")
     assert ranks.wait(30) and ranks.codes() == [7]
     assert [line["step"] for line in lines(tmp_path / "out")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("change, kept, told", [
+    (lambda text: text.replace(b"\n", b"\r\n\n", 1), [1, 2], ""),
+    (lambda text: b"\xef\xbb\xbf" + text.replace(b'"lr"', b'"x": [NaN], "lr"', 1), [1, 2], ""),
+    (lambda text: b"a remark\n3\n{}\n" + text, [1, 2], "are gone: 3"),
+    (lambda text: text.replace(b'"step": 1', b'"step": "one"'), [2], "are gone: 1"),
+    (lambda text: b"caf\xe9\n" + text, [1, 2], "are gone: 1"),
+    (lambda text: text[:-9], [1, 2], "are gone: 1"),  # the checkpoint knows the last one too
+    (lambda text: b"", [2], ""),
+], ids=["blank", "mark", "others", "step", "encoding", "cut", "empty"])  # fmt: skip
+def test_numbers_edited_by_hand(run, capsys, change, kept, told):  # noqa: F811
+    file = run([], steps=2) / "metrics.jsonl"
+    before = lines(file.parent)
+    file.write_bytes(change(file.read_bytes()))
+    capsys.readouterr()
+    after = lines(run([], steps=3))
+    assert [line["step"] for line in after] == [*kept, 3] and after[len(kept) - 1] == before[1]
+    shown = capsys.readouterr()
+    assert told in shown.out and ("note: lines of" in shown.out) == bool(told)
+    assert "3/3" in shown.err  # and no bar goes beyond its end
 
 
 # ----------------------------------------------------------------------------------------------------------- on request

@@ -15,7 +15,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 from minitrain import config as configs
 from minitrain.errors import InputError
 from minitrain.parallel.mesh import start
+from minitrain.runtime.watch import until_sigterm
 from tests.faults.processes import Ranks
+from tests.test_gpu import own_group  # noqa: F401
 
 TREE = {"batch": {"global": 3, "micro": 1}, "device": "cpu"}
 
@@ -109,3 +111,19 @@ def test_scripts_that_end_without_our_command_line(tmp_path, code):
     ranks = Ranks(3, tmp_path / "log", end_without_cli, code)
     assert ranks.wait(30) and ranks.codes() == [code] * 3
     assert errors(tmp_path / "log") == []
+
+
+def stops(sent: bool) -> list[bool]:
+    """After which of three steps a run is to stop, if SIGTERM is `sent` after the first."""
+    found = []
+    for step, stopping in until_sigterm(iter(range(3))):
+        found.append(stopping)
+        if sent and step == 0:
+            signal.raise_signal(signal.SIGTERM)
+    return found
+
+
+def test_sigterm_stops_the_run_that_got_it_and_none_that_follows(own_group):  # noqa: F811
+    start(configs.from_dict(TREE | {"batch": {"global": 1, "micro": 1}}))
+    assert stops(sent=True) == [False, True, True]
+    assert stops(sent=False) == [False, False, False]

@@ -20,10 +20,20 @@ math = load_reward("math")
     (r"\boxed{90^\circ}", "90", 1),
     (r"\boxed{\$5.00}", "5", 1),
     (r"\boxed{50\%}", "50", 1),
+    (r"\boxed{x = -5}", "-5", 1),
+    (r"\boxed{2x+1}", "$y = 2x + 1$", 1),
+    (r"\boxed{1+1=2}", "2", 0),
     (r"\boxed{(1,2)}", r"\left(1, 2\right)", 1),
     ("#### 18", "she makes 9 * 2 = <<9*2=18>>18 dollars.\n#### 18", 1),
     ("#### 18\nThat is all.", "#### 18", 1),
     ("the answer is 3, or rather -7.5", "-15/2", 1),
+    ("it is 12, I think: 12, no more", "12", 1),
+    ("some $1,234.50, or so", "1234.5", 1),
+    ("the roots are 3,4", "4", 1),
+    ("on pages 5-7", "7", 1),
+    ("half of it, 1/2.", "0.5", 1),
+    ("\u22125", r"\boxed{-5}", 1),
+    (r"\boxed{12{,}345}", "12,345", 1),
     ("1/3", "0.3333", 0),
     (r"\boxed{12}", "13", 0),
     (r"\boxed{12", "12", 1),  # the braces never close: the last number counts
@@ -40,6 +50,7 @@ def test_math(response, answer, reward):
 @pytest.mark.parametrize("text", [
     r"\boxed{" * 200_000, r"\boxed{" + "9" * 1_000_000, "1" * 1_000_000 + "/3", "1e999999999", r"\frac{" * 100_000,
     "{" * 500_000, ",1" * 500_000, "-" * 500_000, "#" * 500_000, r"\text{" * 100_000, r"\boxed{1/1e999999999}",
+    ",111" * 250_000, "1," * 500_000, "1/" * 500_000,
 ])  # fmt: skip
 def test_hostile_texts_take_no_time(text):
     began = time.perf_counter()
@@ -73,7 +84,10 @@ def test_a_function_of_ones_own(tmp_path, monkeypatch):
     assert load_reward("my_reward:score")("abc", "", {"scale": 2}) == 6
 
 
-@pytest.mark.parametrize("name", ["exakt", "no_such_module_x:f", "minitrain.errors:missing", "minitrain:__all__", ":f"])
+@pytest.mark.parametrize("name", [
+    "exakt", "no_such_module_x:f", "minitrain.errors:missing", "minitrain:__all__", ":f", ".x:f",
+    "minitrain.grpo.rewards:normalize", "builtins:max",
+])  # fmt: skip
 def test_unknown_rewards_are_refused(name):
     with pytest.raises(InputError, match="grpo.reward"):
         load_reward(name)

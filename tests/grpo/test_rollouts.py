@@ -4,22 +4,26 @@ import itertools
 import json
 
 import pytest
+import torch
 
 from minitrain import config as configs
 from minitrain.errors import InputError
+from minitrain.grpo import loop
 from minitrain.grpo.loop import Run
 from minitrain.grpo.problems import open_problems
+from minitrain.grpo.rewards import exact
 from minitrain.grpo.rollouts import Collector, pass_at, read_rollouts, write_rollouts
 from minitrain.parallel.mesh import start
 from minitrain.rollout.sampling import Completion
 from tests.distributed.test_grpo import TREE, made_up_groups
 
 
-def problems_of(tmp_path, lines, **grpo):
+def problems_of(tmp_path, lines, positions=512, **grpo):
     file = tmp_path / "problems.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = {"kind": "jsonl", "path": str(file), "template": "plain"}
     tree = TREE | {"data": data, "grpo": grpo, "batch": {"global": 8, "micro": 1, "seq_len": 64}}
+    tree["model"] = tree["model"] | {"max_position_embeddings": positions}
     return open_problems(configs.from_dict(tree))
 
 
@@ -28,6 +32,7 @@ def problems_of(tmp_path, lines, **grpo):
     ({"problem": "2+2?", "generated_solution": "so 4", "expected_answer": "4"}, "4"),  # OpenMathInstruct-2
     ({"prompt": [{"role": "user", "content": "2+2?"}], "reward_model": {"ground_truth": "4"}}, "4"),  # DAPO-Math-17k
     ({"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}, "4"),
+    ({"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}, "4"),  # ShareGPT
     ({"prompt": "2+2?", "answer": 4}, "4"),
 ])  # fmt: skip
 def test_usual_lines(tmp_path, line, answer):
@@ -44,12 +49,31 @@ def test_keys_of_ones_own(tmp_path):
     assert bytes(problem.prompt) == b"2+2?\n" and problem.answer == "4"
 
 
-@pytest.mark.parametrize("line", [
-    {"text": "2+2"}, {"question": "2+2?"}, {"question": 5, "answer": "4"}, {"messages": []},
-    {"messages": [{"role": "assistant", "content": "4"}]}, {"question": "x" * 100, "answer": "4"},
+def test_an_instruction_with_its_input(tmp_path):
+    line = {"instruction": "Add.", "input": "2+2", "output": "4"}  # Alpaca
+    (problem,) = problems_of(tmp_path, [line])[0].problems
+    assert bytes(problem.prompt) == b"Add.\n2+2\n" and problem.answer == "4"
+    (problem,) = problems_of(tmp_path, [line], prompt_key="instruction")[0].problems
+    assert bytes(problem.prompt) == b"Add.\n"
+
+
+def test_a_chat_that_is_all_prompt(tmp_path):
+    line = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}
+    with pytest.raises(InputError, match="if all of it is the prompt, say so: grpo.prompt_key=messages"):
+        problems_of(tmp_path, [line])
+    (problem,) = problems_of(tmp_path, [line], prompt_key="messages")[0].problems
+    assert bytes(problem.prompt) == b"2+2?\n" and problem.answer == "4"
+
+
+@pytest.mark.parametrize("line, message", [
+    ({"text": "2+2"}, r"jsonl:1: no prompt .one of prompt, .*, input; or name its key by grpo.prompt_key"),
+    ({"question": "2+2?"}, r"jsonl:1: no answer .one of expected_answer, .*, completion; or .* grpo.answer_key"),
+    ({"question": 5, "answer": "4"}, "'question' must be text, not int"), ({"messages": []}, "must end with"),
+    ({"messages": [{"role": "assistant", "content": "4"}]}, "must end with the assistant's answer to what comes"),
+    ({"question": "x" * 100, "answer": "4"}, "leaves no room for a response to a prompt of 101 tokens"),
 ], ids=str)  # fmt: skip
-def test_other_lines_are_refused(tmp_path, line):
-    with pytest.raises(InputError):
+def test_other_lines_are_refused(tmp_path, line, message):
+    with pytest.raises(InputError, match=message):
         problems_of(tmp_path, [line])
 
 
@@ -58,6 +82,14 @@ def test_warming_up_needs_room_for_the_answers(tmp_path):
     problems_of(tmp_path, [line])
     with pytest.raises(InputError, match="too short to warm up .* 75 tokens .use grpo.warmup_steps=0, or"):
         problems_of(tmp_path, [line], warmup_steps=1)
+
+
+def test_a_prompt_leaves_a_position_for_its_response(tmp_path):
+    """Of the model's, as the sampler wants, and not only of batch.seq_len."""
+    problems_of(tmp_path, [{"question": "x" * 63, "answer": "4"}])
+    problems_of(tmp_path, [{"question": "x" * 62, "answer": "4"}], positions=64)
+    with pytest.raises(InputError, match="leaves no room for a response to a prompt of 64 tokens"):
+        problems_of(tmp_path, [{"question": "x" * 63, "answer": "4"}], positions=64)
 
 
 def test_an_epoch_has_every_problem_once(tmp_path):
@@ -94,7 +126,7 @@ def collector(right, **grpo):
     config = configs.from_dict(TREE | {"grpo": {"prompts": 2, "group": 4} | grpo})
     problems, _, tokenizer, end = open_problems(config)
     start(config)  # replicas talk to each other even if there is one
-    return Collector(config, Scripted(right), tokenizer, end, 0, 1, None), problems
+    return Collector(config, Scripted(right), tokenizer, end, exact, 0, 1, None), problems
 
 
 def test_rewards_and_ends():
@@ -109,6 +141,20 @@ def test_length_costs():
     sampling, problems = collector([2], overlong_buffer=4, overlong_penalty=0.5)  # from 4 of 8 tokens on
     assert [r.reward for r in sampling.collect(problems, 0)[0]] == [1 - 0.5 / 4] * 2 + [0.0] * 2
     assert sampling.evaluate(problems, 2)["pass@1"] == 2 / 8  # right is right
+
+
+def test_rewards_that_are_no_numbers():
+    sampling, problems = collector([2])
+    for given in (None, "good", float("nan"), 10**400, torch.ones(2)):
+        sampling.reward = lambda *_, given=given: given
+        with pytest.raises(InputError, match="grpo.reward=exact returned .* for the response '.*', and not a finite"):
+            sampling.collect(problems, 0)
+
+
+def test_a_wrong_reward_is_told_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(loop, "start", None)
+    with pytest.raises(InputError, match="grpo.reward='exakt' is not exact, math or package.module:function"):
+        Run(configs.from_dict(TREE | {"grpo": {"reward": "exakt"}}), folder=None)
 
 
 def test_groups_without_signal_are_replaced():
@@ -177,6 +223,9 @@ def test_it_learns(tmp_path):
     ({"grpo": {"prompts": 3, "group": 3}}, "batch.global"),
     ({"rollout": {"temperature": 0}}, "temperature"),
     ({"grpo": {"dual_clip": 1.1}}, "dual_clip"),
+    ({"grpo": {"dual_clip": 3, "surrogate": "cispo"}}, "dual_clip=3.0 is of surrogate=clip alone, not of cispo"),
+    ({"grpo": {"ratio": "sequence", "surrogate": "reinforce"}}, "surrogate=reinforce has no ratio .use ratio=token"),
+    ({"grpo": {"overlong_penalty": -1}}, "grpo.overlong_penalty=-1.0 must be at least 0"),
     ({"grpo": {"importance_low": 3}}, "importance_low"),
     ({"grpo": {"overlong_buffer": 9}}, "overlong_buffer"),
     ({"grpo": {"generation_ranks": 2}}, "lag"),

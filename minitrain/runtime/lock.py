@@ -1,0 +1,63 @@
+"""One run at a time in an out_dir: two would delete each other's checkpoints and mix their numbers.
+
+Rank 0's process holds a POSIX lock on OUT_DIR/.lock, which the kernel takes away however that process ends. A network
+file system may need a moment to learn that a machine has vanished: hence the patience. Where there are no locks at all,
+as on some of those, nothing is kept out.
+"""
+
+import fcntl
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from minitrain.errors import InputError
+
+PATIENCE = 100.0  # seconds; NFS 4 forgets the locks of a machine after 90
+
+
+@contextmanager
+def locked(folder: Path, leads: bool) -> Iterator[None]:
+    """Be the only run in `folder`. leads: is this the run's first rank? The others leave it to that one.
+
+    Raises InputError if another run has been there for too long; OSError if the folder cannot be written to.
+    """
+    if not leads:
+        yield
+        return
+    with (folder / ".lock").open("a+", encoding="utf-8") as file:
+        wait_for(file)
+        yield
+
+
+def wait_for(file: TextIO) -> None:
+    """Take the lock, and leave one's name in the file."""
+    began, told = time.monotonic(), False
+    while not take(file):
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        if time.monotonic() - began > PATIENCE:
+            folder = Path(file.name).parent
+            raise InputError(f"{holder} is training in out_dir={str(folder)!r} (wait for it, or use another out_dir)")
+        if not told:
+            print(f"waiting for {holder}, which is training in the same out_dir", file=sys.stderr, flush=True)
+        told = True
+        time.sleep(0.1)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+
+
+def take(file: TextIO) -> bool:
+    """Take the lock unless another process has it."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # either may be raised for a lock that is taken
+        return False
+    except OSError:  # this file system has none
+        pass
+    return True

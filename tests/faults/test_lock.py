@@ -1,0 +1,70 @@
+"""Two runs in one out_dir: the second waits for the first to end, however it ends, and gives up in one line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minitrain.config import from_dict
+from minitrain.errors import InputError
+from minitrain.runtime import lock
+from minitrain.runtime.lock import locked
+from minitrain.train import train
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from minitrain.runtime.lock import locked
+with locked(Path(sys.argv[1]), leads=True):
+    print("in", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def another(tmp_path):
+    """A process that has locked tmp_path."""
+    words = [sys.executable, "-c", PROGRAM, tmp_path]
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(words, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "in\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_second_run_is_kept_out(another, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(lock, "PATIENCE", 0.15)
+    with pytest.raises(InputError, match=rf"^process {another.pid} on \S+ is training in out_dir='{tmp_path}' \(wait"):
+        locked(tmp_path, leads=True).__enter__()
+    assert capsys.readouterr().err.startswith(f"waiting for process {another.pid} on ")
+    with locked(tmp_path, leads=False):  # its first rank has seen to that
+        pass
+
+
+def test_training_is_kept_out(another, tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "PATIENCE", 0.0)
+    with pytest.raises(InputError, match=f"^process {another.pid} on "):
+        train(from_dict({"model": "llama3-8b-tiny", "device": "cpu", "out_dir": str(tmp_path)}))
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "logs"}
+
+
+def test_a_run_that_was_killed_keeps_nobody_out(another, tmp_path, monkeypatch):
+    monkeypatch.setattr(lock.time, "sleep", lambda seconds: another.kill())
+    with locked(tmp_path, leads=True):
+        pass
+
+
+def test_a_run_that_has_ended_keeps_nobody_out(another, tmp_path, monkeypatch, capsys):
+    another.communicate()
+    monkeypatch.setattr(lock, "PATIENCE", 0.0)
+    with locked(tmp_path, leads=True):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_where_no_file_can_be_locked_nobody_is_kept_out(another, tmp_path, monkeypatch):
+    monkeypatch.setattr(lock.fcntl, "lockf", lambda *_: (_ for _ in ()).throw(OSError(37, "No locks available")))
+    with locked(tmp_path, leads=True):
+        pass
