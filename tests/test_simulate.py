@@ -13,7 +13,7 @@ from minitrain.bench.flops import count_work
 from minitrain.bench.measure import visible_share
 from minitrain.bench.replay import Replay
 from minitrain.bench.rows import CONFIGS, published_rows
-from minitrain.bench.simulate import Simulation, few_micro_batches, figures, timed
+from minitrain.bench.simulate import Simulation, few_micro_batches, figures, record, timed
 from minitrain.bench.timeline import SYSTEMS, Span, Timeline, load_system
 from minitrain.errors import InputError
 from minitrain.training.datasets import open_dataset
@@ -60,6 +60,12 @@ def test_model_flops_of_packed_documents_are_those_that_run():
     model = found["clean_tflops_per_gpu"] * 1e12 * found["step_time_s"]
     again = 2 * count_work(config.model.config).attention * 512 * visible / 2 * 512
     assert model == pytest.approx(trace.flops() - again, rel=1e-6)
+
+
+def test_experts_in_fp32_are_refused():
+    config = configs.from_dict(TREE | {"model": "mixtral-8x7b-tiny", "precision": "fp32"})
+    with pytest.raises(InputError, match="precision=fp32 is not simulated for experts"):
+        record(config)
 
 
 def test_layouts_are_ranked_and_those_that_cannot_run_are_told(tmp_path, monkeypatch):

@@ -28,6 +28,7 @@ from minitrain.bench.timeline import System, Timeline, play
 from minitrain.bench.trace import Trace
 from minitrain.config import Config
 from minitrain.config_checks import check_layout
+from minitrain.errors import InputError
 from minitrain.parallel.pipeline import local_stages
 from minitrain.training.datasets import open_dataset
 
@@ -133,9 +134,13 @@ def trace_once(*job) -> Trace:
 
 
 def with_balanced_experts(config: Config) -> Config:
-    """Fake tensors cannot say which experts a router chooses, so all are chosen alike."""
+    """Fake tensors cannot say which experts a router chooses, so all are chosen alike. Raises InputError for fp32."""
     if not getattr(config.model.config, "num_experts", 0):
         return config
+    if config.precision == "fp32":
+        raise InputError(
+            "precision=fp32 is not simulated for experts: fake grouped products take bf16 (use bf16)"
+        )
     shape = dataclasses.replace(config.model.config, fake_balanced_gate=True)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, config=shape))
 
