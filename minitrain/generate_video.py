@@ -103,9 +103,7 @@ def check_prompts(prompts: dict[str, Tensor], model: Wan, size: Sequence[int], s
             raise InputError(f"--prompts {source}: {name} is {given}, the model takes {wanted}")
 
 
-def draw_shapes(
-    model: Wan, path: str | Path, steps: int = 12, guidance: float = 4.0, write: bool = True, **way
-) -> str:
+def draw_shapes(model: Wan, path: str | Path, steps: int = 12, guidance: float = 4.0, write: bool = True, **way) -> str:
     """Write a PNG of what the model draws for every prompt of the toy world; returns how much is right, in words.
 
     write: all ranks of a sharded model draw, but one is to write.

@@ -160,6 +160,7 @@ def test_dry_run_lays_out_any_number_of_ranks():
         (["--simulate", "--generate"], "--simulate is for training"),
         (["--simulate", "--versus", "transformers"], "--simulate is for training"),
         (["--json", "/none/x.jsonl"], "--json=/none/x.jsonl cannot be written: No such file"),
+        (["--calibrate", "--json", "/none/x.jsonl"], "--json=/none/x.jsonl cannot be written"),
         (["--simulate", "--trace", "/none/x.json"], "--trace=/none/x.json cannot be written"),
         (["--sweep", "batch.micro=1,3"], "batch.micro=3 does not divide batch.global"),  # before any is measured
         (["--versus", "magic"], "invalid choice: 'magic'"),

@@ -53,6 +53,7 @@ class Case:
 def bench(files: list, overrides: list[str], options) -> None:
     """What the options ask for, with every file. Raises InputError, at the end if other files could be run."""
     if options.calibrate and not options.config:
+        check_writable("json", options.json)
         show_calibration(load_row(files[0], overrides)[1], options.json)
         return
     cases = [make_case(*load_row(file, overrides), options) for file in files]
@@ -61,7 +62,10 @@ def bench(files: list, overrides: list[str], options) -> None:
         for case in cases:
             for config, _ in case.runs:
                 print(f"{case.row}: {dry_run(config)}")
-    elif options.sweep and not options.simulate:
+        return
+    check_writable("json", options.json)
+    check_writable("trace", options.trace)
+    if options.sweep and not options.simulate:
         measure_combinations(files[0], overrides, options)
     elif options.sweep:
         simulate_combinations(files[0], overrides, options)
@@ -81,7 +85,7 @@ def make_case(row: str, config: Config, options) -> Case:
 
 
 def check_options(cases: list[Case], options) -> None:
-    """Refuse options that contradict each other, and files that cannot be written."""
+    """Refuse options that contradict each other."""
     several, alone = sum(len(case.runs) for case in cases) > 1, world_size() == 1
     refused = (
         (options.shrink and (options.versus or options.simulate or options.generate or not alone),
@@ -102,8 +106,6 @@ def check_options(cases: list[Case], options) -> None:
     if options.versus in ("peft", "full"):
         for case in cases:
             check_adapters(case.config, options.versus)
-    for name in () if options.dry_run else ("json", "trace"):
-        check_writable(name, getattr(options, name))
 
 
 def check_writable(option: str, file: str | None) -> None:

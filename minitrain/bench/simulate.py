@@ -138,9 +138,7 @@ def with_balanced_experts(config: Config) -> Config:
     if not getattr(config.model.config, "num_experts", 0):
         return config
     if config.precision == "fp32":
-        raise InputError(
-            "precision=fp32 is not simulated for experts: fake grouped products take bf16 (use bf16)"
-        )
+        raise InputError("precision=fp32 is not simulated for experts: fake grouped products take bf16 (use bf16)")
     shape = dataclasses.replace(config.model.config, fake_balanced_gate=True)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, config=shape))
 

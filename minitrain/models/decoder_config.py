@@ -89,8 +89,8 @@ class DecoderConfig:
     def __post_init__(self):
         """Raises InputError for sizes that no model can have."""
         for field in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_attention_heads",
-                      "num_key_value_heads", "head_dim", "max_position_embeddings", "mamba_num_heads",
-                      "mamba_head_dim", "mamba_n_groups", "ssm_state_size", "conv_kernel", "mamba_chunk_size"):
+                      "num_key_value_heads", "head_dim", "max_position_embeddings", "mamba_num_heads", "mamba_head_dim",
+                      "mamba_n_groups", "ssm_state_size", "conv_kernel", "mamba_chunk_size"):  # fmt: skip
             check_size(field, getattr(self, field))
         for field in ("moe_intermediate_size", "shared_expert_intermediate_size", "moe_latent_size", "num_experts",
                       "sliding_window", *LATENT):  # fmt: skip

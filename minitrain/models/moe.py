@@ -165,7 +165,10 @@ class Router(nn.Module):
 
 
 def balanced_choice(tokens: int, top_k: int, num_experts: int, device) -> tuple[Tensor, Tensor]:
-    """The fake gate of published benchmarks: experts in turn, top_k neighbouring ones for each token, equal weights."""
+    """The fake gate of published benchmarks: experts in turn, top_k neighbouring ones for each token, equal weights.
+
+    A token's experts thus depend on its place in the forward pass, and what is learned on how a step is cut into those.
+    """
     indices = torch.arange(tokens * top_k, device=device).view(tokens, top_k) % num_experts
     return indices, torch.full((tokens, top_k), 1 / top_k, device=device)
 

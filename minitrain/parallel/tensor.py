@@ -131,7 +131,7 @@ def use_own_documents(mesh: DeviceMesh, moe: MoE, inputs: tuple[Tensor, Tensor |
 def dispatch_to_all(
     dispatch: Callable, gather: Callable, scatter: Callable, x: Tensor, indices: Tensor, weights: Tensor,
     experts: Experts,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`dispatch` of all ranks' tokens, whose results are terms of a sum. x: [tokens, width], this rank's, as returned.
 
     indices, weights: [tokens, top_k].
