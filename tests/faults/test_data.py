@@ -76,7 +76,7 @@ BAD_LINES = [
     ("sft", b'{"prompt": "x", "response": " "}', "'response' is empty"),
     ("sft", b'{"prompt": "x", "response": ["y"]}', "'response' must be text, not list"),
     ("sft", b'{"context": "x", "question": "y", "answers": {"text": []}}', "'answers' must hold a text"),
-    ("grpo", b'{"question": "1 + 1"}', "no key 'expected_answer'"),
+    ("grpo", b'{"question": "1 + 1"}', r"no answer \(one of expected_answer, "),
     ("grpo", b'{"question": "1 + 1", "answer": ""}', "'answer' is empty"),
     ("grpo", b'{"question": "", "answer": "2"}', "'question' is empty"),
     ("grpo", b'{"prompt": [], "answer": "2"}', "'prompt' is empty"),
