@@ -34,11 +34,13 @@ def numbered(trace: Trace) -> tuple:
 
 
 def traced(tree: dict) -> Trace:
-    """Without the garbage collector, which frees what is in cycles at moments of its own."""
+    """Without the garbage collector, which frees what is in cycles at moments of its own; the compiler calls it too."""
     torch._dynamo.reset()  # or the second model would run the first one's graphs
+    gc.collect()
     gc.disable()
     try:
-        return fake_world.trace_step(configs.from_dict(tree | {"device": "cpu"}), world_size=4)
+        with torch._dynamo.config.patch(run_gc_after_compile=False):
+            return fake_world.trace_step(configs.from_dict(tree | {"device": "cpu"}), world_size=4)
     finally:
         gc.enable()
 
