@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from minitrain.config import Config
     from minitrain.models.decoder_config import DecoderConfig
 
+COLDEST = 1e-6  # temperature of sampling above 0: for less, fp32 cannot hold logits divided by it
+
 
 def validate(config: "Config") -> None:
     """Refuse settings that contradict each other. What depends on the number of ranks is in `check_layout`."""
@@ -318,8 +320,8 @@ def _validate_rollout(config: "Config") -> None:
     _at_least(1, ("rollout.max_tokens", r.max_tokens), ("rollout.slots", r.slots), ("rollout.page_size", r.page_size),
               ("rollout.chunk", r.chunk))  # fmt: skip
     _at_least(0, ("rollout.temperature", r.temperature), ("rollout.pages", r.pages), ("rollout.steps", r.steps))
-    if 0 < r.temperature < 1e-6:
-        raise InputError(f"rollout.temperature={r.temperature} must be 0, or at least 1e-06")
+    if 0 < r.temperature < COLDEST:
+        raise InputError(f"rollout.temperature={r.temperature} must be 0, or at least {COLDEST}")
     if not 0 < r.memory <= 1:
         raise InputError(f"rollout.memory={r.memory} must be above 0 and at most 1: a share of the free memory")
 

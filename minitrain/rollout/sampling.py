@@ -14,11 +14,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from minitrain.config_checks import COLDEST
 from minitrain.errors import InputError
 from minitrain.models.attention import COMPILING
 from minitrain.training.loss import Part
 
-COLDEST = 1e-6  # temperature above 0: for less, fp32 cannot hold logits divided by it
 CHUNK = 1 << 17  # random numbers that are made at once, on the CPU: what stays in its caches
 
 
