@@ -33,7 +33,7 @@ def positive(kind: type, zero: bool = False):
             raise argparse.ArgumentTypeError(f"{text} must be {'at least' if zero else 'above'} 0")
         return value
 
-    parse.__name__ = kind.__name__  # which argparse shows for what is no number at all
+    parse.__name__ = kind.__name__  # which argparse shows for what is not a number
     return parse
 
 
@@ -71,7 +71,7 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def say_once(line: str) -> None:
-    """Print to stderr what several ranks may have found, each for itself, such as the same mistake in the config."""
+    """Print to stderr what several ranks may have found, such as the same mistake in the config."""
     if group_is_up():
         from minitrain.runtime import watch
 

@@ -47,12 +47,12 @@ class Data:
     field: str = "text"  # jsonl: the key that holds the text; fine-tuning looks for chats, see training/chat.py
     template: Literal["auto", "llama3", "chatml", "plain"] = "auto"  # fine-tuning: how chats become text
     over_long: Literal["truncate", "drop"] = "truncate"  # fine-tuning: chats longer than batch.seq_len
-    packed: bool | None = None  # do chats (by default, yes) or videos (no) share rows; mock chats: as SQuAD's would
+    packed: bool | None = None  # do chats (default: yes) or videos (default: no) share rows; mock chats: as SQuAD's
     tokenizer: str = "bytes"  # or a tokenizer.json, or a folder that holds one
     token_dtype: Literal["uint16", "uint32"] = "uint16"  # tokens: of raw .bin files (.npy files know theirs)
     document_end: int | None = None  # tokens: the id that ends a document; None: one document per file
-    on_error: Literal["error", "skip"] = "error"  # what becomes of lines, files and rows of tokens that are unusable
-    text_tokens: int = 512  # latents: texts are padded to so many
+    on_error: Literal["error", "skip"] = "error"  # at lines, files or rows of tokens that cannot be used
+    text_tokens: int = 512  # latents: texts are padded to this many tokens
     validation: float = 0.0  # the share of documents, or of videos, held out
 
 
@@ -75,14 +75,14 @@ class Parallel:
     dp_shard=-1 takes all ranks that the others leave.
     """
 
-    dp_replicate: int = 1  # copies of the parameters, each trained on other rows
-    dp_shard: int = -1  # shards of the parameters, each rank trained on other rows
+    dp_replicate: int = 1  # copies of the parameters, each trained on different rows
+    dp_shard: int = -1  # shards of the parameters, each rank trained on different rows
     tp: int = 1  # tensor and sequence parallel: heads, MLP channels, vocabulary
     cp: int = 1  # context parallel: each row's sequence
     pp: int = 1  # pipeline parallel: layers
     ep: int = 1  # expert parallel: experts, over ranks that are counted already; divides dp_shard x cp x tp
     reshard_after_forward: bool = True  # free a block's weights until its backward, and reduce gradients each time
-    reduce: Literal["fp32", "bf16"] = "fp32"  # in what gradients are added up over ranks and micro-batches
+    reduce: Literal["fp32", "bf16"] = "fp32"  # the type in which gradients are summed over ranks and micro-batches
     prefetch: int = 1  # how many blocks ahead to gather
     context: Literal["allgather", "ulysses"] = "allgather"  # how context-parallel ranks exchange keys and values
     async_tp: bool = False  # CUDA and compile only: overlap tensor parallel's collectives with its matrix products
@@ -103,9 +103,9 @@ class Optim:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: float | None = 1.0
-    max_skipped: int = 10  # so many steps in a row without a finite loss and gradient norm end the run
-    states: Literal["fp32", "bf16"] = "fp32"  # of AdamW
-    stochastic_rounding: bool = False  # of all that is stored in bf16, weights and states
+    max_skipped: int = 10  # this many steps in a row without a finite loss and gradient norm end the run
+    states: Literal["fp32", "bf16"] = "fp32"  # of AdamW's moments
+    stochastic_rounding: bool = False  # of the weights and states that are stored in bf16
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup: int = 0
     final_lr: float = 0.0  # as a share of lr, reached at the last step
@@ -115,14 +115,14 @@ class Optim:
 class Fp8:
     """With precision=fp8: see models/fp8.py."""
 
-    fast_accumulation: Literal["none", "forward", "all"] = "forward"  # which products Hopper sums up with fewer bits
+    fast_accumulation: Literal["none", "forward", "all"] = "forward"  # which products Hopper sums with fewer bits
 
 
 @dataclass
 class Validation:
     """Every `every` steps (0: never) and after the last, on `batches` global batches of held-out data.
 
-    exact_match: fine-tuning; so many held-out chats are answered by the trained model and compared (0: none).
+    exact_match: fine-tuning; this many held-out chats are answered by the trained model and compared (0: none).
     """
 
     every: int = 0
@@ -142,9 +142,9 @@ class Checkpoint:
 
 @dataclass
 class Metrics:
-    """What is told of a run besides metrics.jsonl: see training/health.py and training/metrics.py."""
+    """What a run reports besides metrics.jsonl: see training/health.py and training/metrics.py."""
 
-    spike: float = 6.0  # a loss so many deviations above the last ones' median is told with its batch; 0: none is
+    spike: float = 6.0  # report losses this many deviations above the recent median, with their batch; 0: none
     tensorboard: bool = False  # to out_dir/tensorboard; needs the package tensorboard
 
 
@@ -163,14 +163,14 @@ class Rollout:
     temperature: float = 1.0
     max_tokens: int = 128  # of a response
     tp: int = 1  # task=grpo: ranks that share a sampler's model
-    ep: int = 1  # task=grpo: rollout.tp, if each of these ranks is to have whole experts, and not channels of all
+    ep: int = 1  # task=grpo: set to rollout.tp, it gives these ranks whole experts, not channels of all
     slots: int = 64  # samples that are decoded at once
     page_size: int = 128  # tokens; on CUDA a multiple of 128
-    pages: int = 0  # of the pool; 0: what fits into the share `memory` of what is free then
-    memory: float = 0.5
-    chunk: int = 2048  # tokens of prompts that are computed at once
-    steps: int = 0  # decoding steps between two looks at what they produced; 0: 16 on CUDA, 1 on the CPU
-    compile: bool = False  # unless ranks share the model: the choice of tokens, and on CUDA a decoding step's blocks
+    pages: int = 0  # in the pool; 0: as many as fit into `memory`
+    memory: float = 0.5  # a share of what is free when the pool is made
+    chunk: int = 2048  # prompt tokens that are computed at once
+    steps: int = 0  # decoding steps between two looks at their tokens; 0: 16 on CUDA, 1 on the CPU
+    compile: bool = False  # unless ranks share the model: the choice of tokens, and the blocks of decoding steps
 
 
 @dataclass
@@ -186,7 +186,7 @@ class GRPO:
     reward: str = "exact"  # exact, math, or a function of one's own as package.module:name (see grpo/rewards.py)
     prompt_key: str = ""  # of the lines of data.path; default: the first usual name in a line (grpo/problems.py)
     answer_key: str = ""
-    mock_digits: int = 4  # data.kind=mock: how long the texts are that are to be reversed
+    mock_digits: int = 4  # data.kind=mock: the length of the texts to be reversed
     baseline: Literal["group", "leave_one_out"] = "leave_one_out"
     std_scaling: bool = True
     ratio: Literal["token", "sequence"] = "token"
@@ -195,18 +195,18 @@ class GRPO:
     clip_high: float = 0.2
     dual_clip: float | None = None
     aggregation: Literal["token", "sequence", "constant"] = "token"
-    kl: float = 0.0  # of the divergence from the weights that the run began with; with adapters, from those without
+    kl: float = 0.0  # weight of the divergence from the initial policy; with adapters, from the base model
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     importance: Literal["none", "truncate", "mask", "sequence-mask"] = "none"
     importance_low: float = 0.0
     importance_high: float = 2.0
-    generations: int = 1  # above 1: groups without a signal are replaced, in up to so many rounds of sampling (DAPO)
-    overlong_buffer: int = 0  # the last tokens before rollout.max_tokens, over which the reward sinks
-    overlong_penalty: float = 1.0  # by so much
+    generations: int = 1  # above 1: groups without a signal are replaced, in up to this many rounds of sampling (DAPO)
+    overlong_buffer: int = 0  # the last tokens before rollout.max_tokens, over which the reward falls
+    overlong_penalty: float = 1.0  # by this much
     overlong_filter: bool = False  # leave truncated responses out of the loss
-    lag: Literal[0, 1] = 0  # 1: sample with weights one step old, so that sampling and training can go on at once
+    lag: Literal[0, 1] = 0  # 1: sample with weights one step old, so that sampling and training can overlap
     generation_ranks: int = 0  # the last ranks only sample, the others only train (needs lag=1); 0: all do both
-    keep_cache: bool = False  # of the sampler while its rank trains
+    keep_cache: bool = False  # keep the sampler's KV cache while its rank trains
     warmup_steps: int = 0  # of supervised training on the answers, before the first step
     warmup_lr: float = 1e-3
     eval_samples: int = 8  # per held-out prompt, for pass@k
@@ -234,13 +234,13 @@ class Config:
     rollout: Rollout = field(default_factory=Rollout)
     grpo: GRPO = field(default_factory=GRPO)
     compile: bool = False
-    recompute: Literal["none", "full", "selective"] | int | float = "none"  # see parallel/recompute.py
+    recompute: Literal["none", "full", "attention", "selective"] | int | float = "none"  # see parallel/recompute.py
     validation: Validation = field(default_factory=Validation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     profile: Profile = field(default_factory=Profile)
-    deterministic: bool = False  # the same run again gives the same bits, see determinism.py
-    timeout_s: float = 600.0  # that a rank waits for the others in a collective, before it gives up
+    deterministic: bool = False  # bitwise reproducible: see runtime/determinism.py
+    timeout_s: float = 600.0  # how long a rank waits for the others in a collective before it gives up
     reference: dict = field(default_factory=dict)  # published figures of the same row
 
 
@@ -303,8 +303,8 @@ def _read_model(value: Any, kind: type) -> Model:
     overrides = {key: convert(hints[key], v, f"model.{key}") for key, v in value.items()}
     shape = read_any_config(path) if path else model_config(name) if name else kind(**overrides)
     if not isinstance(shape, kind):
-        wanted = "is not, as task=diffusion needs" if kind is WanConfig else "is: it needs task=diffusion"
-        raise InputError(f"model={name or path!r}: a diffusion model it {wanted}")
+        wanted = "not a diffusion model, as task=diffusion needs" if kind is WanConfig else "for task=diffusion alone"
+        raise InputError(f"model={name or path!r} is {wanted}")
     return Model(name, path, dataclasses.replace(shape, **overrides))
 
 

@@ -6,11 +6,12 @@ All of it is checked before anything is built or any process group starts.
 import importlib.util
 import math
 import os
+from functools import reduce
 from typing import TYPE_CHECKING
 
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_peft import LARGEST_RANK, adapter_shapes, refuse_gpt2
-from minitrain.models.config_hf import exportable_family
+from minitrain.models.config_hf import check_exportable
 
 if TYPE_CHECKING:
     from minitrain.config import Config
@@ -22,14 +23,11 @@ COLDEST = 1e-6  # temperature of sampling above 0: for less, fp32 cannot hold lo
 def validate(config: "Config") -> None:
     """Refuse settings that contradict each other. What depends on the number of ranks is in `check_layout`."""
     c, b, p, o = config, config.batch, config.parallel, config.optim
-    _at_least(1, ("steps", c.steps), ("batch.global", b.global_), ("batch.micro", b.micro),
-              ("batch.seq_len", b.seq_len), ("parallel.dp_replicate", p.dp_replicate), ("parallel.tp", p.tp),
-              ("parallel.cp", p.cp), ("parallel.pp", p.pp), ("parallel.vp", p.vp), ("parallel.ep", p.ep),
-              ("checkpoint.keep", c.checkpoint.keep), ("validation.batches", c.validation.batches))  # fmt: skip
-    _at_least(0, ("seed", c.seed), ("parallel.prefetch", p.prefetch), ("optim.lr", o.lr), ("optim.warmup", o.warmup),
-              ("optim.eps", o.eps), ("optim.weight_decay", o.weight_decay), ("validation.every", c.validation.every),
-              ("checkpoint.every", c.checkpoint.every),
-              ("validation.exact_match", c.validation.exact_match))  # fmt: skip
+    _at_least(c, 1, "steps", "batch.global", "batch.micro", "batch.seq_len", "parallel.dp_replicate", "parallel.tp",
+              "parallel.cp", "parallel.pp", "parallel.vp", "parallel.ep", "checkpoint.keep",
+              "validation.batches")  # fmt: skip
+    _at_least(c, 0, "seed", "parallel.prefetch", "optim.lr", "optim.warmup", "optim.eps", "optim.weight_decay",
+              "validation.every", "validation.exact_match", "checkpoint.every")  # fmt: skip
     if p.dp_shard < 1 and p.dp_shard != -1:
         raise InputError(f"parallel.dp_shard={p.dp_shard} must be at least 1, or -1 for all remaining ranks")
     if b.global_ % b.micro:
@@ -38,9 +36,10 @@ def validate(config: "Config") -> None:
         raise InputError(f"optim.betas={o.betas} must be two numbers, each at least 0 and below 1")
     if o.clip is not None and o.clip <= 0:
         raise InputError(f"optim.clip={o.clip} must be above 0, or null for no clipping")
-    for name, share in (("optim.final_lr", o.final_lr), ("data.validation", c.data.validation)):
-        if not 0 <= share < 1 and (name, share) != ("optim.final_lr", 1):
-            raise InputError(f"{name}={share} must be at least 0 and below 1")
+    if not 0 <= o.final_lr <= 1:
+        raise InputError(f"optim.final_lr={o.final_lr} must be between 0 and 1, a share of optim.lr")
+    if not 0 <= c.data.validation < 1:
+        raise InputError(f"data.validation={c.data.validation} must be at least 0 and below 1")
     if o.warmup > c.steps:
         raise InputError(f"optim.warmup={o.warmup} exceeds steps={c.steps}")
     if c.data.kind not in ("mock", "shapes") and not c.data.path:
@@ -72,13 +71,13 @@ def _validate_folders(c: "Config") -> None:
 
 def _validate_sizes(c: "Config") -> None:
     """Beyond these a run would only fill memory, or never begin."""
-    b, d, g, r = c.batch, c.data, c.grpo, c.rollout
-    _at_least(1, ("data.text_tokens", d.text_tokens))
-    _at_most(1 << 30, ("batch.seq_len", b.seq_len), ("rollout.max_tokens", r.max_tokens), ("rollout.chunk", r.chunk))
-    _at_most(1 << 24, ("batch.global", b.global_), ("grpo.prompts", g.prompts), ("grpo.group", g.group))
-    _at_most(1 << 20, ("data.text_tokens", d.text_tokens), ("rollout.slots", r.slots),
-             ("rollout.page_size", r.page_size), *((f"data.size={d.size}: one", size) for size in d.size))  # fmt: skip
-    _at_most(1000, ("grpo.mock_digits", g.mock_digits))
+    _at_least(c, 1, "data.text_tokens")
+    _at_most(c, 1 << 30, "batch.seq_len", "rollout.max_tokens", "rollout.chunk")
+    _at_most(c, 1 << 24, "batch.global", "grpo.prompts", "grpo.group")
+    _at_most(c, 1 << 20, "data.text_tokens", "rollout.slots", "rollout.page_size")
+    _at_most(c, 1000, "grpo.mock_digits")
+    if max(c.data.size, default=0) > 1 << 20:
+        raise InputError(f"data.size={c.data.size} must be numbers of at most {1 << 20:,}")
 
 
 def _validate_packed(c: "Config") -> None:
@@ -92,9 +91,9 @@ def _validate_packed(c: "Config") -> None:
 
 def _validate_observation(c: "Config") -> None:
     steps = c.profile.steps
-    _at_least(1, ("optim.max_skipped", c.optim.max_skipped), ("timeout_s", c.timeout_s))
-    _at_most(1e6, ("timeout_s", c.timeout_s))
-    _at_least(0, ("metrics.spike", c.metrics.spike))
+    _at_least(c, 1, "optim.max_skipped", "timeout_s")
+    _at_most(c, 1_000_000, "timeout_s")
+    _at_least(c, 0, "metrics.spike")
     if c.metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise InputError("metrics.tensorboard=true needs the package tensorboard (pip install it, or use false)")
     if steps and (len(steps) != 2 or not 1 <= steps[0] <= steps[1] <= c.steps):
@@ -102,7 +101,7 @@ def _validate_observation(c: "Config") -> None:
 
 
 def _validate_language(c: "Config") -> None:
-    exportable_family(c.model.config)
+    check_exportable(c.model.config)
     if c.batch.seq_len > c.model.config.max_position_embeddings:
         limit = c.model.config.max_position_embeddings
         raise InputError(f"batch.seq_len={c.batch.seq_len} exceeds the model's max_position_embeddings={limit}")
@@ -110,7 +109,8 @@ def _validate_language(c: "Config") -> None:
         raise InputError(f"data.kind={c.data.kind} holds videos: it needs task=diffusion")
     if c.validation.every and c.data.kind != "mock" and not c.data.validation:
         raise InputError(f"validation.every={c.validation.every} needs data.validation above 0, the share held out")
-    _validate_chats(c)
+    if c.task in ("sft", "lora") and c.data.kind not in ("jsonl", "mock"):
+        raise InputError(f"data.kind={c.data.kind} holds no chats, as task={c.task} needs (use jsonl or mock)")
     _validate_tensor(c)
     _validate_context(c)
     _validate_pipeline(c)
@@ -129,8 +129,8 @@ def _validate_lora(config: "Config") -> None:
     lora = config.lora
     if lora is None:
         return
-    _at_least(1, ("lora.rank", lora.rank))
-    _at_most(LARGEST_RANK, ("lora.rank", lora.rank))
+    _at_least(config, 1, "lora.rank")
+    _at_most(config, LARGEST_RANK, "lora.rank")
     if not 0 <= lora.dropout < 1:
         raise InputError(f"lora.dropout={lora.dropout} must be at least 0 and below 1")
     refuse_gpt2(config.model.config)
@@ -145,12 +145,6 @@ def _validate_states(config: "Config") -> None:
     if o.stochastic_rounding and not trained and o.states != "bf16":
         weights = "lora.dtype=bf16" if config.lora else "precision=bf16-pure"
         raise InputError(f"optim.stochastic_rounding=true needs bf16 to round to: {weights} or optim.states=bf16")
-
-
-def _validate_chats(config: "Config") -> None:
-    data, tunes = config.data, config.task in ("sft", "lora")
-    if tunes and data.kind not in ("jsonl", "mock"):
-        raise InputError(f"data.kind={data.kind} holds no chats, as task={config.task} needs (use jsonl or mock)")
 
 
 def _validate_exact_match(config: "Config") -> None:
@@ -197,7 +191,7 @@ def _validate_context(config: "Config") -> None:
             f"context={p.context} (use {_alternatives(possible)})"
         )
     if p.cp > 1 and p.context == "ulysses" and heads % (p.cp * p.tp):
-        possible = [n for n in range(1, heads + 1) if heads % (n * p.tp) == 0]
+        possible = _divisors(heads // p.tp)
         raise InputError(
             f"parallel.cp={p.cp} x tp={p.tp} with context=ulysses does not divide num_key_value_heads={heads} "
             f"(use context=allgather, or cp={_alternatives(possible)})"
@@ -208,8 +202,8 @@ def _validate_recompute(config: "Config") -> None:
     setting, budget = config.recompute, isinstance(config.recompute, float)
     if (budget and not 0 < setting < 1) or (isinstance(setting, int) and setting < 2):
         raise InputError(
-            f"recompute={setting} must be none, full, selective, a whole number of at least 2 (every so many blocks), "
-            f"or a memory budget between 0 and 1"
+            f"recompute={setting} must be none, full, attention, selective, a whole number of at least 2 (every n-th "
+            f"block), or a memory budget between 0 and 1"
         )
     if budget and not config.compile:
         raise InputError(f"recompute={setting} is a memory budget for the compiler: it needs compile=true")
@@ -219,10 +213,7 @@ def _validate_tensor(config: "Config") -> None:
     model, batch, p = config.model.config, config.batch, config.parallel
     sizes = _split_sizes(model, p.ep)
     sizes["batch.seq_len" if p.cp == 1 else f"batch.seq_len / parallel.cp={p.cp}, i.e. seq_len"] = batch.seq_len // p.cp
-    for name, size in sizes.items():
-        if size % p.tp:
-            possible = _divisors(math.gcd(*sizes.values()))
-            raise InputError(f"parallel.tp={p.tp} does not divide {name}={size} (use {_alternatives(possible)})")
+    _must_divide("parallel.tp", p.tp, sizes)
     if p.async_tp and (config.task == "grpo" or (config.lora and config.lora.dropout)):
         raise InputError("parallel.async_tp=true is not for task=grpo or lora.dropout above 0 (use false)")
     if p.async_tp and (p.tp == 1 or not config.compile):
@@ -248,16 +239,14 @@ def _validate_expert_parallel(config: "Config") -> None:
     ep, experts = config.parallel.ep, getattr(config.model.config, "num_experts", 0)
     if ep > 1 and not experts:
         raise InputError(f"parallel.ep={ep} needs a model with experts (use ep=1)")
-    if experts % ep:
-        possible = [n for n in range(1, experts + 1) if experts % n == 0]
-        raise InputError(f"parallel.ep={ep} does not divide num_experts={experts} (use {_alternatives(possible)})")
+    _must_divide("parallel.ep", ep, {"num_experts": experts})
 
 
 def _check_expert_parallel(config: "Config", ranks: int) -> None:
     """ranks: how many see different tokens and have the same layers, in one replica."""
     p, model = config.parallel, config.model.config
     if ranks % p.ep:
-        possible = [n for n in range(1, ranks + 1) if not ranks % n and not model.num_experts % n]
+        possible = _divisors(math.gcd(ranks, model.num_experts))
         raise InputError(
             f"parallel.ep={p.ep} does not divide dp_shard x cp x tp = {ranks} ranks (use {_alternatives(possible)})"
         )
@@ -317,9 +306,8 @@ def _check_pipeline(config: "Config", micro_batches: int) -> None:
 
 def _validate_rollout(config: "Config") -> None:
     r = config.rollout
-    _at_least(1, ("rollout.max_tokens", r.max_tokens), ("rollout.slots", r.slots), ("rollout.page_size", r.page_size),
-              ("rollout.chunk", r.chunk))  # fmt: skip
-    _at_least(0, ("rollout.temperature", r.temperature), ("rollout.pages", r.pages), ("rollout.steps", r.steps))
+    _at_least(config, 1, "rollout.max_tokens", "rollout.slots", "rollout.page_size", "rollout.chunk")
+    _at_least(config, 0, "rollout.temperature", "rollout.pages", "rollout.steps")
     if 0 < r.temperature < COLDEST:
         raise InputError(f"rollout.temperature={r.temperature} must be 0, or at least {COLDEST}")
     if not 0 < r.memory <= 1:
@@ -328,15 +316,12 @@ def _validate_rollout(config: "Config") -> None:
 
 def _validate_grpo(config: "Config") -> None:
     g, b, limit = config.grpo, config.batch, config.rollout
-    _at_least(1, ("grpo.prompts", g.prompts), ("grpo.generations", g.generations), ("grpo.mock_digits", g.mock_digits),
-              ("grpo.eval_samples", g.eval_samples),
-              ("rollout.tp", limit.tp), ("rollout.ep", limit.ep))  # fmt: skip
-    _at_least(2, ("grpo.group", g.group))
-    _at_least(0, ("grpo.clip_low", g.clip_low), ("grpo.clip_high", g.clip_high), ("grpo.kl", g.kl),
-              ("grpo.importance_low", g.importance_low), ("grpo.importance_high", g.importance_high),
-              ("grpo.overlong_buffer", g.overlong_buffer), ("grpo.overlong_penalty", g.overlong_penalty),
-              ("grpo.generation_ranks", g.generation_ranks),
-              ("grpo.warmup_steps", g.warmup_steps), ("grpo.warmup_lr", g.warmup_lr))  # fmt: skip
+    _at_least(config, 1, "grpo.prompts", "grpo.generations", "grpo.mock_digits", "grpo.eval_samples", "rollout.tp",
+              "rollout.ep")  # fmt: skip
+    _at_least(config, 2, "grpo.group")
+    _at_least(config, 0, "grpo.clip_low", "grpo.clip_high", "grpo.kl", "grpo.importance_low", "grpo.importance_high",
+              "grpo.overlong_buffer", "grpo.overlong_penalty", "grpo.generation_ranks", "grpo.warmup_steps",
+              "grpo.warmup_lr")  # fmt: skip
     if config.data.kind not in ("mock", "jsonl"):
         raise InputError(f"data.kind={config.data.kind} holds no problems, as task=grpo needs (use jsonl or mock)")
     if g.prompts * g.group % b.global_:
@@ -373,10 +358,7 @@ def _validate_sampler_split(config: "Config") -> None:
     if ep > 1 and not model.num_experts:
         raise InputError(f"rollout.ep={ep} needs a model with experts (use ep=1)")
     sizes = _split_sizes(model, ep) | ({"num_experts": model.num_experts} if ep > 1 else {})
-    for name, size in sizes.items():
-        if size % tp:
-            possible = _divisors(math.gcd(*sizes.values()))
-            raise InputError(f"rollout.tp={tp} does not divide {name}={size} (use {_alternatives(possible)})")
+    _must_divide("rollout.tp", tp, sizes)
 
 
 def _training_ranks(config: "Config", world_size: int) -> int:
@@ -390,8 +372,8 @@ def _training_ranks(config: "Config", world_size: int) -> int:
             f"(use {_alternatives(possible)})"
         )
     tp = config.rollout.tp
-    if world_size % tp or (sampling and training % tp):
-        raise InputError(f"rollout.tp={tp} does not divide the {world_size} ranks, or the {training} that train")
+    if training % tp:
+        raise InputError(f"rollout.tp={tp} does not divide the {training} ranks that train")
     return training
 
 
@@ -399,16 +381,29 @@ def _alternatives(values: list) -> str:
     return " or ".join(filter(None, [", ".join(map(str, values[:-1])), str(values[-1])]))
 
 
-def _at_least(least: int, *settings: tuple[str, float]) -> None:
-    for name, value in settings:
-        if value < least:
+def _at_least(config: "Config", least: int, *names: str) -> None:
+    for name in names:
+        if (value := _setting(config, name)) < least:
             raise InputError(f"{name}={value} must be at least {least}")
 
 
-def _at_most(most: int, *settings: tuple[str, float]) -> None:
-    for name, value in settings:
-        if value > most:
+def _at_most(config: "Config", most: int, *names: str) -> None:
+    for name in names:
+        if (value := _setting(config, name)) > most:
             raise InputError(f"{name}={value} must be at most {most:,}")
+
+
+def _setting(config: "Config", name: str) -> float:
+    """The value of the setting that the command line calls `name`."""
+    return reduce(getattr, name.replace("global", "global_").split("."), config)
+
+
+def _must_divide(name: str, ranks: int, sizes: dict[str, int]) -> None:
+    """Raises InputError if `ranks`, the setting `name`, does not divide all sizes, which have names too."""
+    for of, size in sizes.items():
+        if size % ranks:
+            possible = _alternatives(_divisors(math.gcd(*sizes.values())))
+            raise InputError(f"{name}={ranks} does not divide {of}={size} (use {possible})")
 
 
 def _divisors(number: int) -> list[int]:

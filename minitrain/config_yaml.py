@@ -6,7 +6,6 @@ So is text that is too much for a config, as it stands or once its anchors are e
 
 import dataclasses
 import difflib
-import math
 import re
 import sys
 import types
@@ -138,19 +137,21 @@ def convert(kind: Any, value: Any, where: str) -> Any:
         if not isinstance(value, list):
             raise InputError(f"{where} must be a list, not {describe(value)}")
         return [convert(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if kind is Any or (kind is dict and isinstance(value, dict)):
-        return value
+    return _convert_scalar(kind, value, where)
+
+
+def _convert_scalar(kind: type, value: Any, where: str) -> Any:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int and number and abs(value) < 1 << 63 and value == value // 1:  # 1e3 is a whole number
+    if kind is int and number and value == value // 1:  # 1e3 is a whole number, inf and nan are not
+        if abs(value) >= 1 << 63:
+            raise InputError(f"{where}={_shortened(repr(value))} must fit 64 bits")
         return int(value)
     if kind is float and number and abs(value) <= sys.float_info.max:  # nan is not
         return float(value)
     if kind is str and isinstance(value, str) and "\0" in value:
         raise InputError(f"{where}={_shortened(repr(value))} must not hold a zero byte, which no path has")
-    if kind in (str, bool) and isinstance(value, kind):
+    if kind in (str, bool, dict) and isinstance(value, kind):
         return value
-    if kind is int and number and 1 << 63 <= abs(value) < math.inf:
-        raise InputError(f"{where}={_shortened(repr(value))} must fit 64 bits")
     names = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false", dict: "a mapping"}
     raise InputError(f"{where} must be {names[kind]}, not {describe(value)}")
 

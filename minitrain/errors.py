@@ -1,5 +1,9 @@
 """The one exception that means "the input is wrong, not the program"."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class InputError(Exception):
     """A mistake in a config, a file or a checkpoint, told in one line: what was wrong, where, and what would be right.
@@ -15,3 +19,12 @@ class InputError(Exception):
         half = self.LONGEST // 2
         shown = text if len(text) <= self.LONGEST else f"{text[:half]} ... {text[-half:]}"
         return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in shown)
+
+
+@contextmanager
+def readable(file: Path) -> Iterator[None]:
+    """Raises InputError, with the file and the reason, where reading it raises OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror or error}") from error

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from minitrain.errors import InputError
 from minitrain.training.flow import shift_sigma
 
 Velocity = Callable[[Tensor, float], Tensor]
@@ -19,8 +18,6 @@ Velocity = Callable[[Tensor, float], Tensor]
 
 def sigma_schedule(steps: int, shift: float) -> list[float]:
     """steps + 1 sigmas from 1 to 0, evenly spaced before the shift."""
-    if steps < 1:
-        raise InputError(f"steps={steps} must be at least 1")
     return shift_sigma(torch.linspace(1, 0, steps + 1, dtype=torch.float64), shift).tolist()
 
 
@@ -56,7 +53,7 @@ def unipc(velocity: Velocity, x: Tensor, sigmas: list[float]) -> Tensor:
 
 
 def half_log_snr(sigma: float) -> float:
-    sigma = min(sigma, 1 - 1e-6)  # pure noise would have none at all
+    sigma = min(sigma, 1 - 1e-6)  # pure noise has no signal
     return math.log((1 - sigma) / sigma) if sigma > 0 else math.inf
 
 

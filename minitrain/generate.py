@@ -21,7 +21,7 @@ from minitrain.parallel.mesh import pick_device
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import SamplingParams
 from minitrain.rollout.scheduler import Sample
-from minitrain.tokenizer import load_tokenizer
+from minitrain.tokenizer import load_tokenizer, stream
 
 
 def main(arguments: list[str]) -> None:
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--temperature", type=positive(float, zero=True), default=0.8, help="0: the likeliest token")
     parser.add_argument("--top-k", type=positive(int), default=None, help="choose among the K likeliest tokens")
     parser.add_argument("--top-p", type=float, default=1.0, help="... that hold this share of the probability")
-    parser.add_argument("--min-p", type=float, default=0.0, help="... at least so many times as likely as the best")
+    parser.add_argument("--min-p", type=float, default=0.0, help="... at least this share as likely as the likeliest")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end after it (may be repeated)")
     parser.add_argument("--n", type=positive(int), default=1, help="how many samples")
     parser.add_argument("--seed", type=int, default=0)
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> None:
         if options.n > 1:
             print(f"--- sample {number} of {options.n}")
         sys.stdout.write(options.prompt)
-        for piece in tokenizer.stream(follow(sampler, sample, tokenizer.eos_id)):
+        for piece in stream(tokenizer, follow(sampler, sample, tokenizer.eos_id)):
             sys.stdout.write(piece)
             sys.stdout.flush()
         sys.stdout.write("\n")

@@ -24,6 +24,7 @@ from minitrain.models.tensor_files import open_tensors
 from minitrain.models.wan import Wan
 from minitrain.parallel.mesh import pick_device
 from minitrain.training import shapes
+from minitrain.training.latents import check_shapes, model_shapes
 
 
 def main(arguments: list[str]) -> None:
@@ -32,7 +33,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--prompts", required=True, metavar="FILE")
     parser.add_argument("--out", required=True, metavar="FILE")
     parser.add_argument("--size", type=positive(int), nargs=3, metavar=("FRAMES", "HEIGHT", "WIDTH"), help="of latents")
-    parser.add_argument("--text-tokens", type=positive(int), default=512, help="texts are padded to so many tokens")
+    parser.add_argument("--text-tokens", type=positive(int), default=512, help="texts are padded to this many tokens")
     parser.add_argument("--sampler", choices=SAMPLERS, default="unipc")
     parser.add_argument("--steps", type=positive(int), default=50)
     parser.add_argument("--shift", type=positive(float), default=5.0, help="3 for 480p, 5 for 720p")
@@ -47,7 +48,7 @@ def main(arguments: list[str]) -> None:
         raise InputError(f"--out {options.out} is a folder (name a file in it)")
     model = load_pretrained(options.model, device=pick_device(options.device))
     if not isinstance(model, Wan):
-        raise InputError(f"--model {options.model} is no Wan model (python -m minitrain.generate continues texts)")
+        raise InputError(f"--model {options.model} is not a Wan model (python -m minitrain.generate continues texts)")
     way = {name: getattr(options, name) for name in ("sampler", "steps", "shift", "guidance", "seed")}
     if options.prompts == "shapes":
         print(draw_shapes(model, options.out, **way))
@@ -90,17 +91,9 @@ def read_prompts(path: Path, text_tokens: int) -> dict[str, Tensor]:
 
 def check_prompts(prompts: dict[str, Tensor], model: Wan, size: Sequence[int], source: str) -> None:
     """Raises InputError for prompts that are not what the model takes beside latents of `size`."""
-    config, videos = model.config, len(prompts["text"])
-    expected: dict[str, list] = {"text": [videos, "tokens", config.text_dim]}
-    if config.in_channels > config.out_channels:
-        expected["condition"] = [videos, config.in_channels - config.out_channels, *size]
-    if config.image_dim is not None:
-        expected["image"] = [videos, "tokens", config.image_dim]
-    for name in expected | prompts:
-        given, wanted = list(prompts[name].shape) if name in prompts else [], expected.get(name, [])
-        if len(given) != len(wanted) or any(b not in (a, "tokens") for a, b in zip(given, wanted, strict=True)):
-            given, wanted = (f"[{', '.join(map(str, shape))}]" if shape else "none" for shape in (given, wanted))
-            raise InputError(f"--prompts {source}: {name} is {given}, the model takes {wanted}")
+    wanted = {name: (len(prompts["text"]), *shape) for name, shape in model_shapes(model.config, size).items()}
+    del wanted["latents"]  # which are to be made
+    check_shapes({name: tuple(tensor.shape) for name, tensor in prompts.items()}, wanted, f"--prompts {source}")
 
 
 def draw_shapes(model: Wan, path: str | Path, steps: int = 12, guidance: float = 4.0, write: bool = True, **way) -> str:

@@ -2,18 +2,19 @@
 
 Bytes need no vocabulary file, no training and no package, and lose nothing; they make sequences about four times longer
 than a trained vocabulary does. Both kinds share one small interface: encode, encode_prompt, encode_array, decode,
-stream, bos_id, eos_id, token_id, vocab_size, chat_template, save. Left out: rendering chat templates (training/chat.py
-has the common ones), and training a vocabulary.
+bos_id, eos_id, token_id, vocab_size, chat_template, save. Left out: rendering chat templates (training/chat.py has the
+common ones), and training a vocabulary.
 """
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from minitrain.errors import InputError
+from minitrain.models.config_hf import read_json
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 REPLACEMENT = "\ufffd"  # what bytes that are not UTF-8 decode to
@@ -28,25 +29,21 @@ class ByteTokenizer:
     bos_id, eos_id, vocab_size = 256, 257, 258
     chat_template = ""
 
-    def encode(self, text: str | bytes) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """The ids of `text`, without bos and eos."""
-        return list(_to_bytes(text))
+        return list(text.encode("utf-8"))
 
     def encode_prompt(self, text: str) -> list[int]:
         """The same: nothing stands before a text."""
         return self.encode(text)
 
-    def encode_array(self, text: str | bytes) -> np.ndarray:
+    def encode_array(self, text: str) -> np.ndarray:
         """As `encode`, as a compact array: for a corpus."""
-        return np.frombuffer(_to_bytes(text), np.uint8)
+        return np.frombuffer(text.encode("utf-8"), np.uint8)
 
     def decode(self, ids: list[int]) -> str:
         """The text of `ids`; invalid UTF-8 is replaced, ids that are no byte are dropped."""
         return bytes(i for i in ids if 0 <= i < 256).decode("utf-8", "replace")
-
-    def stream(self, ids: Iterable[int]) -> Iterator[str]:
-        """The text of `ids`, in pieces as they come: see `_stream`."""
-        return _stream(self.decode, ids)
 
     def token_id(self, token: str) -> int | None:
         """The id of the special token that is written so, if there is one."""
@@ -71,7 +68,7 @@ class HuggingFaceTokenizer:
             raise InputError(f"{file} needs the tokenizers package: pip install 'minitrain[text]'") from error
         try:
             self.tokenizer = Tokenizer.from_file(str(file))
-        except BaseException as error:  # the package raises nothing narrower, and a panic in Rust is no Exception
+        except BaseException as error:  # the package raises nothing narrower, and a panic in Rust is not an Exception
             if isinstance(error, KeyboardInterrupt):
                 raise
             raise InputError(f"{file} is not a Hugging Face tokenizer: {error}") from error
@@ -91,9 +88,6 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(list(map(int, ids)), skip_special_tokens=True)
-
-    def stream(self, ids: Iterable[int]) -> Iterator[str]:
-        return _stream(self.decode, ids)
 
     def token_id(self, token: str) -> int | None:
         return self.tokenizer.token_to_id(token)
@@ -125,25 +119,28 @@ class HuggingFaceTokenizer:
                 shutil.copyfile(source, target)
 
     def _special_id(self, kind: str) -> int | None:
-        """The id of "bos" or "eos", from the first file that has a word about it (null: there is none)."""
+        """The id of "bos" or "eos", from the first file that mentions it (null: there is none)."""
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
-            tree = _read_json(self.file.with_name(name))
+            file = self.file.with_name(name)
+            tree = _read_json(file)
             if f"{kind}_token" in tree:
                 token = tree[f"{kind}_token"]
                 token = token.get("content") if isinstance(token, dict) else token
                 if not isinstance(token, str | None):
-                    raise InputError(f"{self.file.with_name(name)}: {kind}_token must be text, not {token!r}")
-                return self._token_id(token, name)
-        ids = _read_json(self.file.with_name("config.json")).get(f"{kind}_token_id")
+                    raise InputError(f"{file}: {kind}_token must be text, not {token!r}")
+                return None if token is None else self._known_id(token, file)
+        file = self.file.with_name("config.json")
+        ids = _read_json(file).get(f"{kind}_token_id")
         first = next(iter(ids), None) if isinstance(ids, list) else ids
         if type(first) not in (int, type(None)):
-            raise InputError(f"{self.file.with_name('config.json')}: {kind}_token_id must be a token id, not {ids!r}")
+            raise InputError(f"{file}: {kind}_token_id must be a token id, not {ids!r}")
         return first
 
-    def _token_id(self, token: str | None, name: str) -> int | None:
-        number = self.tokenizer.token_to_id(token.encode("utf-8", "replace").decode()) if token is not None else None
-        if token is not None and number is None:
-            raise InputError(f"{self.file.with_name(name)} names the token {token!r}, which {self.file} does not hold")
+    def _known_id(self, token: str, file: Path) -> int:
+        """The id of a token that `file` names."""
+        number = self.token_id(token.encode("utf-8", "replace").decode())
+        if number is None:
+            raise InputError(f"{file} names the token {token!r}, which {self.file} does not hold")
         return number
 
 
@@ -159,8 +156,8 @@ def load_tokenizer(name_or_path: str | Path) -> ByteTokenizer | HuggingFaceToken
     return ByteTokenizer() if _is_byte_tokenizer(_read_json(file)) else HuggingFaceTokenizer(file)
 
 
-def _stream(decode: Callable[[list[int]], str], ids: Iterable[int]) -> Iterator[str]:
-    """decode(ids) in pieces: each as soon as it is certain, at the latest after the last id.
+def stream(tokenizer: ByteTokenizer | HuggingFaceTokenizer, ids: Iterable[int]) -> Iterator[str]:
+    """The text of `ids` in pieces as they come: each as soon as it is certain, at the latest after the last id.
 
     A character whose bytes have not all come decodes to the replacement character, so a text that ends in one waits.
     The last piece is decoded again with the next, as context: many vocabularies drop a space at the start of a text.
@@ -168,29 +165,17 @@ def _stream(decode: Callable[[list[int]], str], ids: Iterable[int]) -> Iterator[
     context, pending = [], []
     for token in ids:
         pending.append(token)
-        text = decode(context + pending)[len(decode(context)) :]
+        text = tokenizer.decode(context + pending)[len(tokenizer.decode(context)) :]
         if text and not text.endswith(REPLACEMENT):
             yield text
             context, pending = pending, []
-    if rest := decode(context + pending)[len(decode(context)) :]:
+    if rest := tokenizer.decode(context + pending)[len(tokenizer.decode(context)) :]:
         yield rest
-
-
-def _to_bytes(text: str | bytes) -> bytes:
-    return text.encode("utf-8") if isinstance(text, str) else text
 
 
 def _read_json(file: Path) -> dict:
     """The object in a JSON file; empty if there is no such file."""
-    if not file.exists():
-        return {}
-    try:
-        tree = json.loads(_read_text(file))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(tree, dict):
-        raise InputError(f"{file} must hold a JSON object, not a {type(tree).__name__}")
-    return tree
+    return read_json(file) if file.exists() else {}
 
 
 def _read_text(file: Path) -> str:

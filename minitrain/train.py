@@ -11,10 +11,9 @@ from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
-import yaml
 
 from minitrain import cli
-from minitrain.config import Config, load, to_dict
+from minitrain.config import Config, load
 from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
 from minitrain.generate import exact_match
@@ -30,13 +29,12 @@ from minitrain.runtime.failures import rank, record_flights, recorded
 from minitrain.runtime.lock import locked
 from minitrain.runtime.watch import until_sigterm
 from minitrain.tokenizer import load_tokenizer
-from minitrain.training.checkpoint import Checkpointer, resume_point, saved_despite_errors
+from minitrain.training.checkpoint import Checkpointer, resume, saved_despite_errors
 from minitrain.training.datasets import open_dataset
-from minitrain.training.durable import write_durably
-from minitrain.training.fingerprint import agreed_fingerprint, check_continuation
+from minitrain.training.fingerprint import agreed_fingerprint
 from minitrain.training.health import Health, batch_origin
 from minitrain.training.loop import Trainer, is_due, training_steps
-from minitrain.training.metrics import MetricsLog
+from minitrain.training.metrics import MetricsLog, open_log
 from minitrain.training.profiling import recorded_steps
 
 
@@ -71,18 +69,8 @@ def train_on_rows(config: Config, folder: Path) -> None:
     trainer = Trainer(config, meshes)
     disks = checkpoint_group(config, range(dist.get_world_size()))
     checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous, disks)
-    if not config.checkpoint.resume and checkpointer.latest() is not None:
-        raise InputError(f"checkpoint.resume=false, but {checkpointer.folder} holds checkpoints (use another out_dir)")
-    resumed = checkpointer.load(trainer.model, trainer.optimizer)
-    first, last_numbers = resume_point(checkpointer.folder, resumed, config.steps, "loss", "tokens_per_sec")
-    notes = check_continuation(folder / "fingerprint.json", config, files, resumed=first > 0)
-    if dist.get_rank() == 0:
-        write_durably(folder / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False))
-    log = MetricsLog(folder / "metrics.jsonl", config.steps, first, config.metrics.tensorboard)
-    for note in notes:
-        log.say(note)
-    if first:
-        log.say(f"resumed from step {first}")
+    first, last_numbers = resume(checkpointer, config, trainer.model, trainer.optimizer, "loss", "tokens_per_sec")
+    log = open_log(config, folder, files, first)
     if about := getattr(data, "about", None):
         log.say(about)
     if config.data.kind == "shapes" and not first:
@@ -123,8 +111,8 @@ def validation_numbers(trainer: Trainer, dataset) -> dict[str, float]:
     """Mean loss per token on held-out rows, and in bits per byte where the data knows its bytes."""
     loss = trainer.evaluate(dataset)
     numbers = {"val_loss": loss}
-    if dataset.bytes_per_token:
-        numbers["val_bits_per_byte"] = loss / math.log(2) / dataset.bytes_per_token
+    if bytes_per_token := getattr(dataset, "bytes_per_token", None):
+        numbers["val_bits_per_byte"] = loss / math.log(2) / bytes_per_token
     return numbers
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minitrain.bench.flops import clean, flops_per_token, nemo_pretrain
-from minitrain.bench.measure import result, row_name
+from minitrain.bench.measure import row_name, training_result
 from minitrain.bench.report import details, markdown, table
 from minitrain.config import from_dict, load
 from minitrain.errors import InputError
@@ -24,7 +24,7 @@ def four_ranks(monkeypatch):
 
 
 def outcome(tree: dict, seconds: list[float], matmul: float = 1e12) -> dict:
-    figures = result(from_dict(tree), "row", torch.device("cpu"), seconds, matmul)
+    figures = training_result(from_dict(tree), "row", torch.device("cpu"), seconds, matmul)
     return figures | {"activations_gib": 0.5, "compile_s": 0.0}
 
 
@@ -140,6 +140,14 @@ def test_sweep_measures_every_combination():
     assert [float(row[2]) for row in rows] == pytest.approx([each / seconds[0] for each in seconds], abs=0.02, rel=0.01)
 
 
+def test_a_combination_that_cannot_run_does_not_stop_the_others(tmp_path):
+    file = tmp_path / "results.jsonl"
+    settings = ["--steps", "1", "--warmup", "0", "--json", file, *TINY]
+    done = command("bench.py", *settings, "--sweep", "parallel.dp_shard=2,1")
+    assert done.returncode == 2 and "error: dp_shard=2: parallel.dp_replicate=1 x dp_shard=2" in done.stderr
+    assert [json.loads(line)["row"] for line in file.read_text().splitlines()] == ["dp_shard=1"]
+
+
 def test_dry_run_lays_out_any_number_of_ranks():
     settings = ["model=llama3-70b", "parallel.dp_shard=64", "batch.global=64", "batch.micro=1"]
     done = command("bench.py", "--dry-run", *settings)
@@ -165,6 +173,9 @@ def test_dry_run_lays_out_any_number_of_ranks():
         (["--sweep", "batch.micro=1,3"], "batch.micro=3 does not divide batch.global"),  # before any is measured
         (["--versus", "magic"], "invalid choice: 'magic'"),
         (["--versus", "peft"], "--versus peft is about adapters, and the config has none"),
+        (["--versus", "diffusers"], r"--versus diffusers is not for task=pretrain \(use transformers\)"),
+        (["--versus", "transformers", "precision=fp8"], "it does not train in FP8"),
+        (["--versus", "transformers", "--config", str(ROOT / "configs/bench/grpo-8b.yaml")], "not for task=grpo"),
         (["--config", "none.yaml"], "none.yaml does not exist"),
         (["--dry-run", "batch.global=5"], "batch.micro=2 does not divide batch.global=5"),
         (["--dry-run", "parallel.dp_shard=64"], "is not a multiple of batch.micro=2 x 64 data-parallel ranks"),

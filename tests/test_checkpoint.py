@@ -232,7 +232,7 @@ def load_misfits(folder):
     cases = [
         (make(width=4), ("0.weight is [8, 8], and [4, 4] in the model",)),
         (make(layers=3), ("has no 2.weight", "[8, 8]")),
-        (make(layers=1), ("has 1.weight [8, 8], which the model has not",)),
+        (make(layers=1), ("has 1.weight [8, 8], which the model does not have",)),
         (make(optimizer=torch.optim.SGD), ("AdamW", "SGD")),
     ]
     for (model, optimizer), parts in cases:

@@ -169,18 +169,16 @@ def log(monkeypatch):
 
 
 def load_parts(folder, cut):
-    """Fill the parts `cut(shape)` of all parameters. Returns them by name, with their slices."""
-    model, parts = Decoder(read_config(folder)), {}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    """Fill the parts `cut(shape)` of all parameters and buffers. Returns them by name, with their slices."""
+    model, parts = Decoder(read_config(folder)), []
 
-    def owned(parameter):
-        slices = cut(parameter.shape)
-        part = torch.full_like(parameter[slices], torch.nan)
-        parts[names.get(id(parameter), len(parts))] = (part, slices)
-        return part, slices
+    def owned(tensor):
+        slices = cut(tensor.shape)
+        parts.append((torch.full_like(tensor[slices], torch.nan), slices))
+        return parts[-1]
 
     load_weights(model, folder, owned)
-    return {name: part for name, part in parts.items() if isinstance(name, str)}
+    return dict(zip(model.state_dict(), parts, strict=True))
 
 
 def second_rank_of_experts(shape):
@@ -204,7 +202,7 @@ def test_parts_equal_parts_of_the_whole(family, cut, tmp_path, request):
     whole = load_pretrained(folder, dtype=torch.float32)
     for name, (part, slices) in load_parts(folder, all_dimensions(cut)).items():
         assert part.numel() > 0
-        assert torch.equal(part, whole.get_parameter(name)[slices]), name
+        assert torch.equal(part, whole.state_dict()[name][slices]), name
 
 
 def all_dimensions(cut):
@@ -297,7 +295,7 @@ def test_a_missing_expert(tmp_path):
         ("deepseek-v3", dict(n_group=5), ["n_group=5", "num_experts=16"]),
         ("gpt-oss", dict(layer_types=["full_attention"] * 3), ["layer_types"]),
         ("gpt-oss", dict(swiglu_limit=5.0), ["swiglu_limit=5.0", "must be 7.0"]),
-        ("gpt-oss", dict(attention_bias=False), ["attention_bias must be true"]),
+        ("gpt-oss", dict(attention_bias=False), ["attention_bias=False", "must be True"]),
         ("gpt-oss", dict(quantization_config=FP8_SETTINGS), ["fp8", "mxfp4"]),
         ("mixtral", dict(quantization_config=FP8_SETTINGS), ["fp8", "MixtralForCausalLM must have none"]),
         ("gpt-oss", dict(rope_parameters=dict(rope_type="yarn", factor=2.0)), ["original_max_position_embeddings"]),
@@ -307,3 +305,10 @@ def test_configs_that_the_decoder_cannot_compute(family, changes, parts, tmp_pat
     build(family).save_pretrained(tmp_path)
     edit_json(tmp_path, **changes)
     refused(lambda: load_pretrained(tmp_path), "config.json", *parts)
+
+
+def test_gpt_oss_has_biases_unless_it_says_otherwise(tmp_path):
+    build("gpt-oss").save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    edit_json(tmp_path, attention_bias=None)
+    assert config.qkv_bias and read_config(tmp_path) == config

@@ -269,7 +269,6 @@ def test_mock_tokens_are_uniform_and_differ_by_row_seed_and_split():
     assert len(counts) == 50 and (counts - 1024).abs().max() < 6 * 1024**0.5
     some = [data.row(0), data.row(1), data.row(1 << 39), held.row(0), other.row(0)]
     assert len({tuple(row["tokens"].tolist()) for row in some}) == 5
-    assert data.bytes_per_token is None
 
 
 # -------------------------------------------------------------------------------------------------------- token files

@@ -39,8 +39,8 @@ def with_settings(**settings) -> dict:
 
 
 @pytest.mark.parametrize("settings, message", [
-    ({"task": "pretrain"}, "model='wan2.1-1.3b-tiny': a diffusion model it is: it needs task=diffusion"),
-    ({"model": "llama3-8b-tiny"}, "model='llama3-8b-tiny': a diffusion model it is not, as task=diffusion needs"),
+    ({"task": "pretrain"}, "model='wan2.1-1.3b-tiny' is for task=diffusion alone"),
+    ({"model": "llama3-8b-tiny"}, "model='llama3-8b-tiny' is not a diffusion model, as task=diffusion needs"),
     ({"data": {"kind": "text", "path": "x"}}, "data.kind=text holds no videos"),
     ({"data": {"kind": "latents"}}, "data.kind=latents needs data.path"),
     ({"data": {"size": [2, 4]}}, "data.size=[2, 4] must be frames, height and width"),
@@ -128,8 +128,8 @@ def test_validation_noise_is_fixed_and_its_videos_are_held_out(folder):
 
 @pytest.mark.parametrize("settings, message", [
     ({"model": "wan2.1-14b-tiny", "batch": {"seq_len": 8}}, "16 patches are more than batch.seq_len=8"),
-    ({"model": {"name": "wan2.1-14b-tiny", "in_channels": 20}}, "videos are for in_channels=16, the model has 20"),
-    ({"model": {"name": "wan2.1-14b-tiny", "text_dim": 32}}, "videos are for text_dim=64, the model has 32"),
+    ({"model": {"name": "wan2.1-14b-tiny", "in_channels": 20}}, "condition is none, the model takes [4, 1, 4, 8]"),
+    ({"model": {"name": "wan2.1-14b-tiny", "text_dim": 32}}, "64], the model takes [tokens, 32]"),
     ({"model": {"name": "wan2.1-14b-tiny", "patch_size": [2, 2, 2]}}, "do not divide into patches [2, 2, 2]"),
     ({"parallel": {"cp": 16}}, "8 patches do not divide by parallel.cp=16 x tp=1"),
 ], ids=str)  # fmt: skip
@@ -139,6 +139,15 @@ def test_videos_that_do_not_fit(folder, settings, message):
     with pytest.raises(InputError) as error:
         open_dataset(from_dict(tree))
     assert message in str(error.value)
+
+
+def test_a_condition_that_is_not_of_the_latents_size(tmp_path):
+    (tmp_path / "videos").mkdir()
+    more = {"condition": torch.zeros(20, 1, 8, 8)}
+    save_video(tmp_path / "videos/0.safetensors", torch.zeros(16, 1, 4, 8), torch.zeros(2, 64), **more)
+    config = from_dict(latents(tmp_path) | {"model": {"name": "wan2.1-14b-tiny", "in_channels": 36}})
+    with pytest.raises(InputError, match=r"condition is \[20, 1, 8, 8\], the model takes \[20, 1, 4, 8\]"):
+        open_dataset(config)
 
 
 def test_shapes_are_drawn_before_and_after(tmp_path, capsys):

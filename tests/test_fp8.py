@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minitrain.bench.versus import versus_transformers
+from minitrain.bench.versus import check_versus
 from minitrain.config import from_dict
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
@@ -251,4 +251,4 @@ def test_settings_that_do_not_go(changes, message):
 def test_other_libraries_have_no_fp8():
     config = from_dict(TREE | {"precision": "fp8"})
     with pytest.raises(InputError, match="does not train in FP8"):
-        versus_transformers(config, start(config), "row", 1, 1)
+        check_versus(config, "transformers")

@@ -107,5 +107,5 @@ def test_a_place_that_is_taken_and_a_disk_that_is_full(tmp_path):
 
 def test_a_language_model_is_refused(tmp_path):
     save_pretrained(Decoder(model_config("llama3-8b-tiny", num_layers=1)), tmp_path)
-    with pytest.raises(InputError, match="is no Wan model"):
+    with pytest.raises(InputError, match="is not a Wan model"):
         run(tmp_path)

@@ -113,7 +113,7 @@ def test_families_train_as_on_the_cpu(name, compiled):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("recompute", ["none", "attention", "selective"])
 def test_families_train_in_bf16(name, recompute):
     """As their table rows do: compiled, with grouped products in bf16, and experts that rounding cannot change."""
     settings = {"model": family(name, fake_balanced_gate=True), "precision": "bf16"}

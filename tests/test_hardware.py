@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from minitrain.bench import hardware
 from minitrain.bench.hardware import LINUX_STATUS, describe, measure_matmul, peak_flops, peak_memory_bytes
 
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ROWS = yaml.safe_load((Path(__file__).parent / "published/tables.yaml").read_text())
 
 
@@ -67,30 +68,30 @@ def test_matmul_rate_of_a_machine_with_a_known_rate(monkeypatch, rate, stalls):
 
     monkeypatch.setattr(hardware, "time", SimpleNamespace(perf_counter=perf_counter))
     with FlopCounterMode(display=False) as counter:
-        measured = measure_matmul("cpu", torch.float32)
+        measured = measure_matmul(CPU, torch.float32)
     assert measured == pytest.approx(rate, rel=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_matmul_rate_of_this_machine(dtype):
-    assert 1e8 < measure_matmul("cpu", dtype) < 1e14
+    assert 1e8 < measure_matmul(CPU, dtype) < 1e14
 
 
 @pytest.mark.skipif(not LINUX_STATUS.exists(), reason="needs Linux's /proc")
 def test_peak_memory_rises_by_what_is_allocated_above_it_and_stays():
     held = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    block = torch.ones(peak_memory_bytes("cpu") - held + 2**29, dtype=torch.uint8)
+    block = torch.ones(peak_memory_bytes(CPU) - held + 2**29, dtype=torch.uint8)
     expected = held + block.nbytes
-    assert peak_memory_bytes("cpu") == pytest.approx(expected, abs=2**23)
+    assert peak_memory_bytes(CPU) == pytest.approx(expected, abs=2**23)
     del block
-    assert peak_memory_bytes("cpu") == pytest.approx(expected, abs=2**23)
+    assert peak_memory_bytes(CPU) == pytest.approx(expected, abs=2**23)
 
 
 @pytest.mark.skipif(not LINUX_STATUS.exists(), reason="needs Linux's /proc")
 def test_peak_memory_leaves_out_the_process_that_started_this_one():
     """On Linux, getrusage charges a new program with the memory of the one that it was started from."""
     large = torch.ones(2**29, dtype=torch.uint8)
-    code = "from minitrain.bench.hardware import peak_memory_bytes; print(peak_memory_bytes('cpu'))"
+    code = "import torch, minitrain.bench.hardware as here; print(here.peak_memory_bytes(torch.device('cpu')))"
     root = Path(hardware.__file__).parents[2]
     assert int(subprocess.check_output([sys.executable, "-c", code], cwd=root)) < large.nbytes
 
@@ -99,11 +100,11 @@ def test_peak_memory_elsewhere(monkeypatch):
     """getrusage(2) on macOS: ru_maxrss is in bytes."""
     monkeypatch.setattr(hardware, "LINUX_STATUS", Path("/does/not/exist"))
     monkeypatch.setattr(hardware.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3000))
-    assert peak_memory_bytes("cpu") == 3000
+    assert peak_memory_bytes(CPU) == 3000
 
 
 def test_describe_cpu():
-    found = describe("cpu")
+    found = describe(CPU)
     assert found.keys() == {"device", "cores", "torch"}
     assert found["device"].strip() and found["torch"] == torch.__version__
     assert 1 <= found["cores"] <= os.cpu_count()
@@ -112,10 +113,10 @@ def test_describe_cpu():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda():
-    found = describe("cuda")
+    found = describe(CUDA)
     assert found["device"] == torch.cuda.get_device_name() and found["cores"] > 1
-    rate, peak = measure_matmul("cuda", torch.bfloat16), peak_flops(found["device"], torch.bfloat16)
+    rate, peak = measure_matmul(CUDA, torch.bfloat16), peak_flops(found["device"], torch.bfloat16)
     assert rate > 1e12 and (peak is None or rate < peak)
     torch.cuda.reset_peak_memory_stats()
     held = torch.empty(2**26, dtype=torch.uint8, device="cuda")
-    assert held.nbytes <= peak_memory_bytes("cuda") <= held.nbytes + torch.cuda.memory_allocated()
+    assert held.nbytes <= peak_memory_bytes(CUDA) <= held.nbytes + torch.cuda.memory_allocated()

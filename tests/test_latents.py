@@ -1,16 +1,15 @@
 """The cache of latents: every video once an epoch, one shape per micro-batch, files that are refused; packing."""
 
-import itertools
+from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from minitrain.errors import InputError
+from minitrain.training.data import Skips
 from minitrain.training.flow import Diffusion
-from minitrain.training.latents import LatentCache, MockLatents, Packs, pack_first_fit, save_video
+from minitrain.training.latents import LatentCache, MockLatents, Packs, find_buckets, save_video
 
 SHAPES = [(2, 1, 2, 4), (2, 3, 4, 4)]
 
@@ -24,12 +23,16 @@ def folder(tmp_path):
     return tmp_path
 
 
+def open_cache(folder: Path, group: int = 1) -> LatentCache:
+    return LatentCache(find_buckets(folder, 4, Skips()), text_tokens=4, group=group, seed=0)
+
+
 def number(row: dict) -> int:
     return int(row["latents"].flatten()[0])
 
 
 def test_an_epoch_is_every_video_in_groups_of_one_shape(folder):
-    cache = LatentCache(folder, text_tokens=4, group=2, seed=0)
+    cache = open_cache(folder, group=2)
     assert len(cache) == 6 + 4  # five videos take three groups of two: one video comes twice
     orders = []
     for epoch in range(2):
@@ -39,12 +42,12 @@ def test_an_epoch_is_every_video_in_groups_of_one_shape(folder):
         for one, other in zip(rows[::2], rows[1::2], strict=True):
             assert one["latents"].shape == other["latents"].shape
     assert orders[0] != orders[1]
-    again = LatentCache(folder, text_tokens=4, group=2, seed=0)
+    again = open_cache(folder, group=2)
     assert [number(again.row(n)) for n in reversed(range(20))] == (orders[0] + orders[1])[::-1]
 
 
 def test_rows_are_fp32_and_texts_padded_with_zeros(folder):
-    cache = LatentCache(folder, text_tokens=4, group=1, seed=0)
+    cache = open_cache(folder)
     for n in range(9):
         row = cache.row(n)
         i = number(row)
@@ -58,7 +61,7 @@ def test_rows_are_fp32_and_texts_padded_with_zeros(folder):
 def test_image_to_video_files(tmp_path):
     more = {"condition": torch.randn(3, 1, 2, 4), "image": torch.randn(5, 7)}
     save_video(tmp_path / "a.safetensors", torch.randn(2, 1, 2, 4), torch.randn(2, 6), **more)
-    row = LatentCache(tmp_path, text_tokens=2, group=1, seed=0).row(0)
+    row = open_cache(tmp_path).row(0)
     assert all(torch.equal(row[key], more[key]) for key in more)
 
 
@@ -85,21 +88,21 @@ def test_mock_latents_are_normal_and_reproducible():
 def test_files_that_are_refused(folder, tensors, message):
     save_file(tensors, folder / "x.safetensors")
     with pytest.raises(InputError) as error:
-        LatentCache(folder, text_tokens=4, group=1, seed=0)
+        open_cache(folder)
     assert message in str(error.value) and str(folder) in str(error.value)
 
 
 def test_folders_that_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"holds no \.safetensors files"):
-        LatentCache(tmp_path, text_tokens=4, group=1, seed=0)
+        open_cache(tmp_path)
     (tmp_path / "x.safetensors").write_bytes(b"pickle")
     with pytest.raises(InputError, match=r"x\.safetensors cannot be read as safetensors"):
-        LatentCache(tmp_path, text_tokens=4, group=1, seed=0)
+        open_cache(tmp_path)
 
 
 def test_packs_hold_every_video_with_noise_of_its_own(folder):
     """2 and 12 tokens a video, by patches of (1, 2, 2)."""
-    packs = Packs(LatentCache(folder, 4, 1, seed=0), Diffusion(), budget=14, patch=(1, 2, 2), seed=0)
+    packs = Packs(open_cache(folder), Diffusion(), budget=14, patch=(1, 2, 2), seed=0)
     rows = [packs.row(n) for n in range(2 * len(packs))]
     for epoch in (rows[: len(packs)], rows[len(packs) :]):
         assert sorted(int(x.flatten()[0]) for row in epoch for x in row["latents"]) == list(range(9))
@@ -110,22 +113,3 @@ def test_packs_hold_every_video_with_noise_of_its_own(folder):
         assert [e.shape for e in row["noise"]] == [x.shape for x in row["latents"]]
     sigmas = torch.cat([row["sigma"] for row in rows])
     assert len(sigmas.unique()) == 18
-    with pytest.raises(InputError, match="a video of 12 tokens exceeds the budget of 11"):
-        Packs(LatentCache(folder, 4, 1, seed=0), Diffusion(), budget=11, patch=(1, 2, 2), seed=0)
-
-
-def fewest_packs(lengths: list[int], budget: int) -> int:
-    """By brute force over all ways to give each item a pack."""
-    for count in range(1, len(lengths) + 1):
-        for places in itertools.product(range(count), repeat=len(lengths)):
-            if all(sum(n for n, p in zip(lengths, places, strict=True) if p == k) <= budget for k in range(count)):
-                return count
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.integers(1, 10), min_size=1, max_size=5))
-def test_packing_is_complete_and_tight(lengths):
-    packs = pack_first_fit(lengths, 10)
-    assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in pack) <= 10 for pack in packs)
-    assert len(packs) <= 11 / 9 * fewest_packs(lengths, 10) + 1

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from minitrain import generate, load_pretrained, merge, save_pretrained
 from minitrain.bench.flops import clean, count_work, lora_weights
-from minitrain.bench.versus_lora import PeftTrainer, versus_full, versus_peft
+from minitrain.bench.versus import peft_rival, versus
 from minitrain.config import from_dict, to_dict
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
@@ -201,11 +201,11 @@ def test_gpt3_is_refused():
 def compare_steps():
     config = from_dict(TREE | {"lora": {"rank": 4, "alpha": 4.0}, "precision": "bf16", "device": "cpu"})
     meshes = start(config)
-    theirs = PeftTrainer(Trainer(config, meshes)).model
+    theirs = peft_rival(Trainer(config, meshes)).model
     trained = {p.dtype: 0 for p in theirs.parameters()}
     for p in theirs.parameters():
         trained[p.dtype] += p.numel() * p.requires_grad
-    return trained, versus_peft(config, meshes, "row", 1, 1), versus_full(config, meshes, "row", 1, 1)
+    return trained, *(versus(config, meshes, "row", 1, 1, rival) for rival in ("peft", "full"))
 
 
 def test_steps_are_compared_with_peft_and_with_training_all(pool):

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minitrain import config as configs
 from minitrain.errors import InputError
-from minitrain.models.decoder import Decoder, mixture_of_experts
+from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.moe import Experts, MoE, Router, dispatch, update_selection_bias
 from minitrain.models.zoo import model_config
@@ -25,6 +25,15 @@ from minitrain.training.optim import make_optimizer
 from tests.oracle import check_against_one_process, ragged_batch
 
 HIDDEN, WIDTH = 16, 24
+
+
+def make_router(num_experts, top_k, scoring="softmax", hidden=HIDDEN, **settings):
+    return Router(shape(num_experts, top_k, scoring_func=scoring, hidden_size=hidden, **settings))
+
+
+def shape(num_experts, top_k, **settings):
+    settings = {"hidden_size": HIDDEN, "moe_intermediate_size": WIDTH} | settings
+    return DecoderConfig(num_experts=num_experts, num_experts_per_tok=top_k, **settings)
 
 
 def fill(module, seed=0):
@@ -104,10 +113,10 @@ def test_same_bits_every_time_whatever_order_tokens_come_in():
 
 
 def test_shared_and_latent_experts_by_hand():
-    router = fill(Router(HIDDEN, 4, 2, "sigmoid"))
-    moe = fill(MoE(router, HIDDEN, WIDTH, "relu2", bias=False, shared=40, latent=8), seed=1)
+    settings = dict(scoring_func="sigmoid", mlp="relu2", shared_expert_intermediate_size=40, moe_latent_size=8)
+    moe = fill(MoE(shape(4, 2, **settings)))
     x = torch.randn(2, 5, HIDDEN)
-    indices, weights = router(x)
+    indices, weights = moe.gate(x)
     low = (x @ moe.fc1_latent_proj.weight.T).flatten(0, 1)
     routed = loop(low, indices, weights, moe.experts, "relu2") @ moe.fc2_latent_proj.weight.T
     shared = F.relu(x @ moe.shared_experts.up_proj.weight.T) ** 2 @ moe.shared_experts.down_proj.weight.T
@@ -120,7 +129,7 @@ def test_shared_and_latent_experts_by_hand():
 @pytest.mark.parametrize("seed", range(3))
 def test_grouped_sigmoid_routing_token_by_token(seed):
     torch.manual_seed(seed)
-    router = fill(Router(HIDDEN, 12, 3, "sigmoid", n_group=4, topk_group=2, scale=2.5), seed)
+    router = fill(make_router(12, 3, "sigmoid", n_group=4, topk_group=2, routed_scaling_factor=2.5), seed)
     x = torch.randn(50, HIDDEN)
     router.e_score_correction_bias.normal_(0, 0.5)
     indices, weights = router(x)
@@ -134,7 +143,7 @@ def test_grouped_sigmoid_routing_token_by_token(seed):
 
 
 def test_router_computes_in_fp32():
-    router, x = fill(Router(64, 32, 4)), torch.randn(40, 64)
+    router, x = fill(make_router(32, 4, hidden=64)), torch.randn(40, 64)
     half = copy.deepcopy(router).to(torch.bfloat16)
     indices, weights = half(x.to(torch.bfloat16))
     logits = x.to(torch.bfloat16).double() @ half.weight.double().T
@@ -146,7 +155,7 @@ def test_router_computes_in_fp32():
 
 def test_fake_balanced_gate():
     config = model_config("qwen3-30b-a3b-tiny", fake_balanced_gate=True, num_experts=6, num_experts_per_tok=4)
-    indices, weights = mixture_of_experts(config).gate(torch.randn(3, 2, 64))
+    indices, weights = MoE(config).gate(torch.randn(3, 2, 64))
     assert indices.tolist() == [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5]] * 2
     assert torch.equal(weights, torch.full((6, 4), 0.25))
 
@@ -163,7 +172,7 @@ def routed_load(router, x):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_load_is_counted_once_per_forward_pass_that_trains(recompute):
     torch.manual_seed(0)
-    router = fill(Router(HIDDEN, 8, 2, "sigmoid", count_load=True))
+    router = fill(make_router(8, 2, "sigmoid", bias_update_speed=0.1))
     batches = [torch.randn(2, 7, HIDDEN) for _ in range(3)]
     with torch.no_grad():
         expected = [sum(counts) for counts in zip(*(routed_load(router, x) for x in batches), strict=True)]
@@ -179,7 +188,7 @@ def test_load_is_counted_once_per_forward_pass_that_trains(recompute):
 
 def test_load_is_counted_once_where_a_compiled_block_recomputes():
     torch.manual_seed(0)
-    router = fill(Router(HIDDEN, 8, 2, "sigmoid", count_load=True))
+    router = fill(make_router(8, 2, "sigmoid", bias_update_speed=0.1))
     x = torch.randn(2, 7, HIDDEN)
     with torch.no_grad():
         expected = routed_load(router, x)
@@ -192,7 +201,7 @@ def test_load_is_counted_once_where_a_compiled_block_recomputes():
 
 
 def test_selection_bias_moves_against_the_load():
-    model = nn.ModuleList([Router(HIDDEN, 4, 1, "sigmoid") for _ in range(2)])
+    model = nn.ModuleList([make_router(4, 1, "sigmoid") for _ in range(2)])
     model[0].load, model[1].load = torch.tensor([5, 3, 4, 4]), torch.tensor([0, 0, 0, 8])
     update_selection_bias(model, 0.01, sum_load=lambda load: load + torch.tensor([[0, 0, 0, 4], [0, 0, 0, 0]]))
     torch.testing.assert_close(model[0].e_score_correction_bias, torch.tensor([0.0, 0.01, 0.01, -0.01]))
@@ -202,7 +211,7 @@ def test_selection_bias_moves_against_the_load():
 
 def test_selection_bias_evens_out_a_skewed_router():
     torch.manual_seed(0)
-    router, x = fill(Router(HIDDEN, 8, 2, "sigmoid", count_load=True)), torch.randn(256, HIDDEN) + 0.3
+    router, x = fill(make_router(8, 2, "sigmoid", bias_update_speed=0.1)), torch.randn(256, HIDDEN) + 0.3
     spread = []
     for _ in range(300):
         router(x)
@@ -222,7 +231,7 @@ def aux_loss(probabilities, indices, top_k):
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_auxiliary_loss_by_definition(scoring, per_sequence):
     torch.manual_seed(0)
-    router = fill(Router(HIDDEN, 6, 2, scoring, aux_loss_coef=0.7, aux_per_sequence=per_sequence))
+    router = fill(make_router(6, 2, scoring, router_aux_loss_coef=0.7, seq_aux=per_sequence))
     x = torch.randn(3, 8, HIDDEN)
     indices, weights = router(x)
     (found,) = torch.autograd.grad(weights.sum() * 0, router.weight)
@@ -239,7 +248,7 @@ def test_auxiliary_loss_by_definition(scoring, per_sequence):
 def test_auxiliary_loss_adds_up_over_micro_batches():
     """Per sequence, the gradient of a step does not depend on how its rows are split."""
     torch.manual_seed(0)
-    router = fill(Router(HIDDEN, 6, 2, aux_loss_coef=0.7, aux_per_sequence=True))
+    router = fill(make_router(6, 2, router_aux_loss_coef=0.7, seq_aux=True))
     x, found = torch.randn(6, 8, HIDDEN), 0
     whole = torch.autograd.grad(router(x)[1].sum() * 0, router.weight)[0]
     router.tokens_per_step = torch.tensor(48)
@@ -250,7 +259,7 @@ def test_auxiliary_loss_adds_up_over_micro_batches():
 
 def test_even_routing_costs_the_coefficient():
     """f = P = 1 / E: the loss is 1, whatever E, top_k and the lengths."""
-    router = Router(HIDDEN, 6, 2, aux_loss_coef=0.7)
+    router = make_router(6, 2, router_aux_loss_coef=0.7)
     indices = torch.arange(24).view(12, 2) % 6
     loss = router._aux_loss(torch.full((12, 6), 1 / 6), indices, rows=1)
     assert loss.item() == pytest.approx(0.7)
@@ -371,7 +380,7 @@ class Largest(TorchDispatchMode):
 def test_no_tensor_of_tokens_by_experts_by_channels():
     """Forward and backward of a DeepSeek-V3-shaped block: at most one row per chosen expert, of both halves."""
     config = model_config("deepseek-v3-tiny", num_experts=128, n_group=8, topk_group=4, num_experts_per_tok=2)
-    moe, tokens = fill(mixture_of_experts(config)), 512
+    moe, tokens = fill(MoE(config)), 512
     x = torch.randn(1, tokens, config.hidden_size, requires_grad=True)
     with Largest() as largest:
         moe(x).square().mean().backward()

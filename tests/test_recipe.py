@@ -50,7 +50,7 @@ def test_without_the_compiler_it_is_another_trace(monkeypatch):
     """Two kernels in turn, of which the compiler makes one: the tensor between them dies."""
     again = replace(MUL, reads=MUL.writes, writes=[(3, 29 * 10**11)])
     trace = trace_of(MUL, again, died={2: 1})
-    monkeypatch.setattr(recipe, "record", lambda config: ({0: trace} if not config.compile else {}, 1, 1))
+    monkeypatch.setattr(recipe, "record", lambda config: {0: trace} if not config.compile else {})
     assert play(trace, SYSTEM, True).end == pytest.approx(2.0)
     assert seconds(trace, compile=False) == pytest.approx(4.0)
 
@@ -77,7 +77,7 @@ def test_a_pipeline_that_fills_and_drains_several_times():
     config.reference["recipe"] = {}
     assert as_published(config, "row", SYSTEM, simulation)["step_time_s"] == pytest.approx((8 + 1) * 3)
     for at_once, steps in ((8, 8 + 1), (4, 2 * (4 + 1))):  # where the time goes is all of it, what is no work is bubble
-        parts = timed(config, traces, 8, 4, SYSTEM, at_once).breakdown(place=1)
+        parts = timed(config, traces, SYSTEM, at_once).breakdown(place=1)
         idle = pytest.approx((steps - 8) * 3)
         assert parts == {"attention": pytest.approx(8 * 3), "exposed communication": pytest.approx(0), "bubble": idle}
 

@@ -52,5 +52,5 @@ def test_repeated_graphs_leave_the_same_trace(monkeypatch):
     monkeypatch.setattr(Recording, "repeat", lambda *args: calls.append(1) or repeat(*args))
     short = numbered(traced(TREE))
     assert len(calls) >= 4  # the second micro-batch, in two layers, forward and backward
-    monkeypatch.setattr(fake_world, "repeated", boxed_nop)
+    monkeypatch.setattr(fake_world, "RepeatedGraph", boxed_nop)
     assert numbered(traced(TREE)) == short

@@ -14,7 +14,7 @@ def idle(schedule: str, stages_per_rank: int, f=FORWARD, i=INPUTS, w=WEIGHTS, me
     """Seconds that the first rank waits until all are done."""
     share = {"F": f, "B": i + w, "I": i, "W": w}
     order = schedule_order(schedule, RANKS, BATCHES, stages_per_rank)
-    result = replay(order, lambda action: share[action[1]] / stages_per_rank, lambda stage: message)
+    result = replay(order, lambda action: share[action[1]] / stages_per_rank, message)
     return max(result.finished) - BATCHES * (f + i + w)
 
 
@@ -38,7 +38,7 @@ def test_zero_bubble_schedules_idle_less():
 
 def test_messages_delay_by_hand():
     """Two ranks, one micro-batch: F0, message, F1, B1, message, B0."""
-    result = replay(schedule_order("1F1B", 2, 1, 1), lambda action: 1.0, lambda stage: 0.5)
+    result = replay(schedule_order("1F1B", 2, 1, 1), lambda action: 1.0, 0.5)
     assert result.spans == {
         (0, "F", 0): (0.0, 1.0), (1, "F", 0): (1.5, 2.5), (1, "B", 0): (2.5, 3.5), (0, "B", 0): (4.0, 5.0)
     }  # fmt: skip
@@ -47,7 +47,7 @@ def test_messages_delay_by_hand():
 
 def test_no_message_where_a_v_turns():
     """Two ranks, one micro-batch: stages 1 and 2 are on the second rank."""
-    spans = replay(schedule_order("ZBVZeroBubble", 2, 4, 2), lambda action: 1.0, lambda stage: 0.5).spans
+    spans = replay(schedule_order("ZBVZeroBubble", 2, 4, 2), lambda action: 1.0, 0.5).spans
     assert [spans[stage, "F", 0][0] for stage in range(4)] == [0.0, 1.5, 2.5, 4.0]
 
 
@@ -55,7 +55,7 @@ def test_no_message_where_a_v_turns():
 def test_every_action_comes_after_what_it_needs(schedule):
     stages_per_rank = 1 if schedule == "1F1B" else 2
     order = schedule_order(schedule, RANKS, BATCHES, stages_per_rank)
-    spans = replay(order, lambda action: 1.0, lambda stage: 0.25).spans
+    spans = replay(order, lambda action: 1.0, 0.25).spans
     last = RANKS * stages_per_rank - 1
     for (stage, kind, batch), (begin, _) in spans.items():
         if kind == "F" and stage:

@@ -12,7 +12,7 @@ from minitrain import Sampler, SamplingParams
 from minitrain.config import Rollout
 from minitrain.models.lora import Lora, add_adapters
 from minitrain.parallel.recompute import recompute
-from minitrain.rollout import compiled, engine
+from minitrain.rollout import compiled, engine, weights
 from minitrain.rollout.batch import Batch
 from tests.test_rollout_engine import make, prompts_of, uncached
 
@@ -37,13 +37,17 @@ def compiling_batch(*args) -> Batch:
     return batch
 
 
-@pytest.fixture
-def sampler_graphs(monkeypatch):
-    """Blocks compile as they do on CUDA, and as there no product is packed."""
+@pytest.fixture(params=["CUDA", "CPU"])
+def sampler_graphs(request, monkeypatch):
+    """Blocks compile as they do there; on CUDA apart from their caches, and with no product packed."""
     counter = Counter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     monkeypatch.setattr(engine, "Batch", compiling_batch)
+    if request.param == "CUDA":
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+        monkeypatch.setattr(compiled, "for_compiler", lambda layer: layer and compiled.Apart(layer))
+    else:
+        monkeypatch.setattr(weights, "LEAST", 0)
     compiled.compiled_forward.cache_clear()
     yield counter
     compiled.compiled_forward.cache_clear()
@@ -101,12 +105,12 @@ def test_the_trainers_blocks_stay_as_they_are(sampler_graphs):
 
 
 def test_which_steps_compile():
-    """Those that are captured as graphs, of a model that no ranks share."""
+    """Those of a model that no ranks share; on a GPU, whose place "meta" takes, if they are captured as graphs."""
     sampler = Sampler(make("qwen3-32b"), settings=Rollout(page_size=4, pages=9))
     sampler.generate([[1]], SamplingParams(max_tokens=1))
     compiling = []
-    for compile, ranks, graphs in product((False, True), (1, 2), (False, True)):
-        sampler.settings.compile, sampler.model.sequence_split = compile, ranks
+    for device, compile, ranks, graphs in product(("cpu", "meta"), (False, True), (1, 2), (False, True)):
+        sampler.device, sampler.settings.compile, sampler.model.sequence_split = torch.device(device), compile, ranks
         if Batch(sampler, 2, graphs).compiles:
-            compiling.append((compile, ranks, graphs))
-    assert compiling == [(True, 1, True)]
+            compiling.append((device, compile, ranks, graphs))
+    assert compiling == [("cpu", True, 1, False), ("cpu", True, 1, True), ("meta", True, 1, True)]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from minitrain.bench.layout import stated_ranks
-from minitrain.bench.shrink import micro_batches, shrink, shrink_parallel
+from minitrain.bench.shrink import shrink, shrink_parallel, shrunk_micro_batches
 from minitrain.config import from_dict, load
 from minitrain.config_checks import check_layout
 from tests.commands import ROOT, command
@@ -73,7 +73,7 @@ def test_an_open_number_of_shards(parallel, reference, shards):
 def test_accumulation(parallel, rows, expected):
     tree = {"model": {"num_layers": 24}, "batch": {"global": rows, "micro": 1}, "parallel": parallel}
     config = from_dict(tree)
-    assert micro_batches(config, shrink_parallel(config)) == expected
+    assert shrunk_micro_batches(config, shrink_parallel(config)) == expected
 
 
 # ------------------------------------------------------------------------------------------------------ whole commands

@@ -10,6 +10,7 @@ from minitrain.bench import sweep
 from minitrain.bench.chrome import write_trace
 from minitrain.bench.fake_world import trace_step
 from minitrain.bench.flops import count_work
+from minitrain.bench.layout import micro_batches
 from minitrain.bench.measure import visible_share
 from minitrain.bench.replay import Replay
 from minitrain.bench.rows import CONFIGS, published_rows
@@ -26,10 +27,10 @@ TREE = {
 
 def test_few_micro_batches_stand_for_all_exactly():
     config = configs.from_dict(TREE)
-    small, micro_batches = few_micro_batches(config)
+    small = few_micro_batches(config)
     whole, part = trace_step(config, 2), trace_step(small, 2)
-    assert (micro_batches, small.batch.global_) == (5, 6) and len(part.events) < len(whole.events)
-    simulation = Simulation({0: part}, {}, micro_batches, 3, 0.0)
+    assert (micro_batches(config), small.batch.global_) == (5, 6) and len(part.events) < len(whole.events)
+    simulation = Simulation({0: part}, {}, 5, 3, 0.0)
     assert simulation.flops() == whole.flops() > part.flops()
     assert simulation.collectives() == whole.collectives() != part.collectives()
     tokens = (5 - 3) * 64 * 8  # of the batches that are not there, each with its targets
@@ -40,9 +41,9 @@ def test_few_micro_batches_of_a_pipeline_stand_for_all():
     """Of four stages the first rank has 0 and 2: forwards, it sends two and receives one; backwards, the reverse."""
     pipeline = {"dp_shard": 1, "pp": 2, "vp": 2, "schedule": "Interleaved1F1B"}
     config = configs.from_dict(TREE | {"model": {"name": "llama3-8b-tiny", "num_layers": 4}, "parallel": pipeline})
-    small, micro_batches = few_micro_batches(config)
-    assert (micro_batches, small.batch.global_) == (10, 4)
-    simulation = Simulation({0: trace_step(small, 2)}, {}, micro_batches, 4, 0.0)
+    small = few_micro_batches(config)
+    assert (micro_batches(config), small.batch.global_) == (10, 4)
+    simulation = Simulation({0: trace_step(small, 2)}, {}, 10, 4, 0.0)
     whole, found = trace_step(config, 2), simulation.collectives()
     assert found["pp/send"] == found["pp/recv"] == [3 * 10, 3 * 10 * 64 * 64 * 4]
     assert found == whole.collectives() and simulation.flops() == whole.flops()
@@ -55,7 +56,7 @@ def test_model_flops_of_packed_documents_are_those_that_run():
     visible = visible_share(open_dataset(config)[0])
     assert visible < 0.7  # several documents
     trace = trace_step(config, 2, visible=visible)
-    simulation = timed(config, {0: trace}, 1, 1, load_system("dgx-h100"))
+    simulation = timed(config, {0: trace}, load_system("dgx-h100"))
     found = figures(config, "row", load_system("dgx-h100"), simulation)
     model = found["clean_tflops_per_gpu"] * 1e12 * found["step_time_s"]
     again = 2 * count_work(config.model.config).attention * 512 * visible / 2 * 512
@@ -90,6 +91,8 @@ def test_layouts_are_ranked_and_those_that_cannot_run_are_told(tmp_path, monkeyp
     assert [line.split("|")[1].strip() for line in lines[:3]] == ["tp=2", "tp=1", "tp=4"]
     assert lines[2].split("|")[-2].strip() == "no"
     assert lines[3].startswith("tp=3: ") and len(lines) == 4
+    errors = [each["error"] for each in sweep.sweep(str(file), [], ["recompute=0.5,most"], load_system("dgx-h100"))]
+    assert ["memory budget" in errors[0], "is not one of none" in errors[1]] == [True, True]  # of the same key
     for words, line in (("tp", "'tp' is not of the form"), ("tp=1 tp=2", "a key twice"), ("dp_shard=2", "sweep those")):
         with pytest.raises(InputError, match=f"--sweep.*{line}"):
             list(sweep.sweep(str(file), [], words.split(), load_system("dgx-h100")))
@@ -101,6 +104,7 @@ def test_a_sweep_leaves_out_ranks_that_only_sample():
     for pp, shards in ((2, 4), (4, 2)):
         config = sweep.with_all_gpus(row, [f"parallel.pp={pp}"], 16)
         assert (config.parallel.dp_shard, config.grpo.generation_ranks) == (shards, 8)
+        assert micro_batches(config) == 512 // shards
     with pytest.raises(InputError, match="16 ranks per shard do not divide 8"):
         sweep.with_all_gpus(row, ["parallel.pp=8", "parallel.tp=2"], 16)
 

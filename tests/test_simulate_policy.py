@@ -6,6 +6,7 @@ from statistics import NormalDist
 
 import pytest
 
+from minitrain.bench.layout import stated_ranks
 from minitrain.bench.rows import CONFIGS
 from minitrain.bench.simulate_policy import (
     SPREAD,
@@ -16,9 +17,11 @@ from minitrain.bench.simulate_policy import (
     log_normal_location,
     refit_seconds,
     sampling_ranks,
+    training_config,
     waiting_seconds,
 )
 from minitrain.config import from_dict, load
+from minitrain.config_checks import check_layout
 from minitrain.models.zoo import model_config
 from minitrain.training.build import make_model
 from tests.test_timeline import SECOND
@@ -69,6 +72,23 @@ def test_samplers_have_the_ranks_of_the_config_where_it_can_have_them():
     assert [sampling_ranks(load(row, [f"rollout.tp={tp}"])) for tp in (4, 2)] == [16, 2]
     row = CONFIGS / "rl/qwen3-32b-grpo-32gpu-onpolicy.yaml"  # as many as the table's
     assert [sampling_ranks(load(row, [f"rollout.tp={tp}"])) for tp in (4, 8)] == [4, 8]
+
+
+@pytest.mark.parametrize("parallel, rows", [
+    ({"pp": 2, "schedule": "1F1B"}, 3),
+    ({"pp": 2, "vp": 2, "schedule": "Interleaved1F1B"}, 4),  # a multiple of its ranks
+    ({"pp": 4, "schedule": "1F1B"}, 4),
+])  # fmt: skip
+def test_rollouts_fill_as_many_rows_as_the_pipeline_takes(parallel, rows):
+    """8 responses of 12 tokens to prompts of 8 are 2.5 rows of 64."""
+    config = from_dict({
+        "model": "llama3-8b-tiny", "task": "grpo", "data": {"kind": "mock"}, "parallel": {"dp_shard": 1} | parallel,
+        "batch": {"global": 8, "micro": 1, "seq_len": 64}, "rollout": {"max_tokens": 12},
+        "grpo": {"prompts": 4, "group": 2, "reward": "math", "mock_digits": 7},
+    })  # fmt: skip
+    learner = training_config(config)
+    check_layout(learner, stated_ranks(learner))
+    assert learner.batch.global_ == rows
 
 
 def test_what_a_published_stack_pays_for():

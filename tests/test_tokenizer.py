@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from minitrain.errors import InputError
-from minitrain.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+from minitrain.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer, stream
 
 SENTENCES = ["the cat sat on the mat", "naïve café, 你好 🙂", "  two  spaces\n\tand\r\n\x00 control"]
 unhurried = settings(deadline=None, database=None)  # a shared machine may pause anywhere
@@ -58,7 +58,7 @@ def write_json(folder, name, tree):
 def test_bytes_are_the_utf8_of_the_text(text):
     tokenizer = ByteTokenizer()
     ids = tokenizer.encode(text)
-    assert ids == list(text.encode("utf-8")) == tokenizer.encode(text.encode("utf-8"))
+    assert ids == list(text.encode("utf-8"))
     assert tokenizer.encode_array(text).tolist() == ids
     assert tokenizer.decode(ids) == text
 
@@ -206,7 +206,7 @@ def test_save_into_its_own_folder_changes_nothing(bpe_folder):
 @given(any_ids)
 def test_stream_joins_to_the_decoded_text(ids):
     tokenizer = ByteTokenizer()
-    assert "".join(tokenizer.stream(ids)) == tokenizer.decode(ids)
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
 
 
 @unhurried
@@ -216,7 +216,7 @@ def test_stream_shows_a_character_with_its_last_byte(text):
     text = text.replace("\ufffd", "?")
     ids, taken, shown = ByteTokenizer().encode(text), [], ""
     decoder, expected = codecs.getincrementaldecoder("utf-8")(), ""
-    for piece in ByteTokenizer().stream(i for i in ids if not taken.append(i)):
+    for piece in stream(ByteTokenizer(), (i for i in ids if not taken.append(i))):
         shown += piece
         while len(expected) < len(shown):
             expected += decoder.decode(bytes([taken.pop(0)]))
@@ -228,7 +228,7 @@ def test_stream_keeps_the_spaces_between_words(bpe_folder):
     tokenizer = load_tokenizer(bpe_folder)
     for text in SENTENCES:
         ids = tokenizer.encode(text)
-        pieces = list(tokenizer.stream(ids))
+        pieces = list(stream(tokenizer, ids))
         assert "".join(pieces) == tokenizer.decode(ids)
         assert len(pieces) > 5
 
@@ -246,7 +246,7 @@ def test_missing_package_names_the_extra(bpe_folder, monkeypatch):
     "files, message",
     [
         ({}, "is not 'bytes', a tokenizer.json or a folder that holds one"),
-        ({"tokenizer.json": "{"}, "cannot be read as JSON"),
+        ({"tokenizer.json": "{"}, "tokenizer.json:1:2: not valid JSON"),
         ({"tokenizer.json": "[]"}, "must hold a JSON object, not a list"),
         ({"tokenizer.json": '{"model": {"type": "none such"}}'}, "is not a Hugging Face tokenizer"),
         (

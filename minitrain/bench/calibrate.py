@@ -9,15 +9,14 @@ from pathlib import Path
 
 import torch
 
-from minitrain.bench.hardware import describe, measure_attention, measure_matmul, measure_memory
+from minitrain.bench.hardware import MATMUL_SIZE, describe, measure_attention, measure_matmul, measure_memory
 from minitrain.bench.report import need_rates, read_lines
 from minitrain.bench.timeline import System, load_system
 from minitrain.bench.trace import Event
 from minitrain.errors import InputError
 
-SYSTEMS = {"H200": "h200", "H100": "dgx-h100", "GB300": "dgx-gb300", "GB200": "dgx-gb200", "B200": "dgx-b200"}
+GPUS = {"H200": "h200", "H100": "dgx-h100", "GB300": "dgx-gb300", "GB200": "dgx-gb200", "B200": "dgx-b200"}
 BYTES = {"bf16": 2, "fp8": 1}
-MATMUL_SIZE = 8192  # of measure_matmul on CUDA
 
 
 def calibrate(device: torch.device) -> dict:
@@ -32,7 +31,7 @@ def calibrate(device: torch.device) -> dict:
     return {
         "row": "calibration",
         "mode": "calibration",
-        "system": next((name for part, name in SYSTEMS.items() if on_gpu and part in machine["device"]), None),
+        "system": next((name for part, name in GPUS.items() if on_gpu and part in machine["device"]), None),
         "matmul": {name: measure_matmul(device, dtype) for name, dtype in dtypes.items()},
         "attention_forward": forward,
         "attention_backward": backward,
@@ -47,9 +46,7 @@ def find_system(word: str) -> System:
         return load_system(word)
     found = [line for line in read_lines("--system", word) if line[1].get("mode") == "calibration"]
     if not found or not found[-1][1].get("system"):
-        raise InputError(
-            f"--system={word} holds no calibration of a GPU that the simulator knows ({', '.join(SYSTEMS)})"
-        )
+        raise InputError(f"--system={word} holds no calibration of a GPU that the simulator knows ({', '.join(GPUS)})")
     where, outcome = found[-1]
     need_rates(where, outcome)
     return calibrated(load_system(outcome["system"]), outcome)

@@ -1,7 +1,7 @@
 """What bench.py does when its arguments are read: measure, simulate, shrink or check each config, one after the other.
 
 Each result is printed and written as soon as it is there, since machines are lent by the hour. A config that fails is
-told and does not stop those after it; the exit code says so in the end.
+reported in one line and does not stop those after it; the exit code says so in the end.
 """
 
 import gc
@@ -28,17 +28,11 @@ from minitrain.bench.report import calibration_line, details, table
 from minitrain.bench.shrink import run_shrunk, shrink
 from minitrain.bench.simulate_policy import predicted_row
 from minitrain.bench.sweep import combinations, growth, ranking, sweep
-from minitrain.bench.versus import versus_transformers
-from minitrain.bench.versus_diffusers import versus_diffusers
-from minitrain.bench.versus_lora import check_adapters, versus_full, versus_peft
+from minitrain.bench.versus import check_installed, check_versus, versus
 from minitrain.config import Config
 from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
 from minitrain.parallel.mesh import pick_device, start, world_size
-
-VERSUS = {
-    "transformers": versus_transformers, "diffusers": versus_diffusers, "peft": versus_peft, "full": versus_full,
-}  # fmt: skip
 
 
 @dataclass
@@ -65,17 +59,19 @@ def bench(files: list, overrides: list[str], options) -> None:
         return
     check_writable("json", options.json)
     check_writable("trace", options.trace)
-    if options.sweep and not options.simulate:
-        measure_combinations(files[0], overrides, options)
-    elif options.sweep:
+    if options.sweep and options.simulate:
         simulate_combinations(files[0], overrides, options)
-    else:
-        if not (options.simulate or options.shrink) and (options.calibrate or len(cases) > 1):
-            show_calibration(cases[0].config, options.json)
-        run_all(cases, options)
+        return
+    if options.sweep:
+        cases = combination_cases(files[0], overrides, options)
+    elif not (options.simulate or options.shrink) and (options.calibrate or len(cases) > 1):
+        show_calibration(cases[0].config, options.json)
+    run_all(cases, options)
 
 
 def make_case(row: str, config: Config, options) -> Case:
+    if options.versus and not options.generate:
+        check_versus(config, options.versus)
     if options.shrink:
         return Case(row, config, [(shrink(config), {})])
     if options.proxy:
@@ -96,6 +92,7 @@ def check_options(cases: list[Case], options) -> None:
          "--simulate is for training, on one process: without --generate, --versus or --calibrate"),
         (options.generate and options.versus not in (None, "transformers"),
          f"--generate --versus {options.versus}: only transformers samples the same (use transformers)"),
+        (options.versus and not alone, f"--versus {options.versus} runs in one process, not in {world_size()}"),
         ((options.trace or options.system) and not options.simulate, "--trace and --system need --simulate"),
         ((options.sweep or options.trace) and several, "--sweep and --trace take one config at a time"),
         (options.sweep and options.trace, "--trace shows one layout, not those of --sweep"),
@@ -103,9 +100,8 @@ def check_options(cases: list[Case], options) -> None:
     for wrong, line in refused:
         if wrong:
             raise InputError(line)
-    if options.versus in ("peft", "full"):
-        for case in cases:
-            check_adapters(case.config, options.versus)
+    if options.versus:
+        check_installed(options.versus)
 
 
 def check_writable(option: str, file: str | None) -> None:
@@ -118,7 +114,7 @@ def check_writable(option: str, file: str | None) -> None:
 
 
 def run_all(cases: list[Case], options) -> None:
-    """Every case, the failed ones told."""
+    """Every case, with a line for each that fails, and one table of all results."""
     results, failed = [], []
     for case in cases:
         try:
@@ -132,25 +128,19 @@ def run_all(cases: list[Case], options) -> None:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     if len(results) > 1 and is_first_rank():
-        print(table(results))
+        print(growth(results) if options.sweep else table(results))
     if failed:
         raise InputError(f"{len(failed)} of {len(cases)} configs failed: {', '.join(failed)}")
 
 
-def measure_combinations(file: str, overrides: list[str], options) -> None:
+def combination_cases(file: str, overrides: list[str], options) -> list[Case]:
     """Every combination of `--sweep`, all checked before the first runs."""
     choices = combinations(options.sweep)
-    cases = [make_case(settings, load_row(file, [*overrides, *words])[1], options) for settings, words in choices]
-    results = []
-    for case in cases:
-        results += run_case(case, options)
-        gc.collect()
-    if is_first_rank():
-        print(growth(results))
+    return [make_case(settings, load_row(file, [*overrides, *words])[1], options) for settings, words in choices]
 
 
 def simulate_combinations(file: str, overrides: list[str], options) -> None:
-    """Every combination of `--sweep`: those that can run are ranked, of the others is told why not."""
+    """Every combination of `--sweep`: a ranking of those that can run, and why the others cannot."""
     system = find_system(options.system or system_of(load_row(file, overrides)[1]))
     results = []
     for result in sweep(file, overrides, options.sweep, system):
@@ -187,7 +177,7 @@ def run(row: str, config: Config, options) -> dict:
     meshes = start(config)
     outcome = measure(config, row, meshes, options.steps, options.warmup) | estimate
     if options.versus:
-        outcome |= VERSUS[options.versus](config, meshes, row, options.steps, options.warmup)
+        outcome |= versus(config, meshes, row, options.steps, options.warmup, options.versus)
     return outcome
 
 
@@ -206,9 +196,9 @@ def system_of(config: Config) -> str:
 
 
 def announce_memory(row: str, config: Config) -> dict[str, float]:
-    """Say, before anything is allocated, what memory a rank will need; returns that for the config's result.
+    """Print, before anything is allocated, how much memory a rank will need; returns that for the config's result.
 
-    Under torchrun of the first config alone: the ranks stay one group.
+    Under torchrun for the first config alone, whose process group stays up.
     """
     if not is_first_rank():
         return {}
@@ -248,7 +238,7 @@ def append(outcome: dict, file: str | None) -> None:
 
 
 def tell(row: str, error: Exception, debug: bool) -> None:
-    """In one line, as the command line tells what ends it."""
+    """Report the error in one line, as the command line reports its own."""
     if debug:
         traceback.print_exception(error)
     if is_first_rank():

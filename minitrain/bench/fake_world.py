@@ -9,10 +9,9 @@ Left out of memory: what is just being sent between pipeline stages.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib import import_module
 from unittest.mock import patch
 
 import torch
@@ -22,14 +21,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.nn import Module
 from torch.testing._internal.distributed.fake_pg import FakeStore  # the one source of a fake process group
 
-from minitrain.bench.repeat import repeated
-from minitrain.bench.trace import ATTENTION, Trace, Tracer
+from minitrain.bench.repeat import RepeatedGraph
+from minitrain.bench.trace import (
+    ATTENTION,
+    Trace,
+    Tracer,
+    attention_backward_flops,
+    attention_flops,
+    attention_pairs,
+)
 from minitrain.config import Config
 from minitrain.models.attention import Mask
 from minitrain.models.fp8 import is_placeholder
-from minitrain.parallel.mesh import Meshes, build_meshes, owned
+from minitrain.parallel import mesh as parallel_mesh
+from minitrain.parallel.mesh import Meshes, build_meshes, local
 from minitrain.parallel.pipeline import Stage
 from minitrain.parallel.recompute import KEPT
+from minitrain.training import build
 from minitrain.training.datasets import open_dataset
 from minitrain.training.loop import Trainer
 
@@ -92,19 +100,19 @@ def _differentiate(ctx, grad, _):
 
 
 fake_attention.register_autograd(_differentiate, setup_context=_save)
-KEPT.add(torch.ops.minitrain.attention.default)
-ATTENTION[torch.ops.minitrain.attention] = lambda q, k, v, pairs: 2 * pairs * q.shape[1] * (q.shape[-1] + v.shape[-1])
-ATTENTION[torch.ops.minitrain.attention_backward] = lambda grad, q, k, v, out, log_sum, pairs: (
-    2 * pairs * q.shape[1] * (3 * q.shape[-1] + 2 * v.shape[-1])
-)
+for kept in KEPT.values():
+    kept.add(torch.ops.minitrain.attention.default)
+ATTENTION |= {
+    torch.ops.minitrain.attention: lambda q, k, v, pairs: attention_flops(q, v, pairs),
+    torch.ops.minitrain.attention_backward: lambda grad, q, k, v, *rest: attention_backward_flops(q, v, rest[-1]),
+}
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, sinks: Tensor | None = None) -> Tensor:
     """In place of models/attention.py's `attention`."""
-    if mask is not None and mask.pairs is not None:
-        pairs = mask.pairs
-    else:
-        pairs = q.shape[0] * q.shape[2] * k.shape[2] / (2 if mask is not None and mask.causal else 1)
+    pairs = None if mask is None else mask.pairs
+    if pairs is None:
+        pairs = attention_pairs(q, k, causal=mask is not None and mask.causal)
     out, log_sum = fake_attention(q, k, v, pairs)
     return out if sinks is None else out * torch.sigmoid(log_sum - sinks.float()[:, None])[..., None].to(out.dtype)
 
@@ -130,29 +138,6 @@ def counting_mask(
 # -------------------------------------------------------------------------------------------------------------- a step
 
 
-class Counted:
-    """The config's objective, told beforehand how many terms its batches have: fake tensors hold no labels to count."""
-
-    def __init__(self, objective):
-        self.loss = objective.loss
-
-    def count(self, batch) -> int:
-        return 1
-
-
-class Marked:
-    """An objective that calls `start` when a micro-batch's forward pass begins, and `end` when it is over."""
-
-    def __init__(self, objective, start: Callable[[], None], end: Callable[[], None]):
-        self.objective, self.count, self.start, self.end = objective, objective.count, start, end
-
-    def loss(self, model: Module, batch) -> Tensor:
-        self.start()
-        loss = self.objective.loss(model, batch)
-        self.end()
-        return loss
-
-
 def trace_step(config: Config, world_size: int, rank: int = 0, visible: float | None = 1.0) -> Trace:
     """What `rank` does in an optimizer step, not the first one: optimizer states are there.
 
@@ -167,22 +152,18 @@ def trace_step(config: Config, world_size: int, rank: int = 0, visible: float | 
             dataset, _ = open_dataset(config)
             trainer = Trainer(dataclasses.replace(config, device="cpu"), meshes)
             make_optimizer_states(trainer)
-            trainer.objective = Counted(trainer.objective)
+            trainer.objective.count = lambda batch: 1  # fake tensors hold no labels to count
             record_step(trainer, dataset, tracer)
     return tracer.trace
 
 
 def record_step(trainer: Trainer, dataset, tracer: Tracer) -> None:
     """Step 0 of a trainer whose optimizer states exist, into `tracer`. It may be a real one."""
-    tracer.hold(owned_tensors(trainer), "parameters")
-    tracer.hold(optimizer_tensors(trainer), "optimizer")
-    objective = trainer.objective
-    trainer.objective = Marked(
-        objective, lambda: start_of_micro_batch(trainer, tracer), lambda: tracer.mark("backward")
-    )
-    with tracer, marked_schedule(tracer), marked_optimizer(trainer, tracer):
+    states = trainer.optimizer.state.values()
+    tracer.hold(parts(trainer.model.state_dict().values()), "parameters")
+    tracer.hold(parts(value for state in states for value in state.values()), "optimizer")
+    with tracer, marked_schedule(tracer), marked_passes(trainer, tracer):
         trainer.step(dataset, 0)
-    trainer.objective = objective
 
 
 @contextmanager
@@ -196,14 +177,12 @@ def stand_ins(visible: float | None) -> Iterator[None]:
         for name in ("build.initialize", "build.load_weights", "loop.check_overlap"):
             stack.enter_context(patch(f"minitrain.training.{name}", lambda *args: None))
         stack.enter_context(patch("minitrain.parallel.parallelize.overlap_collectives", lambda *args: None))
-        for name in ("training.build.lay_out", "parallel.mesh.compute_local_shape_and_global_offset"):
-            room, function = f"minitrain.{name}".rsplit(".", 1)
-            original = getattr(import_module(room), function)
-            stack.enter_context(patch(f"{room}.{function}", without_fake_tensors(original)))
-        stack.enter_context(patch("minitrain.parallel.fp8.standing", lambda placeholder: placeholder))
+        for room, name in ((build, "lay_out"), (parallel_mesh, "compute_local_shape_and_global_offset")):
+            stack.enter_context(patch.object(room, name, without_fake_tensors(getattr(room, name))))
+        stack.enter_context(patch.object(Tensor, "as_subclass", lambda tensor, kind: tensor))
         stack.enter_context(patch("torch.as_strided", partial(as_strided_unless_placeholder, torch.as_strided)))
         stack.enter_context(patch.object(Module, "compile", compile_without_kernels))
-        stack.enter_context(patch("torch._dynamo.backends.debugging.boxed_nop", repeated))
+        stack.enter_context(patch("torch._dynamo.backends.debugging.boxed_nop", RepeatedGraph))
         yield
 
 
@@ -218,7 +197,7 @@ def without_fake_tensors(function: Callable) -> Callable:
 
 
 def as_strided_unless_placeholder(as_strided: Callable, tensor: Tensor, *args, **kwargs) -> Tensor:
-    """In place of the tensor subclass by which parallel/fp8.py's placeholders pass through FSDP."""
+    """In place of the tensor subclass as which parallel/fp8.py's placeholders pass through FSDP."""
     return tensor if is_placeholder(tensor) else as_strided(tensor, *args, **kwargs)
 
 
@@ -235,22 +214,9 @@ def make_optimizer_states(trainer: Trainer) -> None:
     trainer.optimizer.zero_grad(set_to_none=True)
 
 
-def start_of_micro_batch(trainer: Trainer, tracer: Tracer) -> None:
-    tracer.hold(gradients(trainer), "gradients")
-    tracer.mark("forward")
-
-
-def gradients(trainer: Trainer) -> list[Tensor]:
-    return [owned(p.grad)[0] for p in trainer.model.parameters() if p.grad is not None]
-
-
-def owned_tensors(trainer: Trainer) -> list[Tensor]:
-    return [owned(tensor)[0] for tensor in trainer.model.state_dict().values()]
-
-
-def optimizer_tensors(trainer: Trainer) -> list[Tensor]:
-    states = trainer.optimizer.state.values()
-    return [owned(x)[0] for state in states for x in state.values() if isinstance(x, Tensor)]
+def parts(values: Iterable) -> list[Tensor]:
+    """This rank's part of each value that is a tensor."""
+    return [local(value) for value in values if isinstance(value, Tensor)]
 
 
 @contextmanager
@@ -266,26 +232,36 @@ def marked_schedule(tracer: Tracer) -> Iterator[None]:
 
         return run
 
-    with (
-        patch.object(Stage, "forward_one_chunk", marked(Stage.forward_one_chunk, lambda **_: "F")),
-        patch.object(
-            Stage, "backward_one_chunk",
-            marked(Stage.backward_one_chunk, lambda full_backward=True, **_: "B" if full_backward else "I"),
-        ),
-        patch.object(Stage, "backward_weight_one_chunk", marked(Stage.backward_weight_one_chunk, lambda **_: "W")),
-    ):  # fmt: skip
+    kinds = {
+        "forward_one_chunk": lambda **_: "F",
+        "backward_one_chunk": lambda full_backward=True, **_: "B" if full_backward else "I",
+        "backward_weight_one_chunk": lambda **_: "W",
+    }
+    with ExitStack() as stack:
+        for name, kind in kinds.items():
+            stack.enter_context(patch.object(Stage, name, marked(getattr(Stage, name), kind)))
         yield
 
 
 @contextmanager
-def marked_optimizer(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
-    """Mark the end of the passes, and count their gradients as such."""
-    step = trainer.optimizer.step
+def marked_passes(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
+    """Mark where each micro-batch's passes begin and where the last one ends, and count their gradients as such."""
+    loss, update = trainer.objective.loss, trainer.optimizer.step
 
-    def marked_step():
-        tracer.hold(gradients(trainer), "gradients")
+    def count_gradients() -> None:
+        tracer.hold(parts(p.grad for p in trainer.model.parameters()), "gradients")
+
+    def marked_loss(model: Module, batch) -> Tensor:
+        count_gradients()
+        tracer.mark("forward")
+        terms = loss(model, batch)
+        tracer.mark("backward")
+        return terms
+
+    def marked_update():
+        count_gradients()
         tracer.mark("optimizer")
-        return step()
+        return update()
 
-    with patch.object(trainer.optimizer, "step", marked_step):
+    with patch.object(trainer.objective, "loss", marked_loss), patch.object(trainer.optimizer, "step", marked_update):
         yield

@@ -106,7 +106,7 @@ def nemo_squad(work: Work, seq_len: float) -> float:
 def count_work(config: DecoderConfig, adapters: int = 0) -> Work:
     """Measure the model of `config`, built without memory on the meta device. adapters: see `lora_weights`."""
     model = _meta_model(config)
-    weights = sum(layer.weight.numel() for layer in _linear_layers(model).values())
+    weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
     if config.tie_word_embeddings:
         weights += model.head_weight.numel()
     experts = [module for module in model.modules() if isinstance(module, Experts)]
@@ -162,7 +162,3 @@ def flops_per_token(config: DecoderConfig, seq_len: float, convention: Conventio
 def _meta_model(config: DecoderConfig) -> Decoder:
     with torch.device("meta"):
         return Decoder(config)
-
-
-def _linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}

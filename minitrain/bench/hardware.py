@@ -30,6 +30,7 @@ PEAKS = (
     ("B200", 2250e12, None),
 )
 
+MATMUL_SIZE = 8192  # rows, columns and depth of the product that is timed on CUDA
 LINUX_STATUS = Path("/proc/self/status")
 
 
@@ -46,14 +47,13 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
     return None
 
 
-def measure_matmul(device: torch.device | str, dtype: torch.dtype) -> float:
+def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a large square matmul on this machine: the best of five runs of about 0.1 s each.
 
     dtype: a floating type that `@` takes, or e4m3, whose products are summed up fast. fp32 on CUDA uses TF32 or not, as
     torch is set.
     """
-    device = torch.device(device)
-    size = 8192 if device.type == "cuda" else 1024
+    size = MATMUL_SIZE if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     if dtype == torch.float8_e4m3fn:
         one = torch.ones((), device=device)
@@ -63,12 +63,11 @@ def measure_matmul(device: torch.device | str, dtype: torch.dtype) -> float:
     return 2 * size**3 / _seconds_per_call(matmul, device)
 
 
-def measure_attention(device: torch.device | str, dtype: torch.dtype) -> tuple[float, float]:
+def measure_attention(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """FLOP/s of causal attention, forward and backward: 32 heads of 128 channels, 8192 tokens (on CPUs 8 and 512).
 
     Half of the square counts; the backward pass is 2.5 times the forward (five matrix products instead of two).
     """
-    device = torch.device(device)
     heads, length, width = (32, 8192, 128) if device.type == "cuda" else (8, 512, 128)
     shape = 1, heads, length, width
     q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
@@ -79,9 +78,8 @@ def measure_attention(device: torch.device | str, dtype: torch.dtype) -> tuple[f
     return flops / _seconds_per_call(attend, device), 2.5 * flops / _seconds_per_call(back, device)
 
 
-def measure_memory(device: torch.device | str) -> float:
+def measure_memory(device: torch.device) -> float:
     """Bytes/s of an addition of two large tensors into a third."""
-    device = torch.device(device)
     size = 2**29 if device.type == "cuda" else 2**25  # elements: beyond what caches hold
     a, b, out = (torch.ones(size, device=device) for _ in range(3))
     return 3 * a.nbytes / _seconds_per_call(partial(torch.add, a, b, out=out), device)
@@ -89,12 +87,12 @@ def measure_memory(device: torch.device | str) -> float:
 
 def _seconds_per_call(function: Callable, device: torch.device) -> float:
     """The best of five runs of about 0.1 s each."""
-    _time_calls(function, device, 1)  # the first call loads and tunes kernels
-    count = ceil(0.1 / _time_calls(function, device, 1))
-    return min(_time_calls(function, device, count) for _ in range(5)) / count
+    timed(function, device)  # the first call loads and tunes kernels
+    count = ceil(0.1 / timed(function, device))
+    return min(timed(function, device, count) for _ in range(5)) / count
 
 
-def _time_calls(function: Callable, device: torch.device, count: int) -> float:
+def timed(function: Callable, device: torch.device, count: int = 1) -> float:
     """Seconds for `count` calls of `function`, the device idle before and after."""
     _synchronize(device)
     start = time.perf_counter()
@@ -109,9 +107,8 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def peak_memory_bytes(device: torch.device | str) -> int:
+def peak_memory_bytes(device: torch.device) -> int:
     """Most bytes held at once so far: by torch's allocator on CUDA, by the whole process (resident set) on CPU."""
-    device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if LINUX_STATUS.exists():  # getrusage would count the memory of the process that started this one, up to its exec
@@ -119,9 +116,8 @@ def peak_memory_bytes(device: torch.device | str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: in bytes
 
 
-def describe(device: torch.device | str) -> dict[str, str | int]:
+def describe(device: torch.device) -> dict[str, str | int]:
     """Its name, a GPU's multiprocessors or the CPU cores that this process may use, and torch's version."""
-    device = torch.device(device)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name, cores = properties.name, properties.multi_processor_count

@@ -2,9 +2,7 @@
 
 from functools import partial
 
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore  # the one source of a fake process group
-
+from minitrain.bench.fake_world import fake_world
 from minitrain.config import Config
 from minitrain.config_checks import check_layout
 from minitrain.parallel.mesh import build_meshes, owned, world_size
@@ -27,17 +25,24 @@ def training_ranks(config: Config) -> int:
     return stated_ranks(config) - config.grpo.generation_ranks
 
 
+def row_ranks(config: Config) -> int:
+    """Ranks that take different rows of a batch."""
+    p = config.parallel
+    return training_ranks(config) // (p.tp * p.cp * p.pp)
+
+
+def micro_batches(config: Config) -> int:
+    """Of a rank, in an optimizer step."""
+    return config.batch.global_ // (config.batch.micro * row_ranks(config))
+
+
 def dry_run(config: Config) -> str:
     """Validate and lay out on the meta device, and describe the result. Raises InputError for what cannot work."""
     ranks = stated_ranks(config)
     check_layout(config, ranks)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
+    with fake_world(ranks):
         model = lay_out(partial(make_model, config), config, build_meshes(config, "cpu"))
         total = sum(p.numel() for p in make_model(config).parameters())
         mine = sum(owned(p)[0].numel() for p in model.parameters())
-    finally:
-        dist.destroy_process_group()
-    p, b = config.parallel, config.batch
-    steps = b.global_ // (b.micro * (ranks // (p.tp * p.cp * p.pp)))
-    return f"{total:,} parameters over {ranks} ranks, {mine:,} on rank 0; {steps} micro-batch(es) a step: ok"
+    count = micro_batches(config)
+    return f"{total:,} parameters over {ranks} ranks, {mine:,} on rank 0; {count} micro-batch(es) a step: ok"

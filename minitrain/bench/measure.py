@@ -1,8 +1,8 @@
 """Time a config's real training steps and turn them into the figures of the published tables."""
 
-import time
 from collections import Counter
 from pathlib import Path
+from statistics import median_high as median
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from minitrain.bench.flops import (
     nemo_squad,
 )
 from minitrain.bench.flops_wan import training_flops
-from minitrain.bench.hardware import describe, measure_matmul, peak_flops, peak_memory_bytes
+from minitrain.bench.hardware import describe, measure_matmul, peak_flops, peak_memory_bytes, timed
 from minitrain.bench.memory import working_memory
 from minitrain.config import Config, load
 from minitrain.errors import InputError
@@ -34,10 +34,7 @@ CONVENTIONS = {convention.__name__: convention for convention in (clean, automod
 def measure(config: Config, row: str, meshes: Meshes, steps: int, warmup: int) -> dict:
     """Run `warmup` + `steps` optimizer steps and return one result row; keys as in the README. All ranks call it."""
     data, _ = open_dataset(config)
-    device, dtype = pick_device(config.device), compute_dtype(config)
-    matmul = measure_matmul(device, dtype)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    device, matmul = prepare(config)
     torch.compiler.reset()  # an earlier config's graphs would count against the limit of recompilations
     compile_seconds = calculate_time_spent()["total_wall_time"]
     trainer = Trainer(config, meshes)
@@ -45,12 +42,21 @@ def measure(config: Config, row: str, meshes: Meshes, steps: int, warmup: int) -
     for step in progress(warmup + steps, row):
         times.append(timed(lambda step=step: trainer.step(data, step), device))
         graphs.append(counters["stats"]["unique_graphs"])
-    matmul = max(matmul, measure_matmul(device, dtype))  # once might have been a busy moment of a shared machine
-    return result(config, row, device, times[warmup:], matmul, visible_share(data)) | {
+    matmul = max(matmul, measure_matmul(device, compute_dtype(config)))  # the first may have met a busy machine
+    return training_result(config, row, device, times[warmup:], matmul, visible_share(data)) | {
         "compile_s": calculate_time_spent()["total_wall_time"] - compile_seconds,
         "recompiles": graphs[-1] - graphs[min(1, len(graphs) - 1)],  # after the second step
         "activations_gib": activation_bytes(trainer, data) / 2**30,
     }
+
+
+def prepare(config: Config) -> tuple[torch.device, float]:
+    """The device, whose peak of memory begins here, and its FLOP/s in large matrix products."""
+    device = pick_device(config.device)
+    matmul = measure_matmul(device, compute_dtype(config))
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    return device, matmul
 
 
 def activation_bytes(trainer: Trainer, dataset) -> int:
@@ -70,20 +76,6 @@ def activation_bytes(trainer: Trainer, dataset) -> int:
     return held
 
 
-def timed(function, device: torch.device) -> float:
-    """Seconds that `function` takes until the device has finished its work."""
-    synchronize(device)
-    began = time.perf_counter()
-    function()
-    synchronize(device)
-    return time.perf_counter() - began
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def progress(steps: int, row: str):
     return tqdm(range(steps), desc=row, unit="step", leave=False, disable=dist.get_rank() != 0)
 
@@ -92,40 +84,52 @@ def compute_dtype(config: Config) -> torch.dtype:
     return {"fp32": torch.float32, "fp8": torch.float8_e4m3fn}.get(config.precision, torch.bfloat16)
 
 
-def result(
+def training_result(
     config: Config, row: str, device: torch.device, times: list[float], matmul: float, visible: float = 1.0
 ) -> dict:
-    """The figures of a row from the seconds of its timed steps; `matmul` is the measured FLOP/s of one device.
+    """See `result`. visible: as `visible_share` says."""
+    tokens = config.batch.global_ * config.batch.seq_len / median(times) / dist.get_world_size()
+    return result(config, row, device, times, matmul, tokens, *token_flops(config, visible))
 
-    tflops_per_gpu counts as the published table does (`reference.convention`), clean_tflops_per_gpu as the work is.
-    visible: as `visible_share` says.
-    """
-    published = config.reference
-    step_time, ranks = median(times), dist.get_world_size()
-    tokens = config.batch.global_ * config.batch.seq_len / step_time / ranks
-    achieved, as_published = (tokens * count_flops(config, c, visible) for c in (clean, table_convention(config)))
+
+def result(
+    config: Config, row: str, device: torch.device, times: list[float], matmul: float, tokens: float,
+    flops: float, table_flops: float,
+) -> dict:  # fmt: skip
+    """The figures of a row from the seconds of its timed steps; the rest as in `rates`, with `matmul` measured here."""
     machine = describe(device)
     peak = peak_flops(machine["device"], compute_dtype(config))
     return {
         "row": row,
-        "system": published.get("system"),
+        "system": config.reference.get("system"),
         "mode": "measured",
         "proxy": False,
-        "world_size": ranks,
-        "step_time_s": step_time,
+        "world_size": dist.get_world_size(),
+        "step_time_s": median(times),
         "step_time_min_s": min(times),
         "steps": len(times),
-        "tokens_per_sec_per_gpu": tokens,
-        "tflops_per_gpu": as_published / 1e12,
-        "clean_tflops_per_gpu": achieved / 1e12,
-        "mfu": achieved / matmul,
-        "mfu_of_peak": achieved / peak if peak else None,
+        **rates(config, tokens, matmul, flops, table_flops),
+        "mfu_of_peak": tokens * flops / peak if peak else None,
         "matmul_tflops": matmul / 1e12,
         "peak_memory_gib": peak_memory_bytes(device) / 2**30,
-        "reference": published,
+        "reference": config.reference,
         "published_step_time_s": published_step_time(config),
-        "ratio": compare(tokens, as_published, published),
         **machine,
+    }
+
+
+def rates(config: Config, tokens: float, matmul: float, flops: float, table_flops: float) -> dict:
+    """What follows from `tokens` per second and GPU.
+
+    matmul: FLOP/s of matrix products on a GPU, of which MFU is a share. flops, table_flops: of a token, counted as the
+    work is, and as the published table counts.
+    """
+    return {
+        "tokens_per_sec_per_gpu": tokens,
+        "tflops_per_gpu": tokens * table_flops / 1e12,
+        "clean_tflops_per_gpu": tokens * flops / 1e12,
+        "mfu": tokens * flops / matmul,
+        "ratio": compare(tokens, tokens * table_flops, config.reference),
     }
 
 
@@ -158,6 +162,11 @@ def visible_share(dataset) -> float:
     return effective_length(Counter(row["documents"].tolist()).values()) / len(row["documents"])
 
 
+def token_flops(config: Config, visible: float) -> tuple[float, float]:
+    """FLOPs of a training step per token, by `clean` counting and by that of the row's table."""
+    return count_flops(config, clean, visible), count_flops(config, table_convention(config), visible)
+
+
 def count_flops(config: Config, convention, visible: float = 1.0) -> float:
     """FLOPs of a training step per token. For diffusion there is one convention, which counts what is computed.
 
@@ -177,10 +186,6 @@ def table_convention(config: Config):
     if name not in CONVENTIONS:
         raise InputError(f"reference.convention={name!r} is not one of {', '.join(CONVENTIONS)}")
     return CONVENTIONS[name]
-
-
-def median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def load_row(file: str | Path, overrides: list[str]) -> tuple[str, Config]:

@@ -6,38 +6,27 @@ response. Rewards are those of random text; a step with no signal costs the same
 """
 
 import dataclasses
+from statistics import median_high as median
 
-import torch
 import torch.distributed as dist
 
 from minitrain.bench.flops import clean, flops_per_token
-from minitrain.bench.hardware import measure_matmul
-from minitrain.bench.measure import compare, compute_dtype, median, result
+from minitrain.bench.measure import prepare, result
 from minitrain.config import Config
 from minitrain.grpo.loop import PHASES, Run
-from minitrain.parallel.mesh import pick_device
 
 
 def measure_policy(config: Config, row: str, steps: int, warmup: int) -> dict:
     """Run `warmup` + `steps` GRPO steps and return one result row; all ranks call it."""
     last = config.grpo.lag  # a step off policy, the last one samples nothing
     config = dataclasses.replace(published_lengths(config), steps=warmup + steps + last)
-    device = pick_device(config.device)
-    matmul = measure_matmul(device, compute_dtype(config))
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    device, matmul = prepare(config)
     run = Run(config, folder=None)
     lines = list(run.steps(run.begin()))[warmup : warmup + steps]
     times = [line["step_time_s"] for line in lines]
     tokens = median([line["tokens_per_sec_per_gpu"] for line in lines])
     per_token = flops_of_token(config, lines[0]["step_tokens"])
-    return result(config, row, device, times, matmul) | {
-        "tokens_per_sec_per_gpu": tokens,
-        "tflops_per_gpu": tokens * per_token / 1e12,
-        "clean_tflops_per_gpu": tokens * per_token / 1e12,
-        "mfu": tokens * per_token / matmul,
-        "mfu_of_peak": None,
-        "ratio": compare(tokens, tokens * per_token, config.reference),
+    return result(config, row, device, times, matmul, tokens, per_token, per_token) | {
         "response_tokens": median([line["length"] for line in lines]),
         "age": config.grpo.lag,
         "generation_ranks": config.grpo.generation_ranks or dist.get_world_size(),

@@ -4,16 +4,17 @@ Prompts have the rest of batch.seq_len, and are new at every step, so that none 
 of the seed; no response ends early, and both libraries make the same number of tokens.
 """
 
+from statistics import median_high as median
+
 import torch
-import torch.distributed as dist
 
 from minitrain.bench.flops import clean, flops_per_token
-from minitrain.bench.hardware import measure_matmul
-from minitrain.bench.measure import compute_dtype, median, progress, result, timed
-from minitrain.bench.versus import transformers_model
+from minitrain.bench.hardware import timed
+from minitrain.bench.measure import prepare, progress, result
+from minitrain.bench.versus import transformers_model, versus_result
 from minitrain.config import Config
 from minitrain.errors import InputError
-from minitrain.parallel.mesh import pick_device, start
+from minitrain.parallel.mesh import start
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import SamplingParams
 from minitrain.training.build import build_model
@@ -30,10 +31,8 @@ def measure_sampling(config: Config, row: str, steps: int, warmup: int, versus: 
             f"batch.seq_len={config.batch.seq_len} must exceed rollout.max_tokens={config.rollout.max_tokens}, "
             f"for prompts of the difference"
         )
-    meshes, device = start(config), pick_device(config.device)
-    if versus and dist.get_world_size() > 1:
-        raise InputError(f"--versus transformers runs in one process, not in {dist.get_world_size()}")
-    matmul = measure_matmul(device, compute_dtype(config))
+    meshes = start(config)
+    device, matmul = prepare(config)
     sampler = Sampler(build_model(config, meshes), settings=config.rollout)
     runs = [lambda prompts: sample(sampler, config, prompts)]
     if versus:
@@ -67,27 +66,13 @@ def sample_with_transformers(model, config: Config, prompts: torch.Tensor) -> No
 def figures(config: Config, row: str, device, seconds: list[list[float]], matmul: float, length: int) -> dict:
     """A prompt is computed once for its group; a forward pass is a third of what a training step computes."""
     ours, prompts, new = [each[0] for each in seconds], config.batch.global_, config.rollout.max_tokens
-    ranks = dist.get_world_size() // config.parallel.tp
     produced = prompts * config.grpo.group * new
-    computed = (prompts * length + produced) * flops_per_token(config.model.config, length + new, clean) / 3
-    rate = computed / median(ours) / config.parallel.tp
-    outcome = result(config, row, device, ours, matmul) | {
-        "world_size": ranks * config.parallel.tp,
-        "tokens_per_sec_per_gpu": produced / median(ours) / config.parallel.tp,
-        "tflops_per_gpu": rate / 1e12,
-        "clean_tflops_per_gpu": rate / 1e12,
-        "mfu": rate / matmul,
-        "mfu_of_peak": None,
+    tokens = produced / median(ours) / config.parallel.tp
+    forward = flops_per_token(config.model.config, length + new, clean) / 3
+    flops = forward * (prompts * length + produced) / produced
+    outcome = result(config, row, device, ours, matmul, tokens, flops, flops) | {
         "ratio": None,
         "prompt_tokens": prompts * length,
         "new_tokens": produced,
     }
-    if len(seconds[0]) == 1:
-        return outcome
-    ratios = [theirs / mine for mine, theirs in seconds]
-    return outcome | {
-        "versus": "transformers",
-        "versus_ratio": median(ratios),
-        "versus_ratio_range": [min(ratios), max(ratios)],
-        "versus_step_time_s": [median(column) for column in zip(*seconds, strict=True)],
-    }
+    return outcome | (versus_result("transformers", seconds) if len(seconds[0]) > 1 else {})

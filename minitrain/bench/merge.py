@@ -7,7 +7,7 @@ themselves, changed models, other systems, shrunk and other configs) has a table
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import median, median_high
 
 import yaml
 
@@ -29,14 +29,17 @@ class Row:
     results: dict[str, dict] = field(default_factory=dict)
 
     @property
+    def reference(self) -> dict:
+        return self.tree["reference"]
+
+    @property
     def figure(self) -> str:
-        return next(figure for figure in FIGURES if figure in self.tree["reference"])
+        return next(figure for figure in FIGURES if figure in self.reference)
 
     @property
     def published(self) -> float:
         """As printed; or, where that is known to be wrong, what it should have been."""
-        reference = self.tree["reference"]
-        return reference.get(f"corrected_{self.figure}", reference[self.figure])
+        return self.reference.get(f"corrected_{self.figure}", self.reference[self.figure])
 
 
 @dataclass
@@ -81,7 +84,7 @@ def merge(results: list[dict], day: str) -> Report:
             others.append(result)
     tables: dict[str, list[Row]] = {}
     for row in rows.values():
-        tables.setdefault(table_of(row.tree["reference"]), []).append(row)
+        tables.setdefault(table_of(row.reference), []).append(row)
     machines: dict[str, set[str]] = {}
     for result in results:
         machines.setdefault(result["mode"], set()).add(f"{result['device']}, torch {result['torch']}")
@@ -100,24 +103,19 @@ def table_of(reference: dict) -> str:
 
 
 def summary(report: Report) -> str:
-    """How many rows have which results, and how far those are from what was published."""
+    """How many rows have which results, and how far those are from what was published: simulated ones by the published
+    run's recipe, where no constant was fitted to them."""
     rows = [row for table in report.tables.values() for row in table]
     parts = [f"{len(rows)} published rows"]
     for kind in KINDS:
-        ratios = sorted(row.results[kind]["ratio"] for row in rows if kind in row.results)
+        ratios = [row.results[kind]["ratio"] for row in rows if kind in row.results]
         if ratios:
-            parts.append(f"{len(ratios)} {kind}, median {ratios[len(ratios) // 2]:.2f} of the published figure")
-    return "; ".join([*parts, *accuracy(rows)])
-
-
-def accuracy(rows: list[Row]) -> list[str]:
-    """In one line, if any such row was simulated: how far `held_back` rows are off, by the published run's recipe."""
-    tested = held_back(rows)
-    if not tested:
-        return []
-    middle, worst = median(map(error, tested)), max(tested, key=error)
-    off = f"off by {middle:.1%} in the median, {error(worst):.0%} at worst ({worst.name})"
-    return [f"of {len(tested)} rows not fitted to, {off}"]
+            parts.append(f"{len(ratios)} {kind}, median {median_high(ratios):.2f} of the published figure")
+    if tested := held_back(rows):
+        middle, worst = median(map(error, tested)), max(tested, key=error)
+        off = f"off by {middle:.1%} in the median, {error(worst):.0%} at worst ({worst.name})"
+        parts.append(f"of {len(tested)} rows not fitted to, {off}")
+    return "; ".join(parts)
 
 
 def held_back(rows: list[Row]) -> list[Row]:
@@ -141,7 +139,7 @@ def accuracy_cells(report: Report) -> dict[str, list[str]]:
     everything = [row for rows in groups.values() for row in rows]
     groups["all"] = everything
     groups["all but GRPO"] = training = [row for row in everything if row.tree.get("task") != "grpo"]
-    alike = [row for row in training if "differs" not in row.tree["reference"]]
+    alike = [row for row in training if "differs" not in row.reference]
     groups["all but GRPO and those whose published runs differ"] = alike
     groups = {title: rows for title, rows in groups.items() if rows}
     if not groups:
@@ -162,7 +160,7 @@ def outliers(report: Report) -> list[str]:
     far = sorted((row for row in held_back(rows) if error(row) > LIMIT), key=error, reverse=True)
     lines = [
         f"{row.name}: {predicted(row):.2f} of the published figure; "
-        + ("its " + differs(row) if "differs" in row.tree["reference"] else "unexplained")
+        + ("its " + differs(row) if "differs" in row.reference else "unexplained")
         for row in far
     ]
     tight = [row for row in rows if row.results["simulated"].get("fits") is False]
@@ -170,36 +168,37 @@ def outliers(report: Report) -> list[str]:
 
 
 def differs(row: Row) -> str:
-    return f"published run {row.tree['reference']['differs']}"
+    return f"published run {row.reference['differs']}"
 
 
 def cells(rows: list[Row]) -> dict[str, list[str]]:
     """A published table's columns, with ours behind; those that are empty in all rows are left out."""
     trees, unit = [row.tree for row in rows], FIGURES[rows[0].figure]
     batches, layouts = [tree["batch"] for tree in trees], [tree["parallel"] for tree in trees]
+    references = [row.reference for row in rows]
     columns = {
         "row": [short_name(row) for row in rows],
-        "system": [tree["reference"]["system"] for tree in trees],
-        "GPUs": [str(tree["reference"]["gpus"]) for tree in trees],
+        "system": [reference["system"] for reference in references],
+        "GPUs": [str(reference["gpus"]) for reference in references],
         "GBS": [str(batch["global"]) for batch in batches],
         "MBS": [str(batch["micro"]) for batch in batches],
         "sequence": [str(batch["seq_len"]) for batch in batches],
         **{name: [str(layout.get(name.lower(), 1)) for layout in layouts] for name in ("TP", "PP", "CP", "VP", "EP")},
-        "published step s": [number(tree["reference"].get("step_time_s"), ".4g") for tree in trees],
-        "published TFLOP/s": [number(tree["reference"].get("tflops_per_gpu"), ".4g") for tree in trees],
-        f"published {unit}": [value(row.tree["reference"][row.figure]) for row in rows],
+        "published step s": [number(reference.get("step_time_s"), ".4g") for reference in references],
+        "published TFLOP/s": [number(reference.get("tflops_per_gpu"), ".4g") for reference in references],
+        f"published {unit}": [value(row.reference[row.figure]) for row in rows],
     }
     for kind in KINDS:
         found = [row.results.get(kind, {}) for row in rows]
         columns[f"{kind} {unit}"] = [value(r.get(row.figure)) for row, r in zip(rows, found, strict=True)]
         columns[f"{kind} ratio"] = [number(r.get("ratio"), ".3f") for r in found]
         columns[f"{kind} GiB"] = [number(r.get("peak_memory_gib"), ".1f") for r in found]
-    columns["note"] = ["*" if {"known_error", "differs"} & tree["reference"].keys() else "" for tree in trees]
+    columns["note"] = ["*" if {"known_error", "differs"} & reference.keys() else "" for reference in references]
     return {name: column for name, column in columns.items() if any(column)}
 
 
 def other_cells(results: list[dict]) -> dict[str, list[str]]:
-    columns = {
+    return {
         "result": [label(r) for r in results],
         "device": [r["device"] for r in results],
         "ranks": [str(r["world_size"]) for r in results],
@@ -209,7 +208,6 @@ def other_cells(results: list[dict]) -> dict[str, list[str]]:
         "MFU": [number(r["mfu"], ".1%") for r in results],
         "peak GiB": [number(r.get("peak_memory_gib"), ".2f") for r in results],
     }
-    return columns
 
 
 def short_name(row: Row) -> str:
@@ -223,9 +221,8 @@ def value(x: float | None) -> str:
 def notes(rows: list[Row]) -> list[str]:
     """What is known to be wrong with a published figure, what was run otherwise, and of what an extrapolation knows
     nothing."""
-    lines = [f"* {short_name(row)}: {row.tree['reference']['known_error']}" for row in rows
-             if "known_error" in row.tree["reference"]]  # fmt: skip
-    lines += [f"* {short_name(row)}: the {differs(row)}" for row in rows if "differs" in row.tree["reference"]]
+    lines = [f"{short_name(row)}: {row.reference['known_error']}" for row in rows if "known_error" in row.reference]
+    lines += [f"{short_name(row)}: the {differs(row)}" for row in rows if "differs" in row.reference]
     for row in rows:
         if "extrapolated" in row.results:
             result = row.results["extrapolated"]
@@ -253,7 +250,7 @@ def as_markdown(report: Report) -> str:
         parts += [f"- {line}" for line in outliers(report)]
     for title, rows in report.tables.items():
         parts.append(f"## {title}\n\n{markdown(cells(rows))}")
-        parts += [f"- {line.removeprefix('* ')}" for line in notes(rows)]
+        parts += [f"- {line}" for line in notes(rows)]
     if report.others:
         parts.append(f"## Not to be compared with a row\n\n{markdown(other_cells(report.others))}")
     return "\n\n".join(parts) + "\n"

@@ -101,8 +101,7 @@ def write_report(files: list[str], folder: str) -> None:
     print(f"{target / 'report.md'} and {target / 'report.html'}: {merge.summary(report)}")
 
 
-def make_page(report) -> str:
-    """The whole page. report: merge.Report."""
+def make_page(report: merge.Report) -> str:
     sections = [table_section(title, rows) for title, rows in report.tables.items()]
     if cells := merge.accuracy_cells(report):
         body = html_table(cells) + bullets(merge.outliers(report))
@@ -120,17 +119,11 @@ def make_page(report) -> str:
     )
 
 
-def table_section(title: str, rows: list) -> str:
+def table_section(title: str, rows: list[merge.Row]) -> str:
     shown = [row for row in rows if row.results]
     chart = f'<div class="chart">{"".join(map(bars, shown))}</div>' if shown else paragraph("No results yet.")
     details = "".join(simulation_details(row) for row in rows if "simulated" in row.results)
-    return section(
-        title,
-        chart
-        + html_table(merge.cells(rows))
-        + bullets([line.removeprefix("* ") for line in merge.notes(rows)])
-        + details,
-    )
+    return section(title, chart + html_table(merge.cells(rows)) + bullets(merge.notes(rows)) + details)
 
 
 def section(title: str, body: str) -> str:
@@ -158,7 +151,7 @@ def html_table(columns: dict[str, list[str]]) -> str:
 # ---------------------------------------------------------------------------------------------------------------- bars
 
 
-def bars(row) -> str:
+def bars(row: merge.Row) -> str:
     """A row's figures as bars, the published one of a length that is the same everywhere: two thirds of the track."""
     unit = merge.FIGURES[row.figure]
     figures = {"published": (row.published, 1.0)}
@@ -193,7 +186,7 @@ def stack(parts: dict[str, float], whole: float, unit: str, label: str) -> str:
 # ---------------------------------------------------------------------------------------------- what a simulation knows
 
 
-def simulation_details(row) -> str:
+def simulation_details(row: merge.Row) -> str:
     """A fold with memory by kind, the step's time by kind, and the pipeline."""
     result = row.results["simulated"]
     held, spent = result.get("memory_gib") or {}, result.get("breakdown_s") or {}

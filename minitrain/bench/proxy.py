@@ -13,8 +13,8 @@ import dataclasses
 from collections import Counter
 
 from minitrain.bench.flops import clean
-from minitrain.bench.layout import stated_ranks
-from minitrain.bench.measure import compare, count_flops, published_step_time, table_convention, visible_share
+from minitrain.bench.layout import micro_batches, stated_ranks
+from minitrain.bench.measure import count_flops, published_step_time, rates, token_flops, visible_share
 from minitrain.config import Config
 from minitrain.config_checks import check_layout, validate
 from minitrain.errors import InputError
@@ -46,19 +46,22 @@ def make_proxy(config: Config, layers: int) -> Config:
         raise InputError(f"--proxy={layers} must be above {first_dense} and at most num_layers={whole.num_layers}")
     if isinstance(every, int) and layers % every:
         raise InputError(f"--proxy={layers} is not a multiple of recompute={every}, which takes every {every}th block")
-    batch = config.batch
-    rows = stated_ranks(config) // (config.parallel.tp * config.parallel.cp * config.parallel.pp)
     check_layout(config, stated_ranks(config))
-    micro_batches = min(MICRO_BATCHES, batch.global_ // (batch.micro * rows))
+    rows = config.batch.micro * min(MICRO_BATCHES, micro_batches(config))
     proxy = dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, config=fewer_layers(own_experts(whole, config.parallel.ep), layers)),
-        batch=dataclasses.replace(batch, global_=batch.micro * micro_batches),
+        cut(config, layers),
+        batch=dataclasses.replace(config.batch, global_=rows),
         parallel=dataclasses.replace(config.parallel, **ALONE),
         reference=config.reference | {"changed": ["model.num_layers", "parallel"]},
     )
     validate(proxy)
     return proxy
+
+
+def cut(config: Config, layers: int) -> Config:
+    """The config with so many layers, and with one rank's experts."""
+    shape = fewer_layers(own_experts(config.model.config, config.parallel.ep), layers)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, config=shape))
 
 
 def own_experts(shape, ep: int):
@@ -87,7 +90,7 @@ def mixture(pattern: str, layers: int) -> str:
     return letters
 
 
-def note(config: Config, layers: int) -> dict:
+def note(config: Config, layers: int | list[int]) -> dict:
     """What a proxy's result says about it."""
     experts = getattr(own_experts(config.model.config, config.parallel.ep), "num_experts", 0)
     return {"proxy": True, "layers": layers, "full_layers": config.model.config.num_layers, "left_out": LEFT_OUT} | (
@@ -100,40 +103,26 @@ def extrapolate(config: Config, small: dict, large: dict) -> dict:
 
     step_time_s is that of the config's own batch and GPUs. Raises InputError if more layers took no more time.
     """
-    costs = [token_flops(config, n) for n in (small["layers"], large["layers"], config.model.config.num_layers)]
+    layers = [small["layers"], large["layers"]]
+    costs = [count_flops(cut(config, n), clean) for n in (*layers, config.model.config.num_layers)]
     times = [1 / result["tokens_per_sec_per_gpu"] for result in (small, large)]
     slope = (times[1] - times[0]) / (costs[1] - costs[0])
     if slope <= 0:
-        raise InputError(
-            f"{large['layers']} layers took no longer than {small['layers']}: nothing to extrapolate (use more steps)"
-        )
+        raise InputError(f"{layers[1]} layers took no longer than {layers[0]}: nothing to extrapolate (use more steps)")
     tokens = 1 / (times[1] + slope * (costs[2] - costs[1]))
-    visible = visible_share(open_dataset(config)[0])
-    as_published, achieved = (tokens * count_flops(config, c, visible) for c in (table_convention(config), clean))
+    flops = token_flops(config, visible_share(open_dataset(config)[0]))
     ranks = stated_ranks(config)
     same = ("row", "system", "device", "cores", "torch", "matmul_tflops")
-    return {key: large[key] for key in same if key in large} | {
+    return {
+        **{key: large[key] for key in same if key in large},
+        **note(config, layers),
         "mode": "extrapolated",
         "extrapolated_from": large["mode"],
-        "proxy": True,
-        "layers": [small["layers"], large["layers"]],
-        "full_layers": config.model.config.num_layers,
-        "left_out": LEFT_OUT,
         "world_size": ranks,
-        "seconds_per_layer": (large["step_time_s"] - small["step_time_s"]) / (large["layers"] - small["layers"]),
+        "seconds_per_layer": (large["step_time_s"] - small["step_time_s"]) / (layers[1] - layers[0]),
         "step_time_s": config.batch.global_ * config.batch.seq_len / tokens / ranks,
-        "tokens_per_sec_per_gpu": tokens,
-        "tflops_per_gpu": as_published / 1e12,
-        "clean_tflops_per_gpu": achieved / 1e12,
-        "mfu": achieved / large["matmul_tflops"] / 1e12,
+        **rates(config, tokens, large["matmul_tflops"] * 1e12, *flops),
         "peak_memory_gib": None,
         "reference": config.reference,
         "published_step_time_s": published_step_time(config),
-        "ratio": compare(tokens, as_published, config.reference),
     }
-
-
-def token_flops(config: Config, layers: int) -> float:
-    """Of a token in a step of the proxy with so many layers."""
-    shape = fewer_layers(own_experts(config.model.config, config.parallel.ep), layers)
-    return count_flops(dataclasses.replace(config, model=dataclasses.replace(config.model, config=shape)), clean)

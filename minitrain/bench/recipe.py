@@ -31,16 +31,15 @@ def as_published(config: Config, row: str, system: System, simulation: Simulatio
         raise InputError(f"reference.recipe.{min(unknown)} is not one of {', '.join(KEYS)}")
     if "stack" in recipe:
         return policy_figures(config, system, simulation, Stack(**named("stacks", recipe["stack"])))
-    traces, micro_batches, traced = simulation.traces, simulation.micro_batches, simulation.traced
+    traces = simulation.traces
     if recipe.get("compile", config.compile) != config.compile:
         config = dataclasses.replace(config, compile=recipe["compile"])
-        traces = record(config)[0]
+        traces = record(config)
     if recipe.get("fp8_experts"):
         traces = {place: with_fp8_experts(trace) for place, trace in traces.items()}
     if "attention" in recipe:
         system = dataclasses.replace(system, **named("attention", recipe["attention"]))
-    theirs = timed(config, traces, micro_batches, traced, system, recipe.get("micro_batches", 0))
-    predicted = figures(config, row, system, theirs)
+    predicted = figures(config, row, system, timed(config, traces, system, recipe.get("micro_batches", 0)))
     return {key: predicted[key] for key in PREDICTED}
 
 

@@ -6,8 +6,6 @@ without branches. So the first call on inputs of some layout runs operator by op
 in place of the first one's. Nothing is estimated: the trace is the same as without.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
@@ -15,22 +13,15 @@ from torch.fx import GraphModule, Interpreter, Node
 from minitrain.bench.trace import Tracer, tensors
 
 
-def repeated(graph: GraphModule, example_inputs: list) -> Callable[[list], tuple]:
-    """In place of torch's `boxed_nop`, which runs a graph on a list of inputs and empties it."""
-    whole = RepeatedGraph(graph)
-
-    def run(inputs: list) -> tuple:
-        return whole(inputs)
-
-    run._boxed_call = True
-    return run
-
-
 class RepeatedGraph:
-    """A graph that torch.compile cut out of a block, and what it did when it was called."""
+    """A graph that torch.compile cut out of a block, and what it did when it was called.
 
-    def __init__(self, graph: GraphModule):
+    In place of torch's `boxed_nop`, which runs a graph on a list of inputs and empties it.
+    """
+
+    def __init__(self, graph: GraphModule, example_inputs: list):
         self.graph = graph
+        self._boxed_call = True  # tells torch what it takes
         self.recordings: dict[tuple, Recording] = {}
 
     def __call__(self, inputs: list) -> tuple:

@@ -74,8 +74,8 @@ def flatten(entry) -> list[Action]:
     return [(entry.stage_index, kind, entry.microbatch_index)] if kind else []
 
 
-def replay(order: list[list[Action]], seconds: Callable[[Action], float], message: Callable[[int], float]) -> Replay:
-    """seconds: what an action takes; message: how long something travels from a stage to one of another rank."""
+def replay(order: list[list[Action]], seconds: Callable[[Action], float], message: float) -> Replay:
+    """seconds: what an action takes; message: how many of them a stage's result travels to another rank."""
     ranks = {stage: rank for rank, actions in enumerate(order) for stage, _, _ in actions}
     spans: dict[Action, tuple[float, float]] = {}
     clocks, places = [0.0] * len(order), [0] * len(order)
@@ -99,17 +99,17 @@ def replay(order: list[list[Action]], seconds: Callable[[Action], float], messag
     return Replay(spans, clocks, ranks)
 
 
-def arrival(action: Action, spans: dict, ranks: dict[int, int], message: Callable[[int], float]) -> float | None:
+def arrival(action: Action, spans: dict, ranks: dict[int, int], message: float) -> float | None:
     """When an action's input is there; None if that is not known yet. ranks: of the stages."""
     stage, kind, batch = action
-    if kind == "F":
-        needed = [] if stage == 0 else [((stage - 1, "F", batch),)]
-    elif kind == "W":
-        needed = [((stage, "I", batch),)]
+    if kind == "W":
+        needed = [[(stage, "I", batch)]]
+    elif kind == "F":
+        needed = [[(stage - 1, "F", batch)]] if stage else []
     else:
-        needed = [((stage, "F", batch),)]
+        needed = [[(stage, "F", batch)]]
         if stage + 1 in ranks:
-            needed.append(((stage + 1, "B", batch), (stage + 1, "I", batch)))
-    delay = {a: message(a[0]) if ranks[a[0]] != ranks[stage] else 0.0 for any_of in needed for a in any_of}
-    times = [next((spans[a][1] + delay[a] for a in any_of if a in spans), None) for any_of in needed]
+            needed.append([(stage + 1, "B", batch), (stage + 1, "I", batch)])
+    done = {a: spans[a][1] + message * (ranks[a[0]] != ranks[stage]) for any_of in needed for a in any_of if a in spans}
+    times = [next((done[a] for a in any_of if a in done), None) for any_of in needed]
     return None if None in times else max(times, default=0.0)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from tqdm import tqdm
 
-from minitrain.bench.layout import stated_ranks
+from minitrain.bench.layout import stated_ranks, training_ranks
 from minitrain.bench.measure import measure
 from minitrain.config import Batch, Config, Data, Model, Parallel, Validation
 from minitrain.config_checks import check_layout, validate
@@ -40,7 +40,7 @@ def shrink(config: Config) -> Config:
     rows = parallel.dp_replicate * parallel.dp_shard
     micro = min(config.batch.micro, 2)
     batch = Batch(
-        global_=rows * micro * micro_batches(config, parallel),
+        global_=rows * micro * shrunk_micro_batches(config, parallel),
         micro=micro,
         seq_len=VIDEO_TOKENS if config.task == "diffusion" else min(SEQ_LEN, max(8, config.batch.seq_len // 8 * 8)),
     )
@@ -70,7 +70,7 @@ def shrink_parallel(config: Config) -> Parallel:
     """
     p = config.parallel
     sizes = {name: min(getattr(p, name), 2) for name in ("dp_replicate", "tp", "cp", "pp", "vp", "ep")}
-    real_shards = row_ranks(config) // p.dp_replicate
+    real_shards = real_row_ranks(config) // p.dp_replicate
     shards = min(real_shards, 2)
     if 1 < p.ep < real_shards * p.cp * p.tp:
         shards = max(shards, 4 // (sizes["cp"] * sizes["tp"]))
@@ -87,26 +87,24 @@ def shrink_model(shape: DecoderConfig | WanConfig, parallel: Parallel) -> Decode
 
 def shrink_rollouts(config: Config) -> Config:
     """Pairs of short responses, one optimizer step's worth; if some ranks only sample, as many as train."""
-    p = config.parallel
-    training = row_ranks(config) * p.tp * p.cp * p.pp
     shared = {"tp": min(config.rollout.tp, 2), "ep": min(config.rollout.ep, 2)}
     rollout = dataclasses.replace(config.rollout, **shared, max_tokens=8, slots=8, page_size=16)
-    sampling = training if config.grpo.generation_ranks else 0
+    sampling = training_ranks(config) if config.grpo.generation_ranks else 0
     grpo = dataclasses.replace(config.grpo, prompts=config.batch.global_, group=2, generation_ranks=sampling)
     return dataclasses.replace(config, rollout=rollout, grpo=grpo)
 
 
-def micro_batches(config: Config, small: Parallel) -> int:
+def shrunk_micro_batches(config: Config, small: Parallel) -> int:
     """How many a rank of the small layout takes per step: at most 4, or at most 4 per pipeline rank.
 
     Below that, as many as the real one; in a pipeline, as many per pipeline rank, and at least one per stage.
     """
-    real = max(1, config.batch.global_ // (config.batch.micro * row_ranks(config)))
+    real = max(1, config.batch.global_ // (config.batch.micro * real_row_ranks(config)))
     per_rank = min(max(1, real // config.parallel.pp), 4)
     return max(small.pp * per_rank, small.pp * small.vp)
 
 
-def row_ranks(config: Config) -> int:
+def real_row_ranks(config: Config) -> int:
     """Ranks that take different rows. An open dp_shard fills the GPUs of the table, or else is taken for 2."""
     p = config.parallel
     others = p.dp_replicate * p.tp * p.cp * p.pp

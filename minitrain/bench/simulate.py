@@ -11,18 +11,18 @@ pipeline, twice as many as ranks. Experts are chosen by the fake balanced gate.
 import dataclasses
 import gc
 import os
-import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from statistics import median_high
 
 import torch
 
 from minitrain.bench import tracers
 from minitrain.bench.fake_world import trace_step
-from minitrain.bench.flops import clean
-from minitrain.bench.layout import stated_ranks
-from minitrain.bench.measure import compare, count_flops, published_step_time, table_convention, visible_share
+from minitrain.bench.layout import micro_batches, row_ranks, stated_ranks
+from minitrain.bench.measure import published_step_time, rates, token_flops, visible_share
 from minitrain.bench.replay import Action, Replay, replay, schedule_order
 from minitrain.bench.timeline import System, Timeline, play
 from minitrain.bench.trace import Trace
@@ -53,19 +53,13 @@ class Simulation:
         typical = typical_events(trace) if others else set()
         return [1 + others * (index in typical) for index in range(len(trace.events))]
 
-    def flops(self, place: int = 0) -> int:
-        """Executed in a step by one rank, recomputation included."""
-        return sum(n * event.flops for n, event in zip(self.times(place), self.traces[place].events, strict=True))
+    def flops(self) -> int:
+        """Executed in a step by the first rank, recomputation included."""
+        return self.traces[0].flops(self.times())
 
-    def collectives(self, place: int = 0) -> dict[str, list[int]]:
-        """[calls, bytes] in a step of one rank, by `dimension/operation`."""
-        trace, totals = self.traces[place], {}
-        for n, event in zip(self.times(place), trace.events, strict=True):
-            if event.kind == "collective":
-                entry = totals.setdefault(f"{event.dimension}/{event.name}", [0, 0])
-                entry[0] += n
-                entry[1] += n * event.payload
-        return totals
+    def collectives(self) -> dict[str, list[int]]:
+        """[calls, bytes] in a step of the first rank, by `dimension/operation`."""
+        return self.traces[0].collectives(self.times())
 
     def breakdown(self, place: int = 0) -> dict[str, float]:
         """Seconds of a step of one rank: compute by kind, exposed communication, and in a pipeline its bubble.
@@ -85,35 +79,27 @@ class Simulation:
         return dict(parts) | {"exposed communication": rest - bubble, "bubble": bubble}
 
 
-def record(config: Config) -> tuple[dict[int, Trace], int, int]:
-    """A trace for each place in the pipeline, a rank's micro-batches per step, and how many of them were run."""
-    small, micro_batches = few_micro_batches(with_balanced_experts(config))
-    ranks, alike = stated_ranks(config), representatives(config)
+def record(config: Config) -> dict[int, Trace]:
+    """A trace of few micro-batches for each place in the pipeline."""
+    ranks = stated_ranks(config)
+    check_layout(config, ranks)
+    small = few_micro_batches(with_balanced_experts(config))
     stage_ranks, visible = ranks // config.parallel.pp, visible_share(open_dataset(small)[0])
+    alike = representatives(config)
     by_place = trace_all({place: (small, ranks, place * stage_ranks, visible) for place in set(alike.values())})
-    traces = {place: by_place[representative] for place, representative in alike.items()}
-    return traces, micro_batches, few(config, micro_batches)
+    return {place: by_place[representative] for place, representative in alike.items()}
 
 
-def timed(
-    config: Config, traces: dict[int, Trace], micro_batches: int, traced: int, system: System, at_once: int = 0
-) -> Simulation:
-    """What was recorded, in seconds. at_once: for so many micro-batches a pipeline fills and drains; 0: for all."""
-    lines = {id(trace): play(trace, system, config.compile) for trace in distinct(traces)}
-    by_place = {place: lines[id(trace)] for place, trace in traces.items()}
-    simulation = Simulation(traces, by_place, micro_batches, traced, 0.0)
-    if config.parallel.pp == 1:
-        simulation.step = accumulated(traces[0], by_place[0], micro_batches)
-    else:
-        pipelined(config, system, simulation, at_once or micro_batches)
-        simulation.idle = [seconds + system.step for seconds in simulation.idle]
-    simulation.step += system.step
-    return simulation
-
-
-def distinct(traces: dict[int, Trace]) -> list[Trace]:
-    """Without those that stand for several places."""
-    return list({id(trace): trace for trace in traces.values()}.values())
+def timed(config: Config, traces: dict[int, Trace], system: System, at_once: int = 0) -> Simulation:
+    """The recorded traces in seconds. at_once: after so many micro-batches a pipeline drains; 0: after all."""
+    distinct = {id(trace): trace for trace in traces.values()}  # one may stand for several places
+    played = {key: play(trace, system, config.compile) for key, trace in distinct.items()}
+    lines = {place: played[id(trace)] for place, trace in traces.items()}
+    count = micro_batches(config)
+    if config.parallel.pp > 1:
+        return pipelined(config, traces, lines, system, at_once or count)
+    step = accumulated(traces[0], lines[0], count) + system.step
+    return Simulation(traces, lines, count, few(config), step)
 
 
 def trace_all(jobs: dict[int, tuple]) -> dict[int, Trace]:
@@ -143,19 +129,15 @@ def with_balanced_experts(config: Config) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, config=shape))
 
 
-def few_micro_batches(config: Config) -> tuple[Config, int]:
-    """The config with fewer micro-batches per step, and how many each rank had."""
-    ranks = stated_ranks(config)
-    check_layout(config, ranks)
-    p, b = config.parallel, config.batch
-    rows = ranks // (p.tp * p.cp * p.pp)
-    micro_batches = b.global_ // (b.micro * rows)
-    batch = dataclasses.replace(b, global_=few(config, micro_batches) * b.micro * rows)
-    return dataclasses.replace(config, batch=batch), micro_batches
+def few_micro_batches(config: Config) -> Config:
+    """The config with fewer micro-batches per step."""
+    rows = few(config) * config.batch.micro * row_ranks(config)
+    return dataclasses.replace(config, batch=dataclasses.replace(config.batch, global_=rows))
 
 
-def few(config: Config, micro_batches: int) -> int:
-    return min(micro_batches, 3 if config.parallel.pp == 1 else 2 * config.parallel.pp)
+def few(config: Config) -> int:
+    """How many micro-batches of a rank are run."""
+    return min(micro_batches(config), 3 if config.parallel.pp == 1 else 2 * config.parallel.pp)
 
 
 def representatives(config: Config) -> dict[int, int]:
@@ -174,48 +156,31 @@ def representatives(config: Config) -> dict[int, int]:
 # -------------------------------------------------------------------------------------------------------- the figures
 
 
-def simulated_row(config: Config, row: str, system: System) -> tuple[Simulation, dict]:
-    """The simulation and the config's result, with keys as in the README: `figures`, and how long it took."""
-    began = time.perf_counter()
-    simulation = timed(config, *record(config), system)
-    return simulation, figures(config, row, system, simulation) | {"simulated_in_s": time.perf_counter() - began}
-
-
 def figures(config: Config, row: str, system: System, simulation: Simulation) -> dict:
-    """The row; see also `counted`. The breakdown is the first rank's."""
-    ranks = stated_ranks(config)
-    tokens = config.batch.global_ * config.batch.seq_len / simulation.step / ranks
-    visible = visible_share(open_dataset(config)[0])
-    clean_flops, as_published = (tokens * count_flops(config, c, visible) for c in (clean, table_convention(config)))
+    """The config's result, with keys as in the README. The breakdown is the first rank's."""
+    tokens = config.batch.global_ * config.batch.seq_len / simulation.step / stated_ranks(config)
+    flops = token_flops(config, visible_share(open_dataset(config)[0]))
+    return result(config, row, system, simulation) | {
+        "step_time_s": simulation.step,
+        **rates(config, tokens, matmul_rate(config, system), *flops),
+        "breakdown_s": simulation.breakdown(),
+        "timeline": simulation.pipeline and simulation.pipeline.lanes(simulation.step),
+    }
+
+
+def result(config: Config, row: str, system: System, simulation: Simulation, steps: int = 1) -> dict:
+    """The row without what the time model adds. FLOPs and messages are the first rank's in so many optimizer steps,
+    memory is that of the rank that holds most."""
+    peak = max((trace.peak for trace in simulation.traces.values()), key=lambda peak: sum(peak.values()))
+    size = sum(peak.values())
     return {
         "row": row,
         "system": system.name,
         "device": system.name,
         "mode": "simulated",
         "proxy": False,
-        "world_size": ranks,
-        "step_time_s": simulation.step,
-        "tokens_per_sec_per_gpu": tokens,
-        "tflops_per_gpu": as_published / 1e12,
-        "clean_tflops_per_gpu": clean_flops / 1e12,
-        "mfu": clean_flops / (system.fp8 if config.precision == "fp8" else system.bf16),
-        "matmul_tflops": (system.fp8 if config.precision == "fp8" else system.bf16) / 1e12,
-        "compile_s": None,
-        **counted(simulation, system),
-        "breakdown_s": simulation.breakdown(),
-        "timeline": simulation.pipeline and simulation.pipeline.lanes(simulation.step),
-        "reference": config.reference,
-        "published_step_time_s": published_step_time(config),
-        "ratio": compare(tokens, as_published, config.reference),
-        "torch": torch.__version__,
-    }
-
-
-def counted(simulation: Simulation, system: System, steps: int = 1) -> dict:
-    """What is no model: FLOPs and messages of the first rank in so many steps, memory of the rank that holds most."""
-    peak = max((trace.peak for trace in simulation.traces.values()), key=lambda peak: sum(peak.values()))
-    size = sum(peak.values())
-    return {
+        "world_size": stated_ranks(config),
+        "matmul_tflops": matmul_rate(config, system) / 1e12,
         "executed_flops_per_gpu": steps * simulation.flops(),
         "collectives": {name: [steps * n for n in counts] for name, counts in simulation.collectives().items()},
         "peak_memory_gib": size / 2**30,
@@ -223,25 +188,38 @@ def counted(simulation: Simulation, system: System, steps: int = 1) -> dict:
         "activations_gib": peak["activations"] / 2**30,
         "fits": size <= system.capacity,
         "capacity_gib": system.capacity / 2**30,
+        "reference": config.reference,
+        "published_step_time_s": published_step_time(config),
+        "torch": torch.__version__,
     }
 
 
-# ------------------------------------------------------------------------------------------------------- without stages
+def matmul_rate(config: Config, system: System) -> float:
+    return system.fp8 if config.precision == "fp8" else system.bf16
+
+
+# ------------------------------------------------------------------------------------------- from few micro-batches
 
 
 def typical_events(trace: Trace) -> set[int]:
     """Those of the second micro-batch, forward and backward, and of the messages that a pipeline sends for it."""
-    marks = [index for index, label in trace.marks if label == "forward"]
-    actions = [label for _, label in trace.marks if isinstance(label, tuple)]
-    if not actions:
-        return set(range(marks[1], marks[2]))
-    second, begun, events = sorted({batch for _, _, batch in actions})[1], None, set()
+    parts = list(actions(trace))
+    if not parts:
+        _, second, third = (index for index, label in trace.marks if label == "forward")
+        return set(range(second, third))
+    batches = sorted({batch for (_, _, batch), _, _ in parts})
+    of_second = [range(first, end) for (_, _, batch), first, end in parts if batch == batches[1]]
+    return set().union(*of_second, messages_per_micro_batch(trace, len(batches)))
+
+
+def actions(trace: Trace) -> Iterator[tuple[Action, int, int]]:
+    """What a traced rank of a pipeline does, each with its first event and the one behind its last."""
+    begun = None
     for index, label in trace.marks:
-        if label is None and begun is not None:
-            events |= set(range(begun, index))
-        if label not in ("forward", "backward"):
-            begun = index if isinstance(label, tuple) and label[2] == second else None
-    return events | set(messages_per_micro_batch(trace, len({batch for _, _, batch in actions})))
+        if label is None:
+            yield *begun, index
+        elif isinstance(label, tuple):
+            begun = label, index
 
 
 def messages_per_micro_batch(trace: Trace, micro_batches: int) -> list[int]:
@@ -256,37 +234,34 @@ def accumulated(trace: Trace, line: Timeline, micro_batches: int) -> float:
     return line.end + ((starts[2] - starts[1]) * (micro_batches - 3) if len(starts) == 3 else 0.0)
 
 
-# --------------------------------------------------------------------------------------------------------- with stages
+# ------------------------------------------------------------------------------------------ a pipeline's ranks together
 
 
-def pipelined(config: Config, system: System, simulation: Simulation, at_once: int) -> None:
-    """Put all ranks' actions for `at_once` micro-batches side by side. A step lasts until the slowest rank has also
-    reduced its gradients and updated its weights."""
-    p = config.parallel
+def pipelined(
+    config: Config, traces: dict[int, Trace], lines: dict[int, Timeline], system: System, at_once: int
+) -> Simulation:
+    """All ranks' actions for `at_once` micro-batches side by side. A step lasts until the slowest rank has also reduced
+    its gradients and updated its weights."""
+    p, run = config.parallel, few(config)
     measured, tails = {}, []
-    for place, trace in simulation.traces.items():
-        spans = action_spans(trace, simulation.lines[place])
+    for place, trace in traces.items():
+        spans = action_spans(trace, lines[place])
         measured |= renamed(spans, list(local_stages(p, config.model.config.num_layers, place)))
-        tails.append(simulation.lines[place].end - max(end for _, end in spans.values()))
+        tails.append(lines[place].end - max(end for _, end in spans.values()))
     order = schedule_order(p.schedule, p.pp, at_once, p.vp)
-    seconds = action_seconds(measured, at_once, simulation.traced)
-    replayed = replay(order, seconds, message_seconds(system, simulation.traces[0]))
-    times = simulation.micro_batches // at_once
+    seconds = action_seconds(measured, at_once, run)
+    replayed = replay(order, seconds, message_seconds(system, traces[0]))
+    times = micro_batches(config) // at_once
     last = max(end + tail for end, tail in zip(replayed.finished, tails, strict=True))
-    simulation.pipeline, simulation.step = replayed, (times - 1) * max(replayed.finished) + last
-    simulation.idle = [simulation.step - times * b - tail for b, tail in zip(replayed.busy(), tails, strict=True)]
+    step = (times - 1) * max(replayed.finished) + last
+    idle = [step - times * b - tail + system.step for b, tail in zip(replayed.busy(), tails, strict=True)]
+    return Simulation(traces, lines, micro_batches(config), run, step + system.step, replayed, idle)
 
 
 def action_spans(trace: Trace, line: Timeline) -> dict[Action, tuple[float, float]]:
     """When each action of a traced rank began and ended."""
-    spans, begun = {}, None
     times = [0.0, *line.at]
-    for index, label in trace.marks:
-        if label is None:
-            spans[begun[0]] = begun[1], times[index]
-        elif isinstance(label, tuple):
-            begun = label, times[index]
-    return spans
+    return {action: (times[first], times[end]) for action, first, end in actions(trace)}
 
 
 def renamed(spans: dict[Action, tuple[float, float]], stages: list[int]) -> dict[Action, float]:
@@ -296,12 +271,12 @@ def renamed(spans: dict[Action, tuple[float, float]], stages: list[int]) -> dict
     return {(number[stage], kind, batch): end - begin for (stage, kind, batch), (begin, end) in spans.items()}
 
 
-def action_seconds(measured: dict[Action, float], micro_batches: int, traced: int):
+def action_seconds(measured: dict[Action, float], micro_batches: int, traced: int) -> Callable[[Action], float]:
     """What any action takes: as traced for the first micro-batches and the last, in between their median."""
     every: dict[tuple[int, str], list[float]] = {}
     for (stage, kind, _), seconds in measured.items():
         every.setdefault((stage, kind), []).append(seconds)
-    median = {key: sorted(values)[len(values) // 2] for key, values in every.items()}
+    median = {key: median_high(values) for key, values in every.items()}
 
     def seconds(action: Action) -> float:
         stage, kind, batch = action
@@ -314,8 +289,7 @@ def action_seconds(measured: dict[Action, float], micro_batches: int, traced: in
     return seconds
 
 
-def message_seconds(system: System, trace: Trace):
+def message_seconds(system: System, trace: Trace) -> float:
     """How long what passes between stages takes from a stage's rank to a neighbour."""
     event = next(event for event in trace.events if event.name in ("send", "recv"))
-    seconds = system.collective_seconds(event, trace.groups[event.group][1])
-    return lambda stage: seconds
+    return system.collective_seconds(event, trace.groups[event.group][1])

@@ -19,14 +19,13 @@ import math
 import time
 from dataclasses import dataclass
 
-import torch
-
-from minitrain.bench.layout import stated_ranks, training_ranks
-from minitrain.bench.measure import compare
+from minitrain.bench.layout import row_ranks, stated_ranks
+from minitrain.bench.measure import rates
 from minitrain.bench.measure_policy import flops_of_token, published_lengths
-from minitrain.bench.simulate import Simulation, counted, record, simulated_row, timed
+from minitrain.bench.simulate import Simulation, figures, matmul_rate, record, result, timed
 from minitrain.bench.timeline import System
 from minitrain.config import GRPO, Config
+from minitrain.grpo.batches import enough_for_pipeline
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.training.build import make_model
 
@@ -71,36 +70,26 @@ class Rollouts:
         return self.responses * (self.prompt + self.mean)
 
 
-def simulated_policy_row(config: Config, row: str, system: System) -> tuple[Simulation, dict]:
-    """The simulation of an optimizer step, and the row's result with the seconds of each phase. What is `counted` is
-    that of all its optimizer steps: sampling and log-probabilities come out of no trace."""
-    began = time.perf_counter()
-    learner = training_config(config)
-    simulation = timed(learner, *record(learner), system)
-    return simulation, {
-        "row": row, "system": system.name, "device": system.name, "mode": "simulated", "proxy": False,
-        "world_size": stated_ranks(config), **policy_figures(config, system, simulation, None),
-        "matmul_tflops": system.bf16 / 1e12, **counted(simulation, system, updates_of(config)),
-        "response_tokens": rollouts_of(config).mean, "reference": config.reference,
-        "published_step_time_s": config.reference.get("step_time_s"), "torch": torch.__version__,
-        "simulated_in_s": time.perf_counter() - began,
-    }  # fmt: skip
-
-
 def predicted_row(config: Config, row: str, system: System) -> tuple[Simulation, dict]:
-    """The simulation and the result of a config of any task."""
-    return (simulated_policy_row if config.task == "grpo" else simulated_row)(config, row, system)
+    """The simulation of an optimizer step, and the result of a config of any task. Of GRPO, what is counted is that of
+    all its optimizer steps: sampling and log-probabilities come out of no trace."""
+    began = time.perf_counter()
+    if config.task == "grpo":
+        learner = training_config(config)
+        simulation = timed(learner, record(learner), system)
+        found = result(config, row, system, simulation, updates_of(config))
+        found |= policy_figures(config, system, simulation, None) | {"response_tokens": rollouts_of(config).mean}
+    else:
+        simulation = timed(config, record(config), system)
+        found = figures(config, row, system, simulation)
+    return simulation, found | {"simulated_in_s": time.perf_counter() - began}
 
 
 def policy_figures(config: Config, system: System, simulation: Simulation, stack: Stack | None) -> dict:
     """What depends on time. stack: what a published run used, or None for our own."""
     phases, tokens = phase_seconds(config, system, simulation, stack), rollouts_of(config).tokens
     rate, flops = tokens / phases["step_time_s"] / stated_ranks(config), flops_of_token(config, tokens)
-    return phases | {
-        "tokens_per_sec_per_gpu": rate, "tflops_per_gpu": rate * flops / 1e12,
-        "clean_tflops_per_gpu": rate * flops / 1e12, "mfu": rate * flops / system.bf16,
-        "ratio": compare(rate, rate * flops, config.reference),
-    }  # fmt: skip
+    return phases | rates(config, rate, matmul_rate(config, system), flops, flops)
 
 
 def rollouts_of(config: Config) -> Rollouts:
@@ -130,11 +119,9 @@ def phase_seconds(config: Config, system: System, simulation: Simulation, stack:
 
 def training_config(config: Config) -> Config:
     """An optimizer step on an update's share of the rollouts, as plain language modelling, which computes the same."""
-    p, b, ranks = config.parallel, config.batch, training_ranks(config)
-    rows = ranks // (p.tp * p.cp * p.pp) * b.micro
-    packs = max(1, math.ceil(rollouts_of(config).tokens / updates_of(config) / b.seq_len / rows))
-    packs = max(packs, p.pp) if p.pp > 1 else packs
-    batch = dataclasses.replace(b, global_=packs * rows)
+    rows = row_ranks(config) * config.batch.micro
+    packs = math.ceil(rollouts_of(config).tokens / updates_of(config) / config.batch.seq_len / rows)
+    batch = dataclasses.replace(config.batch, global_=enough_for_pipeline(packs, config.parallel) * rows)
     return dataclasses.replace(config, task="pretrain", batch=batch, grpo=GRPO())
 
 

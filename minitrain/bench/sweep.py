@@ -3,6 +3,7 @@ measured, and compared with how the arithmetic grows.
 """
 
 from collections.abc import Iterator
+from dataclasses import fields
 from itertools import product
 
 from tqdm import tqdm
@@ -11,13 +12,13 @@ from minitrain.bench.layout import stated_ranks, training_ranks
 from minitrain.bench.report import markdown
 from minitrain.bench.simulate_policy import predicted_row
 from minitrain.bench.timeline import System
-from minitrain.config import Config, load
+from minitrain.config import Config, Parallel, load
 from minitrain.errors import InputError
 
 
 def sweep(file: str, overrides: list[str], choices: list[str], system: System) -> Iterator[dict]:
-    """A result for each combination of `choices`, words like `tp=1,2,4` (dimensions of `parallel`) or
-    `batch.micro=1,2`. The number of GPUs stays that of the file: dp_shard takes what the others leave.
+    """A result for each combination of `choices`, words like `tp=1,2,4` (what `parallel` has),
+    `batch.micro=1,2` or `recompute=none,full`. The number of GPUs stays that of the file: dp_shard takes what the others leave.
 
     A combination that cannot run gives {"settings", "error"} instead.
     """
@@ -57,7 +58,8 @@ def parse(word: str) -> tuple[str, list[str]]:
     name, equals, values = word.partition("=")
     if not equals or not all(values.split(",")):
         raise InputError(f"--sweep {word!r} is not of the form key=value,value (such as tp=1,2,4)")
-    return (name if "." in name else f"parallel.{name}"), values.split(",")
+    dimension = name in (field.name for field in fields(Parallel))
+    return (f"parallel.{name}" if dimension else name), values.split(",")
 
 
 def ranking(results: list[dict]) -> str:
@@ -79,11 +81,10 @@ def growth(results: list[dict]) -> str:
     """Measured step times beside the first one's, and beside how much more there is to compute on a rank."""
     times = [result["step_time_s"] for result in results]
     work = [result["clean_tflops_per_gpu"] * result["step_time_s"] for result in results]
-    columns = {
+    return markdown({
         "settings": [result["row"] for result in results],
         "step s": [f"{time:.4g}" for time in times],
         "times the first": [f"{time / times[0]:.2f}" for time in times],
         "FLOPs": [f"{each / work[0]:.2f}" for each in work],
         "MFU": [f"{result['mfu']:.1%}" for result in results],
-    }
-    return markdown(columns)
+    })  # fmt: skip

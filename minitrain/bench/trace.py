@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import repeat
 from math import prod
 
 import torch
@@ -75,17 +76,18 @@ class Trace:
     peak: dict[str, int] = field(default_factory=dict)
     peak_at: int = 0
 
-    def flops(self) -> int:
-        return sum(event.flops for event in self.events)
+    def flops(self, times: Iterable[int] = repeat(1)) -> int:
+        """times: how often each event happens."""
+        return sum(n * event.flops for event, n in zip(self.events, times, strict=False))
 
-    def collectives(self) -> dict[str, list[int]]:
-        """[calls, bytes] of each `dimension/operation`."""
+    def collectives(self, times: Iterable[int] = repeat(1)) -> dict[str, list[int]]:
+        """[calls, bytes] of each `dimension/operation`. times: how often each event happens."""
         totals: dict[str, list[int]] = {}
-        for event in self.events:
+        for event, n in zip(self.events, times, strict=False):
             if event.kind == "collective":
                 entry = totals.setdefault(f"{event.dimension}/{event.name}", [0, 0])
-                entry[0] += 1
-                entry[1] += event.payload
+                entry[0] += n
+                entry[1] += n * event.payload
         return totals
 
 
@@ -247,7 +249,7 @@ class Tracer(TorchDispatchMode):
         return out
 
     def record_kernel(self, op, args, kwargs, inputs, outputs, out) -> None:
-        name = op.overloadpacket.__name__ if hasattr(op, "overloadpacket") else op._overloadpacket.__name__
+        name = op._overloadpacket.__name__
         written = outputs + written_arguments(op, args, kwargs)
         read = [x for x in inputs if not any(x is y for y in written)] if name.endswith("empty_like") else inputs
         writes = {self.number(x): traffic(x) for x in written}
@@ -262,17 +264,17 @@ class Tracer(TorchDispatchMode):
         if name in ("_wrap_tensor_autograd", "barrier", "monitored_barrier_"):
             return
         if name == "wait_tensor":  # a fake one gives another tensor
-            reads, writes = ([(self.number(x, "gathered"), nbytes(x)) for x in given] for given in (inputs, outputs))
+            reads, writes = ([(self.number(x, "gathered"), x.nbytes) for x in given] for given in (inputs, outputs))
             self.record(Event(name, "wait", 0, reads, writes))
             return
         group = self.group_of(args)
         functional = op.namespace != "c10d"
         written = outputs if functional else tensors(args[0])
         read = inputs if functional else [x for x in inputs if not any(x is y for y in written)] or inputs
-        payload = max(sum(map(nbytes, written)), sum(map(nbytes, read)))
+        payload = max(sum(x.nbytes for x in written), sum(x.nbytes for x in read))
         self.hold((x for x in written if self.sizes[self.number(x, "gathered")][1] == "activations"), "gathered")
-        writes = [(self.number(x), nbytes(x)) for x in written]
-        reads = [(self.number(x), nbytes(x)) for x in read]
+        writes = [(self.number(x), x.nbytes) for x in written]
+        reads = [(self.number(x), x.nbytes) for x in read]
         where = dict(payload=payload, group=group, dimension=self.dimension_of(group, functional))
         self.record(Event(name.strip("_"), "collective", 0, reads, writes, **where))
 
@@ -314,10 +316,6 @@ def written_arguments(op, args, kwargs) -> list[Tensor]:
     given = zip(schema, args, strict=False)
     named = ((a, kwargs[a.name]) for a in schema if a.name in kwargs)
     return [x for a, value in (*given, *named) if a.alias_info and a.alias_info.is_write for x in tensors(value)]
-
-
-def nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def traffic(tensor: Tensor) -> int:
@@ -371,12 +369,13 @@ MATRIX_PRODUCTS: dict[object, Callable] = {
 }
 
 
-def _cpu_attention(q, k, v, dropout=0.0, causal=False, *_) -> float:
-    return 2 * attention_pairs(q, k, causal) * q.shape[1] * (q.shape[-1] + v.shape[-1])
+def attention_flops(q: Tensor, v: Tensor, pairs: float) -> float:
+    return 2 * pairs * q.shape[1] * (q.shape[-1] + v.shape[-1])
 
 
-def _cpu_attention_backward(grad, q, k, v, out, log_sum, dropout=0.0, causal=False, *_) -> float:
-    return 2 * attention_pairs(q, k, causal) * q.shape[1] * (3 * q.shape[-1] + 2 * v.shape[-1])
+def attention_backward_flops(q: Tensor, v: Tensor, pairs: float) -> float:
+    """Of five products: scores again, and the gradients of weights, values, queries and keys."""
+    return 2 * pairs * q.shape[1] * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
 def attention_pairs(q: Tensor, k: Tensor, causal: bool) -> float:
@@ -385,6 +384,12 @@ def attention_pairs(q: Tensor, k: Tensor, causal: bool) -> float:
 
 
 ATTENTION: dict[object, Callable] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu: (
+        lambda q, k, v, dropout=0.0, causal=False, *_: attention_flops(q, v, attention_pairs(q, k, causal))
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, q, k, v, out, log_sum, dropout=0.0, causal=False, *_: attention_backward_flops(
+            q, v, attention_pairs(q, k, causal)
+        )
+    ),
 }

@@ -1,46 +1,108 @@
-"""The same training step by another library, in turns with ours in one process: a noisy machine treats both alike."""
+"""The same training step by another library, in turns with ours in one process: a noisy machine treats both alike.
+
+The libraries are transformers, peft on top of it, and diffusers; "full" is this one, training the whole model in place
+of adapters.
+"""
 
 import contextlib
-from collections.abc import Callable
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Iterable
+from functools import partial
+from statistics import median_high as median
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Module
 
-from minitrain.bench.measure import median, progress, timed
+from minitrain.bench.hardware import timed
+from minitrain.bench.measure import activation_bytes, progress
 from minitrain.config import Config
 from minitrain.errors import InputError
+from minitrain.models.checkpoint_peft import adapter_config, adapter_shapes
+from minitrain.models.checkpoint_wan import config_to_json
 from minitrain.models.config_hf import config_to_hf
+from minitrain.models.lora import DTYPES
 from minitrain.parallel.mesh import Meshes
 from minitrain.training.datasets import open_dataset
 from minitrain.training.loop import Trainer, to_device
 from minitrain.training.optim import clip_gradients, make_optimizer
 
 
-def transformers_model(config: Config, device: torch.device):
-    """The same shape as the config's model, with other weights, on `device`."""
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError:
-        raise InputError("--versus transformers needs the package: pip install 'minitrain[test]'") from None
-    dtype = torch.bfloat16 if config.precision == "bf16-pure" else torch.float32
-    hf_config = AutoConfig.for_model(**config_to_hf(config.model.config, dtype))
-    with device:
-        return AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+def versus(config: Config, meshes: Meshes, row: str, steps: int, warmup: int, library: str) -> dict:
+    """Time `steps` training steps of both, alternating. For "full" also the GiB that each works with."""
+    data, _ = open_dataset(config)
+    ours = Trainer(config, meshes)
+    trainers = ours, RIVALS[library](ours)
+    pairs = []
+    for step in progress(warmup + steps, f"{row} versus {library}"):
+        pairs.append([timed(lambda t=trainer, step=step: t.step(data, step), ours.device) for trainer in trainers])
+    outcome = versus_result(library, pairs[warmup:])
+    if library == "full":
+        outcome["versus_memory_gib"] = [training_bytes(trainer) / 2**30 for trainer in trainers]
+    return outcome
 
 
-class TransformersTrainer:
-    """transformers' model and loss under the same optimizer, clipping, precision and micro-batches as `ours`."""
+def versus_result(library: str, pairs: list[list[float]]) -> dict:
+    """What a row says of `library`, from the seconds of our steps and its own. A ratio above 1: ours are faster."""
+    ratios = [theirs / ours for ours, theirs in pairs]
+    return {
+        "versus": library,
+        "versus_ratio": median(ratios),
+        "versus_ratio_range": [min(ratios), max(ratios)],
+        "versus_step_time_s": [median(column) for column in zip(*pairs, strict=True)],
+    }
 
-    def __init__(self, ours: Trainer):
-        self.ours, config = ours, ours.config
-        self.model = transformers_model(config, ours.device)
-        if config.compile:
-            for layer in self.model.model.layers:
-                layer.compile(dynamic=False)
-        self.optimizer = make_optimizer(self.model, config.optim)
 
-    def step(self, dataset, step: int) -> Tensor:
+def check_installed(library: str) -> None:
+    """Raises InputError if the package is not there."""
+    if library != "full" and importlib.util.find_spec(library) is None:
+        raise InputError(f"--versus {library} needs the package: pip install 'minitrain[test]'")
+
+
+def check_versus(config: Config, library: str) -> None:
+    """Raises InputError for a config whose training step `library` does not have."""
+    video = config.task == "diffusion"
+    if config.task == "grpo":
+        raise InputError(f"--versus {library} is for training steps, not for task=grpo (sampling has --generate)")
+    if library != "full" and video != (library == "diffusers"):
+        raise InputError(
+            f"--versus {library} is not for task={config.task} (use {'diffusers' if video else 'transformers'})"
+        )
+    if library in ("peft", "full") and config.lora is None:
+        raise InputError(f"--versus {library} is about adapters, and the config has none (give it a lora section)")
+    if config.precision == "fp8":
+        raise InputError(f"--versus {library}: it does not train in FP8 (use precision=bf16)")
+    if library == "diffusers" and config.recompute not in ("none", "full"):
+        raise InputError(f"--versus diffusers: diffusers has no recompute={config.recompute} (use none or full)")
+
+
+def training_bytes(trainer: Trainer) -> int:
+    """What a step works with at most, once the optimizer has its states."""
+    parameters = list(trainer.model.parameters())
+    lasting = sum(p.nbytes * (2 if p.requires_grad else 1) for p in parameters)  # with its gradient
+    states = sum(x.nbytes for state in trainer.optimizer.state.values() for x in state.values())
+    return lasting + states + activation_bytes(trainer, open_dataset(trainer.config)[0])
+
+
+# ------------------------------------------------------------------------------------------------------- the libraries
+
+
+class Rival:
+    """Another library's model under the optimizer, clipping, precision and micro-batches of `ours`.
+
+    blocks: its parts that are compiled if ours are. loss(batch, count): a micro-batch's share of a mean over `count`
+    terms.
+    """
+
+    def __init__(self, ours: Trainer, model: Module, blocks: Iterable[Module], loss: Callable[[dict, int], Tensor]):
+        self.ours, self.model, self.loss = ours, model, loss
+        if ours.config.compile:
+            for block in blocks:
+                block.compile(dynamic=False)
+        self.optimizer = make_optimizer(model, ours.config.optim)
+
+    def step(self, dataset, step: int) -> None:
         config, device = self.ours.config, self.ours.device
         batches = self.ours.micro_batches(dataset, step)
         count = sum(self.ours.objective.count(batch) for batch in batches)
@@ -48,44 +110,69 @@ class TransformersTrainer:
         for batch in batches:
             batch = to_device(batch, device)
             with bf16:
-                loss = self.model(
-                    input_ids=batch["tokens"], labels=batch["labels"], shift_labels=batch["labels"],
-                    num_items_in_batch=count, use_cache=False,
-                ).loss  # fmt: skip
+                loss = self.loss(batch, count)
             loss.backward()
         clip_gradients(list(self.model.parameters()), config.optim.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def versus_transformers(config: Config, meshes: Meshes, row: str, steps: int, warmup: int) -> dict:
-    """See `in_turns`."""
-    return in_turns(config, meshes, row, steps, warmup, "transformers", TransformersTrainer)
+def transformers_rival(ours: Trainer) -> Rival:
+    model = transformers_model(ours.config, ours.device)
+    return Rival(ours, model, model.model.layers, partial(transformers_loss, model))
 
 
-def in_turns(
-    config: Config, meshes: Meshes, row: str, steps: int, warmup: int, library: str, rival: Callable[[Trainer], object]
-) -> dict:
-    """Time `steps` training steps of both, alternating. A versus_ratio above 1 says that ours is faster.
+def transformers_model(config: Config, device: torch.device) -> Module:
+    """The same shape as the config's model, with other weights, on `device`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    rival(ours): an object whose `step(dataset, step)` is what `ours` does, by `library`.
-    """
-    if dist.get_world_size() > 1:
-        raise InputError(f"--versus {library} runs in one process, not in {dist.get_world_size()}")
-    if config.precision == "fp8":
-        raise InputError(f"--versus {library}: it does not train in FP8 (use precision=bf16)")
-    data, _ = open_dataset(config)
-    ours = Trainer(config, meshes)
-    trainers = (ours, rival(ours))
-    pairs = []
-    for step in progress(warmup + steps, f"{row} versus {library}"):
-        seconds = [timed(lambda t=trainer, step=step: t.step(data, step), ours.device) for trainer in trainers]
-        if step >= warmup:
-            pairs.append(seconds)
-    ratios = [their_time / our_time for our_time, their_time in pairs]
-    return {
-        "versus": library,
-        "versus_ratio": median(ratios),
-        "versus_ratio_range": [min(ratios), max(ratios)],
-        "versus_step_time_s": [median(column) for column in zip(*pairs, strict=True)],
-    }
+    dtype = torch.bfloat16 if config.precision == "bf16-pure" else torch.float32
+    hf_config = AutoConfig.for_model(**config_to_hf(config.model.config, dtype))
+    with device:
+        return AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+
+
+def transformers_loss(model: Module, batch: dict[str, Tensor], count: int) -> Tensor:
+    return model(
+        input_ids=batch["tokens"], labels=batch["labels"], shift_labels=batch["labels"],
+        num_items_in_batch=count, use_cache=False,
+    ).loss  # fmt: skip
+
+
+def peft_rival(ours: Trainer) -> Rival:
+    """transformers' model with peft's adapters, its frozen weights in the same type as `ours` has them."""
+    from peft import LoraConfig, get_peft_model
+
+    model = transformers_model(ours.config, ours.device).to(next(ours.model.parameters()).dtype)
+    shape, lora = ours.config.model.config, ours.config.lora
+    settings = adapter_config(shape, lora, adapter_shapes(shape, lora), base="") | {"inference_mode": False}
+    settings.pop("peft_type")
+    adapted = get_peft_model(model, LoraConfig(**settings), autocast_adapter_dtype=False)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(DTYPES[lora.dtype])
+    return Rival(ours, adapted, model.model.layers, partial(transformers_loss, adapted))
+
+
+def diffusers_rival(ours: Trainer) -> Rival:
+    """diffusers' Wan under our objective."""
+    from diffusers import WanTransformer3DModel
+
+    with ours.device:
+        model = WanTransformer3DModel.from_config(config_to_json(ours.config.model.config))
+    if ours.config.precision == "bf16-pure":
+        model.to(torch.bfloat16)
+    if ours.config.recompute == "full":
+        model.enable_gradient_checkpointing()
+
+    def velocity(latents, timestep, text, image=None):
+        return model(latents, timestep, text, encoder_hidden_states_image=image, return_dict=False)[0]
+
+    return Rival(ours, model, model.blocks, lambda batch, count: ours.objective.loss(velocity, batch) / count)
+
+
+def whole_model(ours: Trainer) -> Trainer:
+    return Trainer(dataclasses.replace(ours.config, lora=None), ours.meshes)
+
+
+RIVALS = {"transformers": transformers_rival, "diffusers": diffusers_rival, "peft": peft_rival, "full": whole_model}

@@ -17,7 +17,7 @@ from minitrain.grpo.objective import LogProbs
 from minitrain.grpo.problems import Problems
 from minitrain.grpo.refit import Parts
 from minitrain.grpo.rollouts import Group, rewards
-from minitrain.models.lora import Lora, is_adapter
+from minitrain.models.lora import Lora, adapter_names, is_adapter, merged
 from minitrain.parallel.context import split
 from minitrain.parallel.mesh import Meshes, owned, whole
 from minitrain.parallel.pipeline import Pipeline
@@ -152,21 +152,15 @@ class Learner:
     def weights(self) -> Parts:
         """This rank's parts of the policy's weights and buffers, adapters merged. All that train call it together."""
         state = self.model.state_dict()  # with FSDP, what the optimizer updates, and not what was gathered from it
-        plain = {name: owned(tensor) for name, tensor in state.items() if not is_adapter(name)}
-        return plain if self.config.lora is None else plain | dict(merged(plain, state, self.config.lora))
-
-
-def merged(
-    plain: Parts, state: dict[str, Tensor], lora: Lora
-) -> Iterator[tuple[str, tuple[Tensor, tuple[slice, ...]]]]:
-    """Of every weight with an adapter this rank's part of W + scale B A."""
-    for name, (part, where) in plain.items():
-        stem = name.removesuffix("weight") if name.endswith("weight") else f"{name}_"
-        if f"{stem}lora_A" in state:
-            a, b = (whole(state[f"{stem}lora_{letter}"]).float() for letter in "AB")
-            *stack, rows, columns = where
-            update = b[(*stack, rows)] @ a[(*stack, slice(None), columns)]
-            yield name, ((part.float() + lora.scale * update).to(part.dtype), where)
+        parts = {name: owned(tensor) for name, tensor in state.items() if not is_adapter(name)}
+        for name, (part, where) in parts.items():
+            adapters = [state[adapter] for adapter in adapter_names(name) if adapter in state]
+            if adapters:
+                *stack, rows, columns = where
+                a, b = map(whole, adapters)
+                a, b = a[(*stack, slice(None), columns)], b[(*stack, rows)]
+                parts[name] = merged(part, a, b, self.config.lora), where
+        return parts
 
 
 @contextmanager

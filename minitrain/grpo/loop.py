@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from minitrain.config import Config, to_dict
+from minitrain.config import Config
 from minitrain.errors import InputError
 from minitrain.grpo.learner import Learner
 from minitrain.grpo.problems import open_problems
@@ -33,6 +32,7 @@ from minitrain.grpo.refit import Refit
 from minitrain.grpo.rewards import load_reward
 from minitrain.grpo.rollouts import Collector, Group, read_rollouts, rewards, write_rollouts
 from minitrain.models.decoder import Decoder
+from minitrain.models.zoo import empty_model
 from minitrain.parallel.expert import expert_parallel
 from minitrain.parallel.mesh import checkpoint_group, owned, pick_device, start, wait_at_most
 from minitrain.parallel.pipeline import Pipeline
@@ -40,12 +40,11 @@ from minitrain.parallel.tensor import tensor_parallel
 from minitrain.rollout.engine import Sampler
 from minitrain.runtime.agreement import rank_0_says, wait_for_all
 from minitrain.runtime.watch import until_sigterm
-from minitrain.training.checkpoint import Checkpointer, resume_point, saved_despite_errors
-from minitrain.training.durable import write_durably
-from minitrain.training.fingerprint import agreed_fingerprint, check_continuation
+from minitrain.training.checkpoint import Checkpointer, resume, saved_despite_errors
+from minitrain.training.fingerprint import agreed_fingerprint
 from minitrain.training.health import Health
 from minitrain.training.loop import Trainer, is_due
-from minitrain.training.metrics import MetricsLog
+from minitrain.training.metrics import MetricsLog, open_log
 from minitrain.training.profiling import recorded_steps
 
 PHASES = ("generation", "logprobs", "training", "refit")
@@ -59,13 +58,9 @@ def train_policy(config: Config, folder: Path, export: Callable[[Trainer, Config
     """
     run = Run(config, folder)
     first = run.begin()
-    notes = check_continuation(folder / "fingerprint.json", config, run.files, resumed=first > 0)
-    if dist.get_rank() == 0:
-        write_durably(folder / "config.yaml", yaml.safe_dump(to_dict(run.config), sort_keys=False))
-    log = MetricsLog(folder / "metrics.jsonl", config.steps, first, config.metrics.tensorboard)
-    for note in notes:
-        log.say(note)
-    log.say(f"resumed from step {first}" if first else run.problems.about)
+    log = open_log(config, folder, run.files, first)
+    if not first:
+        log.say(run.problems.about)
     if config.validation.every and not first:
         log.say(curve(0, run.evaluate()))
     if rank_0_says(log.lacks_last):
@@ -168,22 +163,17 @@ class Run:
         resumed: the numbers of the last of them, as of its checkpoint.
         """
         first, self.resumed = 0, {}
-        if self.learner is not None and self.folder is not None:
-            first = self.load()
-        if self.learner is not None and not first:
-            self.learner.warm_up(self.problems)
-        if self.learner is not None and self.config.grpo.kl:
-            self.learner.keep_reference(self.folder and self.new_checkpointer("reference", keep=1), resumed=first > 0)
+        if self.learner is not None:
+            if self.folder is not None:
+                names, trainer = ("loss", "tokens_per_sec", "reward"), self.learner.trainer
+                first, self.resumed = resume(self.checkpointer, self.config, trainer.model, trainer.optimizer, *names)
+            if not first:
+                self.learner.warm_up(self.problems)
+            if self.config.grpo.kl:
+                kept = self.folder and self.new_checkpointer("reference", keep=1)
+                self.learner.keep_reference(kept, resumed=first > 0)
         first, self.resumed = self.tell((first, self.resumed), 0)
         self.update_sampler()
-        return first
-
-    def load(self) -> int:
-        resumed = self.checkpointer.load(self.learner.model, self.learner.trainer.optimizer)
-        if resumed and not self.config.checkpoint.resume:
-            raise InputError(f"checkpoint.resume=false, but {self.folder} holds checkpoints (use another out_dir)")
-        names = "loss", "tokens_per_sec", "reward"
-        first, self.resumed = resume_point(self.checkpointer.folder, resumed, self.config.steps, *names)
         return first
 
     def new_checkpointer(self, name: str, keep: int) -> Checkpointer:
@@ -327,8 +317,7 @@ def make_sampler_model(config: Config, tp: DeviceMesh) -> Decoder:
     With rollout.ep its experts are split as a whole, and tokens travel to them.
     """
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
-    with torch.device("meta"):
-        model = Decoder(config.model.config).to(dtype)
+    model = empty_model(config.model.config).to(dtype)
     if config.rollout.ep > 1:
         expert_parallel(model, tp)
     if tp.size() > 1:

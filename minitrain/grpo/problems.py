@@ -25,7 +25,7 @@ from minitrain.training.chat import (
     split_reply,
     words_of,
 )
-from minitrain.training.data import Skips, find_files, fitting_tokenizer, hold_out, read_jsonl, shuffled, text_of
+from minitrain.training.data import Skips, find_files, fitting_tokenizer, nth, read_jsonl, split_off, text_of
 
 CHATS = ("messages", "conversations")  # whose last message is the answer
 ANSWERS = ("expected_answer", "answer", "ground_truth", "solution", "response", "output", "completion")
@@ -54,8 +54,7 @@ class Problems:
 
     def take(self, first: int, count: int) -> list[Problem]:
         """Problems number first, first + 1, ...; each epoch has all of them in another order."""
-        numbers = (divmod(n, len(self)) for n in range(first, first + count))
-        return [self.problems[shuffled(index, len(self), self.seed, epoch)] for epoch, index in numbers]
+        return [self.problems[nth(n, len(self), self.seed)[1]] for n in range(first, first + count)]
 
 
 def open_problems(config: Config) -> tuple[Problems, Problems | None, ByteTokenizer | HuggingFaceTokenizer, int]:
@@ -79,16 +78,14 @@ def open_problems(config: Config) -> tuple[Problems, Problems | None, ByteTokeni
         check_length(problems[0], config, f"grpo.mock_digits={config.grpo.mock_digits}")
     else:
         problems = list(read_jsonl(find_files(config.data), read, skips))
-    note = f" ({skips.note})" if skips.count else ""
     if not problems:
-        raise InputError(f"data.path={config.data.path} holds no problem{note}")
+        raise InputError(f"data.path={config.data.path} holds no problem{skips.aside}")
     end = problems[0].reply[-1]
     share = config.data.validation or (0.1 if made_up else 0)
     if not share:
-        return Problems(problems, config.seed, note), None, tokenizer, end
-    held = hold_out(len(problems), share, config.seed)
-    sides = ([p for p, out in zip(problems, held, strict=True) if out == side] for side in (False, True))
-    return *(Problems(side, config.seed, note) for side in sides), tokenizer, end
+        return Problems(problems, config.seed, skips.aside), None, tokenizer, end
+    train, held = (Problems(side, config.seed, skips.aside) for side in split_off(problems, share, config.seed))
+    return train, held, tokenizer, end
 
 
 def encode(
@@ -113,8 +110,8 @@ def check_length(problem: Problem, config: Config, where: str) -> None:
 # ----------------------------------------------------------------------------------------------------------- JSON lines
 
 
-def read_problem(row: dict, where: str, prompt_key: str = "", answer_key: str = "") -> tuple[list[Message], str]:
-    """The messages and the answer of a line; without keys, what the first usual names have.
+def read_problem(row: dict, where: str, prompt_key: str, answer_key: str) -> tuple[list[Message], str]:
+    """The messages and the answer of a line; where a key is empty, what the first usual name has.
 
     Raises InputError, which begins with `where`.
     """
@@ -162,9 +159,9 @@ def usual_name(row: dict, names: tuple[str, ...], where: str, what: str) -> str:
 # -------------------------------------------------------------------------------------------------------------- made up
 
 
-def reversals(digits: int, count: int = 4000) -> list[tuple[list[Message], str, dict]]:
-    """Strings of digits that are to be reversed: always the same ones, all different if there are enough."""
-    count = min(count, 10**digits)
+def reversals(digits: int) -> list[tuple[list[Message], str, dict]]:
+    """Up to 4,000 different strings of digits that are to be reversed, always the same ones."""
+    count = min(4000, 10**digits)
     draws = np.random.default_rng(digits).integers(10, size=(4 * count, digits))
     texts = dict.fromkeys("".join(map(str, draw)) for draw in draws.tolist())
     return [([Message("user", text)], text[::-1], {"prompt": text}) for text in list(texts)[:count]]

@@ -27,6 +27,7 @@ from minitrain.models.layouts_hf import Piece, Slices, is_ignored, pieces, to_st
 from minitrain.models.lora import is_adapter
 from minitrain.models.tensor_files import open_tensors, read_headers
 from minitrain.models.wan import Wan, WanConfig
+from minitrain.models.zoo import empty_model
 
 STEMS = ("model", checkpoint_wan.STEM)  # of weight files: transformers', diffusers'
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -42,9 +43,7 @@ def load_pretrained(path: str | Path, dtype: torch.dtype | None = None, device=N
     config = read_any_config(path)
     weights = find_weights(config, path)
     dtype = dtype or _stored_dtype(Path(path), weights.stored)
-    with torch.device("meta"):
-        model = (Wan if isinstance(config, WanConfig) else Decoder)(config).to(dtype)
-    model.to_empty(device=device or "cpu")
+    model = empty_model(config).to(dtype).to_empty(device=device or "cpu")
     _read_into(model, weights, all_of)
     return model
 
@@ -54,7 +53,7 @@ def read_any_config(path: str | Path) -> DecoderConfig | WanConfig:
     file = Path(path) / "config.json"
     raw = read_json(file)
     if checkpoint_wan.is_wan(raw):
-        return checkpoint_wan.config_from_json(raw, file, _stored_tensors(Path(path)))
+        return checkpoint_wan.config_from_json(raw, file, stored_tensors(_weight_files(Path(path))))
     return read_config(path)
 
 
@@ -72,7 +71,7 @@ def save_pretrained(
         if not isinstance(model, Wan):
             raise InputError("original_names=True is for Wan models: others have one spelling")
         settings = checkpoint_wan.config_to_original_json(model.config)
-        tensors = checkpoint_wan.rename_to_original(model.named_parameters())
+        tensors = ((checkpoint_wan.original_name(name), parameter) for name, parameter in model.named_parameters())
         _write_checkpoint(tensors, settings, checkpoint_wan.STEM, dtype, path, max_shard_bytes)
     else:
         save_tensors(model.state_dict().items(), model.config, dtype, path, max_shard_bytes)
@@ -95,9 +94,9 @@ class Weights(NamedTuple):
     sources: dict[str, list[Piece]]
 
 
-def all_of(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+def all_of(tensor: Tensor) -> tuple[Tensor, Slices]:
     """This process holds all of every parameter."""
-    return parameter, ()
+    return tensor, tuple(slice(0, n) for n in tensor.shape)
 
 
 def find_weights(config: DecoderConfig | WanConfig, path: str | Path) -> Weights:
@@ -105,34 +104,32 @@ def find_weights(config: DecoderConfig | WanConfig, path: str | Path) -> Weights
 
     Raises InputError for a tensor that is missing, unknown, misshapen or of an unknown type, and for a damaged file.
     """
-    path, is_wan = Path(path), isinstance(config, WanConfig)
-    stored = _stored_tensors(path)
+    path = Path(path)
+    stored = stored_tensors(_weight_files(path))
     if len(stored) < config.num_layers:  # before so many are laid out
         raise InputError(f"{path}: config.json claims {config.num_layers} layers, the files hold {len(stored)} tensors")
-    with torch.device("meta"):
-        everything = (Wan if is_wan else Decoder)(config).state_dict()
-    stored = checkpoint_wan.rename_to_ours(stored, everything) if is_wan else stored
+    everything = empty_model(config).state_dict()
+    if isinstance(config, WanConfig):
+        stored = checkpoint_wan.rename_to_ours(stored, everything)
     dtypes = {key: tensor.dtype for key, tensor in stored.items()}
-    family, mamba = ("wan", None) if is_wan else (config.family, config.mamba)
     sources, needed = {}, set()
     for name, tensor in everything.items():
-        sources[name] = pieces(name, tuple(tensor.shape), family, dtypes, mamba)
+        sources[name] = pieces(name, tuple(tensor.shape), config, dtypes)
         for piece in sources[name]:
-            _check_piece(piece, stored, path)
-            needed |= piece.needs.keys()
+            for key, (shape, allowed) in piece.needs.items():
+                check_stored(stored, key, shape, allowed, path)
+                needed.add(key)
     _check_places(stored, needed, config)
     return Weights(stored, sources)
 
 
 def load_weights(
-    model: Decoder | Wan,
-    path: str | Path,
-    owned: Callable[[Tensor], tuple[Tensor, tuple[slice, ...]]] = all_of,
+    model: Decoder | Wan, path: str | Path, owned: Callable[[Tensor], tuple[Tensor, Slices]] = all_of
 ) -> None:
     """Fill `model`, which must be materialised, from the safetensors of folder `path`, converting to its dtype.
 
-    owned(parameter) -> (local, slices): where this process's part of it lies, and which part of the full tensor that
-    is, one slice per dimension. A sharded parameter's `.shape` must be the full one, as a DTensor's is.
+    owned(tensor) -> (local, slices): of each tensor of the model's state_dict, in turn, this process's part, and where
+    in the full tensor that lies: one slice per dimension, with start and stop.
     Memory: the owned part of one stored tensor at a time, beside the model. Raises InputError, before anything is
     written, as `find_weights` does.
     """
@@ -143,23 +140,21 @@ def load_weights(
 @torch.no_grad()
 def _read_into(model: Decoder | Wan, weights: Weights, owned: Callable) -> None:
     stored, sources = weights
-    mine = model.state_dict() | dict(model.named_parameters())  # that is, with buffers
-    mine = {name: tensor for name, tensor in mine.items() if not is_adapter(name)}
 
     def fetch(key: str, slices: Slices) -> Tensor:
         with open_tensors(stored[key].file) as file:  # each time: what was read stays resident until its file is closed
             return file.get_slice(stored[key].name)[slices]
 
-    for name, tensor in mine.items():
-        local, slices = owned(tensor)
-        slices = slices or (slice(None),) * tensor.ndim
-        for piece in sources[name]:
-            _fill(local, [range(n)[part] for n, part in zip(tensor.shape, slices, strict=True)], piece, fetch)
+    for name, tensor in model.state_dict().items():  # with buffers
+        if not is_adapter(name):
+            local, slices = owned(tensor)
+            for piece in sources[name]:
+                _fill(local, slices, piece, fetch)
 
 
-def _fill(local: Tensor, part: list[range], piece: Piece, fetch: Callable[[str, Slices], Tensor]) -> None:
-    """Read what a piece holds of a parameter's `part`, one range per dimension, which is `local`."""
-    pairs = list(zip(part, piece.region, strict=True))
+def _fill(local: Tensor, slices: Slices, piece: Piece, fetch: Callable[[str, Slices], Tensor]) -> None:
+    """Read what a piece holds of `local`, which is the part `slices` of a parameter."""
+    pairs = list(zip(slices, piece.region, strict=True))
     both = [(max(mine.start, its.start), min(mine.stop, its.stop)) for mine, its in pairs]
     if any(start >= stop for start, stop in both):
         return
@@ -168,10 +163,10 @@ def _fill(local: Tensor, part: list[range], piece: Piece, fetch: Callable[[str, 
     local[target].copy_(piece.read(fetch, source))
 
 
-def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the folder by name, in file order, from the files' headers alone."""
+def stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
+    """Every tensor of the files by name, in their order, from headers alone."""
     stored = {}
-    for file in _weight_files(path):
+    for file in files:
         for name, (shape, dtype) in read_headers(file).items():
             if name in stored:
                 raise InputError(f"{file}: tensor {name} is also in {stored[name].file}")
@@ -197,24 +192,23 @@ def _weight_files(path: Path) -> list[Path]:
     return [path / name for name in sorted(set(names.values()))]
 
 
-def _check_piece(piece: Piece, stored: dict[str, StoredTensor], path: Path) -> None:
-    for key, (shape, dtypes) in piece.needs.items():
-        if key not in stored:
-            raise InputError(f"{path}: tensor {key} of shape {list(shape)} is missing")
-        tensor = stored[key]
-        if tensor.shape != shape:
-            raise InputError(f"{tensor.file}: tensor {key} has shape {list(tensor.shape)}, expected {list(shape)}")
-        if tensor.dtype not in dtypes:
-            expected = ", ".join(dtypes)
-            raise InputError(f"{tensor.file}: tensor {key} is stored as {tensor.dtype}, expected one of {expected}")
+def check_stored(
+    stored: dict[str, StoredTensor], key: str, shape: tuple[int, ...], dtypes: tuple[str, ...], path: Path
+) -> None:
+    """Raises InputError unless tensor `key` is among those of `path`, of this shape and one of these types."""
+    if key not in stored:
+        raise InputError(f"{path}: tensor {key} of shape {list(shape)} is missing")
+    tensor = stored[key]
+    if tensor.shape != shape:
+        raise InputError(f"{tensor.file}: tensor {key} has shape {list(tensor.shape)}, expected {list(shape)}")
+    if tensor.dtype not in dtypes:
+        expected = ", ".join(dtypes)
+        raise InputError(f"{tensor.file}: tensor {key} is stored as {tensor.dtype}, expected one of {expected}")
 
 
 def _check_places(stored: dict[str, StoredTensor], needed: set[str], config: DecoderConfig | WanConfig) -> None:
     for key, tensor in stored.items():
-        ignored = isinstance(config, DecoderConfig) and is_ignored(
-            key, config.family, config.num_layers, config.tie_word_embeddings
-        )
-        if key not in needed and not ignored:
+        if key not in needed and not (isinstance(config, DecoderConfig) and is_ignored(key, config)):
             raise InputError(f"{tensor.file}: tensor {key} has no place in the model that config.json describes")
 
 
@@ -253,7 +247,7 @@ def save_tensors(
         if config.family == "gpt2":
             tensors = checkpoint_gpt2.to_stored(tensors)
         else:
-            tensors = (pair for name, x in tensors for pair in to_stored(name, x, config.family, config.mamba))
+            tensors = (pair for name, x in tensors for pair in to_stored(name, x, config))
     _write_checkpoint(tensors, settings, stem, dtype, path, max_shard_bytes)
 
 

@@ -35,8 +35,8 @@ def from_nemotron_h_keys(raw: dict, file: Path) -> dict:
         if unknown:
             raise InputError(f"{file}: layers_block_type has {unknown[0]!r}, which is none of {', '.join(LETTERS)}")
         raw["layer_pattern"] = "".join(LETTERS[layer] for layer in layers)
-    if not isinstance(raw.get("layer_pattern"), str):
-        raise InputError(f"{file}: key hybrid_override_pattern or layers_block_type is missing")
+    if not isinstance(raw.get("layer_pattern"), str) or not raw["layer_pattern"]:
+        raise InputError(f"{file}: key hybrid_override_pattern or layers_block_type is missing or empty")
     return raw | {"num_hidden_layers": len(raw["layer_pattern"])}
 
 

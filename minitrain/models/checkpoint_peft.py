@@ -25,14 +25,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minitrain.errors import InputError
-from minitrain.models.checkpoint_hf import all_of
+from minitrain.models.checkpoint_hf import all_of, check_stored, stored_tensors
 from minitrain.models.config_hf import read_json
-from minitrain.models.decoder import Decoder
-from minitrain.models.layouts_hf import FLOATS, interleave
+from minitrain.models.layouts_hf import FLOATS, Slices, interleave, mamba_parts
 from minitrain.models.lora import Lora, add_adapters, check_targets, is_adapter, is_meant, names_stack
 from minitrain.models.mamba import by_group, by_part
-from minitrain.models.tensor_files import open_tensors, read_headers
-from minitrain.models.wan import Wan, WanConfig
+from minitrain.models.tensor_files import open_tensors
+from minitrain.models.wan import WanConfig
+from minitrain.models.zoo import empty_model
 
 LARGEST_RANK = 1 << 16
 TARGETS = ("target_modules", "target_parameters")  # keys of adapter_config.json
@@ -82,7 +82,7 @@ def load_adapter(model: nn.Module, path: str | Path) -> None:
 
 
 def fill_adapters(
-    model: nn.Module, lora: Lora, path: str | Path, owned: Callable[[Tensor], tuple[Tensor, tuple[slice, ...]]]
+    model: nn.Module, lora: Lora, path: str | Path, owned: Callable[[Tensor], tuple[Tensor, Slices]]
 ) -> None:
     """Read adapters that the model has already. owned: what of a parameter this process holds, see `load_weights`."""
     _fill(model, _read_tensors(model.config, lora, Path(path)), owned)
@@ -99,27 +99,20 @@ def _fill(model: nn.Module, stored: dict[str, Tensor], owned: Callable) -> None:
 def _read_tensors(config, lora: Lora, path: Path) -> dict[str, Tensor]:
     """Every adapter's tensors by our names. config: the model's."""
     file, shapes = path / WEIGHTS, adapter_shapes(config, lora)
-    headers, keys = read_headers(file), {}
-    for name, shape in shapes.items():
-        key, expected = stored_name(name, shapes, config), to_stored(name, torch.empty(shape, device="meta"), config)
-        if key not in headers:
-            raise InputError(f"{file}: tensor {key} of shape {list(expected.shape)} is missing")
-        stored, dtype = headers.pop(key)
-        if stored != expected.shape:
-            raise InputError(f"{file}: tensor {key} has shape {list(stored)}, expected {list(expected.shape)}")
-        if dtype not in FLOATS:
-            raise InputError(f"{file}: tensor {key} is stored as {dtype}, expected one of {', '.join(FLOATS)}")
-        keys[name] = key
-    if headers:
-        raise InputError(f"{file}: tensor {next(iter(headers))} has no place in the model")
+    stored, keys = stored_tensors([file]), {name: stored_name(name, shapes, config) for name in shapes}
+    for name, key in keys.items():
+        expected = to_stored(name, torch.empty(shapes[name], device="meta"), config).shape
+        check_stored(stored, key, expected, FLOATS, file)
+    places = set(keys.values())
+    if extra := [key for key in stored if key not in places]:
+        raise InputError(f"{file}: tensor {extra[0]} has no place in the model")
     with open_tensors(file) as contents:
         return {name: from_stored(name, contents.get_tensor(key), shapes[name], config) for name, key in keys.items()}
 
 
 def adapter_shapes(config, lora: Lora) -> dict[str, torch.Size]:
     """Name and shape of every adapter's parameters in the model of `config`. Raises InputError: see `check_targets`."""
-    with torch.device("meta"):
-        model = (Wan if isinstance(config, WanConfig) else Decoder)(config)
+    model = empty_model(config)
     check_targets(model, lora.targets)
     add_adapters(model, lora)
     return {name: parameter.shape for name, parameter in model.named_parameters() if is_adapter(name)}
@@ -168,7 +161,7 @@ def adapter_config(config, lora: Lora, names: Iterable[str], base: str) -> dict:
 
 def refuse_gpt2(config) -> None:
     """Raises InputError for the one family whose adapters have no form in PEFT."""
-    if not isinstance(config, WanConfig) and config.family == "gpt2":
+    if config.family == "gpt2":
         raise InputError("lora: adapters of GPT-3's q_proj, k_proj and v_proj have no form in PEFT: there they are one")
 
 
@@ -195,8 +188,7 @@ def stored_name(name: str, names: Iterable[str], config) -> str:
 
 def _module(path: str, config) -> str:
     """The path of a module, or the end of one, as transformers has it: in Nemotron-H every part is a `mixer`."""
-    is_nemotron = not isinstance(config, WanConfig) and config.family == "nemotron_h"
-    return re.sub(r"\b(self_attn|mamba|mlp)\.", "mixer.", path) if is_nemotron else path
+    return re.sub(r"\b(self_attn|mamba|mlp)\.", "mixer.", path) if config.family == "nemotron_h" else path
 
 
 def _our_target(target: str) -> str:
@@ -208,8 +200,8 @@ def _our_target(target: str) -> str:
 
 def to_stored(name: str, tensor: Tensor, config) -> Tensor:
     """Our adapter's tensor in PEFT's shape."""
-    parts = _mamba_parts(name, config)
-    if parts:
+    parts = mamba_parts(name, config)
+    if parts and name.endswith("B"):
         tensor = by_part(tensor, parts, config.mamba.groups)
     if tensor.ndim == 2:
         return tensor
@@ -222,8 +214,8 @@ def to_stored(name: str, tensor: Tensor, config) -> Tensor:
 
 def from_stored(name: str, tensor: Tensor, shape: torch.Size, config) -> Tensor:
     """The other way round. shape: of ours."""
-    parts = _mamba_parts(name, config)
-    if parts:
+    parts = mamba_parts(name, config)
+    if parts and name.endswith("B"):
         tensor = by_group(tensor, parts, config.mamba.groups)
     if len(shape) == 2:
         return tensor
@@ -231,11 +223,6 @@ def from_stored(name: str, tensor: Tensor, shape: torch.Size, config) -> Tensor:
         return tensor.view(shape)
     tensor = tensor.view(shape[1], shape[2], shape[0]).permute(2, 0, 1)
     return interleave(*tensor.chunk(2, dim=1)) if _is_separated(name, config) else tensor
-
-
-def _mamba_parts(name: str, config) -> list[int] | None:
-    """Rows of Mamba-2's input projection are in another order on the hub, and so are those of its B."""
-    return config.mamba.parts(name) if ".mamba." in name and name.endswith("B") else None
 
 
 def _is_separated(name: str, config) -> bool:

@@ -9,13 +9,13 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from torch import Tensor
-
 from minitrain.errors import InputError
+from minitrain.models.config_hf import read_number, refuse_other_values
 from minitrain.models.wan import WanConfig
 
 STEM = "diffusion_pytorch_model"  # of the weight files, in both spellings
 DIFFUSERS, ORIGINAL = "WanTransformer3DModel", "WanModel"  # _class_name in config.json
+FIXED = dict(cross_attn_norm=True, qk_norm="rms_norm_across_heads", pos_embed_seq_len=None)  # for diffusers
 IMAGE_DIM = 1280  # the only one that Wan's own code has
 
 ORIGINAL_FIELDS = {  # ours -> theirs; a head's width is dim / num_heads there
@@ -85,10 +85,6 @@ def rename_to_ours(stored: dict, parameters: Iterable[str]) -> dict:
     return {ours.get(name, name): value for name, value in stored.items()}
 
 
-def rename_to_original(tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-    return ((original_name(name), tensor) for name, tensor in tensors)
-
-
 def config_from_json(raw: dict, file: Path, stored: dict) -> WanConfig:
     """The shape of the network that config.json `raw` describes.
 
@@ -103,13 +99,12 @@ def config_from_json(raw: dict, file: Path, stored: dict) -> WanConfig:
 
 
 def _from_diffusers(raw: dict, file: Path) -> dict:
-    fixed = dict(cross_attn_norm=True, qk_norm="rms_norm_across_heads", pos_embed_seq_len=None)
-    _refuse_other(raw, fixed, file)
-    sizes = (*ORIGINAL_FIELDS, "attention_head_dim", "text_dim")
-    fields = {key: _whole(raw, key, file) for key in sizes} | {"patch_size": _patch(raw, file), "eps": _eps(raw, file)}
-    fields["image_dim"] = None if raw.get("image_dim") is None else _whole(raw, "image_dim", file)
+    sizes = ("attention_head_dim", "text_dim", *ORIGINAL_FIELDS)
+    fields = {key: read_number(raw, key, file) for key in sizes} | _patch_and_eps(raw, file)
+    fields["image_dim"] = None if raw.get("image_dim") is None else read_number(raw, "image_dim", file)
     dim = fields["num_attention_heads"] * fields["attention_head_dim"]
-    _refuse_other(raw, dict(added_kv_proj_dim=None if fields["image_dim"] is None else dim), file)
+    values = FIXED | dict(added_kv_proj_dim=None if fields["image_dim"] is None else dim)
+    refuse_other_values(raw, values, DIFFUSERS, file)
     return fields
 
 
@@ -118,16 +113,15 @@ def _from_original(raw: dict, file: Path, stored: dict) -> dict:
     kind = raw.get("model_type")
     if kind not in ("t2v", "i2v"):
         raise InputError(f"{file}: model_type={kind!r} is not supported (known: 't2v', 'i2v')")
-    _refuse_other(raw, dict(cross_attn_norm=True, qk_norm=True), file)
-    fields = {ours: _whole(raw, theirs, file) for ours, theirs in ORIGINAL_FIELDS.items()}
-    dim, heads = _whole(raw, "dim", file), fields["num_attention_heads"]
+    refuse_other_values(raw, dict(cross_attn_norm=True, qk_norm=True), ORIGINAL, file)
+    fields = {ours: read_number(raw, theirs, file) for ours, theirs in ORIGINAL_FIELDS.items()}
+    dim, heads = read_number(raw, "dim", file), fields["num_attention_heads"]
     if heads < 1 or dim % heads:
         raise InputError(f"{file}: num_heads={heads} does not divide dim={dim}")
+    fields |= _patch_and_eps(raw, file)
     return fields | dict(
         attention_head_dim=dim // heads,
         text_dim=_inputs(stored, "text_embedding.0.weight") or 4096,
-        patch_size=_patch(raw, file),
-        eps=_eps(raw, file),
         image_dim=_inputs(stored, "img_emb.proj.1.weight"),
     )
 
@@ -139,13 +133,11 @@ def _inputs(stored: dict, name: str) -> int | None:
 def config_to_json(config: WanConfig) -> dict:
     """config.json for diffusers."""
     keys = ("attention_head_dim", "eps", "image_dim", "text_dim", *ORIGINAL_FIELDS)
-    return {key: getattr(config, key) for key in keys} | dict(
+    fields = FIXED | {key: getattr(config, key) for key in keys}
+    return fields | dict(
         _class_name=DIFFUSERS,
         added_kv_proj_dim=None if config.image_dim is None else config.dim,
-        cross_attn_norm=True,
         patch_size=list(config.patch_size),
-        pos_embed_seq_len=None,
-        qk_norm="rms_norm_across_heads",
         rope_max_seq_len=1024,
     )
 
@@ -167,29 +159,11 @@ def config_to_original_json(config: WanConfig) -> dict:
     )
 
 
-def _refuse_other(raw: dict, supported: dict, file: Path) -> None:
-    for key, value in supported.items():
-        if raw.get(key, value) != value:
-            raise InputError(f"{file}: {key}={raw[key]!r} is not supported (must be {value!r})")
-
-
-def _whole(raw: dict, key: str, file: Path) -> int:
-    if key not in raw:
-        raise InputError(f"{file}: key {key} is missing")
-    if isinstance(raw[key], bool) or not isinstance(raw[key], int):
-        raise InputError(f"{file}: {key}={raw[key]!r} must be a whole number")
-    return raw[key]
-
-
-def _eps(raw: dict, file: Path) -> float:
-    eps = raw.get("eps", 1e-6)
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps <= 1:
-        raise InputError(f"{file}: eps={eps!r} must be a number above 0, and at most 1")
-    return float(eps)
-
-
-def _patch(raw: dict, file: Path) -> tuple[int, ...]:
-    patch = raw.get("patch_size", [1, 2, 2])
+def _patch_and_eps(raw: dict, file: Path) -> dict:
+    """What both spellings have by the same names, and may leave out."""
+    eps, patch = read_number(raw, "eps", file, float, default=1e-6), raw.get("patch_size", [1, 2, 2])
+    if not 0 < eps <= 1:
+        raise InputError(f"{file}: eps={raw['eps']!r} must be a number above 0, and at most 1")
     if not isinstance(patch, list) or not all(type(p) is int for p in patch):
         raise InputError(f"{file}: patch_size={patch!r} must be a list of three whole numbers")
-    return tuple(patch)
+    return dict(eps=eps, patch_size=tuple(patch))

@@ -4,6 +4,7 @@ Both spellings of rotary settings are read, that of transformers 4 is written, w
 not compute exactly is refused by name.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,18 +22,17 @@ SIZES = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size
                                  "max_position_embeddings")} | {"num_layers": "num_hidden_layers"}  # fmt: skip
 ALSO_CALLED = {"num_experts": "num_local_experts"}  # by transformers 5
 YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+UNSAVED = {"bias_update_speed", "router_aux_loss_coef", "seq_aux", "fake_balanced_gate"}  # settings of training alone
 
 
 class Family(NamedTuple):
-    """What an architecture's name fixes, and what its config.json says that the decoder only does in one way.
+    """What an architecture's name fixes, and the settings of its config.json of which the decoder knows one value only.
 
-    switches: must be off or absent; required: must be on; values: must be so, or absent. sizes: further whole numbers,
-    ours -> theirs. quantised: the quant_method that is read.
+    values: these, which may be absent. sizes: further whole numbers, ours -> theirs. quantised: the quant_method that
+    is read.
     """
 
     architecture: str
-    switches: tuple[str, ...]
-    required: tuple[str, ...] = ()
     values: dict[str, Any] = {}  # noqa: RUF012
     sizes: dict[str, str] = {}  # noqa: RUF012
     quantised: str | None = None
@@ -54,24 +54,28 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", ("attention_bias", "mlp_bias")),
-    "qwen2": Family("Qwen2ForCausalLM", ("use_sliding_window",), qkv_bias=True),
-    "qwen3": Family("Qwen3ForCausalLM", ("attention_bias", "use_sliding_window"), qk_norm=True),
+    "llama": Family("LlamaForCausalLM", dict(attention_bias=False, mlp_bias=False)),
+    "qwen2": Family("Qwen2ForCausalLM", dict(use_sliding_window=False), qkv_bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", dict(attention_bias=False, use_sliding_window=False), qk_norm=True),
     "mixtral": Family(
-        "MixtralForCausalLM", (), values=dict(sliding_window=None), rope_theta=1e6,
+        "MixtralForCausalLM", dict(sliding_window=None), rope_theta=1e6,
         sizes=dict(
             num_experts="num_local_experts", num_experts_per_tok="num_experts_per_tok",
             moe_intermediate_size="intermediate_size",
         ),
     ),
     "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM", ("attention_bias", "use_sliding_window"),
-        values=dict(decoder_sparse_step=1, mlp_only_layers=[]), qk_norm=True, norm_topk=False,
+        "Qwen3MoeForCausalLM",
+        dict(attention_bias=False, use_sliding_window=False, decoder_sparse_step=1, mlp_only_layers=[]),
+        qk_norm=True, norm_topk=False,
         sizes={key: key for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")},
     ),
     "deepseek_v3": Family(
-        "DeepseekV3ForCausalLM", ("attention_bias",),
-        values=dict(rope_interleave=True, moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc"),
+        "DeepseekV3ForCausalLM",
+        dict(
+            attention_bias=False, rope_interleave=True, moe_layer_freq=1, scoring_func="sigmoid",
+            topk_method="noaux_tc",
+        ),
         sizes=dict(num_experts="n_routed_experts") | {
             key: key
             for key in ("num_experts_per_tok", "moe_intermediate_size", "first_k_dense_replace", "n_group",
@@ -80,7 +84,7 @@ FAMILIES = {
         quantised="fp8", scoring_func="sigmoid", norm_topk=True,
     ),
     "gpt_oss": Family(
-        "GptOssForCausalLM", (), required=("attention_bias",), values=dict(swiglu_limit=7.0, swiglu_alpha=1.702),
+        "GptOssForCausalLM", dict(attention_bias=True, swiglu_limit=7.0, swiglu_alpha=1.702),
         sizes=dict(
             num_experts="num_local_experts", num_experts_per_tok="num_experts_per_tok",
             moe_intermediate_size="intermediate_size", sliding_window="sliding_window",
@@ -93,12 +97,14 @@ FAMILIES = {
         quantised="mxfp4", mlp="clamped_swiglu", qkv_bias=True, o_bias=True, sinks=True, expert_bias=True,
     ),
     "nemotron": Family(
-        "NemotronForCausalLM", ("attention_bias", "mlp_bias"), norm="layernorm1p", mlp="relu2", partial_rotary=0.5
+        "NemotronForCausalLM", dict(attention_bias=False, mlp_bias=False), norm="layernorm1p", mlp="relu2",
+        partial_rotary=0.5,
     ),
     "nemotron_h": Family(
-        "NemotronHForCausalLM", ("attention_bias", "mlp_bias", "use_bias"),
-        values=dict(
-            use_conv_bias=True, mamba_hidden_act="silu", n_shared_experts=1, sliding_window=None,
+        "NemotronHForCausalLM",
+        dict(
+            attention_bias=False, mlp_bias=False, use_bias=False, use_conv_bias=True, mamba_hidden_act="silu",
+            n_shared_experts=1, sliding_window=None,
         ),
         sizes=dict(
             num_experts="n_routed_experts", shared_expert_intermediate_size="moe_shared_expert_intermediate_size",
@@ -113,8 +119,9 @@ FAMILIES = {
         can_tie=False,
     ),
     "gpt2": Family(
-        "GPT2LMHeadModel", ("scale_attn_by_inverse_layer_idx", "add_cross_attention"),
-        values=dict(scale_attn_weights=True), norm="layernorm", mlp="gelu", qkv_bias=True, o_bias=True,
+        "GPT2LMHeadModel",
+        dict(scale_attn_by_inverse_layer_idx=False, add_cross_attention=False, scale_attn_weights=True),
+        norm="layernorm", mlp="gelu", qkv_bias=True, o_bias=True,
         position_embedding="learned", scaled_residual_init=True,
     ),
 }  # fmt: skip
@@ -126,24 +133,28 @@ FAMILIES = {
 def read_config(path: str | Path) -> DecoderConfig:
     """The shape of the model in folder `path`. Raises InputError for what the decoder would not compute exactly."""
     file = Path(path) / "config.json"
-    raw = read_json(file)
+    return config_from_hf(read_json(file), file)
+
+
+def config_from_hf(raw: dict, file: Path) -> DecoderConfig:
+    """What config.json `raw` says. Raises InputError as `read_config` does, naming `file`."""
     name = _find_family(raw, file)
     family = FAMILIES[name]
     raw = _with_common_keys(raw, name, file)
     _refuse_unsupported(raw, family, file)
     rope = _read_rope(raw, family, file)
-    sizes = {ours: _number(raw, theirs, file) for ours, theirs in (SIZES | family.sizes).items()}
+    sizes = {ours: read_number(raw, theirs, file) for ours, theirs in (SIZES | family.sizes).items()}
     hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     fields = dict(
-        num_key_value_heads=_number(raw, "num_key_value_heads", file, default=heads),
-        head_dim=_number(raw, "head_dim", file, default=hidden // max(heads, 1)),
-        norm_eps=_number(raw, EPS_KEYS[family.norm], file, float),
-        rope_theta=_number(rope, "rope_theta", file, float, default=family.rope_theta),
+        num_key_value_heads=read_number(raw, "num_key_value_heads", file, default=heads),
+        head_dim=read_number(raw, "head_dim", file, default=hidden // max(heads, 1)),
+        norm_eps=read_number(raw, EPS_KEYS[family.norm], file, float),
+        rope_theta=read_number(rope, "rope_theta", file, float, default=family.rope_theta),
         rope_scaling=_rope_scaling(rope, file),
         partial_rotary_factor=_partial_rotary(rope, family, file),
         tie_word_embeddings=family.can_tie and _switch(raw, "tie_word_embeddings", file),
-        norm_topk_prob=_norm_topk(raw, family, file),
-        initializer_range=_number(raw, "initializer_range", file, float, default=0.02),
+        norm_topk_prob=family.norm_topk is None or _switch(raw, "norm_topk_prob", file, default=family.norm_topk),
+        initializer_range=read_number(raw, "initializer_range", file, float, default=0.02),
         bos_token_id=_token_ids(raw, "bos_token_id", file),
         eos_token_id=_token_ids(raw, "eos_token_id", file),
     )
@@ -158,6 +169,7 @@ def read_config(path: str | Path) -> DecoderConfig:
 
 
 def _fixed(family: Family) -> dict:
+    """The fields that an architecture's name fixes."""
     keys = ("norm", "mlp", "qkv_bias", "o_bias", "qk_norm", "scoring_func", "sinks", "expert_bias",
             "position_embedding", "scaled_residual_init")  # fmt: skip
     return {key: getattr(family, key) for key in keys}
@@ -171,19 +183,20 @@ def _with_common_keys(raw: dict, name: str, file: Path) -> dict:
 
 
 def _nemotron_h_fields(raw: dict, file: Path) -> dict:
+    least_dt = read_number(raw, "time_step_min", file, float, default=0.001)
     return dict(
         layer_pattern=raw["layer_pattern"],
-        moe_latent_size=_number(raw, "moe_latent_size", file, default=0),
-        routed_scaling_factor=_number(raw, "routed_scaling_factor", file, float, default=1.0),
-        time_step_min=_number(raw, "time_step_min", file, float, default=0.001),
+        moe_latent_size=read_number(raw, "moe_latent_size", file, default=0),
+        routed_scaling_factor=read_number(raw, "routed_scaling_factor", file, float, default=1.0),
+        time_step_min=0.0 if least_dt == checkpoint_nemotron_h.LEAST_DT else least_dt,
     )
 
 
 def _deepseek_fields(raw: dict, sizes: dict, file: Path) -> dict:
     return dict(
         head_dim=sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"],
-        shared_expert_intermediate_size=_number(raw, "n_shared_experts", file) * sizes["moe_intermediate_size"],
-        routed_scaling_factor=_number(raw, "routed_scaling_factor", file, float),
+        shared_expert_intermediate_size=read_number(raw, "n_shared_experts", file) * sizes["moe_intermediate_size"],
+        routed_scaling_factor=read_number(raw, "routed_scaling_factor", file, float),
     )
 
 
@@ -214,21 +227,20 @@ def _find_family(raw: dict, file: Path) -> str:
 
 
 def _refuse_unsupported(raw: dict, family: Family, file: Path) -> None:
-    for key in family.switches:
-        if _switch(raw, key, file):
-            raise InputError(f"{file}: {key}=true is not supported for {family.architecture}")
-    for key in family.required:
-        if not _switch(raw, key, file):
-            raise InputError(f"{file}: {key} must be true for {family.architecture}")
-    for key, value in family.values.items():
-        if raw.get(key, value) != value:
-            given, architecture = raw[key], family.architecture
-            raise InputError(f"{file}: {key}={given!r} is not supported for {architecture} (must be {value!r})")
+    refuse_other_values(raw, family.values, family.architecture, file)
     _refuse_other_layers(raw, family, file)
     activation, expected = raw.get("hidden_act"), ACTIVATIONS[family.mlp]
     if activation not in (None, expected):
         raise InputError(f"{file}: hidden_act={activation!r} is not supported (must be {expected!r})")
     _refuse_other_quantisation(raw.get("quantization_config") or {}, family, file)
+
+
+def refuse_other_values(raw: dict, values: dict[str, Any], architecture: str, file: Path) -> None:
+    """Raises InputError for a key of `raw` that says anything but `values` does; a null says the same as false."""
+    for key, value in values.items():
+        given = raw.get(key, value)
+        if given != value and not (given is None and value is False):
+            raise InputError(f"{file}: {key}={given!r} is not supported for {architecture} (must be {value!r})")
 
 
 def _refuse_other_quantisation(settings: Any, family: Family, file: Path) -> None:
@@ -268,28 +280,25 @@ def _rope_scaling(rope: dict, file: Path) -> dict | None:
     if kind not in ("llama3", "yarn"):
         raise InputError(f"{file}: rope_type {kind!r} is not supported (known: 'default', 'llama3', 'yarn')")
     keys = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
-    scaling = dict(rope_type=kind) | {key: _number(rope, key, file, float) for key in keys}
-    scaling["original_max_position_embeddings"] = _number(rope, "original_max_position_embeddings", file)
+    scaling = dict(rope_type=kind) | {key: read_number(rope, key, file, float) for key in keys}
+    scaling["original_max_position_embeddings"] = read_number(rope, "original_max_position_embeddings", file)
     if kind == "yarn":
-        scaling |= {key: _number(rope, key, file, float) for key in YARN if rope.get(key) is not None}
-        scaling |= {} if _switch({"truncate": True} | rope, "truncate", file) else dict(truncate=False)
+        scaling |= {key: read_number(rope, key, file, float) for key in YARN if rope.get(key) is not None}
+        scaling |= {} if _switch(rope, "truncate", file, default=True) else dict(truncate=False)
         if rope.get("attention_factor") is not None:
             raise InputError(f"{file}: attention_factor={rope['attention_factor']} is not supported (must be absent)")
     return scaling
 
 
 def _partial_rotary(rope: dict, family: Family, file: Path) -> float:
-    factor = _number(rope, "partial_rotary_factor", file, float, default=family.partial_rotary or 1.0)
+    factor = read_number(rope, "partial_rotary_factor", file, float, default=family.partial_rotary or 1.0)
     if family.partial_rotary is None and factor != 1:
         raise InputError(f"{file}: partial_rotary_factor={factor} is not supported for {family.architecture} (use 1)")
     return factor
 
 
-def _norm_topk(raw: dict, family: Family, file: Path) -> bool:
-    return family.norm_topk is None or _switch({"norm_topk_prob": family.norm_topk} | raw, "norm_topk_prob", file)
-
-
-def _number(raw: dict, key: str, file: Path, kind: type = int, default: Any = None) -> Any:
+def read_number(raw: dict, key: str, file: Path, kind: type = int, default: Any = None) -> Any:
+    """A key's whole number, or with kind=float any number. Raises InputError for all else; a default may stand in."""
     value = raw.get(key, raw.get(ALSO_CALLED.get(key)))
     if value is None and default is not None:
         return default
@@ -302,8 +311,8 @@ def _number(raw: dict, key: str, file: Path, kind: type = int, default: Any = No
     return kind(value)
 
 
-def _switch(raw: dict, key: str, file: Path) -> bool:
-    value = raw.get(key, False)
+def _switch(raw: dict, key: str, file: Path, default: bool = False) -> bool:
+    value = raw.get(key, default)
     if not isinstance(value, bool | None):
         raise InputError(f"{file}: {key}={value!r} must be true or false")
     return bool(value)
@@ -320,15 +329,42 @@ def _token_ids(raw: dict, key: str, file: Path) -> int | list[int] | None:
 # ----------------------------------------------------------------------------------------------------------------- out
 
 
+def check_exportable(config: DecoderConfig) -> None:
+    """Raises InputError for a model that its family's config.json cannot describe: read again, that says another."""
+    if isinstance(config, WanConfig):
+        raise InputError("model: a Wan model generates video: it cannot be trained as a language model")
+    family = FAMILIES.get(config.family)
+    if family is None:
+        raise InputError(f"model.family={config.family!r} cannot be saved (known: {', '.join(FAMILIES)})")
+    for key in ("num_experts", "sliding_window"):
+        if key in family.sizes and config.family != "nemotron_h" and not getattr(config, key):
+            raise InputError(f"model.{key}=0 cannot be saved as {family.architecture} (must be at least 1)")
+    try:
+        again = config_from_hf(_settings(config, torch.float32), Path("config.json"))
+    except InputError as error:
+        raise InputError(f"model cannot be saved as {family.architecture}: {error}") from None
+    free = UNSAVED | {"rope_theta", "rope_scaling"}  # of these two, reading refuses what it does not know
+    free |= {"head_dim"} if config.kv_lora_rank else set()
+    for key in (field.name for field in dataclasses.fields(config) if field.name not in free):
+        given, value = getattr(config, key), getattr(again, key)
+        if given != value:
+            raise InputError(f"model.{key}={given!r} cannot be saved as {family.architecture} (must be {value!r})")
+
+
 def config_to_hf(config: DecoderConfig, dtype: torch.dtype) -> dict:
-    """config.json in the spelling of transformers 4, which 5 reads too."""
-    family = exportable_family(config)
+    """config.json in the spelling of transformers 4, which 5 reads too. Raises InputError: see `check_exportable`."""
+    check_exportable(config)
+    return _settings(config, dtype)
+
+
+def _settings(config: DecoderConfig, dtype: torch.dtype) -> dict:
+    family = FAMILIES[config.family]
     optional = {} if family.partial_rotary is None else dict(partial_rotary_factor=config.partial_rotary_factor)
     optional |= {} if family.norm_topk is None else dict(norm_topk_prob=config.norm_topk_prob)
     settings = dict(
         architectures=[family.architecture],
         model_type=config.family,
-        **{theirs: getattr(config, ours) for ours, theirs in (SIZES | family.sizes).items()},
+        **{theirs: getattr(config, ours) for ours, theirs in (family.sizes | SIZES).items()},
         num_key_value_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         hidden_act=ACTIVATIONS[family.mlp],
@@ -336,8 +372,6 @@ def config_to_hf(config: DecoderConfig, dtype: torch.dtype) -> dict:
         rope_theta=config.rope_theta,
         rope_scaling=config.rope_scaling,
         **optional,
-        **dict.fromkeys(family.switches, False),
-        **dict.fromkeys(family.required, True),
         **family.values,
         tie_word_embeddings=config.tie_word_embeddings,
         initializer_range=config.initializer_range,
@@ -362,41 +396,3 @@ def config_to_hf(config: DecoderConfig, dtype: torch.dtype) -> dict:
         settings["layer_types"] = [kinds[config.windowed(layer)] for layer in range(config.num_layers)]
         settings["rope_scaling"] = config.rope_scaling or dict(rope_type="default")  # null means its own yarn there
     return settings
-
-
-def exportable_family(config: DecoderConfig) -> Family:
-    if isinstance(config, WanConfig):
-        raise InputError("model: a Wan model generates video: it cannot be trained as a language model")
-    family = FAMILIES.get(config.family)
-    if family is None:
-        raise InputError(f"model.family={config.family!r} cannot be saved (known: {', '.join(FAMILIES)})")
-    if "num_experts" in family.sizes and config.family != "nemotron_h" and not config.num_experts:
-        raise InputError(f"model.num_experts=0 cannot be saved as {family.architecture} (must be at least 1)")
-    fixed = _fixed(family) | _unused(config, family)
-    fixed |= {} if family.partial_rotary else dict(partial_rotary_factor=1.0)
-    fixed |= dict(norm_topk_prob=True) if family.norm_topk is None else {}
-    fixed |= {} if family.can_tie else dict(tie_word_embeddings=False)
-    for key, value in fixed.items():
-        given = getattr(config, key)
-        if given != value:
-            raise InputError(f"model.{key}={given!r} cannot be saved as {family.architecture} (must be {value!r})")
-    return family
-
-
-def _unused(config: DecoderConfig, family: Family) -> dict:
-    """The values that fields must have of which config.json says nothing, or nothing apart from another one."""
-    theirs = {ours for other in FAMILIES.values() for ours in other.sizes} - family.sizes.keys()
-    if config.family != "nemotron_h":
-        theirs |= {"layer_pattern", "time_step_min"}
-    unused = {key: getattr(DecoderConfig, key) for key in theirs}
-    if family.sizes.get("moe_intermediate_size") == "intermediate_size":
-        unused["moe_intermediate_size"] = config.intermediate_size
-    if config.family == "deepseek_v3":
-        shared, size = config.shared_expert_intermediate_size, config.moe_intermediate_size
-        return unused | dict(shared_expert_intermediate_size=shared // size * size, moe_latent_size=0)
-    if config.family == "nemotron_h":
-        return unused
-    if config.family == "gpt2":
-        heads = config.num_attention_heads
-        unused |= dict(num_key_value_heads=heads, head_dim=config.hidden_size // heads)
-    return unused | dict(shared_expert_intermediate_size=0, routed_scaling_factor=1.0, moe_latent_size=0)

@@ -13,18 +13,11 @@ from torch import Tensor, nn
 
 from minitrain.models.attention import GroupedQueryAttention, Mask, make_mask
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.models.layers import (
-    MLPS,
-    NORMS,
-    rotary_frequencies,
-    rotary_magnitude,
-    rotary_tables,
-    yarn_magnitude,
-)
+from minitrain.models.layers import MLPS, NORMS, rotary_frequencies, rotary_magnitude, rotary_tables
 from minitrain.models.mamba import Mamba2
 from minitrain.models.mamba import initialize_parameter as initialize_mamba
 from minitrain.models.mla import LatentAttention
-from minitrain.models.moe import MoE, Router
+from minitrain.models.moe import MoE
 
 RESIDUAL_OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 
@@ -40,14 +33,13 @@ class Block(nn.Module):
         if mixer:
             self.input_layernorm = norm(hidden, eps=config.norm_eps)
         if mixer == "attention":
-            self.self_attn = latent_attention(config) if config.kv_lora_rank else grouped_query_attention(config)
+            self.self_attn = LatentAttention(config) if config.kv_lora_rank else grouped_query_attention(config)
             self.windowed = config.windowed(layer)
         if mixer == "mamba":
             self.mamba = Mamba2(hidden, config.mamba, config.norm_eps)
         if mlp:
             self.post_attention_layernorm = norm(hidden, eps=config.norm_eps)
-            is_moe = mlp == "moe"
-            self.mlp = mixture_of_experts(config) if is_moe else MLPS[config.mlp](hidden, config.intermediate_size)
+            self.mlp = MoE(config) if mlp == "moe" else MLPS[config.mlp](hidden, config.intermediate_size)
 
     def forward(
         self,
@@ -74,29 +66,6 @@ def grouped_query_attention(config: DecoderConfig) -> GroupedQueryAttention:
         config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim,
         qkv_bias=config.qkv_bias, o_bias=config.o_bias, qk_norm=config.qk_norm, norm_eps=config.norm_eps,
         sinks=config.sinks,
-    )  # fmt: skip
-
-
-def latent_attention(config: DecoderConfig) -> LatentAttention:
-    scaling = config.rope_scaling or {}
-    extended = scaling.get("rope_type") == "yarn" and scaling.get("mscale_all_dim")
-    return LatentAttention(
-        config.hidden_size, config.num_attention_heads, config.q_lora_rank, config.kv_lora_rank,
-        config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim,
-        scale=yarn_magnitude(scaling["factor"], scaling["mscale_all_dim"]) ** 2 if extended else 1.0,
-    )  # fmt: skip
-
-
-def mixture_of_experts(config: DecoderConfig) -> MoE:
-    router = Router(
-        config.hidden_size, config.num_experts, config.num_experts_per_tok, config.scoring_func, config.expert_bias,
-        config.n_group, config.topk_group, config.routed_scaling_factor, config.fake_balanced_gate,
-        count_load=config.bias_update_speed > 0, aux_loss_coef=config.router_aux_loss_coef,
-        aux_per_sequence=config.seq_aux, normalize=config.norm_topk_prob,
-    )  # fmt: skip
-    return MoE(
-        router, config.hidden_size, config.moe_intermediate_size, config.mlp, config.expert_bias,
-        config.shared_expert_intermediate_size, config.moe_latent_size,
     )  # fmt: skip
 
 

@@ -10,8 +10,8 @@ from minitrain.errors import InputError
 from minitrain.models.layers import MLPS, NORMS
 from minitrain.models.limits import check_size
 from minitrain.models.mamba import MambaShape
-from minitrain.models.moe import EXPERT_MLPS
 
+EXPERT_MLPS = ("swiglu", "clamped_swiglu", "relu2")  # see moe.py
 POSITIONS = ("rotary", "learned", "none")
 LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 ROPE_SCALINGS = {  # what each kind must have
@@ -95,7 +95,8 @@ class DecoderConfig:
         for field in ("moe_intermediate_size", "shared_expert_intermediate_size", "moe_latent_size", "num_experts",
                       "sliding_window", *LATENT):  # fmt: skip
             check_size(field, getattr(self, field), least=0)
-        for field in ("norm_eps", "initializer_range", "time_step_min"):
+        for field in ("norm_eps", "initializer_range", "time_step_min", "first_k_dense_replace", "bias_update_speed",
+                      "router_aux_loss_coef"):  # fmt: skip
             if getattr(self, field) < 0:
                 raise InputError(f"model.{field}={getattr(self, field)} must be at least 0")
         if self.rope_theta <= 1:
@@ -162,9 +163,6 @@ class DecoderConfig:
             raise InputError(f"model.scoring_func={self.scoring_func!r} is not one of softmax, sigmoid")
         if self.mlp not in MLPS and self.first_k_dense_replace:
             raise InputError(f"model.mlp={self.mlp} is for experts only: it needs first_k_dense_replace=0")
-        for field in ("first_k_dense_replace", "bias_update_speed", "router_aux_loss_coef"):
-            if getattr(self, field) < 0:
-                raise InputError(f"model.{field}={getattr(self, field)} must be at least 0")
         self._check_groups()
 
     def _check_groups(self):

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from minitrain.models import checkpoint_gpt2, checkpoint_nemotron_h
-from minitrain.models.mamba import MambaShape, by_part
+from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.mamba import by_part
+from minitrain.models.wan import WanConfig
 
 FP8_BLOCK = 128
 FP8_SCALE = "_scale_inv"
@@ -45,7 +47,7 @@ class Piece(NamedTuple):
 
 
 def stored_name(name: str, family: str) -> str:
-    """Our name of a module's parameter -> its name on the hub. Stacked experts apart: see `pieces`."""
+    """Our name of a parameter -> its name on the hub; for stacked experts see `expert_key`."""
     if family == "mixtral":
         return name.replace(".mlp.", ".block_sparse_moe.")
     if family == "gpt_oss":
@@ -56,14 +58,18 @@ def stored_name(name: str, family: str) -> str:
 
 
 def pieces(
-    name: str, shape: tuple[int, ...], family: str, stored: Mapping[str, str], mamba: MambaShape | None = None
+    name: str, shape: tuple[int, ...], config: DecoderConfig | WanConfig, stored: Mapping[str, str]
 ) -> list[Piece]:
     """Where the parameter `name` comes from. stored: the safetensors dtype of every tensor there is."""
-    whole = tuple(slice(0, n) for n in shape)
+    whole, family = tuple(slice(0, n) for n in shape), config.family
     if family == "gpt2":
         return [gpt2_matrix(name, whole)]
-    if mamba and mamba.parts(name):
-        return mamba_rows(stored_name(name, family), whole, mamba.rows(mamba.parts(name)))
+    if parts := mamba_parts(name, config):
+        key = stored_name(name, family)
+        return [
+            rows_from(theirs, key, shape, (slice(ours, ours + n), *whole[1:]))
+            for ours, theirs, n in config.mamba.rows(parts)
+        ]
     prefix, _, last = name.rpartition(".experts.")
     if not prefix:
         return [matrix(stored_name(name, family), whole, stored)]
@@ -78,17 +84,23 @@ def pieces(
     return found
 
 
+def mamba_parts(name: str, config: DecoderConfig | WanConfig) -> list[int] | None:
+    """Of what the rows of a parameter consist that the hub has in another order (see mamba.py); None if it does not."""
+    return config.mamba.parts(name) if ".mamba." in name else None
+
+
 def expert_key(name: str, family: str, expert: int, part: str) -> str:
     """layers.0.mlp.experts.down_proj, expert 3 -> layers.0.mlp.experts.3.down_proj.weight, or Mixtral's spelling."""
     part = MIXTRAL_KEYS[part] if family == "mixtral" else part
     return stored_name(f"{name.rpartition('.')[0]}.{expert}.{part}.weight", family)
 
 
-def to_stored(name: str, tensor: Tensor, family: str, mamba: MambaShape | None = None) -> Iterator[tuple[str, Tensor]]:
-    """The stored tensors that a whole parameter becomes, one after the other."""
+def to_stored(name: str, tensor: Tensor, config: DecoderConfig) -> Iterator[tuple[str, Tensor]]:
+    """The stored tensors that a whole parameter becomes, one after the other. Not for GPT-2: see checkpoint_gpt2.py."""
     prefix, _, last = name.rpartition(".experts.")
-    if mamba and mamba.parts(name):
-        yield stored_name(name, family), by_part(tensor, mamba.parts(name), mamba.groups)
+    family = config.family
+    if parts := mamba_parts(name, config):
+        yield stored_name(name, family), by_part(tensor, parts, config.mamba.groups)
     elif not prefix:
         yield stored_name(name, family), tensor
     elif family == "gpt_oss":
@@ -100,12 +112,13 @@ def to_stored(name: str, tensor: Tensor, family: str, mamba: MambaShape | None =
                 yield expert_key(name, family, expert, part), rows
 
 
-def is_ignored(key: str, family: str, num_layers: int, tied: bool) -> bool:
+def is_ignored(key: str, config: DecoderConfig) -> bool:
     """Stored tensors without a place here: multi-token prediction (layers after the last), old tables, a tied head."""
-    layer = re.match(r"model\.layers\.(\d{1,9})\.", key) if family == "deepseek_v3" else None
-    predicts_more = bool(layer) and int(layer[1]) >= num_layers
-    predicts_more |= family == "nemotron_h" and key.startswith("mtp.")
-    return predicts_more or key.endswith(".rotary_emb.inv_freq") or (tied and key == "lm_head.weight")
+    layer = re.match(r"model\.layers\.(\d{1,9})\.", key) if config.family == "deepseek_v3" else None
+    predicts_more = bool(layer) and int(layer[1]) >= config.num_layers
+    predicts_more |= config.family == "nemotron_h" and key.startswith("mtp.")
+    tied_head = config.tie_word_embeddings and key == "lm_head.weight"
+    return predicts_more or tied_head or key.endswith(".rotary_emb.inv_freq")
 
 
 # ------------------------------------------------------------------------------------------------------ single tensors
@@ -138,32 +151,22 @@ def in_turn(gate: Piece, up: Piece) -> Piece:
     return Piece((expert, slice(0, 2 * rows.stop), columns), {**gate.needs, **up.needs}, read)
 
 
-def mamba_rows(key: str, whole: Slices, rows: list[tuple[int, int, int]]) -> list[Piece]:
-    """rows: ranges of ours, as (first of ours, first stored, how many); see mamba.py."""
-    shape = tuple(part.stop for part in whole)
-    return [
-        Piece((slice(ours, ours + n), *whole[1:]), {key: (shape, FLOATS)}, partial(read_rows, key, theirs))
-        for ours, theirs, n in rows
-    ]
-
-
-def read_rows(key: str, first: int, fetch: Fetch, slices: Slices) -> Tensor:
-    return fetch(key, (slice(first + slices[0].start, first + slices[0].stop), *slices[1:]))
-
-
 def gpt2_matrix(name: str, whole: Slices) -> Piece:
-    """A matrix is stored transposed, q, k and v below each other in one."""
+    """A matrix is stored transposed, and q, k and v are the rows of one."""
     key, part = checkpoint_gpt2.stored_name(name), checkpoint_gpt2.fused_part(name)
-    rows = whole[0].stop
-    shape = (rows if part is None else 3 * rows, *(columns.stop for columns in whole[1:]))
-    transposed = checkpoint_gpt2.is_transposed(name)
+    rows, *columns = (part.stop for part in whole)
+    first, stored_rows = (0, rows) if part is None else (part * rows, 3 * rows)
+    return rows_from(first, key, (stored_rows, *columns), whole, checkpoint_gpt2.is_transposed(name))
+
+
+def rows_from(first: int, key: str, shape: tuple[int, ...], region: Slices, transposed: bool = False) -> Piece:
+    """A region that is stored in the rows from `first` on of a tensor of this `shape`, before it was transposed."""
 
     def read(fetch: Fetch, slices: Slices) -> Tensor:
-        first = slices[0]
-        slices = (slice(first.start + rows * (part or 0), first.stop + rows * (part or 0)), *slices[1:])
+        slices = (slice(first + slices[0].start, first + slices[0].stop), *slices[1:])
         return fetch(key, slices[::-1]).T if transposed else fetch(key, slices)
 
-    return Piece(whole, {key: (shape[::-1] if transposed else shape, FLOATS)}, read)
+    return Piece(region, {key: (shape[::-1] if transposed else shape, FLOATS)}, read)
 
 
 def read_fp8(key: str, stacked: bool, fetch: Fetch, slices: Slices) -> Tensor:

@@ -19,7 +19,7 @@ Left out: adapters of the embedding, the head and what else is outside the block
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -65,9 +65,9 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
     for module, name in find_targets(model, lora.targets).values():
         weight = getattr(module, name)
         *stack, out, into = weight.shape
-        for letter, shape in (("A", (*stack, lora.rank, into)), ("B", (*stack, out, lora.rank))):
-            values = torch.empty(shape, dtype=DTYPES[lora.dtype], device=weight.device)
-            module.register_parameter(_attribute(name) + letter, nn.Parameter(values))
+        for adapter, shape in zip(adapter_names(name), ((lora.rank, into), (out, lora.rank)), strict=True):
+            values = torch.empty(*stack, *shape, dtype=DTYPES[lora.dtype], device=weight.device)
+            module.register_parameter(adapter, nn.Parameter(values))
         module.lora = lora
         if isinstance(module, Experts):
             module._linear = partial(adapted_product, module)
@@ -103,7 +103,7 @@ def adaptable(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 def check_targets(model: nn.Module, targets: list[str]) -> None:
     """Raises InputError for a target that names nothing in a complete `model`.
 
-    Those of TARGETS are excepted, of which a family has some, as long as there is one.
+    Of the usual TARGETS a family has some: others may be missing, as long as one target is there.
     """
     paths = adaptable(model)
     missing = [target for target in targets if not any(is_meant(path, target) for path in paths)]
@@ -127,9 +127,14 @@ def is_meant(path: str, target: str) -> bool:
     return f".{path}".endswith(f".{target}") and (not names_stack(path) or names_stack(target))
 
 
-def _attribute(parameter: str) -> str:
-    """Of a Linear's weight lora_A and lora_B, of a stack called NAME NAME_lora_A and NAME_lora_B."""
-    return "lora_" if parameter == "weight" else f"{parameter}_lora_"
+def adapter_names(weight: str) -> tuple[str, str]:
+    """The names of a weight's A and B, with the path before them if `weight` has one.
+
+    Of a Linear's `q_proj.weight` they are `q_proj.lora_A` and `q_proj.lora_B`, of a stack `experts.down_proj`
+    `experts.down_proj_lora_A` and `experts.down_proj_lora_B`.
+    """
+    stem = weight.removesuffix("weight") if weight.endswith("weight") else f"{weight}_"
+    return f"{stem}lora_A", f"{stem}lora_B"
 
 
 def is_adapter(name: str) -> bool:
@@ -160,7 +165,7 @@ def add_update(linear: nn.Linear, inputs: tuple[Tensor], y: Tensor) -> Tensor:
 def drop(module: nn.Module, x: Tensor, position: str) -> Tensor:
     """Dropout while gradients are computed, from the default generator: recomputation must draw the same again.
 
-    position: where this is, pre or post; `x` stays as it is if dropout is not there.
+    position: where it is called, pre or post; does nothing unless that is where the settings want it.
     """
     lora = module.lora
     applies = lora.dropout and lora.dropout_position == position and torch.is_grad_enabled()
@@ -170,9 +175,10 @@ def drop(module: nn.Module, x: Tensor, position: str) -> Tensor:
 def adapted_product(experts: Experts, name: str, x: Tensor, scale: Tensor, offsets: Tensor) -> Tensor:
     """In place of `Experts._linear`. x: [rows, in], sorted by expert; returns [rows, out]."""
     y = type(experts)._linear(experts, name, x, scale, offsets)
-    if not hasattr(experts, name + "_lora_A"):
+    name_a, name_b = adapter_names(name)
+    if not hasattr(experts, name_a):
         return y
-    a, b = getattr(experts, name + "_lora_A"), getattr(experts, name + "_lora_B") * experts.lora.scale
+    a, b = getattr(experts, name_a), getattr(experts, name_b) * experts.lora.scale
     missing = -experts.lora.rank % 8  # grouped_mm wants rows of 16 bytes
     if missing:
         a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
@@ -181,10 +187,9 @@ def adapted_product(experts: Experts, name: str, x: Tensor, scale: Tensor, offse
 
 
 def require_gradient(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-    """A forward hook of the embedding: what nothing trainable has made looks like what adapters have.
+    """A forward hook of the embedding: let its frozen output require a gradient, as the adapted blocks' outputs do.
 
-    Else the first block's input would be the only one without a gradient, and the compiler would build every block
-    twice.
+    Otherwise the first block's input would be the only one without, and the compiler would build every block twice.
     """
     return output.requires_grad_(torch.is_grad_enabled())
 
@@ -192,24 +197,22 @@ def require_gradient(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor
 # -------------------------------------------------------------------------------------------------------------- merging
 
 
-def adapted(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Every weight with an adapter, as its module and its name there."""
-    for module in model.modules():
-        for name, _ in list(module.named_parameters(recurse=False)):
-            if hasattr(module, _attribute(name) + "A"):
-                yield module, name
-
-
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
-    """Add every update to its weight, W + scale B A rounded once, and remove the adapters. For unsharded models."""
-    for module, name in list(adapted(model)):
-        weight, attribute = getattr(module, name), _attribute(name)
-        a, b = (getattr(module, attribute + letter).float() for letter in "AB")
-        weight.copy_(weight.float() + module.lora.scale * (b @ a))
-        delattr(module, attribute + "A")
-        delattr(module, attribute + "B")
+    """Add every update to its weight, and remove the adapters. For unsharded models."""
+    for module, name in adaptable(model).values():
+        weight, adapters = getattr(module, name), adapter_names(name)
+        if not hasattr(module, adapters[0]):
+            continue
+        weight.copy_(merged(weight, *(getattr(module, adapter) for adapter in adapters), module.lora))
+        for adapter in adapters:
+            delattr(module, adapter)
         if isinstance(module, nn.Linear):
             module.lora_hook.remove()
         else:
             module.__dict__.pop("_linear", None)
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, lora: Lora) -> Tensor:
+    """W + scale B A, rounded once, to W's type."""
+    return (weight.float() + lora.scale * (b.float() @ a.float())).to(weight.dtype)

@@ -14,16 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from minitrain.models.attention import Mask, attention
-from minitrain.models.layers import apply_rotary
+from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.layers import apply_rotary, yarn_magnitude
 
 
 class LatentAttention(nn.Module):
-    """scale: a factor on the scores beside 1 / sqrt(head_dim), as yarn has it."""
+    """Heads of qk_nope_head_dim + qk_rope_head_dim channels in queries and keys, and of v_head_dim in values."""
 
-    def __init__(self, hidden: int, heads: int, q_rank: int, kv_rank: int, nope: int, rope: int, v_dim: int,
-                 scale: float = 1.0):  # fmt: skip
+    def __init__(self, config: DecoderConfig):
         super().__init__()
-        self.nope, self.rope, self.v_dim, self.scale = nope, rope, v_dim, scale
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        q_rank, kv_rank = config.q_lora_rank, config.kv_lora_rank
+        nope, rope, v_dim = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        self.nope, self.rope, self.v_dim, self.scale = nope, rope, v_dim, score_scale(config.rope_scaling)
         self.attend = attention  # context parallelism puts its exchange of keys and values around it
         self.q_a_proj = nn.Linear(hidden, q_rank, bias=False)
         self.q_a_layernorm = nn.RMSNorm(q_rank, eps=1e-6)  # whatever the other norms use
@@ -71,6 +74,13 @@ class LatentAttention(nn.Module):
         weight = self.kv_b_proj.weight
         rows = self.kv_b_proj(torch.eye(self.kv_a_layernorm.weight.shape[0], dtype=weight.dtype, device=weight.device))
         return rows.T.unflatten(0, (-1, self.nope + self.v_dim)).split([self.nope, self.v_dim], dim=1)
+
+
+def score_scale(scaling: dict | None) -> float:
+    """The factor on the scores beside 1 / sqrt(head_dim): 1 without yarn, or where that has no mscale_all_dim."""
+    if scaling is None or scaling["rope_type"] != "yarn" or not scaling.get("mscale_all_dim"):
+        return 1.0
+    return yarn_magnitude(scaling["factor"], scaling["mscale_all_dim"]) ** 2
 
 
 def pairs_to_halves(x: Tensor) -> Tensor:

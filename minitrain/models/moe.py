@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layers import GatedMLP, SquaredReluMLP
 
 
@@ -29,16 +30,18 @@ class MoE(nn.Module):
     """Routed experts plus, where the family has one, a shared expert that sees every token. x: [..., hidden].
 
     documents: int [...], as `Router` takes it.
-    latent: experts work on a projection of this width (Nemotron 3 Super); router and shared expert see x itself.
+    With moe_latent_size, experts work on a projection of that width (Nemotron 3 Super); router and shared expert see x.
     """
 
-    def __init__(self, router: "Router", hidden: int, intermediate: int, mlp: str, bias: bool, shared: int = 0,
-                 latent: int = 0):  # fmt: skip
+    def __init__(self, config: DecoderConfig):
         super().__init__()
-        self.gate = router
-        self.experts = Experts(router.num_experts, latent or hidden, intermediate, mlp, bias)
+        hidden, latent, shared = config.hidden_size, config.moe_latent_size, config.shared_expert_intermediate_size
+        self.gate = Router(config)
+        self.experts = Experts(
+            config.num_experts, latent or hidden, config.moe_intermediate_size, config.mlp, config.expert_bias
+        )
         self.dispatch = dispatch  # expert parallelism puts its all-to-alls in its place
-        dense = SquaredReluMLP if mlp == "relu2" else GatedMLP
+        dense = SquaredReluMLP if config.mlp == "relu2" else GatedMLP
         self.shared_experts = dense(hidden, shared) if shared else None
         self.fc1_latent_proj = nn.Linear(hidden, latent, bias=False) if latent else nn.Identity()
         self.fc2_latent_proj = nn.Linear(latent, hidden, bias=False) if latent else nn.Identity()
@@ -57,41 +60,23 @@ class MoE(nn.Module):
 class Router(nn.Module):
     """Which experts a token goes to, and with which weights.
 
-    scoring: `softmax` over all experts' logits, or `sigmoid` of each (DeepSeek-V3). With `normalize`, as all published
-    models have it, the weights of the chosen are divided by their sum; sigmoid's are then multiplied by `scale`.
-    Sigmoid routers choose by score + e_score_correction_bias, a buffer that no gradient reaches; with n_group > 1, only
-    from the topk_group groups of experts whose two best sum highest.
+    scoring_func: `softmax` over all experts' logits, or `sigmoid` of each (DeepSeek-V3). With norm_topk_prob, as all
+    published models have it, the weights of the chosen are divided by their sum; sigmoid's are then multiplied by
+    routed_scaling_factor. Sigmoid routers choose by score + e_score_correction_bias, a buffer that no gradient reaches;
+    with n_group > 1, only from the topk_group groups of experts whose two best sum highest.
     """
 
-    def __init__(
-        self,
-        hidden: int,
-        num_experts: int,
-        top_k: int,
-        scoring: str = "softmax",
-        bias: bool = False,
-        n_group: int = 1,
-        topk_group: int = 1,
-        scale: float = 1.0,
-        fake_balanced: bool = False,
-        count_load: bool = False,
-        aux_loss_coef: float = 0.0,
-        aux_per_sequence: bool = False,
-        normalize: bool = True,
-    ):
+    def __init__(self, config: DecoderConfig):
         super().__init__()
-        self.num_experts, self.top_k, self.sigmoid = num_experts, top_k, scoring == "sigmoid"
-        self.n_group, self.topk_group, self.scale = n_group, topk_group, scale
-        self.fake_balanced, self.count_load = fake_balanced, count_load
-        self.aux_loss_coef, self.aux_per_sequence = aux_loss_coef, aux_per_sequence
-        self.normalize = normalize
+        self.config, self.sigmoid = config, config.scoring_func == "sigmoid"
+        self.num_experts, self.top_k = config.num_experts, config.num_experts_per_tok
         self.load: Tensor | None = None  # int64 [experts]: tokens per expert since the last update of the bias
         self.tokens_per_step: Tensor | None = None  # of all ranks and micro-batches; None: this forward pass is all
         self.sum_counts: Callable = lambda counts: counts  # over the ranks that share the tokens that are balanced
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden))
-        self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
+        self.weight = nn.Parameter(torch.empty(self.num_experts, config.hidden_size))
+        self.bias = nn.Parameter(torch.empty(self.num_experts)) if config.expert_bias else None
         if self.sigmoid:
-            self.register_buffer("e_score_correction_bias", torch.zeros(num_experts, dtype=torch.float32))
+            self.register_buffer("e_score_correction_bias", torch.zeros(self.num_experts, dtype=torch.float32))
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x: [..., hidden] -> experts int64 [tokens, top_k], weights fp32 [tokens, top_k].
@@ -99,7 +84,7 @@ class Router(nn.Module):
         documents: int [...], below 0 for padding. That is routed like any token but nothing is balanced by it: all of a
         row's padding is the same token, and would fill the same few experts.
         """
-        if self.fake_balanced:
+        if self.config.fake_balanced_gate:
             return balanced_choice(x.shape[:-1].numel(), self.top_k, self.num_experts, x.device)
         bias = None if self.bias is None else self.bias.float()
         logits = F.linear(x.flatten(0, -2).float(), self.weight.float(), bias)
@@ -107,9 +92,10 @@ class Router(nn.Module):
         indices = self._choose(scores.detach())
         weights = self._weigh(scores, indices)
         real = None if documents is None else documents.flatten() >= 0
-        if self.count_load and torch.is_grad_enabled() and not is_recomputing():
-            self._count(indices, real)
-        if self.aux_loss_coef and torch.is_grad_enabled():
+        if self.config.bias_update_speed and torch.is_grad_enabled() and not is_recomputing():
+            counts = count_tokens(indices, self.num_experts, real)
+            self.load = counts if self.load is None else self.load + counts
+        if self.config.router_aux_loss_coef and torch.is_grad_enabled():
             shares = scores / scores.sum(-1, keepdim=True) if self.sigmoid else scores.softmax(-1)
             weights = AttachLoss.apply(weights, self._aux_loss(shares, indices, x.shape[:-2].numel(), real))
         return indices, weights
@@ -125,26 +111,22 @@ class Router(nn.Module):
     def _choose(self, scores: Tensor) -> Tensor:
         if not self.sigmoid:
             return scores.topk(self.top_k, dim=-1).indices
-        choice = scores + self.e_score_correction_bias
-        if self.n_group > 1:
-            groups = choice.unflatten(-1, (self.n_group, -1))  # [tokens, groups, experts per group]
+        choice, config = scores + self.e_score_correction_bias, self.config
+        if config.n_group > 1:
+            groups = choice.unflatten(-1, (config.n_group, -1))  # [tokens, groups, experts per group]
             rank = groups.topk(2, dim=-1).values.sum(-1)
-            kept = torch.zeros_like(rank).scatter(1, rank.topk(self.topk_group, dim=-1).indices, 1).bool()
+            kept = torch.zeros_like(rank).scatter(1, rank.topk(config.topk_group, dim=-1).indices, 1).bool()
             choice = groups.masked_fill(~kept[..., None], -torch.inf).flatten(1)
         return choice.topk(self.top_k, dim=-1).indices
 
     def _weigh(self, scores: Tensor, indices: Tensor) -> Tensor:
         chosen = scores.gather(1, indices)
         if self.sigmoid:
-            weights = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) if self.normalize else chosen
-            return weights * self.scale
-        if self.normalize:
+            weights = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) if self.config.norm_topk_prob else chosen
+            return weights * self.config.routed_scaling_factor
+        if self.config.norm_topk_prob:
             return chosen.softmax(-1)  # the same as over all, divided by the sum of the chosen
         return (chosen - scores.logsumexp(-1, keepdim=True)).exp()
-
-    def _count(self, indices: Tensor, real: Tensor | None) -> None:
-        counts = count_tokens(indices, self.num_experts, real)
-        self.load = counts if self.load is None else self.load + counts
 
     def _aux_loss(self, shares: Tensor, indices: Tensor, rows: int, real: Tensor | None = None) -> Tensor:
         """coef x mean over the step's tokens of E sum_e f_e P_e: 1 x coef if all experts are chosen alike.
@@ -153,7 +135,7 @@ class Router(nn.Module):
         of this forward pass (Fedus et al. 2021, eq. 4) or, per sequence, over each of its rows (DeepSeek-V3, eq. 17).
         real: bool [tokens], those that count; None: all.
         """
-        rows = rows if self.aux_per_sequence else 1
+        rows = rows if self.config.seq_aux else 1
         real = torch.ones(len(shares), dtype=torch.bool, device=shares.device) if real is None else real
         row = torch.arange(rows, device=indices.device)[:, None, None]
         indices = (indices.view(rows, -1, self.top_k) + self.num_experts * row).flatten(0, 1)
@@ -161,13 +143,13 @@ class Router(nn.Module):
         f = counts / counts.sum(-1, keepdim=True).clamp(min=1)
         summed = (shares * real[:, None]).view(rows, -1, self.num_experts).sum(1)  # a row's P times its tokens
         tokens = real.sum() if self.tokens_per_step is None else self.tokens_per_step
-        return self.aux_loss_coef * self.num_experts * (f * summed).sum() / tokens.clamp(min=1)
+        return self.config.router_aux_loss_coef * self.num_experts * (f * summed).sum() / tokens.clamp(min=1)
 
 
 def balanced_choice(tokens: int, top_k: int, num_experts: int, device) -> tuple[Tensor, Tensor]:
     """The fake gate of published benchmarks: experts in turn, top_k neighbouring ones for each token, equal weights.
 
-    A token's experts thus depend on its place in the forward pass, and what is learned on how a step is cut into those.
+    A token's experts depend on its place in the forward pass, so what is learned depends on how a step is cut up.
     """
     indices = torch.arange(tokens * top_k, device=device).view(tokens, top_k) % num_experts
     return indices, torch.full((tokens, top_k), 1 / top_k, device=device)
@@ -276,8 +258,7 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return (up.clamp(-7.0, 7.0) + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
-GATED = {"swiglu": swiglu, "clamped_swiglu": clamped_swiglu}
-EXPERT_MLPS = (*GATED, "relu2")
+GATED = {"swiglu": swiglu, "clamped_swiglu": clamped_swiglu}  # and relu2, of decoder_config.EXPERT_MLPS, without a gate
 
 
 class Experts(nn.Module):

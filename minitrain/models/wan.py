@@ -40,6 +40,7 @@ from minitrain.models.video import (
 class WanConfig:
     """Everything that fixes the network's shape; names follow diffusers' config.json."""
 
+    family = "wan"  # beside those of DecoderConfig, and no field
     num_attention_heads: int = 12
     attention_head_dim: int = 128
     ffn_dim: int = 8960
@@ -228,7 +229,7 @@ class CrossAttention(nn.Module):
 
 
 class AdaLN(KeepsFP32):
-    """What is learned, apart from the timestep, of shifts, scales and gates: `rows` rows."""
+    """The learned part of shifts, scales and gates, to which the timestep's is added: `rows` rows."""
 
     def __init__(self, rows: int, dim: int):
         super().__init__()

@@ -3,9 +3,12 @@
 import dataclasses
 import difflib
 
+import torch
+
 from minitrain.errors import InputError
+from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.models.wan import WanConfig
+from minitrain.models.wan import Wan, WanConfig
 
 _LLAMA3 = dict(
     family="llama", vocab_size=128256, head_dim=128, num_key_value_heads=8, max_position_embeddings=8192,
@@ -67,13 +70,11 @@ ZOO: dict[str, dict] = {
     "llama3.1-8b": _LLAMA31 | _LLAMA3_8B,
     "llama3.1-70b": _LLAMA31 | _LLAMA3_70B,
     "llama3.1-405b": _LLAMA31 | _LLAMA3_405B,
-    "qwen2.5-7b": _QWEN25
-    | dict(
+    "qwen2.5-7b": _QWEN25 | dict(
         hidden_size=3584, intermediate_size=18944, num_layers=28, num_attention_heads=28, num_key_value_heads=4,
         norm_eps=1e-6,
     ),
-    "qwen2.5-32b": _QWEN25
-    | dict(
+    "qwen2.5-32b": _QWEN25 | dict(
         hidden_size=5120, intermediate_size=27648, num_layers=64, num_attention_heads=40, num_key_value_heads=8,
         norm_eps=1e-5,
     ),
@@ -82,56 +83,46 @@ ZOO: dict[str, dict] = {
         num_attention_heads=64, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, norm_eps=1e-6,
         rope_theta=1e6, qk_norm=True, bos_token_id=151643, eos_token_id=151645,
     ),
-    "nemotron4-15b": _NEMOTRON4
-    | dict(
+    "nemotron4-15b": _NEMOTRON4 | dict(
         hidden_size=6144, intermediate_size=24576, num_layers=32, num_attention_heads=48, head_dim=128,
         initializer_range=0.0134,
     ),
-    "nemotron4-340b": _NEMOTRON4
-    | dict(
+    "nemotron4-340b": _NEMOTRON4 | dict(
         hidden_size=18432, intermediate_size=73728, num_layers=96, num_attention_heads=96, head_dim=192,
         initializer_range=0.0063,
     ),
-    "mixtral-8x7b": _MIXTRAL
-    | dict(
+    "mixtral-8x7b": _MIXTRAL | dict(
         hidden_size=4096, intermediate_size=14336, num_layers=32, num_attention_heads=32,
         max_position_embeddings=32768, moe_intermediate_size=14336,
     ),
-    "mixtral-8x22b": _MIXTRAL
-    | dict(
+    "mixtral-8x22b": _MIXTRAL | dict(
         hidden_size=6144, intermediate_size=16384, num_layers=56, num_attention_heads=48,
         max_position_embeddings=65536, moe_intermediate_size=16384,
     ),
-    "qwen3-30b-a3b": _QWEN3_MOE
-    | dict(
+    "qwen3-30b-a3b": _QWEN3_MOE | dict(
         hidden_size=2048, intermediate_size=6144, num_layers=48, num_attention_heads=32, moe_intermediate_size=768
     ),
-    "qwen3-235b-a22b": _QWEN3_MOE
-    | dict(
+    "qwen3-235b-a22b": _QWEN3_MOE | dict(
         hidden_size=4096, intermediate_size=12288, num_layers=94, num_attention_heads=64, moe_intermediate_size=1536
     ),
-    "deepseek-v3": _DEEPSEEK_V3
-    | dict(
+    "deepseek-v3": _DEEPSEEK_V3 | dict(
         vocab_size=129280, num_attention_heads=128, num_key_value_heads=128, max_position_embeddings=163840,
         rope_theta=10000.0, rope_scaling=_DEEPSEEK_YARN | dict(factor=40.0, beta_fast=32.0), num_experts=256,
         first_k_dense_replace=3, n_group=8, topk_group=4, routed_scaling_factor=2.5, bos_token_id=0, eos_token_id=1,
     ),
-    "kimi-k2": _DEEPSEEK_V3
-    | dict(
+    "kimi-k2": _DEEPSEEK_V3 | dict(
         vocab_size=163840, num_attention_heads=64, num_key_value_heads=64, max_position_embeddings=131072,
         rope_theta=50000.0, rope_scaling=_DEEPSEEK_YARN | dict(factor=32.0, beta_fast=1.0), num_experts=384,
         first_k_dense_replace=1, routed_scaling_factor=2.827, bos_token_id=163584, eos_token_id=163585,
     ),
     "gpt-oss-20b": _GPT_OSS | dict(num_layers=24, num_experts=32),
     "gpt-oss-120b": _GPT_OSS | dict(num_layers=36, num_experts=128),
-    "nemotron3-nano-30b-a3b": _NEMOTRON3
-    | dict(
+    "nemotron3-nano-30b-a3b": _NEMOTRON3 | dict(
         hidden_size=2688, intermediate_size=1856, num_layers=52, mamba_num_heads=64,
         layer_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", num_experts=128, num_experts_per_tok=6,
         moe_intermediate_size=1856, shared_expert_intermediate_size=3712, routed_scaling_factor=2.5,
     ),
-    "nemotron3-super-120b-a12b": _NEMOTRON3
-    | dict(
+    "nemotron3-super-120b-a12b": _NEMOTRON3 | dict(
         hidden_size=4096, intermediate_size=2688, num_layers=88, mamba_num_heads=128,
         layer_pattern="MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*"
         "EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME", num_experts=512, num_experts_per_tok=22,
@@ -209,3 +200,9 @@ def model_config(name: str, **overrides) -> DecoderConfig | WanConfig:
     if shrunk:
         fields = tiny(fields)
     return dataclasses.replace(DecoderConfig(**fields), **overrides)
+
+
+def empty_model(config: DecoderConfig | WanConfig, **stage) -> Decoder | Wan:
+    """The model of a config on the meta device, without values; or one stage of a pipeline, see `Decoder`."""
+    with torch.device("meta"):
+        return (Wan if isinstance(config, WanConfig) else Decoder)(config, **stage)

@@ -7,9 +7,9 @@ moving (n - 1) / n of them per rank. With replicas (HSDP) the shards' gradients 
 Gradients are summed over ranks, not averaged: the loss is already divided by the tokens of all ranks, so that ranks
 with more valid tokens weigh more, as they would in one process.
 
-What must not be rounded to the type that is computed in, modules that are `KeepsFP32` hold: small parameters, which are
-all gathered once per forward pass, in one message, and stay until its backward is done. To keep a parameter in fp32,
-put it into such a module, and read it from there.
+Parameters that must not be rounded to the type that is computed in are held by `KeepsFP32` modules. They are small: all
+are gathered once per forward pass, in one message, and stay until its backward is done. To keep a parameter in fp32,
+put it into such a module and read it from there.
 """
 
 from dataclasses import replace
@@ -42,28 +42,26 @@ def shard(model: Module, blocks: list[Module], mesh: DeviceMesh, compute_dtype: 
     holders = [module for module in model.modules() if isinstance(module, KeepsFP32)]
     if holders:
         fully_shard(holders, mesh=mesh, mp_policy=replace(policy, param_dtype=None), reshard_after_forward=False)
-    units = {block: [block] for block in blocks}
+    units = []  # of each block: itself and, if they are a unit of their own, its experts
     for block in blocks:
-        for experts in find_experts(block) if for_experts is not None else ():
+        split = for_experts is not None
+        stacks = [module for module in block.modules() if split and isinstance(module, Experts)]
+        for experts in stacks:
             shard_experts(experts, block, for_experts, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-            units[block].append(experts)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        units.append([block, *stacks])
     fully_shard(model, mesh=mesh, mp_policy=policy)
     model.reduces_each_time = reshard_after_forward
     if holders:  # they are one unit, none of which is ever called: FSDP would not notice that it is needed
         model.register_forward_pre_hook(lambda module, inputs: holders[0].unshard())
     for i, block in enumerate(blocks):
-        after, before = blocks[i + 1 : i + 1 + prefetch], blocks[max(0, i - prefetch) : i][::-1]
-        block.set_modules_to_forward_prefetch([unit for other in after for unit in units[other]])
-        block.set_modules_to_backward_prefetch([unit for other in before for unit in units[other]])
+        after, before = units[i + 1 : i + 1 + prefetch], units[max(0, i - prefetch) : i][::-1]
+        block.set_modules_to_forward_prefetch([unit for other in after for unit in other])
+        block.set_modules_to_backward_prefetch([unit for other in before for unit in other])
     for module in model.modules():
         if isinstance(module, FSDPModule):  # neither setting reaches the modules below
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
-
-
-def find_experts(block: Module) -> list[Module]:
-    return [module for module in block.modules() if isinstance(module, Experts)]
 
 
 def shard_experts(experts: Module, block: Module, mesh: DeviceMesh, **options) -> None:

@@ -8,17 +8,17 @@ The ep ranks of a group each have tokens of their own, and E / ep neighbouring o
     add up    the weighted outputs of its experts there, so that one row goes back for one that came
     return    and its own rank adds up what the ranks send back
 
-Cost: with r the number of other ranks that a token goes to, a rank sends, per layer and forward pass,
+Cost: if a token goes to r other ranks, a rank sends, per layer and forward pass,
 
-    tokens x r x (2 width + E / ep) numbers      (width: of what experts see; rows, back and forth, and weights)
+    tokens x r x (2 width + E / ep) numbers      a row there and a row back, as wide as what experts see, and weights
 
-and the backward pass the same; recomputation repeats the forward's. If all experts are equally likely, a token has none
-at a given rank with probability q = C(E - E / ep, top_k) / C(E, top_k), so r = (ep - 1) (1 - q); if its experts are
+and as many in the backward pass; recomputation repeats the forward's. If all experts are equally likely, a given rank
+has none of a token's with probability q = C(E - E / ep, top_k) / C(E, top_k), so r = (ep - 1) (1 - q); if they are
 neighbours, as with the fake gate of benchmarks, r is about 1. A row per chosen expert would be r = top_k (ep - 1) / ep.
 
-How many rows come from where only their senders know: that is one more all-to-all, of two numbers per rank, and the one
-time per layer that the host waits. With the fake gate it is known in advance, and nothing waits. No token is dropped,
-no rows are padded, and a rank may get none at all. Either way a block compiles as one graph.
+How many rows a rank will receive only the senders know: one more all-to-all, of two numbers per rank, tells it, and
+there the host waits, once per layer. With the fake gate the numbers are known in advance and nothing waits. No token is
+dropped, no rows are padded, and a rank may get none at all. Either way a block compiles as one graph.
 
 Experts have a mesh of their own, (dp_replicate, dp_shard, ep). They are DTensors, split by expert over ep, which FSDP
 then shards along another dimension over dp_shard, the ranks that have the same experts. On this mesh data-, context-
@@ -62,7 +62,7 @@ def split_experts(experts: Experts, mesh: DeviceMesh) -> None:
 
 @torch.compiler.disable  # so that compiled graphs take plain tensors
 def use_parts(block: Module, inputs: tuple) -> None:
-    """A forward pre-hook, after FSDP's: let plain tensors, this rank's experts, hide the parameters of their names.
+    """A forward pre-hook, run after FSDP's: plain tensors, this rank's experts, hide the parameters of the same names.
 
     They stay, for recomputation in the backward pass, and are views of what FSDP frees and gathers again.
     """
@@ -113,7 +113,7 @@ class Sizes(NamedTuple):
 
 def sizes_of(router: Router, mesh: DeviceMesh) -> Callable[[Tensor], Sizes]:
     """How a rank learns the sizes from what it chose for its tokens: bool [tokens, ranks, experts of a rank]."""
-    if router.fake_balanced:
+    if router.config.fake_balanced_gate:
         known = router.top_k, router.num_experts, mesh.size(), mesh.get_local_rank()
         return lambda chosen: known_sizes(*known, len(chosen))
     return partial(exchange_sizes, mesh)

@@ -96,16 +96,11 @@ def after_gather(gathered: tuple[Tensor], notes: tuple, dtype: torch.dtype, *, o
     """Give the Linear its weight in FP8, and FSDP, the first time, what stands in the parameter's place."""
     linear, size, inverse = notes
     linear.gathered = gathered[0][: size[0]], inverse
-    return None if out is not None else (standing(placeholder(size, inverse, dtype)), [])
-
-
-def standing(tensor: Tensor) -> Tensor:
-    """A placeholder fit for its way through FSDP, which makes a contiguous view of what it gets: it stays as it is."""
-    return tensor.as_subclass(Standing)
+    return None if out is not None else (placeholder(size, inverse, dtype).as_subclass(Standing), [])
 
 
 class Standing(Tensor):
-    """What `as_strided` leaves as it is."""
+    """A placeholder on its way through FSDP, which takes a contiguous view of what it gets: this one stays as it is."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):

@@ -113,7 +113,7 @@ def checkpoint_group(config: Config, ranks: Iterable[int]) -> dist.ProcessGroup:
 def build_meshes(config: Config, device_type: str) -> Meshes:
     """Arrange the ranks of the running process group, whose number `check_layout` has accepted.
 
-    Meshes whose dimensions are not each other's are built apart: FSDP wants its mesh and tp's from the same one.
+    FSDP wants its mesh and tensor parallelism's to be slices of one; meshes that cut the ranks otherwise stand apart.
     """
     p, world = config.parallel, dist.get_world_size()
     ranks = world - config.grpo.generation_ranks  # the others get meshes of the same shapes, which nothing uses

@@ -45,6 +45,7 @@ from torch.nn import Module
 
 from minitrain.config import Parallel
 from minitrain.parallel.mesh import local, whole
+from minitrain.runtime.agreement import gather
 
 Batch = dict[str, Tensor]
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
@@ -61,8 +62,8 @@ def rank_of(stage: int, ranks: int, v_shaped: bool) -> int:
 def cut(layers: int, stages: int, layers_per_stage: list[int] | None = None) -> list[dict]:
     """What each stage holds: `layers`, a range, and whether it is `first` and `last`, with embedding or head.
 
-    layers_per_stage: how many of the layers + 2 slots (embedding, layers, head) each takes. By default all the same;
-    where that does not go, one more for the first ones, or for the first and the last if that gives all equally many
+    layers_per_stage: how many of the layers + 2 slots (embedding, layers, head) each takes. By default equally many; if
+    they do not divide evenly, the first stages take one more, or the first and the last if all then have equally many
     layers.
     """
     each, more = divmod(layers + 2, stages)
@@ -261,21 +262,17 @@ class Pipeline(nn.Module):
 
         One at a time is gathered from its stage's ranks and sent to the first.
         """
-        mine, listings = self.state_dict(), [None] * self.mesh.size()
-        dist.all_gather_object(listings, self.listing(), group=self.group)
-        entries = [entry for listing in listings for entry in listing if wanted(entry[1])]
-        for number, name, shape, dtype in sorted(entries, key=lambda entry: entry[0]):
-            tensor = whole(mine[name]).contiguous() if self.ranks[number] == self.rank else None
-            yield name, self.move(tensor, torch.empty(shape, dtype=dtype, device="meta"), number, 0)
-
-    def listing(self) -> list[tuple[int, str, torch.Size, torch.dtype]]:
-        """Stage, name, shape and type of all tensors on this rank, each stage's in the model's order."""
-        return [
-            (int(number), name, tensor.shape, tensor.dtype)
+        mine = {
+            name: (int(number), tensor)
             for number, stage in self.stages.items()
             for name, tensor in stage.state_dict().items()
-            if owns(stage, name)
-        ]
+            if owns(stage, name) and wanted(name)
+        }
+        listing = [(number, name, tensor.shape, tensor.dtype) for name, (number, tensor) in mine.items()]
+        entries = [entry for listing in gather(listing, self.group) for entry in listing]
+        for number, name, shape, dtype in sorted(entries, key=lambda entry: entry[0]):
+            tensor = whole(mine[name][1]).contiguous() if name in mine else None
+            yield name, self.move(tensor, torch.empty(shape, dtype=dtype, device="meta"), number, 0)
 
 
 class Stage(PipelineStage):
@@ -285,10 +282,11 @@ class Stage(PipelineStage):
     gradients.
 
     splits_loss: may the last stage's backward pass be split? 2.11 cannot split at an autograd.Function, such as the
-    loss. And FSDP takes the second pass through the loss for a micro-batch's end: gradients known by then it turns to
-    the type it reduces in, others keep their own until added to an earlier micro-batch's, and it refuses a mixture.
+    loss. And FSDP takes the second pass through the loss for the end of a micro-batch: it converts the gradients known
+    by then to the type it reduces in, while the others keep theirs until they are added to an earlier micro-batch's,
+    and such a mixture it refuses.
     keeps_sends: torch's schedules of several stages keep every send, and with it what was sent, until the step ends. So
-    the stage starts them itself, and forgets those that are done (as NCCL says; gloo says so to those who wait only).
+    the stage starts its sends itself and forgets those that are done (NCCL tells; gloo only when one waits for them).
     """
 
     def __init__(self, compute: Callable[..., Tensor], *args, keeps_sends: bool, splits_loss: bool, **kwargs):

@@ -6,6 +6,8 @@ and what that costs:
     none        everything                                        nothing
     full        each block's input: 2 h bytes                     one more forward pass: a third more compute
     k = 2, 3..  of every k-th block only its input                1/k of that
+    attention   a block's input and what attention returns:       one more forward pass but for attention, which is
+                4 h bytes where its heads are h wide together     most of it where sequences are long
     selective   outputs of matrix products, of attention, of      norms, activations and rotations run twice:
                 all-to-alls and reduce-scatters                   a few percent
     0 < b < 1   the share b of what a compiled block would save   the least that the compiler can find
@@ -25,28 +27,31 @@ from torch.nn import Module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 _ops, _collectives = torch.ops.aten, torch.ops._c10d_functional
-KEPT = {
+ATTENTION = {
+    _ops._scaled_dot_product_cudnn_attention.default,
+    _ops._scaled_dot_product_flash_attention.default,
+    _ops._scaled_dot_product_efficient_attention.default,
+    _ops._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.higher_order.flex_attention,
+}
+EXPENSIVE = ATTENTION | {
     _ops.mm.default,
     _ops.addmm.default,
     _ops.bmm.default,
     _ops._grouped_mm.default,
     torch.ops.minitrain.grouped_mm.default,
     _ops._scaled_mm.default,
-    _ops._scaled_dot_product_cudnn_attention.default,
-    _ops._scaled_dot_product_flash_attention.default,
-    _ops._scaled_dot_product_efficient_attention.default,
-    _ops._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.higher_order.flex_attention,
     _collectives.all_to_all_single.default,
     _collectives.reduce_scatter_tensor.default,
 }
+KEPT = {"attention": ATTENTION, "selective": EXPENSIVE}  # the operations whose outputs a setting keeps
 
 
 def recompute(blocks: list[Module], setting: str | int | float, random: bool = False) -> None:
     """Make `blocks` recompute in place, before they are compiled; parameter names stay.
 
-    setting: `none`, `full`, `selective`, a whole number k (every k-th block, counted from the first), or a budget
-    between 0 and 1, which holds for everything that this process compiles from now on.
+    setting: `none`, `full`, `attention`, `selective`, a whole number k (every k-th block, counted from the first), or
+    a budget between 0 and 1, which holds for everything that this process compiles from now on.
     random: do the blocks draw random numbers, for dropout? Then the second run must draw the same again.
     """
     # what a block changes outside itself, counts of tokens per expert, the second run must not change again
@@ -55,8 +60,8 @@ def recompute(blocks: list[Module], setting: str | int | float, random: bool = F
     if setting == "none" or isinstance(setting, float):
         return
     context = {"preserve_rng_state": random}
-    if setting == "selective":
-        context["context_fn"] = partial(create_selective_checkpoint_contexts, keep_expensive)
+    if setting in KEPT:
+        context["context_fn"] = partial(create_selective_checkpoint_contexts, partial(keep, KEPT[setting]))
     for block in blocks[:: setting if isinstance(setting, int) else 1]:
         wrap(block, **context)
 
@@ -71,6 +76,6 @@ def wrap(block: Module, **context) -> None:
     block.forward = recomputed
 
 
-def keep_expensive(_, op, *args, **kwargs) -> CheckpointPolicy:
-    """What costs far more time than memory to compute again is kept."""
-    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+def keep(kept: set, _, op, *args, **kwargs) -> CheckpointPolicy:
+    """The policy for an operation's outputs: those of `kept` stay in memory."""
+    return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -91,16 +91,8 @@ def tensor_parallel(model: Module, mesh: DeviceMesh) -> None:
 
 
 def split_block(block: Module, mesh: DeviceMesh, gather: Callable, scatter: Callable) -> None:
+    split_modules(block, mesh, scatter, BY_OUTPUT, BY_INPUT)
     for name, module in block.named_modules():
-        if isinstance(module, Experts):
-            continue
-        if name.endswith(BY_OUTPUT):
-            split_parameters(module, mesh, Shard(0))
-        elif name.endswith(BY_INPUT):
-            split_parameters(module, mesh, Shard(1))
-            module.register_forward_hook(lambda module, inputs, output: scatter(output))
-        else:
-            split_parameters(module, mesh, Replicate())
         if name.endswith(TO_LATENTS):
             module.register_forward_hook(lambda module, inputs, output: gather(output))
     if isinstance(block.mlp, MoE):
@@ -111,6 +103,23 @@ def split_block(block: Module, mesh: DeviceMesh, gather: Callable, scatter: Call
         if part is not None and not isinstance(part, LatentAttention):
             part.register_forward_pre_hook(lambda module, inputs: (gather(inputs[0]), *inputs[1:]))
     block.register_forward_pre_hook(use_parts)
+
+
+def split_modules(
+    block: Module, mesh: DeviceMesh, scatter: Callable, by_output: tuple[str, ...], by_input: tuple[str, ...]
+) -> None:
+    """Split the parameters of all modules but experts, as the ends of their names say; what is not named stays whole.
+
+    Outputs of what is split by input are terms of a sum over ranks, which `scatter` adds up.
+    """
+    for name, module in block.named_modules():
+        if name.endswith(by_output):
+            split_parameters(module, mesh, Shard(0))
+        elif name.endswith(by_input):
+            split_parameters(module, mesh, Shard(1))
+            module.register_forward_hook(lambda module, inputs, output: scatter(output))
+        elif not isinstance(module, Experts):
+            split_parameters(module, mesh, Replicate())
 
 
 def split_experts(moe: MoE, mesh: DeviceMesh, gather: Callable, scatter: Callable) -> None:
@@ -143,8 +152,8 @@ def dispatch_to_all(
 def split_parameters(module: Module, mesh: DeviceMesh, placement: Placement, start: str = "") -> None:
     """Replace the module's own parameters, the same on all ranks, by DTensors that are placed so on `mesh`.
 
-    start: only those whose names start so. Whole stay the sides of adapters that have a matrix's rank, and a bias
-    without the dimension that is split, which every rank adds: its name is then `module.added_by_all`.
+    start: only those whose names begin with it. Two kinds stay whole: of an adapter, the matrix whose split dimension
+    is its rank; and a bias that lacks the split dimension, which every rank adds: `module.added_by_all` is its name.
     """
     split = placement.dim if isinstance(placement, Shard) else None
     for name, parameter in list(module.named_parameters(recurse=False)):
@@ -203,17 +212,16 @@ def overlap_collectives(mesh: DeviceMesh) -> None:
         enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
-def check_overlap(step: Callable[[], list[Tensor]], tolerance: float = 0.05) -> None:
-    """Compare what `step` returns, compiled, with what it returns without the compiler: 2.12 was silently wrong.
+def check_overlap(step: Callable[[], list[Tensor]]) -> None:
+    """Raises InputError if `step`, compiled, returns other tensors than without the compiler: 2.12 was silently wrong.
 
-    tolerance: on norm(difference) / norm(expected) of each tensor; bf16 differs by 0.01, a lost piece by far more.
-    Raises InputError.
+    Other: norm(difference) / norm(expected) is above 0.05. bf16 differs by 0.01, a lost piece by far more.
     """
     with torch.compiler.set_stance("force_eager"):
         expected = step()
     for actual, right in zip(step(), expected, strict=True):
         error = ((actual - right).norm() / right.norm().clamp(min=1e-12)).item()
-        if not error <= tolerance:
+        if not error <= 0.05:
             raise InputError(
                 f"parallel.async_tp=true: torch {torch.__version__} computes wrong results with it, off by {error:.1e} "
                 f"relative to the synchronous ones (use false)"

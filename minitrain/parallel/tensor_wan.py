@@ -18,11 +18,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
 
 from minitrain.models.video import upcast
 from minitrain.models.wan import Block, Wan
-from minitrain.parallel.tensor import all_gather, collectives, split_parameters, use_parts
+from minitrain.parallel.tensor import all_gather, collectives, split_modules, split_parameters, use_parts
 
 BY_OUTPUT = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "proj")
 OVER_HEADS = ("norm_q", "norm_k", "norm_added_k")
@@ -52,17 +52,10 @@ def use_all(units: list[nn.Module], first: nn.Module, inputs: tuple) -> None:
 
 
 def split_block(block: Block, mesh: DeviceMesh, gather: Callable, scatter: Callable) -> None:
+    split_modules(block, mesh, scatter, BY_OUTPUT + OVER_HEADS, BY_INPUT)
     for name, module in block.named_modules():
-        if name.endswith(BY_OUTPUT):
-            split_parameters(module, mesh, Shard(0))
-        elif name.endswith(OVER_HEADS):
-            split_parameters(module, mesh, Shard(0))
+        if name.endswith(OVER_HEADS):
             module.__class__, module.group_name = RMSNormOverHeads, mesh.get_group().group_name
-        elif name.endswith(BY_INPUT):
-            split_parameters(module, mesh, Shard(1))
-            module.register_forward_hook(lambda module, inputs, output: scatter(output))
-        else:
-            split_parameters(module, mesh, Replicate())
     for part in (block.attn1, block.attn2, block.ffn):
         part.register_forward_pre_hook(lambda module, inputs: (gather(inputs[0]), *inputs[1:]))
     block.register_forward_pre_hook(use_parts)

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from minitrain.rollout.caches import DecodingStep
@@ -20,8 +21,9 @@ class Batch:
 
     def __init__(self, sampler, rows: int, graphs: bool):
         self.sampler, self.rows, self.graphs = sampler, rows, graphs
-        # without graphs the compiled parts' own calls would cost what they save
-        self.compiles = graphs and sampler.settings.compile and sampler.model.sequence_split == 1
+        # on CUDA without graphs the compiled parts' own calls would cost what they save
+        whole = sampler.model.sequence_split == 1 and not isinstance(sampler.model, FSDPModule)
+        self.compiles = sampler.settings.compile and whole and (graphs or sampler.device.type == "cpu")
         device, caches = sampler.device, sampler.caches
 
         def numbers(*shape, dtype=torch.int64, value=0):

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -204,8 +205,7 @@ class Keys(Layer):
         step, new = self.caches.step, [k[0]] if isinstance(v, int) else [k[0], v[0]]
         if not self.pools:
             self.pools = [self.caches.pool(x.shape[0], x.shape[2], x.dtype, x.device) for x in new]
-        for pool, x in zip(self.pools, new, strict=True):
-            pool.flatten(0, 1).index_copy_(0, step.places, x.transpose(0, 1))
+        write(self.pools, step.places, new)
         if isinstance(step, PromptStep):
             outs = [self._attend_to_prompt(piece, q, new, v, sinks) for piece in step.pieces]
             out = torch.cat(outs, dim=2)
@@ -242,32 +242,49 @@ class Keys(Layer):
         return out.transpose(0, 2)
 
     def _attend_to_rows(self, q: Tensor, new: list[Tensor], v: Tensor | int, sinks: Tensor | None) -> Tensor:
-        step, rows, heads = self.caches.step, q.shape[2], new[0].shape[0]
-        self._gather(step, rows)
-        places = step.buffer_places(heads, self.rows[0].shape[2])
-        for buffer, x in zip(self.rows, new, strict=True):
-            buffer.flatten(0, 2).index_copy_(0, places, x.transpose(0, 1).flatten(0, 1))
-        keys = self.rows[0][:rows]
-        values = keys if isinstance(v, int) else self.rows[1][:rows]
-        q = q[0].transpose(0, 1).reshape(rows, heads, -1, q.shape[3])  # heads that share keys are a row's queries
-        out, log_sum = attend_to_rows(q, keys, values, step, self.window)
-        if sinks is not None:
-            out = weaken(out, log_sum, sinks.view(heads, -1))
-        width = v if isinstance(v, int) else v.shape[3]
-        return out[..., :width].flatten(1, 2).transpose(0, 1)[None]
+        attend = partial(attend_to_rows, step=self.caches.step, window=self.window)
+        return write_and_attend(*self.gather(), q, new, v, sinks, attend)
 
-    def _gather(self, step: DecodingStep, rows: int) -> None:
-        """Bring the buffers up to date: larger if they must be, and with the pages of samples that are new in a row."""
-        shape = self.caches.buffer_shape
+    def gather(self) -> tuple[list[Tensor], Tensor]:
+        """The buffers, and where in them each row's token goes (`DecodingStep.buffer_places`).
+
+        They are brought up to date: larger if they must be, and with the pages of samples that are new in a row.
+        """
+        step, shape = self.caches.step, self.caches.buffer_shape
         if not self.rows or self.rows[0].shape[0] != shape[0] or self.rows[0].shape[2] != shape[1]:
             self.rows = [zeros((shape[0], p.shape[2], shape[1], p.shape[3]), p.dtype, p.device) for p in self.pools]
         for fresh, pages, first, end in step.gathered:
             for buffer, pool in zip(self.rows, self.pools, strict=True):
                 buffer[fresh, :, first:end] = pool[pages].flatten(1, 2)[:, : end - first].transpose(1, 2)
+        return self.rows, step.buffer_places(*self.rows[0].shape[1:3])
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         for pool in self.pools:
             pool[target] = pool[source]
+
+
+def write(pools: list[Tensor], places: Tensor, new: list[Tensor]) -> None:
+    """Put the tokens of each x [kv_heads, tokens, head_dim] into its pool."""
+    for pool, x in zip(pools, new, strict=True):
+        pool.flatten(0, 1).index_copy_(0, places, x.transpose(0, 1))
+
+
+def write_and_attend(
+    buffers: list[Tensor], places: Tensor, q: Tensor, new: list[Tensor], v: Tensor | int, sinks: Tensor | None,
+    attend: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> Tensor:  # fmt: skip
+    """`Keys.attend` in the CPU's buffers, on tensors alone. attend: see `attend_to_rows`."""
+    rows, heads = q.shape[2], new[0].shape[0]
+    for buffer, x in zip(buffers, new, strict=True):
+        buffer.flatten(0, 2).index_copy_(0, places, x.transpose(0, 1).flatten(0, 1))
+    keys = buffers[0][:rows]
+    values = keys if isinstance(v, int) else buffers[1][:rows]
+    q = q[0].transpose(0, 1).reshape(rows, heads, -1, q.shape[3])  # heads that share keys are a row's queries
+    out, log_sum = attend(q, keys, values)
+    if sinks is not None:
+        out = weaken(out, log_sum, sinks.view(heads, -1))
+    width = v if isinstance(v, int) else v.shape[3]
+    return out[..., :width].flatten(1, 2).transpose(0, 1)[None]
 
 
 def attend_to_rows(

@@ -1,11 +1,15 @@
-"""A decoder block as decoding steps run it on CUDA: compiled, but for what it asks of its cache.
+"""A decoder block as decoding steps run it: compiled.
 
-There a step of few tokens takes as long as its kernels are many: some 45 in a block of Llama that is not compiled, 13
-and those of attention in one that is. A cache stays what it is, with a kernel of its own: so the compiler makes graphs
-of what comes before (norm, projections, rotation) and of what comes after. All layers of a kind share them, since
-weights are arguments of a graph; a second number of rows makes them anew for any number, a single row once more.
-Importing this file takes seconds. Left out: prompts, whose products are large, Mamba's scan, which belongs to its
-cache here, models that several ranks share, and steps that are not captured, as each part's call costs the host time.
+A step of few tokens takes as long as its kernels are many: some 45 in a block of Llama that is not compiled.
+
+    CUDA     a cache stays what it is, with a kernel of its own: the compiler makes graphs of what comes before (norm,
+             projections, rotation) and of what comes after (`Apart`): 13 kernels, and those of attention
+    CPU      each graph's call costs the host 0.1 ms, so one has all of a block, its attention too (`Inside`): four
+             products and five loops. Where samples share what they read, and where states are kept, it is as on CUDA
+
+All layers of a kind share graphs, since weights are arguments; a second number of rows makes them anew for any number,
+a single row once more. Importing this file takes seconds. Left out: prompts, whose products are large, Mamba's scan,
+which belongs to its cache here, models that several ranks share, and on CUDA steps that are not captured.
 """
 
 from collections.abc import Callable
@@ -13,12 +17,13 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch._dynamo import config
+from torch._dynamo import config, maybe_mark_dynamic
 
 from minitrain.models.decoder import Block
-from minitrain.rollout.caches import Keys, States
+from minitrain.rollout.caches import Keys, States, attend, write, write_and_attend
 
 LIMIT = 64  # graphs for one place in the code: kinds of layers, times three for the numbers of rows, times models
+FEW = 8  # queries per key, up to which sums of products are faster than the kernel for attention, on the CPU
 
 
 class Apart:
@@ -41,6 +46,44 @@ class Apart:
         return self.layer.mix(*args)
 
 
+class Inside:
+    """A layer's cache of keys in this step, as tensors, which the compiler follows."""
+
+    step_ends_here = False
+
+    def __init__(self, layer: Keys):
+        step = layer.caches.step
+        self.once, self.pools, self.places = layer.once, layer.pools, step.places
+        self.buffers, self.row_places = layer.gather()
+        self.bias = step.bias(layer.window, self.pools[0].dtype)
+        maybe_mark_dynamic(self.bias, 3)  # it grows with every step
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor | int, sinks: Tensor | None = None) -> Tensor:
+        new = [k[0]] if isinstance(v, int) else [k[0], v[0]]
+        write(self.pools, self.places, new)
+        return write_and_attend(self.buffers, self.row_places, q, new, v, sinks, self.attend_to_rows)
+
+    def attend_to_rows(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = (x[:, :, : self.bias.shape[3]] for x in (keys, values))
+        return (attend_by_sums if q.shape[2] <= FEW else attend)(q, keys, values, self.bias)
+
+
+def attend_by_sums(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """As `attend` of caches.py, for the compiler: with few queries its loops are up to twice as fast as the kernel."""
+    scores = (q.float()[..., None, :] * keys[:, :, None]).sum(-1) * q.shape[-1] ** -0.5 + bias
+    log_sum = scores.logsumexp(-1)
+    weights = (scores - log_sum[..., None]).exp()
+    return (weights[..., None] * values[:, :, None]).sum(3).to(q.dtype), log_sum
+
+
+def for_compiler(layer: Keys | States | None) -> Apart | Inside | None:
+    if layer is None:
+        return None
+    on_cpu = isinstance(layer, Keys) and layer.pools and layer.pools[0].device.type == "cpu"
+    # which rows share a beginning changes from step to step, and a graph would hold just for those
+    return Inside(layer) if on_cpu and not layer.caches.step.shared else Apart(layer)
+
+
 @cache
 def compiled_forward() -> Callable:
     return config.patch(recompile_limit=LIMIT)(torch.compile(Block.forward))
@@ -48,4 +91,4 @@ def compiled_forward() -> Callable:
 
 def run(block: Block, x: Tensor, rotary, mask, documents, window_mask, layer: Keys | States | None) -> Tensor:
     """What `block` returns. Its own hooks and whatever else replaces its forward, to save memory, are left out."""
-    return compiled_forward()(block, x, rotary, mask, documents, window_mask, layer and Apart(layer))
+    return compiled_forward()(block, x, rotary, mask, documents, window_mask, for_compiler(layer))

@@ -10,6 +10,7 @@ as they are: each call of oneDNN costs more than their product.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 LEAST = 1 << 18  # elements of what is repacked: 1 MiB
+Packed = tuple[Tensor, Tensor | None, list[int]]  # matrices side by side as oneDNN reads them, biases, rows of each
 SAME_INPUT = ("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj")
 
 
@@ -28,7 +30,8 @@ class Weights:
         on_cpu = model.head_weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
         # FSDP gathers a layer's weights and frees them: a copy of each would undo that
         self.packs = on_cpu and not isinstance(model, FSDPModule)
-        self.packed: dict[object, tuple[Tensor, Tensor | None, list[int]]] = {}  # see `products`
+        self.packed: dict[object, Packed | None] = {}  # by owner, see `products`; None: better as they are
+        self.groups: list[Group] = []
 
     def refresh(self) -> None:
         """The weights have changed."""
@@ -37,26 +40,29 @@ class Weights:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         compiled = {block: block._compiled_call_impl for block in self.model.blocks}  # there is no public switch
-        groups = [Group(self, linears) for linears in linears_by_input(self.model)] if self.packs else []
+        self.groups = [Group(self, linears) for linears in linears_by_input(self.model)] if self.packs else []
         try:
             for block in compiled:
                 block._compiled_call_impl = None
-            for group in groups:
+            for group in self.groups:
                 for number, linear in enumerate(group.linears):
-                    linear.forward = partial(group, number)
+                    # not a closure: the compiler, which follows, would make a graph for each
+                    linear.group, linear.number, linear.forward = group, number, MethodType(forward_in_group, linear)
             yield
         finally:
             for block, call in compiled.items():
                 block._compiled_call_impl = call
-            for group in groups:
+            for group in self.groups:
                 for linear in group.linears:
-                    del linear.forward
+                    del linear.group, linear.number, linear.forward
 
     @contextmanager
     def compiled(self) -> Iterator[None]:
         """Only while `in_use`: blocks run as rollout/compiled.py says."""
         from minitrain.rollout.compiled import run  # takes seconds to import
 
+        for group in self.groups:
+            group.pack()
         try:
             for block in self.model.blocks:
                 block._compiled_call_impl = partial(run, block)
@@ -70,16 +76,27 @@ class Weights:
 
         parameters: gives their (weight, bias), all with biases or none.
         """
-        if owner not in self.packed:
-            weights, biases = zip(*parameters(), strict=True)
-            if not (self.packs and can_be_packed(weights)):
-                return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-            bias = None if biases[0] is None else torch.cat(biases)
-            # neither operation has a public name
-            weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights))
-            self.packed[owner] = weight, bias, [len(weight) for weight in weights]
-        weight, bias, rows = self.packed[owner]
-        return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "").split(rows, dim=-1)
+        return products(self.pack(owner, parameters), x, parameters)
+
+    def pack(self, owner: object, parameters: Callable) -> Packed | None:
+        """The packed copy for `products`, made if there is none."""
+        if self.packs and owner not in self.packed:
+            self.packed[owner] = pack(*zip(*parameters(), strict=True))
+        return self.packed.get(owner)
+
+
+def products(packed: Packed | None, x: Tensor, parameters: Callable) -> Sequence[Tensor]:
+    if packed is None:
+        return [F.linear(x, weight, bias) for weight, bias in parameters()]
+    weight, bias, rows = packed
+    return torch.ops.minitrain.packed_linear(x, weight, bias).split(rows, dim=-1)
+
+
+def pack(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Packed | None:
+    if not can_be_packed(weights):
+        return None
+    bias = None if biases[0] is None else torch.cat(biases)
+    return torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights)), bias, [len(weight) for weight in weights]
 
 
 def can_be_packed(weights: Sequence[Tensor]) -> bool:
@@ -87,16 +104,35 @@ def can_be_packed(weights: Sequence[Tensor]) -> bool:
     return kinds == {("cpu", torch.float32)} and sum(weight.numel() for weight in weights) >= LEAST
 
 
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear. Neither this operation nor the one that packs has a public name.
+
+    An operation of its own, since the compiler takes torch's only with weights that are constants of the graph.
+    """
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+
+
+LIBRARY = torch.library.Library("minitrain", "DEF")
+LIBRARY.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+LIBRARY.impl("packed_linear", packed_linear, "CompositeExplicitAutograd")
+LIBRARY.impl("packed_linear", lambda x, weight, bias: x.new_empty(*x.shape[:-1], len(weight)), "Meta")
+
+
 class Group:
-    """Linears that get the same input, in this order: the first computes for all. Called in place of their forwards."""
+    """Linears that get the same input, in this order: the first computes for all."""
 
     def __init__(self, weights: Weights, linears: tuple[nn.Linear, ...]):
         self.weights, self.linears = weights, linears
-        self.x = self.outs = None
+        self.x = self.outs = self.packed = None
 
-    def __call__(self, number: int, x: Tensor) -> Tensor:
+    def pack(self) -> None:
+        self.packed = self.weights.pack(self.linears, self.parameters)
+
+    def product(self, number: int, x: Tensor) -> Tensor:
         if x is not self.x:
-            self.x, self.outs = x, self.weights.products(self.linears, x, self.parameters)
+            if not torch.compiler.is_compiling():
+                self.pack()
+            self.x, self.outs = x, products(self.packed, x, self.parameters)
         out = self.outs[number]
         if number == len(self.linears) - 1:
             self.x = self.outs = None
@@ -105,6 +141,10 @@ class Group:
     def parameters(self) -> list[tuple[Tensor, Tensor | None]]:
         """As they are now: tensor parallelism makes them anew."""
         return [(linear.weight, linear.bias) for linear in self.linears]
+
+
+def forward_in_group(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear.group.product(linear.number, x)
 
 
 def linears_by_input(model: nn.Module) -> list[tuple[nn.Linear, ...]]:

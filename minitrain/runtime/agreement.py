@@ -25,7 +25,7 @@ _control: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # the defau
 
 
 def control_group() -> dist.ProcessGroup:
-    """All ranks, not on NCCL: the default group, or one beside it, for which all ask together the first time."""
+    """A group of all ranks that is not NCCL's: the default one, or one beside it, which the first call makes."""
     global _control
     if dist.get_backend() != "nccl":
         return dist.group.WORLD
@@ -47,7 +47,7 @@ def rank_0_says(flag: bool) -> bool:
 
 
 def wait_for_all() -> None:
-    """Return when all ranks have come here, however long some take to write files. Those that die the watch sees."""
+    """Return when all ranks have come here, however long some take to write files. The watch sees those that die."""
     if dist.get_world_size() > 1:
         dist.monitored_barrier(control_group(), timeout=FOR_EVER)
 

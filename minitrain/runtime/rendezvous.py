@@ -1,7 +1,7 @@
 """The key-value store in which ranks find each other, with nothing in it of ranks that are dead.
 
 When torchrun restarts the ranks it gives them the store of their predecessors (torch 2.11 to 2.13, whose comments say
-otherwise): with the addresses of processes that are gone, to which the new ones then try to connect, for ever. So the
+otherwise): with the addresses of processes that are gone, to which the new ones then try to connect, forever. So the
 ranks agree on a prefix that no earlier attempt has used, by asking rank 0 under names that none has used either.
 """
 

@@ -77,7 +77,7 @@ class Watch:
     def listen(self) -> socket.socket:
         any_version = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
         server = socket.create_server(("", 0), backlog=self.world, **any_version)
-        self.key = secrets.token_hex(8)  # whoever does not know it is none of ours
+        self.key = secrets.token_hex(8)  # a connection without it is not from one of our ranks
         _get_default_store().set("minitrain/watch", f"{server.getsockname()[1]} {self.key}")
         return server
 
@@ -144,7 +144,7 @@ class Watch:
         os._exit(code)
 
     def leave(self, code: int) -> None:
-        """Give notice: what others do from now on is no surprise."""
+        """Give notice, so that the others do not take this process for dead."""
         self.leaving = True
         if code == 0 and self.rank == 0 and self.world > 1:
             self.complete.wait(5)  # so that all get the word
@@ -172,7 +172,7 @@ def begin() -> None:
 
 
 def leave(code: int) -> None:
-    """This process is about to end with `code`, and if that is not 0, all others shall."""
+    """This process is about to end with `code`; if that is not 0, so must all others."""
     if _watch is not None:
         _watch.leave(code)
 

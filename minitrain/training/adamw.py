@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 class AdamW(torch.optim.Optimizer):
     """As torch.optim.AdamW, whose checkpoints fit, for parameters in fp32 or bf16, sharded or not.
 
-    names: of all parameters. states: the type of exp_avg and exp_avg_sq. stochastic: round so whatever is in bf16.
+    names: of all parameters. states: the type of exp_avg and exp_avg_sq. stochastic: how to round what is in bf16.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from minitrain import cli
 from minitrain.errors import InputError
 
 LARGEST = 99
-MOST = 500_000  # about half of the dialogues that there are: to find all by chance would take for ever
+MOST = 500_000  # about half of all dialogues: drawing the last ones at random would take forever
 
 
 def main(arguments: list[str]) -> None:

@@ -20,7 +20,8 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.fp8 import to_fp8
 from minitrain.models.lora import add_adapters, initialize_adapter, is_adapter
 from minitrain.models.moe import Router
-from minitrain.models.wan import Wan, WanConfig
+from minitrain.models.wan import Wan
+from minitrain.models.zoo import empty_model
 from minitrain.parallel.fp8 import gather_in_fp8
 from minitrain.parallel.mesh import Meshes, owned, pick_device
 from minitrain.parallel.parallelize import lay_out
@@ -46,8 +47,7 @@ def build_model(config: Config, meshes: Meshes) -> Decoder | Wan | Pipeline:
 
 def make_model(config: Config, **stage) -> Decoder | Wan:
     """The config's model on the meta device, or one stage of it (see Decoder)."""
-    with torch.device("meta"):
-        model = (Wan if isinstance(config.model.config, WanConfig) else Decoder)(config.model.config, **stage)
+    model = empty_model(config.model.config, **stage)
     if config.precision == "bf16-pure" or (config.lora and config.precision != "fp32"):
         model.to(torch.bfloat16)  # frozen weights need no more than what is computed with
     if config.lora:

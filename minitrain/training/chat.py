@@ -44,6 +44,7 @@ class Template:
 
     header: str  # with {role}
     end: str  # of a turn, trained as part of the assistant's
+    special: tuple[str, ...] = ()  # tokens in these that a tokenizer must have
     begin: str = ""
     separator: str = ""
     reply_ends_with_eos: bool = False  # the assistant's turns end with the tokenizer's eos, not with `end`
@@ -52,11 +53,13 @@ class Template:
     default_system: str = ""  # the content of a system message that is not there
 
 
-LLAMA3 = Template("<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", begin="<|begin_of_text|>", strip=True)
-CHATML = Template("<|im_start|>{role}\n", "<|im_end|>", separator="\n")
+LLAMA3 = Template(
+    "<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", ("<|start_header_id|>", "<|eot_id|>"),
+    begin="<|begin_of_text|>", strip=True,
+)  # fmt: skip
+CHATML = Template("<|im_start|>{role}\n", "<|im_end|>", ("<|im_start|>", "<|im_end|>"), separator="\n")
 PLAIN = Template("", "\n", reply_ends_with_eos=True)  # a line for each question, eos after each answer
 TEMPLATES = {"llama3": LLAMA3, "chatml": CHATML, "plain": PLAIN}
-SPECIAL_TOKENS = {"llama3": ("<|start_header_id|>", "<|eot_id|>"), "chatml": ("<|im_start|>", "<|im_end|>")}
 
 LLAMA31_PREFACE = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
 QWEN25_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
@@ -64,23 +67,22 @@ QWEN25_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assis
 
 def choose_template(name: str, tokenizer: ByteTokenizer | HuggingFaceTokenizer) -> Template:
     """The template called `name`, or for `auto` the tokenizer's; InputError if the tokenizer lacks a token of it."""
-    for token in SPECIAL_TOKENS.get(name, ()):
+    template = template_of(tokenizer) if name == "auto" else TEMPLATES[name]
+    for token in template.special:
         if tokenizer.token_id(token) is None:
             raise InputError(f"data.template={name} needs the token {token}, which data.tokenizer lacks")
-    template = template_of(tokenizer) if name == "auto" else TEMPLATES[name]
     if template.reply_ends_with_eos and tokenizer.eos_id is None:
         raise InputError("data.template=plain ends answers with eos, which data.tokenizer lacks (use llama3 or chatml)")
     return template
 
 
 def template_of(tokenizer: ByteTokenizer | HuggingFaceTokenizer) -> Template:
-    """The template whose special tokens the tokenizer has, else plain.
+    """The first template whose special tokens the tokenizer has; the plain one has none.
 
     What a family adds to the system message (Llama 3.1 a date, Qwen 2.5 a default) is added if the template that came
     with the tokenizer does so.
     """
-    fitting = [kind for kind, tokens in SPECIAL_TOKENS.items() if None not in map(tokenizer.token_id, tokens)]
-    template = TEMPLATES[fitting[0] if fitting else "plain"]
+    template = next(t for t in TEMPLATES.values() if None not in map(tokenizer.token_id, t.special))
     if "Cutting Knowledge Date" in tokenizer.chat_template:
         template = replace(template, preface=LLAMA31_PREFACE)
     if QWEN25_SYSTEM in tokenizer.chat_template:
@@ -89,7 +91,7 @@ def template_of(tokenizer: ByteTokenizer | HuggingFaceTokenizer) -> Template:
 
 
 def render(messages: list[Message], template: Template) -> Iterator[tuple[str, bool]]:
-    """The text of a chat in pieces, alternating between what is given (False) and what the model shall say (True)."""
+    """The text of a chat in pieces, alternating between what is given (False) and what the model is to say (True)."""
     given = template.begin
     for role, content in prepare(messages, template):
         given += template.header.format(role=role)
@@ -114,7 +116,7 @@ def prepare(messages: list[Message], template: Template) -> list[Message]:
 def encode_chat(
     messages: list[Message], template: Template, tokenizer: ByteTokenizer | HuggingFaceTokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of a chat, int64 [n], and which of them the model shall say, bool [n]."""
+    """The tokens of a chat, int64 [n], and which of them the model is to say, bool [n]."""
     tokens, said = [], []
     for text, is_reply in render(messages, template):
         ids = tokenizer.encode(text)
@@ -126,7 +128,7 @@ def encode_chat(
 
 
 def make_sample(tokens: np.ndarray, said: np.ndarray) -> Sample:
-    """The sample of an encoded chat. What the very first token is, nothing can predict."""
+    """The sample of an encoded chat. The very first token cannot be predicted."""
     labels = np.where(said[1:], tokens[1:], IGNORE)
     stop = int(np.flatnonzero(said).max(initial=0))
     return Sample(tokens[:stop], labels[:stop])

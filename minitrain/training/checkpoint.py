@@ -2,8 +2,8 @@
 
 A checkpoint is a folder `step-00000100` that all ranks see. Each rank writes the parts of weights and optimizer state
 that it holds, through torch.distributed.checkpoint (DCP), which can read them back into any other layout; `extra.json`
-holds what is no tensor, and describes the files. The folder is called `step-00000100.tmp` until all is on disk, so what
-has its final name is complete, and a kill at any moment leaves the one before. Before one is loaded, its files are
+holds what is not a tensor, and describes the files. The folder is called `step-00000100.tmp` until all is on disk, so
+what has its final name is complete, and a kill at any moment leaves the one before. Before one is loaded, its files are
 compared with what was written (checkpoint_files.py): where one is damaged, the checkpoint before it is taken.
 
 Not stored: learning rates, data position and random state, which are functions of the config and the step; and frozen
@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from minitrain.config import Config
 from minitrain.errors import InputError
 from minitrain.parallel.mesh import whole
 from minitrain.runtime.agreement import gather
@@ -69,7 +70,6 @@ class Checkpointer:
         # the thread's own: training uses the default group meanwhile
         self.group = dist.new_group(backend="gloo") if group is None else group
         self.leads = dist.get_rank() == 0
-        self.share = self.group.rank(), self.group.size()
         self.thread = ThreadPoolExecutor(1) if asynchronous else None
         self.pending: Future | None = None
         self.bases: WeakKeyDictionary[Module, str] = WeakKeyDictionary()
@@ -114,8 +114,7 @@ class Checkpointer:
         weights = changing(model)
         names = set().union(*self._gather(list(weights)))  # a rank of a pipeline has only some
         self._together(lambda: check_weights(folder, reader.index.state_dict_metadata, weights, names))
-        check_optimizer(folder, about["optimizer"], optimizer)
-        check_base(folder, about["base"], self._base(model))
+        check_origin(folder, about, optimizer, self._base(model))
         state = prepare_optimizer(optimizer, model, reader.index.state_dict_metadata)
         try:
             dcp.load({**weights, **state}, storage_reader=reader, process_group=self.group)
@@ -128,9 +127,9 @@ class Checkpointer:
 
         Damaged ones keep their names if none is whole: a restart must not take that for a run that has not begun.
         """
-        damaged = {}
+        damaged, share = {}, (self.group.rank(), self.group.size())
         for step in reversed(self._gather(complete_steps(self.folder))[0]):
-            problem = self._together(partial(find_damage, self._path(step), *self.share))
+            problem = self._together(partial(find_damage, self._path(step), *share))
             problems = [problem for problem in self._gather(problem) if problem]
             if not problems:
                 self._together(lambda: self.leads and self._set_aside(damaged))
@@ -182,7 +181,7 @@ class Checkpointer:
             remove(self._path(old))
 
     def _base(self, model: Module) -> str:
-        """A digest of the frozen weights, the same however they are sharded. They do not change: made once a model."""
+        """A digest of the frozen weights, however they are sharded; computed once, as they do not change."""
         if model in self.bases:
             return self.bases[model]
         sums = {name: bit_sum(whole(tensor)) for name, tensor in frozen(model).items()}
@@ -198,7 +197,7 @@ class Checkpointer:
         return gather(value, self.group)
 
     def _together(self, function: Callable[[], Any]) -> Any:
-        """`function()` on all ranks; if it fails on some, all raise the first failure, so that none waits for ever."""
+        """`function()` on all ranks; if it fails on some, all raise the first failure, so that none waits forever."""
         result = failure = None
         try:
             result = function()
@@ -211,6 +210,18 @@ class Checkpointer:
 
 
 # ------------------------------------------------------------------------------------------------------ start and end
+
+
+def resume(
+    checkpointer: Checkpointer, config: Config, model: Module, optimizer: Optimizer, *names: str
+) -> tuple[int, dict]:
+    """Load the newest checkpoint, if there is one; returns what `resume_point` finds in it.
+
+    Raises InputError if there is one and the config forbids to resume.
+    """
+    if not config.checkpoint.resume and checkpointer.latest() is not None:
+        raise InputError(f"checkpoint.resume=false, but {checkpointer.folder} holds checkpoints (use another out_dir)")
+    return resume_point(checkpointer.folder, checkpointer.load(model, optimizer), config.steps, *names)
 
 
 def resume_point(folder: Path, extra: dict | None, steps: int, *names: str) -> tuple[int, dict]:
@@ -304,7 +315,7 @@ def prepare_optimizer(optimizer: Optimizer, model: Module, saved: Saved) -> dict
 def check_weights(folder: Path, saved: Saved, weights: dict[str, Tensor], names: set[str]) -> None:
     """Raises InputError if a checkpoint's weights are not exactly `weights`, or, on all ranks together, `names`.
 
-    Or if an optimizer's state is neither like its weight nor a number, and would take who knows how much memory.
+    Or if an optimizer's state is neither of its weight's shape nor a scalar: it might take any amount of memory.
     """
     problem = f"checkpoint {folder} does not fit the model:"
     for name, tensor in weights.items():
@@ -315,18 +326,15 @@ def check_weights(folder: Path, saved: Saved, weights: dict[str, Tensor], names:
     for entry, stored in saved.items():
         name, _, key = entry.partition("/")
         if not key and name not in names:
-            raise InputError(f"{problem} it has {name} {list(stored.size)}, which the model has not")
+            raise InputError(f"{problem} it has {name} {list(stored.size)}, which the model does not have")
         if key and name in weights and stored.size not in (weights[name].shape, torch.Size()):
             raise InputError(f"{problem} its {entry} is {list(stored.size)}, and {name} {list(weights[name].shape)}")
 
 
-def check_optimizer(folder: Path, saved: str, optimizer: Optimizer) -> None:
-    """Raises InputError if a checkpoint's optimizer state is of another kind of optimizer."""
-    if saved != type(optimizer).__name__:
-        raise InputError(f"checkpoint {folder} holds the state of {saved}, not of {type(optimizer).__name__}")
-
-
-def check_base(folder: Path, saved: str, own: str) -> None:
-    """Raises InputError if a checkpoint's adapters were trained beside other frozen weights."""
-    if saved != own:
+def check_origin(folder: Path, about: dict, optimizer: Optimizer, base: str) -> None:
+    """Raises InputError if a checkpoint is of another kind of optimizer, or of adapters beside other frozen weights."""
+    own = type(optimizer).__name__
+    if about["optimizer"] != own:
+        raise InputError(f"checkpoint {folder} holds the state of {about['optimizer']}, not of {own}")
+    if about["base"] != base:
         raise InputError(f"checkpoint {folder} was trained over another base model (use that one, or another out_dir)")

@@ -5,10 +5,9 @@ so that attention stays inside each, and positions restart with them. An epoch v
 is computed for one row at a time (`shuffled`) and never stored. Token files are read row by row: any size opens at
 once. Left out: streaming from a network, mixing sources by weight, and packing that avoids cutting documents.
 
-What is unusable is an error, or with data.on_error=skip left out and counted. Text and JSONL are read whole before the
-first step, and so is checked all of them. Of token files at most CHECKED tokens to train on, and as many held out, are
-looked at before the first step, spread evenly over all files, and every row again when it is needed; skipping them
-means reading all of them once, to know which.
+What is unusable is an error, or with data.on_error=skip left out and counted. Text and JSONL are read, and so checked,
+in full before the first step. Of token files at most CHECKED tokens to train on, and as many held out, are checked
+before the first step, spread evenly over all files, and every row when it is read; to skip bad rows, all are read once.
 """
 
 import fnmatch
@@ -20,7 +19,7 @@ import sysconfig
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,10 @@ import torch
 from torch import Tensor
 
 from minitrain.config import Data
-from minitrain.errors import InputError
+from minitrain.errors import InputError, readable
 from minitrain.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
 from minitrain.training.loss import IGNORE
-from minitrain.training.token_files import TokenFile, find_tokens
+from minitrain.training.token_files import TokenFile, open_tokens
 
 CHECKED = 1 << 21  # tokens of token files that are looked at before training
 
@@ -43,7 +42,8 @@ def open_data(data: Data, seq_len: int, vocab_size: int, seed: int) -> tuple["Mo
 
     A dataset has `row(n)` for n = 0, 1, 2, ... without end: a dict of int64 [seq_len] tensors. `tokens` and `labels`
     (the next token, or IGNORE); but for mock data also `positions` and `documents`, both counted from 0 in each row.
-    len(dataset): rows per epoch. dataset.bytes_per_token: UTF-8 bytes of its text per predicted token, None if unknown.
+    len(dataset): rows per epoch. Some also have `origin(n)`, where row n comes from, for humans; `about`, what the log
+    should say of the data; and `bytes_per_token`, the UTF-8 bytes of the text per predicted token, if it is known.
     """
     if data.kind == "mock":
         return Mock(seq_len, vocab_size, seed, split=0), Mock(seq_len, vocab_size, seed, split=1)
@@ -74,7 +74,6 @@ class Mock:
     vocab_size: int
     seed: int
     split: int
-    bytes_per_token = None
 
     def __len__(self) -> int:
         return 1 << 40  # no epoch ever ends
@@ -89,7 +88,7 @@ class Packed:
     """Rows cut from `shards`, each with a length in tokens, `read` and `origin(start, length)`; no row spans two.
 
     What is left at the end of a shard, fewer than seq_len tokens, is not used. usable: the numbers of the rows to use,
-    for each shard; by default all. about: what the log should say of the data.
+    for each shard; by default all.
     """
 
     def __init__(
@@ -109,14 +108,12 @@ class Packed:
         return pack(*shard.read(start, self.seq_len))
 
     def origin(self, n: int) -> str:
-        """Where row n comes from, for humans."""
         shard, start = self.place(n)
         return shard.origin(start, self.seq_len)
 
     def place(self, n: int) -> tuple[Any, int]:
         """The shard that row n is cut from, and its first token there."""
-        epoch, index = divmod(int(n), len(self))
-        number = shuffled(index, len(self), self.seed, epoch)
+        _, number = nth(n, len(self), self.seed)
         shard = bisect_right(self.firsts, number) - 1
         return self.shards[shard], int(self.usable[shard][number - self.firsts[shard]]) * self.seq_len
 
@@ -138,6 +135,12 @@ def pack(window: np.ndarray, ends: np.ndarray) -> dict[str, Tensor]:
         "documents": np.cumsum(begins) - 1,
     }
     return {key: torch.from_numpy(column) for key, column in columns.items()}
+
+
+def nth(n: int, length: int, seed: int) -> tuple[int, int]:
+    """The epoch of row n, and which of `length` rows it is: each epoch visits all of them, in another order."""
+    epoch, index = divmod(int(n), length)
+    return epoch, shuffled(index, length, seed, epoch)
 
 
 def shuffled(index: int, length: int, *key: int) -> int:
@@ -218,7 +221,11 @@ def _open_documents(
 ) -> tuple[Packed, Packed | None]:
     tokenizer = fitting_tokenizer(data.tokenizer, vocab_size)
     skips = Skips(data.on_error == "skip")
-    documents = read_texts(files, skips) if data.kind == "text" else read_jsonl(files, text_at(data.field), skips)
+
+    def parse(record: dict, where: str) -> str:
+        return text_of(record, data.field, where, hint=" (data.field names the key that holds the text)")
+
+    documents = read_texts(files, skips) if data.kind == "text" else read_jsonl(files, parse, skips)
     if not data.validation:
         return _cut(tokenize(documents, tokenizer), seq_len, seed, f"data.path={data.path}", skips), None
     lone, documents = split_lone(documents, data.validation)
@@ -230,7 +237,7 @@ def _open_documents(
 
 
 def fitting_tokenizer(name: str, vocab_size: int) -> ByteTokenizer | HuggingFaceTokenizer:
-    """The tokenizer `name`; an InputError if a model with so large a vocabulary does not know all its ids."""
+    """The tokenizer `name`; InputError if it has ids that are not below `vocab_size`, the model's."""
     tokenizer = load_tokenizer(name)
     if vocab_size < tokenizer.vocab_size:
         raise InputError(f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}")
@@ -240,11 +247,11 @@ def fitting_tokenizer(name: str, vocab_size: int) -> ByteTokenizer | HuggingFace
 
 
 def _cut(corpus: Corpus, seq_len: int, seed: int, what: str, skips: "Skips") -> Packed:
-    note = f" ({skips.note})" if skips.count else ""
     if not corpus.predicted:
-        raise InputError(f"{what} holds no token to predict{note}")
+        raise InputError(f"{what} holds no token to predict{skips.aside}")
     if len(corpus) < seq_len:
-        raise InputError(f"{what} holds {len(corpus)} tokens, less than one row of batch.seq_len={seq_len}{note}")
+        size = f"{len(corpus)} tokens, less than one row of batch.seq_len={seq_len}"
+        raise InputError(f"{what} holds {size}{skips.aside}")
     return Packed([corpus], seq_len, seed, corpus.sizes.sum().item() / corpus.predicted, about=skips.note)
 
 
@@ -267,11 +274,19 @@ def hold_out(documents: int, share: float, seed: int) -> np.ndarray:
     return held
 
 
+def split_off(items: Sequence, share: float, seed: int) -> tuple[list, list]:
+    """The items to train on, and those that `hold_out` chooses, each in order."""
+    sides = [], []
+    for item, held in zip(items, hold_out(len(items), share, seed), strict=True):
+        sides[int(held)].append(item)
+    return sides
+
+
 @dataclass
 class Skips:
-    """What becomes of unusable data: the error that says what is wrong, or if `allowed` it is left out and counted.
+    """Unusable data: an error, or if skipping it is `allowed`, left out and counted.
 
-    Files that cannot be opened are errors in any case.
+    Files of text that cannot be opened are errors in any case.
     """
 
     allowed: bool = False
@@ -283,24 +298,29 @@ class Skips:
         try:
             return function(*arguments)
         except InputError as error:
-            if not self.allowed:
-                raise
-            self.count += 1
-            self.first = self.first or str(error)
-            return None
+            self.refuse(error)
+
+    def refuse(self, error: InputError) -> None:
+        if not self.allowed:
+            raise error
+        self.count += 1
+        self.first = self.first or str(error)
 
     @property
     def note(self) -> str:
         return f"{self.count:,} skipped, the first: {self.first}" if self.count else ""
 
+    @property
+    def aside(self) -> str:
+        """The note as it stands at the end of a line."""
+        return f" ({self.note})" if self.count else ""
+
 
 def read_texts(files: list[Path], skips: Skips) -> Iterator[str]:
     """Each file as one document. Empty ones are usable: trees of source files have many."""
     for file in files:
-        try:
+        with readable(file):
             raw = file.read_bytes()
-        except OSError as error:
-            raise InputError(f"{file} cannot be read: {error.strerror}") from error
         text = skips.read(_decode, raw, file)
         if text is not None:
             yield text
@@ -308,13 +328,13 @@ def read_texts(files: list[Path], skips: Skips) -> Iterator[str]:
 
 def _decode(raw: bytes, file: Path) -> str:
     try:
-        return raw.decode("utf-8-sig")  # a byte order mark is no text
+        return raw.decode("utf-8-sig")  # without a byte order mark
     except UnicodeDecodeError as error:
         raise InputError(f"{file} is not UTF-8 at byte {error.start} (data.exclude leaves files out)") from error
 
 
 def read_jsonl(files: list[Path], parse: Callable[[dict, str], Any], skips: Skips) -> Iterator[Any]:
-    """parse(object, FILE:LINE) for every line that is not blank. A file without any is not usable."""
+    """parse(object, FILE:LINE) for every line that is not blank. A file without any is unusable."""
     for file in files:
         empty = True
         for where, line in _numbered_lines(file):
@@ -323,17 +343,14 @@ def read_jsonl(files: list[Path], parse: Callable[[dict, str], Any], skips: Skip
             if value is not None:
                 yield value
         if empty:
-            skips.read(_refuse_empty, file)
+            skips.refuse(InputError(f"{file} is empty"))
 
 
 def _numbered_lines(file: Path) -> Iterator[tuple[str, bytes]]:
-    try:
-        with open(file, "rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield f"{file}:{number}", line
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror}") from error
+    with readable(file), open(file, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield f"{file}:{number}", line
 
 
 def _parse_line(line: bytes, where: str, parse: Callable[[dict, str], Any]) -> Any:
@@ -348,7 +365,7 @@ def _parse_line(line: bytes, where: str, parse: Callable[[dict, str], Any]) -> A
 
 
 def _refuse_constant(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -359,25 +376,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return tree
 
 
-def _refuse_empty(file: Path) -> None:
-    raise InputError(f"{file} is empty")
-
-
-def text_at(field: str) -> Callable[[dict, str], str]:
-    """What reads the text at key `field` of a line."""
-
-    def read(record: dict, where: str) -> str:
-        if field not in record:
-            raise InputError(f"{where}: no key {field!r} (data.field names the key that holds the text)")
-        return text_of(record, field, where)
-
-    return read
-
-
-def text_of(record: dict, key: str, where: str) -> str:
-    """record[key]; an InputError that begins with `where` if that is not text."""
+def text_of(record: dict, key: str, where: str, hint: str = "") -> str:
+    """record[key]; an InputError that begins with `where` if that is not text. hint: what to say if it is missing."""
     if key not in record:
-        raise InputError(f"{where}: no key {key!r}")
+        raise InputError(f"{where}: no key {key!r}{hint}")
     text = record[key]
     if not isinstance(text, str):
         raise InputError(f"{where}: {key!r} must be text, not {type(text).__name__}")
@@ -398,26 +400,23 @@ def _open_token_files(
         raise InputError(f"data.document_end={end} is outside the vocabulary of model.vocab_size={vocab_size}")
     skips, train, held = Skips(data.on_error == "skip"), [], []
     for file in files:
-        found = skips.read(find_tokens, file, data.token_dtype)
-        if found is None:
-            continue
-        dtype, offset, count, stamp = found
-        cut = count - seq_len * round(data.validation * (count // seq_len))
-        for side, bounds in ((train, (0, cut)), (held, (cut, count))):
-            side.append(TokenFile(file, dtype, offset, *bounds, vocab_size, end, stamp))
-    sides = [_usable_rows(shards, seq_len, seed, skips) for shards in (train, held)]
-    note = f" ({skips.note})" if skips.count else ""
-    if not len(sides[0]):
+        tokens = skips.read(open_tokens, file, data.token_dtype, vocab_size, end)
+        if tokens is not None:
+            cut = len(tokens) - seq_len * round(data.validation * (len(tokens) // seq_len))
+            train.append(replace(tokens, stop=cut))
+            held.append(replace(tokens, first=cut))
+    train, held = (_usable_rows(shards, seq_len, seed, skips) for shards in (train, held))
+    if not len(train):
         where = f"data.path={data.path} leaves no file"
-        raise InputError(f"{where} with a row of batch.seq_len={seq_len} to train on{note}")
-    if data.validation and not len(sides[1]):
-        raise InputError(f"data.validation={data.validation} holds out no row: no file has rows enough for that share")
-    sides[0].about = skips.note
-    return sides[0], sides[1] if data.validation else None
+        raise InputError(f"{where} with a row of batch.seq_len={seq_len} to train on{skips.aside}")
+    if data.validation and not len(held):
+        raise InputError(f"data.validation={data.validation} holds out no row: no file has enough rows for that share")
+    train.about = skips.note
+    return train, held if data.validation else None
 
 
 def _usable_rows(shards: list[TokenFile], seq_len: int, seed: int, skips: Skips) -> Packed:
-    """The rows without a token outside the vocabulary if those are to be skipped, else all, after looking at some."""
+    """All rows, some of them checked; or if unusable ones are to be skipped, the rows that pass the check."""
     every = Packed(shards, seq_len, seed)
     step = 1 if skips.allowed else 1 + len(every) * seq_len // CHECKED
     checked = [

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from minitrain.config import Config, Data, to_dict
-from minitrain.errors import InputError
+from minitrain.errors import InputError, readable
 from minitrain.runtime.agreement import check_same, code_digests, control_group, flatten
 from minitrain.training.data import find_files
 from minitrain.training.durable import write_durably
@@ -24,34 +24,28 @@ CHOOSE_ROWS = {"seed", "batch.global", "batch.seq_len"}  # besides all of data: 
 
 
 def agreed_fingerprint(data: Data) -> dict[str, str]:
-    """`fingerprint`, on all ranks together. Raises InputError if they do not see the same files."""
-    files = fingerprint(data)
-    if dist.get_world_size() > 1:
-        check_same({"data": files})
-    return files
+    """A digest of each file that the dataset is made from, by path; empty for data that is made up.
 
-
-def fingerprint(data: Data) -> dict[str, str]:
-    """A digest of each file that the dataset is made from, by path; empty for data that is made up."""
+    All ranks call it together. Raises InputError if they do not see the same files.
+    """
     if data.kind in ("mock", "shapes"):
         return {}
     files = sorted(Path(data.path).glob("**/*.safetensors")) if data.kind == "latents" else find_files(data)
-    return {str(file): file_digest(file) for file in files}
+    digests = {str(file): file_digest(file) for file in files}
+    check_same({"data": digests})
+    return digests
 
 
 def file_digest(file: Path) -> str:
     """Of a file's size and SAMPLES blocks spread evenly over it, its first and last bytes among them."""
-    try:
-        with file.open("rb") as stream:
-            size = stream.seek(0, 2)
-            digest = hashlib.sha256(str(size).encode())
-            for i in range(SAMPLES):
-                stream.seek(i * max(SAMPLE, (size - SAMPLE) // (SAMPLES - 1)))
-                digest.update(stream.read(SAMPLE))
-            stream.seek(max(0, size - SAMPLE))
+    with readable(file), file.open("rb") as stream:
+        size = stream.seek(0, 2)
+        digest = hashlib.sha256(str(size).encode())
+        for i in range(SAMPLES):
+            stream.seek(i * max(SAMPLE, (size - SAMPLE) // (SAMPLES - 1)))
             digest.update(stream.read(SAMPLE))
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror}") from error
+        stream.seek(max(0, size - SAMPLE))
+        digest.update(stream.read(SAMPLE))
     return digest.hexdigest()[:16]
 
 
@@ -87,7 +81,7 @@ def data_change(before: dict, now: dict) -> str | None:
         return None
     first, more = changed[0], f" and {len(changed) - 1} more files" if len(changed) > 1 else ""
     how = "is new" if first not in before["files"] else "is gone" if first not in now["files"] else "has changed"
-    return f"{first}{more} {how} since the run began, which cannot continue so (restore it, or use another out_dir)"
+    return f"{first}{more} {how} since the run began: it cannot continue (restore it, or use another out_dir)"
 
 
 def other_settings(before: dict, now: dict) -> list[str]:

@@ -1,7 +1,7 @@
-"""Numbers going wrong: steps that were skipped, and losses that spike, told with the batch they came from.
+"""Reports steps that were skipped and losses that spike, with the batch they came from.
 
-The decision to skip falls on the device (`update_weights`); here the host, which gets loss and norm for the log anyway,
-draws the same conclusion from the same numbers. A loss is a spike if it lies above
+The decision to skip is made on the device (`update_weights`); the host, which reads loss and norm for the log anyway,
+comes to the same one from the same numbers. A loss is a spike if it lies above
 
     median + metrics.spike x 1.4826 x median(|loss - median|)
 
@@ -18,7 +18,7 @@ from minitrain.config import Config
 from minitrain.errors import InputError
 
 WINDOW, LEAST = 100, 20
-SHOWN = 4  # rows of a batch whose origin is told
+SHOWN = 4  # rows of a batch whose origin is reported
 
 
 def is_finite(numbers: dict[str, float]) -> bool:
@@ -29,7 +29,7 @@ def is_finite(numbers: dict[str, float]) -> bool:
 class Health:
     """Watches a run's steps.
 
-    say(text): where lines go. batch(step): where the batch of step 1, 2, ... comes from. updates: per step.
+    say(text): prints a line. batch(step): where the batch of step 1, 2, ... comes from. updates: per step.
     """
 
     def __init__(self, config: Config, say: Callable[[str], None], batch: Callable[[int], str], updates: int = 1):
@@ -50,7 +50,7 @@ class Health:
                 raise InputError(self.verdict(checked))
 
     def check(self, numbers: dict) -> dict:
-        """The `batch` of a step that went wrong, which is told; else nothing."""
+        """Report a step that went wrong, and return its `batch`; otherwise nothing."""
         self.in_a_row = self.in_a_row + 1 if numbers["skipped"] == self.updates else 0
         limit, loss, step = self.limit(), numbers["loss"], numbers["step"]
         if numbers["skipped"]:
@@ -76,7 +76,7 @@ class Health:
         )
 
     def limit(self) -> float:
-        """Above it a loss is a spike; infinite while there are too few to tell."""
+        """The loss above which it is a spike; infinite while there are too few losses to judge by."""
         if not self.factor or len(self.losses) < LEAST:
             return math.inf
         middle = median(self.losses)

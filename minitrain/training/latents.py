@@ -13,6 +13,7 @@ code.
 
 import math
 from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from minitrain.config import Config
 from minitrain.errors import InputError
 from minitrain.models.tensor_files import open_tensors, read_headers
 from minitrain.models.wan import WanConfig
-from minitrain.training.data import Skips, hold_out, shuffled
+from minitrain.training.data import Skips, nth, shuffled, split_off
 from minitrain.training.flow import Diffusion, Noised, add_noise, generator
 from minitrain.training.packing import first_fit_decreasing
 from minitrain.training.shapes import ShapesWorld
@@ -35,6 +36,8 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 DIMENSIONS = {"latents": 4, "text": 2, "condition": 4, "image": 2}
 IMAGE_TOKENS = 257  # of CLIP's features of one image
 
+Shape = tuple[int | str, ...]  # "tokens" where any number will do
+
 
 def open_latents(config: Config) -> "tuple[Noised, Noised] | tuple[Packs, Packs]":
     """The videos to train on, and those to validate on, under noise held fixed.
@@ -42,36 +45,33 @@ def open_latents(config: Config) -> "tuple[Noised, Noised] | tuple[Packs, Packs]
     The latter are data.validation of the files; if that is 0, or there are none, they are those to train on, under
     other noise. Raises InputError for videos that the model does not take.
     """
-    data, model, seed = config.data, config.model.config, config.seed
-    if data.kind == "latents":
-        skips = Skips(data.on_error == "skip")
-        caches = [LatentCache(data.path, data.text_tokens, config.batch.micro, seed, data.validation, held, skips)
-                  for held in (False, True)]  # fmt: skip
-        for path, shapes in (pair for cache in caches for pair in cache.examples()):
-            check_fit(shapes, config, str(path))
-        if data.packed:
-            settings = config.diffusion, config.batch.seq_len, model.patch_size, seed
-            packs = [Packs(cache, *settings, held) for cache, held in zip(caches, (False, True), strict=True)]
-            packs[0].about = caches[0].about
-            return tuple(packs)
-    else:
-        videos = ShapesWorld(seed) if data.kind == "shapes" else MockLatents(mock_shapes(config), seed)
+    data, settings, seed = config.data, config.diffusion, config.seed
+    if data.kind != "latents":
+        if data.kind == "shapes":
+            videos = ShapesWorld(seed)
+        else:
+            videos = MockLatents(model_shapes(config.model.config, data.size, data.text_tokens, IMAGE_TOKENS), seed)
         check_fit({name: tuple(x.shape) for name, x in videos.row(0).items()}, config, f"data.kind={data.kind}")
-        caches = [videos, videos]
-    noised = [Noised(each, config.diffusion, seed, held) for each, held in zip(caches, (False, True), strict=True)]
-    noised[0].about = getattr(caches[0], "about", "")
-    return tuple(noised)
+        return Noised(videos, settings, seed), Noised(videos, settings, seed, held_out=True)
+    skips = Skips(data.on_error == "skip")
+    buckets = find_buckets(Path(data.path), data.text_tokens, skips)
+    for files in buckets:
+        check_fit(read_shapes(files[0]), config, str(files[0]))
+    sides = split_buckets(buckets, data.validation, seed) if data.validation else (buckets, buckets)
+    train, held = (LatentCache(side, data.text_tokens, config.batch.micro, seed) for side in sides)
+    if data.packed:
+        settings = settings, config.batch.seq_len, config.model.config.patch_size
+        train, held = Packs(train, *settings, seed), Packs(held, *settings, seed, held_out=True)
+    else:
+        train, held = Noised(train, settings, seed), Noised(held, settings, seed, held_out=True)
+    train.about = skips.note
+    return train, held
 
 
-def check_fit(shapes: dict[str, tuple[int, ...]], config: Config, where: str) -> None:
+def check_fit(shapes: dict[str, Shape], config: Config, where: str) -> None:
     """Can the config's model train on videos of these shapes, in its layout?"""
     model, parallel, latents = config.model.config, config.parallel, shapes["latents"]
-    channels = latents[0] + shapes.get("condition", (0,))[0]
-    found = {"out_channels": latents[0], "in_channels": channels, "text_dim": shapes["text"][1]}
-    found["image_dim"] = shapes["image"][1] if "image" in shapes else None
-    for name, value in found.items():
-        if value != getattr(model, name):
-            raise InputError(f"{where}: videos are for {name}={value}, the model has {getattr(model, name)}")
+    check_shapes(shapes, model_shapes(model, latents[1:]), where)
     if any(size % patch for size, patch in zip(latents[1:], model.patch_size, strict=True)):
         raise InputError(f"{where}: latents {list(latents[1:])} do not divide into patches {list(model.patch_size)}")
     tokens, ranks = math.prod(latents[1:]) // math.prod(model.patch_size), parallel.cp * parallel.tp
@@ -81,20 +81,29 @@ def check_fit(shapes: dict[str, tuple[int, ...]], config: Config, where: str) ->
         raise InputError(f"{where}: {tokens} patches do not divide by parallel.cp={parallel.cp} x tp={parallel.tp}")
 
 
-def mock_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Of videos of data.size, with all that the model takes."""
-    model: WanConfig = config.model.config
-    size, shapes = tuple(config.data.size), {"text": (config.data.text_tokens, model.text_dim)}
-    shapes["latents"] = (model.out_channels, *size)
+def model_shapes(
+    model: WanConfig, size: Sequence[int], text_tokens: int | str = "tokens", image_tokens: int | str = "tokens"
+) -> dict[str, Shape]:
+    """The shapes of what a model takes for one video. size: frames, height and width; "tokens": any number."""
+    shapes = {"latents": (model.out_channels, *size), "text": (text_tokens, model.text_dim)}
     if model.in_channels > model.out_channels:
         shapes["condition"] = (model.in_channels - model.out_channels, *size)
-    return shapes if model.image_dim is None else shapes | {"image": (IMAGE_TOKENS, model.image_dim)}
+    return shapes if model.image_dim is None else shapes | {"image": (image_tokens, model.image_dim)}
+
+
+def check_shapes(found: dict[str, Shape], wanted: dict[str, Shape], where: str) -> None:
+    """Raises InputError if the tensors found are not those that the model takes."""
+    for name in wanted | found:
+        pair = found.get(name, ()), wanted.get(name, ())
+        if len(pair[0]) != len(pair[1]) or any(b not in (a, "tokens") for a, b in zip(*pair, strict=True)):
+            given, taken = (f"[{', '.join(map(str, shape))}]" if shape else "none" for shape in pair)
+            raise InputError(f"{where}: {name} is {given}, the model takes {taken}")
 
 
 class MockLatents:
     """Normal tensors of given shapes, such as latents [channels, frames, height, width]: for benchmarks."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]], seed: int):
+    def __init__(self, shapes: dict[str, Shape], seed: int):
         self.shapes, self.seed = shapes, seed
 
     def __len__(self) -> int:
@@ -106,28 +115,18 @@ class MockLatents:
 
 
 class LatentCache:
-    """The videos of a folder of .safetensors files, by bucket.
+    """Videos in files, by bucket, as `find_buckets` has them.
 
     Row n is a pure function of (seed, n). An epoch visits the buckets in groups of `group` videos, in an order that
     differs from epoch to epoch; a bucket that `group` does not divide repeats a few of its videos. So rows
     k * group ... k * group + group - 1, one micro-batch, have the same shape.
     text_tokens: texts are padded with zeros to it, as Wan was trained.
-    validation: if above 0, that share of the files is held out, and `held_out` says which side this is.
-    Raises InputError for a folder without videos, a file that is none, and a text longer than text_tokens.
     """
 
-    def __init__(
-        self, folder: str | Path, text_tokens: int, group: int, seed: int, validation: float = 0.0,
-        held_out: bool = False, skips: Skips | None = None,
-    ):  # fmt: skip
-        self.text_tokens, self.group, self.seed = text_tokens, group, seed
-        skips = skips or Skips()
-        found = find_buckets(Path(folder), text_tokens, skips)
-        self.about = skips.note
-        buckets = [files for _, files in sorted(found.items())]
+    def __init__(self, buckets: list[list[Path]], text_tokens: int, group: int, seed: int):
+        self.buckets, self.text_tokens, self.group, self.seed = buckets, text_tokens, group, seed
         self.stamps = {file: stamp_of(file) for files in buckets for file in files}
-        self.buckets = one_side(buckets, validation, held_out, seed) if validation else buckets
-        self.firsts = list(accumulate((-(-len(files) // group) for files in self.buckets), initial=0))
+        self.firsts = list(accumulate((-(-len(files) // group) for files in buckets), initial=0))
 
     def __len__(self) -> int:
         return self.firsts[-1] * self.group
@@ -141,17 +140,12 @@ class LatentCache:
 
     def file(self, n: int) -> Path:
         """That of row n."""
-        epoch, index = divmod(int(n), len(self))
-        group, place = divmod(index, self.group)
-        group = shuffled(group, self.firsts[-1], self.seed, epoch)
+        group, place = divmod(int(n), self.group)
+        epoch, group = nth(group, self.firsts[-1], self.seed)
         bucket = bisect_right(self.firsts, group) - 1
         files = self.buckets[bucket]
         place = ((group - self.firsts[bucket]) * self.group + place) % len(files)
         return files[shuffled(place, len(files), self.seed, epoch, bucket)]
-
-    def examples(self) -> list[tuple[Path, dict[str, tuple[int, ...]]]]:
-        """A file of each bucket, and the shapes of what it holds."""
-        return [(files[0], read_shapes(files[0])) for files in self.buckets]
 
     def read(self, path: Path) -> dict[str, Tensor]:
         """One video, as in a row."""
@@ -161,8 +155,11 @@ class LatentCache:
         return row
 
 
-def find_buckets(folder: Path, text_tokens: int, skips: Skips) -> dict[tuple, list[Path]]:
-    """The files by the shapes of what they hold, text apart; each file's header is read and checked."""
+def find_buckets(folder: Path, text_tokens: int, skips: Skips) -> list[list[Path]]:
+    """The .safetensors files of a folder, by the shapes of what they hold, text apart; all headers are checked.
+
+    Raises InputError for a folder without videos, a file that is not a video, and a text longer than text_tokens.
+    """
     buckets: dict[tuple, list[Path]] = {}
     for path in sorted(folder.glob("**/*.safetensors")):
         shapes = skips.read(read_usable, path, text_tokens, skips.allowed)
@@ -171,21 +168,20 @@ def find_buckets(folder: Path, text_tokens: int, skips: Skips) -> dict[tuple, li
         key = tuple((name, shape) for name, shape in shapes.items() if name != "text")
         buckets.setdefault((*key, shapes["text"][1]), []).append(path)
     if not buckets:
-        note = f" ({skips.note})" if skips.count else ""
-        raise InputError(f"data.path={str(folder)!r} holds no .safetensors files of latents{note}")
+        raise InputError(f"data.path={str(folder)!r} holds no .safetensors files of latents{skips.aside}")
     if len({(key[-1], len(key)) for key in buckets}) > 1:
         raise InputError(f"data.path={str(folder)!r} mixes videos with different text_dim or different tensors")
-    return buckets
+    return [files for _, files in sorted(buckets.items())]
 
 
-def one_side(buckets: list[list[Path]], share: float, held_out: bool, seed: int) -> list[list[Path]]:
-    """The buckets' files that are held out, a random `share` of all, or the others."""
-    held = iter(hold_out(sum(map(len, buckets)), share, seed))
-    kept = [[file for file in files if next(held) == held_out] for files in buckets]
-    return [files for files in kept if files]
+def split_buckets(buckets: list[list[Path]], share: float, seed: int) -> Iterator[list[list[Path]]]:
+    """The buckets without, and with nothing but, a random `share` of all their files."""
+    for side in map(set, split_off(list(chain(*buckets)), share, seed)):
+        kept = [[file for file in files if file in side] for files in buckets]
+        yield [files for files in kept if files]
 
 
-def read_usable(path: Path, text_tokens: int, with_values: bool) -> dict[str, tuple[int, ...]]:
+def read_usable(path: Path, text_tokens: int, with_values: bool) -> dict[str, Shape]:
     """`read_shapes` of a file whose text fits, and, if asked for, whose values are finite."""
     shapes = read_shapes(path)
     if shapes["text"][0] > text_tokens:
@@ -195,8 +191,8 @@ def read_usable(path: Path, text_tokens: int, with_values: bool) -> dict[str, tu
     return shapes
 
 
-def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Of what a file holds, from its header. Raises InputError for one that is no video."""
+def read_shapes(path: Path) -> dict[str, Shape]:
+    """The shapes of what a file holds, from its header. Raises InputError for one that is not a video."""
     headers = read_headers(path)
     shapes = {name: headers[name][0] for name in DIMENSIONS if name in headers}
     for name in ("latents", "text"):
@@ -234,19 +230,17 @@ class Packs:
 
     Row n, a pure function of (seed, n), is a whole micro-batch for `FlowMatching`: several videos, each with its own
     noise and sigma (see flow.py, also on `held_out`). The packs are the same in every epoch, their order and noise are
-    not. patch: the model's patch_size. Raises InputError for a video that exceeds the budget by itself.
+    not. patch: the model's patch_size.
     """
-
-    bytes_per_token = None
 
     def __init__(
         self, cache: LatentCache, settings: Diffusion, budget: int, patch: tuple[int, int, int], seed: int,
         held_out: bool = False,
     ):  # fmt: skip
         self.cache, self.settings, self.seed, self.held_out = cache, settings, seed, held_out
-        self.files = [file for bucket in cache.buckets for file in bucket]
+        self.files = list(chain(*cache.buckets))
         sizes = [read_shapes(file)["latents"][1:] for file in self.files]
-        self.packs = pack_first_fit([math.prod(size) // math.prod(patch) for size in sizes], budget)
+        self.packs = first_fit_decreasing([math.prod(size) // math.prod(patch) for size in sizes], budget)
 
     def __len__(self) -> int:
         return len(self.packs)
@@ -265,17 +259,10 @@ class Packs:
 
     def pack(self, n: int) -> tuple[int, list[int]]:
         """The epoch of row n, and its videos."""
-        epoch, index = divmod(int(n), len(self))
-        return epoch, self.packs[shuffled(index, len(self), self.seed, epoch)]
+        epoch, number = nth(n, len(self), self.seed)
+        return epoch, self.packs[number]
 
     def collate(self, packs: list[dict]) -> dict[str, list[Tensor] | Tensor]:
         """Several packs as one longer."""
         joined = {key: [pack[key] for pack in packs] for key in packs[0]}
         return {key: torch.cat(x) if isinstance(x[0], Tensor) else list(chain(*x)) for key, x in joined.items()}
-
-
-def pack_first_fit(lengths: list[int], budget: int) -> list[list[int]]:
-    """Numbers of items in packs of at most `budget`, first-fit decreasing. Raises InputError for a longer one."""
-    if max(lengths, default=0) > budget:
-        raise InputError(f"a video of {max(lengths)} tokens exceeds the budget of {budget} tokens per pack")
-    return first_fit_decreasing(lengths, budget)

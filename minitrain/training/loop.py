@@ -6,7 +6,7 @@ micro-batches, so the gradients do not depend on how the rows were split.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -51,15 +51,14 @@ class Trainer:
         update_selection_bias(self.model, 0)  # forgets whom the routers chose
         return [loss, *gradients]
 
-    def micro_batches(self, dataset, step: int, once: bool = False) -> list[dict[str, Tensor]]:
+    def micro_batches(self, dataset, step: int, read: Callable = rows) -> list[dict[str, Tensor]]:
         """This rank's rows of step 0, 1, ...: consecutive ones, so that all ranks together see rows 0..n in order.
 
-        With context parallelism, just its tokens of them. once: see `rows_once`.
+        With context parallelism, just its tokens of them.
         """
         batch, ranks = self.config.batch, self.meshes.batch
         share = batch.global_ // ranks.size()
         first = step * batch.global_ + ranks.get_local_rank() * share
-        read = rows_once if once else rows
         batches = (read(dataset, range(n, n + batch.micro)) for n in range(first, first + share, batch.micro))
         return [split(each, self.meshes.cp, self.config.parallel.context) for each in batches]
 
@@ -93,7 +92,7 @@ class Trainer:
         batches = max(1, min(self.config.validation.batches, len(dataset) // self.config.batch.global_))
         total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
         for step in range(batches):
-            micro_batches = self.micro_batches(dataset, step, once=True)
+            micro_batches = self.micro_batches(dataset, step, rows_once)
             count += sum(map(self.objective.count, micro_batches))
             total += self.loss_sum([to_device(batch, self.device) for batch in micro_batches])
         total, count = sum_over(self.meshes.loss, torch.stack([total, torch.full_like(total, count)])).tolist()
@@ -155,8 +154,8 @@ def global_count(objective, micro_batches, meshes: Meshes, device: torch.device)
 
 def tell_routers(model: Module, micro_batches: list[dict[str, Tensor]], meshes: Meshes, device: torch.device) -> None:
     """How many tokens the step has on all ranks, but for padding: auxiliary losses are means over them."""
-    routers = [module for module in model.modules() if isinstance(module, Router) and module.aux_loss_coef]
-    if routers:
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    if any(router.config.router_aux_loss_coef for router in routers):
         # without documents, nothing is padding; numbers of tokens are never below 0
         count = sum((batch.get("documents", batch["tokens"]) >= 0).sum() for batch in micro_batches)
         count = count.to(device, non_blocking=True)

@@ -8,9 +8,27 @@ import math
 from pathlib import Path
 
 import torch.distributed as dist
+import yaml
 from tqdm import tqdm
 
+from minitrain.config import Config, to_dict
 from minitrain.training.durable import write_durably
+from minitrain.training.fingerprint import check_continuation
+
+
+def open_log(config: Config, folder: Path, files: dict[str, str], first: int) -> "MetricsLog":
+    """The log of a run in `folder` that goes on after step `first`, with what has changed since it began.
+
+    files: the fingerprint of its data. Stores settings as config.yaml and what `check_continuation` compares, which
+    raises InputError if it is not the same data. All ranks call it together.
+    """
+    notes = check_continuation(folder / "fingerprint.json", config, files, resumed=first > 0)
+    if dist.get_rank() == 0:
+        write_durably(folder / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False))
+    log = MetricsLog(folder / "metrics.jsonl", config.steps, first, config.metrics.tensorboard)
+    for note in notes + [f"resumed from step {first}"] * (first > 0):
+        log.say(note)
+    return log
 
 
 class MetricsLog:
@@ -29,7 +47,12 @@ class MetricsLog:
         write_durably(file, "".join(map(to_line, kept)))
         self.lacks_last = start > 0 and all(line["step"] != start for line in kept)
         self.file = file.open("a", encoding="utf-8")
-        self.board = open_board(file.parent / "tensorboard", start) if tensorboard else None
+        self.board = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # what a killed run wrote after step `start` is hidden
+            self.board = SummaryWriter(str(file.parent / "tensorboard"), purge_step=start + 1)
         self.bar = tqdm(total=steps, initial=start - self.lacks_last, unit="step", smoothing=0.1)
         if strange:
             self.say(f"note: lines of {file} that were not the numbers of a step are gone: {strange}")
@@ -39,8 +62,9 @@ class MetricsLog:
         if self.enabled:
             self.file.write(to_line(numbers))
             self.file.flush()
-            if self.board:
-                show(self.board, numbers)
+            for name, value in numbers.items():
+                if self.board and name != "step" and isinstance(value, int | float):
+                    self.board.add_scalar(name, value, numbers["step"])
             shown = {"loss": f"{numbers['loss']:.4f}", "tokens/s": f"{numbers['tokens_per_sec']:,.0f}"}
             if "val_loss" in numbers:
                 shown["val"] = f"{numbers['val_loss']:.4f}"
@@ -65,20 +89,6 @@ class MetricsLog:
                 self.board.close()
 
 
-def open_board(folder: Path, start: int):
-    """What writes events for TensorBoard, which then leaves out those of a killed run after step `start`."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder), purge_step=start + 1)
-
-
-def show(board, numbers: dict) -> None:
-    """A curve over the steps for each number."""
-    for name, value in numbers.items():
-        if name != "step" and isinstance(value, (int, float)):
-            board.add_scalar(name, value, numbers["step"])
-
-
 def to_line(numbers: dict) -> str:
     """A line of JSON, which knows only finite numbers: all others, as those of a skipped step, are null."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in numbers.items()}
@@ -88,7 +98,7 @@ def to_line(numbers: dict) -> str:
 def read_lines(file: Path) -> tuple[list[dict], int]:
     """The steps' numbers in a metrics.jsonl, and how many other lines it has, blank ones apart.
 
-    A kill may have cut the last one short, and hands may have been at work. Nothing if there is no such file.
+    A kill may have cut the last one short, and someone may have edited the file. There may be none.
     """
     if not file.exists():
         return [], 0

@@ -1,6 +1,6 @@
 """Optimizer, learning-rate schedule and gradient clipping, for parameters on one or several meshes.
 
-An update from numbers that are not finite is left out on the device, so that the host need not wait to know.
+An update that is not finite is skipped on the device, so that the host need not wait for it.
 """
 
 import math
@@ -78,8 +78,7 @@ def clip_gradients(parameters: list[Parameter], max_norm: float | None, stages: 
     for parameter in parameters:
         if parameter.grad is not None:
             by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
-    norms = [get_total_norm([p.grad for p in group]) for group in by_mesh.values()]
-    norms = [whole(norm) for norm in norms]
+    norms = [whole(get_total_norm([p.grad for p in group])) for group in by_mesh.values()]
     if not norms:  # a stage of a pipeline may have nothing to train
         norms = [torch.zeros((), device=parameters[0].device)]
     total = norms[0] if len(norms) == 1 else torch.stack(norms).norm()

@@ -7,6 +7,7 @@ pytorch.org/memory_viz. What is not asked for costs nothing, and steps that are 
 """
 
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,41 +24,40 @@ def recorded_steps(
     steps: Iterator[dict[str, Any]], settings: Profile, folder: Path, done: int
 ) -> Iterator[dict[str, Any]]:
     """The numbers of `steps`, of which `done` had been before; meanwhile what `settings` asks for is recorded."""
-    recorder = Recorder(settings, folder)
-    try:
-        recorder.after(done)
+    first, last = settings.steps or (0, 0)
+    folder = folder / "profile"
+    with ExitStack() as recordings:
+        if settings.memory and (done < last or not last):
+            recordings.enter_context(recorded_memory(folder))
+        if first <= done + 1 <= last:
+            recordings.enter_context(recorded_operations(folder))
         for numbers in steps:
-            recorder.after(numbers["step"])
+            if numbers["step"] + 1 == first:
+                recordings.enter_context(recorded_operations(folder))
+            elif numbers["step"] == last:
+                recordings.close()
             yield numbers
+
+
+@contextmanager
+def recorded_operations(folder: Path) -> Iterator[None]:
+    profiler = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available())
+    profiler.start()
+    try:
+        yield
     finally:
-        recorder.stop()
+        profiler.stop()
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / f"rank-{dist.get_rank()}.json"))
 
 
-class Recorder:
-    """Begins and ends the recordings between steps."""
-
-    def __init__(self, settings: Profile, folder: Path):
-        self.first, self.last = settings.steps or (0, 0)
-        self.folder, self.profiler, self.memory = folder / "profile", None, settings.memory
-        if self.memory:
-            torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)  # documented, but not public in name
-
-    def after(self, step: int) -> None:
-        if self.profiler is None and self.first <= step + 1 <= self.last:
-            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-            self.profiler = profile(activities=activities)
-            self.profiler.start()
-        elif step >= self.last > 0:
-            self.stop()
-
-    def stop(self) -> None:
-        """Write what is being recorded, if anything is."""
-        (profiler, self.profiler), (memory, self.memory) = (self.profiler, None), (self.memory, False)
-        if profiler or memory:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        if profiler:
-            profiler.stop()
-            profiler.export_chrome_trace(str(self.folder / f"rank-{dist.get_rank()}.json"))
-        if memory:
-            torch.cuda.memory._dump_snapshot(str(self.folder / f"memory-rank-{dist.get_rank()}.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
+@contextmanager
+def recorded_memory(folder: Path) -> Iterator[None]:
+    memory = torch.cuda.memory  # whose functions are documented, but not public in name
+    memory._record_memory_history(max_entries=ALLOCATIONS)
+    try:
+        yield
+    finally:
+        folder.mkdir(parents=True, exist_ok=True)
+        memory._dump_snapshot(str(folder / f"memory-rank-{dist.get_rank()}.pickle"))
+        memory._record_memory_history(enabled=None)

@@ -16,7 +16,7 @@ from minitrain.config import Config, Data
 from minitrain.errors import InputError
 from minitrain.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from minitrain.training.chat import Sample, choose_template, encode_chat, make_sample, read_messages, split_reply
-from minitrain.training.data import Mock, Skips, find_files, fitting_tokenizer, hold_out, read_jsonl, shuffled
+from minitrain.training.data import Mock, Skips, find_files, fitting_tokenizer, nth, read_jsonl, split_off
 from minitrain.training.loss import IGNORE
 from minitrain.training.packing import first_fit_decreasing, pack_row
 
@@ -28,7 +28,7 @@ def open_chats(config: Config) -> "tuple[Chats | MockChats | Mock, Chats | MockC
 
     As `open_data`, with document -1 where a row is padding. Without data.packed, rows have neither `positions` nor
     `documents`, unless experts are balanced, which padding must not be; and mock data is pretraining's.
-    Raises InputError for a line that is no chat, naming FILE:LINE.
+    Raises InputError, with FILE:LINE, for a line that is not a chat.
     """
     data, seq_len, vocab_size, seed = config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed
     packed, model = data.packed is not False, config.model.config
@@ -39,14 +39,13 @@ def open_chats(config: Config) -> "tuple[Chats | MockChats | Mock, Chats | MockC
     skips = Skips(data.on_error == "skip")
     read = read_samples(data, fitting_tokenizer(data.tokenizer, vocab_size), skips)
     samples, counts = fit(read, seq_len, data.over_long)
-    counts += f" ({skips.note})" if skips.count else ""
+    counts += skips.aside
     if not samples:
         raise InputError(f"data.path={data.path} holds no chat to learn from with batch.seq_len={seq_len}{counts}")
     if not data.validation:
         return Chats(samples, seq_len, seed, packed, numbered, counts), None
-    held = hold_out(len(samples), data.validation, seed)
-    train, rest = ([sample for sample, out in zip(samples, held, strict=True) if out == side] for side in (False, True))
-    return Chats(train, seq_len, seed, packed, numbered, counts), Chats(rest, seq_len, seed, packed, numbered)
+    train, held = split_off(samples, data.validation, seed)
+    return Chats(train, seq_len, seed, packed, numbered, counts), Chats(held, seq_len, seed, packed, numbered)
 
 
 def read_samples(data: Data, tokenizer: ByteTokenizer | HuggingFaceTokenizer, skips: Skips) -> Iterator[Sample]:
@@ -79,8 +78,6 @@ class Chats:
     numbered: do rows have `positions` and `documents`?
     """
 
-    bytes_per_token = None
-
     def __init__(
         self, samples: list[Sample], seq_len: int, seed: int, packed: bool, numbered: bool = True, note: str = ""
     ):
@@ -104,13 +101,13 @@ class Chats:
         return row if self.numbered else {key: row[key] for key in PADDING}
 
     def origin(self, n: int) -> str:
-        """Where row n comes from, for humans: chats are counted as they were kept."""
+        """Chats are counted as they were kept."""
         return f"chats {', '.join(str(i + 1) for i in self.chosen(n))}"
 
     def chosen(self, n: int) -> list[int]:
         """The samples of row n."""
-        epoch, index = divmod(int(n), len(self))
-        return self.rows[shuffled(index, len(self), self.seed, epoch)]
+        _, number = nth(n, len(self), self.seed)
+        return self.rows[number]
 
 
 @dataclass
@@ -125,7 +122,6 @@ class MockChats:
     vocab_size: int
     seed: int
     split: int
-    bytes_per_token = None
     EMPTY: ClassVar[int] = 17
     ANSWER: ClassVar[int] = 5  # tokens that are predicted
 

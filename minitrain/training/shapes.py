@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitrain.training.data import shuffled
+from minitrain.training.data import nth
 
 COLOURS = {"red": (1, 0.15, 0.1), "green": (0.1, 0.9, 0.2), "blue": (0.15, 0.3, 1), "yellow": (1, 0.9, 0.1)}
 SHAPES = ("square", "ring", "cross")
@@ -77,8 +77,6 @@ def embed_text(words: tuple[str, ...]) -> Tensor:
 class ShapesWorld:
     """All clips, as a dataset of latents and texts and as what generated latents are judged by."""
 
-    bytes_per_token = None
-
     def __init__(self, seed: int = 0):
         self.seed, self.clips = seed, all_clips()
         self.videos = torch.from_numpy(np.stack([render(clip) for clip in self.clips]))
@@ -94,9 +92,8 @@ class ShapesWorld:
 
     def row(self, n: int) -> dict[str, Tensor]:
         """Latents [CHANNELS, frames, 4, 4] of unit variance per channel, and text [3, TEXT_DIM]."""
-        epoch, index = divmod(int(n), len(self))
-        index = shuffled(index, len(self), self.seed, epoch)
-        return {"latents": self.latents[index], "text": embed_text(self.clips[index].words)}
+        _, number = nth(n, len(self), self.seed)
+        return {"latents": self.latents[number], "text": embed_text(self.clips[number].words)}
 
     @cached_property
     def latents(self) -> Tensor:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minitrain.errors import InputError
+from minitrain.errors import InputError, readable
 
 OPEN = 128  # files at once; a process may usually have 256 or 1024
 
@@ -50,12 +50,10 @@ class TokenFile:
 
     def _load(self, place: int, count: int) -> np.ndarray:
         size = self.dtype.itemsize
-        try:
+        with readable(self.file):
             file = kept_open(self.file, self.stamp)
             check_unchanged(self.file, file.fileno(), self.stamp)
             raw = os.pread(file.fileno(), count * size, self.offset + place * size)
-        except OSError as error:
-            raise InputError(f"{self.file} cannot be read: {error.strerror}") from error
         if len(raw) < count * size:
             raise InputError(f"{self.file} ends before token {place + count}, which it had when the run began")
         return np.frombuffer(raw, self.dtype)
@@ -78,18 +76,17 @@ def check_unchanged(name: Path, file: Path | int, stamp: tuple[int, int]) -> Non
         raise InputError(f"{name} has changed since the run began: its rows are no longer those of the earlier steps")
 
 
-def find_tokens(file: Path, raw_dtype: str) -> tuple[np.dtype, int, int, tuple[int, int]]:
-    """Type, first byte and number of a file's tokens, and its stamp: of a .npy file, or else raw little-endian ones."""
+def open_tokens(file: Path, raw_dtype: str, vocab_size: int, document_end: int) -> TokenFile:
+    """All tokens of a .npy file, or of any other, which holds raw little-endian ones of type `raw_dtype`."""
     try:
-        stamp = stamp_of(file)
-        if file.suffix == ".npy":
-            tokens = np.lib.format.open_memmap(file, mode="r")
-        else:
-            tokens = np.memmap(file, np.dtype(raw_dtype).newbyteorder("<"), mode="r")
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror or error}") from error
+        with readable(file):
+            stamp = stamp_of(file)
+            if file.suffix == ".npy":
+                tokens = np.lib.format.open_memmap(file, mode="r")
+            else:
+                tokens = np.memmap(file, np.dtype(raw_dtype).newbyteorder("<"), mode="r")
     except (ValueError, EOFError) as error:
         raise InputError(f"{file} does not hold tokens as {file.suffix or raw_dtype}: {error}") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise InputError(f"{file} must hold integers [n], not {tokens.dtype} {list(tokens.shape)}")
-    return tokens.dtype, tokens.offset, len(tokens), stamp
+    return TokenFile(file, tokens.dtype, tokens.offset, 0, len(tokens), vocab_size, document_end, stamp)

@@ -19,6 +19,7 @@ from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import save_pretrained
 from minitrain.models.decoder import Decoder
+from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.moe import Experts, Router, balanced_choice
 from minitrain.models.moe import dispatch as dispatch_alone
 from minitrain.models.zoo import model_config
@@ -97,6 +98,15 @@ def make_experts(bias=True):
     return experts
 
 
+def make_router(experts=EXPERTS, top_k=TOP_K, fake=False):
+    return Router(
+        DecoderConfig(
+            hidden_size=WIDTH, num_experts=experts, num_experts_per_tok=top_k, moe_intermediate_size=24,
+            fake_balanced_gate=fake,
+        )
+    )  # fmt: skip
+
+
 def local_experts(rank, ranks):
     experts = make_experts()
     for name, parameter in list(experts.named_parameters()):
@@ -119,7 +129,7 @@ def dispatch_here(load):
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (ranks,))
     indices, weights = routing(load, rank)
-    get_sizes = sizes_of(Router(WIDTH, EXPERTS, TOP_K), mesh)
+    get_sizes = sizes_of(make_router(), mesh)
     return output_and_gradients(
         lambda x, weights, experts: dispatch(mesh, get_sizes, x, indices, weights, experts),
         tokens_of(rank), weights, local_experts(rank, ranks), tokens_of(rank) + 1,
@@ -161,7 +171,7 @@ def elements_sent(load, fake):
     indices, weights = routing(load, dist.get_rank())
     if fake:
         indices, weights = balanced_choice(TOKENS, TOP_K, EXPERTS, "cpu")
-    get_sizes = sizes_of(Router(WIDTH, EXPERTS, TOP_K, fake_balanced=fake), mesh)
+    get_sizes = sizes_of(make_router(fake=fake), mesh)
     experts = local_experts(dist.get_rank(), dist.get_world_size())
     x = tokens_of(dist.get_rank()).requires_grad_()
     with Sent(dist.get_rank()) as sent:
@@ -190,7 +200,7 @@ def sizes_known_and_exchanged(experts, top_k, tokens):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     indices, _ = balanced_choice(tokens, top_k, experts, "cpu")
     chosen = torch.zeros(tokens, experts, dtype=torch.bool).scatter(1, indices, True).unflatten(1, (mesh.size(), -1))
-    return [sizes_of(Router(8, experts, top_k, fake_balanced=fake), mesh)(chosen) for fake in (True, False)]
+    return [sizes_of(make_router(experts, top_k, fake), mesh)(chosen) for fake in (True, False)]
 
 
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(8, 3, 7), (12, 8, 5), (4, 4, 1), (16, 1, 3)])
@@ -215,7 +225,7 @@ class Waits(TorchFunctionMode):
 def count_waits(load):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     indices, weights = routing(load, dist.get_rank())
-    get_sizes = sizes_of(Router(WIDTH, EXPERTS, TOP_K), mesh)
+    get_sizes = sizes_of(make_router(), mesh)
     with Waits() as waits:
         x = tokens_of(dist.get_rank()).requires_grad_()
         dispatch(mesh, get_sizes, x, indices, weights, local_experts(0, 2)).sum().backward()
@@ -231,7 +241,7 @@ def test_nothing_waits_with_the_fake_gate():
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     try:
         mesh = init_device_mesh("cpu", (4,))
-        get_sizes = sizes_of(Router(WIDTH, EXPERTS, TOP_K, fake_balanced=True), mesh)
+        get_sizes = sizes_of(make_router(fake=True), mesh)
         experts = local_experts(1, 4).to(torch.bfloat16)
         with FakeTensorMode(allow_non_fake_inputs=True):
             x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)

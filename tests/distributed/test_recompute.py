@@ -27,7 +27,7 @@ TREE = {
 }
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective", 2, 3])
+@pytest.mark.parametrize("recompute", ["full", "attention", "selective", 2, 3])
 def test_gradients(pool, recompute):
     check_against_one_process(pool, 2, TREE | {"recompute": recompute}, double=True)
 
@@ -53,7 +53,7 @@ def train_compiled(*args):
 
 
 @pytest.mark.parametrize(("parallel", "recompute"), [
-    ({}, "selective"), ({"tp": 2}, "full"), ({"tp": 2}, "selective"), ({"cp": 2}, "full"),
+    ({}, "selective"), ({"tp": 2}, "full"), ({"tp": 2}, "selective"), ({"cp": 2}, "full"), ({"cp": 2}, "attention"),
     ({"cp": 2, "context": "ulysses"}, "selective"),
 ], ids=str)  # fmt: skip
 def test_compiled(pool, parallel, recompute):
@@ -111,10 +111,12 @@ def test_the_less_is_kept_the_less_memory(pool):
     assert full < selective < none
 
 
-def test_full_keeps_one_hidden_state_per_block(pool):
-    """Twice the blocks, with the same work at hand: their inputs, [2, 64, 64] in fp32, are all that is added."""
-    small, large = (activations(pool, recompute="full", model=MODEL | {"num_layers": n}) for n in (4, 8))
-    assert large - small == pytest.approx(4 * 2 * 64 * 64 * 4, rel=0.05)
+@pytest.mark.parametrize("setting, kept", [("full", 64), ("attention", 64 + 8 * (16 + 1))])
+def test_what_is_kept_of_each_block(pool, setting, kept):
+    """Twice the blocks, with the same work at hand: their inputs, [2, 64, 64] in fp32, are all that is added; with
+    `attention` also its output, 16 channels for each of 8 heads, and the log of its sum."""
+    small, large = (activations(pool, recompute=setting, model=MODEL | {"num_layers": n}) for n in (4, 8))
+    assert large - small == pytest.approx(4 * 2 * 64 * kept * 4, rel=0.05)
 
 
 def test_budget(pool):
@@ -177,10 +179,10 @@ def test_selective_does_not_send_again_what_it_keeps(pool, parallel):
 
 
 @pytest.mark.parametrize("setting, line", [
-    (1, "recompute=1 must be none, full, selective, a whole number of at least 2"),
+    (1, "recompute=1 must be none, full, attention, selective, a whole number of at least 2"),
     (1.5, "recompute=1.5 must be none, full"),
     (0.5, "recompute=0.5 is a memory budget for the compiler: it needs compile=true"),
-    ("sum", "recompute='sum' is not one of none, full, selective"),
+    ("sum", "recompute='sum' is not one of none, full, attention, selective"),
     (True, "recompute must be a whole number, not bool True"),
 ])  # fmt: skip
 def test_refusals(setting, line):

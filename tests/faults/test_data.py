@@ -17,7 +17,7 @@ from minitrain.errors import InputError
 from minitrain.grpo.problems import open_problems
 from minitrain.training.data import rows
 from minitrain.training.datasets import open_dataset
-from minitrain.training.latents import save_video
+from minitrain.training.latents import read_video, save_video
 from minitrain.training.token_files import OPEN, TokenFile, kept_open
 
 GOOD = {
@@ -62,7 +62,7 @@ def check(config, clean, message: str, count: int = 1):
 BAD_LINES = [
     ("pretrain", b'{"text": ', "not valid JSON"),
     ("pretrain", b'{"text": "\xff"}', "not valid JSON: 'utf-8' codec"),
-    ("pretrain", b'{"text": "x", "score": NaN}', "not valid JSON: NaN is no JSON"),
+    ("pretrain", b'{"text": "x", "score": NaN}', "not valid JSON: NaN is not JSON"),
     ("pretrain", b'{"text": "x", "a": {"b": 1, "b": 2}}', "not valid JSON: key 'b' is given twice"),
     ("pretrain", b"7" * 5000, "not valid JSON: Exceeds the limit"),
     ("pretrain", b'["text"]', "must be a JSON object"),
@@ -250,6 +250,16 @@ def test_videos(tmp_path, changes, message, header):
     data, _ = open_dataset(config_of("diffusion", tmp_path / "bad", "skip"))
     assert len(data) == len(open_dataset(clean)[0]) and data.about.startswith("1 skipped")
     assert rows(data, range(len(data)))["latents"].isfinite().all()
+
+
+def test_videos_are_read_once_to_know_which_to_skip(tmp_path, monkeypatch):
+    """And not for each side of the data: a cache may hold terabytes."""
+    for n in range(3):
+        save_video(tmp_path / f"{n}.safetensors", **video(n))
+    seen = []
+    monkeypatch.setattr("minitrain.training.latents.read_video", lambda path: seen.append(path) or read_video(path))
+    open_dataset(config_of("diffusion", tmp_path, "skip"))
+    assert sorted(path.stem for path in seen) == ["0", "1", "2"]
 
 
 def test_videos_that_change(tmp_path):

@@ -22,6 +22,7 @@ from minitrain.training import fingerprint
 from minitrain.training.fingerprint import agreed_fingerprint, file_digest
 from minitrain.training.loop import Trainer
 from minitrain.training.optim import clip_gradients
+from minitrain.training.profiling import recorded_steps
 from tests.distributed.test_grpo import TREE as GRPO
 from tests.faults.processes import Ranks
 from tests.faults.test_numbers import TINY, lines, run  # noqa: F401
@@ -82,7 +83,7 @@ def test_a_run_does_not_continue_on_data_that_has_changed(run, tmp_path, capsys,
     before = text.read_text()
     text.write_text(before.replace("line 9 ", "line 8 "))
     what_ran = (tmp_path / "out/config.yaml").read_text()
-    with pytest.raises(InputError, match=r"^\S+/text.txt has changed since the run began, which cannot continue so"):
+    with pytest.raises(InputError, match=r"^\S+/text.txt has changed since the run began: it cannot continue"):
         run([], steps=4)
     assert (tmp_path / "out/config.yaml").read_text() == what_ran
     text.write_text(before)
@@ -218,6 +219,21 @@ def test_a_policy_is_recorded_and_watched_too(tmp_path, own_group):  # noqa: F81
 def test_memory_is_recorded_on_gpus_only(run):  # noqa: F811
     with pytest.raises(InputError, match="^profile.memory=true records the memory of a GPU, and this"):
         run([], profile={"memory": True})
+
+
+def test_a_failure_leaves_a_memory_snapshot(tmp_path, monkeypatch):
+    start(configs.from_dict(TINY))
+
+    def steps():
+        yield {"step": 1}
+        raise torch.OutOfMemoryError("too little")
+
+    calls = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **settings: calls.append(list(settings)))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", calls.append)
+    with pytest.raises(torch.OutOfMemoryError):
+        list(recorded_steps(steps(), configs.Profile(memory=True), tmp_path, done=0))
+    assert calls == [["max_entries"], str(tmp_path / "profile/memory-rank-0.pickle"), ["enabled"]]
 
 
 @pytest.mark.gpu

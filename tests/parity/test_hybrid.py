@@ -9,9 +9,10 @@ from safetensors.torch import load_file
 from transformers import GPT2Config, NemotronHConfig
 
 from minitrain import InputError, load_pretrained, save_pretrained
-from minitrain.models.checkpoint_hf import load_weights, read_config, save_tensors
+from minitrain.models.checkpoint_hf import load_weights, save_tensors
+from minitrain.models.config_hf import config_to_hf, read_config
 from minitrain.models.decoder import Decoder
-from minitrain.models.zoo import model_config
+from minitrain.models.zoo import ZOO, model_config
 from tests.parity import hf_models
 from tests.parity.hf_models import compare_and_differentiate, packed, random_tokens, reload
 
@@ -113,19 +114,17 @@ def test_transformers_reads_what_we_write(pair, max_shard_bytes, tmp_path):
 def test_each_process_reads_only_its_slices(pair, tmp_path):
     """The last two thirds of the rows; of matrices, of those the first half of the columns."""
     _, full = pair
-    parts = {}
+    parts = []
 
     def owned(parameter):
         slices = (slice(parameter.shape[0] // 3, parameter.shape[0]), slice(0, parameter.shape[-1] // 2))
         slices = slices[: parameter.ndim] + tuple(slice(0, n) for n in parameter.shape[2:])
-        parts[parameter] = (torch.full_like(parameter[slices], torch.nan), slices)
-        return parts[parameter]
+        parts.append((torch.full_like(parameter[slices], torch.nan), slices))
+        return parts[-1]
 
-    model = Decoder(full.config)
-    load_weights(model, tmp_path / "theirs", owned)
-    for name, parameter in model.named_parameters():
-        local, slices = parts[parameter]
-        assert torch.equal(local, full.get_parameter(name)[slices]), name
+    load_weights(Decoder(full.config), tmp_path / "theirs", owned)
+    for (local, slices), (name, parameter) in zip(parts, full.state_dict().items(), strict=True):
+        assert torch.equal(local, parameter[slices]), name
 
 
 def test_tie_word_embeddings_has_no_meaning_for_nemotron_h(tmp_path):
@@ -225,9 +224,27 @@ def test_gpt2_defaults(tmp_path):
         ("nemotron3-nano-30b-a3b-tiny", dict(scoring_func="softmax", routed_scaling_factor=1.0)),
         ("llama3-8b-tiny", dict(layer_pattern="*-*-")),
         ("llama3-8b-tiny", dict(time_step_min=0.1)),
+        ("gpt-oss-20b-tiny", dict(sliding_window=0)),
     ],
 )
 def test_models_without_a_place_in_transformers(name, changes, tmp_path):
     config = dataclasses.replace(model_config(name), **changes)
     with torch.device("meta"), pytest.raises(InputError, match=next(iter(changes))):
         save_pretrained(Decoder(config), tmp_path / "ours")
+
+
+def test_what_our_own_reader_would_refuse_is_not_written():
+    scaling = dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=64, attention_factor=2.0)
+    unread = [
+        (model_config("llama3-8b-tiny", rope_scaling=scaling), "LlamaForCausalLM: .*attention_factor"),
+        (model_config("nemotron3-nano-30b-a3b-tiny", layer_pattern=""), "NemotronHForCausalLM: .*layers_block_type"),
+    ]
+    for config, problem in unread:
+        with pytest.raises(InputError, match=f"cannot be saved as {problem}"):
+            config_to_hf(config, torch.float32)
+
+
+def test_every_model_survives_its_config_json(tmp_path):
+    for config in (model_config(name + size) for name in ZOO for size in ("", "-tiny")):
+        (tmp_path / "config.json").write_text(json.dumps(config_to_hf(config, torch.float32)))
+        assert read_config(tmp_path) == config

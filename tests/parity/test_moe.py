@@ -8,6 +8,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from minitrain import load_pretrained, save_pretrained
 from minitrain.models.config_hf import read_config
+from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layers import rotary_frequencies, rotary_magnitude
 from minitrain.models.moe import Router
 from tests.parity.hf_models import MOE_CONFIGS, build, compare_and_differentiate, packed, random_tokens, reload
@@ -182,7 +183,10 @@ def test_selection_bias_stays_in_fp32(tmp_path):
 def test_auxiliary_loss_has_the_gradient_of_transformers(padded):
     """Theirs has f sum to top_k, ours to 1; both over all tokens of one layer but padding."""
     torch.manual_seed(0)
-    router, x = Router(16, num_experts=6, top_k=2, aux_loss_coef=0.3), torch.randn(2, 20, 16)
+    shape = DecoderConfig(
+        hidden_size=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=8, router_aux_loss_coef=0.3
+    )
+    router, x = Router(shape), torch.randn(2, 20, 16)
     torch.nn.init.normal_(router.weight)
     documents = torch.where(torch.arange(20) < torch.tensor([[20], [7]]), 0, -1) if padded else None
     _, weights = router(x, documents)
