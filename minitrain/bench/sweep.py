@@ -17,8 +17,8 @@ from minitrain.errors import InputError
 
 
 def sweep(file: str, overrides: list[str], choices: list[str], system: System) -> Iterator[dict]:
-    """A result for each combination of `choices`, words like `tp=1,2,4` (what `parallel` has),
-    `batch.micro=1,2` or `recompute=none,full`. The number of GPUs stays that of the file: dp_shard takes what the others leave.
+    """A result for each combination of `choices`, words like `tp=1,2,4` (what `parallel` has), `batch.micro=1,2` or
+    `recompute=none,full`. The number of GPUs stays that of the file: dp_shard takes what the others leave.
 
     A combination that cannot run gives {"settings", "error"} instead.
     """

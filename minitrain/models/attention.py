@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
+from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layers import apply_rotary
 
 # One kernel per kind and size of mask, of the trainer's and the sampler's together. What is not compiled computes all
@@ -138,23 +139,23 @@ def weaken(out: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:
 class GroupedQueryAttention(nn.Module):
     """Attention in which several query heads share one key/value head (Ainslie et al. 2023).
 
-    qkv_bias: Qwen 2.5; with o_bias: GPT-3. qk_norm: an RMSNorm over each head of q and k before the rotation, Qwen 3.
-    sinks: see `attention_with_sinks`, GPT-OSS.
+    Biases on q, k, v: Qwen 2.5; on all: GPT-3. qk_norm, an RMSNorm over each head of q and k before the rotation:
+    Qwen 3. Sinks, see `attention_with_sinks`: GPT-OSS.
     """
 
-    def __init__(
-        self, hidden, heads, kv_heads, head_dim, qkv_bias=False, o_bias=False, qk_norm=False, norm_eps=1e-5, sinks=False
-    ):
+    def __init__(self, config: DecoderConfig):
         super().__init__()
+        hidden, head_dim = config.hidden_size, config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = head_dim
         self.attend = attention  # context parallelism puts its exchange of keys and values around it
-        self.q_proj = nn.Linear(hidden, heads * head_dim, bias=qkv_bias)
-        self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=qkv_bias)
-        self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=qkv_bias)
-        self.o_proj = nn.Linear(heads * head_dim, hidden, bias=o_bias)
-        self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
-        self.sinks = nn.Parameter(torch.empty(heads)) if sinks else None
+        self.q_proj = nn.Linear(hidden, heads * head_dim, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(heads * head_dim, hidden, bias=config.o_bias)
+        self.q_norm = nn.RMSNorm(head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.sinks = nn.Parameter(torch.empty(heads)) if config.sinks else None
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Mask | None, cache=None) -> Tensor:
         """x: [batch, seq, hidden]; rotary: the tables of `rotary_tables`, or None. Returns [batch, seq, hidden].

@@ -33,7 +33,7 @@ class Block(nn.Module):
         if mixer:
             self.input_layernorm = norm(hidden, eps=config.norm_eps)
         if mixer == "attention":
-            self.self_attn = LatentAttention(config) if config.kv_lora_rank else grouped_query_attention(config)
+            self.self_attn = (LatentAttention if config.kv_lora_rank else GroupedQueryAttention)(config)
             self.windowed = config.windowed(layer)
         if mixer == "mamba":
             self.mamba = Mamba2(hidden, config.mamba, config.norm_eps)
@@ -59,14 +59,6 @@ class Block(nn.Module):
             normed = self.post_attention_layernorm(x)
             x = x + (self.mlp(normed, documents) if isinstance(self.mlp, MoE) else self.mlp(normed))
         return x
-
-
-def grouped_query_attention(config: DecoderConfig) -> GroupedQueryAttention:
-    return GroupedQueryAttention(
-        config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim,
-        qkv_bias=config.qkv_bias, o_bias=config.o_bias, qk_norm=config.qk_norm, norm_eps=config.norm_eps,
-        sinks=config.sinks,
-    )  # fmt: skip
 
 
 class Decoder(nn.Module):

@@ -26,6 +26,8 @@ import torch._functorch.config  # neither of the two settings of the compiler ha
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import minitrain.models.moe  # noqa: F401  defines one of the operators
+
 _ops, _collectives = torch.ops.aten, torch.ops._c10d_functional
 ATTENTION = {
     _ops._scaled_dot_product_cudnn_attention.default,

@@ -104,18 +104,21 @@ def can_be_packed(weights: Sequence[Tensor]) -> bool:
     return kinds == {("cpu", torch.float32)} and sum(weight.numel() for weight in weights) >= LEAST
 
 
-def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear. Neither this operation nor the one that packs has a public name.
+torch.library.define("minitrain::packed_linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 
-    An operation of its own, since the compiler takes torch's only with weights that are constants of the graph.
+
+@torch.library.impl("minitrain::packed_linear", "CompositeExplicitAutograd")
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear. Neither torch's operation nor the one that packs has a public name.
+
+    This is one of our own, as the compiler takes torch's only with weights that are constants of the graph.
     """
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
 
-LIBRARY = torch.library.Library("minitrain", "DEF")
-LIBRARY.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-LIBRARY.impl("packed_linear", packed_linear, "CompositeExplicitAutograd")
-LIBRARY.impl("packed_linear", lambda x, weight, bias: x.new_empty(*x.shape[:-1], len(weight)), "Meta")
+@torch.library.register_fake("minitrain::packed_linear")
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight))
 
 
 class Group:
