@@ -175,6 +175,8 @@ def test_dry_run_lays_out_any_number_of_ranks():
         (["--versus", "peft"], "--versus peft is about adapters, and the config has none"),
         (["--versus", "diffusers"], r"--versus diffusers is not for task=pretrain \(use transformers\)"),
         (["--versus", "transformers", "precision=fp8"], "it does not train in FP8"),
+        (["--versus", "transformers", "lora.rank=4"], "the config has adapters"),
+        (["--versus", "transformers", "recompute=selective"], "transformers has no recompute=selective"),
         (["--versus", "transformers", "--config", str(ROOT / "configs/bench/grpo-8b.yaml")], "not for task=grpo"),
         (["--config", "none.yaml"], "none.yaml does not exist"),
         (["--dry-run", "batch.global=5"], "batch.micro=2 does not divide batch.global=5"),

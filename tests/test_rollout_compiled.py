@@ -74,6 +74,9 @@ def test_few_graphs_give_the_same_tokens(name, sizes, sampler_graphs):
             params = SamplingParams(temperature=0, max_tokens=NEW, n=max(1, rows // 2))
             found = sampler.generate(prompts[:rows], params)
             assert [each.tokens for each in found] == [tokens for tokens in expected[:rows] for _ in range(params.n)]
+        longer = prompts[0] + expected[0]  # whose pages the steps have filled
+        (found,) = sampler.generate([longer], SamplingParams(temperature=0, max_tokens=1))
+        assert found.tokens == uncached(model, longer, 1)
         counts.append(sampler_graphs.graphs)
     # up to four in a layer; for the first number of rows, for any number, and for one
     assert 0 < counts[0] == counts[1] <= 4 * len(sizes) * kinds_of_layers(model.config)

@@ -71,10 +71,12 @@ def check_versus(config: Config, library: str) -> None:
         )
     if library in ("peft", "full") and config.lora is None:
         raise InputError(f"--versus {library} is about adapters, and the config has none (give it a lora section)")
+    if library == "transformers" and config.lora is not None:
+        raise InputError("--versus transformers trains whole models, and the config has adapters (use peft)")
     if config.precision == "fp8":
         raise InputError(f"--versus {library}: it does not train in FP8 (use precision=bf16)")
-    if library == "diffusers" and config.recompute not in ("none", "full"):
-        raise InputError(f"--versus diffusers: diffusers has no recompute={config.recompute} (use none or full)")
+    if library != "full" and config.recompute not in ("none", "full"):
+        raise InputError(f"--versus {library}: {library} has no recompute={config.recompute} (use none or full)")
 
 
 def training_bytes(trainer: Trainer) -> int:
@@ -118,7 +120,7 @@ class Rival:
 
 
 def transformers_rival(ours: Trainer) -> Rival:
-    model = transformers_model(ours.config, ours.device)
+    model = trained_transformers_model(ours.config, ours.device)
     return Rival(ours, model, model.model.layers, partial(transformers_loss, model))
 
 
@@ -132,6 +134,13 @@ def transformers_model(config: Config, device: torch.device) -> Module:
         return AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
 
 
+def trained_transformers_model(config: Config, device: torch.device) -> Module:
+    model = transformers_model(config, device)
+    if config.recompute == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
 def transformers_loss(model: Module, batch: dict[str, Tensor], count: int) -> Tensor:
     return model(
         input_ids=batch["tokens"], labels=batch["labels"], shift_labels=batch["labels"],
@@ -143,7 +152,7 @@ def peft_rival(ours: Trainer) -> Rival:
     """transformers' model with peft's adapters, its frozen weights in the same type as `ours` has them."""
     from peft import LoraConfig, get_peft_model
 
-    model = transformers_model(ours.config, ours.device).to(next(ours.model.parameters()).dtype)
+    model = trained_transformers_model(ours.config, ours.device).to(next(ours.model.parameters()).dtype)
     shape, lora = ours.config.model.config, ours.config.lora
     settings = adapter_config(shape, lora, adapter_shapes(shape, lora), base="") | {"inference_mode": False}
     settings.pop("peft_type")
