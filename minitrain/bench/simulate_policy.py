@@ -30,6 +30,7 @@ from minitrain.models.decoder_config import DecoderConfig
 from minitrain.training.build import make_model
 
 SPREAD = 0.8  # standard deviation of the logarithm of responses' lengths
+TWICE = ("full", "attention")  # settings of `recompute` with which all matrix products of a forward pass run again
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def updates_of(config: Config) -> int:
 
 def forward_share(config: Config) -> float:
     """Of a training step: 2 of 6 products per weight, and 2 of 8 where the forward pass is run again."""
-    return 1 / 4 if config.recompute == "full" else 1 / 3
+    return 1 / 4 if config.recompute in TWICE else 1 / 3
 
 
 def waiting_seconds(config: Config, micro_batches: int, stack: Stack | None) -> float:
@@ -140,7 +141,7 @@ def waiting_seconds(config: Config, micro_batches: int, stack: Stack | None) -> 
     shape, pp = config.model.config, config.parallel.pp
     if stack is None or not shape.num_experts:
         return 0.0
-    again = 4 / 3 if config.recompute == "full" else 1.0
+    again = 4 / 3 if config.recompute in TWICE else 1.0
     return (micro_batches + pp - 1) * shape.num_layers / pp * stack.expert_layer * again
 
 
