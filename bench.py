@@ -41,6 +41,8 @@ def main(arguments: list[str]) -> None:
     else:
         if options.simulate:
             tracers.start()
+        if options.generate:
+            cli.use_huge_pages()
         from minitrain.bench.commands import bench  # brings torch, which takes seconds
 
         words = options.config + options.overrides  # --config swallows the words behind it

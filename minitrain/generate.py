@@ -47,6 +47,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     options = parser.parse_args(rest)
 
+    cli.use_huge_pages()
     read_config(options.model)  # raises InputError where there is no language model
     tokenizer = load_tokenizer(options.model)
     prompt = tokenizer.encode_prompt(text_of(options.prompt))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -191,3 +192,11 @@ def test_a_run_without_resuming_needs_a_fresh_folder(config_file, tmp_path):
 def test_generation_mistakes(arguments, line):
     with pytest.raises(InputError, match=line):
         generate.main(arguments)
+
+
+def test_generation_asks_for_huge_pages_before_it_loads_a_model(monkeypatch):
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")  # so that it is put back at the end
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
+    with pytest.raises(InputError, match="/none"):
+        generate.main(["--model", "/none", "--prompt", "a"])
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
