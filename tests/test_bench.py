@@ -176,6 +176,7 @@ def test_dry_run_lays_out_any_number_of_ranks():
         (["--versus", "diffusers"], r"--versus diffusers is not for task=pretrain \(use transformers\)"),
         (["--versus", "transformers", "precision=fp8"], "it does not train in FP8"),
         (["--versus", "transformers", "lora.rank=4"], "the config has adapters"),
+        (["--config", str(ROOT / "configs/train/shapes.yaml")], "times mock videos"),
         (["--versus", "transformers", "recompute=selective"], "transformers has no recompute=selective"),
         (["--versus", "transformers", "--config", str(ROOT / "configs/bench/grpo-8b.yaml")], "not for task=grpo"),
         (["--config", "none.yaml"], "none.yaml does not exist"),

@@ -72,6 +72,11 @@ def bench(files: list, overrides: list[str], options) -> None:
 def make_case(row: str, config: Config, options) -> Case:
     if options.versus and not options.generate:
         check_versus(config, options.versus)
+    if config.task == "diffusion" and config.data.kind != "mock" and not options.dry_run:
+        raise InputError(
+            f"bench.py times mock videos, all of one size: data.kind={config.data.kind} has sizes and prompts of its "
+            f"own (use data.kind=mock and data.size)"
+        )
     if options.shrink:
         return Case(row, config, [(shrink(config), {})])
     if options.proxy:

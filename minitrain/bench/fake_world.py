@@ -148,8 +148,8 @@ def trace_step(config: Config, world_size: int, rank: int = 0, visible: float | 
     with fake_world(world_size, rank), stand_ins(visible):
         meshes = build_meshes(config, "cpu")
         tracer = Tracer(process_groups(meshes))
+        dataset, _ = open_dataset(config)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            dataset, _ = open_dataset(config)
             trainer = Trainer(dataclasses.replace(config, device="cpu"), meshes)
             make_optimizer_states(trainer)
             trainer.objective.count = lambda batch: 1  # fake tensors hold no labels to count
