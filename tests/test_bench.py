@@ -1,6 +1,7 @@
 """bench.py: its figures against arithmetic, its flags, and its errors."""
 
 import json
+import os
 import runpy
 from pathlib import Path
 
@@ -9,9 +10,14 @@ import torch
 
 from minitrain.bench.flops import clean, flops_per_token, nemo_pretrain
 from minitrain.bench.measure import row_name, training_result
+from minitrain.bench.memory import working_memory
 from minitrain.bench.report import details, markdown, table
+from minitrain.bench.versus import RIVALS
 from minitrain.config import from_dict, load
 from minitrain.errors import InputError
+from minitrain.parallel.mesh import start
+from minitrain.training.datasets import open_dataset
+from minitrain.training.loop import Trainer
 from tests.commands import ROOT, command, torchrun
 
 main = runpy.run_path(str(ROOT / "bench.py"), run_name="bench")["main"]
@@ -188,3 +194,25 @@ def test_dry_run_lays_out_any_number_of_ranks():
 def test_mistakes(arguments, line):
     with pytest.raises(InputError, match=line):
         main(arguments)
+
+
+def rival_memory(library, recompute):
+    tree = {"model": "llama3-8b-tiny", "batch": {"global": 2, "micro": 2, "seq_len": 256}, "recompute": recompute}
+    config = from_dict(tree | {"device": "cpu"} | ({"lora": {"rank": 4}} if library == "peft" else {}))
+    ours = Trainer(config, start(config))
+    rival = RIVALS[library](ours)
+    return working_memory(lambda: rival.step(open_dataset(config)[0], 0), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("library", ["transformers", "peft"])
+def test_the_other_library_recomputes_as_we_do(pool, library):
+    none, full = (pool.run(1, rival_memory, library, setting)[0] for setting in ("none", "full"))
+    assert full < none / 2
+
+
+def test_sampling_asks_for_huge_pages_before_torch_is_there(monkeypatch):
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")  # so that it is put back at the end
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
+    with pytest.raises(InputError, match="none.yaml"):
+        main(["--generate", "--config", "none.yaml"])
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
