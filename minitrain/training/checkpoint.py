@@ -152,8 +152,8 @@ class Checkpointer:
             files = self._write_parts(temporary, tensors)
             self._together(lambda: self.leads and self._publish(step, temporary, about | {"files": files}))
         except OSError:
-            if self.leads:
-                shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the space
+            # a full disk needs the space; together, since the others' end would end the leader
+            self._together(lambda: self.leads and shutil.rmtree(temporary, ignore_errors=True))
             raise
 
     def _write_parts(self, folder: Path, tensors: dict[str, Tensor]) -> dict[str, list[int]]:

@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def test_no_line_is_lost_between_a_checkpoint_and_the_log(tmp_path, name):
 
 
 def train_until_full(file):
-    """From the second checkpoint on, the disk takes no more than 10 kB a file on the last rank."""
+    """From the second checkpoint on, the disk takes no more than 10 kB a file on the last rank, and deletes slowly."""
     from minitrain import train
     from minitrain.training.checkpoint import Checkpointer
 
@@ -61,7 +62,13 @@ def train_until_full(file):
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
         save(checkpointer, step, *args)
 
-    Checkpointer.save = save_on_full_disk
+    rmtree = shutil.rmtree
+
+    def slow_rmtree(folder, *args, **kwargs):
+        time.sleep(1.5)
+        rmtree(folder, *args, **kwargs)
+
+    Checkpointer.save, shutil.rmtree = save_on_full_disk, slow_rmtree
     train.main(["--config", str(file)])
 
 
