@@ -1,5 +1,7 @@
 """The fused head and loss against logits materialised and differentiated by autograd."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minitrain.training import loss
-from minitrain.training.loss import IGNORE, linear_cross_entropy
+from minitrain.training.loss import IGNORE, linear_cross_entropy, linear_log_probs
 
 
 def problem(tokens=37, dim=16, vocab=29, dtype=torch.float64):
@@ -87,3 +89,45 @@ def test_memory_does_not_grow_with_tokens_times_vocab(monkeypatch, tokens):
     with LargestTensor() as seen:
         linear_cross_entropy(hidden, weight, labels).backward()
     assert seen.largest == 32 * 1000
+
+
+FUNCTIONS = {
+    "loss": linear_cross_entropy,
+    "log_probs": lambda *inputs: linear_log_probs(*inputs, 0.7)[0],
+    "entropy": lambda *inputs: linear_log_probs(*inputs, 0.7)[1],
+}
+
+
+def one_graph(function, weight):
+    """In place of `fused`, on CPU."""
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+def values_and_gradients(function, hidden, weight, labels):
+    out = function(hidden, weight, labels)
+    upstream = torch.linspace(0.5, 2, out.numel(), device=out.device).view(out.shape)
+    return out, *(torch.autograd.grad((out * upstream).sum(), [hidden, weight]) if out.requires_grad else ())
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_compiled_on_cuda_is_one_graph(monkeypatch, name, dtype):
+    monkeypatch.setattr(loss, "CHUNK", 32)  # and one of 5 tokens
+    inputs = problem(dtype=dtype)
+    expected = values_and_gradients(FUNCTIONS[name], *inputs)
+    with mock.patch.object(loss, "fused", side_effect=one_graph) as traced:
+        torch.testing.assert_close(values_and_gradients(FUNCTIONS[name], *inputs), expected)
+    assert traced.called
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_on_cuda_equals_cpu(monkeypatch, name, dtype):
+    monkeypatch.setattr(loss, "CHUNK", 64)
+    hidden, weight, labels = problem(tokens=150, dim=64, vocab=1000, dtype=torch.float32)
+    hidden, weight = ((x / 4).detach().to(dtype).requires_grad_() for x in (hidden, weight))
+    expected = values_and_gradients(FUNCTIONS[name], hidden.float(), weight.float(), labels)
+    inputs = (hidden.detach().cuda().requires_grad_(), weight.detach().cuda().requires_grad_(), labels.cuda())
+    for one, other in zip(values_and_gradients(FUNCTIONS[name], *inputs), expected, strict=True):
+        assert (one.cpu() - other).norm() < (1e-5 if dtype == torch.float32 else 0.01) * other.norm()

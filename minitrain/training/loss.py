@@ -2,7 +2,9 @@
 
 For a 128k vocabulary the logits of 8192 tokens are 4 GB in fp32, and autograd would keep several copies. Here the head
 and the loss are one autograd function that takes `CHUNK` tokens at a time and computes their gradients right away,
-while their logits are at hand: memory no longer grows with tokens x vocabulary, and backward only scales.
+while their logits are at hand: memory no longer grows with tokens x vocabulary, and backward only scales. On CUDA what
+lies between the matrix products is compiled, also where the model is not: else it would read and write a chunk's logits
+about ten times, in fp32, and take as long as one of the products.
 
 Where tensor parallelism splits the head by vocabulary, each rank computes the logits and gradients of its own part, and
 the ranks tell each other three numbers per token: the peak, the sum of exponentials and the label's logit of each part.
@@ -11,6 +13,8 @@ the ranks tell each other three numbers per token: the peak, the sum of exponent
 them. How much a token matters is then not known before the backward pass, which computes the logits again.
 """
 
+from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -49,7 +53,17 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     if torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(hidden, weight, labels, part)
     chunks = zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True)
-    return sum(_loss_and_grad((x @ weight.T).float(), y, part)[0] for x, y in chunks)
+    return sum(fused(_loss_and_grad, weight)(x @ weight.T, y, part)[0] for x, y in chunks)
+
+
+def fused(function: Callable, weight: Tensor) -> Callable:
+    """`function`, as a kernel or two where the weight is on CUDA."""
+    return _compiled(function) if weight.is_cuda else function
+
+
+@cache
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function, fullgraph=True)
 
 
 def _local_part(weight: Tensor) -> tuple[Tensor, Part]:
@@ -68,9 +82,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
         for start in range(0, len(hidden), CHUNK):
             chunk = slice(start, start + CHUNK)
-            chunk_loss, grad_logits = _loss_and_grad((hidden[chunk] @ weight.T).float(), labels[chunk], part)
+            logits = hidden[chunk] @ weight.T
+            chunk_loss, grad_logits = fused(_loss_and_grad, weight)(logits, labels[chunk], part)
             loss += chunk_loss
-            grad_logits = grad_logits.to(hidden.dtype)
             if need_hidden:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if need_weight:
@@ -90,17 +104,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _loss_and_grad(logits: Tensor, labels: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-    """Loss sum of a chunk, and its gradient softmax(logits) - onehot(labels) in place of the logits [tokens, part]."""
+    """Of a chunk of logits [tokens, part], which are lost: the sum of its tokens' losses, in fp32, and its gradient
+    softmax(logits) - onehot(labels), in the logits' type."""
+    dtype, logits = logits.dtype, logits.float()
     valid, mine, rows = _find(labels, part, logits.shape[1])
     peak = logits.amax(-1, keepdim=True)
-    target = logits.gather(1, rows) * mine
-    total = logits.sub_(peak).exp_().sum(-1, keepdim=True)
-    peaks, totals, targets = part.gather(torch.stack([peak, total, target])).unbind(1)
+    target = logits.gather(1, rows)
+    exponentials = logits.sub_(peak).exp_()
+    total = exponentials.sum(-1, keepdim=True)
+    peaks, totals, targets = part.gather(torch.stack([peak, total, target * mine])).unbind(1)
     highest = peaks.amax(0)
     total = (totals * (peaks - highest).exp()).sum(0)
     loss = ((total.log() + highest - targets.sum(0)) * valid).sum()
-    grad = logits.mul_(valid * (peak - highest).exp() / total).scatter_add_(1, rows, -mine.to(logits.dtype))
-    return loss, grad
+    scale = valid * (peak - highest).exp() / total
+    at_labels = (target - peak).exp() * scale - mine.float()
+    grad = exponentials.mul_(scale).to(dtype)
+    return loss, grad.scatter_(1, rows, at_labels.to(dtype))
 
 
 def _find(labels: Tensor, part: Part, size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,7 +156,7 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, temperature, part):
         chunks = zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True)
-        columns = [_log_prob_entropy_norm(_logits(x, weight, temperature), y, part) for x, y in chunks]
+        columns = [fused(_log_prob_entropy_norm, weight)(x @ weight.T, y, temperature, part) for x, y in chunks]
         log_probs, entropy, log_total = (torch.cat(column) for column in zip(*columns, strict=True))
         ctx.save_for_backward(hidden, weight, labels, log_total)
         ctx.temperature, ctx.part = temperature, part
@@ -152,11 +171,10 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=log_total.dtype, device=weight.device) if need_weight else None
         for start in range(0, len(hidden), CHUNK):
             chunk = slice(start, start + CHUNK)
-            valid, mine, rows = _find(labels[chunk], ctx.part, len(weight))
-            scale = (grad[chunk, None] * valid) / ctx.temperature
-            logits = _logits(hidden[chunk], weight, ctx.temperature)
-            grad_logits = logits.sub_(log_total[chunk, None]).exp_().mul_(-scale).scatter_add_(1, rows, scale * mine)
-            grad_logits = grad_logits.to(hidden.dtype)
+            logits = hidden[chunk] @ weight.T
+            grad_logits = fused(_log_prob_grad, weight)(
+                logits, labels[chunk], ctx.temperature, ctx.part, log_total[chunk, None], grad[chunk, None]
+            )
             if need_hidden:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if need_weight:
@@ -164,15 +182,28 @@ class _LinearLogProbs(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    return (hidden @ weight.T).float().div_(temperature)
+def _log_prob_grad(
+    logits: Tensor, labels: Tensor, temperature: float, part: Part, log_total: Tensor, grad: Tensor
+) -> Tensor:
+    """Of a chunk of logits [tokens, part], which are lost: its gradient, in the logits' type, from that of the labels'
+    log-probabilities. log_total, grad: fp32 [tokens, 1]."""
+    dtype, logits = logits.dtype, logits.float().div_(temperature)
+    valid, mine, rows = _find(labels, part, logits.shape[1])
+    scale = grad * valid / temperature
+    at_labels = scale * (mine.float() - (logits.gather(1, rows) - log_total).exp())
+    grad = logits.sub_(log_total).exp_().mul_(-scale).to(dtype)
+    return grad.scatter_(1, rows, at_labels.to(dtype))
 
 
-def _log_prob_entropy_norm(logits: Tensor, labels: Tensor, part: Part) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a chunk: the label's log-probability, the entropy, the log of the sum of exponentials; each [tokens].
+def _log_prob_entropy_norm(
+    logits: Tensor, labels: Tensor, temperature: float, part: Part
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a chunk of logits [tokens, part], which are lost: the label's log-probability, the entropy, the log of the sum
+    of exponentials; each [tokens].
 
     With shifted logits s = logit - highest and their sum of exponentials T, the entropy is log T - sum(s e^s) / T.
     """
+    logits = logits.float().div_(temperature)
     valid, mine, rows = _find(labels, part, logits.shape[1])
     peak = logits.amax(-1, keepdim=True)
     target = logits.gather(1, rows) * mine

@@ -32,6 +32,7 @@ from minitrain.training.loop import Trainer
 from minitrain.training.loss import IGNORE, linear_cross_entropy
 from tests import oracle
 from tests.oracle import check_close, plain_step, ragged_batch, relative_error, snapshot, train
+from tests.test_loss import one_graph
 
 MODEL = {"name": "llama3-8b-tiny", "vocab_size": 124, "num_layers": 2, "initializer_range": 0.05}
 TREE = {
@@ -156,8 +157,11 @@ def materialised(hidden, weight, labels):
     return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
-def split_head(tp, chunk, scale):
-    """This rank's loss and gradients of a head split over `tp` ranks, next to those of whole logits."""
+def split_head(tp, chunk, scale, traced=False):
+    """This rank's loss and gradients of a head split over `tp` ranks, next to those of whole logits.
+
+    traced: as one graph, what CUDA compiles.
+    """
     torch.manual_seed(0)
     hidden = (torch.randn(2, 9, 16) * scale).requires_grad_()
     weight = torch.randn(24, 16, requires_grad=True)
@@ -167,7 +171,8 @@ def split_head(tp, chunk, scale):
     expected = [expected.detach(), *torch.autograd.grad(expected / 7, [hidden, weight])]
     mesh = init_device_mesh("cpu", (tp,))
     parts = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
-    with mock.patch.object(losses, "CHUNK", chunk):
+    fused = one_graph if traced else losses.fused
+    with mock.patch.object(losses, "CHUNK", chunk), mock.patch.object(losses, "fused", fused):
         value = linear_cross_entropy(hidden, parts, labels)
         with torch.no_grad():
             assert torch.equal(linear_cross_entropy(hidden, parts, labels), value)
@@ -181,6 +186,11 @@ def split_head(tp, chunk, scale):
 @pytest.mark.parametrize("scale", [1, 1e4])
 def test_split_head_equals_whole_logits(pool, tp, chunk, scale):
     for actual, expected in pool.run(tp, split_head, tp, chunk, scale):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_split_head_as_one_graph(pool):
+    for actual, expected in pool.run(2, split_head, 2, 8, 1, True):
         torch.testing.assert_close(actual, expected)
 
 
