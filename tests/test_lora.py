@@ -18,7 +18,7 @@ from minitrain.bench.versus import peft_rival, versus
 from minitrain.config import from_dict, to_dict
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
-from minitrain.models.lora import Lora, add_adapters, is_adapter, merge_adapters
+from minitrain.models.lora import Lora, add_adapters, drop, is_adapter, merge_adapters
 from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import start
 from minitrain.parallel.recompute import recompute
@@ -146,6 +146,21 @@ def test_dropout_is_where_it_is_said_and_off_without_gradients(position):
         torch.testing.assert_close(linear(x), torch.nn.functional.linear(x, linear.weight) + full)
 
 
+def test_elements_are_dropped_independently():
+    """The share, all pairs within rows and within columns, and corners of rectangles, which share rows and columns."""
+    torch.manual_seed(0)
+    lora, x = Lora(dropout=0.1, dropout_position="post"), torch.ones(2, 500, 800)
+    dropped, others = (((drop(lora, x, "post").flatten(0, 1) == 0).float() - 0.1) / 0.3 for _ in range(2))
+    assert abs(dropped.mean()) < 5 / dropped.numel() ** 0.5
+    for mask in (dropped, dropped.T):
+        correlation = (mask @ mask.T / mask.shape[1] ** 0.5).fill_diagonal_(0)
+        assert correlation.std().item() == pytest.approx(1, abs=0.02) and correlation.abs().max() < 6.5
+    assert abs((dropped * others).mean()) < 5 / dropped.numel() ** 0.5
+    (r, s), (c, d) = torch.randint(1000, (2, 10**6)), torch.randint(800, (2, 10**6))
+    corners = (dropped[r, c] * dropped[r, d] * dropped[s, c] * dropped[s, d])[(r != s) & (c != d)]
+    assert abs(corners.mean()) < 5 * corners.std() / 1000
+
+
 @pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
 def test_frozen_weights_are_kept_in_bf16(precision):
     config = from_dict(TREE | {"precision": precision, "lora": {}})
@@ -246,7 +261,9 @@ def train_export_and_resume(folder):
     index = read_index(folder / "whole/checkpoints/step-00000004/.metadata")
     assert all("lora_" in name for name in index.state_dict_metadata)
     again = run(folder / "again", base, {"steps": 1, "lora": {"path": str(folder / "whole")}})
-    assert again[0] < losses[0]
+    merge.main(["--model", str(folder / "base"), "--adapter", str(folder / "whole"), "--out", str(folder / "out")])
+    merged = run(folder / "merged", {"model": {"path": str(folder / "out")}, "steps": 1, "lora": {"rank": 4}})
+    assert again == pytest.approx(merged, rel=1e-5) and again[0] != losses[0]
     settings = yaml.safe_load((folder / "again" / "config.yaml").read_text())
     assert settings["lora"]["rank"] == 4 and to_dict(from_dict(settings)) == settings
     with pytest.raises(InputError, match=r"lora.rank=8 cannot be changed: lora.path=.* has 4"):
@@ -258,7 +275,6 @@ def train_export_and_resume(folder):
 def test_from_training_to_a_merged_model(pool, tmp_path, capsys):
     pool.run(1, train_export_and_resume, tmp_path)
     folders = {name: str(tmp_path / name) for name in ("base", "whole", "out")}
-    merge.main(["--model", folders["base"], "--adapter", folders["whole"], "--out", folders["out"]])
     base, merged = load_pretrained(tmp_path / "base"), load_pretrained(tmp_path / "out")
     stored = load_file(tmp_path / "whole" / "adapter_model.safetensors")
     name = "model.layers.1.mlp.up_proj"

@@ -25,6 +25,7 @@ from minitrain.parallel.tensor import overlap_collectives, tensor_parallel
 from minitrain.parallel.tensor_wan import tensor_parallel_wan
 
 GRAPHS = 64  # of a process's blocks: all kinds of layers, each in training, in evaluation and frozen; torch allows 8
+READS = 12  # tensors that one expression may combine; torch allows 8. LoRA's queries with dropout, rotated, take 10
 
 
 def lay_out(make: Callable[..., Module], config: Config, meshes: Meshes) -> Module:
@@ -54,7 +55,10 @@ def parallelize(model: Module, config: Config, meshes: Meshes) -> None:
     if config.parallel.async_tp:
         overlap_collectives(meshes.tp)
     if config.compile:
+        from torch._inductor import config as inductor  # takes a second to import
+
         torch._dynamo.config.recompile_limit = GRAPHS
+        inductor.realize_acc_reads_threshold = READS
         dynamic = None if config.data.kind == "latents" else False  # None: when another length comes
         for block in model.blocks:
             block.compile(fullgraph=True, dynamic=dynamic)
