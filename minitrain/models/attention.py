@@ -5,7 +5,7 @@ FlexAttention on CUDA, where a BlockMask skips the empty tiles; on CPU, where Fl
 mask is made dense and given to scaled_dot_product_attention.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -157,15 +157,19 @@ class GroupedQueryAttention(nn.Module):
         self.k_norm = nn.RMSNorm(head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
         self.sinks = nn.Parameter(torch.empty(heads)) if config.sinks else None
 
+    def project(self, x: Tensor) -> Sequence[Tensor]:
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Mask | None, cache=None) -> Tensor:
         """x: [batch, seq, hidden]; rotary: the tables of `rotary_tables`, or None. Returns [batch, seq, hidden].
 
         cache: in place of a mask, what holds the keys and values of earlier tokens (rollout/caches.py).
         """
         split = (*x.shape[:2], -1, self.head_dim)  # -1: a tensor-parallel rank holds fewer heads
-        q, k = self.q_norm(self.q_proj(x).view(split)), self.k_norm(self.k_proj(x).view(split))
+        q, k, v = (heads.view(split) for heads in self.project(x))
+        q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
-        q, k, v = (heads.transpose(1, 2) for heads in (q, k, self.v_proj(x).view(split)))
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         out = self.attend(q, k, v, mask, self.sinks) if cache is None else cache.attend(q, k, v, self.sinks)
         return self.o_proj(out.transpose(1, 2).flatten(2))

@@ -29,6 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.errors import InputError
+from minitrain.models.attention import GroupedQueryAttention
+from minitrain.models.layers import GatedMLP
 from minitrain.models.moe import Experts, grouped_mm
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -73,6 +75,11 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
             module._linear = partial(adapted_product, module)
         else:
             module.lora_hook = module.register_forward_hook(add_update)
+    for module in model.modules():
+        if isinstance(module, GroupedQueryAttention):
+            module.project = partial(project, [module.q_proj, module.k_proj, module.v_proj])
+        elif isinstance(module, GatedMLP):
+            module.project = partial(project, [module.gate_proj, module.up_proj])
     for name, module in model.named_modules():
         if name.endswith(("embed_tokens", "patch_embedding")):
             module.register_forward_hook(require_gradient)
@@ -158,8 +165,26 @@ def initialize_adapter(name: str, tensor: Tensor, generator: torch.Generator) ->
 def add_update(linear: nn.Linear, inputs: tuple[Tensor], y: Tensor) -> Tensor:
     """A forward hook. inputs: x [..., in]; y: [..., out]."""
     x = drop(linear.lora, inputs[0], "pre")
-    a, b = linear.lora_A.to(x.dtype), (linear.lora_B * update_scale(linear.lora)).to(x.dtype)
-    return y + drop(linear.lora, F.linear(F.linear(x, a), b), "post")
+    return y + expand(linear, F.linear(x, linear.lora_A.to(x.dtype)))
+
+
+def project(linears: list[nn.Linear], x: Tensor) -> list[Tensor]:
+    """In place of a module's own `project`, which asks Linears of the same input in turn: x A^T is one product.
+
+    So x is read once, and its gradient is one more term of a sum, not one for each Linear.
+    """
+    adapted = [linear for linear in linears if hasattr(linear, "lora_A")]
+    if not adapted or (drops(adapted[0].lora) and adapted[0].lora.dropout_position == "pre"):  # each drops for itself
+        return [linear(x) for linear in linears]
+    a = torch.cat([linear.lora_A for linear in adapted]).to(x.dtype)
+    inner = dict(zip(adapted, F.linear(x, a).split(adapted[0].lora.rank, dim=-1), strict=True))
+    return [linear.forward(x) + expand(linear, inner[linear]) if linear in inner else linear(x) for linear in linears]
+
+
+def expand(linear: nn.Linear, inner: Tensor) -> Tensor:
+    """The update from x A^T."""
+    b = (linear.lora_B * update_scale(linear.lora)).to(inner.dtype)
+    return drop(linear.lora, F.linear(inner, b), "post")
 
 
 def drops(lora: Lora) -> bool:
@@ -227,6 +252,9 @@ def merge_adapters(model: nn.Module) -> None:
             module.lora_hook.remove()
         else:
             module.__dict__.pop("_linear", None)
+    for module in model.modules():
+        if isinstance(module, GroupedQueryAttention | GatedMLP):
+            module.__dict__.pop("project", None)
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, lora: Lora) -> Tensor:
