@@ -293,13 +293,32 @@ class Experts(nn.Module):
         return self._linear("down_proj", hidden * weights, weights, offsets)
 
     def _linear(self, name: str, x: Tensor, scale: Tensor, offsets: Tensor) -> Tensor:
-        """x W_e^T + scale b_e. A bias is a second product, so that its gradient is one too and not a scattered sum."""
+        """x W_e^T + scale b_e."""
         y = grouped_mm(x, getattr(self, name).transpose(-2, -1), offsets)
         bias = getattr(self, name + "_bias")
-        if bias is None:
-            return y
-        padding = 7  # grouped_mm wants rows of 16 bytes
-        return y + grouped_mm(F.pad(scale, (0, padding)), F.pad(bias[:, None], (0, 0, 0, padding)), offsets)
+        return y if bias is None else y + RowBiases.apply(bias, scale, offsets)
+
+
+class RowBiases(torch.autograd.Function):
+    """[rows, out]: scale [rows, 1] x its expert's row of bias [experts, out].
+
+    A few biases stay in the cache: looking them up costs no memory traffic. Their gradient, which autograd would
+    scatter row by row, is a product.
+    """
+
+    @staticmethod
+    def forward(ctx, bias, scale, offsets):
+        rows = torch.arange(len(scale), dtype=offsets.dtype, device=scale.device)
+        expert = torch.bucketize(rows, offsets, right=True)
+        ctx.save_for_backward(bias, scale, expert, offsets)
+        return bias[expert] * scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        bias, scale, expert, offsets = ctx.saved_tensors
+        grad = grad.contiguous()
+        padded = F.pad(scale.to(grad.dtype), (0, 7))  # grouped_mm wants rows of 16 bytes
+        return grouped_mm(padded.T, grad, offsets)[:, 0], (grad * bias[expert]).sum(-1, keepdim=True), None
 
 
 def grouped_mm(x: Tensor, stack: Tensor, offsets: Tensor) -> Tensor:
