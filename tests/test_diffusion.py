@@ -18,7 +18,7 @@ from minitrain.bench.measure import activation_bytes
 from minitrain.bench.memory import estimate_memory
 from minitrain.config import from_dict, load, to_dict
 from minitrain.errors import InputError
-from minitrain.parallel.mesh import start
+from minitrain.parallel.mesh import check_device, start
 from minitrain.training.datasets import open_dataset
 from minitrain.training.latents import save_video
 from minitrain.training.loop import Trainer
@@ -139,6 +139,14 @@ def test_videos_that_do_not_fit(folder, settings, message):
     with pytest.raises(InputError) as error:
         open_dataset(from_dict(tree))
     assert message in str(error.value)
+
+
+def test_packs_on_a_gpu_are_compiled_for_any_length(tmp_path):
+    tree = latents(tmp_path, packed=True)
+    check_device(from_dict(tree | {"compile": True}), torch.device("cuda"))
+    check_device(from_dict(tree), torch.device("cpu"))
+    with pytest.raises(InputError, match="data.packed=true on a GPU needs compile=true"):
+        check_device(from_dict(tree), torch.device("cuda"))
 
 
 def test_a_condition_that_is_not_of_the_latents_size(tmp_path):

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 import yaml
 from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -133,7 +134,7 @@ def test_dropout_is_where_it_is_said_and_off_without_gradients(position):
     model, _ = adapted({"dropout": 0.5, "dropout_position": position, "targets": ["down_proj"], "alpha": 8.0})
     linear = model.blocks[0].mlp.down_proj
     x = torch.rand(4000, linear.in_features)
-    update = linear(x) - torch.nn.functional.linear(x, linear.weight)
+    update = linear(x) - F.linear(x, linear.weight)
     full = x @ linear.lora_A.T @ linear.lora_B.T
     kept = update != 0
     if position == "post":  # each element is dropped by itself, and what is kept is doubled
@@ -143,7 +144,29 @@ def test_dropout_is_where_it_is_said_and_off_without_gradients(position):
         assert kept.all() and (update - full).norm() > 0.1 * full.norm()
     torch.testing.assert_close(update.mean(0), full.mean(0), atol=0.05 * full.mean(0).abs().max().item(), rtol=0)
     with torch.no_grad():
-        torch.testing.assert_close(linear(x), torch.nn.functional.linear(x, linear.weight) + full)
+        torch.testing.assert_close(linear(x), F.linear(x, linear.weight) + full)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.gpu)])
+def test_compiled_backward_passes_drop_the_same(backend):
+    """The compiler draws nothing again: it keeps a number per row and column, and multiplies them anew."""
+    torch.compiler.reset()
+    device = "cuda" if backend == "inductor" else "cpu"
+    model, _ = adapted({"dropout": 0.3, "dropout_position": "post"})
+    mlp = model.blocks[0].mlp.to(device, torch.float64)
+    gate, up = mlp.gate_proj, mlp.up_proj
+    shapes = (500, gate.in_features), (500, gate.out_features)
+    x, upstream = (torch.randn(shape, dtype=torch.float64, device=device) for shape in shapes)
+    out = torch.compile(mlp.project, backend=backend, fullgraph=True)(x)
+    torch.autograd.backward(out, [upstream, 2 * upstream])
+    for linear, y, grad in zip((gate, up), out, (upstream, 2 * upstream), strict=True):
+        inner, update = F.linear(x, linear.lora_A), y - F.linear(x, linear.weight)
+        full = linear.lora.scale / 0.7 * F.linear(inner, linear.lora_B)
+        kept = update.abs() > full.abs() / 2
+        assert kept.double().mean().item() == pytest.approx(0.7, abs=0.01)
+        torch.testing.assert_close(update, full * kept)
+        torch.testing.assert_close(linear.lora_B.grad, linear.lora.scale / 0.7 * (grad * kept).T @ inner)
+    torch.compiler.reset()
 
 
 def test_elements_are_dropped_independently():
