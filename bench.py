@@ -6,6 +6,7 @@
   python bench.py --config LORA --versus peft              the same by peft; or "full": training the whole model instead
   python bench.py --config FILE ... --proxy 4,8            on one GPU, with so many layers; two counts: extrapolated
   python bench.py --config FILE ... --shrink               the same layouts at toy width on gloo processes of its own
+  python bench.py --config FILE ... --profile              and where a step's seconds go, by kind of kernel
   python bench.py --config FILE --dry-run                  check the config and its layout; run nothing
   python bench.py --config FILE ... --simulate             what the config would do in its full world, without a GPU
   python bench.py --config FILE --simulate --sweep tp=1,2,4 pp=1,2      rank layouts by predicted tokens/s
@@ -56,6 +57,7 @@ def parser() -> cli.Parser:
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default 10)")
     parser.add_argument("--warmup", type=int, default=3, help="untimed steps before them (default 3)")
     parser.add_argument("--json", metavar="FILE", help="append each result to FILE as one JSON line")
+    parser.add_argument("--profile", action="store_true", help="and one step more: its seconds by kind of kernel")
     parser.add_argument("--dry-run", action="store_true", help="validate and lay out, run nothing")
     parser.add_argument("--shrink", action="store_true", help="toy width, two ranks per parallel dimension, on CPU")
     parser.add_argument("--proxy", metavar="N[,N]", help="one rank and so many layers in the config's place")

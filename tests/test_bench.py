@@ -82,6 +82,7 @@ def test_results_of_several_machines_say_so():
 
 def test_what_a_simulation_counted_is_told():
     found = {
+        "mode": "simulated",
         "clean_tflops_per_gpu": 5.0, "step_time_s": 2.0, "executed_flops_per_gpu": 12e12, "capacity_gib": 80.0,
         "collectives": {"tp/reduce": [3, 2**30], "dp/gather": [1000, 2**29]}, "memory_gib": {"gathered": 0.0, "x": 4},
         "breakdown_s": {"gemm": 1.25, "bubble": 0.75},
@@ -92,6 +93,11 @@ def test_what_a_simulation_counted_is_told():
         "seconds: gemm 1.25, bubble 0.75",
         "GiB: x 4, of 80",
     ]
+
+
+def test_what_a_profile_knows_is_told():
+    found = {"mode": "measured", "breakdown_s": {"attention": 0.0, "gemm": 1.25, "gaps": 0.5}}
+    assert details(found) == "seconds: gemm 1.25, gaps 0.5"
 
 
 def test_bench_prints_a_table_and_writes_json(tmp_path):

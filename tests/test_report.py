@@ -82,7 +82,7 @@ def test_report_merges_results_with_the_published_tables(tmp_path):
         line(DENSE, "simulated", 1.25, **simulated),  # the last one counts
         line(DENSE, "extrapolated", 1.5, layers=[4, 8], **proxies),
         line(DENSE, "measured", None, layers=4, **proxies | {"peak_memory_gib": 9.0}),
-        line(WAN, "measured", 0.75),
+        line(WAN, "measured", 0.75, breakdown_s={"gemm": 1.5, "gaps": 0.375}),
         line("<quick>", "measured", None),
     ]
     text, html = written(tmp_path, lines)
@@ -97,7 +97,8 @@ def test_report_merges_results_with_the_published_tables(tmp_path):
     assert {"1,621", "2,026", "1.250", "2,432", "1.500", "780", "40.0"} <= set(columns)  # 1.25 and 1.5 times 1621
     assert next(x for x in text.splitlines() if x.startswith("| wan2.1-14b-pretrain-h100-128gpu")).count("0.750") == 1
     for part in ("published 1,621", "simulated 2,026 (125%)", "extrapolated 2,432 (150%)", "measured 244.3 (75%)",
-                 "parameters 10 GiB", "matrix products 1.25 s", "bubble 0.25 s", "<quick>", "2.13.0",
+                 "parameters 10 GiB", "matrix products 1.25 s", "bubble 0.25 s", "matrix products 1.5 s",
+                 "device waits for the host 0.375 s", "<quick>", "2.13.0",
                  "extrapolated by proxy on one dgx-h100 from 4 and 8 of 80 layers, without communication",
                  f"{DENSE} (proxy, 4 of 80 layers)", "the TFLOP/s cell is blank"):  # fmt: skip
         assert part in page.text, part

@@ -88,6 +88,7 @@ def make_case(row: str, config: Config, options) -> Case:
 def check_options(cases: list[Case], options) -> None:
     """Refuse options that contradict each other."""
     several, alone = sum(len(case.runs) for case in cases) > 1, world_size() == 1
+    samples = any(case.config.task == "grpo" for case in cases)
     refused = (
         (options.shrink and (options.versus or options.simulate or options.generate or not alone),
          "--shrink starts its own processes: use neither torchrun nor --versus, --simulate or --generate with it"),
@@ -99,6 +100,8 @@ def check_options(cases: list[Case], options) -> None:
          f"--generate --versus {options.versus}: only transformers samples the same (use transformers)"),
         (options.versus and not alone, f"--versus {options.versus} runs in one process, not in {world_size()}"),
         ((options.trace or options.system) and not options.simulate, "--trace and --system need --simulate"),
+        (options.profile and (options.simulate or options.shrink or options.generate or samples),
+         "--profile is for measured training steps, not for --simulate, --shrink, --generate or task=grpo"),
         ((options.sweep or options.trace) and several, "--sweep and --trace take one config at a time"),
         (options.sweep and options.trace, "--trace shows one layout, not those of --sweep"),
     )  # fmt: skip
@@ -180,7 +183,7 @@ def run(row: str, config: Config, options) -> dict:
         return measure_policy(config, row, options.steps, options.warmup)
     estimate = announce_memory(row, config) if config.task == "diffusion" else {}
     meshes = start(config)
-    outcome = measure(config, row, meshes, options.steps, options.warmup) | estimate
+    outcome = measure(config, row, meshes, options.steps, options.warmup, options.profile) | estimate
     if options.versus:
         outcome |= versus(config, meshes, row, options.steps, options.warmup, options.versus)
     return outcome

@@ -1,6 +1,7 @@
 """Time a config's real training steps and turn them into the figures of the published tables."""
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from statistics import median_high as median
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import calculate_time_spent, counters  # no public names for what the compiler has done
 from tqdm import tqdm
 
+from minitrain.bench.breakdown import step_breakdown
 from minitrain.bench.flops import (
     automodel,
     clean,
@@ -31,8 +33,11 @@ from minitrain.training.loop import Trainer, forward_backward
 CONVENTIONS = {convention.__name__: convention for convention in (clean, automodel, nemo_pretrain, nemo_squad)}
 
 
-def measure(config: Config, row: str, meshes: Meshes, steps: int, warmup: int) -> dict:
-    """Run `warmup` + `steps` optimizer steps and return one result row; keys as in the README. All ranks call it."""
+def measure(config: Config, row: str, meshes: Meshes, steps: int, warmup: int, profile: bool = False) -> dict:
+    """Run `warmup` + `steps` optimizer steps and return one result row; keys as in the README. All ranks call it.
+
+    profile: run one more, for `breakdown_s`, the first rank's.
+    """
     data, _ = open_dataset(config)
     device, matmul = prepare(config)
     torch.compiler.reset()  # an earlier config's graphs would count against the limit of recompilations
@@ -43,11 +48,15 @@ def measure(config: Config, row: str, meshes: Meshes, steps: int, warmup: int) -
         times.append(timed(lambda step=step: trainer.step(data, step), device))
         graphs.append(counters["stats"]["unique_graphs"])
     matmul = max(matmul, measure_matmul(device, compute_dtype(config)))  # the first may have met a busy machine
-    return training_result(config, row, device, times[warmup:], matmul, visible_share(data)) | {
+    outcome = training_result(config, row, device, times[warmup:], matmul, visible_share(data)) | {
         "compile_s": calculate_time_spent()["total_wall_time"] - compile_seconds,
         "recompiles": graphs[-1] - graphs[min(1, len(graphs) - 1)],  # after the second step
         "activations_gib": activation_bytes(trainer, data) / 2**30,
     }
+    if profile:
+        step = partial(trainer.step, data, warmup + steps)
+        outcome["breakdown_s"] = step_breakdown(step, outcome["step_time_s"], device)
+    return outcome
 
 
 def prepare(config: Config) -> tuple[torch.device, float]:

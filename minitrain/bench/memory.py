@@ -7,16 +7,13 @@ allocation and release, compiled code and recomputation included: their running 
 what the allocator wastes nor the workspaces of kernels and of the communication library.
 """
 
-import json
-import os
-import tempfile
 from collections.abc import Callable
 from itertools import accumulate
-from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity
 
+from minitrain.bench.breakdown import recorded
 from minitrain.bench.fake_world import trace_step
 from minitrain.config import Config
 
@@ -33,10 +30,9 @@ def working_memory(function: Callable[[], object], device: torch.device) -> int:
     """The most bytes on `device` that torch's allocator has lent during `function()`, beyond those lent before it."""
     if device.type == "cuda":
         return _cuda_peak(function, device)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler announces its start on the terminal
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        function()
-    return max(accumulate(_allocations(profiler), initial=0))
+    events = recorded(function, ProfilerActivity.CPU, profile_memory=True)
+    memory = sorted((event for event in events if event["name"] == "[memory]"), key=lambda event: event["ts"])
+    return max(accumulate((event["args"]["Bytes"] for event in memory), initial=0))  # releases are below 0
 
 
 def _cuda_peak(function: Callable[[], object], device: torch.device) -> int:
@@ -44,13 +40,3 @@ def _cuda_peak(function: Callable[[], object], device: torch.device) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     function()
     return torch.cuda.max_memory_allocated(device) - before
-
-
-def _allocations(profiler: profile) -> list[int]:
-    """Bytes allocated, and released as negative numbers, in the order of time."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(file))
-        events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
-    memory = [event for event in events if event["name"] == "[memory]"]
-    return [event["args"]["Bytes"] for event in sorted(memory, key=lambda event: event["ts"])]

@@ -22,9 +22,9 @@ MODES = {
     "extrapolated": "extrapolated from proxies with fewer layers on one rank, without communication",
 }
 MEMORY = ("parameters", "gradients", "optimizer", "gathered", "activations")
-TIME = ("gemm", "grouped", "attention", "memory", "exposed communication", "bubble", "tail")
+TIME = ("gemm", "grouped", "attention", "memory", "exposed communication", "bubble", "tail", "gaps")
 TIME_NAMES = {"gemm": "matrix products", "grouped": "expert products", "memory": "memory-bound kernels",
-              "tail": "not overlapped at the end"}  # fmt: skip
+              "tail": "not overlapped at the end", "gaps": "device waits for the host"}  # fmt: skip
 ACTIONS = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights",
            "U": "gradient reduction and update"}  # fmt: skip
 LANE = 14  # height of a timeline's lane, in units of the drawing
@@ -38,7 +38,7 @@ PAGE = Template("""<!doctype html>
 <style>
 :root { color-scheme: light dark; --back: #fff; --text: #1a1a1a; --soft: #595959; --line: #d5d5d5; --box: #f4f4f4;
   --published: #8a8a8a; --simulated: #0072b2; --measured: #d55e00; --c0: #0072b2; --c1: #e69f00; --c2: #009e73;
-  --c3: #cc79a7; --c4: #56b4e9; --c5: #d55e00; --c6: #999; }
+  --c3: #cc79a7; --c4: #56b4e9; --c5: #d55e00; --c6: #999; --c7: #f0e442; }
 @media (prefers-color-scheme: dark) { :root { --back: #14161a; --text: #e8e8e8; --soft: #a8a8a8; --line: #3a3d44;
   --box: #1e2127; --published: #9a9a9a; --simulated: #56b4e9; --measured: #e69f00; --c0: #3d9bd9; --c5: #f0803c; } }
 * { box-sizing: border-box; }
@@ -71,7 +71,8 @@ summary { cursor: pointer; } figure { margin: .5rem 0; } figcaption { font-size:
 .c0 { background: var(--c0); fill: var(--c0); } .c1 { background: var(--c1); fill: var(--c1); }
 .c2 { background: var(--c2); fill: var(--c2); } .c3 { background: var(--c3); fill: var(--c3); }
 .c4 { background: var(--c4); fill: var(--c4); } .c5 { background: var(--c5); fill: var(--c5); }
-.c6 { background: var(--c6); fill: var(--c6); } .idle { fill: var(--box); background: var(--box); }
+.c6 { background: var(--c6); fill: var(--c6); } .c7 { background: var(--c7); }
+.idle { fill: var(--box); background: var(--box); }
 @media (max-width: 40rem) { body { padding: .75rem; } .bar { grid-template-columns: 1fr 9.5rem; font-size: .75rem; }
   th:first-child, td:first-child { position: static; } }
 </style>
@@ -123,6 +124,7 @@ def table_section(title: str, rows: list[merge.Row]) -> str:
     shown = [row for row in rows if row.results]
     chart = f'<div class="chart">{"".join(map(bars, shown))}</div>' if shown else paragraph("No results yet.")
     details = "".join(simulation_details(row) for row in rows if "simulated" in row.results)
+    details += "".join(profile_details(row) for row in rows if "breakdown_s" in row.results.get("measured", {}))
     return section(title, chart + html_table(merge.cells(rows)) + bullets(merge.notes(rows)) + details)
 
 
@@ -189,22 +191,32 @@ def stack(parts: dict[str, float], whole: float, unit: str, label: str) -> str:
 def simulation_details(row: merge.Row) -> str:
     """A fold with memory by kind, the step's time by kind, and the pipeline."""
     result = row.results["simulated"]
-    held, spent = result.get("memory_gib") or {}, result.get("breakdown_s") or {}
+    held = result.get("memory_gib") or {}
     memory = {kind: held.get(kind, 0.0) for kind in MEMORY}
-    seconds = {TIME_NAMES.get(kind, kind): spent.get(kind, 0.0) for kind in TIME}
     parts = []
     if held:
         total, room = sum(memory.values()), result.get("capacity_gib") or 0.0
         fits = "fits into" if result.get("fits") else "does not fit into"
         label = f"Peak memory {total:.1f} GiB, which {fits} {room:.0f} GiB of {result['device']}"
         parts.append(stack(memory, max(total, room), "GiB", label))
-    if spent:
-        label = f"Step of {result['step_time_s']:.4g} s, first rank"
-        parts.append(stack(seconds, max(sum(seconds.values()), result["step_time_s"]), "s", label))
+    if result.get("breakdown_s"):
+        parts.append(time_stack(result))
     if result.get("timeline"):
         parts.append(pipeline(result["timeline"], result["step_time_s"]))
     title = f"{merge.short_name(row)}: simulated memory, time{' and pipeline' if result.get('timeline') else ''}"
     return f"<details><summary>{escape(title)}</summary>{''.join(parts)}</details>"
+
+
+def profile_details(row: merge.Row) -> str:
+    """A fold with the measured step's time by kind."""
+    title = f"{merge.short_name(row)}: measured time"
+    return f"<details><summary>{escape(title)}</summary>{time_stack(row.results['measured'])}</details>"
+
+
+def time_stack(result: dict) -> str:
+    seconds = {TIME_NAMES.get(kind, kind): result["breakdown_s"].get(kind, 0.0) for kind in TIME}
+    label = f"Step of {result['step_time_s']:.4g} s, first rank"
+    return stack(seconds, max(sum(seconds.values()), result["step_time_s"]), "s", label)
 
 
 def pipeline(lanes: list[str], step: float) -> str:

@@ -83,8 +83,10 @@ def machine(result: dict) -> str:
 
 
 def details(result: dict) -> str:
-    """What a simulation counted, beyond its line in the table: per GPU and step, of the first rank; its fullest one's
-    memory."""
+    """What a profile or a simulation knows beyond its line in the table: per GPU and step, of the first rank; its
+    fullest one's memory."""
+    if result["mode"] == "measured":
+        return f"seconds: {amounts(result['breakdown_s'])}"
     model = result["clean_tflops_per_gpu"] * result["step_time_s"]
     messages = [
         f"{name} {calls:,} x, {size / 2**30:,.4g} GiB" for name, (calls, size) in sorted(result["collectives"].items())

@@ -1,0 +1,91 @@
+"""Where a measured step's seconds go: matrix products, attention, other kernels, messages that nothing hides, gaps.
+
+torch's profiler records one step more. On CUDA it records kernels, which are told apart by their names; where several
+run at once, time counts for the one that began first, and messages count where nothing else runs. On CPU it records
+operators, each without those that it calls. Gaps are what is left of the step as it was timed, without the profiler:
+there the device waits for the host.
+"""
+
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+MESSAGES = "exposed communication"
+KINDS = {  # by what a name contains; the first that fits
+    MESSAGES: ("nccl", "c10d::", "gloo:"),
+    "attention": ("sdpa", "flash", "fmha", "flex_attention", "scaled_dot_product", "dot_do_o", "convert_dq"),
+    "grouped": ("grouped",),
+    "gemm": ("gemm", "gemv", "nvjet", "cutlass", "splitk", "triton_tem", "linear_pointwise",
+             "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"),
+}  # fmt: skip
+
+Span = tuple[float, float, str]  # begin and end in microseconds, and a kind
+
+
+def step_breakdown(step: Callable[[], object], seconds: float, device: torch.device) -> dict[str, float]:
+    """Seconds by kind, of which the last is `gaps`. step: runs one; seconds: what it takes without the profiler."""
+    on_gpu = device.type == "cuda"
+    events = recorded(step, ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU)
+    parts = kernel_times(events) if on_gpu else operator_times(events)
+    spent = {kind: time / 1e6 for kind, time in sorted(parts.items())}
+    return spent | {"gaps": max(0.0, seconds - sum(spent.values()))}
+
+
+def recorded(function: Callable[[], object], activity: ProfilerActivity, **options) -> list[dict]:
+    """The events of a Chrome trace of `function()`."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler announces its start on the terminal
+    with profile(activities=[activity], **options) as profiler:
+        function()
+        if activity == ProfilerActivity.CUDA:
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(file))
+        return json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+
+
+def kind_of(name: str) -> str:
+    """What a kernel or operator does, or `memory`."""
+    name = name.lower()
+    if name.startswith("triton_") and not name.startswith("triton_tem"):  # fused, and named after all that is near it
+        return "memory"
+    return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "memory")
+
+
+def kernel_times(events: list[dict]) -> Counter[str]:
+    """Microseconds by kind of what ran on the device."""
+    on_device = (event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"))
+    spans = [(event["ts"], event["ts"] + event["dur"], kind_of(event["name"])) for event in on_device]
+    parts = covered(span for span in spans if span[2] != MESSAGES)
+    parts[MESSAGES] = covered(spans).total() - parts.total()
+    return parts
+
+
+def covered(spans: Iterable[Span]) -> Counter[str]:
+    """Microseconds by kind, where each moment counts for the span that began first."""
+    parts, until = Counter(), 0.0
+    for begin, end, kind in sorted(spans):
+        parts[kind] += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return parts
+
+
+def operator_times(events: list[dict]) -> Counter[str]:
+    """Microseconds by kind of operators on the host, each without those that it calls."""
+    operators = [event for event in events if event.get("cat") == "cpu_op"]
+    parts, callers = Counter(), []  # who is running: (thread, end, kind)
+    for event in sorted(operators, key=lambda event: (event["tid"], event["ts"], -event["dur"])):
+        thread, begin, kind = event["tid"], event["ts"], kind_of(event["name"])
+        while callers and (callers[-1][0] != thread or callers[-1][1] <= begin):
+            callers.pop()
+        if callers:
+            parts[callers[-1][2]] -= event["dur"]
+        parts[kind] += event["dur"]
+        callers.append((thread, begin + event["dur"], kind))
+    return parts

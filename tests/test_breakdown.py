@@ -1,0 +1,80 @@
+"""A step's time by kind: names, overlapping kernels, operators within operators, and a real step."""
+
+import time
+
+import pytest
+import torch
+
+from minitrain.bench.breakdown import kernel_times, kind_of, operator_times, step_breakdown
+from tests.commands import command
+
+NAMES = {
+    "attention": (
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128x128_4x1x1_kernel0_0",
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<128>>",
+        "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention)",
+        "triton_tem_fused_flex_attention_transpose_view_3", "void cudnn::fusion::compute_dot_do_o_specialized<true>",
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    ),
+    "gemm": (
+        "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTT", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64",
+        "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>", "void gemv2T_kernel_val<int, int>",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float>", "triton_tem_fused_mm_4", "aten::mm", "aten::addmm",
+    ),
+    "grouped": ("void cutlass::device_kernel<GemmUniversal<GroupedProblemShape>>", "aten::_grouped_mm"),
+    "exposed communication": ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",),
+    "memory": (
+        "triton_poi_fused__scaled_mm__to_copy_add_silu_t_2", "Memcpy DtoD (Device -> Device)", "aten::mul",
+        "triton_red_fused__scaled_dot_product_cudnn_attention_backward_add_7", "void at::native::elementwise_kernel",
+    ),
+}  # fmt: skip
+
+
+def test_kernels_are_told_apart_by_their_names():
+    for kind, names in NAMES.items():
+        assert {name: kind_of(name) for name in names} == dict.fromkeys(names, kind)
+
+
+def event(name: str, begin: float, end: float, cat: str = "kernel", tid: int = 0) -> dict:
+    return {"name": name, "ts": begin, "dur": end - begin, "cat": cat, "tid": tid}
+
+
+def test_what_runs_at_once_counts_once_and_messages_where_they_are_alone():
+    events = [
+        event("ncclKernel", 0, 12), event("gemm", 2, 5), event("triton_poi_x", 4, 8), event("gemm", 5, 7),
+        event("Memset", 20, 21, "gpu_memset"), event("ncclKernel", 20, 26), event("aten::mm", 0, 99, "cpu_op"),
+        {"name": "process_name", "ph": "M"},
+    ]  # fmt: skip
+    assert kernel_times(events) == {"gemm": 3, "memory": 4, "exposed communication": 6 + 5}
+
+
+def test_operators_count_without_those_that_they_call():
+    events = [
+        event("aten::linear", 0, 10, "cpu_op"), event("aten::addmm", 1, 9, "cpu_op"),
+        event("aten::copy_", 2, 4, "cpu_op"), event("aten::mul", 10, 13, "cpu_op"),
+        event("aten::mm", 0, 5, "cpu_op", tid=1), event("kernel", 0, 99),
+    ]  # fmt: skip
+    assert operator_times(events) == {"memory": 2 + 2 + 3, "gemm": 6 + 5}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_real_step(device):
+    a = torch.randn(1024, 1024, device=device)
+    q = torch.randn(1, 8, 512, 64, device=device)
+
+    def step():
+        for _ in range(3):
+            a @ a
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        a.exp()
+        time.sleep(0.05)
+
+    parts = step_breakdown(step, 10.0, torch.device(device))
+    assert list(parts)[-1] == "gaps" and sum(parts.values()) == pytest.approx(10)
+    assert all(parts[kind] > 0 for kind in ("gemm", "attention", "memory"))
+    assert sum(parts.values()) - parts["gaps"] < 5  # it slept, and is far from ten seconds
+
+
+def test_a_profile_belongs_to_measured_training_steps():
+    done = command("bench.py", "--profile", "--simulate")
+    assert done.returncode == 2 and "error: --profile is for measured training steps" in done.stderr
