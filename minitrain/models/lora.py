@@ -12,8 +12,9 @@ hook adds their product to its output. So checkpoints, sharding and number forma
 adapters. A stack of experts [experts, out, in] gets stacks of As and Bs.
 
 The update's matrix products are thin: what it costs is memory traffic, a pass over each adapted input and output. That
-is why it is one sum, which the compiler merges into whatever reads the output, and the scale is applied to B. W + BA is
-not formed for training: in bf16 it would lose updates that are smaller than W's rounding.
+is why Linears of the same input share one product with their As, why the update is one sum, which the compiler merges
+into whatever reads the output, and why the scale is applied to B. W + BA is not formed for training: in bf16 it would
+lose updates that are smaller than W's rounding.
 
 Left out: adapters of the embedding, the head and what else is outside the blocks; several adapters at once; DoRA.
 """
@@ -169,9 +170,10 @@ def add_update(linear: nn.Linear, inputs: tuple[Tensor], y: Tensor) -> Tensor:
 
 
 def project(linears: list[nn.Linear], x: Tensor) -> list[Tensor]:
-    """In place of a module's own `project`, which asks Linears of the same input in turn: x A^T is one product.
+    """In place of a module's own `project`, which asks Linears of the same input in turn: x A^T is one product of all.
 
-    So x is read once, and its gradient is one more term of a sum, not one for each Linear.
+    x: [..., in]; returns each Linear's [..., out]. So x is read once, and its gradient gets one more term, not one of
+    each Linear.
     """
     adapted = [linear for linear in linears if hasattr(linear, "lora_A")]
     if not adapted or (drops(adapted[0].lora) and adapted[0].lora.dropout_position == "pre"):  # each drops for itself
