@@ -1,11 +1,17 @@
 """A step's time by kind: names, overlapping kernels, operators within operators, and a real step."""
 
 import time
+from contextlib import nullcontext, redirect_stderr
+from io import StringIO
+from unittest import mock
 
 import pytest
 import torch
 
 from minitrain.bench.breakdown import kernel_times, kind_of, operator_times, step_breakdown
+from minitrain.bench.measure import measure
+from minitrain.config import from_dict
+from minitrain.parallel.mesh import start
 from tests.commands import command
 
 NAMES = {
@@ -73,6 +79,27 @@ def test_a_real_step(device):
     assert list(parts)[-1] == "gaps" and sum(parts.values()) == pytest.approx(10)
     assert all(parts[kind] > 0 for kind in ("gemm", "attention", "memory"))
     assert sum(parts.values()) - parts["gaps"] < 5  # it slept, and is far from ten seconds
+
+
+def test_nothing_recorded_is_an_error():
+    with pytest.raises(RuntimeError, match="recorded nothing"):
+        step_breakdown(lambda: None, 1.0, torch.device("cpu"))
+
+
+def measured(failure: Exception | None) -> tuple[dict, str]:
+    """On a rank of the pool."""
+    config = from_dict({"model": "llama3-8b-tiny", "batch": {"global": 1, "micro": 1, "seq_len": 16}, "device": "cpu"})
+    broken = mock.patch("minitrain.bench.measure.step_breakdown", side_effect=failure) if failure else nullcontext()
+    with broken, redirect_stderr(StringIO()) as told:
+        return measure(config, "tiny", start(config), 1, 0, profile=True), told.getvalue()
+
+
+def test_what_was_measured_outlives_a_profiler_that_fails(pool):
+    ((row, told),) = pool.run(1, measured, None)
+    assert row["step_time_s"] > 0 and row["breakdown_s"]["gemm"] > 0 and "warning" not in told
+    ((row, told),) = pool.run(1, measured, RuntimeError("not permitted\nand more"))
+    assert row["step_time_s"] > 0 and "breakdown_s" not in row
+    assert "warning: tiny: no profile: not permitted\n" in told and "more" not in told
 
 
 def test_a_profile_belongs_to_measured_training_steps():

@@ -29,10 +29,15 @@ Span = tuple[float, float, str]  # begin and end in microseconds, and a kind
 
 
 def step_breakdown(step: Callable[[], object], seconds: float, device: torch.device) -> dict[str, float]:
-    """Seconds by kind, of which the last is `gaps`. step: runs one; seconds: what it takes without the profiler."""
+    """Seconds by kind, of which the last is `gaps`. step: runs one; seconds: what it takes without the profiler.
+
+    Raises RuntimeError if the profiler cannot record, as where a driver does not let it.
+    """
     on_gpu = device.type == "cuda"
     events = recorded(step, ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU)
     parts = kernel_times(events) if on_gpu else operator_times(events)
+    if not parts.total():
+        raise RuntimeError("the profiler recorded nothing")
     spent = {kind: time / 1e6 for kind, time in sorted(parts.items())}
     return spent | {"gaps": max(0.0, seconds - sum(spent.values()))}
 
