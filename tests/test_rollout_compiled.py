@@ -39,12 +39,13 @@ def compiling_batch(*args) -> Batch:
 
 @pytest.fixture(params=["CUDA", "CPU"])
 def sampler_graphs(request, monkeypatch):
-    """Blocks compile as they do there; on CUDA apart from their caches, and with no product packed."""
+    """Blocks compile as they do there; on CUDA apart from their caches, with products joined in place of packed."""
     counter = Counter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     monkeypatch.setattr(engine, "Batch", compiling_batch)
     if request.param == "CUDA":
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+        monkeypatch.setattr(weights, "can_join", lambda device: True)
         monkeypatch.setattr(compiled, "for_compiler", lambda layer: layer and compiled.Apart(layer))
     else:
         monkeypatch.setattr(weights, "LEAST", 0)

@@ -3,11 +3,13 @@
 import dataclasses
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from minitrain import Sampler, SamplingParams, generate, save_pretrained
+from minitrain import Sampler, SamplingParams, generate, load_pretrained, save_pretrained
 from minitrain import config as configs
 from minitrain.config import Rollout
 from minitrain.errors import InputError
@@ -387,6 +389,42 @@ def test_pages_that_cuda_can_read():
 
 
 # ------------------------------------------------------------------------------------------------- the trainer's model
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """Products as on CUDA."""
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(weights, "can_join", lambda device: True)
+
+
+@pytest.mark.parametrize("name", ["llama3.1-8b", "qwen2.5-7b", "deepseek-v3", "gpt3-175b", "gpt-oss-20b"])
+def test_matrices_of_one_input_are_one_product(name, joined, tmp_path):
+    """Read as one where they lie, whatever changes them; and to all others they are what they were."""
+    model, prompts = make(name), prompts_of((9, 3))
+    parameters = {key: (p, p.clone()) for key, p in model.named_parameters()}
+    sampler = Sampler(model, settings=Rollout(slots=4, page_size=4, pages=100))
+    for factor in (1.0, 1.1):
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+        sampler.refresh()
+        greedy = SamplingParams(temperature=0.0, max_tokens=6)
+        assert [c.tokens for c in sampler.generate(prompts, greedy)] == [uncached(model, p, 6) for p in prompts]
+    attention = model.blocks[0].self_attn
+    products = []
+    with sampler.weights.in_use(), mock.patch.object(F, "linear", side_effect=F.linear) as linear:
+        if name != "deepseek-v3":
+            attention.project(torch.zeros(1, 1, model.config.hidden_size))
+            products = linear.call_args_list
+    assert len(products) == (name != "deepseek-v3") and "project" not in attention.__dict__
+    for key, parameter in model.named_parameters():
+        assert parameter is parameters[key][0]
+        torch.testing.assert_close(parameter, parameters[key][1] * 1.1)
+    save_pretrained(model, tmp_path)
+    loaded = load_pretrained(tmp_path)
+    assert all(torch.equal(p, loaded.get_parameter(key)) for key, p in model.named_parameters())
+    size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert size < 1.01 * sum(p.nbytes for p in model.parameters()) + 50_000
 
 
 def test_adapters_are_sampled_with_and_dropout_is_not():

@@ -3,7 +3,7 @@
 A step of few tokens takes as long as its kernels are many: some 45 in a block of Llama that is not compiled.
 
     CUDA     a cache stays what it is, with a kernel of its own: the compiler makes graphs of what comes before (norm,
-             projections, rotation) and of what comes after (`Apart`): 13 kernels, and those of attention
+             projections, rotation) and of what comes after (`Apart`): 10 kernels, and those of attention
     CPU      each graph's call costs the host 0.1 ms, so one has all of a block, its attention too (`Inside`): four
              products and five loops. Where samples share what they read, and where states are kept, it is as on CUDA
 

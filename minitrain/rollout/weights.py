@@ -4,7 +4,8 @@ While `in_use`, blocks run uncompiled, since the compiler would build them anew 
 in the sampler's own way. On the CPU in fp32, matrices are also repacked, once per set of weights, into the order in
 which oneDNN reads them, and those that get the same input side by side: products with the few rows of a decoding step
 are then 1.3 to 2.5 times as fast. That costs a second copy of the weights, which `refresh` renews. Small matrices stay
-as they are: each call of oneDNN costs more than their product.
+as they are: each call of oneDNN costs more than their product. On CUDA, matrices that get the same input are moved to
+lie side by side, once and for good, and are read as one: a decoding step has fewer and larger products, and no copies.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,9 +28,10 @@ class Weights:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        on_cpu = model.head_weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
-        # FSDP gathers a layer's weights and frees them: a copy of each would undo that
-        self.packs = on_cpu and not isinstance(model, FSDPModule)
+        device = model.head_weight.device
+        whole = not isinstance(model, FSDPModule)  # which gathers a layer's weights and frees them
+        self.packs = whole and device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self.joins = whole and can_join(device)
         self.packed: dict[object, Packed | None] = {}  # by owner, see `products`; None: better as they are
         self.groups: list[Group] = []
 
@@ -41,6 +43,7 @@ class Weights:
     def in_use(self) -> Iterator[None]:
         compiled = {block: block._compiled_call_impl for block in self.model.blocks}  # there is no public switch
         self.groups = [Group(self, linears) for linears in linears_by_input(self.model)] if self.packs else []
+        joined = [module for module in self.model.modules() if join(module)] if self.joins else []
         try:
             for block in compiled:
                 block._compiled_call_impl = None
@@ -55,6 +58,8 @@ class Weights:
             for group in self.groups:
                 for linear in group.linears:
                     del linear.group, linear.number, linear.forward
+            for module in joined:
+                del module.joint, module.project
 
     @contextmanager
     def compiled(self) -> Iterator[None]:
@@ -161,3 +166,44 @@ def linears_by_input(model: nn.Module) -> list[tuple[nn.Linear, ...]]:
                 groups.append(linears)
     together = {linear for linears in groups for linear in linears}
     return groups + [(linear,) for linear in plain if linear not in together]
+
+
+# ---------------------------------------------------------------------------------------------------------------- CUDA
+
+
+def can_join(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def join(module: nn.Module) -> bool:
+    """Make one product of those for which `module` has `project`, if they are plain Linears, and say whether."""
+    names = next((names for names in SAME_INPUT if all(hasattr(module, name) for name in names)), None)
+    if names is None or not hasattr(module, "project"):
+        return False
+    linears = [getattr(module, name) for name in names]
+    if any(
+        type(linear) is not nn.Linear or linear._forward_hooks or "forward" in linear.__dict__ for linear in linears
+    ):
+        return False
+    biases = [linear.bias for linear in linears]
+    bias = None if biases[0] is None else side_by_side(biases)
+    module.joint = side_by_side([linear.weight for linear in linears]), bias, [len(linear.weight) for linear in linears]
+    module.project = MethodType(project_at_once, module)  # not a closure, as above
+    return True
+
+
+def project_at_once(module: nn.Module, x: Tensor) -> Sequence[Tensor]:
+    weight, bias, rows = module.joint
+    return F.linear(x, weight, bias).split(rows, dim=-1)
+
+
+def side_by_side(parameters: list[nn.Parameter]) -> Tensor:
+    """One tensor of which the parameters are the rows, in this order. If they are not yet, they are moved there."""
+    places = [(p.untyped_storage().data_ptr(), p.storage_offset()) for p in parameters]
+    ends = [(storage, offset + p.numel()) for (storage, offset), p in zip(places, parameters, strict=True)]
+    if places[1:] != ends[:-1]:
+        rows = torch.cat([p.data for p in parameters]).split([len(p) for p in parameters])
+        for parameter, part in zip(parameters, rows, strict=True):
+            parameter.data = part
+    first = parameters[0].data
+    return first.as_strided((sum(map(len, parameters)), *first.shape[1:]), first.stride())
