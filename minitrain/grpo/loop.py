@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,13 @@ from minitrain.config import Config
 from minitrain.errors import InputError
 from minitrain.grpo.learner import Learner
 from minitrain.grpo.problems import open_problems
-from minitrain.grpo.refit import Refit
+from minitrain.grpo.refit import Refit, parts_of
 from minitrain.grpo.rewards import load_reward
 from minitrain.grpo.rollouts import Collector, Group, read_rollouts, rewards, write_rollouts
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.expert import expert_parallel
-from minitrain.parallel.mesh import checkpoint_group, owned, pick_device, start, wait_at_most
+from minitrain.parallel.mesh import checkpoint_group, pick_device, start, wait_at_most
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.tensor import tensor_parallel
 from minitrain.rollout.engine import Sampler
@@ -142,8 +143,8 @@ class Run:
         if not self.apart and is_whole(self.learner.model) and config.rollout.tp == 1:
             return self.learner.model
         model = make_sampler_model(config, tp) if samples else None
-        want = {name: owned(tensor) for name, tensor in model.state_dict().items()} if samples else {}
-        self.refit = Refit(self.learner.weights if self.learner else dict, want, self.everyone)
+        give = self.learner.weights if self.learner else dict
+        self.refit = Refit(give, partial(parts_of, model) if samples else dict, self.everyone)
         return model
 
     @contextmanager

@@ -18,7 +18,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Module
 
+from minitrain.parallel.mesh import owned
 from minitrain.runtime.agreement import gather
 
 Box = tuple[tuple[int, int], ...]  # first and behind the last index, per dimension
@@ -37,37 +39,38 @@ class Move(NamedTuple):
 
 
 class Refit:
-    """Calling it copies what the ranks' `give()` returns into their `want`. All ranks of the world call it together.
+    """Calling it copies what the ranks' `give()` returns into their `want()`. All ranks of the world call it together.
 
-    give: returns this rank's parts of the trainer's weights. want: this rank's parts of the sampler's weights. A rank
-    that does not train, or does not sample, has none. Raises ValueError if a part that is wanted is nowhere given.
+    give: returns this rank's parts of the trainer's weights. want: this rank's parts of the sampler's weights, where
+    they are now. A rank that does not train, or does not sample, has none. Raises ValueError if a part that is wanted
+    is nowhere given.
     group: where the plan is made; the weights themselves travel in the default group.
     """
 
-    def __init__(self, give: Callable[[], Parts], want: Parts, group: dist.ProcessGroup | None = None):
+    def __init__(self, give: Callable[[], Parts], want: Callable[[], Parts], group: dist.ProcessGroup | None = None):
         self.give, self.want, self.rank = give, want, dist.get_rank()
-        offers, wishes = gather(describe(give()), group), gather(describe(want), group)
+        offers, wishes = gather(describe(give()), group), gather(describe(want()), group)
         self.buckets = cut(plan(offers, wishes), BUCKET)
         if dist.get_backend() == "nccl":  # where all ranks must take part in a group's first operation
             dist.all_reduce(torch.zeros((), device="cuda"))
 
     @torch.no_grad()
     def __call__(self) -> None:
-        parts = self.give()
+        given, wanted = self.give(), self.want()
         for bucket in self.buckets:
-            self.run(bucket, parts)
+            self.run(bucket, given, wanted)
 
-    def run(self, moves: list[Move], parts: Parts) -> None:
+    def run(self, moves: list[Move], given: Parts, wanted: Parts) -> None:
         """Post all of a bucket's sends and receives at once, then wait for them."""
         operations, arrivals = [], []
         for move in moves:
-            place = region(self.want[move.name], move.box) if move.target == self.rank else None
+            place = region(wanted[move.name], move.box) if move.target == self.rank else None
             if move.source == self.rank:
-                given = region(parts[move.name], move.box)
+                source = region(given[move.name], move.box)
                 if place is not None:
-                    place.copy_(given)
+                    place.copy_(source)
                 else:
-                    operations.append(dist.P2POp(dist.isend, given.to(move.dtype).contiguous(), move.target))
+                    operations.append(dist.P2POp(dist.isend, source.to(move.dtype).contiguous(), move.target))
             elif place is not None:
                 arrivals.append((place, place.new_empty(place.shape)))
                 operations.append(dist.P2POp(dist.irecv, arrivals[-1][1], move.source))
@@ -75,6 +78,11 @@ class Refit:
             work.wait()
         for place, arrived in arrivals:
             place.copy_(arrived)
+
+
+def parts_of(model: Module) -> Parts:
+    """This rank's parts of a model's weights."""
+    return {name: owned(tensor) for name, tensor in model.state_dict().items()}
 
 
 def region(part: tuple[Tensor, tuple[slice, ...]], box: Box) -> Tensor:

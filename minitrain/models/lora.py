@@ -175,12 +175,17 @@ def project(linears: list[nn.Linear], x: Tensor) -> list[Tensor]:
     x: [..., in]; returns each Linear's [..., out]. So x is read once, and its gradient gets one more term, not one of
     each Linear.
     """
-    adapted = [linear for linear in linears if hasattr(linear, "lora_A")]
+    adapted = [linear for linear in linears if hasattr(linear, "lora_A") and has_only_update(linear)]
     if not adapted or (drops(adapted[0].lora) and adapted[0].lora.dropout_position == "pre"):  # each drops for itself
         return [linear(x) for linear in linears]
     a = torch.cat([linear.lora_A for linear in adapted]).to(x.dtype)
     inner = dict(zip(adapted, F.linear(x, a).split(adapted[0].lora.rank, dim=-1), strict=True))
     return [linear.forward(x) + expand(linear, inner[linear]) if linear in inner else linear(x) for linear in linears]
+
+
+def has_only_update(linear: nn.Linear) -> bool:
+    """Does calling it run no hook but `add_update`?"""
+    return len(linear._forward_hooks) == 1 and not linear._forward_pre_hooks
 
 
 def expand(linear: nn.Linear, inner: Tensor) -> Tensor:

@@ -316,9 +316,13 @@ class RowBiases(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         bias, scale, expert, offsets = ctx.saved_tensors
-        grad = grad.contiguous()
-        padded = F.pad(scale.to(grad.dtype), (0, 7))  # grouped_mm wants rows of 16 bytes
-        return grouped_mm(padded.T, grad, offsets)[:, 0], (grad * bias[expert]).sum(-1, keepdim=True), None
+        grad, grad_bias, grad_scale = grad.contiguous(), None, None
+        if ctx.needs_input_grad[0]:
+            padded = F.pad(scale.to(grad.dtype), (0, 7))  # grouped_mm wants rows of 16 bytes
+            grad_bias = grouped_mm(padded.T, grad, offsets)[:, 0]
+        if ctx.needs_input_grad[1]:
+            grad_scale = (grad * bias[expert]).sum(-1, keepdim=True)
+        return grad_bias, grad_scale, None
 
 
 def grouped_mm(x: Tensor, stack: Tensor, offsets: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 LEAST = 1 << 18  # elements of what is repacked: 1 MiB
 Packed = tuple[Tensor, Tensor | None, list[int]]  # matrices side by side as oneDNN reads them, biases, rows of each
@@ -181,15 +182,19 @@ def join(module: nn.Module) -> bool:
     if names is None or not hasattr(module, "project"):
         return False
     linears = [getattr(module, name) for name in names]
-    if any(
-        type(linear) is not nn.Linear or linear._forward_hooks or "forward" in linear.__dict__ for linear in linears
-    ):
+    if not all(map(is_plain, linears)):
         return False
     biases = [linear.bias for linear in linears]
     bias = None if biases[0] is None else side_by_side(biases)
     module.joint = side_by_side([linear.weight for linear in linears]), bias, [len(linear.weight) for linear in linears]
     module.project = MethodType(project_at_once, module)  # not a closure, as above
     return True
+
+
+def is_plain(linear: nn.Module) -> bool:
+    """Is it just a Linear, with matrices of its own: no adapters, no FP8, no tensor parallelism?"""
+    changed = linear._forward_hooks or linear._forward_pre_hooks or {"forward", "weight"} & linear.__dict__.keys()
+    return type(linear) is nn.Linear and not changed and not isinstance(linear.weight, DTensor)
 
 
 def project_at_once(module: nn.Module, x: Tensor) -> Sequence[Tensor]:

@@ -63,7 +63,7 @@ def fused(function: Callable, weight: Tensor) -> Callable:
 
 @cache
 def _compiled(function: Callable) -> Callable:
-    return torch.compile(function, fullgraph=True)
+    return torch.compile(function)
 
 
 def _local_part(weight: Tensor) -> tuple[Tensor, Part]:
@@ -82,8 +82,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
         for start in range(0, len(hidden), CHUNK):
             chunk = slice(start, start + CHUNK)
-            logits = hidden[chunk] @ weight.T
-            chunk_loss, grad_logits = fused(_loss_and_grad, weight)(logits, labels[chunk], part)
+            chunk_loss, grad_logits = fused(_loss_and_grad, weight)(hidden[chunk] @ weight.T, labels[chunk], part)
             loss += chunk_loss
             if need_hidden:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
@@ -104,8 +103,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _loss_and_grad(logits: Tensor, labels: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-    """Of a chunk of logits [tokens, part], which are lost: the sum of its tokens' losses, in fp32, and its gradient
-    softmax(logits) - onehot(labels), in the logits' type."""
+    """Of a chunk of logits [tokens, part], which are overwritten in fp32: the sum of its tokens' losses, in fp32, and
+    its gradient softmax(logits) - onehot(labels), in the logits' type."""
     dtype, logits = logits.dtype, logits.float()
     valid, mine, rows = _find(labels, part, logits.shape[1])
     peak = logits.amax(-1, keepdim=True)
@@ -171,9 +170,13 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=log_total.dtype, device=weight.device) if need_weight else None
         for start in range(0, len(hidden), CHUNK):
             chunk = slice(start, start + CHUNK)
-            logits = hidden[chunk] @ weight.T
             grad_logits = fused(_log_prob_grad, weight)(
-                logits, labels[chunk], ctx.temperature, ctx.part, log_total[chunk, None], grad[chunk, None]
+                hidden[chunk] @ weight.T,
+                labels[chunk],
+                ctx.temperature,
+                ctx.part,
+                log_total[chunk, None],
+                grad[chunk, None],
             )
             if need_hidden:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
@@ -185,8 +188,8 @@ class _LinearLogProbs(torch.autograd.Function):
 def _log_prob_grad(
     logits: Tensor, labels: Tensor, temperature: float, part: Part, log_total: Tensor, grad: Tensor
 ) -> Tensor:
-    """Of a chunk of logits [tokens, part], which are lost: its gradient, in the logits' type, from that of the labels'
-    log-probabilities. log_total, grad: fp32 [tokens, 1]."""
+    """Of a chunk of logits [tokens, part], which are overwritten in fp32: its gradient, in the logits' type, from that
+    of the labels' log-probabilities. log_total, grad: fp32 [tokens, 1]."""
     dtype, logits = logits.dtype, logits.float().div_(temperature)
     valid, mine, rows = _find(labels, part, logits.shape[1])
     scale = grad * valid / temperature
@@ -198,8 +201,8 @@ def _log_prob_grad(
 def _log_prob_entropy_norm(
     logits: Tensor, labels: Tensor, temperature: float, part: Part
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a chunk of logits [tokens, part], which are lost: the label's log-probability, the entropy, the log of the sum
-    of exponentials; each [tokens].
+    """Of a chunk of logits [tokens, part], which are overwritten in fp32: the label's log-probability, the entropy, the
+    log of the sum of exponentials; each [tokens].
 
     With shifted logits s = logit - highest and their sum of exponentials T, the entropy is log T - sum(s e^s) / T.
     """

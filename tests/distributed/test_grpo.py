@@ -1,6 +1,7 @@
 """GRPO over several ranks: the updates of one process in every layout, refits equal to the bit, one step off."""
 
 from contextlib import nullcontext
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +14,7 @@ from minitrain.config import Rollout
 from minitrain.grpo.batches import Response
 from minitrain.grpo.learner import Learner
 from minitrain.grpo.loop import Run, make_sampler_model
-from minitrain.grpo.refit import Move, Refit, cut
+from minitrain.grpo.refit import Move, Refit, cut, parts_of
 from minitrain.grpo.rollouts import read_rollouts
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.mesh import owned, start
@@ -95,17 +96,21 @@ def refit(tree, tp):
     samples = not config.grpo.generation_ranks or not trains
     mesh = dist.init_device_mesh("cpu", (4 // tp, tp), mesh_dim_names=("replica", "tp"))["tp"]
     model = make_sampler_model(config, mesh) if samples else None
-    want = {name: owned(tensor) for name, tensor in model.state_dict().items()} if samples else {}
-    for part, _ in want.values():
+    want = partial(parts_of, model) if samples else dict
+    for part, _ in want().values():
         part.fill_(float("nan"))
     learner = Learner(config, meshes, nullcontext) if trains else None
     send = Refit(learner.weights if trains else dict, want)
+    if samples:  # as sampling does on CUDA, which moves weights
+        with patch.object(weights, "can_join", lambda device: True), weights.Weights(model).in_use():
+            joined = [module for module in model.modules() if "joint" in module.__dict__]
+        assert bool(joined) == (tp == 1)
     moved = sum(move.source != move.target for bucket in send.buckets for move in bucket)
     for scale in (1, 2):  # twice: the plan is made once, the weights change
         send()
         for name, expected in initial_weights(config).items():
             if samples:
-                part, where = want[name]
+                part, where = want()[name]
                 assert torch.equal(part, scale * expected[where]), name
         for parameter in learner.model.parameters() if trains else []:
             parameter.data.mul_(2)
