@@ -143,6 +143,8 @@ class GroupedQueryAttention(nn.Module):
     Qwen 3. Sinks, see `attention_with_sinks`: GPT-OSS.
     """
 
+    same_input = ("q_proj", "k_proj", "v_proj")
+
     def __init__(self, config: DecoderConfig):
         super().__init__()
         hidden, head_dim = config.hidden_size, config.head_dim
@@ -158,6 +160,7 @@ class GroupedQueryAttention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(heads)) if config.sinks else None
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
+        """As `GatedMLP.project`."""
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Mask | None, cache=None) -> Tensor:

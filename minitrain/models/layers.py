@@ -35,6 +35,8 @@ class LayerNorm1P(nn.LayerNorm):
 class GatedMLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)). x: [..., hidden]."""
 
+    same_input = ("gate_proj", "up_proj")
+
     def __init__(self, hidden: int, intermediate: int):
         super().__init__()
         self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
@@ -42,6 +44,7 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
+        """What the Linears of `same_input` make of x. Who can do that at once puts its own in this place."""
         return self.gate_proj(x), self.up_proj(x)
 
     def forward(self, x: Tensor) -> Tensor:

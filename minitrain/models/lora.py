@@ -30,8 +30,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.errors import InputError
-from minitrain.models.attention import GroupedQueryAttention
-from minitrain.models.layers import GatedMLP
 from minitrain.models.moe import Experts, grouped_mm
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -77,10 +75,8 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
         else:
             module.lora_hook = module.register_forward_hook(add_update)
     for module in model.modules():
-        if isinstance(module, GroupedQueryAttention):
-            module.project = partial(project, [module.q_proj, module.k_proj, module.v_proj])
-        elif isinstance(module, GatedMLP):
-            module.project = partial(project, [module.gate_proj, module.up_proj])
+        if hasattr(module, "same_input"):
+            module.project = partial(project, [getattr(module, name) for name in module.same_input])
     for name, module in model.named_modules():
         if name.endswith(("embed_tokens", "patch_embedding")):
             module.register_forward_hook(require_gradient)
@@ -260,8 +256,7 @@ def merge_adapters(model: nn.Module) -> None:
         else:
             module.__dict__.pop("_linear", None)
     for module in model.modules():
-        if isinstance(module, GroupedQueryAttention | GatedMLP):
-            module.__dict__.pop("project", None)
+        module.__dict__.pop("project", None)
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, lora: Lora) -> Tensor:

@@ -177,12 +177,9 @@ def can_join(device: torch.device) -> bool:
 
 
 def join(module: nn.Module) -> bool:
-    """Make one product of those for which `module` has `project`, if they are plain Linears, and say whether."""
-    names = next((names for names in SAME_INPUT if all(hasattr(module, name) for name in names)), None)
-    if names is None or not hasattr(module, "project"):
-        return False
-    linears = [getattr(module, name) for name in names]
-    if not all(map(is_plain, linears)):
+    """Make one product of those of `module.same_input`, if they are plain Linears, and say whether."""
+    linears = [getattr(module, name) for name in getattr(module, "same_input", ())]
+    if not linears or not all(map(is_plain, linears)):
         return False
     biases = [linear.bias for linear in linears]
     bias = None if biases[0] is None else side_by_side(biases)
