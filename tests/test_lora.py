@@ -147,6 +147,16 @@ def test_dropout_is_where_it_is_said_and_off_without_gradients(position):
         torch.testing.assert_close(linear(x), F.linear(x, linear.weight) + full)
 
 
+def test_hooks_of_adapted_linears_run():
+    """Those of others too: such a Linear does not share the product of its neighbours."""
+    model, tokens = adapted()
+    expected, seen = model(tokens), []
+    for linear in (model.blocks[0].self_attn.q_proj, model.blocks[1].mlp.up_proj):
+        linear.register_forward_hook(lambda module, inputs, output: seen.append(module))
+    torch.testing.assert_close(model(tokens), expected)
+    assert len(seen) == 2
+
+
 @pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.gpu)])
 def test_compiled_backward_passes_drop_the_same(backend):
     """The compiler draws nothing again: it keeps a number per row and column, and multiplies them anew."""

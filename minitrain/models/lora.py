@@ -75,7 +75,7 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
         else:
             module.lora_hook = module.register_forward_hook(add_update)
     for module in model.modules():
-        if hasattr(module, "same_input"):
+        if hasattr(module, "project"):
             module.project = partial(project, [getattr(module, name) for name in module.same_input])
     for name, module in model.named_modules():
         if name.endswith(("embed_tokens", "patch_embedding")):

@@ -21,6 +21,8 @@ from minitrain.models.layers import apply_rotary, yarn_magnitude
 class LatentAttention(nn.Module):
     """Heads of qk_nope_head_dim + qk_rope_head_dim channels in queries and keys, and of v_head_dim in values."""
 
+    same_input = ("q_a_proj", "kv_a_proj_with_mqa")
+
     def __init__(self, config: DecoderConfig):
         super().__init__()
         hidden, heads = config.hidden_size, config.num_attention_heads

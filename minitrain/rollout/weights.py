@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 
 LEAST = 1 << 18  # elements of what is repacked: 1 MiB
 Packed = tuple[Tensor, Tensor | None, list[int]]  # matrices side by side as oneDNN reads them, biases, rows of each
-SAME_INPUT = ("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj")
 
 
 class Weights:
@@ -161,10 +160,9 @@ def linears_by_input(model: nn.Module) -> list[tuple[nn.Linear, ...]]:
     plain = {m: None for m in model.modules() if type(m) is nn.Linear and "forward" not in m.__dict__}
     groups = []
     for module in model.modules():
-        for names in SAME_INPUT:
-            linears = tuple(getattr(module, name, None) for name in names)
-            if all(linear in plain for linear in linears):
-                groups.append(linears)
+        linears = tuple(getattr(module, name, None) for name in getattr(module, "same_input", ()))
+        if linears and all(linear in plain for linear in linears):
+            groups.append(linears)
     together = {linear for linears in groups for linear in linears}
     return groups + [(linear,) for linear in plain if linear not in together]
 
@@ -177,9 +175,11 @@ def can_join(device: torch.device) -> bool:
 
 
 def join(module: nn.Module) -> bool:
-    """Make one product of those of `module.same_input`, if they are plain Linears, and say whether."""
-    linears = [getattr(module, name) for name in getattr(module, "same_input", ())]
-    if not linears or not all(map(is_plain, linears)):
+    """Make one product of those of `module.project`, if they are of plain Linears, and say whether."""
+    if not hasattr(module, "project"):
+        return False
+    linears = [getattr(module, name) for name in module.same_input]
+    if not all(map(is_plain, linears)):
         return False
     biases = [linear.bias for linear in linears]
     bias = None if biases[0] is None else side_by_side(biases)
