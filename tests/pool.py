@@ -73,8 +73,8 @@ class Pool:
 
         DTensors in them arrive whole, as plain tensors; see `assemble`.
 
-        Raises RankFailure with the traceback of the rank that failed first, or the stacks of those that did not answer
-        within `timeout` seconds.
+        Raises RankFailure with the traceback of the rank that failed first (a dead one before those that only noticed),
+        or the stacks of those that did not answer within `timeout` seconds.
         """
         if self.runs == LIFE:
             self.stop()
@@ -146,10 +146,14 @@ def receive(worker: Worker) -> tuple[bool, Any]:
 
 
 def describe_failure(workers: list[Worker], answers: dict[int, tuple[bool, Any]]) -> str:
-    """The first failure; or, if there is only silence, what the silent ranks are doing."""
+    """The first failure; or, if there is only silence, what the silent ranks are doing.
+
+    A death comes first whenever it was noticed: peers may report their lost connections before it.
+    """
     failed = [rank for rank, (succeeded, _) in answers.items() if not succeeded]
     if failed:
-        return f"rank {failed[0]} of {len(workers)} (failed: {sorted(failed)})\n{answers[failed[0]][1]}"
+        first = min(failed, key=lambda rank: workers[rank].process.is_alive())
+        return f"rank {first} of {len(workers)} (failed: {sorted(failed)})\n{answers[first][1]}"
     silent = [rank for rank in range(len(workers)) if rank not in answers]
     for rank in silent:
         os.kill(workers[rank].process.pid, signal.SIGUSR1)

@@ -36,6 +36,13 @@ def die_on_rank_1():
     dist.barrier()
 
 
+def die_on_rank_1_when_rank_0_has_failed():
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+        os._exit(7)
+    raise ConnectionError("closed by peer")
+
+
 def sleep_on_rank_0():
     if dist.get_rank() == 0:
         time.sleep(60)
@@ -50,8 +57,9 @@ def test_world_sizes(pool, world_sizes):
 def test_failures_are_told_and_do_not_last(small_pool):
     with pytest.raises(RankFailure, match=r"(?s)rank 1 of 2.*in fail_on_rank_1.*KeyError: 'here'"):
         small_pool.run(2, fail_on_rank_1)
-    with pytest.raises(RankFailure, match=r"(?s)rank 1 of 2.*exit code 7"):
-        small_pool.run(2, die_on_rank_1)
+    for die in die_on_rank_1, die_on_rank_1_when_rank_0_has_failed:
+        with pytest.raises(RankFailure, match=r"(?s)^rank 1 of 2.*exit code 7"):
+            small_pool.run(2, die)
     assert small_pool.run(2, sum_of_ranks, 1) == [(2, 2, 1.0)] * 2
     with pytest.raises(RankFailure, match=r"(?s)no answer from ranks \[0\] of 2.*in sleep_on_rank_0"):
         small_pool.run(2, sleep_on_rank_0, timeout=2)
