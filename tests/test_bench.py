@@ -127,14 +127,19 @@ def test_bench_under_torchrun_and_against_transformers():
 
 def test_bench_of_the_sampler_against_transformers(tmp_path):
     file, config = tmp_path / "results.jsonl", ROOT / "configs" / "bench" / "generate-42m.yaml"
-    arguments = ["--generate", "--versus", "transformers", "--steps", "1", "--warmup", "0", "--json", file]
+    arguments = ["--generate", "--versus", "transformers", "--profile", "--steps", "1", "--warmup", "0", "--json", file]
     settings = ["batch.global=2", "batch.seq_len=24", "grpo.group=3", *TINY[:3], "device=cpu"]
-    settings += ["rollout.max_tokens=8", "rollout.compile=false"]
+    settings += ["rollout.max_tokens=8", "rollout.steps=1", "rollout.compile=false"]
     done = command("bench.py", *arguments, "--config", config, *settings)
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
     assert found["prompt_tokens"] == 2 * 16 and found["new_tokens"] == 2 * 3 * 8 and found["versus_ratio"] > 0
-    assert found["tokens_per_sec_per_gpu"] == pytest.approx(48 / found["step_time_s"])
+    seconds, first = found["step_time_s"], found["first_tokens_s"]
+    assert found["tokens_per_sec_per_gpu"] == pytest.approx(48 / seconds)
+    assert found["decode_tokens_per_sec_per_gpu"] == pytest.approx((48 - 6) / (seconds - first)) and first > 0
+    parts = found["breakdown_s"]
+    assert parts["gemm"] > 0 and parts["attention"] > 0 and sum(parts.values()) < seconds - first
+    assert "| first tokens s |" in done.stdout and "\nseconds: attention" in done.stdout
 
 
 def test_sweep_measures_every_combination():

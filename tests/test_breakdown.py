@@ -89,7 +89,7 @@ def test_nothing_recorded_is_an_error():
 def measured(failure: Exception | None) -> tuple[dict, str]:
     """On a rank of the pool."""
     config = from_dict({"model": "llama3-8b-tiny", "batch": {"global": 1, "micro": 1, "seq_len": 16}, "device": "cpu"})
-    broken = mock.patch("minitrain.bench.measure.step_breakdown", side_effect=failure) if failure else nullcontext()
+    broken = mock.patch("minitrain.bench.breakdown.step_breakdown", side_effect=failure) if failure else nullcontext()
     with broken, redirect_stderr(StringIO()) as told:
         return measure(config, "tiny", start(config), 1, 0, profile=True), told.getvalue()
 
@@ -102,6 +102,7 @@ def test_what_was_measured_outlives_a_profiler_that_fails(pool):
     assert "warning: tiny: no profile: not permitted\n" in told and "more" not in told
 
 
-def test_a_profile_belongs_to_measured_training_steps():
-    done = command("bench.py", "--profile", "--simulate")
-    assert done.returncode == 2 and "error: --profile is for measured training steps" in done.stderr
+@pytest.mark.parametrize("others", [["--simulate"], ["--config", "configs/bench/grpo-8b.yaml"]])
+def test_a_profile_belongs_to_measured_steps(others):
+    done = command("bench.py", "--profile", *others)
+    assert done.returncode == 2 and "error: --profile is for measured steps of training or sampling" in done.stderr

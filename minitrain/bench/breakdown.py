@@ -8,6 +8,7 @@ there the device waits for the host.
 
 import json
 import os
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -26,6 +27,16 @@ KINDS = {  # by what a name contains; the first that fits
 }  # fmt: skip
 
 Span = tuple[float, float, str]  # begin and end in microseconds, and a kind
+
+
+def profiled(row: str, step: Callable[[], object], seconds: float, device: torch.device) -> dict[str, dict]:
+    """`breakdown_s` for a row's result; nothing but a warning if there can be none, as what was measured is not to be
+    lost. Arguments as of `step_breakdown`."""
+    try:
+        return {"breakdown_s": step_breakdown(step, seconds, device)}
+    except RuntimeError as error:
+        print(f"warning: {row}: no profile: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        return {}
 
 
 def step_breakdown(step: Callable[[], object], seconds: float, device: torch.device) -> dict[str, float]:

@@ -88,7 +88,7 @@ def make_case(row: str, config: Config, options) -> Case:
 def check_options(cases: list[Case], options) -> None:
     """Refuse options that contradict each other."""
     several, alone = sum(len(case.runs) for case in cases) > 1, world_size() == 1
-    samples = any(case.config.task == "grpo" for case in cases)
+    trains_policy = any(case.config.task == "grpo" for case in cases)
     refused = (
         (options.shrink and (options.versus or options.simulate or options.generate or not alone),
          "--shrink starts its own processes: use neither torchrun nor --versus, --simulate or --generate with it"),
@@ -100,8 +100,9 @@ def check_options(cases: list[Case], options) -> None:
          f"--generate --versus {options.versus}: only transformers samples the same (use transformers)"),
         (options.versus and not alone, f"--versus {options.versus} runs in one process, not in {world_size()}"),
         ((options.trace or options.system) and not options.simulate, "--trace and --system need --simulate"),
-        (options.profile and (options.simulate or options.shrink or options.generate or samples),
-         "--profile is for measured training steps, not for --simulate, --shrink, --generate or task=grpo"),
+        (options.profile and (options.simulate or options.shrink or (trains_policy and not options.generate)),
+         "--profile is for measured steps of training or sampling, not for --simulate, --shrink or task=grpo, which "
+         "prints its phases"),
         ((options.sweep or options.trace) and several, "--sweep and --trace take one config at a time"),
         (options.sweep and options.trace, "--trace shows one layout, not those of --sweep"),
     )  # fmt: skip
@@ -178,7 +179,7 @@ def run(row: str, config: Config, options) -> dict:
         return run_shrunk(config, row, options.steps, options.warmup)
     check_layout(config, world_size())
     if options.generate:
-        return measure_sampling(config, row, options.steps, options.warmup, options.versus is not None)
+        return measure_sampling(config, row, options.steps, options.warmup, options.versus is not None, options.profile)
     if config.task == "grpo":
         return measure_policy(config, row, options.steps, options.warmup)
     estimate = announce_memory(row, config) if config.task == "diffusion" else {}

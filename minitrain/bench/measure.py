@@ -1,6 +1,5 @@
 """Time a config's real training steps and turn them into the figures of the published tables."""
 
-import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import calculate_time_spent, counters  # no public names for what the compiler has done
 from tqdm import tqdm
 
-from minitrain.bench.breakdown import step_breakdown
+from minitrain.bench.breakdown import profiled
 from minitrain.bench.flops import (
     automodel,
     clean,
@@ -55,11 +54,7 @@ def measure(config: Config, row: str, meshes: Meshes, steps: int, warmup: int, p
         "activations_gib": activation_bytes(trainer, data) / 2**30,
     }
     if profile:
-        step = partial(trainer.step, data, warmup + steps)
-        try:
-            outcome["breakdown_s"] = step_breakdown(step, outcome["step_time_s"], device)
-        except RuntimeError as error:  # what was measured is not to be lost
-            print(f"warning: {row}: no profile: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        outcome |= profiled(row, partial(trainer.step, data, warmup + steps), outcome["step_time_s"], device)
     return outcome
 
 

@@ -2,12 +2,20 @@
 
 Prompts have the rest of batch.seq_len, and are new at every step, so that none is found in a cache. Weights are those
 of the seed; no response ends early, and both libraries make the same number of tokens.
+
+tokens_per_sec_per_gpu counts new tokens over all of the time; decode_tokens_per_sec_per_gpu those that follow the
+first of each response (the first `rollout.steps` of them, which reach the host together), once all prompts have been
+computed: that time is first_tokens_s.
 """
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from statistics import median_high as median
 
 import torch
 
+from minitrain.bench.breakdown import profiled
 from minitrain.bench.flops import clean, flops_per_token
 from minitrain.bench.hardware import timed
 from minitrain.bench.measure import prepare, progress, result
@@ -17,13 +25,15 @@ from minitrain.errors import InputError
 from minitrain.parallel.mesh import start
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import SamplingParams
+from minitrain.rollout.scheduler import Sample
 from minitrain.training.build import build_model
 
 
-def measure_sampling(config: Config, row: str, steps: int, warmup: int, versus: bool) -> dict:
+def measure_sampling(config: Config, row: str, steps: int, warmup: int, versus: bool, profile: bool = False) -> dict:
     """Sample `warmup` + `steps` times and return one result row; all ranks call it, each for itself but for tp's.
 
-    tokens_per_sec_per_gpu counts new tokens. versus: in turns with transformers' generate.
+    versus: in turns with transformers' generate. profile: sample once more, for `breakdown_s` of one call of the
+    sampler's `step`, halfway through the responses.
     """
     length = config.batch.seq_len - config.rollout.max_tokens
     if length < 1:
@@ -34,23 +44,55 @@ def measure_sampling(config: Config, row: str, steps: int, warmup: int, versus: 
     meshes = start(config)
     device, matmul = prepare(config)
     sampler = Sampler(build_model(config, meshes), settings=config.rollout)
-    runs = [lambda prompts: sample(sampler, config, prompts)]
+    firsts = []
+    runs = [lambda prompts: firsts.append(sample(sampler, config, prompts))]
     if versus:
         theirs = transformers_model(config, device)
         runs.append(lambda prompts: sample_with_transformers(theirs, config, prompts))
     seconds = []
     for step in progress(warmup + steps, row):
-        generator = torch.Generator().manual_seed(step)
-        shape = config.batch.global_, length
-        prompts = torch.randint(config.model.config.vocab_size, shape, generator=generator)
+        prompts = make_prompts(config, length, step)
         seconds.append([timed(lambda run=run, prompts=prompts: run(prompts), device) for run in runs])
-    return figures(config, row, device, seconds[warmup:], matmul, length)
+    outcome = figures(config, row, device, seconds[warmup:], firsts[warmup:], matmul, length)
+    return outcome | (
+        profiled_halfway(sampler, config, row, make_prompts(config, length, warmup + steps)) if profile else {}
+    )
 
 
-def sample(sampler: Sampler, config: Config, prompts: torch.Tensor) -> None:
+def make_prompts(config: Config, length: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(config.model.config.vocab_size, (config.batch.global_, length), generator=generator)
+
+
+@contextmanager
+def submitted(sampler: Sampler, config: Config, prompts: torch.Tensor) -> Iterator[list[Sample]]:
+    """The samples of all prompts, while the sampler can take many steps; those that have not ended then are dropped."""
     rollout = config.rollout
     params = SamplingParams(rollout.temperature, max_tokens=rollout.max_tokens, n=config.grpo.group, seed=config.seed)
-    sampler.generate(prompts.tolist(), params)
+    samples = [x for number, prompt in enumerate(prompts.tolist()) for x in sampler.submit(prompt, params, number)]
+    with sampler.weights.in_use():
+        yield samples
+    sampler.cancel(*samples)
+
+
+def sample(sampler: Sampler, config: Config, prompts: torch.Tensor) -> tuple[float, int]:
+    """Sample to the end. Returns after how many seconds there were the first tokens, and how many."""
+    begin = time.perf_counter()
+    with submitted(sampler, config, prompts):
+        while not (news := sampler.step()):
+            pass
+        first = time.perf_counter() - begin
+        while sampler.busy:
+            sampler.step()
+    return first, sum(len(tokens) for _, tokens in news)
+
+
+def profiled_halfway(sampler: Sampler, config: Config, row: str, prompts: torch.Tensor) -> dict[str, dict]:
+    """See `profiled`: of a call of `step` when the first sample has half of its tokens."""
+    with submitted(sampler, config, prompts) as samples:
+        while 2 * len(samples[0].produced) < config.rollout.max_tokens:
+            sampler.step()
+        return profiled(row, sampler.step, timed(sampler.step, sampler.device), sampler.device)
 
 
 def sample_with_transformers(model, config: Config, prompts: torch.Tensor) -> None:
@@ -63,15 +105,25 @@ def sample_with_transformers(model, config: Config, prompts: torch.Tensor) -> No
     model.generate(prompts, attention_mask=mask, eos_token_id=None, pad_token_id=0, **count, **drawn)
 
 
-def figures(config: Config, row: str, device, seconds: list[list[float]], matmul: float, length: int) -> dict:
+def figures(
+    config: Config, row: str, device: torch.device, seconds: list[list[float]], firsts: list[tuple[float, int]],
+    matmul: float, length: int,
+) -> dict:  # fmt: skip
     """A prompt is computed once for its group; a forward pass is a third of what a training step computes."""
     ours, prompts, new = [each[0] for each in seconds], config.batch.global_, config.rollout.max_tokens
     produced = prompts * config.grpo.group * new
     tokens = produced / median(ours) / config.parallel.tp
     forward = flops_per_token(config.model.config, length + new, clean) / 3
     flops = forward * (prompts * length + produced) / produced
+    decoded = [
+        (produced - count) / (whole - first)
+        for whole, (first, count) in zip(ours, firsts, strict=True)
+        if count < produced
+    ]
     outcome = result(config, row, device, ours, matmul, tokens, flops, flops) | {
         "ratio": None,
+        "first_tokens_s": median([first for first, _ in firsts]),
+        "decode_tokens_per_sec_per_gpu": median(decoded) / config.parallel.tp if decoded else None,
         "prompt_tokens": prompts * length,
         "new_tokens": produced,
     }

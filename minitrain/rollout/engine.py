@@ -74,7 +74,7 @@ class Sampler:
                 samples += self.submit(*pair, number=number * alike)
             with self.weights.in_use():
                 while self.busy:
-                    self._step()
+                    self.step()
         except BaseException:  # an interrupt too must leave nothing queued
             self.cancel(*samples)
             raise
@@ -104,9 +104,18 @@ class Sampler:
 
     @torch.no_grad()
     def step(self) -> list[tuple[Sample, list[int]]]:
-        """Do a piece of the work that there is; returns which samples went on, and by which tokens."""
+        """Do a piece of the work that there is; returns which samples went on, and by which tokens.
+
+        Whoever takes many steps does so `with sampler.weights.in_use()`, as `generate` does: a step alone prepares the
+        model and puts it back.
+        """
         with self.weights.in_use():
-            return self._step()
+            work = self.scheduler.plan()
+            self.caches.copy(work.page_copies, work.slot_copies, self.device)
+            if work.chunks:
+                self._compute(work.chunks)
+                return []
+            return self._decode(work) if work.samples else []
 
     def cancel(self, *samples: Sample) -> None:
         """End samples, one or all that `submit` gave, between two steps; they keep what they have produced."""
@@ -148,15 +157,6 @@ class Sampler:
             raise RuntimeError("the sampler has unfinished requests: step until it is not busy, or cancel them")
 
     # ------------------------------------------------------------------------------------------------------ the work
-
-    @torch.no_grad()
-    def _step(self) -> list[tuple[Sample, list[int]]]:
-        work = self.scheduler.plan()
-        self.caches.copy(work.page_copies, work.slot_copies, self.device)
-        if work.chunks:
-            self._compute(work.chunks)
-            return []
-        return self._decode(work) if work.samples else []
 
     def _compute(self, chunks: list[tuple[Trunk, int]]) -> None:
         """Bring the next tokens of some prompts into the caches, all in one row."""

@@ -34,6 +34,7 @@ class Weights:
         self.joins = whole and can_join(device)
         self.packed: dict[object, Packed | None] = {}  # by owner, see `products`; None: better as they are
         self.groups: list[Group] = []
+        self.entered = False
 
     def refresh(self) -> None:
         """The weights have changed."""
@@ -41,9 +42,14 @@ class Weights:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
+        """Within itself it does nothing, so that many steps can share what it costs."""
+        if self.entered:
+            yield
+            return
         compiled = {block: block._compiled_call_impl for block in self.model.blocks}  # there is no public switch
         self.groups = [Group(self, linears) for linears in linears_by_input(self.model)] if self.packs else []
         joined = [module for module in self.model.modules() if join(module)] if self.joins else []
+        self.entered = True
         try:
             for block in compiled:
                 block._compiled_call_impl = None
@@ -53,6 +59,7 @@ class Weights:
                     linear.group, linear.number, linear.forward = group, number, MethodType(forward_in_group, linear)
             yield
         finally:
+            self.entered = False
             for block, call in compiled.items():
                 block._compiled_call_impl = call
             for group in self.groups:
