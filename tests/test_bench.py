@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from minitrain.bench.decoding import bytes_read, model_reads
 from minitrain.bench.flops import clean, flops_per_token, nemo_pretrain
 from minitrain.bench.measure import row_name, training_result
 from minitrain.bench.memory import working_memory
@@ -137,6 +138,10 @@ def test_bench_of_the_sampler_against_transformers(tmp_path):
     seconds, first = found["step_time_s"], found["first_tokens_s"]
     assert found["tokens_per_sec_per_gpu"] == pytest.approx(48 / seconds)
     assert found["decode_tokens_per_sec_per_gpu"] == pytest.approx((48 - 6) / (seconds - first)) and first > 0
+    config = load(config, settings)
+    read = sum(bytes_read(model_reads(config.model.config, 4), config.model.config, samples=6, context=20))
+    steps = found["decode_tokens_per_sec_per_gpu"] / 6
+    assert found["decode_mbu"] == pytest.approx(steps * read / found["memory_bytes_per_sec"])
     parts = found["breakdown_s"]
     assert parts["gemm"] > 0 and parts["attention"] > 0 and sum(parts.values()) < seconds - first
     assert "| first tokens s |" in done.stdout and "\nseconds: attention" in done.stdout

@@ -6,14 +6,13 @@ from statistics import NormalDist
 
 import pytest
 
+from minitrain.bench.decoding import Reads
 from minitrain.bench.layout import stated_ranks
 from minitrain.bench.rows import CONFIGS
 from minitrain.bench.simulate_policy import (
     SPREAD,
-    Shape,
     Stack,
     decoding_seconds,
-    decoding_shape,
     log_normal_location,
     refit_seconds,
     sampling_ranks,
@@ -26,7 +25,7 @@ from minitrain.models.zoo import model_config
 from minitrain.training.build import make_model
 from tests.test_timeline import SECOND
 
-SHAPE = Shape(shared=1000, expert=100, cache=2, heads=8)
+READS = Reads(shared=1000, expert=100, token=0.5, heads=8)  # in each of 4 layers
 
 
 def mean_of_cut_off(location: float, limit: float) -> float:
@@ -44,26 +43,19 @@ def test_lengths_have_the_published_mean(mean, limit):
 def test_a_decoding_step_reads_weights_and_caches():
     """A byte takes a second. Of 8 experts, of which a token chooses 2, three tokens miss each with (3/4)^3."""
     dense, experts = model_config("llama3-8b-tiny"), model_config("mixtral-8x7b-tiny")
-    assert decoding_seconds(SECOND, dense, SHAPE, samples=3, context=10, tp=1) == 1000 + 3 * 10 * 2
+    assert decoding_seconds(SECOND, dense, READS, samples=3, context=10, tp=1) == 1000 + 3 * 10 * 2
     assert (experts.num_experts, experts.num_experts_per_tok) == (8, 2)
     chosen = 8 * (1 - (3 / 4) ** 3)
-    assert decoding_seconds(SECOND, experts, SHAPE, 3, 10, tp=1) == pytest.approx(1060 + chosen * 100)
+    assert decoding_seconds(SECOND, experts, READS, 3, 10, tp=1) == pytest.approx(1060 + chosen * 100)
 
 
 def test_tensor_parallel_decoding_reads_less_and_exchanges_more_slowly_between_domains():
     model = model_config("llama3-8b-tiny")
     system = replace(SECOND, latency=2.0, far_latency=7.0)
     exchanges = 2 * model.num_layers  # after attention and after the MLP
-    assert decoding_seconds(system, model, SHAPE, 3, 10, tp=8) == 1060 / 8 + exchanges * 1.0
+    assert decoding_seconds(system, model, READS, 3, 10, tp=8) == 1060 / 8 + exchanges * 1.0
     caches = 60 / 8  # of 8 heads
-    assert decoding_seconds(system, model, SHAPE, 3, 10, tp=16) == 1000 / 16 + caches + exchanges * 7.0
-
-
-def test_what_decoding_reads_of_a_model():
-    """Llama 3.1 8B: 8.030 billion parameters, of which an embedding row a token; 8 heads of 128 in 32 layers."""
-    shape = decoding_shape(load(CONFIGS / "rl/llama3.1-8b-grpo-16gpu-onpolicy.yaml"))
-    assert shape.shared == pytest.approx(2 * (8.030e9 - 128256 * 4096), rel=1e-3)
-    assert (shape.expert, shape.cache, shape.heads) == (0, 2 * 32 * 2 * 8 * 128, 8)
+    assert decoding_seconds(system, model, READS, 3, 10, tp=16) == 1000 / 16 + caches + exchanges * 7.0
 
 
 def test_samplers_have_the_ranks_of_the_config_where_it_can_have_them():

@@ -3,9 +3,10 @@
 Prompts have the rest of batch.seq_len, and are new at every step, so that none is found in a cache. Weights are those
 of the seed; no response ends early, and both libraries make the same number of tokens.
 
-tokens_per_sec_per_gpu counts new tokens over all of the time; decode_tokens_per_sec_per_gpu those that follow the
-first of each response (the first `rollout.steps` of them, which reach the host together), once all prompts have been
-computed: that time is first_tokens_s.
+tokens_per_sec_per_gpu counts new tokens over all of the time, decode_tokens_per_sec_per_gpu those that follow the first
+of each response (`rollout.steps` of them, which reach the host together) over the time that follows first_tokens_s.
+decode_mbu is the share of the memory's rate at which decoding reads what it must: weights, and each sample's cache. It
+can be above 1 where samples share what they read of their prompt.
 """
 
 import time
@@ -16,8 +17,9 @@ from statistics import median_high as median
 import torch
 
 from minitrain.bench.breakdown import profiled
+from minitrain.bench.decoding import bytes_read, model_reads
 from minitrain.bench.flops import clean, flops_per_token
-from minitrain.bench.hardware import timed
+from minitrain.bench.hardware import measure_memory, timed
 from minitrain.bench.measure import prepare, progress, result
 from minitrain.bench.versus import transformers_model, versus_result
 from minitrain.config import Config
@@ -43,6 +45,7 @@ def measure_sampling(config: Config, row: str, steps: int, warmup: int, versus: 
         )
     meshes = start(config)
     device, matmul = prepare(config)
+    memory = measure_memory(device)
     sampler = Sampler(build_model(config, meshes), settings=config.rollout)
     firsts = []
     runs = [lambda prompts: firsts.append(sample(sampler, config, prompts))]
@@ -53,10 +56,12 @@ def measure_sampling(config: Config, row: str, steps: int, warmup: int, versus: 
     for step in progress(warmup + steps, row):
         prompts = make_prompts(config, length, step)
         seconds.append([timed(lambda run=run, prompts=prompts: run(prompts), device) for run in runs])
-    outcome = figures(config, row, device, seconds[warmup:], firsts[warmup:], matmul, length)
-    return outcome | (
-        profiled_halfway(sampler, config, row, make_prompts(config, length, warmup + steps)) if profile else {}
-    )
+    outcome = figures(config, row, device, seconds[warmup:], matmul, length)
+    totals, size = [each[0] for each in seconds[warmup:]], sampler.model.head_weight.dtype.itemsize
+    outcome |= decoding_figures(config, totals, firsts[warmup:], memory, size)
+    if profile:
+        outcome |= profiled_halfway(sampler, config, row, make_prompts(config, length, warmup + steps))
+    return outcome
 
 
 def make_prompts(config: Config, length: int, step: int) -> torch.Tensor:
@@ -105,26 +110,41 @@ def sample_with_transformers(model, config: Config, prompts: torch.Tensor) -> No
     model.generate(prompts, attention_mask=mask, eos_token_id=None, pad_token_id=0, **count, **drawn)
 
 
-def figures(
-    config: Config, row: str, device: torch.device, seconds: list[list[float]], firsts: list[tuple[float, int]],
-    matmul: float, length: int,
-) -> dict:  # fmt: skip
+def figures(config: Config, row: str, device, seconds: list[list[float]], matmul: float, length: int) -> dict:
     """A prompt is computed once for its group; a forward pass is a third of what a training step computes."""
     ours, prompts, new = [each[0] for each in seconds], config.batch.global_, config.rollout.max_tokens
     produced = prompts * config.grpo.group * new
     tokens = produced / median(ours) / config.parallel.tp
     forward = flops_per_token(config.model.config, length + new, clean) / 3
     flops = forward * (prompts * length + produced) / produced
-    decoded = [
-        (produced - count) / (whole - first)
-        for whole, (first, count) in zip(ours, firsts, strict=True)
-        if count < produced
-    ]
     outcome = result(config, row, device, ours, matmul, tokens, flops, flops) | {
         "ratio": None,
-        "first_tokens_s": median([first for first, _ in firsts]),
-        "decode_tokens_per_sec_per_gpu": median(decoded) / config.parallel.tp if decoded else None,
         "prompt_tokens": prompts * length,
         "new_tokens": produced,
     }
     return outcome | (versus_result("transformers", seconds) if len(seconds[0]) > 1 else {})
+
+
+def decoding_figures(
+    config: Config, totals: list[float], firsts: list[tuple[float, int]], memory: float, itemsize: int
+) -> dict[str, float]:
+    """Of what comes after the first tokens, if anything does.
+
+    totals: seconds. firsts: what `sample` returned. memory: bytes/s; itemsize: bytes of a weight.
+    """
+    samples, new = config.batch.global_ * config.grpo.group, config.rollout.max_tokens
+    rates = [
+        (samples * new - count) / (total - first)
+        for total, (first, count) in zip(totals, firsts, strict=True)
+        if count < samples * new
+    ]
+    outcome = {"first_tokens_s": median([first for first, _ in firsts])}
+    if not rates:
+        return outcome
+    model, tp, rows = config.model.config, config.parallel.tp, min(samples, config.rollout.slots)
+    read = sum(bytes_read(model_reads(model, itemsize), model, rows, config.batch.seq_len - new / 2, tp))
+    return outcome | {
+        "decode_tokens_per_sec_per_gpu": median(rates) / tp,
+        "decode_mbu": read * median(rates) / rows / memory,
+        "memory_bytes_per_sec": memory,
+    }

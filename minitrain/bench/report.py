@@ -51,6 +51,7 @@ def table(results: list[dict]) -> str:
         "tokens/s/GPU": [f"{r['tokens_per_sec_per_gpu']:,.0f}" for r in results],
         "first tokens s": [number(r.get("first_tokens_s"), ".3g") for r in results],
         "decoded tokens/s/GPU": [number(r.get("decode_tokens_per_sec_per_gpu"), ",.0f") for r in results],
+        "decode MBU": [number(r.get("decode_mbu"), ".1%") for r in results],
         "TFLOP/s": [f"{r['tflops_per_gpu']:.4g}" for r in results],
         "clean TFLOP/s": [f"{r['clean_tflops_per_gpu']:.4g}" for r in results],
         "MFU": [f"{r['mfu']:.1%}" for r in results],

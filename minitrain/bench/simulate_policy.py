@@ -19,6 +19,7 @@ import math
 import time
 from dataclasses import dataclass
 
+from minitrain.bench.decoding import Reads, bytes_read, model_reads
 from minitrain.bench.layout import row_ranks, stated_ranks
 from minitrain.bench.measure import rates
 from minitrain.bench.measure_policy import flops_of_token, published_lengths
@@ -44,17 +45,6 @@ class Stack:
     wake: float
     prepare: float
     far_step: float
-
-
-@dataclass
-class Shape:
-    """What decoding reads, in bf16: bytes of the weights that every token needs, of one expert over all layers, and of
-    a token's cache over all layers, which at most `heads` tensor-parallel ranks can share."""
-
-    shared: float
-    expert: float
-    cache: float
-    heads: int
 
 
 @dataclass
@@ -151,7 +141,8 @@ def waiting_seconds(config: Config, micro_batches: int, stack: Stack | None) -> 
 def generation_seconds(config: Config, system: System, stack: Stack | None) -> float:
     """Until every sampler has finished its share: the sum over decoding steps of what each reads."""
     tp, gpus = sampling_ranks(config), config.grpo.generation_ranks or stated_ranks(config)
-    rollouts, shape, model = rollouts_of(config), decoding_shape(config), config.model.config
+    rollouts, model = rollouts_of(config), config.model.config
+    reads = model_reads(model)
     samples, location = rollouts.responses * tp / gpus, log_normal_location(rollouts.mean, rollouts.limit)
     seconds, step = 0.0, max(1, rollouts.limit // 256)
     far = stack.far_step if stack and tp > system.domain else 0.0
@@ -160,7 +151,7 @@ def generation_seconds(config: Config, system: System, stack: Stack | None) -> f
         if left < 0.5 and position:  # the last sample has ended
             break
         context = rollouts.prompt + position
-        seconds += step * (decoding_seconds(system, model, shape, max(left, 1.0), context, tp) + far)
+        seconds += step * (decoding_seconds(system, model, reads, max(left, 1.0), context, tp) + far)
     return seconds
 
 
@@ -171,31 +162,14 @@ def sampling_ranks(config: Config) -> int:
 
 
 def decoding_seconds(
-    system: System, model: DecoderConfig, shape: Shape, samples: float, context: float, tp: int
+    system: System, model: DecoderConfig, reads: Reads, samples: float, context: float, tp: int
 ) -> float:
     """One token for each of `samples`, whose caches hold `context` tokens on average."""
-    touched = 0.0
-    if model.num_experts:
-        touched = model.num_experts * (1 - (1 - model.num_experts_per_tok / model.num_experts) ** samples)
-    weights = (shape.shared + touched * shape.expert) / tp
-    caches = samples * context * shape.cache / min(tp, shape.heads)
+    weights, caches = bytes_read(reads, model, samples, context, tp)
     exchange = system.latency / 2 if tp <= system.domain else system.far_latency  # near ones are single kernels
     exchanges = 2 * model.num_layers * exchange if tp > 1 else 0.0
     reading = weights / system.decode_weights + caches / system.decode_caches
     return reading / system.memory + exchanges + system.decode_step
-
-
-def decoding_shape(config: Config) -> Shape:
-    model = config.model.config
-    weights = make_model(config)
-    experts = sum(p.numel() for name, p in weights.named_parameters() if ".experts." in name and "shared" not in name)
-    embedding = model.vocab_size * model.hidden_size
-    shared = sum(p.numel() for p in weights.parameters()) - experts - embedding
-    if model.kv_lora_rank:
-        heads, cache = 1, model.kv_lora_rank + model.qk_rope_head_dim
-    else:
-        heads, cache = model.num_key_value_heads, 2 * model.num_key_value_heads * model.head_dim
-    return Shape(2 * shared, 2 * experts / max(1, model.num_experts), 2 * cache * model.num_layers, heads)
 
 
 def log_normal_location(mean: float, limit: int) -> float:
