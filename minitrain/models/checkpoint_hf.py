@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from minitrain.models import checkpoint_gpt2, checkpoint_wan
 from minitrain.models.config_hf import config_to_hf, read_config, read_json
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.models.layouts_hf import Piece, Slices, is_ignored, pieces, to_stored
+from minitrain.models.layouts_hf import Piece, Slices, is_ignored, pieces, stored_name, to_stored
 from minitrain.models.lora import is_adapter
 from minitrain.models.tensor_files import open_tensors, read_headers
 from minitrain.models.wan import Wan, WanConfig
@@ -31,7 +32,6 @@ from minitrain.models.zoo import empty_model
 
 STEMS = ("model", checkpoint_wan.STEM)  # of weight files: transformers', diffusers'
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-FP32 = ("e_score_correction_bias", ".A_log", ".D", ".dt_bias")  # ends of names that are stored so, whatever the others
 
 
 def load_pretrained(path: str | Path, dtype: torch.dtype | None = None, device=None) -> Decoder | Wan:
@@ -42,7 +42,7 @@ def load_pretrained(path: str | Path, dtype: torch.dtype | None = None, device=N
     """
     config = read_any_config(path)
     weights = find_weights(config, path)
-    dtype = dtype or _stored_dtype(Path(path), weights.stored)
+    dtype = dtype or _stored_dtype(Path(path), weights)
     model = empty_model(config).to(dtype).to_empty(device=device or "cpu")
     _read_into(model, weights, all_of)
     return model
@@ -72,7 +72,8 @@ def save_pretrained(
             raise InputError("original_names=True is for Wan models: others have one spelling")
         settings = checkpoint_wan.config_to_original_json(model.config)
         tensors = ((checkpoint_wan.original_name(name), parameter) for name, parameter in model.named_parameters())
-        _write_checkpoint(tensors, settings, checkpoint_wan.STEM, dtype, path, max_shard_bytes)
+        fp32 = kept_in_fp32(model.config, checkpoint_wan.original_name)
+        _write_checkpoint(tensors, settings, checkpoint_wan.STEM, dtype, fp32, path, max_shard_bytes)
     else:
         save_tensors(model.state_dict().items(), model.config, dtype, path, max_shard_bytes)
 
@@ -212,12 +213,12 @@ def _check_places(stored: dict[str, StoredTensor], needed: set[str], config: Dec
             raise InputError(f"{tensor.file}: tensor {key} has no place in the model that config.json describes")
 
 
-def _stored_dtype(path: Path, stored: dict[str, StoredTensor]) -> torch.dtype:
+def _stored_dtype(path: Path, weights: Weights) -> torch.dtype:
     raw = read_json(path / "config.json")
     name = raw.get("dtype") or raw.get("torch_dtype")
     if name is None:
-        embedding = stored.get("model.embed_tokens.weight") or stored.get("patch_embedding.weight")
-        return DTYPES.get(embedding.dtype if embedding else "", torch.float32)
+        embedding = next(iter(weights.sources.values()))[0]
+        return DTYPES.get(weights.stored[next(iter(embedding.needs))].dtype, torch.float32)
     known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
     if not isinstance(name, str) or name not in known:
         raise InputError(f"{path / 'config.json'}: dtype {name!r} is not supported (known: {', '.join(known)})")
@@ -234,26 +235,36 @@ def save_tensors(
     path: str | Path,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write full tensors, named as the model's parameters, as a Hugging Face checkpoint in `dtype`.
+    """Write full tensors, named as the model's parameters, as a Hugging Face checkpoint in `dtype`, but for what the
+    model keeps in fp32.
 
     `tensors` is consumed lazily, and each shard leaves memory as soon as it is full. The folder keeps what it had until
     everything is on disk; config.json comes last, so a folder that has one is complete.
     """
     if isinstance(config, WanConfig):
         settings, stem = checkpoint_wan.config_to_json(config), checkpoint_wan.STEM
-        tensors = ((checkpoint_wan.diffusers_name(name), x) for name, x in tensors)
+        spell = checkpoint_wan.diffusers_name
+        tensors = ((spell(name), x) for name, x in tensors)
     else:
         settings, stem = config_to_hf(config, dtype), STEMS[0]
+        spell = partial(stored_name, family=config.family)
         if config.family == "gpt2":
             tensors = checkpoint_gpt2.to_stored(tensors)
         else:
             tensors = (pair for name, x in tensors for pair in to_stored(name, x, config))
-    _write_checkpoint(tensors, settings, stem, dtype, path, max_shard_bytes)
+    _write_checkpoint(tensors, settings, stem, dtype, kept_in_fp32(config, spell), path, max_shard_bytes)
+
+
+def kept_in_fp32(config: DecoderConfig | WanConfig, spell: Callable[[str], str]) -> set[str]:
+    """The stored names of what the config's model has in fp32 whatever the rest is cast to. spell: ours -> theirs."""
+    tensors = empty_model(config).to(torch.bfloat16).state_dict()
+    return {spell(name) for name, tensor in tensors.items() if tensor.dtype == torch.float32}
 
 
 def _write_checkpoint(
-    tensors: Iterable[tuple[str, Tensor]], settings: dict, stem: str, dtype: torch.dtype, path: str | Path, limit: int
-) -> None:
+    tensors: Iterable[tuple[str, Tensor]], settings: dict, stem: str, dtype: torch.dtype, fp32: set[str],
+    path: str | Path, limit: int,
+) -> None:  # fmt: skip
     folder = Path(path)
     work = folder / ".incomplete"
     shutil.rmtree(work, ignore_errors=True)
@@ -262,7 +273,7 @@ def _write_checkpoint(
     except OSError as error:
         raise InputError(f"{folder} cannot be written: {error}") from None
     try:
-        weight_map, total_size = _write_shards(tensors, dtype, work, stem, limit)
+        weight_map, total_size = _write_shards(tensors, dtype, fp32, work, stem, limit)
         if len(set(weight_map.values())) > 1:
             index = dict(metadata=dict(total_size=total_size), weight_map=weight_map)
             _write_json(work / _single_and_index(stem)[1], index)
@@ -273,7 +284,7 @@ def _write_checkpoint(
 
 
 def _write_shards(
-    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, work: Path, stem: str, limit: int
+    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, fp32: set[str], work: Path, stem: str, limit: int
 ) -> tuple[dict[str, str], int]:
     """Files of at most `limit` bytes (a larger tensor stands alone). Returns each tensor's file and the total bytes."""
     shards, shard, size, total_size = [], {}, 0, 0
@@ -284,7 +295,8 @@ def _write_shards(
         shard.clear()
 
     for name, tensor in tensors:
-        tensor = tensor.detach().to("cpu", torch.float32 if name.endswith(FP32) else dtype).contiguous()
+        tensor = tensor.detach().to("cpu", torch.promote_types(dtype, torch.float32) if name in fp32 else dtype)
+        tensor = tensor.contiguous()
         if shard and size + tensor.nbytes > limit:
             flush()
             size = 0

@@ -20,7 +20,7 @@ class KeepsFP32(nn.Module):
     def _apply(self, fn, recurse=True):
         def keep(tensor: Tensor) -> Tensor:
             changed = fn(tensor)
-            return changed if changed.dtype.itemsize >= tensor.dtype.itemsize else tensor.to(changed.device)
+            return changed if changed.dtype.itemsize >= 4 else tensor.to(changed.device, torch.float32)
 
         return super()._apply(keep, recurse)
 

@@ -61,6 +61,18 @@ def test_dtype_is_that_of_most_tensors_unless_given(tmp_path):
         assert model.blocks[0].norm2.weight.dtype == model.adaln.scale_shift_table.dtype == torch.float32
 
 
+@pytest.mark.parametrize("original", [False, True])
+def test_what_a_bf16_model_keeps_in_fp32_is_stored_in_fp32(original, tmp_path):
+    ours = Wan(CONFIGS["t2v"]).to(torch.bfloat16)
+    save_pretrained(ours, tmp_path, original_names=original)
+    again = load_pretrained(tmp_path, torch.bfloat16)
+    for (name, tensor), found in zip(ours.state_dict().items(), again.state_dict().values(), strict=True):
+        assert found.dtype == tensor.dtype and torch.equal(found, tensor), name
+    if not original:
+        theirs = WanTransformer3DModel.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
+        assert_same_tensors(theirs.state_dict(), ours.state_dict())
+
+
 ORIGINALS = {
     "wan2.1 t2v": CONFIGS["t2v"],
     "wan2.1 i2v": dataclasses.replace(CONFIGS["i2v"], image_dim=1280),

@@ -166,6 +166,26 @@ def test_numbers_that_small_steps_add_up_in_are_stored_in_fp32(tmp_path):
     assert reload(tmp_path).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_casts_there_and_back(dtype):
+    """What is kept in fp32 goes up with the rest, and down again to fp32."""
+    ours = initial_twin("nemotron3-nano-30b-a3b-tiny").double()
+    dynamics = ours.model.layers["0"].mamba.dynamics
+    assert dynamics.A_log.dtype == torch.float64
+    ours.to(dtype)
+    assert {parameter.dtype for parameter in dynamics.parameters()} == {torch.float32}
+    assert ours(random_tokens(1, 8)).dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["nemotron3-nano-30b-a3b-tiny", "gpt3-175b-tiny"])
+def test_dtype_is_the_embeddings_where_config_json_has_none(name, tmp_path):
+    save_pretrained(initial_twin(name).to(torch.bfloat16), tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    del settings["torch_dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert load_pretrained(tmp_path).head_weight.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("name", ["nemotron3-nano-30b-a3b", "nemotron3-super-120b-a12b", "gpt3-175b"])
 def test_models_of_the_zoo_can_be_saved(name, tmp_path):
     """transformers builds the tiny twin from what we write, and computes what it computes."""
