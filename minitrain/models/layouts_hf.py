@@ -86,7 +86,9 @@ def pieces(
 
 def mamba_parts(name: str, config: DecoderConfig | WanConfig) -> list[int] | None:
     """Of what the rows of a parameter consist that the hub has in another order (see mamba.py); None if it does not."""
-    return config.mamba.parts(name) if ".mamba." in name else None
+    if ".mamba.in_proj." in name:
+        return config.mamba.projected
+    return config.mamba.convolved if ".mamba.conv1d." in name else None
 
 
 def expert_key(name: str, family: str, expert: int, part: str) -> str:

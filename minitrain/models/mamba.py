@@ -63,12 +63,6 @@ class MambaShape:
         """Channels of the convolution: x, B, C."""
         return [self.width, self.groups * self.state, self.groups * self.state]
 
-    def parts(self, name: str) -> list[int] | None:
-        """Of what the rows of the decoder's parameter `name` consist, if they are ordered by group; else None."""
-        if ".mamba.in_proj." in name:
-            return self.projected
-        return self.convolved if ".mamba.conv1d." in name else None
-
     def rows(self, parts: list[int]) -> list[tuple[int, int, int]]:
         """`by_group` as ranges of rows that stay together: (first row after, first row before, how many)."""
         found, after = [], 0
@@ -121,7 +115,7 @@ State = tuple[Tensor, Tensor]  # the last taps - 1 inputs of the convolution, an
 class Mamba2(nn.Module):
     """out_proj(norm(scan(silu(conv([x B C])), dt) * silu(z))), all of z, x, B, C, dt from in_proj."""
 
-    def __init__(self, hidden: int, shape: MambaShape, norm_eps: float = 1e-5):
+    def __init__(self, hidden: int, shape: MambaShape, norm_eps: float):
         super().__init__()
         self.shape = shape
         channels = sum(shape.convolved)

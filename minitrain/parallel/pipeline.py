@@ -95,7 +95,7 @@ class Pipeline(nn.Module):
         super().__init__()
         self.stages = nn.ModuleDict({str(number): stage for number, stage in sorted(stages.items())})
         self.config = next(iter(stages.values())).config
-        self.mesh, self.group, self.rank = mesh, mesh.get_group(), mesh.get_local_rank()
+        self.group, self.rank = mesh.get_group(), mesh.get_local_rank()
         self.tp, self.dtype = tp, dtype
         self.count = len(stages) * mesh.size()
         self.ranks = [rank_of(number, mesh.size(), schedule in V_SHAPED) for number in range(self.count)]
