@@ -134,6 +134,8 @@ def _validate_lora(config: "Config") -> None:
     if not 0 <= lora.dropout < 1:
         raise InputError(f"lora.dropout={lora.dropout} must be at least 0 and below 1")
     refuse_gpt2(config.model.config)
+    if speed := getattr(config.model.config, "bias_update_speed", 0):
+        raise InputError(f"model.bias_update_speed={speed}: lora freezes the model, no adapter has the bias (use 0)")
     adapter_shapes(config.model.config, lora)  # says which targets the model has not
 
 

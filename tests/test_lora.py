@@ -157,6 +157,15 @@ def test_hooks_of_adapted_linears_run():
     assert len(seen) == 2
 
 
+def test_backward_hooks_of_adapted_linears_run():
+    model, tokens = adapted()
+    seen, linear = [], model.blocks[1].mlp.up_proj
+    linear.register_full_backward_pre_hook(lambda module, gradients: seen.append("pre"))
+    linear.register_full_backward_hook(lambda module, *gradients: seen.append("post"))
+    model(tokens).sum().backward()
+    assert seen == ["pre", "post"]
+
+
 @pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.gpu)])
 def test_compiled_backward_passes_drop_the_same(backend):
     """The compiler draws nothing again: it keeps a number per row and column, and multiplies them anew."""
@@ -239,6 +248,12 @@ def test_targets():
 def test_mistakes(lora, line):
     with pytest.raises(InputError, match=line):
         from_dict(TREE | {"lora": lora})
+
+
+def test_the_selection_bias_is_frozen_too():
+    model = {"name": "deepseek-v3-tiny", "bias_update_speed": 0.1}
+    with pytest.raises(InputError, match="bias_update_speed=0.1: lora freezes the model"):
+        from_dict({"model": model, "batch": {"seq_len": 64}, "lora": {}})
 
 
 def test_gpt3_is_refused():

@@ -181,7 +181,8 @@ def project(linears: list[nn.Linear], x: Tensor) -> list[Tensor]:
 
 def has_only_update(linear: nn.Linear) -> bool:
     """Does calling it run no hook but `add_update`?"""
-    return len(linear._forward_hooks) == 1 and not linear._forward_pre_hooks
+    others = linear._forward_pre_hooks or linear._backward_pre_hooks or linear._backward_hooks
+    return len(linear._forward_hooks) == 1 and not others
 
 
 def expand(linear: nn.Linear, inner: Tensor) -> Tensor:
