@@ -409,6 +409,8 @@ def test_no_tensor_of_tokens_by_experts_by_channels():
         ("llama3-8b", dict(mlp="clamped_swiglu"), "mlp='clamped_swiglu' is not one of"),
         ("llama3-8b", dict(sliding_window=-1), "sliding_window=-1 must be at least 0"),
         ("gpt-oss-20b", dict(first_k_dense_replace=1), "mlp=clamped_swiglu is for experts only"),
+        ("gpt-oss-20b", dict(num_layers=4, layer_pattern="*E-E"), "mlp=clamped_swiglu is for experts only"),
+        ("deepseek-v3", dict(routed_scaling_factor=-1.0), "routed_scaling_factor=-1.0 must be at least 0"),
         ("deepseek-v3", dict(n_group=3), "n_group=3 does not divide num_experts=256"),
         ("deepseek-v3", dict(n_group=256), "n_group=256 leaves 1 of num_experts=256 to a group"),
         ("deepseek-v3", dict(topk_group=9), "topk_group=9 must be between 1 and n_group=8"),

@@ -96,7 +96,7 @@ class DecoderConfig:
                       "sliding_window", *LATENT):  # fmt: skip
             check_size(field, getattr(self, field), least=0)
         for field in ("norm_eps", "initializer_range", "time_step_min", "first_k_dense_replace", "bias_update_speed",
-                      "router_aux_loss_coef"):  # fmt: skip
+                      "router_aux_loss_coef", "routed_scaling_factor"):  # fmt: skip
             if getattr(self, field) < 0:
                 raise InputError(f"model.{field}={getattr(self, field)} must be at least 0")
         if self.rope_theta <= 1:
@@ -161,8 +161,8 @@ class DecoderConfig:
                 raise InputError(f"model.{field}={size} must be a multiple of 8 for grouped matrix products")
         if self.scoring_func not in ("softmax", "sigmoid"):
             raise InputError(f"model.scoring_func={self.scoring_func!r} is not one of softmax, sigmoid")
-        if self.mlp not in MLPS and self.first_k_dense_replace:
-            raise InputError(f"model.mlp={self.mlp} is for experts only: it needs first_k_dense_replace=0")
+        if self.mlp not in MLPS and (self.first_k_dense_replace or "-" in self.layer_pattern):
+            raise InputError(f"model.mlp={self.mlp} is for experts only: it needs first_k_dense_replace=0, no layer -")
         self._check_groups()
 
     def _check_groups(self):
