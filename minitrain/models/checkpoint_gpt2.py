@@ -48,6 +48,11 @@ def to_gpt2_keys(settings: dict) -> dict:
     return {KEYS.get(key, key): value for key, value in settings.items() if key not in DERIVED}
 
 
+def full_name(key: str) -> str:
+    """A stored tensor's name as transformers writes it; the files that OpenAI's weights are in lack the first part."""
+    return key if key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
+
+
 def stored_name(name: str) -> str:
     """In which tensor our parameter `name` is; q, k and v are in the same one."""
     for ours, theirs in NAMES.items():

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from minitrain.errors import InputError
 from minitrain.models import checkpoint_gpt2, checkpoint_wan
-from minitrain.models.config_hf import config_to_hf, read_config, read_json
+from minitrain.models.config_hf import config_from_hf, config_to_hf, read_json
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layouts_hf import Piece, Slices, is_ignored, pieces, stored_name, to_stored
@@ -54,7 +54,7 @@ def read_any_config(path: str | Path) -> DecoderConfig | WanConfig:
     raw = read_json(file)
     if checkpoint_wan.is_wan(raw):
         return checkpoint_wan.config_from_json(raw, file, stored_tensors(_weight_files(Path(path))))
-    return read_config(path)
+    return config_from_hf(raw, file)
 
 
 def save_pretrained(
@@ -112,6 +112,8 @@ def find_weights(config: DecoderConfig | WanConfig, path: str | Path) -> Weights
     everything = empty_model(config).state_dict()
     if isinstance(config, WanConfig):
         stored = checkpoint_wan.rename_to_ours(stored, everything)
+    if config.family == "gpt2":
+        stored = {checkpoint_gpt2.full_name(key): tensor for key, tensor in stored.items()}
     dtypes = {key: tensor.dtype for key, tensor in stored.items()}
     sources, needed = {}, set()
     for name, tensor in everything.items():

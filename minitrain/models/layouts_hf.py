@@ -115,12 +115,14 @@ def to_stored(name: str, tensor: Tensor, config: DecoderConfig) -> Iterator[tupl
 
 
 def is_ignored(key: str, config: DecoderConfig) -> bool:
-    """Stored tensors without a place here: multi-token prediction (layers after the last), old tables, a tied head."""
+    """Stored tensors without a place here: multi-token prediction (layers after the last), old tables and masks, a tied
+    head."""
     layer = re.match(r"model\.layers\.(\d{1,9})\.", key) if config.family == "deepseek_v3" else None
     predicts_more = bool(layer) and int(layer[1]) >= config.num_layers
     predicts_more |= config.family == "nemotron_h" and key.startswith("mtp.")
     tied_head = config.tie_word_embeddings and key == "lm_head.weight"
-    return predicts_more or tied_head or key.endswith(".rotary_emb.inv_freq")
+    causal_mask = config.family == "gpt2" and key.endswith((".attn.bias", ".attn.masked_bias"))
+    return predicts_more or tied_head or causal_mask or key.endswith(".rotary_emb.inv_freq")
 
 
 # ------------------------------------------------------------------------------------------------------ single tensors

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, NemotronHConfig
 
 from minitrain import InputError, load_pretrained, save_pretrained
@@ -219,6 +219,17 @@ def test_configs_that_the_decoder_cannot_compute(family, changes, parts, tmp_pat
         read_config(tmp_path)
     for part in [str(tmp_path / "config.json"), *parts]:
         assert part in str(caught.value)
+
+
+def test_gpt2_as_openai_published_it(tmp_path):
+    """Without the first part of the names, and with the causal mask as a tensor of each layer."""
+    theirs, tokens = build("gpt2"), random_tokens(1, 20)
+    tensors = {name: tensor.contiguous() for name, tensor in theirs.transformer.state_dict().items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+    theirs.save_pretrained(tmp_path)
+    expected = load_pretrained(tmp_path)(tokens)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(load_pretrained(tmp_path)(tokens), expected)
 
 
 def test_gpt2_defaults(tmp_path):
