@@ -269,7 +269,7 @@ class Experts(nn.Module):
 
     def __init__(self, num_experts: int, hidden: int, intermediate: int, mlp: str, bias: bool):
         super().__init__()
-        self.num_experts, self.gated = num_experts, None if mlp == "relu2" else GATED[mlp]
+        self.num_experts, self.gated = num_experts, GATED.get(mlp)
         self.first = "gate_up_proj" if self.gated else "up_proj"
         width = 2 * intermediate if self.gated else intermediate
         for name, out, into in ((self.first, width, hidden), ("down_proj", hidden, intermediate)):
