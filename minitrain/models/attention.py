@@ -66,8 +66,13 @@ def make_mask(
 
     rows = 1 if documents is None else len(documents)
     queries = length if places is None else len(places)
+    return Mask(causal, allowed_pairs(allows, rows, queries, length, device))
+
+
+def allowed_pairs(allows: Callable, rows: int, queries: int, keys: int, device: torch.device) -> Tensor | BlockMask:
+    """allows(row, head, query, key), with tensors of numbers: bool. Returns what a `Mask` has for this device."""
     build = block_pairs if device.type == "cuda" else dense_pairs
-    return Mask(causal, build(allows, rows, queries, length, device))
+    return build(allows, rows, queries, keys, device)
 
 
 def dense_pairs(allows: Callable, rows: int, queries: int, keys: int, device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minitrain.models.attention import Mask, block_pairs, dense_pairs
+from minitrain.models.attention import Mask, allowed_pairs
 
 THETA = 10000.0  # of the rotations and of the timestep's sinusoids
 
@@ -36,7 +36,7 @@ def unpatchify(x: Tensor, grid: tuple[int, int, int], patch: tuple[int, int, int
     return pieces.reshape(len(x), -1, frames, height, width)
 
 
-def rotary_tables(grids: list[tuple[int, int, int]], head_dim: int, device=None) -> tuple[Tensor, Tensor]:
+def rotary_tables(grids: list[tuple[int, int, int]], head_dim: int, device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of all tokens of some videos in a row, for `rotate_pairs`, fp32: 2 x [1, tokens, 1, head_dim].
 
     A pair of channels has twice the same cosine, and the sine with both signs.
@@ -46,7 +46,7 @@ def rotary_tables(grids: list[tuple[int, int, int]], head_dim: int, device=None)
     return torch.stack([cos, cos], -1).flatten(1)[None, :, None], torch.stack([-sin, sin], -1).flatten(1)[None, :, None]
 
 
-def grid_angles(grid: tuple[int, int, int], head_dim: int, device=None) -> Tensor:
+def grid_angles(grid: tuple[int, int, int], head_dim: int, device) -> Tensor:
     """fp64 [tokens, head_dim / 2]: what each pair of channels turns by at each token.
 
     A third of the pairs, rounded down, turns with the row and as many with the column, the rest with the frame.
@@ -106,7 +106,6 @@ def make_pack(documents: Tensor, held: Tensor, text: Tensor, image: Tensor | Non
         def allows(row, head, query, key):
             return documents[row, query] == key // tokens
 
-        build = block_pairs if documents.is_cuda else dense_pairs
-        return Mask(False, build(allows, 1, documents.shape[1], videos * tokens, documents.device))
+        return Mask(False, allowed_pairs(allows, 1, documents.shape[1], videos * tokens, documents.device))
 
     return Pack(held, see_own(text), None if image is None else see_own(image))

@@ -37,15 +37,13 @@ def shard(model: Module, blocks: list[Module], mesh: DeviceMesh, compute_dtype: 
         block are a unit of their own.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    if mesh["dp_replicate"].size() == 1:
-        mesh = mesh["dp_shard"]
+    mesh = without_single_copy(mesh)
     holders = [module for module in model.modules() if isinstance(module, KeepsFP32)]
     if holders:
         fully_shard(holders, mesh=mesh, mp_policy=replace(policy, param_dtype=None), reshard_after_forward=False)
     units = []  # of each block: itself and, if they are a unit of their own, its experts
     for block in blocks:
-        split = for_experts is not None
-        stacks = [module for module in block.modules() if split and isinstance(module, Experts)]
+        stacks = [] if for_experts is None else [module for module in block.modules() if isinstance(module, Experts)]
         for experts in stacks:
             shard_experts(experts, block, for_experts, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
@@ -64,13 +62,18 @@ def shard(model: Module, blocks: list[Module], mesh: DeviceMesh, compute_dtype: 
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
 
 
+def without_single_copy(mesh: DeviceMesh) -> DeviceMesh:
+    """Of a mesh with dp_replicate and dp_shard, what FSDP is to know: where there is one copy, the shards alone."""
+    return mesh["dp_shard"] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", "dp_shard"]
+
+
 def shard_experts(experts: Module, block: Module, mesh: DeviceMesh, **options) -> None:
     """Shard stacks [experts, ...], whose first dimension is split already, along another.
 
     They are gathered and freed with the block around them, not when they run: that is inside of what is compiled, and
     of what is recomputed, where the hooks of FSDP would break both.
     """
-    mesh = mesh["dp_shard"] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", "dp_shard"]
+    mesh = without_single_copy(mesh)
     ranks = mesh.size(-1)
     fully_shard(experts, mesh=mesh, shard_placement_fn=lambda parameter: widest_dimension(parameter, ranks), **options)
     state = experts._get_fsdp_state()  # no public name says on which module the hooks are
