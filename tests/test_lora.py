@@ -19,7 +19,7 @@ from minitrain.bench.versus import peft_rival, versus
 from minitrain.config import from_dict, to_dict
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
-from minitrain.models.lora import Lora, add_adapters, drop, is_adapter, merge_adapters
+from minitrain.models.lora import Lora, add_adapters, drop, is_adapter, merge_adapters, merged
 from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import start
 from minitrain.parallel.recompute import recompute
@@ -250,6 +250,38 @@ def test_mistakes(lora, line):
         from_dict(TREE | {"lora": lora})
 
 
+def test_one_set_of_adapters_at_a_time():
+    """A second set beside the first would be added to it, unseen."""
+    model, tokens = adapted()
+    with pytest.raises(InputError, match="has adapters already"):
+        add_adapters(model, Lora())
+    merge_adapters(model)
+    expected = model(tokens)
+    add_adapters(model, Lora(rank=4))
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            torch.nn.init.zeros_(parameter)
+    assert torch.equal(model(tokens), expected)
+
+
+@pytest.mark.parametrize("name", ["llama3-8b-tiny", "mixtral-8x7b-tiny"])
+def test_a_model_is_saved_when_its_adapters_are_merged(name, tmp_path):
+    model, tokens = adapted({"targets": ["q_proj", "experts.down_proj"][: 2 if "x" in name else 1]}, model=name)
+    with pytest.raises(InputError, match="use merge_adapters first"):
+        save_pretrained(model, tmp_path)
+    merge_adapters(model)
+    save_pretrained(model, tmp_path)
+    assert torch.equal(load_pretrained(tmp_path)(tokens), model(tokens))
+
+
+def test_merged_weights_are_rounded_once():
+    weight, a, b = (torch.randn(4, 4, dtype=torch.float64) for _ in range(3))
+    for dtype in (torch.float64, torch.bfloat16):
+        found = merged(weight.to(dtype), a.float(), b.float(), Lora(rank=4, alpha=4.0))
+        exact = weight.to(dtype).double() + b.float().double() @ a.float().double()
+        torch.testing.assert_close(found, exact.to(dtype), rtol=0 if dtype == torch.bfloat16 else 1e-12, atol=0)
+
+
 def test_the_selection_bias_is_frozen_too():
     model = {"name": "deepseek-v3-tiny", "bias_update_speed": 0.1}
     with pytest.raises(InputError, match="bias_update_speed=0.1: lora freezes the model"):
@@ -323,11 +355,11 @@ def train_export_and_resume(folder):
 def test_from_training_to_a_merged_model(pool, tmp_path, capsys):
     pool.run(1, train_export_and_resume, tmp_path)
     folders = {name: str(tmp_path / name) for name in ("base", "whole", "out")}
-    base, merged = load_pretrained(tmp_path / "base"), load_pretrained(tmp_path / "out")
+    base, result = load_pretrained(tmp_path / "base"), load_pretrained(tmp_path / "out")
     stored = load_file(tmp_path / "whole" / "adapter_model.safetensors")
     name = "model.layers.1.mlp.up_proj"
     a, b = (stored[f"base_model.model.{name}.lora_{letter}.weight"] for letter in "AB")
-    change = merged.get_parameter(name + ".weight") - base.get_parameter(name + ".weight")
+    change = result.get_parameter(name + ".weight") - base.get_parameter(name + ".weight")
     assert change.norm() > 0
     torch.testing.assert_close(change, 32 / 4 * b @ a, atol=1e-6, rtol=0)
     words = ["--prompt", "ab", "--temperature", "0", "--max-tokens", "8", "--device", "cpu"]

@@ -64,8 +64,10 @@ def save_pretrained(
     for Wan, `diffusers.WanTransformer3DModel`, or, with `original_names`, Wan's own code.
 
     An older checkpoint in the folder is replaced; other files (a tokenizer's) stay. Raises InputError for a config that
-    the family's architecture in transformers cannot express.
+    the family's architecture in transformers cannot express, and for a model with adapters.
     """
+    if any(map(is_adapter, model.state_dict())):
+        raise InputError("a model with adapters cannot be saved as one model (use merge_adapters first)")
     dtype = next(model.parameters()).dtype
     if original_names:
         if not isinstance(model, Wan):

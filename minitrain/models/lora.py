@@ -61,7 +61,12 @@ class Lora:
 
 
 def add_adapters(model: nn.Module, lora: Lora) -> None:
-    """Freeze `model` in place and give it adapters, without values if it is on the meta device."""
+    """Freeze `model` in place and give it adapters, without values if it is on the meta device.
+
+    Raises InputError for a model that has some: both would be added.
+    """
+    if any(is_adapter(name) for name, _ in model.named_parameters()):
+        raise InputError("lora: the model has adapters already (use merge_adapters first, or a fresh model)")
     model.requires_grad_(False)
     for module, name in find_targets(model, lora.targets).values():
         weight = getattr(module, name)
@@ -262,4 +267,5 @@ def merge_adapters(model: nn.Module) -> None:
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, lora: Lora) -> Tensor:
     """W + scale B A, rounded once, to W's type."""
-    return (weight.float() + lora.scale * (b.float() @ a.float())).to(weight.dtype)
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return (weight.to(wide) + lora.scale * (b.to(wide) @ a.to(wide))).to(weight.dtype)
