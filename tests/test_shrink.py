@@ -94,6 +94,16 @@ def test_run(tmp_path):
     assert "(shrunk)" in done.stdout and "leaked" not in done.stderr
 
 
+def test_a_row_of_grpo_samples_and_trains(tmp_path):
+    result, row = tmp_path / "rows.jsonl", ROOT / "configs/rl/llama3.1-8b-grpo-16gpu-onpolicy.yaml"
+    sizes = ["grpo.overlong_buffer=512", "grpo.mock_digits=1000", "rollout.pages=1"]
+    done = bench("--config", row, "--json", result, *sizes)
+    assert done.returncode == 0, done.stderr
+    (outcome,) = map(json.loads, result.read_text().splitlines())
+    assert (outcome["mode"], outcome["world_size"], outcome["ratio"]) == ("shrunk", 4, None)
+    assert outcome["response_tokens"] <= 8 and min(outcome[f"{name}_s"] for name in ("generation", "training")) > 0
+
+
 @pytest.mark.parametrize("words, line", [
     (["parallel.tp=3"], "error: .*tp=3"),
     (["--versus", "transformers"], "error: --shrink starts its own processes"),

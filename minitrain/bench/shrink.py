@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from minitrain.bench.layout import stated_ranks, training_ranks
 from minitrain.bench.measure import measure
+from minitrain.bench.measure_policy import measure_policy
 from minitrain.config import Batch, Config, Data, Model, Parallel, Validation
 from minitrain.config_checks import check_layout, validate
 from minitrain.errors import InputError
@@ -86,12 +87,21 @@ def shrink_model(shape: DecoderConfig | WanConfig, parallel: Parallel) -> Decode
 
 
 def shrink_rollouts(config: Config) -> Config:
-    """Pairs of short responses, one optimizer step's worth; if some ranks only sample, as many as train."""
+    """Pairs of short responses to short prompts, one optimizer step's worth, whatever the row's lengths; if some ranks
+    only sample, as many as train."""
     shared = {"tp": min(config.rollout.tp, 2), "ep": min(config.rollout.ep, 2)}
-    rollout = dataclasses.replace(config.rollout, **shared, max_tokens=8, slots=8, page_size=16)
-    sampling = training_ranks(config) if config.grpo.generation_ranks else 0
-    grpo = dataclasses.replace(config.grpo, prompts=config.batch.global_, group=2, generation_ranks=sampling)
-    return dataclasses.replace(config, rollout=rollout, grpo=grpo)
+    rollout = dataclasses.replace(config.rollout, **shared, max_tokens=8, slots=8, page_size=16, pages=0)
+    grpo = dataclasses.replace(
+        config.grpo,
+        prompts=config.batch.global_,
+        group=2,
+        mock_digits=min(config.grpo.mock_digits, 3),
+        overlong_buffer=min(config.grpo.overlong_buffer, 8),
+        generation_ranks=training_ranks(config) if config.grpo.generation_ranks else 0,
+        warmup_steps=min(config.grpo.warmup_steps, 1),
+    )
+    reference = {key: value for key, value in config.reference.items() if key != "mean_response"}
+    return dataclasses.replace(config, rollout=rollout, grpo=grpo, reference=reference)
 
 
 def shrunk_micro_batches(config: Config, small: Parallel) -> int:
@@ -147,7 +157,10 @@ def work(rank: int, ranks: int, folder: Path, config: Config, row: str, steps: i
     store = dist.FileStore(str(folder / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=5))
     try:
-        result = measure(config, row, start(config), steps, warmup)
+        if config.task == "grpo":
+            result = measure_policy(config, row, steps, warmup)
+        else:
+            result = measure(config, row, start(config), steps, warmup)
     except InputError as error:
         (folder / f"error-{rank}").write_text(str(error), encoding="utf-8")
         os._exit(2)
