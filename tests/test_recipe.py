@@ -74,8 +74,11 @@ def test_a_pipeline_that_fills_and_drains_several_times():
     config = replace(config, parallel=replace(config.parallel, pp=2), batch=replace(config.batch, global_=8))
     config.reference["gpus"] = 2
     assert as_published(config, "row", SYSTEM, simulation)["step_time_s"] == pytest.approx(2 * (4 + 1) * 3)
-    config.reference["recipe"] = {}
-    assert as_published(config, "row", SYSTEM, simulation)["step_time_s"] == pytest.approx((8 + 1) * 3)
+    for changes in ({}, {"micro_batches": 16}):  # more at once than a step has: all of them
+        config.reference["recipe"] = changes
+        assert as_published(config, "row", SYSTEM, simulation)["step_time_s"] == pytest.approx((8 + 1) * 3)
+    config.reference["recipe"] = {"micro_batches": 6}  # once, and a third of the same
+    assert as_published(config, "row", SYSTEM, simulation)["step_time_s"] == pytest.approx(4 / 3 * (6 + 1) * 3)
     for at_once, steps in ((8, 8 + 1), (4, 2 * (4 + 1))):  # where the time goes is all of it, what is no work is bubble
         parts = timed(config, traces, SYSTEM, at_once).breakdown(place=1)
         idle = pytest.approx((steps - 8) * 3)

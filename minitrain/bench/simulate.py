@@ -97,7 +97,7 @@ def timed(config: Config, traces: dict[int, Trace], system: System, at_once: int
     lines = {place: played[id(trace)] for place, trace in traces.items()}
     count = micro_batches(config)
     if config.parallel.pp > 1:
-        return pipelined(config, traces, lines, system, at_once or count)
+        return pipelined(config, traces, lines, system, min(at_once or count, count))
     step = accumulated(traces[0], lines[0], count) + system.step
     return Simulation(traces, lines, count, few(config), step)
 
@@ -251,7 +251,7 @@ def pipelined(
     order = schedule_order(p.schedule, p.pp, at_once, p.vp)
     seconds = action_seconds(measured, at_once, run)
     replayed = replay(order, seconds, message_seconds(system, traces[0]))
-    times = micro_batches(config) // at_once
+    times = micro_batches(config) / at_once  # the last time there may be fewer
     last = max(end + tail for end, tail in zip(replayed.finished, tails, strict=True))
     step = (times - 1) * max(replayed.finished) + last
     idle = [step - times * b - tail + system.step for b, tail in zip(replayed.busy(), tails, strict=True)]
