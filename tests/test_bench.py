@@ -22,6 +22,7 @@ from minitrain.training.loop import Trainer
 from tests.commands import ROOT, command, torchrun
 
 main = runpy.run_path(str(ROOT / "bench.py"), run_name="bench")["main"]
+WAN = ["model=wan2.1-1.3b-tiny", "task=diffusion", "data.size=[2,8,16]", "batch.seq_len=64", "batch.micro=1"]
 TINY = ["model.hidden_size=64", "model.num_layers=2", "model.vocab_size=256", "batch.seq_len=64", "device=cpu"]
 
 
@@ -179,6 +180,13 @@ def test_dry_run_lays_out_any_number_of_ranks():
     assert mine == pytest.approx(total / ranks, rel=1e-3)
 
 
+def test_dry_run_of_a_sweep_lays_out_every_combination():
+    done = command("bench.py", "--dry-run", "--sweep", "parallel.dp_shard=1,2", "model.num_layers=2")
+    lines = done.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"dp_shard={n} model.num_layers=2" for n in (1, 2)]
+    assert "over 1 ranks" in lines[0] and "over 2 ranks" in lines[1]
+
+
 @pytest.mark.parametrize(
     "arguments, line",
     [
@@ -198,6 +206,11 @@ def test_dry_run_lays_out_any_number_of_ranks():
         (["--versus", "diffusers"], r"--versus diffusers is not for task=pretrain \(use transformers\)"),
         (["--versus", "transformers", "precision=fp8"], "it does not train in FP8"),
         (["--versus", "transformers", "lora.rank=4"], "the config has adapters"),
+        (["--versus", "diffusers", *WAN, "lora.rank=4", "lora.targets=[to_q]"], r"adapters \(use full\)"),
+        (["--generate", *WAN], "--generate samples tokens, not videos"),
+        (["--generate", "parallel.pp=2"], "--generate: parallel.pp=2 is not for sampling"),
+        (["--generate", "rollout.max_tokens=512"], "batch.seq_len=512 must exceed rollout.max_tokens=512"),
+        (["--dry-run", "--sweep", "batch.micro=2,3"], "batch.micro=3 does not divide batch.global"),
         (["--config", str(ROOT / "configs/train/shapes.yaml")], "times mock videos"),
         (["--versus", "transformers", "recompute=selective"], "transformers has no recompute=selective"),
         (["--versus", "transformers", "--config", str(ROOT / "configs/bench/grpo-8b.yaml")], "not for task=grpo"),

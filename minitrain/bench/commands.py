@@ -20,7 +20,7 @@ from minitrain.bench.chrome import write_trace
 from minitrain.bench.layout import dry_run
 from minitrain.bench.measure import load_row, measure
 from minitrain.bench.measure_policy import measure_policy
-from minitrain.bench.measure_sampling import measure_sampling
+from minitrain.bench.measure_sampling import check_sampling, measure_sampling
 from minitrain.bench.memory import estimate_memory
 from minitrain.bench.proxy import extrapolate, make_proxy, note, parse_counts
 from minitrain.bench.recipe import as_published
@@ -52,6 +52,8 @@ def bench(files: list, overrides: list[str], options) -> None:
         return
     cases = [make_case(*load_row(file, overrides), options) for file in files]
     check_options(cases, options)
+    if options.sweep and (options.dry_run or not options.simulate):
+        cases = combination_cases(files[0], overrides, options)
     if options.dry_run:
         for case in cases:
             for config, _ in case.runs:
@@ -62,15 +64,15 @@ def bench(files: list, overrides: list[str], options) -> None:
     if options.sweep and options.simulate:
         simulate_combinations(files[0], overrides, options)
         return
-    if options.sweep:
-        cases = combination_cases(files[0], overrides, options)
-    elif not (options.simulate or options.shrink) and (options.calibrate or len(cases) > 1):
+    if not (options.sweep or options.simulate or options.shrink) and (options.calibrate or len(cases) > 1):
         show_calibration(cases[0].config, options.json)
     run_all(cases, options)
 
 
 def make_case(row: str, config: Config, options) -> Case:
-    if options.versus and not options.generate:
+    if options.generate:
+        check_sampling(config)
+    elif options.versus:
         check_versus(config, options.versus)
     if config.task == "diffusion" and config.data.kind != "mock" and not options.dry_run:
         raise InputError(

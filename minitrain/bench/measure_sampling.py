@@ -38,11 +38,6 @@ def measure_sampling(config: Config, row: str, steps: int, warmup: int, versus: 
     sampler's `step`, halfway through the responses.
     """
     length = config.batch.seq_len - config.rollout.max_tokens
-    if length < 1:
-        raise InputError(
-            f"batch.seq_len={config.batch.seq_len} must exceed rollout.max_tokens={config.rollout.max_tokens}, "
-            f"for prompts of the difference"
-        )
     meshes = start(config)
     device, matmul = prepare(config)
     memory = measure_memory(device)
@@ -62,6 +57,19 @@ def measure_sampling(config: Config, row: str, steps: int, warmup: int, versus: 
     if profile:
         outcome |= profiled_halfway(sampler, config, row, make_prompts(config, length, warmup + steps))
     return outcome
+
+
+def check_sampling(config: Config) -> None:
+    """Raises InputError for a config that the sampler cannot run."""
+    if config.task == "diffusion":
+        raise InputError("--generate samples tokens, not videos (time its training, without --generate)")
+    if config.parallel.pp > 1:
+        raise InputError(f"--generate: parallel.pp={config.parallel.pp} is not for sampling (use 1)")
+    if config.batch.seq_len <= config.rollout.max_tokens:
+        raise InputError(
+            f"batch.seq_len={config.batch.seq_len} must exceed rollout.max_tokens={config.rollout.max_tokens}, "
+            f"for prompts of the difference"
+        )
 
 
 def make_prompts(config: Config, length: int, step: int) -> torch.Tensor:

@@ -71,8 +71,9 @@ def check_versus(config: Config, library: str) -> None:
         )
     if library in ("peft", "full") and config.lora is None:
         raise InputError(f"--versus {library} is about adapters, and the config has none (give it a lora section)")
-    if library == "transformers" and config.lora is not None:
-        raise InputError("--versus transformers trains whole models, and the config has adapters (use peft)")
+    if library in ("transformers", "diffusers") and config.lora is not None:
+        use = "full" if video else "peft"
+        raise InputError(f"--versus {library} trains whole models, and the config has adapters (use {use})")
     if config.precision == "fp8":
         raise InputError(f"--versus {library}: it does not train in FP8 (use precision=bf16)")
     if library != "full" and config.recompute not in ("none", "full"):
