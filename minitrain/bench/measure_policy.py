@@ -10,7 +10,7 @@ from statistics import median_high as median
 
 import torch.distributed as dist
 
-from minitrain.bench.flops import clean, flops_per_token
+from minitrain.bench.flops import clean, flops_per_token, lora_weights
 from minitrain.bench.measure import prepare, result
 from minitrain.config import Config
 from minitrain.grpo.loop import PHASES, Run
@@ -51,6 +51,9 @@ def published_lengths(config: Config) -> Config:
 def flops_of_token(config: Config, tokens: int) -> float:
     """Of a step, per token: forward and backward, sampling, and a forward pass for each set of log-probabilities."""
     grpo, responses = config.grpo, config.grpo.prompts * config.grpo.group
-    training = flops_per_token(config.model.config, tokens // responses, clean)
+    shape, length, lora = config.model.config, tokens // responses, config.lora
+    whole = flops_per_token(shape, length, clean)
+    adapters = lora_weights(shape, lora.rank, lora.targets) if lora else 0
+    saved = whole - flops_per_token(shape, length, clean, adapters)  # by what is frozen, in the backward pass
     passes = 1 + (responses > config.batch.global_) + (grpo.kl > 0)
-    return training * (1 + passes / 3)
+    return whole * (1 + passes / 3) - saved

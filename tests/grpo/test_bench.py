@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from minitrain import config as configs
-from minitrain.bench.flops import clean, flops_per_token
+from minitrain.bench.flops import clean, flops_per_token, lora_weights
 from minitrain.bench.measure_policy import flops_of_token, measure_policy, published_lengths
 from tests.distributed.test_grpo import TREE
 
@@ -31,3 +31,11 @@ def test_measured_row():
     assert min(phases) > 0 and sum(phases) < 1.5 * outcome["step_time_s"]
     # two updates and a reference: sampling and two more forward passes, each a third of forward and backward
     assert flops_of_token(config, 16 * 12) == 2 * flops_per_token(config.model.config, 12, clean)
+
+
+def test_frozen_weights_have_no_gradient():
+    config = configs.from_dict(TREE | {"grpo": {"prompts": 2, "group": 4, "kl": 0.0}, "lora": {"rank": 4}})
+    shape, lora = config.model.config, config.lora
+    training = flops_per_token(shape, 12, clean, lora_weights(shape, lora.rank, lora.targets))
+    sampling = flops_per_token(shape, 12, clean) / 3
+    assert flops_of_token(config, 8 * 12) == pytest.approx(training + sampling)
