@@ -4,6 +4,7 @@ import json
 import os
 import runpy
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from minitrain.bench.decoding import bytes_read, model_reads
 from minitrain.bench.flops import clean, flops_per_token, nemo_pretrain
 from minitrain.bench.measure import row_name, training_result
+from minitrain.bench.measure_sampling import measure_sampling
 from minitrain.bench.memory import working_memory
 from minitrain.bench.report import details, markdown, table
 from minitrain.bench.versus import RIVALS
@@ -146,6 +148,25 @@ def test_bench_of_the_sampler_against_transformers(tmp_path):
     parts = found["breakdown_s"]
     assert parts["gemm"] > 0 and parts["attention"] > 0 and sum(parts.values()) < seconds - first
     assert "| first tokens s |" in done.stdout and "\nseconds: attention" in done.stdout
+
+
+@pytest.mark.parametrize("precision, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_both_samplers_compute_in_the_same_type(pool, precision, dtype):
+    assert pool.run(1, sampled_types, precision)[0] == [dtype, dtype]
+
+
+def sampled_types(precision):
+    tree = {"model": "llama3-8b-tiny", "precision": precision, "device": "cpu", "grpo": {"group": 1}}
+    config = from_dict(tree | {"batch": {"global": 1, "micro": 1, "seq_len": 8}, "rollout": {"max_tokens": 4}})
+    types, linear = [], torch.nn.functional.linear
+
+    def noted(x, *rest):
+        types.append(x.dtype)
+        return linear(x, *rest)
+
+    with patch("torch.nn.functional.linear", noted):
+        measure_sampling(config, "row", steps=1, warmup=0, versus=True)
+    return [types[0], types[-1]]
 
 
 def test_sweep_measures_every_combination():

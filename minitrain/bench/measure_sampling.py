@@ -45,7 +45,7 @@ def measure_sampling(config: Config, row: str, steps: int, warmup: int, versus: 
     firsts = []
     runs = [lambda prompts: firsts.append(sample(sampler, config, prompts))]
     if versus:
-        theirs = transformers_model(config, device)
+        theirs = transformers_model(config, device, torch.float32 if config.precision == "fp32" else torch.bfloat16)
         runs.append(lambda prompts: sample_with_transformers(theirs, config, prompts))
     seconds = []
     for step in progress(warmup + steps, row):

@@ -125,18 +125,18 @@ def transformers_rival(ours: Trainer) -> Rival:
     return Rival(ours, model, model.model.layers, partial(transformers_loss, model))
 
 
-def transformers_model(config: Config, device: torch.device) -> Module:
+def transformers_model(config: Config, device: torch.device, dtype: torch.dtype) -> Module:
     """The same shape as the config's model, with other weights, on `device`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    dtype = torch.bfloat16 if config.precision == "bf16-pure" else torch.float32
     hf_config = AutoConfig.for_model(**config_to_hf(config.model.config, dtype))
     with device:
         return AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
 
 
 def trained_transformers_model(config: Config, device: torch.device) -> Module:
-    model = transformers_model(config, device)
+    dtype = torch.bfloat16 if config.precision == "bf16-pure" else torch.float32
+    model = transformers_model(config, device, dtype)
     if config.recompute == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
