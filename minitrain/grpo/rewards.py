@@ -21,6 +21,7 @@ from minitrain.errors import InputError
 
 Reward = Callable[[str, str, dict], float]
 LOOKED_AT = 20_000  # characters at a text's end: an answer comes last
+INTEGER = r"(?:\d|\{\d+\})"  # as \frac takes one
 DIGITS = 100  # longer numbers are compared as text
 NUMBER = r"-?(?:\d+(?:\.\d+)?|\.\d+)"
 IN_TEXT = r"(?:(?<![\w)])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:/\d+)?"  # 3-4 has no minus
@@ -75,7 +76,9 @@ def normalize(answer: str) -> str:
     """
     answer = re.sub(r"\\(?:text|mathrm|textbf)\s*\{([^{}]*)\}", r"\1", answer)
     answer = re.sub(r"\\(?:left|right|,|!|;|:|%|\$| )|\^\s*\{?\\circ\}?|[\s$%]", "", answer)
-    answer = re.sub(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}|\\[dt]?frac(\d)(\d)", r"\1\3/\2\4", answer)
+    answer = answer.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
+    answer = re.sub(rf"(?<=\d)(?=\\frac{INTEGER}{INTEGER})", "+", answer)  # a mixed number: 1\frac12 is not 11/2
+    answer = re.sub(r"\\frac(?:\{([^{}]*)\}|(\d))(?:\{([^{}]*)\}|(\d))", r"\1\2/\3\4", answer)
     answer = re.sub(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?:\D|$))", "", answer)
     answer = re.sub(r"^[a-zA-Z]{1,2}=", "", answer)
     return answer.rstrip(".").removeprefix("+").lower()
