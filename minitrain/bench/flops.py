@@ -17,14 +17,13 @@ These are model FLOPs: recomputed activations, norms, rotary embeddings, softmax
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from minitrain.errors import InputError
-from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.lora import TARGETS, find_targets
 from minitrain.models.moe import Experts, Router
+from minitrain.models.zoo import empty_model
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def nemo_squad(work: Work, seq_len: float) -> float:
 
 def count_work(config: DecoderConfig, adapters: int = 0) -> Work:
     """Measure the model of `config`, built without memory on the meta device. adapters: see `lora_weights`."""
-    model = _meta_model(config)
+    model = empty_model(config)
     weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
     if config.tie_word_embeddings:
         weights += model.head_weight.numel()
@@ -139,7 +138,7 @@ def lora_weights(config: DecoderConfig, rank: int, targets: Iterable[str] = TARG
     """Weights of the LoRA adapters (Hu et al. 2021) that a token meets: rank * (inputs + outputs) of each matrix that
     `targets` name, in stacks of experts of those that it goes to."""
     total = 0
-    for module, name in find_targets(_meta_model(config), targets).values():
+    for module, name in find_targets(empty_model(config), targets).values():
         *experts, outputs, inputs = getattr(module, name).shape
         total += rank * (outputs + inputs) * (config.num_experts_per_tok if experts else 1)
     return total
@@ -157,8 +156,3 @@ def flops_per_token(config: DecoderConfig, seq_len: float, convention: Conventio
     seq_len: tokens per sequence, or slots per pack under `nemo_squad`. adapters: LoRA weights, from `lora_weights`.
     """
     return convention(count_work(config, adapters), seq_len)
-
-
-def _meta_model(config: DecoderConfig) -> Decoder:
-    with torch.device("meta"):
-        return Decoder(config)

@@ -5,10 +5,9 @@ recomputed activations not at all. The published rows give TFLOP/s alone; these 
 Source: NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/diffusion/models/wan/wan_provider.py (pull request 5249).
 """
 
-import torch
-
 from minitrain.models.lora import Lora, find_targets
-from minitrain.models.wan import Wan, WanConfig
+from minitrain.models.wan import WanConfig
+from minitrain.models.zoo import empty_model
 
 
 def forward_flops(config: WanConfig, tokens: int, text_tokens: int = 512) -> int:
@@ -42,9 +41,7 @@ def training_flops(config: WanConfig, tokens: int, text_tokens: int = 512, lora:
 
 def adapter_flops(config: WanConfig, lora: Lora, tokens: int, text_tokens: int) -> int:
     """Of all adapters, A [rank, inputs] and B [outputs, rank], forward and backward."""
-    total = 0
-    with torch.device("meta"):
-        model = Wan(config)
+    total, model = 0, empty_model(config)
     for path, (module, name) in find_targets(model, lora.targets).items():
         outputs, inputs = getattr(module, name).shape
         of_text = path.endswith(("attn2.to_k", "attn2.to_v"))
