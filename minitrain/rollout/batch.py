@@ -98,7 +98,7 @@ class Batch:
             caches.row_owners.pop(row, None)  # what only fills up writes there
 
     def _pages(self, sample: Sample, first: int, end: int) -> list[int]:
-        return sample.pages[first // self.sampler.caches.page_size : self.sampler.caches.needed(end)]
+        return sample.pages[first // self.sampler.caches.page_size : self.sampler.scheduler.pages.needed(end)]
 
     def run(self, steps: int) -> None:
         """So many decoding steps, without a look at the results."""

@@ -379,9 +379,6 @@ class Caches:
     def __getitem__(self, layer: int) -> Layer | None:
         return self.layers[layer]
 
-    def needed(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
-
     def pool(self, heads: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return zeros((self.pages, self.page_size, heads, width), dtype, device)
 
