@@ -105,6 +105,9 @@ def test_a_sweep_leaves_out_ranks_that_only_sample():
         config = sweep.with_all_gpus(row, [f"parallel.pp={pp}"], 16)
         assert (config.parallel.dp_shard, config.grpo.generation_ranks) == (shards, 8)
         assert micro_batches(config) == 512 // shards
+        assert "changed" not in config.reference
+    changed = sweep.with_all_gpus(row, ["model.num_layers=16"], 16).reference["changed"]
+    assert changed == ["model"]  # or its tokens/s would be compared with the published ones
     with pytest.raises(InputError, match="16 ranks per shard do not divide 8"):
         sweep.with_all_gpus(row, ["parallel.pp=8", "parallel.tp=2"], 16)
 

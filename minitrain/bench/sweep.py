@@ -9,6 +9,7 @@ from itertools import product
 from tqdm import tqdm
 
 from minitrain.bench.layout import stated_ranks, training_ranks
+from minitrain.bench.measure import load_row
 from minitrain.bench.report import markdown
 from minitrain.bench.simulate_policy import predicted_row
 from minitrain.bench.timeline import System
@@ -39,7 +40,7 @@ def with_all_gpus(file: str, overrides: list[str], gpus: int) -> Config:
     left, others = gpus - config.grpo.generation_ranks, training_ranks(config)
     if left % others:
         raise InputError(f"{others} ranks per shard do not divide {left}")
-    return load(file, [*overrides, f"parallel.dp_shard={left // others}"])
+    return load_row(file, [*overrides, f"parallel.dp_shard={left // others}"])[1]
 
 
 def combinations(choices: list[str]) -> list[tuple[str, list[str]]]:
