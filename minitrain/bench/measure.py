@@ -201,9 +201,12 @@ def load_row(file: str | Path, overrides: list[str]) -> tuple[str, Config]:
     did, and nothing is compared with the published figures; layout, batch and optimizer are free."""
     config = load(file, overrides)
     if config.reference and overrides:
-        theirs, ours = work(load(file)), work(config)
+        published = load(file)
+        theirs, ours = work(published), work(config)
         changed = [name for name in ours if ours[name] != theirs[name]]
         config.reference |= {"changed": changed} if changed else {}
+        if "mean_response" in config.reference:  # the published tokens are those of so many responses
+            config.reference |= {"responses": published.grpo.prompts * published.grpo.group}
     return row_name(file), config
 
 

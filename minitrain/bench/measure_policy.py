@@ -39,7 +39,8 @@ def published_lengths(config: Config) -> Config:
     row, grpo = config.reference, config.grpo
     if "mean_response" not in row:
         return config
-    tokens = row["tokens_per_sec_per_gpu"] * row["gpus"] * row["step_time_s"] / (grpo.prompts * grpo.group)
+    responses = row.get("responses", grpo.prompts * grpo.group)
+    tokens = row["tokens_per_sec_per_gpu"] * row["gpus"] * row["step_time_s"] / responses
     prompt = max(1, round(tokens - row["mean_response"]) - 1)  # a prompt ends with a token of the template
     return dataclasses.replace(
         config,

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from minitrain import config as configs
 from minitrain.bench.flops import clean, flops_per_token, lora_weights
+from minitrain.bench.measure import load_row
 from minitrain.bench.measure_policy import flops_of_token, measure_policy, published_lengths
 from tests.distributed.test_grpo import TREE
 
@@ -17,6 +18,8 @@ def test_a_row_of_the_table_has_its_lengths():
     """1562 tokens/s/GPU x 16 GPUs x 97.7 s are 2048 responses of 1060 tokens with prompts of 132."""
     config = published_lengths(configs.load(ROW))
     assert config.rollout.max_tokens == 1060 and config.grpo.mock_digits + 1 == 132
+    fewer = published_lengths(load_row(ROW, ["grpo.prompts=16"])[1])
+    assert fewer.grpo.prompts == 16 and fewer.grpo.mock_digits == config.grpo.mock_digits
 
 
 def test_measured_row():
