@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from minitrain.bench.layout import stated_ranks
+from minitrain.bench.proxy import make_proxy
 from minitrain.bench.shrink import shrink, shrink_parallel, shrunk_micro_batches
 from minitrain.config import from_dict, load
 from minitrain.config_checks import check_layout
@@ -46,6 +47,13 @@ def test_dimensions_batch_and_settings():
 def test_quirks_of_the_model_stay():
     small = shrink(from_dict({"model": {"name": "qwen3-32b", "tie_word_embeddings": True}})).model.config
     assert small.family == "qwen3" and small.qk_norm and small.tie_word_embeddings
+
+
+def test_weights_of_files_stay_with_the_real_model():
+    config = from_dict({"model": "llama3-8b-tiny", "task": "lora", "lora": {"rank": 4}})
+    config.lora.path = config.model.path = "somewhere"
+    for small in (shrink(config), make_proxy(config, 2)):
+        assert (small.model.path, small.lora.path, small.lora.rank) == ("", "", 4)
 
 
 @pytest.mark.parametrize("parallel, reference, shards", [

@@ -59,9 +59,10 @@ def make_proxy(config: Config, layers: int) -> Config:
 
 
 def cut(config: Config, layers: int) -> Config:
-    """The config with so many layers, and with one rank's experts."""
+    """The config with so many layers, and with one rank's experts; its weights are those of no file."""
     shape = fewer_layers(own_experts(config.model.config, config.parallel.ep), layers)
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, config=shape))
+    lora = config.lora and dataclasses.replace(config.lora, path="")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, config=shape, path=""), lora=lora)
 
 
 def own_experts(shape, ep: int):

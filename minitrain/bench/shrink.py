@@ -49,6 +49,7 @@ def shrink(config: Config) -> Config:
         config,
         model=Model(config=shrink_model(config.model.config, parallel)),
         data=Data(size=VIDEO, text_tokens=8),
+        lora=config.lora and dataclasses.replace(config.lora, path=""),  # files hold the real model's
         device="cpu",
         batch=batch,
         parallel=parallel,
