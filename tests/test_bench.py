@@ -260,6 +260,24 @@ def test_the_other_library_recomputes_as_we_do(pool, library):
     assert full < none / 2
 
 
+def rival_losses(documents):
+    """Of transformers: of packed documents, and of each alone."""
+    tree = {"model": "llama3-8b-tiny", "batch": {"global": 1, "micro": 1, "seq_len": 32}, "device": "cpu"}
+    config = from_dict(tree)
+    rival = RIVALS["transformers"](Trainer(config, start(config)))
+    numbers = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))
+    tokens, places = torch.randint(512, (len(numbers),)), torch.cat([torch.arange(n) for n in documents])
+    packed = {"tokens": tokens, "labels": tokens.roll(-1), "positions": places, "documents": numbers}
+    each = zip(*(packed[name].split(documents) for name in ("tokens", "labels")), strict=True)
+    alone = [rival.loss({"tokens": x[None], "labels": y[None]}, 1) for x, y in each]
+    return rival.loss({name: x[None] for name, x in packed.items()}, 1).item(), sum(alone).item()
+
+
+def test_the_other_library_keeps_packed_documents_apart(pool):
+    ((packed, alone),) = pool.run(1, rival_losses, [7, 20, 5])
+    assert packed == pytest.approx(alone, rel=1e-5)
+
+
 def test_sampling_asks_for_huge_pages_before_torch_is_there(monkeypatch):
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")  # so that it is put back at the end
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")

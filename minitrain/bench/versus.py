@@ -143,9 +143,10 @@ def trained_transformers_model(config: Config, device: torch.device) -> Module:
 
 
 def transformers_loss(model: Module, batch: dict[str, Tensor], count: int) -> Tensor:
+    """Where positions restart, a document begins that sees no other: transformers takes it from them."""
     return model(
         input_ids=batch["tokens"], labels=batch["labels"], shift_labels=batch["labels"],
-        num_items_in_batch=count, use_cache=False,
+        position_ids=batch.get("positions"), num_items_in_batch=count, use_cache=False,
     ).loss  # fmt: skip
 
 
