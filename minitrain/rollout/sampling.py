@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minitrain.config_checks import COLDEST
 from minitrain.errors import InputError
+from minitrain.hashing import mix, mix_int
 from minitrain.models.attention import COMPILING
 from minitrain.training.loss import Part
 
@@ -78,36 +79,18 @@ def sample_key(seed: int, number: int, sample: int) -> int:
     """From what all noise of a sample comes: the seed, the request's number and which of its samples it is."""
     key = 0
     for part in (seed, seed >> 32, number, sample):
-        key = _mix_int(key ^ (part & 0xFFFFFFFF)) + 0x9E3779B9 & 0xFFFFFFFF
+        key = mix_int(key ^ (part & 0xFFFFFFFF)) + 0x9E3779B9 & 0xFFFFFFFF
     return key - (1 << 32) if key >> 31 else key  # as int32
-
-
-# The 32-bit mixer "lowbias32" (Wellons, "Prospecting for hash functions", 2018): each bit of the input changes each of
-# the output with a probability within 0.2 % of one half.
-_ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32)))
-
-
-def _mix_int(x: int) -> int:
-    for shift, factor in _ROUNDS:
-        x = (x ^ x >> shift) * (factor & 0xFFFFFFFF) & 0xFFFFFFFF
-    return x ^ x >> 16
-
-
-def _mix(x: Tensor) -> Tensor:
-    """int32, in place; its shifts bring in copies of the sign, which are masked off."""
-    for shift, factor in _ROUNDS:
-        x.bitwise_xor_((x >> shift).bitwise_and_((1 << 32 - shift) - 1)).mul_(factor)
-    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
 @cache
 def _vocabulary(first: int, size: int, device: torch.device) -> Tensor:
-    return _mix(torch.arange(first, first + size, dtype=torch.int32, device=device))
+    return mix(torch.arange(first, first + size, dtype=torch.int32, device=device))
 
 
 def token_keys(keys: Tensor, positions: Tensor) -> Tensor:
     """int32 [rows], for one token of each sample, from the samples' (see `sample_key`); positions: int64 [rows]."""
-    return _mix(keys ^ _mix(positions.to(torch.int32)))
+    return mix(keys ^ mix(positions.to(torch.int32)))
 
 
 def waiting_times(keys: Tensor, first: int, size: int) -> Tensor:
@@ -117,7 +100,7 @@ def waiting_times(keys: Tensor, first: int, size: int) -> Tensor:
     trick, with one logarithm less.
     """
     ids = _vocabulary.__wrapped__ if torch.compiler.is_compiling() else _vocabulary  # of caches the compiler warns
-    bits = _mix(keys[:, None] ^ ids(first, size, keys.device)).bitwise_and_(0x7FFFFFFF)
+    bits = mix(keys[:, None] ^ ids(first, size, keys.device)).bitwise_and_(0x7FFFFFFF)
     uniform = bits.float().add_(0.5).mul_(-(2.0**-31))
     return uniform.log1p_().neg_()  # exact for small numbers, which win
 

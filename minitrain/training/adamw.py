@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
+from minitrain.hashing import mix
 from minitrain.parallel.mesh import owned
 
 AT_ONCE = 1 << 24  # numbers that are widened at a time
@@ -148,14 +149,3 @@ def random_bits(key: str, step: Tensor, place: Place) -> Tensor:
     for part in place:
         bits = mix(bits[..., None] ^ torch.arange(part.start, part.stop, dtype=torch.int32, device=step.device))
     return (bits >> 16) & 0xFFFF
-
-
-def mix(x: Tensor) -> Tensor:
-    """A bijection of int32 after which inputs that differ in one bit differ in about half (Wellons 2018, lowbias32)."""
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32))):
-        x = (x ^ unsigned_shift(x, shift)) * factor
-    return x ^ unsigned_shift(x, 16)
-
-
-def unsigned_shift(x: Tensor, shift: int) -> Tensor:
-    return (x >> shift) & ((1 << (32 - shift)) - 1)

@@ -1,0 +1,23 @@
+"""Random bits of numbered places: a hash of the place, so that they depend on no generator's state, order or layout.
+
+The 32-bit mixer "lowbias32" (Wellons, "Prospecting for hash functions", 2018) is a bijection: each bit of the input
+changes each of the output with a probability within 0.2 % of one half.
+"""
+
+from torch import Tensor
+
+ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32)))
+
+
+def mix(x: Tensor) -> Tensor:
+    """int32, in place; its shifts bring in copies of the sign, which are masked off."""
+    for shift, factor in ROUNDS:
+        x.bitwise_xor_((x >> shift).bitwise_and_((1 << 32 - shift) - 1)).mul_(factor)
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+
+
+def mix_int(x: int) -> int:
+    """The same of one number, 0 <= x < 2^32."""
+    for shift, factor in ROUNDS:
+        x = (x ^ x >> shift) * (factor & 0xFFFFFFFF) & 0xFFFFFFFF
+    return x ^ x >> 16
