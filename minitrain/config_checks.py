@@ -164,8 +164,6 @@ def _validate_diffusion(config: "Config") -> None:
     p, model, data, length = config.parallel, config.model.config, config.data, config.batch.seq_len
     if data.kind not in ("mock", "latents", "shapes"):
         raise InputError(f"data.kind={data.kind} holds no videos (for task=diffusion use latents, shapes or mock)")
-    if not isinstance(data.path, str):
-        raise InputError(f"data.path={data.path} must be one folder for data.kind=latents")
     if p.pp > 1 or p.async_tp:
         raise InputError(f"parallel.pp={p.pp}, async_tp={str(p.async_tp).lower()} are not for diffusion (use 1, false)")
     patch = list(model.patch_size)

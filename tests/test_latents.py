@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from minitrain.config import Data
 from minitrain.errors import InputError
 from minitrain.training.data import Skips
 from minitrain.training.flow import Diffusion
@@ -24,7 +25,8 @@ def folder(tmp_path):
 
 
 def open_cache(folder: Path, group: int = 1) -> LatentCache:
-    return LatentCache(find_buckets(folder, 4, Skips()), text_tokens=4, group=group, seed=0)
+    data = Data(kind="latents", path=str(folder), text_tokens=4)
+    return LatentCache(find_buckets(data, Skips()), text_tokens=4, group=group, seed=0)
 
 
 def number(row: dict) -> int:
@@ -93,11 +95,17 @@ def test_files_that_are_refused(folder, tensors, message):
 
 
 def test_folders_that_are_refused(tmp_path):
-    with pytest.raises(InputError, match=r"holds no \.safetensors files"):
+    with pytest.raises(InputError, match="no file matches"):
         open_cache(tmp_path)
     (tmp_path / "x.safetensors").write_bytes(b"pickle")
     with pytest.raises(InputError, match=r"x\.safetensors cannot be read as safetensors"):
         open_cache(tmp_path)
+
+
+def test_paths_and_exclude_are_those_of_all_kinds_of_data(folder):
+    path, exclude = [f"{folder}/[0-3].safetensors", f"{folder}/8.safetensors"], ["*/2.safetensors", "*/8.*"]
+    buckets = find_buckets(Data(kind="latents", path=path, exclude=exclude, text_tokens=4), Skips())
+    assert [file.stem for files in buckets for file in files] == ["0", "1", "3"]
 
 
 def test_packs_hold_every_video_with_noise_of_its_own(folder):

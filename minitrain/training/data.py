@@ -430,7 +430,8 @@ def _usable_rows(shards: list[TokenFile], seq_len: int, seed: int, skips: Skips)
 
 # --------------------------------------------------------------------------------------------------------------- files
 
-_SUFFIXES = {"text": ("",), "jsonl": (".jsonl",), "tokens": (".npy", ".bin")}  # which files of a folder are data
+# which files of a folder are data
+_SUFFIXES = {"text": ("",), "jsonl": (".jsonl",), "tokens": (".npy", ".bin"), "latents": (".safetensors",)}
 
 
 def find_files(data: Data) -> list[Path]:

@@ -30,8 +30,7 @@ def agreed_fingerprint(data: Data) -> dict[str, str]:
     """
     if data.kind in ("mock", "shapes"):
         return {}
-    files = sorted(Path(data.path).glob("**/*.safetensors")) if data.kind == "latents" else find_files(data)
-    digests = {str(file): file_digest(file) for file in files}
+    digests = {str(file): file_digest(file) for file in find_files(data)}
     check_same({"data": digests})
     return digests
 

@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from minitrain.config import Config
+from minitrain.config import Config, Data
 from minitrain.errors import InputError
 from minitrain.models.tensor_files import open_tensors, read_headers
 from minitrain.models.wan import WanConfig
-from minitrain.training.data import Skips, nth, shuffled, split_off
+from minitrain.training.data import Skips, find_files, nth, shuffled, split_off
 from minitrain.training.flow import Diffusion, Noised, add_noise, generator
 from minitrain.training.packing import first_fit_decreasing
 from minitrain.training.shapes import ShapesWorld
@@ -54,7 +54,7 @@ def open_latents(config: Config) -> "tuple[Noised, Noised] | tuple[Packs, Packs]
         check_fit({name: tuple(x.shape) for name, x in videos.row(0).items()}, config, f"data.kind={data.kind}")
         return Noised(videos, settings, seed), Noised(videos, settings, seed, held_out=True)
     skips = Skips(data.on_error == "skip")
-    buckets = find_buckets(Path(data.path), data.text_tokens, skips)
+    buckets = find_buckets(data, skips)
     for files in buckets:
         check_fit(read_shapes(files[0]), config, str(files[0]))
     sides = split_buckets(buckets, data.validation, seed) if data.validation else (buckets, buckets)
@@ -155,22 +155,22 @@ class LatentCache:
         return row
 
 
-def find_buckets(folder: Path, text_tokens: int, skips: Skips) -> list[list[Path]]:
-    """The .safetensors files of a folder, by the shapes of what they hold, text apart; all headers are checked.
+def find_buckets(data: Data, skips: Skips) -> list[list[Path]]:
+    """The files of data.path, by the shapes of what they hold, text apart; all headers are checked.
 
-    Raises InputError for a folder without videos, a file that is not a video, and a text longer than text_tokens.
+    Raises InputError for a file that is not a video, and a text longer than data.text_tokens.
     """
     buckets: dict[tuple, list[Path]] = {}
-    for path in sorted(folder.glob("**/*.safetensors")):
-        shapes = skips.read(read_usable, path, text_tokens, skips.allowed)
+    for path in find_files(data):
+        shapes = skips.read(read_usable, path, data.text_tokens, skips.allowed)
         if shapes is None:
             continue
         key = tuple((name, shape) for name, shape in shapes.items() if name != "text")
         buckets.setdefault((*key, shapes["text"][1]), []).append(path)
     if not buckets:
-        raise InputError(f"data.path={str(folder)!r} holds no .safetensors files of latents{skips.aside}")
+        raise InputError(f"data.path={data.path!r} holds no usable videos{skips.aside}")
     if len({(key[-1], len(key)) for key in buckets}) > 1:
-        raise InputError(f"data.path={str(folder)!r} mixes videos with different text_dim or different tensors")
+        raise InputError(f"data.path={data.path!r} mixes videos with different text_dim or different tensors")
     return [files for _, files in sorted(buckets.items())]
 
 
