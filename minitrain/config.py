@@ -6,14 +6,21 @@ with one line.
 """
 
 import dataclasses
-import os
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from minitrain.config_checks import validate
-from minitrain.config_yaml import MAX_CHARACTERS, apply_override, check_known, convert, describe, read_yaml
+from minitrain.config_yaml import (
+    MAX_CHARACTERS,
+    apply_override,
+    check_known,
+    convert,
+    describe,
+    name_or_path,
+    read_yaml,
+)
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import read_any_config
 from minitrain.models.checkpoint_peft import read_adapter_config
@@ -290,7 +297,7 @@ def _read_lora(config: Config, given: dict) -> Lora | None:
 
 def _read_model(value: Any, kind: type) -> Model:
     if isinstance(value, str):
-        value = {"path" if os.path.isdir(value) else "name": value}
+        value = name_or_path(value)
     if not isinstance(value, dict):
         raise InputError(f"model must be a name, a folder or a mapping, not {describe(value)}")
     value = dict(value)

@@ -6,6 +6,7 @@ So is text that is too much for a config, as it stands or once its anchors are e
 
 import dataclasses
 import difflib
+import os
 import re
 import sys
 import types
@@ -110,12 +111,19 @@ def apply_override(tree: dict, word: str) -> None:
         raise InputError(f"argument {word!r} is not of the form key=value")
     *parents, last = key.split(".")
     for parent in parents:
-        if isinstance(tree.get(parent), str):  # `model: NAME` is short for `model: {name: NAME}`
-            tree[parent] = {"name": tree[parent]}
-        tree = tree.setdefault(parent, {})
+        if isinstance(tree.get(parent), str):
+            tree[parent] = name_or_path(tree[parent])
+        elif tree.get(parent) is None:  # `lora: null` too
+            tree[parent] = {}
+        tree = tree[parent]
         if not isinstance(tree, dict):
             raise InputError(f"argument {word!r}: {parent!r} is a value, it has no keys under it")
     tree[last] = read_yaml(value, f"argument {word!r}")
+
+
+def name_or_path(word: str) -> dict[str, str]:
+    """What `model: NAME` or `model: FOLDER` is short for."""
+    return {"path" if os.path.isdir(word) else "name": word}
 
 
 def convert(kind: Any, value: Any, where: str) -> Any:

@@ -7,6 +7,9 @@ import pytest
 from minitrain.config import Config, from_dict, load, to_dict
 from minitrain.config_checks import check_layout, validate
 from minitrain.errors import InputError
+from minitrain.models.checkpoint_hf import save_pretrained
+from minitrain.models.decoder import Decoder
+from minitrain.models.zoo import model_config
 
 
 def config_file(tmp_path, text):
@@ -28,6 +31,17 @@ def test_nested_keys_overrides_and_numbers(tmp_path):
     assert config.batch.global_ == 6 and config.batch.micro == 3 and config.seed == 7
     assert config.model.name == "llama3-8b-tiny" and config.model.config.num_layers == 2
     assert config.model.config.rope_theta == 500000.0
+
+
+def test_overrides_go_below_a_folder_and_below_what_is_null(tmp_path):
+    """The config.yaml that a run writes has `lora: null`."""
+    model = Decoder(model_config("llama3-8b-tiny", num_layers=1))
+    save_pretrained(model, tmp_path / "model")
+    file = config_file(tmp_path, "lora: null\n")
+    config = load(file, [f"model={tmp_path}/model", "model.max_position_embeddings=64", "lora.rank=3",
+                         "batch.seq_len=64"])  # fmt: skip
+    assert config.model.path == f"{tmp_path}/model" and config.model.name == "" and config.lora.rank == 3
+    assert config.model.config == dataclasses.replace(model.config, max_position_embeddings=64)
 
 
 def test_a_model_can_be_given_by_its_fields_alone():
