@@ -76,7 +76,7 @@ def train_on_rows(config: Config, folder: Path) -> None:
     if config.data.kind == "shapes" and not first:
         log.say(draw_shapes(trainer.model, folder / "before.png", write=dist.get_rank() == 0))
     if rank_0_says(log.lacks_last):
-        finish_step(trainer, log, last_numbers, data, held_out)
+        finish_step(trainer, log, last_numbers, held_out)
     health = Health(config, log.say, partial(batch_origin, data, config.batch.global_))
     steps = health.watch(recorded_steps(training_steps(trainer, data, first), config.profile, folder, first))
     with saved_despite_errors(checkpointer.wait):
@@ -88,7 +88,7 @@ def train_on_rows(config: Config, folder: Path) -> None:
             if stopping:  # the rest of the step is made up for when the run continues
                 checkpointer.wait()
                 return log.stop(step)
-            finish_step(trainer, log, numbers, data, held_out)
+            finish_step(trainer, log, numbers, held_out)
     checkpointer.wait()
     if config.data.kind == "shapes":
         log.say(draw_shapes(trainer.model, folder / "after.png", write=dist.get_rank() == 0))
@@ -96,11 +96,11 @@ def train_on_rows(config: Config, folder: Path) -> None:
     log.close()
 
 
-def finish_step(trainer: Trainer, log: MetricsLog, numbers: dict[str, float], data, held_out) -> None:
+def finish_step(trainer: Trainer, log: MetricsLog, numbers: dict[str, float], held_out) -> None:
     """Log a step's numbers, with those on held-out data where that is due."""
     config, step = trainer.config, numbers["step"]
     if is_due(step, config.validation.every, config.steps) and config.validation.every:
-        numbers |= validation_numbers(trainer, held_out or data)
+        numbers |= validation_numbers(trainer, held_out)
     if step == config.steps and config.validation.exact_match:
         numbers["val_exact_match"] = exact_match(trainer.model, held_out.questions(config.validation.exact_match))
         log.say(f"exact match on held-out chats: {numbers['val_exact_match']:.1%}")
