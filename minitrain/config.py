@@ -55,7 +55,7 @@ class Data:
     template: Literal["auto", "llama3", "chatml", "plain"] = "auto"  # fine-tuning: how chats become text
     over_long: Literal["truncate", "drop"] = "truncate"  # fine-tuning: chats longer than batch.seq_len
     packed: bool | None = None  # do chats (default: yes) or videos (default: no) share rows; mock chats: as SQuAD's
-    tokenizer: str = "bytes"  # or a tokenizer.json, or a folder that holds one
+    tokenizer: str = "bytes"  # or a tokenizer.json, or a folder that holds one; tokens: what to save with the model
     token_dtype: Literal["uint16", "uint32"] = "uint16"  # tokens: of raw .bin files (.npy files know theirs)
     document_end: int | None = None  # tokens: the id that ends a document; None: one document per file
     on_error: Literal["error", "skip"] = "error"  # at lines, files or rows of tokens that cannot be used

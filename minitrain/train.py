@@ -132,8 +132,14 @@ def export(trainer: Trainer, config: Config, folder: Path) -> None:
         save_adapter(tensors, config.model.config, config.lora, folder, config.model.path or config.model.name)
     else:
         save_tensors(tensors, config.model.config, next(trainer.model.parameters()).dtype, folder)
-    if config.task != "diffusion" and config.data.kind != "mock":
+    if has_tokenizer(config):
         load_tokenizer(config.data.tokenizer).save(folder)
+
+
+def has_tokenizer(config: Config) -> bool:
+    """Is data.tokenizer what made the run's tokens? Files of tokens may be any other's, unless it is named."""
+    kind = config.data.kind
+    return kind in ("text", "jsonl") or config.task == "grpo" or (kind == "tokens" and config.data.tokenizer != "bytes")
 
 
 def make_folder(path: str) -> Path:

@@ -5,6 +5,7 @@ import math
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -12,6 +13,7 @@ import yaml
 import minitrain
 from minitrain import generate, train
 from minitrain.errors import InputError
+from minitrain.tokenizer import ByteTokenizer
 from tests.commands import command, torchrun
 
 TINY = {
@@ -132,6 +134,23 @@ def test_errors_are_one_line_with_exit_code_2(config_file):
     assert done.stderr.startswith("error: unknown key optim.learning_rate") and done.stderr.count("\n") == 1
     done = command(*wrong, "--debug")
     assert done.returncode == 2 and "Traceback" in done.stderr
+
+
+GRPO = ["task=grpo", "data.template=plain", "batch.seq_len=64", "batch.micro=1", "grpo.prompts=2", "grpo.group=2",
+        "rollout.max_tokens=6", "grpo.eval_samples=1"]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, words, saved", [
+    ("tokens", [], False), ("tokens", ["data.tokenizer={bytes}"], True), ("mock", [], False), ("mock", GRPO, True),
+])  # fmt: skip
+def test_a_model_comes_with_the_tokenizer_of_its_data_if_that_is_known(config_file, tmp_path, kind, words, saved):
+    np.save(tmp_path / "a.npy", np.arange(300, dtype=np.uint16) % 258)
+    ByteTokenizer().save(tmp_path / "bytes")
+    words = [f"data.kind={kind}", f"data.path={tmp_path / 'a.npy'}", *words, "steps=1", "optim.warmup=0"]
+    words += ["validation.every=0", "data.validation=0"]
+    train.main(["--config", str(config_file), *(word.format(bytes=tmp_path / "bytes") for word in words)])
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert (tmp_path / "out" / "tokenizer.json").exists() == saved
 
 
 def test_settings_stand_before_and_behind_options(config_file, monkeypatch):

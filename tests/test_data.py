@@ -435,6 +435,14 @@ def test_an_unreadable_file_is_named(tmp_path, name, kind):
     refused(f"{name} cannot be read: No such file", tmp_path, kind)
 
 
+def test_the_tokenizer_of_token_files_is_looked_at_before_training(tmp_path):
+    """It is saved at the end."""
+    np.save(tmp_path / "a.npy", np.arange(300))
+    refused("tokenizer 'nope' is not", tmp_path, "tokens", tokenizer="nope")
+    refused("is smaller than the tokenizer's 300", tmp_path, "tokens", tokenizer=word_tokenizer(tmp_path, 300),
+            vocab_size=299)  # fmt: skip
+
+
 def test_corpus_errors(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     (folder / "a.txt").write_text("")

@@ -216,8 +216,6 @@ class Run:
         self.wait()
         if self.learner:
             export(self.learner.trainer, self.config, self.folder)
-        if dist.get_rank() == 0:
-            self.tokenizer.save(self.folder)
 
     # -------------------------------------------------------------------------------------------------- parts of a step
 

@@ -398,6 +398,8 @@ def _open_token_files(
     end = -1 if data.document_end is None else data.document_end
     if data.document_end is not None and not 0 <= end < vocab_size:
         raise InputError(f"data.document_end={end} is outside the vocabulary of model.vocab_size={vocab_size}")
+    if data.tokenizer != "bytes":
+        fitting_tokenizer(data.tokenizer, vocab_size)  # which is saved with the model
     skips, train, held = Skips(data.on_error == "skip"), [], []
     for file in files:
         tokens = skips.read(open_tokens, file, data.token_dtype, vocab_size, end)
