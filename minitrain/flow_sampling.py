@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from minitrain.errors import InputError
 from minitrain.training.flow import shift_sigma
+
+MOST_NOISE = 1 - 1e-6  # the sigma that stands for 1, since pure noise has no signal
 
 Velocity = Callable[[Tensor, float], Tensor]
 
@@ -36,8 +39,10 @@ def unipc(velocity: Velocity, x: Tensor, sigmas: list[float]) -> Tensor:
     In terms of lambda, half the logarithm of the signal-to-noise ratio, the way from one sigma to the next is an
     integral over the data that x is predicted to become. A predictor puts a line through the last two predictions; once
     the velocity is known at its result, a corrector takes the same step again with a parabola through three. Each
-    sigma's velocity is evaluated once, at the uncorrected x.
+    sigma's velocity is evaluated once, at the uncorrected x. Raises InputError for a second sigma that is nearly 1.
     """
+    if sigmas[1] >= MOST_NOISE:
+        raise InputError(f"UniPC cannot tell sigma={sigmas[1]} from pure noise (use euler, or a smaller shift)")
     data: list[Tensor] = []  # what each x seen so far was predicted to become
     lambdas = [half_log_snr(sigma) for sigma in sigmas]
     last = x
@@ -53,13 +58,13 @@ def unipc(velocity: Velocity, x: Tensor, sigmas: list[float]) -> Tensor:
 
 
 def half_log_snr(sigma: float) -> float:
-    sigma = min(sigma, 1 - 1e-6)  # pure noise has no signal
+    sigma = min(sigma, MOST_NOISE)
     return math.log((1 - sigma) / sigma) if sigma > 0 else math.inf
 
 
 def _step(x: Tensor, data: Tensor, sigmas, lambdas, i: int, corrections: list[tuple[float, Tensor]]) -> Tensor:
     """From sigmas[i] to the next, with constant predicted data plus factor * difference for each correction."""
-    sigma, after = min(sigmas[i], 1 - 1e-6), sigmas[i + 1]
+    sigma, after = min(sigmas[i], MOST_NOISE), sigmas[i + 1]
     change = -math.expm1(lambdas[i] - lambdas[i + 1])
     for factor, difference in corrections:
         data = data + factor * difference

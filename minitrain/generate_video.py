@@ -70,7 +70,7 @@ def generate(
 ) -> Tensor:  # fmt: skip
     """fp32 latents [videos, channels, *size]; the same noise on every device. All ranks of a sharded model call it."""
     device = model.proj_out.weight.device
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator().manual_seed(seed % (1 << 64))  # which takes no larger ones
     noise = torch.randn(len(prompts["text"]), model.config.out_channels, *size, generator=random)
     velocity = guided(model, scale=guidance, **{key: value.to(device) for key, value in prompts.items()})
     return SAMPLERS[sampler](velocity, noise.to(device), sigma_schedule(steps, shift)).cpu()

@@ -50,7 +50,7 @@ def test_latents_are_eulers_of_the_model_with_padded_text(tmp_path):
 def test_shapes_end_in_a_picture_and_a_score(tmp_path, capsys):
     save_model(tmp_path, in_channels=8, out_channels=8)
     main(["--model", str(tmp_path), "--prompts", "shapes", "--out", str(tmp_path / "out.png"), "--steps", "2",
-          "--device", "cpu"])  # fmt: skip
+          "--device", "cpu", "--seed", "9" * 30])  # fmt: skip
     assert Image.open(tmp_path / "out.png").size == (4 * 17 * 4, 48 * 17 * 4)
     printed = capsys.readouterr().out
     assert "out.png: right in colour " in printed and printed.count("%") == 3
@@ -66,6 +66,7 @@ def test_shapes_end_in_a_picture_and_a_score(tmp_path, capsys):
     ({"text": torch.zeros(1, 3, 64), "condition": torch.zeros(1, 3, 1, 4, 4)}, ["--size", "1", "4", "4"],
      "condition is [1, 3, 1, 4, 4], the model takes none"),
     ({"text": torch.zeros(1, 3, 64)}, ["--size", "1", "5", "4"], "do not divide into patches"),
+    ({"text": torch.zeros(1, 3, 64)}, ["--size", "1", "4", "4", "--shift", "1e6"], "from pure noise (use euler, or"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_mistakes(tmp_path, tensors, words, message):
     save_model(tmp_path)
