@@ -26,8 +26,9 @@ def validate(config: "Config") -> None:
     _at_least(c, 1, "steps", "batch.global", "batch.micro", "batch.seq_len", "parallel.dp_replicate", "parallel.tp",
               "parallel.cp", "parallel.pp", "parallel.vp", "parallel.ep", "checkpoint.keep",
               "validation.batches")  # fmt: skip
-    _at_least(c, 0, "seed", "parallel.prefetch", "optim.lr", "optim.warmup", "optim.eps", "optim.weight_decay",
-              "validation.every", "validation.exact_match", "checkpoint.every")  # fmt: skip
+    _at_least(c, 0, "seed", "parallel.prefetch", "optim.lr", "optim.warmup", "optim.weight_decay", "validation.every",
+              "validation.exact_match", "checkpoint.every")  # fmt: skip
+    _at_least(c, 1e-30, "optim.eps")  # without it, weights that get no gradient become 0 / 0
     if p.dp_shard < 1 and p.dp_shard != -1:
         raise InputError(f"parallel.dp_shard={p.dp_shard} must be at least 1, or -1 for all remaining ranks")
     if b.global_ % b.micro:
@@ -166,17 +167,21 @@ def _validate_diffusion(config: "Config") -> None:
         raise InputError(f"data.kind={data.kind} holds no videos (for task=diffusion use latents, shapes or mock)")
     if p.pp > 1 or p.async_tp:
         raise InputError(f"parallel.pp={p.pp}, async_tp={str(p.async_tp).lower()} are not for diffusion (use 1, false)")
-    patch = list(model.patch_size)
-    if len(data.size) != 3 or min(data.size) < 1 or any(s % n for s, n in zip(data.size, patch, strict=True)):
-        raise InputError(f"data.size={data.size} must be frames, height and width, which patches of {patch} divide")
-    patches = math.prod(data.size) // math.prod(patch)
-    if data.kind == "mock" and length != patches:
-        raise InputError(f"batch.seq_len={length} is not the number of patches of data.size={data.size}, {patches}")
+    if data.kind == "mock":
+        _validate_video_size(data.size, list(model.patch_size), length)
     heads = p.cp * p.tp if p.context == "ulysses" else p.tp
     parts = {"num_attention_heads": (model.num_attention_heads, heads), "ffn_dim": (model.ffn_dim, p.tp)}
     for name, (size, ranks) in (parts | {"batch.seq_len": (length, p.cp * p.tp)}).items():
         if size % ranks:
             raise InputError(f"parallel.tp={p.tp} x cp={p.cp} with context={p.context} does not divide {name}={size}")
+
+
+def _validate_video_size(size: list[int], patch: list[int], length: int) -> None:
+    if len(size) != 3 or min(size) < 1 or any(s % n for s, n in zip(size, patch, strict=True)):
+        raise InputError(f"data.size={size} must be frames, height and width, which patches of {patch} divide")
+    patches = math.prod(size) // math.prod(patch)
+    if length != patches:
+        raise InputError(f"batch.seq_len={length} is not the number of patches of data.size={size}, {patches}")
 
 
 def _validate_context(config: "Config") -> None:

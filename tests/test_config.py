@@ -76,6 +76,7 @@ def test_what_is_written_is_read_back_the_same():
         ({"steps": float("nan")}, "steps must be a whole number, not float nan"),
         ({"steps": float("inf")}, "steps must be a whole number, not float inf"),
         ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"optim": {"eps": 0}}, "optim.eps=0.0 must be at least 1e-30"),
         ({"optim": {"lr": float("inf")}}, "optim.lr must be a finite number"),
         ({"optim": {"lr": -1}}, "optim.lr=-1.0 must be at least 0"),
         ({"optim": {"betas": [0.9]}}, "optim.betas=.* must be two numbers"),

@@ -69,6 +69,13 @@ def test_videos_are_for_diffusion_only():
         from_dict({"data": {"kind": "shapes"}})
 
 
+def test_the_size_of_mock_videos_matters_to_those_alone():
+    tree = TREE | {"model": {"name": TREE["model"], "patch_size": [1, 8, 8]}}
+    from_dict(tree | {"data": {"kind": "latents", "path": "x"}})
+    with pytest.raises(InputError, match=r"data.size=\[24, 104, 60\] must be"):
+        from_dict(tree | {"data": {}})
+
+
 def test_a_config_survives_its_own_yaml():
     config = load(ROOT / "configs/train/shapes.yaml")
     assert from_dict(yaml.safe_load(yaml.safe_dump(to_dict(config)))) == config
