@@ -1,6 +1,7 @@
 """What the command lines share: a mistake as one line and exit code 2, and a clean end of the processes."""
 
 import argparse
+import io
 import os
 import sys
 import traceback
@@ -47,6 +48,8 @@ def run(main: Callable[[list[str]], None]) -> None:
 
     Where another rank has died, that is the line, not what it led to here.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # letters that the terminal has not, in a text or a file's name
+        sys.stdout.reconfigure(errors="backslashreplace")
     arguments = sys.argv[1:]
     code = 0
     try:

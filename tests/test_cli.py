@@ -1,8 +1,10 @@
 """The command lines as a user types them: what they print, write and exit with."""
 
+import io
 import json
 import math
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 import yaml
 
 import minitrain
-from minitrain import generate, train
+from minitrain import cli, generate, train
 from minitrain.errors import InputError
 from minitrain.tokenizer import ByteTokenizer
 from tests.commands import command, torchrun
@@ -134,6 +136,16 @@ def test_errors_are_one_line_with_exit_code_2(config_file):
     assert done.stderr.startswith("error: unknown key optim.learning_rate") and done.stderr.count("\n") == 1
     done = command(*wrong, "--debug")
     assert done.returncode == 2 and "Traceback" in done.stderr
+
+
+def test_letters_that_the_terminal_does_not_know_are_spelled_out(monkeypatch):
+    """In what a model writes, or the names of files."""
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, "ascii"))
+    with pytest.raises(SystemExit) as end:
+        cli.run(lambda arguments: print("d\u00e9f \udcff"))
+    sys.stdout.flush()
+    assert written.getvalue() == b"d\\xe9f \\udcff\n" and end.value.code == 0
 
 
 GRPO = ["task=grpo", "data.template=plain", "batch.seq_len=64", "batch.micro=1", "grpo.prompts=2", "grpo.group=2",
