@@ -146,14 +146,20 @@ class HuggingFaceTokenizer:
 
 def load_tokenizer(name_or_path: str | Path) -> ByteTokenizer | HuggingFaceTokenizer:
     """ "bytes", a tokenizer.json, or a folder that holds one. A saved ByteTokenizer needs no package."""
+    file = tokenizer_file(name_or_path)
+    return ByteTokenizer() if file is None or _is_byte_tokenizer(_read_json(file)) else HuggingFaceTokenizer(file)
+
+
+def tokenizer_file(name_or_path: str | Path) -> Path | None:
+    """The tokenizer.json that is meant, None for "bytes". Raises InputError where there is no such file."""
     if name_or_path == "bytes":
-        return ByteTokenizer()
+        return None
     file = Path(name_or_path)
     if file.is_dir():
         file = file / "tokenizer.json"
     if not file.is_file():
         raise InputError(f"tokenizer {str(name_or_path)!r} is not 'bytes', a tokenizer.json or a folder that holds one")
-    return ByteTokenizer() if _is_byte_tokenizer(_read_json(file)) else HuggingFaceTokenizer(file)
+    return file
 
 
 def stream(tokenizer: ByteTokenizer | HuggingFaceTokenizer, ids: Iterable[int]) -> Iterator[str]:

@@ -15,22 +15,26 @@ import torch.distributed as dist
 from minitrain.config import Config, Data, to_dict
 from minitrain.errors import InputError, readable
 from minitrain.runtime.agreement import check_same, code_digests, control_group, flatten
+from minitrain.tokenizer import tokenizer_file
 from minitrain.training.data import find_files
 from minitrain.training.durable import write_durably
 
 SAMPLES, SAMPLE = 16, 4096  # of a file; a smaller one is read whole
-NAMES_DATA = {"data.kind", "data.path", "data.exclude"}  # settings that say which files
+NAMES_DATA = {"data.kind", "data.path", "data.exclude", "data.tokenizer"}  # settings that say which files
 CHOOSE_ROWS = {"seed", "batch.global", "batch.seq_len"}  # besides all of data: settings that say which rows, and when
 
 
 def agreed_fingerprint(data: Data) -> dict[str, str]:
-    """A digest of each file that the dataset is made from, by path; empty for data that is made up.
+    """A digest of each file that the dataset is made from, its tokenizer too, by path; empty for data that is made up.
 
     All ranks call it together. Raises InputError if they do not see the same files.
     """
     if data.kind in ("mock", "shapes"):
         return {}
-    digests = {str(file): file_digest(file) for file in find_files(data)}
+    files = find_files(data)
+    if data.kind in ("text", "jsonl") and (tokenizer := tokenizer_file(data.tokenizer)):
+        files.append(tokenizer)
+    digests = {str(file): file_digest(file) for file in files}
     check_same({"data": digests})
     return digests
 

@@ -18,6 +18,7 @@ from minitrain.errors import InputError
 from minitrain.parallel import mesh
 from minitrain.parallel.mesh import start
 from minitrain.runtime.failures import recorded
+from minitrain.tokenizer import ByteTokenizer
 from minitrain.training import fingerprint
 from minitrain.training.fingerprint import agreed_fingerprint, file_digest
 from minitrain.training.loop import Trainer
@@ -96,6 +97,17 @@ def test_a_run_does_not_continue_on_data_that_has_changed(run, tmp_path, capsys,
     run([], steps=6, data={"kind": "text", "path": str(other)})  # on purpose
     told = capsys.readouterr().out
     assert f'data.path="{other}" (was "{text}"), steps=6 (was 4)\n' in told and "other code" not in told
+
+
+def test_nor_with_a_tokenizer_that_has(run, tmp_path):  # noqa: F811
+    ByteTokenizer().save(tmp_path / "bytes")
+    data = {"kind": "text", "path": str(tmp_path / "text.txt"), "tokenizer": str(tmp_path / "bytes")}
+    file = tmp_path / "bytes" / "tokenizer.json"
+    run([], steps=2, data=data)
+    file.write_text(file.read_text() + "\n")
+    with pytest.raises(InputError, match=r"bytes/tokenizer.json has changed since the run began: it cannot continue"):
+        run([], steps=4, data=data)
+    run([], steps=4, data=data | {"tokenizer": "bytes"})  # on purpose
 
 
 def test_a_run_that_continues_says_with_which_other_settings(run, capsys):  # noqa: F811
