@@ -2,7 +2,7 @@
 
 Bytes need no vocabulary file, no training and no package, and lose nothing; they make sequences about four times longer
 than a trained vocabulary does. Both kinds share one small interface: encode, encode_prompt, encode_array, decode,
-bos_id, eos_id, token_id, vocab_size, chat_template, save. Left out: rendering chat templates (training/chat.py has the
+eos_id, token_id, vocab_size, chat_template, save. Left out: rendering chat templates (training/chat.py has the
 common ones), and training a vocabulary.
 """
 
@@ -26,7 +26,7 @@ class ByteTokenizer:
     Text never encodes to 256 or 257, not even the text "<|eos|>" (transformers would take the special token there).
     """
 
-    bos_id, eos_id, vocab_size = 256, 257, 258
+    eos_id, vocab_size = 257, 258
     chat_template = ""
 
     def encode(self, text: str) -> list[int]:
@@ -47,7 +47,7 @@ class ByteTokenizer:
 
     def token_id(self, token: str) -> int | None:
         """The id of the special token that is written so, if there is one."""
-        return {BOS: self.bos_id, EOS: self.eos_id}.get(token)
+        return {BOS: 256, EOS: 257}.get(token)
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, which transformers.AutoTokenizer loads."""
@@ -59,7 +59,7 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`, read by the `tokenizers` package; bos_id, eos_id: None if no file beside it names them."""
+    """A `tokenizer.json`, read by the `tokenizers` package; eos_id: None if no file beside it names one."""
 
     def __init__(self, file: Path):
         try:
@@ -74,7 +74,7 @@ class HuggingFaceTokenizer:
             raise InputError(f"{file} is not a Hugging Face tokenizer: {error}") from error
         self.file = file
         self.vocab_size = max(self.tokenizer.get_vocab().values(), default=-1) + 1  # ids may have gaps
-        self.bos_id, self.eos_id = self._special_id("bos"), self._special_id("eos")
+        self.eos_id = self._eos_id()
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -118,22 +118,22 @@ class HuggingFaceTokenizer:
             if source.exists() and source.resolve() != target.resolve():
                 shutil.copyfile(source, target)
 
-    def _special_id(self, kind: str) -> int | None:
-        """The id of "bos" or "eos", from the first file that mentions it (null: there is none)."""
+    def _eos_id(self) -> int | None:
+        """From the first file that mentions it (null: there is none)."""
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             file = self.file.with_name(name)
             tree = _read_json(file)
-            if f"{kind}_token" in tree:
-                token = tree[f"{kind}_token"]
+            if "eos_token" in tree:
+                token = tree["eos_token"]
                 token = token.get("content") if isinstance(token, dict) else token
                 if not isinstance(token, str | None):
-                    raise InputError(f"{file}: {kind}_token must be text, not {token!r}")
+                    raise InputError(f"{file}: eos_token must be text, not {token!r}")
                 return None if token is None else self._known_id(token, file)
         file = self.file.with_name("config.json")
-        ids = _read_json(file).get(f"{kind}_token_id")
+        ids = _read_json(file).get("eos_token_id")
         first = next(iter(ids), None) if isinstance(ids, list) else ids
         if type(first) not in (int, type(None)):
-            raise InputError(f"{file}: {kind}_token_id must be a token id, not {ids!r}")
+            raise InputError(f"{file}: eos_token_id must be a token id, not {ids!r}")
         return first
 
     def _known_id(self, token: str, file: Path) -> int:

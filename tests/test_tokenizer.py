@@ -172,10 +172,12 @@ def test_eos_comes_from_the_files_beside_it(bpe_folder, files, eos):
     assert load_tokenizer(bpe_folder).eos_id == load_tokenizer(bpe_folder / "tokenizer.json").eos_id == eos
 
 
-def test_bos_is_read_apart_from_eos(bpe_folder):
+def test_bos_is_not_eos_and_may_be_anything(bpe_folder):
+    """What stands before a prompt is a matter of tokenizer.json; some files name a bos that it does not hold."""
     write_json(bpe_folder, "tokenizer_config.json", {"bos_token": "<s>"})
-    tokenizer = load_tokenizer(bpe_folder)
-    assert (tokenizer.bos_id, tokenizer.eos_id) == (1, None)
+    assert load_tokenizer(bpe_folder).eos_id is None
+    write_json(bpe_folder, "tokenizer_config.json", {"bos_token": "<none>", "eos_token": "</s>"})
+    assert load_tokenizer(bpe_folder).eos_id == 2
 
 
 def test_save_copies_what_transformers_reads(bpe_folder, tmp_path_factory):
