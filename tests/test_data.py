@@ -396,6 +396,12 @@ def test_exclude_sees_the_full_path_of_relative_files(tree, monkeypatch):
     assert texts_found(Data(kind="text", path=["c.py", "../b.py"], exclude=["*/sub/test/*"])) == Counter("b")
 
 
+def test_a_file_of_many_names_is_one_document(tree, monkeypatch):
+    monkeypatch.chdir(tree / "sub")
+    paths = ["b.py", "./b.py", "test/../*.py", str(tree / "sub/b.py")]
+    assert texts_found(Data(kind="text", path=paths)) == Counter("b")
+
+
 def test_home_and_standard_library_in_paths(tree, monkeypatch):
     monkeypatch.setenv("HOME", str(tree))
     assert texts_found(Data(kind="text", path="~/sub/b.py")) == Counter("b")

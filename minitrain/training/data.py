@@ -438,13 +438,13 @@ _SUFFIXES = {"text": ("",), "jsonl": (".jsonl",), "tokens": (".npy", ".bin"), "l
 
 def find_files(data: Data) -> list[Path]:
     """The files of data.path but not of data.exclude, each once and sorted; of a folder, all of their kind below it."""
-    found = set()
+    found = {}
     for pattern in [data.path] if isinstance(data.path, str) else data.path:
         matches = _expand(pattern.replace("{stdlib}", sysconfig.get_paths()["stdlib"]), data.kind)
         if not matches:
             raise InputError(f"data.path: no file matches {pattern!r}")
-        found.update(matches)
-    kept = [file for file in found if not any(fnmatch.fnmatchcase(os.path.abspath(file), p) for p in data.exclude)]
+        found |= {os.path.abspath(file): file for file in matches}
+    kept = [file for path, file in found.items() if not any(fnmatch.fnmatchcase(path, p) for p in data.exclude)]
     if not kept:
         raise InputError(f"data.exclude={data.exclude} leaves no file of data.path={data.path}")
     return sorted(map(Path, kept))
