@@ -21,7 +21,7 @@ from minitrain.training.durable import write_durably
 
 SAMPLES, SAMPLE = 16, 4096  # of a file; a smaller one is read whole
 NAMES_DATA = {"data.kind", "data.path", "data.exclude", "data.tokenizer"}  # settings that say which files
-CHOOSE_ROWS = {"seed", "batch.global", "batch.seq_len"}  # besides all of data: settings that say which rows, and when
+CHOOSE_ROWS = {"seed", "task", "batch.global", "batch.seq_len", "grpo.prompts"}  # and all of data: which rows, and when
 
 
 def agreed_fingerprint(data: Data) -> dict[str, str]:
@@ -91,11 +91,12 @@ def other_settings(before: dict, now: dict) -> list[str]:
     """All that was changed, in one line, and a warning if that chooses other rows: nothing else would show it."""
     before, now = before["settings"], now["settings"]
     changed = differing(before, now)
+    choosing = CHOOSE_ROWS | ({"batch.micro"} if now["data.kind"] == "latents" else set())  # its videos share a shape
     notes = []
     if changed:
         told = ", ".join(f"{key}={json.dumps(now.get(key))} (was {json.dumps(before.get(key))})" for key in changed)
         notes.append(f"note: the run continues with other settings than before: {told}")
-    if any(key in CHOOSE_ROWS or key.startswith("data.") for key in changed):
+    if any(key in choosing or key.startswith("data.") for key in changed):
         notes.append("warning: rows that were seen may come again and others never, as those settings choose them")
     return notes
 

@@ -126,6 +126,19 @@ def test_a_run_that_continues_says_with_which_other_settings(run, capsys):  # no
         assert any(line.startswith(warning) for line in told) == rows_too
 
 
+@pytest.mark.parametrize("kind, change, chosen", [
+    ("text", {"batch": {"micro": 2}}, False),
+    ("latents", {"batch": {"micro": 2}}, True),  # buckets are visited in groups of so many videos
+    ("text", {"task": "grpo"}, True),
+    ("mock", {"grpo": {"prompts": 4}}, True),
+])  # fmt: skip
+def test_settings_that_choose_rows(kind, change, chosen):
+    tree = {"data.kind": kind, "batch.micro": 1, "task": "pretrain", "grpo.prompts": 2, "optim.lr": 1.0}
+    before, now = {"settings": tree}, {"settings": tree | fingerprint.flatten(change)}
+    note, *warning = fingerprint.other_settings(before, now)
+    assert note.startswith("note") and bool(warning) == chosen
+
+
 def test_a_fingerprint_edited_by_hand_is_none(run):  # noqa: F811
     (run([], steps=2) / "fingerprint.json").write_text('{"settings": 1, "files": [2], "code": 3}')
     assert len(lines(run([], steps=3))) == 3
