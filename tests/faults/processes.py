@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-LIMIT = 30  # seconds in which the ranks that are left must have ended
+LIMIT = 120  # seconds in which the ranks that are left must have ended: only against waiting for ever
 
 
 def forks() -> multiprocessing.context.BaseContext:
@@ -22,15 +22,24 @@ def forks() -> multiprocessing.context.BaseContext:
     return context
 
 
-def free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return server.getsockname()[1]
+def reserved_port() -> socket.socket:
+    """A socket whose port nobody else is given while it is open; a server that reuses addresses can listen on it.
+
+    A port that is only known to have been free may be another test's by the time that rank 0 listens on it.
+    """
+    dual = socket.has_dualstack_ipv6()
+    holder = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if dual:
+        holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    holder.bind(("", 0))
+    return holder
 
 
 def rank_main(function: Callable, args: tuple, rank: int, world: int, port: int, log: Path, watched) -> None:
     """The life of a process: `function(*args)` in the environment that torchrun would have made, by way of cli.run.
 
-    watched: an event to set when this rank's group is up and watched over.
+    watched: a semaphore to release when this rank's group is up and watched over.
     """
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -43,7 +52,7 @@ def rank_main(function: Callable, args: tuple, rank: int, world: int, port: int,
     from minitrain.runtime import watch
 
     begin = watch.begin
-    watch.begin = lambda: (begin(), watched.set())
+    watch.begin = lambda: (begin(), watched.release())
     torch.set_num_threads(1)
     cli.run(lambda _: function(*args))
 
@@ -52,10 +61,12 @@ class Ranks:
     """`function(*args)` on so many ranks; what they print is appended to the file `log`."""
 
     def __init__(self, world: int, log: Path, function: Callable, *args: Any):
-        context, port = forks(), free_port()
-        self.log, self.watched = log, [context.Event() for _ in range(world)]
+        context, self.port = forks(), reserved_port()
+        # no events: whoever is killed while setting one keeps its lock for ever
+        self.log, self.watched = log, [context.Semaphore(0) for _ in range(world)]
+        port = self.port.getsockname()[1]
         self.processes = [
-            context.Process(target=rank_main, args=(function, args, rank, world, port, log, watched))
+            context.Process(target=rank_main, args=(function, args, rank, world, port, log, watched), daemon=True)
             for rank, watched in enumerate(self.watched)
         ]
         for process in self.processes:
@@ -80,7 +91,7 @@ class Ranks:
         began = time.monotonic()
         self.send(rank, signal.SIGKILL)
         self.processes[rank].join()
-        if not all(watched.is_set() for watched in self.watched):
+        if not all(watched.get_value() for watched in self.watched):
             for other in range(len(self.processes)):
                 self.send(other, signal.SIGTERM)  # as torchrun does: ranks that do not know each other wait for long
         ended = self.wait(LIMIT)

@@ -15,7 +15,7 @@ import yaml
 
 from tests.commands import ROOT
 from tests.faults.kill import CASES, TINY, Case, Run, share, torment
-from tests.faults.processes import Ranks
+from tests.faults.processes import LIMIT, Ranks
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -44,7 +44,7 @@ def train_until_line(file, step):
 def test_no_line_is_lost_between_a_checkpoint_and_the_log(tmp_path, name):
     undisturbed, run = Run(CASES[name], tmp_path / "undisturbed"), Run(CASES[name], tmp_path / "killed")
     ranks = Ranks(1, run.log, train_until_line, run.file, 2)
-    assert ranks.wait(60) and ranks.codes() == [-signal.SIGKILL], run.log.read_text()
+    assert ranks.wait(LIMIT) and ranks.codes() == [-signal.SIGKILL], run.log.read_text()
     assert (run.out / "checkpoints" / "step-00000002").exists() and len(run.numbers()) == 1
     numbers = run.finish(run.start())
     assert numbers == undisturbed.finish(undisturbed.start()) and any("val" in key for key in numbers[1])
@@ -76,7 +76,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_keeps_the_last_checkpoint(tmp_
     case = CASES["FSDP, asynchronous"]
     run = Run(case, tmp_path / "full")
     ranks = Ranks(2, run.log, train_until_full, run.file)
-    assert ranks.wait(60) and ranks.codes() == [2, 2], run.log.read_text()
+    assert ranks.wait(LIMIT) and ranks.codes() == [2, 2], run.log.read_text()
     (line,) = [line for line in run.log.read_text().splitlines() if "error" in line]
     assert re.search("error: checkpoint .*step-00000006.tmp cannot be written: .*on rank 1", line)
     assert [path.name for path in (run.out / "checkpoints").iterdir()] == ["step-00000003"]
@@ -85,22 +85,22 @@ def test_a_full_disk_ends_the_run_in_one_line_and_keeps_the_last_checkpoint(tmp_
 
 
 def wait_for_lines(run: Run, count: int, alive) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LIMIT
     while len(run.numbers()) < count:
         assert alive() and time.monotonic() < deadline, run.log.read_text()
         time.sleep(0.01)
 
 
 @pytest.mark.parametrize("case", [
-    Case(2, TINY | {"steps": 60, "checkpoint": {"every": 0, "asynchronous": True}}),
-    Case(1, CASES["GRPO"].tree | {"steps": 20, "checkpoint": {"every": 0}}),
+    Case(2, TINY | {"steps": 100_000, "checkpoint": {"every": 0, "asynchronous": True}}),
+    Case(1, CASES["GRPO"].tree | {"steps": 100_000, "checkpoint": {"every": 0}}),
 ], ids=["FSDP", "GRPO"])  # fmt: skip
 def test_sigterm_to_one_rank_stops_all_after_a_step_with_a_checkpoint(tmp_path, case):
     run = Run(case, tmp_path / "stopped")
     ranks = run.start()
     wait_for_lines(run, 3, lambda: None in ranks.codes())
     ranks.send(case.ranks - 1, signal.SIGTERM)
-    assert ranks.wait(30) and not any(ranks.codes()), run.log.read_text()
+    assert ranks.wait(LIMIT) and not any(ranks.codes()), run.log.read_text()
     (checkpoint,) = (run.out / "checkpoints").iterdir()
     step = int(checkpoint.name.removeprefix("step-"))
     assert 3 <= step < case.tree["steps"] and not list(run.out.glob("*.safetensors"))
@@ -111,18 +111,37 @@ def test_sigterm_to_one_rank_stops_all_after_a_step_with_a_checkpoint(tmp_path, 
     assert run.finish(run.start()) == undisturbed.finish(undisturbed.start())
 
 
+WAITING = """
+import os, time
+from minitrain import cli, train
+from minitrain.training.loop import Trainer
+
+update = Trainer.update
+
+def wait_in_step_7(trainer, batches, step):
+    if (step, os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (6, "1", "0"):
+        time.sleep(1000)
+    return update(trainer, batches, step)
+
+Trainer.update = wait_in_step_7
+cli.run(train.main)
+"""  # the command line, whose rank 1 waits to be killed
+
+
 def test_torchrun_restarts_by_itself_after_the_death_of_a_rank(tmp_path):
     case = Case(2, TINY | {"steps": 20, "checkpoint": {"every": 5}})
-    run = Run(case, tmp_path / "killed")
+    run, script = Run(case, tmp_path / "killed"), tmp_path / "waiting.py"
+    script.write_text(WAITING)
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max-restarts", "3"]
     with run.log.open("w") as log:
         torchrun = subprocess.Popen(
-            [sys.executable, *command, "-m", "minitrain.train", "--config", run.file], cwd=ROOT, stderr=log, stdout=log
-        )
+            [sys.executable, *command, script, "--config", run.file], cwd=ROOT, stderr=log, stdout=log,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
     wait_for_lines(run, 6, lambda: torchrun.poll() is None)
     children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
     os.kill(int(children[1]), signal.SIGKILL)
-    assert torchrun.wait(120) == 0, run.log.read_text()
+    assert torchrun.wait(300) == 0, run.log.read_text()
     lines = run.log.read_text().splitlines()
     assert [line for line in lines if line.startswith("error: ")] == [
         "error: rank 1 is gone: it was killed or cannot be reached; "
