@@ -7,10 +7,14 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.pool import Pool
 
 torch.set_num_threads(1)
+# the same cases each time, and no limits by the clock: a shared machine may pause anywhere
+settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("steady")
 
 
 def pytest_collection_modifyitems(items):
@@ -19,6 +23,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def same_draws():
+    """Random numbers of a test do not depend on which tests ran before it."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
