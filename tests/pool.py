@@ -36,6 +36,7 @@ from torch.utils._pytree import KeyPath, keystr, tree_flatten_with_path, tree_un
 from minitrain.parallel.mesh import owned
 
 GRACE = 3.0  # seconds that the other ranks get to report too, once one has failed
+PATIENCE = 300.0  # seconds for a run, and for a rank to wait for others in a collective: only against waiting for ever
 RUNS = 4  # before a new process group: those of old meshes keep threads and sockets
 LIFE = 40  # runs before new workers: compiled code may hold groups for ever
 SERVER = multiprocessing.get_context("forkserver")
@@ -68,7 +69,7 @@ class Pool:
         self.left = RUNS  # how many more runs have it
         self.runs = 0  # of the present workers
 
-    def run(self, world_size: int, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
+    def run(self, world_size: int, function: Callable, *args: Any, timeout: float = PATIENCE) -> list[Any]:
         """The ranks' results of `function(*args)`, by rank. The function must be importable, results must pickle.
 
         DTensors in them arrive whole, as plain tensors; see `assemble`.
@@ -155,11 +156,20 @@ def describe_failure(workers: list[Worker], answers: dict[int, tuple[bool, Any]]
         first = min(failed, key=lambda rank: workers[rank].process.is_alive())
         return f"rank {first} of {len(workers)} (failed: {sorted(failed)})\n{answers[first][1]}"
     silent = [rank for rank in range(len(workers)) if rank not in answers]
-    for rank in silent:
-        os.kill(workers[rank].process.pid, signal.SIGUSR1)
-    time.sleep(0.5)
-    stacks = [workers[rank].stacks.read_text() for rank in silent]
+    stacks = [stack_of(workers[rank]) for rank in silent]
     return "\n".join([f"no answer from ranks {silent} of {len(workers)}", *stacks])
+
+
+def stack_of(worker: Worker) -> str:
+    """What it is doing: all that it writes, which is all there once half a second has brought nothing more."""
+    os.kill(worker.process.pid, signal.SIGUSR1)
+    deadline, text = time.monotonic() + 30, ""
+    while time.monotonic() < deadline:
+        time.sleep(0.5)
+        before, text = text, worker.stacks.read_text()
+        if text and text == before:
+            break
+    return text
 
 
 def work(rank: int, connection: Connection, stacks: Path) -> None:
@@ -174,6 +184,7 @@ def work(rank: int, connection: Connection, stacks: Path) -> None:
             if group != joined:
                 join(rank, *group)
                 joined = group
+            torch.manual_seed(0)  # whatever ran here before
             answer = pack((True, function(*args)))
         except BaseException:  # DCP's CheckpointException and pytest's Failed are no Exceptions
             answer = pickle.dumps((False, traceback.format_exc()))
@@ -202,9 +213,8 @@ def join(rank: int, world_size: int, store: str) -> None:
         dist.destroy_process_group()
         _clear_sharding_prop_cache()  # DTensor takes meshes of the same shape for the same, even old ones
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
-    )
+    store, timeout = dist.FileStore(store, world_size), timedelta(seconds=PATIENCE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 # ------------------------------------------------------------------------------------------------------ sharded results
