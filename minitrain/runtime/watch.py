@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -33,6 +34,7 @@ from minitrain.runtime.agreement import control_group, rank_0_says
 
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, times
 VERDICT = 10.0  # seconds after which a rank whose collective has failed takes it for no other rank's death
+FAREWELL = 5.0  # seconds that rank 0, which has the store, stays for others that end after an error
 
 # ------------------------------------------------------------------------------------------------------------- stopping
 
@@ -72,7 +74,8 @@ class Watch:
         # NCCL's own thread aborts a process that has waited too long; on gloo the rank itself says so
         self.gave_up = ", gave up waiting (see out_dir/logs/nccl-rank-*)" if dist.get_backend() == "nccl" else ""
         self.server = self.listen() if self.rank == 0 else self.join()
-        threading.Thread(target=self.run, daemon=True).start()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
 
     def listen(self) -> socket.socket:
         any_version = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
@@ -122,11 +125,8 @@ class Watch:
 
     def hear(self, connection: socket.socket) -> None:
         """Take the other side's last word; none, if it has died."""
-        try:
-            word = connection.recv(1)
-        except OSError:
-            word = b""
-        rank = self.others.pop(connection)
+        rank = self.others[connection]
+        word = self.lost(connection)
         if not word and not self.leaving:
             tells = self.rank == (0 if rank else 1)
             self.end(1, f"rank {rank} is gone: it was killed{self.gave_up} or cannot be reached" if tells else "")
@@ -141,7 +141,19 @@ class Watch:
             sys.stderr.write(line)
             sys.stderr.flush()
         self.tell(code)
+        deadline = time.monotonic() + FAREWELL
+        while self.rank == 0 and self.others and time.monotonic() < deadline:
+            for ready in wait(list(self.others), timeout=max(0, deadline - time.monotonic())):
+                self.lost(ready)
         os._exit(code)
+
+    def lost(self, connection: socket.socket) -> bytes:
+        """The other side's last word, after which its connection is of no more use; none, if it has died."""
+        self.others.pop(connection)
+        try:
+            return connection.recv(1)
+        except OSError:
+            return b""
 
     def leave(self, code: int) -> None:
         """Give notice, so that the others do not take this process for dead."""
@@ -149,6 +161,9 @@ class Watch:
         if code == 0 and self.rank == 0 and self.world > 1:
             self.complete.wait(5)  # so that all get the word
         self.tell(code)
+        deadline = time.monotonic() + FAREWELL
+        while code and self.rank == 0 and self.others and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def leave_at_exit(self) -> None:
         """For programs that end without `cli.run`, after an error or not."""
@@ -184,12 +199,15 @@ def await_verdict(error: Exception) -> None:
 
 
 def say_once(line: str) -> None:
-    """Print a line to stderr, if no other rank does; those that do not leave it the time."""
+    """Print a line to stderr, if no other rank does; those that do not return when it is printed."""
+    store, name = _get_default_store(), f"minitrain/said/{line}"
     try:
-        first = _get_default_store().add(f"minitrain/said/{line}", 1) == 1
-    except RuntimeError:  # the store has gone with its rank
+        first = store.add(name, 1) == 1
+    except RuntimeError:  # the store has gone with its rank, which has said so, or why
         first = True
+        if _watch is not None:
+            _watch.thread.join(3 * VERDICT)  # the thread ends this process when it hears of it
     if first:
         print(line, file=sys.stderr, flush=True)
-    else:
-        time.sleep(1)
+    with suppress(RuntimeError):
+        store.set(f"{name}/done", "") if first else store.wait([f"{name}/done"], timedelta(seconds=VERDICT))

@@ -15,8 +15,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 from minitrain import config as configs
 from minitrain.errors import InputError
 from minitrain.parallel.mesh import start
-from minitrain.runtime.watch import until_sigterm
-from tests.faults.processes import Ranks
+from minitrain.runtime import watch
+from minitrain.runtime.watch import Watch, until_sigterm
+from tests.faults.processes import LIMIT, Ranks
 from tests.test_gpu import own_group  # noqa: F401
 
 TREE = {"batch": {"global": 3, "micro": 1}, "device": "cpu"}
@@ -45,6 +46,29 @@ def fail(alone):
     if not alone or dist.get_rank() == 1:
         raise InputError("this was wrong")
     dist.barrier()
+
+
+def fail_while_rank_1_prints_slowly():
+    start(configs.from_dict(TREE))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        watch.print = lambda *words, **options: (time.sleep(2.5), print(*words, **options))
+    else:
+        time.sleep(0.5)
+    raise InputError("this was wrong")
+
+
+def fail_when_rank_0_has_gone():
+    """Rank 0 leaves at once, and the others' watches are slow to hear of it."""
+    start(configs.from_dict(TREE))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        watch.FAREWELL = 0.0
+    else:
+        hear = Watch.hear
+        Watch.hear = lambda *args: (time.sleep(2), hear(*args))
+        time.sleep(1)
+    raise InputError("this was wrong")
 
 
 def end_well():
@@ -86,7 +110,7 @@ def test_the_death_of_a_rank_ends_all(tmp_path, victim, function, told):
         time.sleep(0.01)
     time.sleep(0.2)  # for connections that are made in the background
     ranks.send(victim, signal.SIGKILL)
-    assert ranks.wait(10)
+    assert ranks.wait(LIMIT)
     assert [code for rank, code in enumerate(ranks.codes()) if rank != victim] == [1, 1]
     # torch itself may be quick enough to log that the barrier at the end has failed
     (line,) = [line for line in errors(tmp_path / "log") if "error: " in line]
@@ -96,20 +120,28 @@ def test_the_death_of_a_rank_ends_all(tmp_path, victim, function, told):
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_mistake_is_told_once_and_ends_all(tmp_path, alone):
     ranks = Ranks(3, tmp_path / "log", fail, alone)
-    assert ranks.wait(10) and ranks.codes() == [2, 2, 2]
+    assert ranks.wait(LIMIT) and ranks.codes() == [2, 2, 2]
     assert errors(tmp_path / "log") == ["error: this was wrong"]
+
+
+@pytest.mark.parametrize("function", [fail_while_rank_1_prints_slowly, fail_when_rank_0_has_gone])
+def test_a_mistake_is_told_once_however_slow_a_rank_is(tmp_path, function):
+    ranks = Ranks(3, tmp_path / "log", function)
+    assert ranks.wait(LIMIT) and ranks.codes() == [2, 2, 2]
+    # torch itself tells of a store that has gone
+    assert [line for line in errors(tmp_path / "log") if "error: " in line] == ["error: this was wrong"]
 
 
 def test_a_good_end_is_silent(tmp_path):
     ranks = Ranks(3, tmp_path / "log", end_well)
-    assert ranks.wait(30) and ranks.codes() == [0, 0, 0], ranks.log.read_text()
+    assert ranks.wait(LIMIT) and ranks.codes() == [0, 0, 0], ranks.log.read_text()
     assert errors(tmp_path / "log") == []
 
 
 @pytest.mark.parametrize("code", [0, 1])
 def test_scripts_that_end_without_our_command_line(tmp_path, code):
     ranks = Ranks(3, tmp_path / "log", end_without_cli, code)
-    assert ranks.wait(30) and ranks.codes() == [code] * 3
+    assert ranks.wait(LIMIT) and ranks.codes() == [code] * 3
     assert errors(tmp_path / "log") == []
 
 
