@@ -10,13 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor import DTensor, Shard
 
 from minitrain import config as configs
 from minitrain import train
 from minitrain.errors import InputError
+from minitrain.grpo import loop
 from minitrain.parallel import mesh
-from minitrain.parallel.mesh import start
+from minitrain.parallel.mesh import start, wait_at_most
 from minitrain.runtime.failures import recorded
 from minitrain.tokenizer import ByteTokenizer
 from minitrain.training import fingerprint
@@ -25,7 +27,7 @@ from minitrain.training.loop import Trainer
 from minitrain.training.optim import clip_gradients
 from minitrain.training.profiling import recorded_steps
 from tests.distributed.test_grpo import TREE as GRPO
-from tests.faults.processes import Ranks
+from tests.faults.processes import LIMIT, Ranks
 from tests.faults.test_numbers import TINY, lines, run  # noqa: F401
 from tests.test_gpu import own_group  # noqa: F401
 
@@ -148,21 +150,21 @@ def test_a_fingerprint_edited_by_hand_is_none(run):  # noqa: F811
 
 
 def wait_in_vain(folder):
+    """Rank 1 never comes, and however slow it is, nothing before that waits for it for a second only."""
     config = configs.from_dict(TINY | {"timeout_s": 1.0})
     with recorded(folder):
         meshes = start(config)
-        parameter = torch.nn.Parameter(distribute_tensor(torch.ones(4), meshes.parameters["dp_shard"], [Shard(0)]))
-        parameter.grad = parameter.detach()
-        dist.barrier()
         if dist.get_rank() == 1:
             time.sleep(1000)
+        parameter = torch.nn.Parameter(DTensor.from_local(torch.ones(2), meshes.parameters["dp_shard"], [Shard(0)]))
+        parameter.grad = parameter.detach()
         clip_gradients([parameter], 1.0)
 
 
 def test_a_collective_that_waits_in_vain_is_one_line(tmp_path):
     """On gloo: NCCL's watchdog ends the process by itself, and leaves torch's flight record."""
     ranks = Ranks(2, tmp_path / "log", wait_in_vain, tmp_path)
-    assert ranks.wait(30) and ranks.codes() == [2, 2]
+    assert ranks.wait(LIMIT) and ranks.codes() == [2, 2]
     (line,) = filter(None, (tmp_path / "log").read_text().splitlines())
     begin, end = "error: rank 0 waited in vain for others in ", " (training/optim.py:"
     assert line.startswith(begin) and end in line
@@ -171,19 +173,39 @@ def test_a_collective_that_waits_in_vain_is_one_line(tmp_path):
     assert "Traceback" in log and "clip_gradients" in log and not (tmp_path / "logs/rank-1.log").exists()
 
 
+begin_to_lose_patience = []  # what sets the groups' time-outs
+
+
 def hang_on_rank_1(*_):
+    while begin_to_lose_patience:
+        begin_to_lose_patience.pop()()
     time.sleep(1000 if dist.get_rank() == 1 else 0)
     return 0.0
 
 
 def train_with_a_reward_that_hangs(folder):
+    """Time-outs count only from the first reward on: until then, ranks may have to wait for slow ones."""
+
+    def later(seconds, groups=None):
+        groups = list(c10d._world.pg_map) if groups is None else groups
+        begin_to_lose_patience.append(lambda: wait_at_most(seconds, groups))
+
+    new_group = dist.new_group
+    dist.new_group = lambda *args, timeout, **options: patient(new_group(*args, **options), timeout)
+
+    def patient(group, timeout):
+        if isinstance(group, dist.ProcessGroup):
+            later(timeout.total_seconds(), [group])
+        return group
+
+    mesh.wait_at_most = loop.wait_at_most = later
     reward = GRPO["grpo"] | {"reward": "tests.faults.test_observability:hang_on_rank_1"}
     train.train(configs.from_dict(GRPO | {"grpo": reward, "timeout_s": 2.0, "out_dir": str(folder)}))
 
 
 def test_nobody_waits_longer_for_a_reward_that_hangs(tmp_path):
     ranks = Ranks(2, tmp_path / "log", train_with_a_reward_that_hangs, tmp_path / "out")
-    assert ranks.wait(60) and ranks.codes() == [2, 2], ranks.log.read_text()
+    assert ranks.wait(LIMIT) and ranks.codes() == [2, 2], ranks.log.read_text()
     expected = r"error: rank 0 waited in vain for others in all_gather in Collector.sample \(grpo/rollouts.py:"
     assert len(re.findall(expected, ranks.log.read_text())) == 1
 
@@ -196,7 +218,7 @@ def die_in_step_4(folder):
 
 def test_numbers_survive_a_crash(tmp_path):
     ranks = Ranks(1, tmp_path / "log", die_in_step_4, tmp_path / "out")
-    assert ranks.wait(30) and ranks.codes() == [7]
+    assert ranks.wait(LIMIT) and ranks.codes() == [7]
     assert [line["step"] for line in lines(tmp_path / "out")] == [1, 2, 3]
 
 
