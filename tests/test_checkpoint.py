@@ -20,7 +20,7 @@ from minitrain.errors import InputError
 from minitrain.training import checkpoint
 from minitrain.training.checkpoint import Checkpointer
 from minitrain.training.checkpoint_files import measure, read_description, read_index, write_description
-from tests.faults.processes import Ranks
+from tests.faults.processes import LIMIT, Ranks
 
 
 def make(width=8, layers=2, optimizer=torch.optim.AdamW, seed=0):
@@ -208,7 +208,7 @@ def save_and_die(folder, second, kill):
 def test_a_kill_at_any_moment_of_a_save_leaves_a_checkpoint(pool, tmp_path, second, survivors):
     victims = [Ranks(1, tmp_path / "log", save_and_die, tmp_path / kill, second, kill) for kill in KILLS]
     for victim in victims:
-        assert victim.wait(60) and victim.codes() == [-signal.SIGKILL], victim.log.read_text()
+        assert victim.wait(LIMIT) and victim.codes() == [-signal.SIGKILL], victim.log.read_text()
     folders = [tmp_path / kill for kill in KILLS]
     assert [pool.run(1, load_newest, folder)[0][0]["save"] for folder in folders] == survivors
     assert all(name.removeprefix("step-").isdecimal() for folder in folders for name in names(folder))

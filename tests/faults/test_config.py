@@ -237,7 +237,7 @@ def test_hostile_yaml(tmp_path, name):
     start = time.process_time()
     with pytest.raises(InputError, match=message) as caught:
         load(file)
-    assert str(caught.value).isprintable() and time.process_time() - start < 5
+    assert str(caught.value).isprintable() and time.process_time() - start < 20
     key, colon, value = text.partition(": ")
     if key.isalpha() and colon and "\n" not in text:  # the same as a word
         with pytest.raises(InputError, match=message):

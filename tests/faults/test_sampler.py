@@ -115,7 +115,7 @@ def load(name: str, requests: int, seconds: float, seed: int) -> Client:
 @pytest.mark.parametrize("name", ["qwen3-32b", "nemotron3-nano-30b-a3b"])
 def test_under_load(name):
     """Keys and values in pages; and states, which are not found again by their prompts."""
-    client = load(name, requests=150, seconds=60, seed=0)
+    client = load(name, requests=150, seconds=float("inf"), seed=0)
     assert len(client.asked) == 150 and client.refused > 2
     assert len(client.cancelled) > 20 and client.sampler.scheduler.preemptions > 20
 

@@ -58,10 +58,12 @@ def test_math(response, answer, reward):
     ",111" * 250_000, "1," * 500_000, "1/" * 500_000,
 ])  # fmt: skip
 def test_hostile_texts_take_no_time(text):
-    began = time.perf_counter()
+    """Not by the clock: other processes may have the core. A number of that size, or a square of that length, takes
+    minutes."""
+    began = time.thread_time()
     assert math(text, "7", {}) == 0
     assert math("7", text, {}) == 0
-    assert time.perf_counter() - began < 1
+    assert time.thread_time() - began < 5
 
 
 def test_final_answer_prefers_the_box():
