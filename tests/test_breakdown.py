@@ -75,10 +75,10 @@ def test_a_real_step(device):
         a.exp()
         time.sleep(0.05)
 
-    parts = step_breakdown(step, 10.0, torch.device(device))
-    assert list(parts)[-1] == "gaps" and sum(parts.values()) == pytest.approx(10)
+    parts = step_breakdown(step, 1000.0, torch.device(device))
+    assert list(parts)[-1] == "gaps" and sum(parts.values()) == pytest.approx(1000)
     assert all(parts[kind] > 0 for kind in ("gemm", "attention", "memory"))
-    assert sum(parts.values()) - parts["gaps"] < 5  # it slept, and is far from ten seconds
+    assert sum(parts.values()) - parts["gaps"] < 500  # it is far from what it is said to take, and slept
 
 
 def test_nothing_recorded_is_an_error():

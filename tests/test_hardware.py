@@ -77,14 +77,18 @@ def test_matmul_rate_of_this_machine(dtype):
     assert 1e8 < measure_matmul(CPU, dtype) < 1e14
 
 
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 @pytest.mark.skipif(not LINUX_STATUS.exists(), reason="needs Linux's /proc")
 def test_peak_memory_rises_by_what_is_allocated_above_it_and_stays():
-    held = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    held, slack = resident_bytes(), 2**23
     block = torch.ones(peak_memory_bytes(CPU) - held + 2**29, dtype=torch.uint8)
-    expected = held + block.nbytes
-    assert peak_memory_bytes(CPU) == pytest.approx(expected, abs=2**23)
+    least, most = resident_bytes(), held + block.nbytes  # the kernel may take pages of libraries meanwhile
+    assert block.nbytes < least and least - slack < peak_memory_bytes(CPU) < most + slack
     del block
-    assert peak_memory_bytes(CPU) == pytest.approx(expected, abs=2**23)
+    assert least - slack < peak_memory_bytes(CPU) < most + slack
 
 
 @pytest.mark.skipif(not LINUX_STATUS.exists(), reason="needs Linux's /proc")
