@@ -84,9 +84,19 @@ def _expanded_size(node: yaml.Node, sizes: dict[int, float]) -> float:
     return sizes[id(node)]
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
-)
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that puts text into quotes where `_Loader` would read a number."""
+
+
+for side in _Loader, _Dumper:
+    side.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+    )
+
+
+def to_yaml(tree: dict) -> str:
+    """What `read_yaml` reads as the same."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
 
 
 def read_yaml(text: str, where: str) -> Any:

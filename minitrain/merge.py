@@ -22,12 +22,13 @@ def main(arguments: list[str]) -> None:
     for name in ("model", "adapter"):
         if Path(options.out).resolve() == Path(getattr(options, name)).resolve():
             raise InputError(f"--out {options.out} is --{name}, which would be overwritten (use another folder)")
+    tokenizer = load_tokenizer(options.model) if Path(options.model, "tokenizer.json").exists() else None
     model = load_pretrained(options.model)
     load_adapter(model, options.adapter)
     merge_adapters(model)
     save_pretrained(model, options.out)
-    if Path(options.model, "tokenizer.json").exists():
-        load_tokenizer(options.model).save(options.out)
+    if tokenizer:
+        tokenizer.save(options.out)
 
 
 if __name__ == "__main__":

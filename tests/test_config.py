@@ -6,6 +6,7 @@ import pytest
 
 from minitrain.config import Config, from_dict, load, to_dict
 from minitrain.config_checks import check_layout, validate
+from minitrain.config_yaml import read_yaml, to_yaml
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import save_pretrained
 from minitrain.models.decoder import Decoder
@@ -51,8 +52,9 @@ def test_a_model_can_be_given_by_its_fields_alone():
 
 def test_what_is_written_is_read_back_the_same():
     tree = {"model": {"name": "llama3.1-8b-tiny", "num_layers": 3}, "batch": {"global": 4, "micro": 2, "seq_len": 32}}
-    config = from_dict(tree)
+    config = from_dict(tree | {"out_dir": "1e5", "optim": {"lr": 1e-5}})
     assert from_dict(to_dict(config)) == config
+    assert from_dict(read_yaml(to_yaml(to_dict(config)), "it")) == config
 
 
 @pytest.mark.parametrize(

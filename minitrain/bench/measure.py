@@ -220,6 +220,7 @@ def work(config: Config) -> dict:
         "precision": config.precision.removesuffix("-pure"),
         "batch.seq_len": config.batch.seq_len,
         "data": (data.packed, data.size, data.text_tokens),
+        "rollout.max_tokens": config.rollout.max_tokens if config.task == "grpo" else 0,
     }
 
 

@@ -35,16 +35,19 @@ def measure_policy(config: Config, row: str, steps: int, warmup: int) -> dict:
 
 
 def published_lengths(config: Config) -> Config:
-    """The config with prompts and responses as long as the table's are on average, if it is a row of the table."""
+    """The config with prompts and responses as long as the table's are on average, if it is a row of the table; but
+    with `rollout.max_tokens` that the command line changed, responses are as long as that."""
     row, grpo = config.reference, config.grpo
     if "mean_response" not in row:
         return config
     responses = row.get("responses", grpo.prompts * grpo.group)
     tokens = row["tokens_per_sec_per_gpu"] * row["gpus"] * row["step_time_s"] / responses
     prompt = max(1, round(tokens - row["mean_response"]) - 1)  # a prompt ends with a token of the template
+    asked = "rollout.max_tokens" in row.get("changed", ())
+    response = config.rollout.max_tokens if asked else row["mean_response"]
     return dataclasses.replace(
         config,
-        rollout=dataclasses.replace(config.rollout, max_tokens=row["mean_response"]),
+        rollout=dataclasses.replace(config.rollout, max_tokens=response),
         grpo=dataclasses.replace(grpo, mock_digits=prompt),
     )
 

@@ -199,8 +199,9 @@ def await_verdict(error: Exception) -> None:
 
 
 def say_once(line: str) -> None:
-    """Print a line to stderr, if no other rank does; those that do not return when it is printed."""
+    """Print a line to stderr on the first rank that asks for it; the others return once that is done."""
     store, name = _get_default_store(), f"minitrain/said/{line}"
+    done = f"{name}/done"
     try:
         first = store.add(name, 1) == 1
     except RuntimeError:  # the store has gone with its rank, which has said so, or why
@@ -210,4 +211,7 @@ def say_once(line: str) -> None:
     if first:
         print(line, file=sys.stderr, flush=True)
     with suppress(RuntimeError):
-        store.set(f"{name}/done", "") if first else store.wait([f"{name}/done"], timedelta(seconds=VERDICT))
+        if first:
+            store.set(done, "")
+        else:
+            store.wait([done], timedelta(seconds=VERDICT))

@@ -8,10 +8,10 @@ import math
 from pathlib import Path
 
 import torch.distributed as dist
-import yaml
 from tqdm import tqdm
 
 from minitrain.config import Config, to_dict
+from minitrain.config_yaml import to_yaml
 from minitrain.training.durable import write_durably
 from minitrain.training.fingerprint import check_continuation
 
@@ -24,7 +24,7 @@ def open_log(config: Config, folder: Path, files: dict[str, str], first: int) ->
     """
     notes = check_continuation(folder / "fingerprint.json", config, files, resumed=first > 0)
     if dist.get_rank() == 0:
-        write_durably(folder / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False))
+        write_durably(folder / "config.yaml", to_yaml(to_dict(config)))
     log = MetricsLog(folder / "metrics.jsonl", config.steps, first, config.metrics.tensorboard)
     for note in notes + [f"resumed from step {first}"] * (first > 0):
         log.say(note)

@@ -20,6 +20,10 @@ def test_a_row_of_the_table_has_its_lengths():
     assert config.rollout.max_tokens == 1060 and config.grpo.mock_digits + 1 == 132
     fewer = published_lengths(load_row(ROW, ["grpo.prompts=16"])[1])
     assert fewer.grpo.prompts == 16 and fewer.grpo.mock_digits == config.grpo.mock_digits
+    row = load_row(ROW, ["rollout.max_tokens=300"])[1]
+    shorter = published_lengths(row)
+    assert shorter.rollout.max_tokens == 300 and shorter.grpo.mock_digits == config.grpo.mock_digits
+    assert row.reference["changed"] == ["rollout.max_tokens"]
 
 
 def test_measured_row():
