@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -67,6 +68,35 @@ def test_a_trial_step_leaves_nothing_behind(own_group):  # noqa: F811
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert trainer.model.model.layers["1"].mlp.gate.load is None
     assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def draws(parallel):
+    """The first random number of steps 0, 1 and 0 again, drawn where the forward pass would draw."""
+    seen = []
+
+    def forward_backward(*_):
+        seen.append(torch.rand(()).item())
+        return torch.zeros(())
+
+    config = configs.from_dict(TREE | {"lora": {"dropout": 0.1}, "parallel": parallel})
+    trainer = Trainer(config, start(config))
+    with mock.patch("minitrain.training.loop.forward_backward", forward_backward):
+        for step in (0, 1, 0):
+            trainer.update([], step)
+    return seen
+
+
+@pytest.mark.parametrize("parallel, same", [
+    ({"dp_shard": 2, "tp": 2}, [0, 0, 1, 1]),
+    ({"pp": 2, "tp": 2}, [0, 0, 1, 1]),
+    ({"dp_shard": 2, "cp": 2}, [0, 1, 2, 3]),
+], ids=str)  # fmt: skip
+def test_steps_and_ranks_drop_elements_of_their_own_but_tensor_parallel_ranks_the_same(pool, parallel, same):
+    """same: equal numbers for ranks that must draw the same."""
+    ranks = pool.run(4, draws, parallel)
+    assert all(first == again != second for first, second, again in ranks)
+    first = [rank[0] for rank in ranks]
+    assert [first.index(number) for number in first] == [same.index(group) for group in same]
 
 
 def draw(folder):

@@ -15,7 +15,7 @@ from minitrain.training import adamw
 from minitrain.training.checkpoint import Checkpointer
 from minitrain.training.datasets import open_dataset
 from minitrain.training.loop import Trainer, forward_backward
-from minitrain.training.optim import clip_gradients, learning_rate, make_optimizer
+from minitrain.training.optim import clip_gradients, learning_rate, make_optimizer, update_weights
 from tests.oracle import check_close, snapshot
 
 
@@ -65,13 +65,27 @@ def test_only_matrices_decay():
 
 
 def test_sgd_is_plain_gradient_descent():
-    parameter = torch.nn.Parameter(torch.ones(2, 2))
-    model = torch.nn.Module()
-    model.weight = parameter
-    optimizer = make_optimizer(model, Optim(name="sgd", lr=0.5, weight_decay=0.0))
-    parameter.grad = torch.full((2, 2), 0.5)
+    model = parameters_of((2, 2), (2,))
+    optimizer = make_optimizer(model, Optim(name="sgd", lr=0.5, weight_decay=0.25))
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.5)
     optimizer.step()
-    torch.testing.assert_close(parameter.detach(), torch.full((2, 2), 0.75))
+    matrix, vector = model.parameters()
+    torch.testing.assert_close(matrix.detach(), before[0] - 0.5 * (0.5 + 0.25 * before[0]))
+    torch.testing.assert_close(vector.detach(), before[1] - 0.25)
+
+
+@pytest.mark.parametrize("settings", [{"name": "sgd"}, {}, {"states": "bf16"}], ids=str)
+def test_an_update_that_is_left_out_does_not_concern_the_next(settings):
+    model = parameters_of((3, 2))
+    optimizer = make_optimizer(model, Optim(lr=0.5, **settings))
+    (parameter,) = model.parameters()
+    parameter.grad, before = torch.ones(3, 2), parameter.detach().clone()
+    update_weights(optimizer, torch.tensor(False))
+    assert torch.equal(parameter, before)
+    optimizer.step()
+    assert (parameter < before - 0.1).all()
 
 
 # ------------------------------------------------------------------------------------------------- states and rounding
@@ -127,6 +141,13 @@ def test_adamw_is_the_papers(monkeypatch, states, stochastic, at_once):
         assert state["step"] == 3 and state["exp_avg"].dtype == getattr(
             torch, {"fp32": "float32", "bf16": "bfloat16"}[states]
         )
+
+
+def test_small_parameters_share_a_batch(monkeypatch):
+    """Also after the first batch."""
+    monkeypatch.setattr(adamw, "AT_ONCE", 10)
+    pieces = [adamw.Piece("", (), *(torch.empty(4),) * 5) for _ in range(7)]
+    assert [len(batch) for batch in adamw.batches(iter(pieces))] == [3, 3, 1]
 
 
 def test_bf16_weights_are_the_fp32_step_rounded():
