@@ -194,6 +194,8 @@ PAIR = [Message("user", "q"), Message("assistant", "a")]
         ({"problem": "q", "generated_solution": "a", "expected_answer": "5"}, PAIR),
         ({"instruction": "q", "input": "", "output": "a"}, PAIR),
         ({"instruction": "q", "input": "i", "output": "a"}, [Message("user", "q\ni"), PAIR[1]]),
+        ({"input": "q", "output": "a"}, PAIR),
+        ({"question": "q", "input": "i", "answer": "a"}, PAIR),
         ({"context": "c", "question": "q", "answers": {"text": ["a", "b"], "answer_start": [0, 1]}},
          [Message("user", "Context: c Question: q Answer:"), PAIR[1]]),
         ({"context": "c", "question": "q", "answers": [{"text": "a"}]},
@@ -209,6 +211,9 @@ def test_usual_keys(record, messages):
     [
         ('{"prompt": "q"}', "a.jsonl:2: neither 'messages', nor"),
         ('{"prompt": "q", "response": 5}', "a.jsonl:2: 'response' must be text, not int"),
+        ('{"prompt": " ", "response": "a"}', "a.jsonl:2: 'prompt' is empty"),
+        ('{"messages": [{"role": "user", "content": "\\n"}, {"role": "assistant", "content": "a"}]}',
+         r"a.jsonl:2: 'messages'\[0\]: 'content' is empty"),
         ('{"messages": "q"}', "a.jsonl:2: 'messages' must be a list of objects"),
         ('{"messages": []}', "a.jsonl:2: 'messages' has no message of the assistant"),
         ('{"messages": [{"role": "user"}]}', r"a.jsonl:2: 'messages'\[0\]: no key 'content'"),
@@ -217,7 +222,7 @@ def test_usual_keys(record, messages):
         ('{"context": "c", "answers": ["a"]}', "a.jsonl:2: no key 'question'"),
         ('{"prompt": ', "a.jsonl:2: not valid JSON"),
     ],
-)
+)  # fmt: skip
 def test_a_line_that_is_no_chat_is_named(tmp_path, line, message):
     (tmp_path / "a.jsonl").write_text('{"prompt": "q", "response": "a"}\n' + line + "\n")
     with pytest.raises(InputError, match=message) as error:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from minitrain.errors import InputError
 from minitrain.training import checkpoint
@@ -51,6 +52,19 @@ def equal(left, right):
 
 
 # ------------------------------------------------------------------------------------------------------ saving, loading
+
+
+@pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (False, "cpu")])
+def test_steps_are_counted_where_the_optimizer_wants_them_and_nothing_older_stays(fused, device):
+    """Fused kernels read the count beside the weights; else torch wants it on the host."""
+    model = nn.Linear(3, 3, bias=False, device="meta")
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.defaults["fused"] = fused
+    optimizer.state[model.weight]["momentum"] = torch.zeros(3, 3, device="meta")
+    stored = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(), [])
+    tensors = checkpoint.prepare_optimizer(optimizer, model, {"weight/step": stored})
+    assert optimizer.state == {model.weight: {"step": tensors["weight/step"]}}
+    assert tensors["weight/step"].device.type == device
 
 
 def store_trained_only(folder):
@@ -138,6 +152,33 @@ def test_the_newest_are_kept(pool, tmp_path):
     pool.run(1, save_many, tmp_path, [2, 4, 10, 100_000_000], 3)
     assert names(tmp_path) == ["step-00000004", "step-00000010", "step-100000000"]
     assert pool.run(1, load_newest, tmp_path)[0][0] == {"step": 100_000_000}
+
+
+def note_what_reaches_the_disk(folder):
+    """What is synced, by path, and `published`, in order."""
+    events, fsync, replace = [], os.fsync, Path.replace
+
+    def note_sync(number):
+        events.append(os.readlink(f"/proc/self/fd/{number}"))
+        fsync(number)
+
+    def note_replace(source, target):
+        events.append("published")
+        return replace(source, target)
+
+    with mock.patch.object(os, "fsync", note_sync), mock.patch.object(Path, "replace", note_replace):
+        Checkpointer(folder, keep=2).save(1, *make(), {})
+    return events
+
+
+def test_a_checkpoint_gets_its_name_once_the_disk_has_all_of_it(pool, tmp_path):
+    """Files, and then their names; and the checkpoint's own is on disk when `save` returns."""
+    folder = tmp_path.resolve()
+    (events,) = pool.run(1, note_what_reaches_the_disk, folder)
+    published = events.index("published")
+    temporary, files = folder / "step-00000001.tmp", os.listdir(folder / "step-00000001")
+    assert {path.removesuffix(".tmp") for path in events[: published - 1]} == {str(temporary / name) for name in files}
+    assert events[published - 1 :] == [str(temporary), "published", str(folder)]
 
 
 def test_a_step_can_be_saved_again(pool, tmp_path):

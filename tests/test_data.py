@@ -130,8 +130,11 @@ def test_an_eos_far_beyond_the_words_stays_whole(tmp_path_factory):
     word_tokenizer(tokenizer, 300)
     (tokenizer / "config.json").write_text('{"eos_token_id": 70000}')
     (folder / "a.txt").write_text("w1 w2")
-    data, _ = open_data(Data(kind="text", path=str(folder), tokenizer=str(tokenizer)), 3, 80_000, 0)
+    settings = Data(kind="text", path=str(folder), tokenizer=str(tokenizer))
+    data, _ = open_data(settings, 3, 70_001, 0)
     assert data.row(0)["tokens"].tolist() == [1, 2, 70_000]
+    with pytest.raises(InputError, match="has eos=70000, outside model.vocab_size=70000"):
+        open_data(settings, 3, 70_000, 0)
 
 
 @pytest.mark.parametrize("words", [300, 70_000])

@@ -11,7 +11,7 @@ from minitrain.generate_video import draw_shapes
 from minitrain.parallel.mesh import start
 from minitrain.training.build import build_model
 from minitrain.training.data import Mock, rows
-from minitrain.training.loop import Trainer
+from minitrain.training.loop import Trainer, is_due
 from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import LanguageModeling
 from tests.test_diffusion import ROOT
@@ -55,6 +55,21 @@ def test_an_evaluation_reads_a_step_at_a_time(own_group):  # noqa: F811
     ):
         trainer.evaluate(data)
     assert events == [0, 1, 2, 3, "loss", "loss", 4, 5, 6, 7, "loss", "loss"]
+
+
+def test_a_step_with_nothing_to_predict_is_one_of_zeros(own_group):  # noqa: F811
+    """Neither a division by zero nor, for that, a step that is skipped."""
+    config = configs.from_dict(TREE | {"batch": {"global": 2, "micro": 1, "seq_len": 16}})
+    trainer, data = Trainer(config, start(config)), Few(16, 128, seed=0, split=0)
+    row = {"labels": torch.full((16,), IGNORE)}
+    with mock.patch.object(data, "row", side_effect=lambda n: Mock.row(data, n) | row):
+        numbers = trainer.step(data, 0)
+    assert {key: value.item() for key, value in numbers.items()} == {"loss": 0, "grad_norm": 0}
+
+
+def test_what_is_due_now_and_then_is_always_due_at_the_end():
+    assert [n for n in range(1, 11) if is_due(n, 3, last=10)] == [3, 6, 9, 10]
+    assert [n for n in range(1, 11) if is_due(n, 0, last=10)] == [10]
 
 
 def test_a_trial_step_leaves_nothing_behind(own_group):  # noqa: F811

@@ -5,10 +5,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from minitrain import config as configs
 from minitrain.models.mamba import scan
 from minitrain.parallel.mesh import start
+from minitrain.training.build import build_model
 from minitrain.training.data import open_data
 from minitrain.training.loop import Trainer
 from tests.oracle import check_against_one_process, snapshot, train, train_compiled
@@ -54,6 +56,26 @@ def test_tied_embeddings(pool):
 ], ids=str)  # fmt: skip
 def test_layouts(pool, parallel):
     check_against_one_process(pool, 4, TREE | {"parallel": parallel})
+
+
+def prefetched(prefetch):
+    """The blocks that each block asks for ahead, in the forward and in the backward pass, by their numbers."""
+    told = {"forward": [], "backward": []}
+    with (
+        mock.patch.object(
+            FSDPModule, "set_modules_to_forward_prefetch", lambda _, units: told["forward"].append(units)
+        ),
+        mock.patch.object(FSDPModule, "set_modules_to_backward_prefetch", lambda _, x: told["backward"].append(x)),
+    ):
+        config = configs.from_dict(TREE | {"model": MODEL | {"num_layers": 4}, "parallel": {"prefetch": prefetch}})
+        blocks = list(build_model(config, start(config)).blocks)
+    return {key: [[blocks.index(unit) for unit in units] for units in value] for key, value in told.items()}
+
+
+def test_the_next_blocks_come_first(pool):
+    one, two = pool.run(2, prefetched, 1)[0], pool.run(2, prefetched, 2)[0]
+    assert one == {"forward": [[1], [2], [3], []], "backward": [[], [0], [1], [2]]}
+    assert two == {"forward": [[1, 2], [2, 3], [3], []], "backward": [[], [0], [1, 0], [2, 1]]}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
