@@ -126,12 +126,13 @@ def test_shared_and_latent_experts_by_hand():
 # -------------------------------------------------------------------------------------------------------------- routing
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_grouped_sigmoid_routing_token_by_token(seed):
+@pytest.mark.parametrize(("seed", "mean"), [(0, 0.0), (1, -2.0), (2, 2.0)])
+def test_grouped_sigmoid_routing_token_by_token(seed, mean):
+    """mean: of the biases, so that scores with them may all be below 0."""
     torch.manual_seed(seed)
     router = fill(make_router(12, 3, "sigmoid", n_group=4, topk_group=2, routed_scaling_factor=2.5), seed)
     x = torch.randn(50, HIDDEN)
-    router.e_score_correction_bias.normal_(0, 0.5)
+    router.e_score_correction_bias.normal_(mean, 0.5)
     indices, weights = router(x)
     for token, chosen, weight in zip(x, indices, weights, strict=True):
         score = torch.sigmoid(router.weight @ token)
@@ -140,6 +141,13 @@ def test_grouped_sigmoid_routing_token_by_token(seed):
         best = sorted((e for e in range(12) if e // 3 in groups), key=lambda e: -choice[e])[:3]
         assert set(chosen.tolist()) == set(best)
         torch.testing.assert_close(weight, 2.5 * score[chosen] / score[chosen].sum())
+
+
+def test_a_token_that_no_expert_wants_has_no_weights():
+    """Rather than NaN: sigmoids of less than -104 are 0 in fp32."""
+    router = make_router(4, 2, "sigmoid")
+    router.weight.data.fill_(-1)
+    assert (router(torch.full((3, HIDDEN), 100.0))[1] == 0).all()
 
 
 def test_router_computes_in_fp32():
