@@ -96,6 +96,28 @@ def test_a_checkpoint_loads_into_another_layout(pool, tmp_path, before, after):
         assert losses[step] == pytest.approx(unbroken[step], rel=1e-6)
 
 
+def same_base(tree, folder):
+    """Does the newest checkpoint say that it was trained beside this layout's frozen weights? And saves one."""
+    _, _, model, optimizer = make(tree | {"lora": {"rank": 2}})
+    checkpointer = Checkpointer(folder, keep=2)
+    try:
+        found = checkpointer.load(model, optimizer)
+    except InputError as error:
+        assert "was trained over another base model" in str(error)
+        return False
+    checkpointer.save(1, model, optimizer, {"step": 1})
+    return found
+
+
+def test_a_base_is_the_same_in_every_layout(pool, tmp_path):
+    first, *others = {"dp_shard": 2}, {"tp": 2}, {"pp": 2}, {"dp_replicate": 2}
+    assert pool.run(2, same_base, TREE | {"parallel": first}, tmp_path) == [None, None]
+    for parallel in others:
+        assert pool.run(2, same_base, TREE | {"parallel": parallel}, tmp_path) == [{"step": 1}] * 2
+    assert pool.run(1, same_base, TREE, tmp_path) == [{"step": 1}]
+    assert pool.run(2, same_base, TREE | {"seed": 1}, tmp_path) == [False, False]
+
+
 def save_after_evaluation(tree, folder):
     """FSDP leaves some weights gathered after a forward pass without backward: the optimizer does not know those."""
     config, meshes, model, optimizer = make(tree)
