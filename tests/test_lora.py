@@ -129,13 +129,30 @@ def test_recomputation_drops_the_same(setting, compiled):
     torch.compiler.reset()
 
 
+def adapted_down_projection(stack, lora):
+    """A function, as it computes without adapters, and the weight, A and B that it has; of experts, the last one's."""
+    if not stack:
+        linear = adapted({"targets": ["down_proj"]} | lora)[0].blocks[0].mlp.down_proj
+        return linear, lambda x: F.linear(x, linear.weight), linear.lora_A, linear.lora_B
+    model, _ = adapted({"targets": ["experts.down_proj"]} | lora, model="mixtral-8x7b-tiny")
+    experts = model.blocks[0].mlp.experts
+    a, b = experts.down_proj_lora_A[-1], experts.down_proj_lora_B[-1]
+
+    def product(x):
+        offsets = torch.tensor([0] * (experts.num_experts - 1) + [len(x)], dtype=torch.int32)
+        return experts._linear("down_proj", x, torch.ones(len(x), 1), offsets)
+
+    return product, lambda x: F.linear(x, experts.down_proj[-1]), a, b
+
+
+@pytest.mark.parametrize("stack", [False, True], ids=["linear", "experts"])
 @pytest.mark.parametrize("position", ["pre", "post"])
-def test_dropout_is_where_it_is_said_and_off_without_gradients(position):
-    model, _ = adapted({"dropout": 0.5, "dropout_position": position, "targets": ["down_proj"], "alpha": 8.0})
-    linear = model.blocks[0].mlp.down_proj
-    x = torch.rand(4000, linear.in_features)
-    update = linear(x) - F.linear(x, linear.weight)
-    full = x @ linear.lora_A.T @ linear.lora_B.T
+def test_dropout_is_where_it_is_said_and_off_without_gradients(position, stack):
+    settings = {"dropout": 0.5, "dropout_position": position, "alpha": 8.0}
+    product, base, a, b = adapted_down_projection(stack, settings)
+    x = torch.rand(4000, a.shape[-1])
+    update = product(x) - base(x)
+    full = x @ a.T @ b.T
     kept = update != 0
     if position == "post":  # each element is dropped by itself, and what is kept is doubled
         assert kept.float().mean().item() == pytest.approx(0.5, abs=0.01)
@@ -144,7 +161,7 @@ def test_dropout_is_where_it_is_said_and_off_without_gradients(position):
         assert kept.all() and (update - full).norm() > 0.1 * full.norm()
     torch.testing.assert_close(update.mean(0), full.mean(0), atol=0.05 * full.mean(0).abs().max().item(), rtol=0)
     with torch.no_grad():
-        torch.testing.assert_close(linear(x), F.linear(x, linear.weight) + full)
+        torch.testing.assert_close(product(x), base(x) + full)
 
 
 def test_hooks_of_adapted_linears_run():
@@ -256,6 +273,7 @@ def test_one_set_of_adapters_at_a_time():
     with pytest.raises(InputError, match="has adapters already"):
         add_adapters(model, Lora())
     merge_adapters(model)
+    assert not any({"project", "_linear"} & vars(module).keys() for module in model.modules())
     expected = model(tokens)
     add_adapters(model, Lora(rank=4))
     for name, parameter in model.named_parameters():
