@@ -14,10 +14,12 @@ from minitrain.bench.measure import activation_bytes
 from minitrain.bench.memory import working_memory
 from minitrain.config import from_dict
 from minitrain.errors import InputError
+from minitrain.models.fp8 import to_fp8
 from minitrain.parallel.mesh import start
+from minitrain.parallel.recompute import recompute
 from minitrain.training.data import open_data
 from minitrain.training.loop import Trainer
-from tests.oracle import check_against_one_process, packed_batch, train
+from tests.oracle import check_against_one_process, packed_batch, plain_model, train
 
 MODEL = {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 4, "initializer_range": 0.05}
 TREE = {
@@ -176,6 +178,45 @@ def test_selective_does_not_send_again_what_it_keeps(pool, parallel):
 
 
 # --------------------------------------------------------------------------------------------------------------- config
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products and attention, in whatever form."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name.endswith("mm") or "attention" in name:
+            self.counts[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def products(setting, name, compiling=False, fp8=False):
+    """Those of a forward and a backward pass. compiling: in the form that the compiler gets."""
+    config = from_dict({"model": {"name": name, "vocab_size": 128, "num_layers": 4}})
+    model = plain_model(config)
+    if fp8:
+        to_fp8(model.blocks, "none")
+    recompute(model.blocks, setting)
+    tokens = torch.arange(32).view(2, 16)
+    with mock.patch.object(torch.compiler, "is_compiling", lambda: compiling), Products() as seen:
+        model(tokens).square().sum().backward()
+    return seen.counts
+
+
+@pytest.mark.parametrize(("kinds", "settings"), [
+    ({"addmm"}, {"name": "gpt3-175b-tiny"}),
+    ({"mm", "bmm"}, {"name": "nemotron3-nano-30b-a3b-tiny"}),
+    ({"_grouped_mm"}, {"name": "mixtral-8x7b-tiny"}),
+    ({"grouped_mm"}, {"name": "mixtral-8x7b-tiny", "compiling": True}),
+    ({"_scaled_mm"}, {"name": "qwen2.5-7b-tiny", "fp8": True}),
+], ids=str)  # fmt: skip
+def test_selective_computes_no_product_again(kinds, settings):
+    none, selective, full = (products(setting, **settings) for setting in ("none", "selective", "full"))
+    assert selective == none and kinds <= (full - none).keys()
 
 
 @pytest.mark.parametrize("setting, line", [
