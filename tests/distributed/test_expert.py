@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +24,7 @@ from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.moe import Experts, Router, balanced_choice
 from minitrain.models.moe import dispatch as dispatch_alone
 from minitrain.models.zoo import model_config
+from minitrain.parallel.data import widest_dimension
 from minitrain.parallel.expert import dispatch, sizes_of
 from minitrain.parallel.mesh import start, whole
 from minitrain.training.build import build_model, initialize
@@ -337,6 +339,14 @@ def test_published_weights_in_and_out(pool, tmp_path, name):
 
 
 # -------------------------------------------------------------------------------------------------- settings, shrinking
+
+
+@pytest.mark.parametrize(("shape", "ranks", "dim"), [
+    ((4, 6, 9), 1, 2), ((4, 6, 9), 2, 1), ((4, 6, 9), 3, 2), ((4, 8, 6), 2, 1), ((8, 3), 2, 1),
+])  # fmt: skip
+def test_experts_are_sharded_where_that_is_even(shape, ranks, dim):
+    """Along the widest dimension but the first, of those that can be."""
+    assert widest_dimension(torch.empty(shape), ranks) == Shard(dim)
 
 
 @pytest.mark.parametrize("ranks, tree, line", [

@@ -215,6 +215,7 @@ def evaluate_and_train(settings):
     data = Rows(config, 3)
     before = trainer.evaluate(data)
     step = trainer.step(data, 0)["loss"].item()
+    assert not any(stage.sends for stage in trainer.model.scheduled)  # nor what they sent: all has arrived
     return before, step, trainer.evaluate(data)
 
 

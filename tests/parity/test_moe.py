@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from minitrain import load_pretrained, save_pretrained
@@ -105,6 +107,26 @@ def test_yarn_frequencies(family, tmp_path):
     found = rotary_frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling)
     torch.testing.assert_close(found, oracle.inv_freq, atol=0, rtol=1e-6)
     assert rotary_magnitude(config.rope_scaling) == pytest.approx(oracle.attention_scaling, rel=1e-12)
+
+
+@pytest.mark.parametrize(("dim", "theta", "changes"), [
+    (64, 10000.0, {}),
+    (64, 10000.0, {"truncate": False}),
+    (8, 10000.0, {"original_max_position_embeddings": 64}),  # all pairs turn less often than beta_fast
+    (8, 2.0, {"beta_slow": 1e-3}),  # and all of these more often than beta_slow
+    (8, 10000.0, {"beta_fast": 3.0, "beta_slow": 3.0, "truncate": False}),  # no pair is between
+    (16, 10000.0, {"original_max_position_embeddings": 6}),  # nor here, where all but the first are divided
+    (16, 500.0, {"factor": 1.0}),
+    (16, 500.0, {"factor": 0.5, "mscale": 0.7, "mscale_all_dim": 1.0}),
+], ids=str)  # fmt: skip
+def test_corners_of_yarn(dim, theta, changes):
+    settings = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096} | changes
+    config = LlamaConfig(
+        head_dim=dim, max_position_embeddings=1 << 17, rope_parameters=settings | {"rope_theta": theta}
+    )
+    expected, magnitude = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    torch.testing.assert_close(rotary_frequencies(dim, theta, settings), expected, atol=0, rtol=1e-6)
+    assert rotary_magnitude(settings) == pytest.approx(magnitude, rel=1e-12)
 
 
 # ---------------------------------------------------------------------------------------------------------- round trips
