@@ -112,6 +112,8 @@ def test_round_trip(pool, tmp_path, asynchronous):
 
 def save_while_training(folder):
     model, optimizer = make()
+    step(model, optimizer)
+    saved = content(model, optimizer)
     checkpointer = Checkpointer(folder, keep=2, asynchronous=True)
     write, disk = dcp.FileSystemWriter.write_data, threading.Semaphore(0)
     with mock.patch.object(dcp.FileSystemWriter, "write_data", lambda *args: disk.acquire() and write(*args)):
@@ -124,6 +126,10 @@ def save_while_training(folder):
         assert checkpointer.latest() == 1
         disk.release()
         assert checkpointer.load(model, optimizer) == {"step": 2}
+    shutil.rmtree(folder / "step-00000002")
+    other = make(seed=1)
+    assert checkpointer.load(*other) == {"step": 1}
+    assert equal(content(*other), saved)  # and not what training has made of it meanwhile
 
 
 def test_training_goes_on_while_a_thread_writes(pool, tmp_path):

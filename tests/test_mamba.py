@@ -9,7 +9,16 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mi
 from minitrain.config import Optim, from_dict
 from minitrain.errors import InputError
 from minitrain.models.decoder import Block, Decoder
-from minitrain.models.mamba import Mamba2, MambaShape, by_group, by_part, causal_conv, initialize_parameter, scan
+from minitrain.models.mamba import (
+    GroupedRMSNorm,
+    Mamba2,
+    MambaShape,
+    by_group,
+    by_part,
+    causal_conv,
+    initialize_parameter,
+    scan,
+)
 from minitrain.models.zoo import model_config
 from minitrain.training.optim import make_optimizer
 
@@ -84,6 +93,15 @@ def test_low_precision_activations_keep_the_decay_in_full():
     found, expected = scan(x, dt, a, d, b, c, 16), recurrence(x.float(), dt, a, d, b.float(), c.float())
     assert found.dtype == torch.bfloat16
     assert (found - expected).norm() <= 2**-7 * expected.norm()
+
+
+def test_a_gated_norm_is_rounded_once():
+    """bf16 has 8 digits, so rounding to the nearest is off by 2^-8 at most."""
+    norm, (x, z) = GroupedRMSNorm(32, eps=1e-5), torch.randn(2, 3, 40, 2, 16).bfloat16()
+    torch.nn.init.normal_(norm.weight, 1, 0.1)
+    gated = x.double() * F.silu(z.double())
+    exact = gated / (gated.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double().view(2, 16)
+    assert ((norm(x, z) - exact) / exact).abs().max() < 1.001 * 2**-8
 
 
 @pytest.mark.parametrize("taps", [1, 4])

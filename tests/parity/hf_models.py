@@ -45,7 +45,7 @@ _YARN = dict(
     rope_type="yarn", rope_theta=100.0, factor=8.0, original_max_position_embeddings=32, beta_fast=1.0, beta_slow=0.2,
 )  # fmt: skip
 _DEEPSEEK = _SIZES | dict(
-    num_hidden_layers=3, num_key_value_heads=6, rms_norm_eps=1e-5, n_routed_experts=16, n_shared_experts=2,
+    num_hidden_layers=3, num_key_value_heads=6, rms_norm_eps=1e-3, n_routed_experts=16, n_shared_experts=2,
     num_experts_per_tok=4, moe_intermediate_size=24, first_k_dense_replace=1, q_lora_rank=40, kv_lora_rank=32,
     qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10,
 )  # fmt: skip
