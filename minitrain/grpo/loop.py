@@ -230,14 +230,16 @@ class Run:
         return groups, self.seconds["generation"]
 
     def kept(self, step: int) -> list[Group] | None:
-        """The responses for `step` that the run had sampled before it was resumed, None if it had ended before.
+        """The responses for `step` that the run had sampled before it was resumed; None if it had ended before, or if
+        they are not what its settings ask for now.
 
         Rank 0 reads for all: others might see its files later, and disagree on whether to sample.
         """
         found: list[list[Group] | InputError | None] = [None]
         if dist.get_rank() == 0 and self.rollouts(step).exists():
             try:
-                found = [read_rollouts(self.rollouts(step))]
+                groups = read_rollouts(self.rollouts(step))
+                found = [groups if fits(groups, self.config) else None]
             except InputError as error:
                 found = [error]
         dist.broadcast_object_list(found, 0, self.everyone)
@@ -289,6 +291,13 @@ class Run:
         per_gpu = rate / dist.get_world_size()
         return {"step_time_s": seconds, **phases, "step_tokens": tokens, "tokens_per_sec": rate,
                 "tokens_per_sec_per_gpu": per_gpu}  # fmt: skip
+
+
+def fits(groups: list[Group], config: Config) -> bool:
+    """Are these as many groups, as large, as a step trains on, and is each short enough for a row?"""
+    longest = max(len(rollout.prompt) + len(rollout.response) - 1 for group in groups for rollout in group)
+    sizes = {len(group) for group in groups}
+    return len(groups) == config.grpo.prompts and sizes == {config.grpo.group} and longest <= config.batch.seq_len
 
 
 def describe(groups: list[Group]) -> dict[str, float]:
