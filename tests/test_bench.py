@@ -208,9 +208,22 @@ def test_dry_run_of_a_sweep_lays_out_every_combination():
     assert "over 1 ranks" in lines[0] and "over 2 ranks" in lines[1]
 
 
+def test_a_config_that_is_swept_need_not_be_possible_by_itself():
+    """Prompts have what batch.seq_len leaves, and the config's rollout.max_tokens=128 leaves nothing."""
+    words = ["batch.seq_len=32", "--sweep", "rollout.max_tokens=2,8"]
+    done = command("bench.py", "--generate", "--dry-run", *words)
+    assert done.returncode == 0, done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == [f"rollout.max_tokens={n}" for n in (2, 8)]
+    assert "must exceed rollout.max_tokens=128" in command("bench.py", "--generate", "--dry-run", words[0]).stderr
+
+
 @pytest.mark.parametrize(
     "arguments, line",
     [
+        (
+            ["--sweep", "tp=1,2", "--config", "configs/quickstart.yaml", "configs/quickstart.yaml"],
+            "--sweep takes one config at a time",
+        ),
         (["--steps", "0"], "--steps=0 must be at least 1"),
         (["--steps", "two"], "argument --steps: invalid int value: 'two'"),
         (["--trace", "x.json"], "--trace and --system need --simulate"),

@@ -50,10 +50,13 @@ def bench(files: list, overrides: list[str], options) -> None:
         check_writable("json", options.json)
         show_calibration(load_row(files[0], overrides)[1], options.json)
         return
-    cases = [make_case(*load_row(file, overrides), options) for file in files]
-    check_options(cases, options)
-    if options.sweep and (options.dry_run or not options.simulate):
+    if options.sweep and len(files) > 1:
+        raise InputError("--sweep takes one config at a time")
+    if options.sweep and (options.dry_run or not options.simulate):  # the config need not be possible by itself
         cases = combination_cases(files[0], overrides, options)
+    else:
+        cases = [make_case(*load_row(file, overrides), options) for file in files]
+    check_options(cases, options)
     if options.dry_run:
         for case in cases:
             for config, _ in case.runs:
@@ -105,8 +108,8 @@ def check_options(cases: list[Case], options) -> None:
         (options.profile and (options.simulate or options.shrink or (trains_policy and not options.generate)),
          "--profile is for measured steps of training or sampling, not for --simulate, --shrink or task=grpo, which "
          "prints its phases"),
-        ((options.sweep or options.trace) and several, "--sweep and --trace take one config at a time"),
         (options.sweep and options.trace, "--trace shows one layout, not those of --sweep"),
+        (options.trace and several, "--trace takes one config at a time"),
     )  # fmt: skip
     for wrong, line in refused:
         if wrong:
