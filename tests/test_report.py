@@ -105,6 +105,21 @@ def test_report_merges_results_with_the_published_tables(tmp_path):
     assert "simulated 810" not in page.text
 
 
+def test_sampling_is_not_taken_for_training(tmp_path):
+    """Both are of the same config, and of neither is there a published figure."""
+    sampled = line("quickstart", "measured", None, first_tokens_s=0.1, decode_tokens_per_sec_per_gpu=881.2,
+                   decode_mbu=0.25)  # fmt: skip
+    markdown, html = written(tmp_path, [line("quickstart", "measured", None), sampled])
+    cells = [[cell.strip() for cell in text.split("|")[1:-1]] for text in markdown.splitlines() if "| " in text]
+    title = next(row for row in cells if row[0] == "result")
+    trained, sampled = (dict(zip(title, row, strict=True)) for row in cells if row[0].startswith("quickstart"))
+    assert [trained["result"], sampled["result"]] == ["quickstart", "quickstart (sampling)"]
+    assert [trained["decode MBU"], sampled["decode MBU"]] == ["", "25.0%"]
+    assert sampled["decoded tokens/s/GPU"] == "881.2" and "quickstart (sampling)" in Page(html).text
+    markdown, _ = written(tmp_path, [line("quickstart", "measured", None)])
+    assert "decode" not in markdown
+
+
 def test_corrected_figures_are_what_bars_compare_with(tmp_path):
     row = "nemo/gb200/llama3-70b-lora-8gpu"
     corrected = PUBLISHED[row]["corrected_tokens_per_sec_per_gpu"]

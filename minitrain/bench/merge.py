@@ -198,16 +198,20 @@ def cells(rows: list[Row]) -> dict[str, list[str]]:
 
 
 def other_cells(results: list[dict]) -> dict[str, list[str]]:
-    return {
+    """Columns that no result fills are left out."""
+    columns = {
         "result": [label(r) for r in results],
         "device": [r["device"] for r in results],
         "ranks": [str(r["world_size"]) for r in results],
         "step s": [value(r["step_time_s"]) for r in results],
         "tokens/s/GPU": [value(r["tokens_per_sec_per_gpu"]) for r in results],
+        "decoded tokens/s/GPU": [value(r.get("decode_tokens_per_sec_per_gpu")) for r in results],
+        "decode MBU": [number(r.get("decode_mbu"), ".1%") for r in results],
         "clean TFLOP/s": [number(r["clean_tflops_per_gpu"], ".4g") for r in results],
         "MFU": [number(r["mfu"], ".1%") for r in results],
         "peak GiB": [number(r.get("peak_memory_gib"), ".2f") for r in results],
     }
+    return {name: cells for name, cells in columns.items() if any(cells)}
 
 
 def short_name(row: Row) -> str:

@@ -109,6 +109,7 @@ def amounts(parts: dict[str, float]) -> str:
 def label(result: dict) -> str:
     """The row's name, and what makes the result another thing than a measured step of that row."""
     notes = [] if result["mode"] == "measured" else [result["mode"]]
+    notes += ["sampling"] * ("first_tokens_s" in result)
     layers, changed = result.get("layers"), result["reference"].get("changed")
     if result["mode"] == "simulated" and not on_own_system(result):
         notes[0] += f" on {result['system']}"
