@@ -36,6 +36,7 @@ Published methods are points in this space (G: samples of a prompt, R: reward):
 Left out: an entropy bonus, value networks, rewards per token.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -163,13 +164,13 @@ class PolicyGradient:
         self.sums = {name: value + self.sums.get(name, 0) for name, value in terms.items()}
 
     def numbers(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Means over the step's response tokens of the terms of `token_losses` and of the entropy."""
+        """Means over the step's response tokens of the terms of `token_losses` and of the entropy; NaN without any."""
         names = ["tokens", "entropy", *TERMS]
         device = next((value.device for value in self.sums.values()), None)
         sums = torch.stack([torch.as_tensor(self.sums.get(name, 0.0), device=device) for name in names])
         tokens, *totals = sum_over(sums).tolist()
         self.sums = {}
-        return {name: total / max(tokens, 1) for name, total in zip(names[1:], totals, strict=True)}
+        return {name: total / tokens if tokens else math.nan for name, total in zip(names[1:], totals, strict=True)}
 
 
 class LogProbs:
