@@ -295,7 +295,7 @@ class Run:
 
 def fits(groups: list[Group], config: Config) -> bool:
     """Are these as many groups, as large, as a step trains on, and is each short enough for a row?"""
-    longest = max(len(rollout.prompt) + len(rollout.response) - 1 for group in groups for rollout in group)
+    longest = max((len(x.prompt) + len(x.response) - 1 for group in groups for x in group), default=0)
     sizes = {len(group) for group in groups}
     return len(groups) == config.grpo.prompts and sizes == {config.grpo.group} and longest <= config.batch.seq_len
 
