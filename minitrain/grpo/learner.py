@@ -65,7 +65,6 @@ class Learner:
                 with without_adapters(self.config.lora):
                     self.add_log_probs("reference", self.model, every)
         with self.phase("training"):
-            self.model.train()
             results = [self.trainer.update(batches, step) for batches in updates]
             results = [{key: value.item() for key, value in result.items()} for result in results]
             numbers = {key: sum(result[key] for result in results) / len(results) for key in results[0]}
@@ -85,7 +84,6 @@ class Learner:
     def add_log_probs(self, name: str, model: Module, batches: list[Batch]) -> None:
         """Give each batch its labels' log-probabilities under `model`; in a pipeline only the last stage gets them."""
         objective = LogProbs(self.config.rollout.temperature)
-        model.eval()  # no dropout
         inputs = [to_device(batch, self.device) for batch in batches]
         if isinstance(model, Pipeline):
             outputs = model.outputs(objective, inputs)

@@ -107,7 +107,7 @@ def importance_weights(settings: GRPO, old: Tensor, sampled: Tensor, mean: Calla
     if settings.importance == "none":
         return torch.ones_like(old)
     low, high = settings.importance_low, settings.importance_high
-    log_weight = (old - sampled).detach()
+    log_weight = old - sampled
     weight = log_weight.clamp(-LARGEST, LARGEST).exp()
     if settings.importance == "truncate":
         return weight.clamp(low, high)

@@ -30,11 +30,21 @@ def make_learner(tree):
     return Learner(config, start(config), lambda name: nullcontext())
 
 
-def log_probs(model, rollout):
+def log_probs(model, prompt, response):
     """Of a response alone, from the logits of the whole vocabulary."""
-    tokens = torch.tensor([rollout.prompt + rollout.response])
+    tokens = torch.tensor([prompt + response])
     distribution = model(tokens[:, :-1]).log_softmax(-1)
-    return distribution.gather(-1, tokens[:, 1:, None])[0, -len(rollout.response) :, 0]
+    return distribution.gather(-1, tokens[:, 1:, None])[0, -len(response) :, 0]
+
+
+def descend(model, loss, lr):
+    """Plain SGD with gradients clipped to a norm of 1."""
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(loss, parameters)
+    scale = min(1, 1.0 / torch.stack([g.norm() for g in gradients]).norm().item())
+    with torch.no_grad():
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter -= lr * scale * gradient
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
@@ -46,35 +56,54 @@ def test_updates_equal_autograd_on_single_sequences(aggregation):
     groups[1][2].truncated = groups[3][0].truncated = True
     values = advantages(rewards(groups), "leave_one_out", True).flatten().tolist()
     rollouts = [rollout for group in groups for rollout in group]
-    begun = snapshot(model.named_parameters())
+    begun, losses = snapshot(model.named_parameters()), []
     with torch.no_grad():
-        old = [log_probs(model, rollout) for rollout in rollouts]
+        old = [log_probs(model, rollout.prompt, rollout.response) for rollout in rollouts]
     for update in (range(8), range(8, 16)):
         total, tokens, sequences = 0.0, 0, 0
         for i in (i for i in update if not rollouts[i].truncated):
-            ratio = (log_probs(model, rollouts[i]) - old[i]).exp()
+            ratio = (log_probs(model, rollouts[i].prompt, rollouts[i].response) - old[i]).exp()
             terms = -torch.minimum(ratio * values[i], ratio.clamp(0.95, 1.1) * values[i])
             total = total + (terms.mean() if aggregation == "sequence" else terms.sum())
             tokens, sequences = tokens + len(terms), sequences + 1
         count = {"token": tokens, "sequence": sequences, "constant": sequences * 8}[aggregation]
-        parameters = list(model.parameters())
-        gradients = torch.autograd.grad(total / count, parameters)
-        scale = min(1, 1.0 / torch.stack([g.norm() for g in gradients]).norm().item())
-        with torch.no_grad():
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter -= learner.config.optim.lr * scale * gradient
+        losses.append((total / count).item())
+        descend(model, total / count, learner.config.optim.lr)
     expected = {name: tensor - begun[name] for name, tensor in snapshot(model.named_parameters()).items()}
     model.load_state_dict(begun)
     numbers = learner.learn(groups, step=0)
     changes = {name: tensor - begun[name] for name, tensor in snapshot(model.named_parameters()).items()}
     # a change of 1e-3 to a norm's weight, which is about 1, is stored with a relative error of 6e-5
     check_close([changes], expected, 6e-5, "weights after two updates")
-    assert numbers["clip_fraction"] > 0.1
+    assert numbers["clip_fraction"] > 0.1 and numbers["loss"] == pytest.approx(sum(losses) / 2, abs=1e-6)
+
+
+def test_one_update_asks_for_no_log_probabilities_before_it():
+    """Its own are those of the weights that the step began with."""
+    learner = make_learner(PLAIN | {"batch": PLAIN["batch"] | {"global": 16}})
+    learner.add_log_probs = None
+    assert learner.learn(made_up_groups(), step=0)["clip_fraction"] == 0
 
 
 def test_warm_up_learns_the_answers():
     learner = make_learner(TREE | {"grpo": {"warmup_steps": 30, "warmup_lr": 0.5, "mock_digits": 1}})
     assert learner.warm_up(open_problems(learner.config)[0]) < 3  # it begins at log 258 = 5.6
+
+
+def test_warm_up_equals_autograd_on_single_replies():
+    """Two steps, on other problems each, with a learning rate of their own and the mean over the replies' tokens."""
+    learner = make_learner(TREE | {"grpo": {"warmup_steps": 2, "warmup_lr": 0.3, "mock_digits": 4}})
+    problems, model = open_problems(learner.config)[0], learner.model
+    begun = snapshot(model.named_parameters())
+    for first in (0, 8):
+        chosen = problems.take(first, 8)
+        terms = torch.cat([-log_probs(model, problem.prompt, problem.reply) for problem in chosen])
+        descend(model, terms.mean(), 0.3)
+    expected = {name: tensor - begun[name] for name, tensor in snapshot(model.named_parameters()).items()}
+    model.load_state_dict(begun)
+    assert learner.warm_up(problems) == pytest.approx(terms.mean().item(), rel=1e-5)
+    changes = {name: tensor - begun[name] for name, tensor in snapshot(model.named_parameters()).items()}
+    check_close([changes], expected, 6e-5, "weights after two steps")
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
@@ -196,6 +225,14 @@ def test_the_reference_is_the_model_without_adapters(tmp_path):
     assert learner.learn(made_up_groups(), step=0)["kl"] > 1e-3
 
 
+def test_adapters_are_back_after_an_error(tmp_path):
+    lora = make_adapted(tmp_path).config.lora
+    with pytest.raises(KeyError), without_adapters(lora):
+        assert lora.scale == 0
+        raise KeyError
+    assert lora.scale == 2
+
+
 def test_refits_send_merged_weights(tmp_path):
     learner = make_adapted(tmp_path)
     sent = {name: part.clone() for name, (part, _) in learner.weights().items()}
@@ -204,6 +241,12 @@ def test_refits_send_merged_weights(tmp_path):
     assert set(sent) == set(expected)
     for name, tensor in expected.items():
         torch.testing.assert_close(sent[name], tensor)
+
+
+def test_the_reference_is_on_disk_before_anything_is_trained(tmp_path):
+    learner, kept = make_learner(TREE), Checkpointer(tmp_path, keep=1, asynchronous=True)
+    learner.keep_reference(kept)
+    assert kept.pending is None and kept.latest() == 0
 
 
 def test_a_resumed_run_needs_the_reference_that_it_began_with(tmp_path):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from minitrain.config import GRPO
 from minitrain.grpo.advantages import advantages, has_signal
-from minitrain.grpo.objective import PolicyGradient, kl_estimate
+from minitrain.grpo.objective import PolicyGradient, importance_weights, is_clipped, kl_estimate
 from minitrain.training import loss
 from minitrain.training.loss import IGNORE, linear_log_probs
 
@@ -144,6 +144,26 @@ def test_without_old_the_ratio_is_one_but_has_a_gradient():
     assert torch.equal(*gradients) and gradients[0].any()
 
 
+@pytest.mark.parametrize("importance", ["mask", "sequence-mask"])
+def test_bounds_of_masks_belong_to_what_is_kept(importance):
+    """A sampler that is the trainer gives exactly 1."""
+    settings = GRPO(importance=importance, importance_low=1.0, importance_high=1.0)
+    log_probs = torch.randn(2, 5)
+    assert torch.equal(importance_weights(settings, log_probs, log_probs, lambda x: x), torch.ones(2, 5))
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize("far", [-200.0, 200.0])
+def test_ratios_beyond_fp32_stay_numbers(choice, far):
+    """exp(200) is infinite in fp32, and 0 times its derivative no number: loss, gradients and what is logged are."""
+    batch, log_probs = problem()
+    batch |= {"old": log_probs - far, "sampled": log_probs - 2 * far, "reference": log_probs + far}
+    log_probs.requires_grad_()
+    actual, _, objective = ours(GRPO(**choice), batch, log_probs)
+    assert actual.isfinite() and torch.autograd.grad(actual, log_probs)[0].isfinite().all()
+    assert all(map(math.isfinite, objective.numbers(lambda x: x).values()))
+
+
 # ------------------------------------------------------------------------------------------- against expectations
 
 
@@ -198,6 +218,13 @@ def test_advantages_by_hand(baseline, std_scaling):
 
 
 # ------------------------------------------------------------------------------------------------------- what is logged
+
+
+def test_clipping_is_on_the_side_to_which_the_advantage_pushes():
+    """Without an advantage, as in a group without a signal, nothing pushes."""
+    moved = torch.tensor([-0.3, 0.3]).expand(3, 2)  # ratios 0.74 and 1.35, within 0.8 and 1.2 lies 1
+    clipped = is_clipped(GRPO(), moved, torch.tensor([[-1.0], [0.0], [1.0]]))
+    assert clipped.tolist() == [[True, False], [False, False], [False, True]]
 
 
 def test_numbers_are_means_over_response_tokens():

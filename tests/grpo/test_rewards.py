@@ -42,6 +42,10 @@ math = load_reward("math")
     ("1/3", "0.3333", 0),
     (r"\boxed{12}", "13", 0),
     (r"\boxed{12", "12", 1),  # the braces never close: the last number counts
+    (r"\boxed{4}, or \boxed{5", "4", 1),  # those of an earlier one do
+    (r"\boxed{x+1}", "x+2", 0),  # no numbers, and not alike for that
+    (r"\boxed{+5}", "5", 1),
+    (r"\boxed{Paris.}", "Paris", 1),
     ("I do not know", "12", 0),
     ("", "12", 0),
     (r"\boxed{1/0}", "0", 0),
@@ -64,6 +68,11 @@ def test_hostile_texts_take_no_time(text):
     assert math(text, "7", {}) == 0
     assert math("7", text, {}) == 0
     assert time.thread_time() - began < 5
+
+
+def test_of_a_long_text_the_end_counts():
+    for text, reward in ((r"\boxed{4}" + "a" * 19_991, 1), (r"\boxed{4}" + "a" * 20_000, 0)):
+        assert math(text, "4", {}) == math("4", text, {}) == reward
 
 
 def test_final_answer_prefers_the_box():
@@ -91,10 +100,16 @@ def test_a_function_of_ones_own(tmp_path, monkeypatch):
     assert load_reward("my_reward:score")("abc", "", {"scale": 2}) == 6
 
 
-@pytest.mark.parametrize("name", [
-    "exakt", "no_such_module_x:f", "minitrain.errors:missing", "minitrain:__all__", ":f", ".x:f",
-    "minitrain.grpo.rewards:normalize", "builtins:max",
+UNNAMED = "is not exact, math or package.module:function"
+
+
+@pytest.mark.parametrize("name, message", [
+    ("exakt", UNNAMED), (":f", UNNAMED), (".x:f", UNNAMED), ("no_such_module_x:f", "cannot be imported: No module"),
+    ("minitrain.errors:missing", "cannot be imported: .* no attribute 'missing'"),
+    ("minitrain:__all__", "is a list, not a function"),
+    ("minitrain.grpo.rewards:normalize", "must take .response, answer, row.: too many"),
+    ("builtins:max", "must take .response, answer, row.: no signature"),
 ])  # fmt: skip
-def test_unknown_rewards_are_refused(name):
-    with pytest.raises(InputError, match="grpo.reward"):
+def test_unknown_rewards_are_refused(name, message):
+    with pytest.raises(InputError, match=f"^grpo.reward='{name}' {message}"):
         load_reward(name)

@@ -170,6 +170,8 @@ def test_groups_without_signal_are_replaced():
 def test_groups_without_signal_fill_up_after_the_last_round():
     sampling, problems = collector([0, 0, 1, 4], generations=2)
     assert [sum(r.reward for r in group) for group in sampling.collect(problems, 0)] == [1, 0]
+    sampling.collect(problems, 1)
+    assert len(set(sampling.sampler.seeds)) == 8  # no step has a problem of another's, replaced or not
 
 
 def test_pass_at_by_enumeration():
