@@ -12,7 +12,7 @@ from minitrain.grpo import loop
 from minitrain.grpo.loop import Run
 from minitrain.grpo.problems import open_problems
 from minitrain.grpo.rewards import exact
-from minitrain.grpo.rollouts import Collector, pass_at, read_rollouts, write_rollouts
+from minitrain.grpo.rollouts import Collector, pass_at, read_rollouts, rewards, write_rollouts
 from minitrain.parallel.mesh import start
 from minitrain.rollout.sampling import Completion
 from tests.distributed.test_grpo import TREE, made_up_groups
@@ -34,6 +34,7 @@ def problems_of(tmp_path, lines, positions=512, **grpo):
     ({"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}, "4"),
     ({"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}, "4"),  # ShareGPT
     ({"prompt": "2+2?", "answer": 4}, "4"),
+    ({"prompt": "2+2?", "answer": 4.0}, "4.0"),
 ])  # fmt: skip
 def test_usual_lines(tmp_path, line, answer):
     problems, held_out, tokenizer, end = problems_of(tmp_path, [line])
@@ -46,6 +47,9 @@ def test_usual_lines(tmp_path, line, answer):
 def test_keys_of_ones_own(tmp_path):
     line = {"question": "no", "q": "2+2?", "a": "4"}
     (problem,) = problems_of(tmp_path, [line], prompt_key="q", answer_key="a")[0].problems
+    assert bytes(problem.prompt) == b"2+2?\n" and problem.answer == "4"
+    line = {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}], "a": "4"}
+    (problem,) = problems_of(tmp_path, [line], answer_key="a")[0].problems
     assert bytes(problem.prompt) == b"2+2?\n" and problem.answer == "4"
 
 
@@ -108,13 +112,13 @@ class Scripted:
     def __init__(self, right):
         self.right = right  # of the samples of the n-th prompt that it ever sees
         self.seen = itertools.count()
-        self.seeds = []
+        self.requests = []
 
     def generate(self, prompts, params):
         completions = []
         for prompt, request in zip(prompts, params, strict=True):
             right = self.right[next(self.seen) % len(self.right)]
-            self.seeds.append(request.seed)
+            self.requests.append(request)
             answer = prompt[:-1][::-1]
             for i in range(request.n):
                 tokens = [*answer, 257] if i < right else [48]
@@ -122,8 +126,8 @@ class Scripted:
         return completions
 
 
-def collector(right, **grpo):
-    config = configs.from_dict(TREE | {"grpo": {"prompts": 2, "group": 4} | grpo})
+def collector(right, seed=0, **grpo):
+    config = configs.from_dict(TREE | {"seed": seed, "grpo": {"prompts": 2, "group": 4} | grpo})
     problems, _, tokenizer, end = open_problems(config)
     start(config)  # replicas talk to each other even if there is one
     return Collector(config, Scripted(right), tokenizer, end, exact, 0, 1, None), problems
@@ -137,10 +141,33 @@ def test_rewards_and_ends():
     assert groups[0][0].text == groups[0][0].answer and [r.group for r in groups[1]] == [1] * 4
 
 
+def test_groups_are_in_the_order_of_their_problems():
+    sampling, problems = collector([0, 3])
+    assert [sum(r.reward for r in group) for group in sampling.collect(problems, step=0)] == [0, 3]
+
+
+def test_a_response_fills_its_row_at_most():
+    """Of a prompt of 29 tokens and a response of 4, a row of 32 reads all but the last."""
+    sampling, problems = collector([0], mock_digits=28)
+    sampling.collect(problems, step=0)
+    assert len(problems.problems[0].prompt) == 29 and [r.max_tokens for r in sampling.sampler.requests] == [4, 4]
+
+
+def test_another_seed_draws_other_responses():
+    seeds = [[collector([0], seed=seed)[0].seed(number) for number in range(3)] for seed in (0, 1)]
+    assert len({*seeds[0], *seeds[1]}) == 6
+
+
 def test_length_costs():
     sampling, problems = collector([2], overlong_buffer=4, overlong_penalty=0.5)  # from 4 of 8 tokens on
     assert [r.reward for r in sampling.collect(problems, 0)[0]] == [1 - 0.5 / 4] * 2 + [0.0] * 2
     assert sampling.evaluate(problems, 2)["pass@1"] == 2 / 8  # right is right
+
+
+def test_rewards_keep_all_digits():
+    sampling, problems = collector([2])
+    sampling.reward = lambda *_: 0.1
+    assert rewards(sampling.collect(problems, 0)).tolist() == [[0.1] * 4] * 2
 
 
 def test_rewards_that_are_no_numbers():
@@ -163,7 +190,7 @@ def test_groups_without_signal_are_replaced():
     assert [sum(r.reward for r in group) for group in groups] == [2, 3]
     assert [group[0].group for group in groups] == [0, 1]
     assert next(sampling.sampler.seen) == 6  # three rounds of two prompts were enough
-    assert len(set(sampling.sampler.seeds)) == 6
+    assert len({request.seed for request in sampling.sampler.requests}) == 6
     assert {r.no_signal for group in groups for r in group} == {4 / 6}  # 0, 4, 0, 0 of 0, 4, 2, 0, 3, 0
 
 
@@ -171,7 +198,8 @@ def test_groups_without_signal_fill_up_after_the_last_round():
     sampling, problems = collector([0, 0, 1, 4], generations=2)
     assert [sum(r.reward for r in group) for group in sampling.collect(problems, 0)] == [1, 0]
     sampling.collect(problems, 1)
-    assert len(set(sampling.sampler.seeds)) == 8  # no step has a problem of another's, replaced or not
+    # no step has a problem of another's, replaced or not
+    assert len({request.seed for request in sampling.sampler.requests}) == 8
 
 
 def test_pass_at_by_enumeration():
@@ -185,6 +213,7 @@ def test_evaluation():
     sampling, problems = collector([1, 0, 4, 2], eval_samples=4)  # two greedy responses, then two groups
     numbers = sampling.evaluate(problems, 2)
     assert numbers == {"greedy": 0.5, "pass@1": 0.75, "pass@2": pytest.approx((1 + 5 / 6) / 2), "pass@4": 1.0}
+    assert [request.temperature for request in sampling.sampler.requests] == [0, 0, 1, 1]
 
 
 def test_rollouts_on_disk_are_exact(tmp_path):
