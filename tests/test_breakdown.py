@@ -49,9 +49,10 @@ def test_what_runs_at_once_counts_once_and_messages_where_they_are_alone():
     events = [
         event("ncclKernel", 0, 12), event("gemm", 2, 5), event("triton_poi_x", 4, 8), event("gemm", 5, 7),
         event("Memset", 20, 21, "gpu_memset"), event("ncclKernel", 20, 26), event("aten::mm", 0, 99, "cpu_op"),
+        event("Memcpy HtoD", 30, 32, "gpu_memcpy"),
         {"name": "process_name", "ph": "M"},
     ]  # fmt: skip
-    assert kernel_times(events) == {"gemm": 3, "memory": 4, "exposed communication": 6 + 5}
+    assert kernel_times(events) == {"gemm": 3, "memory": 6, "exposed communication": 6 + 5}
 
 
 def test_operators_count_without_those_that_they_call():
@@ -79,6 +80,11 @@ def test_a_real_step(device):
     assert list(parts)[-1] == "gaps" and sum(parts.values()) == pytest.approx(1000)
     assert all(parts[kind] > 0 for kind in ("gemm", "attention", "memory"))
     assert sum(parts.values()) - parts["gaps"] < 500  # it is far from what it is said to take, and slept
+
+
+def test_gaps_are_never_negative():
+    """The profiler slows down what it records."""
+    assert step_breakdown(lambda: torch.ones(1000).exp(), 0.0, torch.device("cpu"))["gaps"] == 0
 
 
 def test_nothing_recorded_is_an_error():

@@ -42,10 +42,10 @@ def test_is_what_the_sampler_holds(name, tied):
 
 def test_windows_experts_and_ranks():
     """GPT-OSS: every other layer sees a window. Of 8 experts, of which a token chooses 2, three miss each with (3/4)^3.
-    Latents of one head cannot be split."""
+    Two heads cannot be split over four ranks, states can, which are read and written."""
     config = model_config("gpt-oss-20b-tiny", num_layers=4, sliding_window=8, num_experts=8, num_experts_per_tok=2)
-    reads = Reads(shared=1000, expert=100, token=1, heads=2)
+    reads = Reads(shared=1000, expert=100, token=1, heads=2, states=6)
     weights, caches = bytes_read(reads, config, samples=3, context=20)
-    assert weights == pytest.approx(1000 + 8 * (1 - (3 / 4) ** 3) * 100) and caches == 3 * (2 * 8 + 2 * 20)
+    assert weights == pytest.approx(1000 + 8 * (1 - (3 / 4) ** 3) * 100) and caches == 3 * (2 * 8 + 2 * 20 + 2 * 6)
     ranks = bytes_read(reads, config, samples=3, context=20, tp=4)
-    assert ranks == (pytest.approx(weights / 4), caches / 2)
+    assert ranks == (pytest.approx(weights / 4), 3 * ((2 * 8 + 2 * 20) / 2 + 2 * 6 / 4))

@@ -14,7 +14,7 @@ SECOND = System(
     nvlink=2, domain=8, network=0.5, latency=0, far_latency=0, gemm_tiles=1, step=0, capacity=100,
     decode_weights=1, decode_caches=1, decode_step=0,
 )  # fmt: skip
-GROUPS = {"shards": (["dp_shard"], [0, 1]), "tensor": (["tp"], [0, 1])}
+GROUPS = {"shards": (["dp_shard"], [0, 1]), "tensor": (["tp"], [0, 1]), "stages": (["pp"], [0, 1])}
 
 
 def kernel(reads=(), writes=(), flops=0, kind="gemm", name="mm") -> Event:
@@ -53,37 +53,46 @@ def test_the_next_weights_are_gathered_while_a_block_runs():
     """But not before those of the block have been copied out: two blocks' all-gathers never lie ahead."""
     trace = Trace([
         collective("allgather_base", "shards", 4, writes=[1]),
+        kernel(flops=3),
         Event("split_with_sizes_copy", "memory", 0, [(1, 0)], [(2, 0)]),
-        kernel(reads=[2], flops=10),
+        kernel(reads=[2, 1], flops=10),
         collective("allgather_base", "shards", 8, writes=[3]),
         Event("split_with_sizes_copy", "memory", 0, [(3, 0)], [(4, 0)]),
         kernel(reads=[4], flops=10),
     ], groups=GROUPS)  # fmt: skip
     line = play(trace, SECOND, fused=False)
     gathers = [(s.begin, s.end) for s in line.spans if s.stream == "dp_shard"]
-    assert gathers == [(0, 1), (1, 3)]
-    assert [(s.begin, s.end) for s in line.spans if s.name == "mm"] == [(1, 11), (11, 21)]
+    assert gathers == [(0, 1), (3, 5)]
+    assert [(s.begin, s.end) for s in line.spans if s.name == "mm"] == [(0, 3), (3, 13), (13, 23)]
 
 
 def test_gradients_are_reduced_beside_compute():
     trace = Trace([
-        kernel(writes=[1], flops=2),
+        kernel(writes=[1, 4], flops=2),
         collective("reduce_scatter_base", "shards", 8, reads=[1], writes=[2]),
-        elementwise({2: 16, 3: 16}, {3: 16}),  # adding to the shard's gradient: on FSDP's stream, for it made 3 too
+        # adding to the shard's gradient: on FSDP's stream, for it made 3 too, and a number of 8 bytes is anybody's
+        elementwise({2: 16, 3: 16, 4: 8}, {3: 16}),
         kernel(reads=[1], flops=5),
     ], groups=GROUPS)  # fmt: skip
     trace.events.insert(0, collective("reduce_scatter_base", "shards", 0, writes=[3]))
     line = play(trace, SECOND, fused=False)
     assert [s.end for s in line.spans if s.stream == "compute"] == [2, 7]
-    assert line.end == 2 + 2 + 48
+    assert line.end == 2 + 2 + 56
+
+
+def test_messages_between_stages_take_no_time_here():
+    trace = Trace([collective("send", "stages", 8)], groups=GROUPS)
+    assert play(trace, SECOND, fused=False).end == 0
 
 
 def test_fused_kernels_move_only_what_comes_from_outside_or_stays():
-    """x -> a -> b -> c, where b is read again later and a is not."""
+    """x -> a -> b -> c, where b is read again just behind them and a is not; then two that read of x all and a part."""
     events = [elementwise({1: 4}, {2: 4}), elementwise({2: 4}, {3: 4}), elementwise({3: 4}, {4: 4}), kernel([3, 4])]
-    trace = Trace(events, died={2: 1}, groups=GROUPS)
+    trace = Trace(events, died={2: 1, 3: 3}, groups=GROUPS)
     assert play(trace, SECOND, fused=False).end == 24
     assert play(trace, SECOND, fused=True).end == 4 + 4 + 4
+    trace = Trace([elementwise({1: 8}, {2: 4}), elementwise({1: 4, 2: 4}, {3: 4})], died={2: 1}, groups=GROUPS)
+    assert play(trace, SECOND, fused=True).end == 8 + 4
 
 
 @pytest.mark.parametrize(("sizes", "seconds"), [
@@ -94,10 +103,19 @@ def test_matrix_products(sizes, seconds):
     event = Event("mm", "gemm", 1, [], [], sizes)
     assert SECOND.kernel_seconds(event) == pytest.approx(seconds)
     assert SECOND.kernel_seconds(dataclasses.replace(event, element=1)) == pytest.approx(seconds / 2)
+    assert SECOND.kernel_seconds(dataclasses.replace(event, element=4)) == pytest.approx(
+        seconds * 16
+    )  # no tensor cores
     assert SECOND.kernel_seconds(dataclasses.replace(event, kind="grouped")) == pytest.approx(seconds)  # of one group
     several = dataclasses.replace(event, kind="grouped", sizes=(2, *sizes[1:]))
     assert SECOND.kernel_seconds(several) == pytest.approx(seconds * 2)
     assert SECOND.kernel_seconds(dataclasses.replace(event, kind="grouped", element=1)) == pytest.approx(seconds)
+
+
+def test_attention_has_a_rate_for_each_direction():
+    forward = Event("_scaled_dot_product_cudnn_attention", "attention", 8, [], [])
+    assert SECOND.kernel_seconds(forward) == 8
+    assert SECOND.kernel_seconds(dataclasses.replace(forward, name=forward.name + "_backward")) == 16
 
 
 def test_the_last_wave():
@@ -113,9 +131,12 @@ def test_the_last_wave():
     ("reduce_scatter_base", range(16), 64 * 15 / 16 / 2),  # 8 adapters together are faster than NVLink
     ("allgather_base", range(0, 16, 4), 64 * 3 / 4 / 1),  # two adapters per domain
     ("allgather_base", range(0, 64, 8), 64 * 7 / 8 / 0.5),  # one
+    ("allgather_base", range(8, 16), 64 * 7 / 8 / 2),  # within another domain
     ("all_to_all_single", range(16), 64 / 2 / 0.5),  # half of it leaves the domain
+    ("all_to_all_single", range(9), 64 * 8 / 9 / 2),  # little of it, and what stays takes longer
     ("send", [0, 8], 64 / 0.5),
     ("send", [0, 1], 64 / 2),
+    ("send", [0, 1, 8], 64 / 2),  # to the next stage, whatever lies behind
 ])  # fmt: skip
 def test_collectives(name, ranks, seconds):
     event = Event(name, "collective", 0, [], [], payload=64)

@@ -21,7 +21,7 @@ class Reads:
 def model_reads(config: DecoderConfig, itemsize: int = 2) -> Reads:
     """itemsize: bytes of an element; scans' states are in fp32. Of an embedding a step reads rows only."""
     weights = dict(empty_model(config).named_parameters())
-    experts = sum(p.numel() for name, p in weights.items() if ".experts." in name and "shared" not in name)
+    experts = sum(p.numel() for name, p in weights.items() if ".experts." in name)
     shared = sum(p.numel() for p in weights.values()) - experts
     if not config.tie_word_embeddings:
         shared -= config.vocab_size * config.hidden_size

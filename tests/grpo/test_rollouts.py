@@ -10,7 +10,7 @@ from minitrain import config as configs
 from minitrain.errors import InputError
 from minitrain.grpo import loop
 from minitrain.grpo.loop import Run
-from minitrain.grpo.problems import open_problems
+from minitrain.grpo.problems import open_problems, reversals
 from minitrain.grpo.rewards import exact
 from minitrain.grpo.rollouts import Collector, pass_at, read_rollouts, rewards, write_rollouts
 from minitrain.parallel.mesh import start
@@ -94,6 +94,13 @@ def test_a_prompt_leaves_a_position_for_its_response(tmp_path):
     problems_of(tmp_path, [{"question": "x" * 62, "answer": "4"}], positions=64)
     with pytest.raises(InputError, match="leaves no room for a response to a prompt of 64 tokens"):
         problems_of(tmp_path, [{"question": "x" * 63, "answer": "4"}], positions=64)
+
+
+@pytest.mark.parametrize("digits, least", [(3, 900), (12, 4000)])  # of 4,000 draws of 1,000 strings some are alike
+def test_made_up_problems_are_different_strings_to_be_reversed(digits, least):
+    prompts = [messages[0].content for messages, *_ in reversals(digits)]
+    assert [answer for _, answer, _ in reversals(digits)] == [prompt[::-1] for prompt in prompts]
+    assert {len(prompt) for prompt in prompts} == {digits} and least <= len(set(prompts)) == len(prompts) <= 4000
 
 
 def test_an_epoch_has_every_problem_once(tmp_path):
