@@ -43,6 +43,7 @@ def test_messages_delay_by_hand():
         (0, "F", 0): (0.0, 1.0), (1, "F", 0): (1.5, 2.5), (1, "B", 0): (2.5, 3.5), (0, "B", 0): (4.0, 5.0)
     }  # fmt: skip
     assert result.busy() == [2.0, 2.0]
+    assert result.lanes(step=6.0, columns=12) == ["FF......BBUU", "...FFBBUUUUU"]  # and an update from 5.0 on
 
 
 def test_no_message_where_a_v_turns():

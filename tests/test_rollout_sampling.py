@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from minitrain.config import Rollout
 from minitrain.errors import InputError
+from minitrain.hashing import mix
 from minitrain.models.decoder import Block, Decoder
 from minitrain.models.zoo import model_config
 from minitrain.rollout import compiled as compiled_blocks
@@ -90,6 +91,23 @@ def test_noise_is_exponential_and_unrelated_between_neighbours():
         assert abs(torch.corrcoef(pair)[0, 1].item()) * n**0.5 < 4
 
 
+def test_noise_is_never_nothing():
+    """Where all bits of a number are 0: of a token's key that is the hash of an id."""
+    ids = torch.arange(8, dtype=torch.int32)
+    assert waiting_times(mix(ids.clone()), 0, 8).diagonal().tolist() == pytest.approx([2.0**-32] * 8, rel=1e-6)
+
+
+def test_samples_whose_keys_are_neighbours_share_no_noise():
+    """At no two of their positions."""
+    keys, positions = torch.tensor([4, 5], dtype=torch.int32), torch.arange(4000)
+    assert len({key for each in keys for key in token_keys(each.expand(4000), positions).tolist()}) == 8000
+
+
+def test_a_seed_has_64_bits():
+    keys = {sample_key(seed, 0, 0) for seed in (0, 1, 1 << 31, 1 << 32, 1 << 63)}
+    assert len(keys) == 5 and all(-(1 << 31) <= key < 1 << 31 for key in keys)
+
+
 def test_a_row_draws_the_same_among_others():
     logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(0))
     settings, positions = choice(6), torch.tensor([3, 5, 3, 9, 1, 0])
@@ -128,6 +146,7 @@ def test_the_compiled_choice_is_the_same(monkeypatch):
 
 def test_the_coldest_draw_is_the_likeliest():
     """With logits far from zero, whose quotients are near the end of fp32."""
+    assert SamplingParams(temperature=COLDEST).temperature == COLDEST
     logits, positions = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)) * 1e4, torch.arange(6)
     for params in ({}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}):
         tokens, logprobs = choose(logits, choice(6, temperature=COLDEST, **params), positions, Part())
@@ -198,6 +217,7 @@ def test_a_split_vocabulary_gives_the_same_tokens(pool, params):
     ("fields", "line"),
     [
         ({"temperature": -1}, "temperature=-1 must be 0, or at least 1e-06"),
+        ({"temperature": float("inf")}, "temperature=inf must be 0, or at least 1e-06"),
         ({"temperature": 1e-50}, "temperature=1e-50 must be 0, or at least 1e-06"),
         ({"top_k": 10**20}, "top_k=100000000000000000000 must be at least 0, and below 2147483648"),
         ({"stop": "end"}, "stop='end' must be a list of texts, none of them empty"),

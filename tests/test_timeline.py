@@ -123,6 +123,8 @@ def test_the_last_wave():
     system = dataclasses.replace(SECOND, gemm_tiles=2)
     event = Event("mm", "gemm", 1, [], [], (1, 3 * 128, 256, 128))
     assert system.kernel_seconds(event) == pytest.approx(1 / (0.5 * (1 - 0.25 * 0.4)))
+    of_groups = dataclasses.replace(event, kind="grouped", sizes=(2, *event.sizes[1:]))  # as many rows, of two groups
+    assert system.kernel_seconds(of_groups) == pytest.approx(2 * system.kernel_seconds(event))
 
 
 @pytest.mark.parametrize(("name", "ranks", "seconds"), [
