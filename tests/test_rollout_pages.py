@@ -242,3 +242,55 @@ def test_a_later_prompt_finds_the_pages_of_an_earlier_one():
             scheduler.computed(trunk, count)
         scheduler.plan()
         scheduler.decoded(sample, [0], [0.0], "stop")
+
+
+def test_long_prompts_take_turns_with_those_who_decode():
+    scheduler = Scheduler(Pages(40, 4), rows=4, chunk=4, steps=1)
+    kinds = []
+    for number in range(10):
+        if number in (0, 2):
+            scheduler.submit([Sample([number] * (2 if number == 0 else 17), SamplingParams(), 0, limit=30)])
+        work = scheduler.plan()
+        for trunk, count in work.chunks:
+            scheduler.computed(trunk, count)
+        for sample in work.samples:
+            scheduler.decoded(sample, [0], [0.0], None)
+        kinds.append("prompts" if work.chunks else len(work.samples))
+    assert kinds == ["prompts", 1] + ["prompts", 1] * 3 + ["prompts", 2]
+
+
+def run_alone(scheduler: Scheduler, sample: Sample, steps: int = 1) -> None:
+    """Submit a sample of which all but the last prompt token is computed at once, and decode it."""
+    scheduler.submit([sample])
+    for trunk, count in scheduler.plan().chunks:
+        scheduler.computed(trunk, count)
+    for _ in range(steps):
+        assert scheduler.plan().samples == [sample]
+        scheduler.decoded(sample, [0], [0.0], None)
+
+
+@pytest.mark.parametrize(("pages", "rows"), [(3, 2), (40, 1)])
+def test_a_prompt_waits_until_there_are_pages_to_go_on_and_a_row(pages, rows):
+    """Two pages would do for it, but not for the next token of the one that runs."""
+    scheduler = Scheduler(Pages(pages, 4), rows=rows, chunk=100, steps=1)
+    first = Sample([1] * 4, SamplingParams(), 0, limit=12)
+    run_alone(scheduler, first)
+    scheduler.submit([Sample([2] * 9, SamplingParams(), 0, limit=12)])
+    work = scheduler.plan()
+    assert not scheduler.resident and not work.chunks and work.samples == [first] and scheduler.preemptions == 0
+
+
+def test_who_was_interrupted_goes_on_before_those_who_came_later():
+    scheduler = Scheduler(Pages(8, 1), rows=2, chunk=100, steps=1)
+    samples = [Sample([number] * 3, SamplingParams(), 0, limit=8) for number in range(3)]
+    for sample in samples:
+        scheduler.submit([sample])
+    while not scheduler.preemptions:
+        work = scheduler.plan()
+        for trunk, count in work.chunks:
+            scheduler.computed(trunk, count)
+        for sample in work.samples if not scheduler.preemptions else []:
+            scheduler.decoded(sample, [0], [0.0], None)
+    assert work.samples == samples[:1] and [trunk.samples for trunk in scheduler.queue] == [
+        [each] for each in samples[1:]
+    ]
