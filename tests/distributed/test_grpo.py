@@ -143,6 +143,9 @@ def test_buckets_are_bounded_for_each_rank():
             assert 10 * len(moved) <= 30
     assert len(buckets) < 8
     assert [len(bucket) for bucket in cut(moves[8:10], most=5)] == [1, 1]  # larger than a bucket, but not lost
+    apart = [Move("", 0, 1, ((0, 10),), torch.float32), Move("", 2, 3, ((0, 10),), torch.float32)]
+    assert cut(apart, most=5) == [apart]  # no rank has two
+    assert [len(bucket) for bucket in cut(apart[:1] * 7, most=30)] == [3, 3, 1]
 
 
 # ----------------------------------------------------------------------------------------------------- shared samplers
