@@ -85,6 +85,8 @@ def test_what_is_written_is_read_back_the_same():
         ({"optim": {"betas": [0.9, "x"]}}, r"optim.betas\[1\] must be a finite number"),
         ({"optim": {"betas": 0.9}}, "optim.betas must be a list"),
         ({"optim": {"clip": 0}}, "optim.clip=0.0 must be above 0, or null"),
+        ({"optim": {"name": "sgd", "states": "bf16"}}, "optim.states=bf16 .* are for optim.name=adamw, not sgd"),
+        ({"optim": {"name": "sgd", "stochastic_rounding": True}}, "stochastic_rounding are for optim.name=adamw"),
         ({"optim": {"final_lr": 2}}, "optim.final_lr=2.0 must be between 0 and 1"),
         ({"optim": {"warmup": 101}}, "optim.warmup=101 exceeds steps=100"),
         ({"optim": 3}, "optim must be a mapping, not int 3"),

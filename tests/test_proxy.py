@@ -6,11 +6,13 @@ from collections import Counter
 
 import pytest
 
+from minitrain.bench.layout import micro_batches
 from minitrain.bench.measure import compare, load_row, published_step_time
-from minitrain.bench.proxy import extrapolate, make_proxy, mixture, note, parse_counts
+from minitrain.bench.proxy import cut, extrapolate, make_proxy, mixture, note, parse_counts
 from minitrain.bench.rows import CONFIGS
 from minitrain.config import load
 from minitrain.errors import InputError
+from minitrain.models.lora import Lora
 from tests.commands import command
 
 DENSE = CONFIGS / "nemo/h100/llama3-70b-pretrain-64gpu.yaml"
@@ -27,6 +29,15 @@ def test_a_proxy_keeps_the_width_and_the_micro_batch_and_is_alone():
     assert proxy.batch.micro == config.batch.micro and proxy.batch.seq_len == config.batch.seq_len
     assert proxy.batch.global_ == 8 * proxy.batch.micro
     assert compare(1.0, 1.0, proxy.reference) is None and published_step_time(proxy) is None
+    few = dataclasses.replace(config.batch, global_=2 * config.batch.global_ // micro_batches(config))
+    assert make_proxy(dataclasses.replace(config, batch=few), 4).batch.global_ == 2 * config.batch.micro
+
+
+def test_a_proxy_has_the_weights_of_no_file():
+    config = load(DENSE)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, path="a"), lora=Lora(path="b"))
+    found = cut(config, 4)
+    assert found.model.path == "" and found.lora == Lora()
 
 
 @pytest.mark.parametrize("file, ranks, experts", [(EXPERTS, 64, 8), (HYBRID, 8, 16)])

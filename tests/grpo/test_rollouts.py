@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from minitrain import config as configs
+from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
 from minitrain.grpo import loop
 from minitrain.grpo.loop import Run
@@ -256,18 +257,22 @@ def test_it_learns(tmp_path):
 
 
 @pytest.mark.parametrize("setting, message", [
-    ({"data": {"kind": "text", "path": "x"}}, "data.kind"),
-    ({"grpo": {"group": 1}}, "grpo.group"),
-    ({"grpo": {"prompts": 3, "group": 3}}, "batch.global"),
-    ({"rollout": {"temperature": 0}}, "temperature"),
-    ({"grpo": {"dual_clip": 1.1}}, "dual_clip"),
+    ({"data": {"kind": "text", "path": "x"}}, "data.kind=text holds no problems, as task=grpo needs"),
+    ({"data": {"size": [1, 1 << 21, 1]}}, "data.size=.1, 2097152, 1. must be numbers of at most 1,048,576"),
+    ({"grpo": {"group": 1}}, "grpo.group=1 must be at least 2"),
+    ({"grpo": {"prompts": 3, "group": 3}}, "batch.global=8 does not divide grpo.prompts=3 x group=3 = 9 responses"),
+    ({"rollout": {"temperature": 0}}, "rollout.temperature=0.0 must be above 0, for samples that differ"),
+    ({"lora": {"rank": 2, "dropout": 0.1}}, "lora.dropout=0.1: the sampler would disagree with the trainer"),
+    ({"parallel": {"tp": 2, "async_tp": True}, "compile": True}, "async_tp=true is not for task=grpo"),
+    ({"grpo": {"dual_clip": 1.2, "clip_high": 0.2}}, "grpo.dual_clip=1.2 must be above 1 . clip_high=1.2"),
     ({"grpo": {"dual_clip": 3, "surrogate": "cispo"}}, "dual_clip=3.0 is of surrogate=clip alone, not of cispo"),
     ({"grpo": {"ratio": "sequence", "surrogate": "reinforce"}}, "surrogate=reinforce has no ratio .use ratio=token"),
     ({"grpo": {"overlong_penalty": -1}}, "grpo.overlong_penalty=-1.0 must be at least 0"),
-    ({"grpo": {"importance_low": 3}}, "importance_low"),
-    ({"grpo": {"overlong_buffer": 9}}, "overlong_buffer"),
-    ({"grpo": {"generation_ranks": 2}}, "lag"),
-    ({"grpo": {"ratio": "sequence"}, "parallel": {"cp": 2}}, "cp=2"),
+    ({"grpo": {"importance_low": 3, "importance_high": 2}}, "importance_low=3.0 exceeds importance_high=2.0"),
+    ({"grpo": {"overlong_buffer": 9}}, "grpo.overlong_buffer=9 exceeds rollout.max_tokens=8"),
+    ({"grpo": {"generation_ranks": 2}}, "grpo.generation_ranks=2 of their own need grpo.lag=1"),
+    ({"grpo": {"ratio": "sequence"}, "parallel": {"cp": 2}}, "parallel.cp=2: no rank sees whole sequences"),
+    ({"grpo": {"importance": "sequence-mask"}, "parallel": {"cp": 2}}, "parallel.cp=2: no rank sees whole sequences"),
     ({"rollout": {"tp": 3}}, "rollout.tp=3 does not divide num_key_value_heads=4 .use 1 or 2."),
     ({"rollout": {"ep": 2}}, "rollout.ep=2 must be 1 or rollout.tp=1"),
     ({"rollout": {"tp": 2, "ep": 2}}, "rollout.ep=2 needs a model with experts"),
@@ -278,3 +283,15 @@ def test_it_learns(tmp_path):
 def test_contradictions_are_refused(setting, message):
     with pytest.raises(InputError, match=message):
         configs.from_dict(TREE | {"grpo": {}} | setting)
+
+
+@pytest.mark.parametrize("apart, tp, ranks, possible, message", [
+    (2, 1, 5, 4, "grpo.generation_ranks=2 of 5 ranks must be a multiple of those that train .use 0 or 4."),
+    (4, 1, 4, 8, "grpo.generation_ranks=4 of 4 ranks must be a multiple of those that train .use 0, 2 or 3."),
+    (0, 2, 3, 4, "rollout.tp=2 does not divide the 3 ranks that train"),
+])  # fmt: skip
+def test_ranks_that_sample_are_a_multiple_of_those_that_train(apart, tp, ranks, possible, message):
+    tree = TREE | {"grpo": {"lag": 1, "generation_ranks": apart}, "rollout": {"max_tokens": 8, "tp": tp}}
+    with pytest.raises(InputError, match=message):
+        check_layout(configs.from_dict(tree), ranks)
+    check_layout(configs.from_dict(tree), possible)
