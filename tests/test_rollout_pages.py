@@ -294,3 +294,13 @@ def test_who_was_interrupted_goes_on_before_those_who_came_later():
     assert work.samples == samples[:1] and [trunk.samples for trunk in scheduler.queue] == [
         [each] for each in samples[1:]
     ]
+
+
+def test_rows_stay_where_they_are_when_others_go():
+    """But for the last, which takes the place: the CPU gathers anew what a row has that becomes another sample's."""
+    scheduler = Scheduler(Pages(40, 4), rows=4, chunk=100, steps=1)
+    samples = [Sample([1], SamplingParams(), 0, limit=9) for _ in range(4)]
+    scheduler.submit(samples)
+    assert scheduler.plan().samples == samples
+    scheduler.decoded(samples[1], [0], [0.0], "stop")
+    assert scheduler.plan().samples == [samples[0], samples[3], samples[2]]
