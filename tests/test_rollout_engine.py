@@ -118,6 +118,25 @@ def test_groups_that_read_their_prompt_once(name, monkeypatch):
         torch.testing.assert_close(torch.tensor(sample.logprobs), theirs, atol=1e-5, rtol=0)
 
 
+def test_a_window_without_sinks():
+    """Of 6 keys, of which a prompt has more, at once and in pieces. No model of the zoo has one."""
+    model, (prompt,) = make("qwen3-32b", sliding_window=6), prompts_of((21,))
+    expected = uncached(model, prompt, NEW)
+    assert expected != uncached(make("qwen3-32b"), prompt, NEW)
+    for rollout in SETTINGS.values():
+        (found,) = Sampler(model, settings=rollout).generate([prompt], SamplingParams(temperature=0, max_tokens=NEW))
+        assert found.tokens == expected
+        theirs = trainer_logprobs(model, prompt, found.tokens)
+        torch.testing.assert_close(torch.tensor(found.logprobs), theirs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=str)
+def test_each_filter_alone_leaves_the_likeliest(params):
+    model, (prompt,) = make("qwen3-32b"), prompts_of((6,))
+    (found,) = Sampler(model).generate([prompt], SamplingParams(max_tokens=4, **params))
+    assert found.tokens == uncached(model, prompt, 4) and found.logprobs == [0.0] * 4
+
+
 def test_latents_are_kept_once():
     """[latent | k_rope] per token and layer, which are keys and values of all heads (DeepSeek-V2 paper, table 1)."""
     model = make("deepseek-v3")
