@@ -296,6 +296,18 @@ def test_active_weights_as_published(name):
     assert work.weights + work.routers < active[name]
 
 
+def test_experts_by_hand():
+    """GPT-OSS 20B: 24 layers, of 32 experts 4 for a token; biases are no matrix products."""
+    h, vocabulary = 2880, 201088
+    attention, expert = h * 64 * (64 + 8 + 8 + 64), 3 * h * h
+    config = model_config("gpt-oss-20b")
+    work = count_work(config)
+    assert work.weights == 24 * (attention + 4 * expert) + vocabulary * h
+    assert work.routers == 24 * 32 * h
+    adapted = lora_weights(config, 16, ["experts.down_proj", "q_proj"])
+    assert adapted == 24 * 16 * (4 * (h + h) + (h + 64 * 64))
+
+
 @given(st.integers(1, 300), st.integers(1, 200))
 def test_keys_of_a_window(seq_len, window):
     """Pairs of query and key, counted one by one, but for half a key per query on the diagonal."""

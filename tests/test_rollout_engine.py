@@ -340,6 +340,16 @@ def test_the_command_line_refuses_before_it_reads_the_weights(options, line, tmp
         generate.main(["--model", str(tmp_path / "nothing"), *options])
 
 
+def test_a_request_may_fill_the_pool():
+    """6 + 11 tokens, of which the last is not kept, are 4 pages of 4, and 4 times 3 steps are more than 11."""
+    model, prompt = make("llama3-8b"), list(range(6))
+    sampler = Sampler(model, settings=Rollout(slots=2, page_size=4, pages=4, steps=3))
+    [sample] = sampler.submit(prompt, SamplingParams(temperature=0.0, max_tokens=11))
+    for _ in range(6):  # the prompt, then the steps, and one too many
+        sampler.step()
+    assert sample.produced == uncached(model, prompt, 11) and sampler.scheduler.preemptions == 0
+
+
 def test_requests_come_and_go():
     """Submitted while others run, and cancelled: waiting, running, and one of a group."""
     model, prompts = make("qwen3-32b"), prompts_of((9, 5, 7))

@@ -14,7 +14,7 @@ from minitrain.config import Rollout
 from minitrain.grpo.batches import Response
 from minitrain.grpo.learner import Learner
 from minitrain.grpo.loop import Run, make_sampler_model
-from minitrain.grpo.refit import Move, Refit, cut, parts_of
+from minitrain.grpo.refit import Move, Refit, cut, parts_of, plan
 from minitrain.grpo.rollouts import read_rollouts
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.mesh import owned, start
@@ -131,6 +131,14 @@ def test_refit_is_exact(pool, model, parallel, apart, tp):
     tree |= {"precision": "bf16" if model.startswith("qwen") else "fp32"}  # weights in fp32 then travel in bf16
     moved = pool.run(4, refit, tree, tp)
     assert moved[0] > 0 and len(set(moved)) == 1  # all ranks have the same plan
+
+
+def test_who_has_a_region_sends_none_and_the_others_take_turns():
+    part = {"x": (((0, 4),), torch.float32)}
+    givers = [(move.target, move.source) for move in plan([part, part, {}, {}], [{}, part, part, part])]
+    assert givers == [(1, 1), (2, 1), (3, 0)]
+    with pytest.raises(ValueError, match="rank 1 wants x"):
+        plan([{"x": (((0, 3),), torch.float32)}, {}], [{}, part])
 
 
 def test_buckets_are_bounded_for_each_rank():
