@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 from minitrain.errors import InputError
 
@@ -60,6 +61,8 @@ def run(main: Callable[[list[str]], None]) -> None:
             wait_for_all()
     except (InputError, OSError) as error:
         code = 2
+        with suppress(OSError):
+            sys.stdout.flush()  # once this mistake is told, other ranks end this process
         if "--debug" in arguments:
             traceback.print_exc()
         say_once(f"error: {error}")

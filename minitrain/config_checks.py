@@ -28,7 +28,8 @@ def validate(config: "Config") -> None:
               "validation.batches")  # fmt: skip
     _at_least(c, 0, "seed", "parallel.prefetch", "optim.lr", "optim.warmup", "optim.weight_decay", "validation.every",
               "validation.exact_match", "checkpoint.every")  # fmt: skip
-    _at_least(c, 1e-30, "optim.eps")  # without it, weights that get no gradient become 0 / 0
+    if c.optim.name == "adamw":
+        _at_least(c, 1e-30, "optim.eps")  # without it, weights that get no gradient become 0 / 0
     if p.dp_shard < 1 and p.dp_shard != -1:
         raise InputError(f"parallel.dp_shard={p.dp_shard} must be at least 1, or -1 for all remaining ranks")
     if b.global_ % b.micro:
@@ -135,7 +136,8 @@ def _validate_lora(config: "Config") -> None:
     if not 0 <= lora.dropout < 1:
         raise InputError(f"lora.dropout={lora.dropout} must be at least 0 and below 1")
     refuse_gpt2(config.model.config)
-    if speed := getattr(config.model.config, "bias_update_speed", 0):
+    speed = getattr(config.model.config, "bias_update_speed", 0)
+    if speed and config.task != "grpo":  # which never moves it
         raise InputError(f"model.bias_update_speed={speed}: lora freezes the model, no adapter has the bias (use 0)")
     adapter_shapes(config.model.config, lora)  # says which targets the model has not
 

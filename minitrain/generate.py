@@ -66,9 +66,10 @@ def main(arguments: list[str]) -> None:
         if options.n > 1:
             print(f"--- sample {number} of {options.n}")
         sys.stdout.write(options.prompt)
-        for piece in stream(tokenizer, follow(sampler, sample, tokenizer.eos_id)):
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+        with sampler.weights.in_use():
+            for piece in stream(tokenizer, follow(sampler, sample, tokenizer.eos_id)):
+                sys.stdout.write(piece)
+                sys.stdout.flush()
         sys.stdout.write("\n")
 
 

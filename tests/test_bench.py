@@ -169,6 +169,19 @@ def sampled_types(precision):
     return [types[0], types[-1]]
 
 
+def test_decoding_has_no_figures_where_samples_wait_or_are_short(tmp_path):
+    file, config = tmp_path / "results.jsonl", ROOT / "configs" / "bench" / "generate-42m.yaml"
+    settings = ["batch.global=2", "batch.seq_len=24", "grpo.group=3", *TINY[:3], "device=cpu", "rollout.compile=false"]
+    words = ["--generate", "--profile", "--steps", "1", "--warmup", "0", "--json", file, "--config", config, *settings]
+    waiting = command("bench.py", *words, "rollout.max_tokens=8", "rollout.steps=1", "rollout.slots=4")
+    short = command("bench.py", *words, "rollout.max_tokens=4", "rollout.steps=2")
+    assert waiting.returncode == short.returncode == 0, waiting.stderr + short.stderr
+    first, second = map(json.loads, file.read_text().splitlines())
+    assert "decode_tokens_per_sec_per_gpu" not in first and first["breakdown_s"]["gemm"] > 0
+    assert "decode_mbu" in second and "breakdown_s" not in second
+    assert "warning: bench/generate-42m: no profile: 4 tokens are too few for three times 2" in short.stderr
+
+
 def test_sweep_measures_every_combination():
     settings = [word for word in TINY if "seq_len" not in word and "num_layers" not in word]
     choices = ["--sweep", "batch.seq_len=32,64", "model.num_layers=1,2"]
@@ -245,6 +258,7 @@ def test_a_config_that_is_swept_need_not_be_possible_by_itself():
         (["--generate", "parallel.pp=2"], "--generate: parallel.pp=2 is not for sampling"),
         (["--generate", "rollout.max_tokens=512"], "batch.seq_len=512 must exceed rollout.max_tokens=512"),
         (["--dry-run", "--sweep", "batch.micro=2,3"], "batch.micro=3 does not divide batch.global"),
+        (["--simulate", "--dry-run", "--sweep", "tp=1,3"], "leave --dry-run out"),
         (["--config", str(ROOT / "configs/train/shapes.yaml")], "times mock videos"),
         (["--versus", "transformers", "recompute=selective"], "transformers has no recompute=selective"),
         (["--versus", "transformers", "--config", str(ROOT / "configs/bench/grpo-8b.yaml")], "not for task=grpo"),

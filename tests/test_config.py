@@ -50,6 +50,10 @@ def test_a_model_can_be_given_by_its_fields_alone():
     assert config.model.name == "" and config.model.config.hidden_size == 96
 
 
+def test_eps_is_adamws():
+    from_dict({"optim": {"name": "sgd", "eps": 0}})
+
+
 def test_what_is_written_is_read_back_the_same():
     tree = {"model": {"name": "llama3.1-8b-tiny", "num_layers": 3}, "batch": {"global": 4, "micro": 2, "seq_len": 32}}
     config = from_dict(tree | {"out_dir": "1e5", "optim": {"lr": 1e-5}})

@@ -304,6 +304,7 @@ def test_the_selection_bias_is_frozen_too():
     model = {"name": "deepseek-v3-tiny", "bias_update_speed": 0.1}
     with pytest.raises(InputError, match="bias_update_speed=0.1: lora freezes the model"):
         from_dict({"model": model, "batch": {"seq_len": 64}, "lora": {}})
+    from_dict({"model": model, "task": "grpo", "data": {"kind": "mock"}, "lora": {}})  # moves it in no case
 
 
 def test_gpt3_is_refused():

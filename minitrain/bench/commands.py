@@ -52,6 +52,8 @@ def bench(files: list, overrides: list[str], options) -> None:
         return
     if options.sweep and len(files) > 1:
         raise InputError("--sweep takes one config at a time")
+    if options.sweep and options.simulate and options.dry_run:
+        raise InputError("--simulate --sweep says itself which combinations cannot run: leave --dry-run out")
     if options.sweep and (options.dry_run or not options.simulate):  # the config need not be possible by itself
         cases = combination_cases(files[0], overrides, options)
     else:
@@ -142,7 +144,7 @@ def run_all(cases: list[Case], options) -> None:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     if len(results) > 1 and is_first_rank():
-        print(growth(results) if options.sweep else table(results))
+        print(growth(results) if options.sweep else table(results), flush=True)
     if failed:
         raise InputError(f"{len(failed)} of {len(cases)} configs failed: {', '.join(failed)}")
 

@@ -3,18 +3,21 @@
 Prompts have the rest of batch.seq_len, and are new at every step, so that none is found in a cache. Weights are those
 of the seed; no response ends early, and both libraries make the same number of tokens.
 
-tokens_per_sec_per_gpu counts new tokens over all of the time, decode_tokens_per_sec_per_gpu those that follow the first
-of each response (`rollout.steps` of them, which reach the host together) over the time that follows first_tokens_s.
-decode_mbu is the share of the memory's rate at which decoding reads what it must: weights, and each sample's cache. It
-can be above 1 where samples share what they read of their prompt.
+tokens_per_sec_per_gpu counts new tokens over all of the time. Where all samples are decoded at once,
+decode_tokens_per_sec_per_gpu counts those that follow the first of each response (`rollout.steps` of them, which reach
+the host together) over the time that follows first_tokens_s. decode_mbu is the share of the memory's rate at which
+decoding reads what it must, weights and each sample's cache, for a sampler that has all ranks. It can be above 1 where
+samples share what they read of their prompt.
 """
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median_high as median
 
 import torch
+import torch.distributed as dist
 
 from minitrain.bench.breakdown import profiled
 from minitrain.bench.decoding import bytes_read, model_reads
@@ -24,7 +27,7 @@ from minitrain.bench.measure import prepare, progress, result
 from minitrain.bench.versus import transformers_model, versus_result
 from minitrain.config import Config
 from minitrain.errors import InputError
-from minitrain.parallel.mesh import start
+from minitrain.parallel.mesh import pick_device, start
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import SamplingParams
 from minitrain.rollout.scheduler import Sample
@@ -39,8 +42,8 @@ def measure_sampling(config: Config, row: str, steps: int, warmup: int, versus: 
     """
     length = config.batch.seq_len - config.rollout.max_tokens
     meshes = start(config)
+    memory = measure_memory(pick_device(config.device))
     device, matmul = prepare(config)
-    memory = measure_memory(device)
     sampler = Sampler(build_model(config, meshes), settings=config.rollout)
     firsts = []
     runs = [lambda prompts: firsts.append(sample(sampler, config, prompts))]
@@ -89,21 +92,27 @@ def submitted(sampler: Sampler, config: Config, prompts: torch.Tensor) -> Iterat
 
 
 def sample(sampler: Sampler, config: Config, prompts: torch.Tensor) -> tuple[float, int]:
-    """Sample to the end. Returns after how many seconds there were the first tokens, and how many."""
+    """Sample to the end. Returns after how many seconds there were first tokens of all samples, and how many; none if
+    not all are decoded at once."""
     begin = time.perf_counter()
-    with submitted(sampler, config, prompts):
+    with submitted(sampler, config, prompts) as samples:
         while not (news := sampler.step()):
             pass
         first = time.perf_counter() - begin
         while sampler.busy:
             sampler.step()
-    return first, sum(len(tokens) for _, tokens in news)
+    return first, sum(len(tokens) for _, tokens in news) if len(news) == len(samples) else 0
 
 
 def profiled_halfway(sampler: Sampler, config: Config, row: str, prompts: torch.Tensor) -> dict[str, dict]:
-    """See `profiled`: of a call of `step` when the first sample has half of its tokens."""
+    """See `profiled`: of a call of `step` when the first sample has half of its tokens, or two calls before its end."""
+    new = config.rollout.max_tokens
+    before = min(new // 2, new - 2 * sampler.steps)
+    if before < 1:
+        print(f"warning: {row}: no profile: {new} tokens are too few for three times {sampler.steps}", file=sys.stderr)
+        return {}
     with submitted(sampler, config, prompts) as samples:
-        while 2 * len(samples[0].produced) < config.rollout.max_tokens:
+        while len(samples[0].produced) < before:
             sampler.step()
         return profiled(row, sampler.step, timed(sampler.step, sampler.device), sampler.device)
 
@@ -136,7 +145,7 @@ def figures(config: Config, row: str, device, seconds: list[list[float]], matmul
 def decoding_figures(
     config: Config, totals: list[float], firsts: list[tuple[float, int]], memory: float, itemsize: int
 ) -> dict[str, float]:
-    """Of what comes after the first tokens, if anything does.
+    """Of what comes after the first tokens of all samples, if anything does.
 
     totals: seconds. firsts: what `sample` returned. memory: bytes/s; itemsize: bytes of a weight.
     """
@@ -144,15 +153,14 @@ def decoding_figures(
     rates = [
         (samples * new - count) / (total - first)
         for total, (first, count) in zip(totals, firsts, strict=True)
-        if count < samples * new
+        if 0 < count < samples * new
     ]
     outcome = {"first_tokens_s": median([first for first, _ in firsts])}
     if not rates:
         return outcome
-    model, tp, rows = config.model.config, config.parallel.tp, min(samples, config.rollout.slots)
-    read = sum(bytes_read(model_reads(model, itemsize), model, rows, config.batch.seq_len - new / 2, tp))
-    return outcome | {
-        "decode_tokens_per_sec_per_gpu": median(rates) / tp,
-        "decode_mbu": read * median(rates) / rows / memory,
-        "memory_bytes_per_sec": memory,
-    }
+    model, tp = config.model.config, config.parallel.tp
+    outcome["decode_tokens_per_sec_per_gpu"] = median(rates) / tp
+    if dist.get_world_size() == tp:  # others would have parts of the weights, and exchange them
+        read = sum(bytes_read(model_reads(model, itemsize), model, samples, config.batch.seq_len - new / 2, tp))
+        outcome |= {"decode_mbu": read * median(rates) / samples / memory, "memory_bytes_per_sec": memory}
+    return outcome

@@ -231,7 +231,7 @@ class Run:
 
     def kept(self, step: int) -> list[Group] | None:
         """The responses for `step` that the run had sampled before it was resumed; None if it had ended before, or if
-        they are not what its settings ask for now.
+        they do not make up a step of its settings now.
 
         Rank 0 reads for all: others might see its files later, and disagree on whether to sample.
         """

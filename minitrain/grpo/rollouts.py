@@ -154,6 +154,8 @@ def read_rollouts(file: Path) -> list[Group]:
         rollouts = [Response(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
         if not rollouts:
             raise ValueError("it is empty")
+        if not all(isinstance(x.prompt, list) and isinstance(x.response, list) for x in rollouts):
+            raise ValueError("a prompt or a response is not a list of tokens")
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{file} does not hold the responses that the next step is to train on: {error}") from error
     groups: dict[int, Group] = {}

@@ -206,7 +206,7 @@ def say_once(line: str) -> None:
         first = store.add(name, 1) == 1
     except RuntimeError:  # the store has gone with its rank, which has said so, or why
         first = True
-        if _watch is not None:
+        if _watch is not None and _watch.rank:
             _watch.thread.join(3 * VERDICT)  # the thread ends this process when it hears of it
     if first:
         print(line, file=sys.stderr, flush=True)

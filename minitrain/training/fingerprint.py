@@ -80,6 +80,8 @@ def comparable_settings(config: Config) -> dict[str, Any]:
 def data_change(before: dict, now: dict) -> str | None:
     """What is wrong with the data, in one line; None if nothing is, or the settings name other data on purpose."""
     changed = differing(before["files"], now["files"])
+    if "tokenizer.json" not in {Path(file).name for file in before["files"]}:  # earlier versions left it out
+        changed = [file for file in changed if Path(file).name != "tokenizer.json"]
     if not changed or NAMES_DATA & {*differing(before["settings"], now["settings"])}:
         return None
     first, more = changed[0], f" and {len(changed) - 1} more files" if len(changed) > 1 else ""

@@ -112,6 +112,18 @@ def test_nor_with_a_tokenizer_that_has(run, tmp_path):  # noqa: F811
     run([], steps=4, data=data | {"tokenizer": "bytes"})  # on purpose
 
 
+def test_a_run_whose_fingerprint_lacks_the_tokenizer_goes_on(run, tmp_path):  # noqa: F811
+    """As earlier versions wrote it."""
+    ByteTokenizer().save(tmp_path / "bytes")
+    data = {"kind": "text", "path": str(tmp_path / "text.txt"), "tokenizer": str(tmp_path / "bytes")}
+    run([], steps=2, data=data)
+    [file] = tmp_path.glob("*/fingerprint.json")
+    stored = json.loads(file.read_text())
+    del stored["files"][str(tmp_path / "bytes" / "tokenizer.json")]
+    file.write_text(json.dumps(stored))
+    run([], steps=4, data=data)
+
+
 def test_a_run_that_continues_says_with_which_other_settings(run, capsys):  # noqa: F811
     run([], steps=2)
     note, warning = "note: the run continues with other settings than before: ", "warning: rows that were seen may come"

@@ -233,6 +233,10 @@ def test_rollouts_on_disk_are_exact(tmp_path):
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(InputError, match=r"empty\.jsonl does not hold the responses"):
         read_rollouts(tmp_path / "empty.jsonl")
+    line, *_ = (tmp_path / "some" / "step.jsonl").read_text().splitlines()
+    (tmp_path / "damaged.jsonl").write_text(json.dumps(json.loads(line) | {"response": 5}))
+    with pytest.raises(InputError, match=r"damaged\.jsonl .* is not a list of tokens"):
+        read_rollouts(tmp_path / "damaged.jsonl")
 
 
 # ------------------------------------------------------------------------------------------------------------ all of it
