@@ -56,7 +56,7 @@ def step_breakdown(step: Callable[[], object], seconds: float, device: torch.dev
 def recorded(function: Callable[[], object], activity: ProfilerActivity, **options) -> list[dict]:
     """The events of a Chrome trace of `function()`."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler announces its start on the terminal
-    with profile(activities=[activity], **options) as profiler:
+    with profile(activities=[activity], acc_events=True, **options) as profiler:  # or torch 2.11 warns of other cycles
         function()
         if activity == ProfilerActivity.CUDA:
             torch.cuda.synchronize()
