@@ -47,7 +47,7 @@ class ByteTokenizer:
 
     def token_id(self, token: str) -> int | None:
         """The id of the special token that is written so, if there is one."""
-        return {BOS: 256, EOS: 257}.get(token)
+        return {BOS: 256, EOS: self.eos_id}.get(token)
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, which transformers.AutoTokenizer loads."""
