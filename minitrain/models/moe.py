@@ -352,9 +352,11 @@ def _keep_factors(ctx, inputs, output) -> None:
 
 
 def _grouped_mm_backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    """Stacks are weights transposed, and so is their gradient: that of the weights is contiguous, and nothing copies it."""
     x, stack, offsets = ctx.saved_tensors
     grad = grad.contiguous()
-    return _grouped_mm(grad, stack.transpose(-2, -1), offsets), _grouped_mm(x.T, grad, offsets), None
+    grad_weights = _grouped_mm(grad.T, x, offsets)  # [experts, out, in]
+    return _grouped_mm(grad, stack.transpose(-2, -1), offsets), grad_weights.transpose(-2, -1), None
 
 
 _grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_keep_factors)
