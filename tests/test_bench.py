@@ -11,7 +11,7 @@ import torch
 
 from minitrain.bench.decoding import bytes_read, model_reads
 from minitrain.bench.flops import clean, flops_per_token, nemo_pretrain
-from minitrain.bench.measure import row_name, training_result
+from minitrain.bench.measure import load_row, row_name, training_result
 from minitrain.bench.measure_sampling import measure_sampling
 from minitrain.bench.memory import working_memory
 from minitrain.bench.report import details, markdown, table
@@ -57,9 +57,19 @@ def test_no_reference_no_ratio():
     assert "ratio" not in table([found]) and "published" not in table([found])
 
 
-def test_unknown_convention():
-    with pytest.raises(InputError, match=r"reference\.convention='guess' is not one of clean, automodel"):
-        outcome({"reference": {"convention": "guess"}}, [1.0])
+@pytest.mark.parametrize("reference, line", [
+    ("convention: guess", r"reference\.convention='guess' is not one of clean, automodel"),
+    ("convention: [clean]", r"reference\.convention=\['clean'\] is not one of clean, automodel"),
+    ("tokens_per_sec_per_gpu: 1k", r"reference\.tokens_per_sec_per_gpu='1k' must be a number above 0"),
+    ("tflops_per_gpu: 0", r"reference\.tflops_per_gpu=0 must be a number above 0"),
+    ("gpus: null", r"reference\.gpus=None must be a number above 0"),
+    ("system: 200", r"reference\.system=200 must be the name of a system"),
+])  # fmt: skip
+def test_wrong_published_figures_are_refused_before_a_run(reference, line, tmp_path):
+    file = tmp_path / "row.yaml"
+    file.write_text(f"model: llama3-8b-tiny\nreference: {{{reference}}}\n")
+    with pytest.raises(InputError, match=line):
+        load_row(file, [])
 
 
 def test_row_names():

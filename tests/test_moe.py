@@ -1,6 +1,7 @@
 """Routing and experts against loops over tokens; balance against its definitions; memory, recomputation, bad input."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from minitrain import config as configs
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.models.moe import Experts, MoE, Router, dispatch, update_selection_bias
+from minitrain.models.moe import Experts, MoE, Router, dispatch, grouped_mm, update_selection_bias
 from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import start
 from minitrain.parallel.recompute import recompute
@@ -365,6 +366,19 @@ def test_a_block_compiles_as_one_graph_under_recomputation(name, changes, dtype)
         results.append([logits, *(p.grad for p in model.parameters() if p.grad is not None), load])
     for mine, oracle in zip(*results, strict=True):
         assert (mine is None and oracle is None) or torch.equal(mine, oracle)
+
+
+@pytest.mark.parametrize("compiling", [False, True])
+def test_gradients_of_experts_come_in_the_layout_of_their_weights(compiling):
+    """In another, autograd would copy each of them."""
+    weights, x = torch.randn(3, 16, 8, requires_grad=True), torch.randn(10, 8)
+    offsets = torch.tensor([4, 4, 10], dtype=torch.int32)
+    with mock.patch.object(torch.compiler, "is_compiling", lambda: compiling):
+        product = grouped_mm(x, weights.transpose(-2, -1), offsets)
+    (grad,) = torch.autograd.grad(product.square().sum(), weights)
+    assert grad.is_contiguous()
+    expected = torch.autograd.grad(torch.cat([x[:4] @ weights[0].T, x[4:] @ weights[2].T]).square().sum(), weights)[0]
+    torch.testing.assert_close(grad, expected)
 
 
 # --------------------------------------------------------------------------------------------------------------- memory

@@ -352,7 +352,7 @@ def _keep_factors(ctx, inputs, output) -> None:
 
 
 def _grouped_mm_backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    """Stacks are weights transposed, and so is their gradient: that of the weights is contiguous, and nothing copies it."""
+    """A stack is weights transposed, and so is its gradient: the weights' is contiguous, and nothing copies it."""
     x, stack, offsets = ctx.saved_tensors
     grad = grad.contiguous()
     grad_weights = _grouped_mm(grad.T, x, offsets)  # [experts, out, in]
