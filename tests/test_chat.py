@@ -337,6 +337,15 @@ def test_chats_longer_than_a_row(tmp_path, policy, kept, note):
     assert (rest in {tuple(row["tokens"].tolist()) for row in epoch(data)}) == (policy == "truncate")
 
 
+def test_a_chat_that_is_cut_within_a_question_ends_with_the_reply_before_it(tmp_path):
+    turns = [("user", "ab"), ("assistant", "cd"), ("user", "e" * 40), ("assistant", "f")]
+    chat = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(chat))
+    data, _ = open_dataset(config_of(tmp_path, seq_len=20))
+    assert data.questions(1) == [(list(b"ab\n"), [*b"cd", 257])]
+    assert (data.row(0)["documents"] == -1).sum() == 20 - len("ab\ncd")
+
+
 def test_validation_holds_out_chats(tmp_path):
     pairs = write_pairs(tmp_path, LENGTHS)
     train, held = open_dataset(config_of(tmp_path, validation=0.3))

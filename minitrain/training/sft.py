@@ -63,12 +63,13 @@ def fit(samples: Iterable[Sample], seq_len: int, over_long: str) -> tuple[list[S
     kept, truncated, dropped = [], 0, 0
     for sample in samples:
         is_long = len(sample.tokens) > seq_len
-        sample = Sample(sample.tokens[:seq_len], sample.labels[:seq_len])
-        if (is_long and over_long == "drop") or not (sample.labels != IGNORE).any():
+        predicted = np.flatnonzero(sample.labels[:seq_len] != IGNORE)
+        if (is_long and over_long == "drop") or not len(predicted):
             dropped += 1
         else:
             truncated += is_long
-            kept.append(sample)
+            end = predicted[-1] + 1  # the row may end within a question
+            kept.append(Sample(sample.tokens[:end], sample.labels[:end]))
     return kept, f" ({truncated:,} truncated, {dropped:,} dropped)" if truncated + dropped else ""
 
 
