@@ -32,7 +32,7 @@ def positive(kind: type, zero: bool = False):
     def parse(text: str):
         value = kind(text)
         if not (value > 0 or (zero and value == 0)) or value == float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} must be {'at least' if zero else 'above'} 0")
+            raise argparse.ArgumentTypeError(f"{text} must be {'at least' if zero else 'above'} 0, and finite")
         return value
 
     parse.__name__ = kind.__name__  # which argparse shows for what is not a number

@@ -58,6 +58,7 @@ def validate(config: "Config") -> None:
     _validate_rollout(c)
     _validate_exact_match(c)
     (_validate_diffusion if c.task == "diffusion" else _validate_language)(c)
+    _validate_pipeline(c)
     if c.task == "grpo":
         _validate_grpo(c)
     elif c.grpo.generation_ranks:
@@ -115,7 +116,6 @@ def _validate_language(c: "Config") -> None:
         raise InputError(f"data.kind={c.data.kind} holds no chats, as task={c.task} needs (use jsonl or mock)")
     _validate_tensor(c)
     _validate_context(c)
-    _validate_pipeline(c)
 
 
 def _validate_fp8(config: "Config") -> None:

@@ -45,8 +45,8 @@ class _Loader(yaml.SafeLoader):
             raise _error(f"with its anchors expanded it has more than {MAX_NODES:,} values", node)
         return node
 
-    def construct_mapping(self, node, deep=False):
-        seen = set()
+    def compose_mapping_node(self, anchor):  # later on, what is merged into a mapping stands beside its own keys
+        node, seen = super().compose_mapping_node(anchor), set()
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise _error("a key must be a word, not a list or a mapping", key_node)
@@ -55,7 +55,7 @@ class _Loader(yaml.SafeLoader):
                 if key in seen:
                     raise _error(f"key {key!r} is given twice", key_node)
                 seen.add(key)
-        return super().construct_mapping(node, deep)
+        return node
 
     def construct_object(self, node, deep=False):
         try:
@@ -66,6 +66,8 @@ class _Loader(yaml.SafeLoader):
             raise _error(f"cannot be read as {node.tag.rpartition(':')[2]}: {error}", node) from error
         if isinstance(value, int) and abs(value) >= 1 << 63:  # printing much longer ones is an error in Python
             raise _error("a whole number must fit 64 bits", node)
+        if not isinstance(value, str | int | float | list | dict | None):  # what JSON has not, nor any setting
+            raise _error(f"must be text, a number or the like, not {type(value).__name__} (put text into quotes)", node)
         return value
 
 

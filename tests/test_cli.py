@@ -217,6 +217,7 @@ def test_a_run_without_resuming_needs_a_fresh_folder(config_file, tmp_path):
     [
         (["--model", "/nowhere", "--prompt", "x"], "/nowhere"),
         (["--model", "/nowhere", "--prompt", "x", "--temperature", "-1"], "-1 must be at least 0"),
+        (["--model", "/nowhere", "--prompt", "x", "--temperature", "inf"], "inf must be at least 0, and finite"),
         (["--model", "/nowhere", "--prompt", "x", "--max-tokens", "0"], "0 must be above 0"),
         (["--model", "/nowhere", "--prompt", "x", "--max-tokens", "ten"], "invalid int value: 'ten'"),
     ],

@@ -47,6 +47,7 @@ def with_settings(**settings) -> dict:
     ({"data": {"size": [2, 5, 8]}}, "which patches of [1, 2, 2] divide"),
     ({"batch": {"seq_len": 32}}, "batch.seq_len=32 is not the number of patches of data.size=[2, 4, 8], 16"),
     ({"parallel": {"pp": 2}}, "parallel.pp=2, async_tp=false are not for diffusion"),
+    ({"parallel": {"vp": 2}}, "parallel.vp=2 and layers_per_stage=None need parallel.pp above 1"),
     ({"parallel": {"tp": 3}}, "parallel.tp=3 x cp=1 with context=allgather does not divide num_attention_heads=4"),
     ({"parallel": {"cp": 8, "context": "ulysses"}}, "context=ulysses does not divide num_attention_heads=4"),
     ({"parallel": {"cp": 3}}, "cp=3 with context=allgather does not divide batch.seq_len=16"),

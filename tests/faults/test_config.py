@@ -208,9 +208,10 @@ HOSTILE = {
     "another": ("steps: !!bool x", "cannot be read as bool"),
     "one more": ("steps: !!timestamp x", "cannot be read as timestamp"),
     "no date": ("out_dir: 2024-99-99", "cannot be read as timestamp"),
-    "a date": ("out_dir: 2024-12-24", "out_dir must be text, not date"),
-    "bytes": ("out_dir: !!binary eHg=", "out_dir must be text, not bytes"),
-    "a set": ("parallel: !!set {tp, pp}", "parallel must be a mapping, not set"),
+    "a date": ("out_dir: 2024-12-24", r"must be text, a number or the like, not date \(put text into quotes\)"),
+    "a date where anything may stand": ("reference: {published: 2024-12-24}", r":1:\d+: must be text, .* not date"),
+    "bytes": ("out_dir: !!binary eHg=", "must be text, .* not bytes"),
+    "a set": ("parallel: !!set {tp, pp}", "must be text, .* not set"),
     "400 digits": ("steps: 1" + "0" * 400, "must fit 64 bits"),
     "5,000 digits": ("steps: " + "9" * 5000, "cannot be read as int"),
     "5,000 hexadecimal digits": ("reference: {x: 0x" + "f" * 5000 + "}", "must fit 64 bits"),
@@ -253,6 +254,8 @@ def test_an_empty_file_is_all_defaults(tmp_path, text):
 def test_merge_keys_are_read(tmp_path):
     (tmp_path / "a.yaml").write_text("reference: {a: &a {x: 1, y: 1}, b: {<<: *a, y: 2}}")
     assert load(tmp_path / "a.yaml").reference == {"a": {"x": 1, "y": 1}, "b": {"x": 1, "y": 2}}
+    (tmp_path / "a.yaml").write_text("reference: {a: {b: &b {<<: {x: 1}, x: 2}}, c: {<<: *b}}")  # c is made before b
+    assert load(tmp_path / "a.yaml").reference == {"a": {"b": {"x": 2}}, "c": {"x": 2}}
 
 
 @pytest.mark.parametrize("content", [bytes(range(256)), b"\xff\xfe\0\0", b"\x89PNG\r\n\x1a\n" + b"\0" * 99, None])
