@@ -29,7 +29,6 @@ from minitrain.config import Rollout
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.models.moe import MoE
 from minitrain.rollout.batch import Batch
 from minitrain.rollout.caches import Caches, Piece, PromptStep, on_device
 from minitrain.rollout.pages import Pages
@@ -272,7 +271,8 @@ def waits_for_device(model: Decoder) -> bool:
     """
     if isinstance(model, FSDPModule):
         return True
-    stacks = [block.mlp.experts.down_proj for block in model.blocks if isinstance(block.mlp, MoE)]
+    # not as attributes: after a forward pass those are plain tensors
+    stacks = [parameter for name, parameter in model.named_parameters() if name.endswith("experts.down_proj")]
     split = any(isinstance(stack, DTensor) and stack.placements[-1] == Shard(0) for stack in stacks)
     return split or not all(stack.dtype == torch.bfloat16 and capability(stack) >= (9, 0) for stack in stacks)
 

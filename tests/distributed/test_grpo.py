@@ -18,7 +18,7 @@ from minitrain.grpo.refit import Move, Refit, cut, parts_of, plan
 from minitrain.grpo.rollouts import read_rollouts
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.mesh import owned, start
-from minitrain.rollout import weights
+from minitrain.rollout import engine, weights
 from minitrain.training.checkpoint import Checkpointer
 from tests.oracle import check_close, initial_weights, snapshot
 from tests.test_rollout_engine import prompts_of
@@ -202,6 +202,24 @@ def test_ranks_that_share_a_model_sample_as_one(pool, name, ep):
         assert preemptions > 0 and packed <= linears + 1  # one copy of each matrix, and of a tied head
         for (tokens, logprobs), (right, theirs) in zip(found, expected, strict=True):
             assert tokens == right and logprobs == pytest.approx(theirs, abs=2e-5)
+
+
+def waits_after_sampling(tree):
+    config = configs.from_dict(tree)
+    start(config)
+    model = make_sampler_model(config, dist.init_device_mesh("cpu", (2,)))
+    for parameter in model.parameters():
+        parameter.zero_()
+    Sampler(model).generate([[1, 2]], SamplingParams(max_tokens=1))
+    with patch.object(engine, "capability", lambda tensor: (9, 0)):
+        return engine.waits_for_device(model)
+
+
+@pytest.mark.parametrize(("ep", "waits"), [(1, False), (2, True)])
+def test_steps_that_send_tokens_to_experts_are_not_captured(pool, ep, waits):
+    """Known also after a forward pass, during which plain tensors hid the parameters that say so."""
+    tree = TREE | {"model": {"name": "qwen3-30b-a3b-tiny"}, "precision": "bf16", "rollout": {"tp": 2, "ep": ep}}
+    assert pool.run(2, waits_after_sampling, tree) == [waits] * 2
 
 
 # --------------------------------------------------------------------------------------------------------- one step off
