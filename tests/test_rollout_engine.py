@@ -291,6 +291,18 @@ def test_tokens_that_no_model_knows(token):
     assert not sampler.busy
 
 
+@pytest.mark.parametrize("params", [{}, {"temperature": 0}, {"top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite(value, params):
+    """Of one row of the head, as a broken update leaves them: no token is drawn from what is no distribution."""
+    model = make("qwen3-32b")
+    model.lm_head.weight[3] = value
+    sampler = Sampler(model, settings=Rollout(page_size=4, pages=20))
+    with pytest.raises(InputError, match="the model's logits are not finite"):
+        sampler.generate([[1, 2]], SamplingParams(max_tokens=2, **params))
+    assert not sampler.busy
+
+
 @pytest.mark.parametrize(
     ("setting", "line"),
     [

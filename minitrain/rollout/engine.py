@@ -16,6 +16,7 @@ speculative decoding, and graphs of steps in which the host must wait for the de
 """
 
 import gc
+import math
 import os
 from collections.abc import Sequence
 
@@ -176,13 +177,15 @@ class Sampler:
             self.scheduler.computed(trunk, count)
 
     def _decode(self, work: Work) -> list[tuple[Sample, list[int]]]:
-        """`work.steps` tokens for each sample, of which those after its end are dropped."""
+        """`work.steps` tokens for each sample, of which those after its end are dropped. Raises InputError for NaN."""
         batch = self._batch(len(work.samples))
         batch.load(work.samples, work.steps)
         batch.run(work.steps)
         news = []
         for sample, tokens, logprobs in zip(work.samples, *batch.produced(work.steps), strict=False):
             count, reason = self._end(sample, tokens)
+            if not math.isfinite(sum(logprobs[:count])):
+                raise InputError("the model's logits are not finite: weights hold NaN or infinity, or are too large")
             self.scheduler.decoded(sample, tokens[:count], logprobs[:count], reason)
             news.append((sample, tokens[:count]))
         return news

@@ -203,5 +203,6 @@ def keep_likely(logits: Tensor, choice: Choice) -> Tensor:
     top_p = torch.where(choice.top_p == 1, torch.inf, choice.top_p)[:, None]  # rounded sums reach 1 too early
     kept = (before < top_p) & (probability >= choice.min_p[:, None] * probability[:, :1])
     kept &= ordered > -torch.inf
-    least = ordered.gather(1, kept.sum(-1, keepdim=True) - 1)
+    last = kept.sum(-1, keepdim=True) - 1
+    least = ordered.gather(1, last.clamp(min=0))  # of NaN nothing is kept
     return logits.masked_fill(logits < least, -torch.inf)
