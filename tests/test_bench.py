@@ -12,7 +12,7 @@ import torch
 from minitrain.bench.decoding import bytes_read, model_reads
 from minitrain.bench.flops import clean, flops_per_token, nemo_pretrain
 from minitrain.bench.measure import load_row, row_name, training_result
-from minitrain.bench.measure_sampling import measure_sampling
+from minitrain.bench.measure_sampling import decoding_figures, figures, make_prompts, measure_sampling
 from minitrain.bench.memory import working_memory
 from minitrain.bench.report import details, markdown, table
 from minitrain.bench.versus import RIVALS
@@ -160,6 +160,38 @@ def test_bench_of_the_sampler_against_transformers(tmp_path):
     assert "| first tokens s |" in done.stdout and "\nseconds: attention" in done.stdout
 
 
+def test_figures_of_sampling_are_arithmetic():
+    """A prompt of 768 tokens is computed once for 4 responses of 256; the other library took 3 s where ours took 2."""
+    tree = {"model": "llama3-8b", "batch": {"global": 8, "micro": 1, "seq_len": 1024}, "grpo": {"group": 4}}
+    config = from_dict(tree | {"rollout": {"max_tokens": 256}, "parallel": {"tp": 2}})
+    found = figures(config, "row", torch.device("cpu"), [[2.0, 3.0], [1.0, 5.0], [4.0, 6.0]], 1e12, 768)
+    assert found["tokens_per_sec_per_gpu"] == 8 * 4 * 256 / 2.0 / 2 and found["ratio"] is None
+    forward = flops_per_token(config.model.config, 1024, clean) / 3
+    assert found["clean_tflops_per_gpu"] == pytest.approx(forward * 8 * (768 + 4 * 256) / 2.0 / 2 / 1e12)
+    assert found["versus_ratio"] == 1.5 and found["versus_ratio_range"] == [1.5, 5.0]
+    assert found["versus_step_time_s"] == [2.0, 5.0]
+
+
+def test_figures_of_decoding_are_arithmetic():
+    """Of 32 samples, which had 16 tokens each after 1 s. What all four ranks read they do so once."""
+    tree = {"model": "llama3-8b", "batch": {"global": 8, "micro": 1, "seq_len": 1024}, "grpo": {"group": 4}}
+    tree |= {"rollout": {"max_tokens": 256}}
+    for tp in (2, 4):
+        config = from_dict(tree | {"parallel": {"tp": tp}})
+        found = decoding_figures(config, [3.0, 4.0], [(1.0, 512), (1.0, 512)], 1e12, 2)
+        assert found["first_tokens_s"] == 1.0 and found["decode_tokens_per_sec_per_gpu"] == 32 * 240 / 2 / tp
+        assert ("decode_mbu" in found) == (tp == 4)
+    shape = config.model.config
+    read = sum(bytes_read(model_reads(shape, 2), shape, samples=32, context=1024 - 128, tp=4))
+    assert found["decode_mbu"] == pytest.approx(read * 240 / 2 / 1e12)
+
+
+def test_prompts_of_another_step_are_others():
+    config = from_dict({"model": "llama3-8b-tiny", "batch": {"global": 2, "micro": 1, "seq_len": 8}})
+    first, again, second = (make_prompts(config, 8, step).tolist() for step in (0, 0, 1))
+    assert first == again and not set(map(tuple, first)) & set(map(tuple, second))
+
+
 @pytest.mark.parametrize("precision, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_both_samplers_compute_in_the_same_type(pool, precision, dtype):
     assert pool.run(1, sampled_types, precision)[0] == [dtype, dtype]
@@ -295,6 +327,42 @@ def rival_memory(library, recompute):
 def test_the_other_library_recomputes_as_we_do(pool, library):
     none, full = (pool.run(1, rival_memory, library, setting)[0] for setting in ("none", "full"))
     assert full < none / 2
+
+
+def rival_steps(library, clip):
+    """How far two steps move each parameter of ours, and how far apart they leave it and the other library's."""
+    tree = {"model": "llama3-8b-tiny", "batch": {"global": 4, "micro": 2, "seq_len": 16}, "device": "cpu"}
+    tree |= {"optim": {"name": "sgd", "lr": 0.1, "clip": clip}} | ({"lora": {"rank": 4}} if library == "peft" else {})
+    config = from_dict(tree)
+    ours = Trainer(config, start(config))
+    rival, data = RIVALS[library](ours), open_dataset(config)[0]
+    theirs = {peft_name(name): parameter for name, parameter in rival.model.named_parameters()}
+    before = {name: parameter.detach().clone() for name, parameter in ours.model.named_parameters()}
+    assert theirs.keys() == before.keys()
+    for name, parameter in theirs.items():
+        parameter.data.copy_(before[name])
+    for step in range(2):
+        for trainer in (ours, rival):
+            trainer.step(data, step)
+    now = dict(ours.model.named_parameters())
+    return {
+        name: ((now[name] - p).norm().item(), (theirs[name] - now[name]).norm().item()) for name, p in before.items()
+    }
+
+
+def peft_name(name: str) -> str:
+    """Ours, of a parameter that transformers or peft calls `name`."""
+    name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+    return name.replace("lora_A.default.weight", "lora_A").replace("lora_B.default.weight", "lora_B")
+
+
+@pytest.mark.parametrize("library", ["transformers", "peft"])
+@pytest.mark.parametrize("clip", [0.05, 100.0])
+def test_the_other_library_takes_the_same_steps(pool, library, clip):
+    """In micro-batches, of which a step's loss is the mean; gradients are clipped, and gone after the step."""
+    (norms,) = pool.run(1, rival_steps, library, clip)
+    assert all(apart <= 1e-4 * moved for moved, apart in norms.values())
+    assert sum(moved > 0 for moved, _ in norms.values()) >= len(norms) // 3
 
 
 def rival_losses(documents):

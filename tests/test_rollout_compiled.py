@@ -12,9 +12,9 @@ from minitrain import Sampler, SamplingParams
 from minitrain.config import Rollout
 from minitrain.models.lora import Lora, add_adapters
 from minitrain.parallel.recompute import recompute
-from minitrain.rollout import compiled, engine, weights
+from minitrain.rollout import batch, compiled, engine, weights
 from minitrain.rollout.batch import Batch
-from tests.test_rollout_engine import make, prompts_of, uncached
+from tests.test_rollout_engine import make, prompts_of, trainer_logprobs, uncached
 
 SETTINGS = Rollout(slots=4, page_size=4, pages=100)
 NEW = 5
@@ -85,6 +85,20 @@ def test_few_graphs_give_the_same_tokens(name, sizes, sampler_graphs):
     sampler.free()
     gc.collect()
     assert pools and not any(pool() is not None for pool in pools)
+
+
+def test_windows_sinks_and_a_prompt_that_is_read_once(sampler_graphs, monkeypatch):
+    """By one sample at first, and by four with the graphs of the one."""
+    monkeypatch.setattr(batch, "WORTH", 1)
+    model, (prompt,) = make("gpt-oss-20b"), prompts_of((21,))
+    sampler, expected = Sampler(model, settings=SETTINGS), uncached(model, prompt, NEW)
+    for n in (1, 4):
+        found = sampler.generate([prompt], SamplingParams(temperature=0, max_tokens=NEW, n=n))
+        assert [each.tokens for each in found] == [expected] * n
+        assert sampler.caches.step.shared == (0 if n == 1 else 20)
+        theirs = trainer_logprobs(model, prompt, expected)
+        for each in found:
+            torch.testing.assert_close(torch.tensor(each.logprobs), theirs, atol=1e-5, rtol=0)
 
 
 def test_the_trainers_blocks_stay_as_they_are(sampler_graphs):

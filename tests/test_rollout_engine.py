@@ -272,6 +272,13 @@ def test_ends():
         Sampler(model).generate([prompt], SamplingParams(stop=("x",)))
 
 
+def test_a_stop_string_of_characters_of_several_tokens():
+    sampler = Sampler(make("qwen3-32b", vocab_size=258), ByteTokenizer(), Rollout(page_size=4, pages=50))
+    (sample,) = sampler.submit([1], SamplingParams(stop=("\N{SNOWMAN}\N{PILE OF POO}",)))
+    tokens = list("a\N{SNOWMAN}\N{PILE OF POO}b".encode())
+    assert sampler._end(sample, tokens) == (len(tokens) - 1, "stop")
+
+
 def test_the_models_last_position():
     for name in ("gpt3-175b", "qwen3-32b"):
         model = make(name, max_position_embeddings=16)
