@@ -251,10 +251,9 @@ class Tracer(TorchDispatchMode):
     def record_kernel(self, op, args, kwargs, inputs, outputs, out) -> None:
         name = op._overloadpacket.__name__
         written = outputs + written_arguments(op, args, kwargs)
-        read = [x for x in inputs if not any(x is y for y in written)] if name.endswith("empty_like") else inputs
         writes = {self.number(x): traffic(x) for x in written}
         most = max(writes.values(), default=0)
-        reads = {self.number(x): min(traffic(x), most) if name in ROWS_READ else traffic(x) for x in read}
+        reads = {self.number(x): min(traffic(x), most) if name in ROWS_READ else traffic(x) for x in inputs}
         flops, kind, sizes = work(op, name, args, kwargs, out)
         element = next((x.element_size() for x in inputs if x.is_floating_point()), 2)
         self.record(Event(name, kind, flops, list(reads.items()), list(writes.items()), sizes, element))

@@ -1,0 +1,98 @@
+"""What a trace says of a kernel: its products and their FLOPs, the bytes that it moves, and who holds memory when."""
+
+import pytest
+import torch
+
+from minitrain.bench.trace import Trace, Tracer, work
+
+aten = torch.ops.aten
+
+
+def traced(function, **held) -> Trace:
+    """held: by kind of memory, tensors that are there before."""
+    with Tracer({}) as tracer:
+        for kind, tensors in held.items():
+            tracer.hold(tensors, kind)
+        function()
+    return tracer.trace
+
+
+def meta(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("op", "operands", "out", "expected"),
+    [
+        (aten.mm, [(3, 4), (4, 5)], (3, 5), (2 * 3 * 5 * 4, "gemm", (1, 3, 5, 4))),
+        (aten.addmm, [(5,), (3, 4), (4, 5)], (3, 5), (2 * 3 * 5 * 4, "gemm", (1, 3, 5, 4))),
+        (aten.bmm, [(2, 3, 4), (2, 4, 5)], (2, 3, 5), (2 * 2 * 3 * 5 * 4, "gemm", (2, 3, 5, 4))),
+        (aten._grouped_mm, [(9, 4), (2, 4, 5)], (9, 5), (2 * 9 * 5 * 4, "grouped", (2, 9, 5, 4))),  # rows by expert
+        (aten._grouped_mm, [(4, 9), (9, 5)], (2, 4, 5), (2 * 4 * 5 * 9, "grouped", (2, 4, 5, 9))),  # weights' gradient
+    ],
+)
+def test_products(op, operands, out, expected):
+    assert work(op.default, op.__name__, [meta(*shape) for shape in operands], {}, meta(*out)) == expected
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention(causal):
+    """Two products forward; backward scores again, and the gradients of weights, values, queries and keys."""
+    q, k, v = meta(2, 3, 8, 16), meta(2, 3, 10, 16), meta(2, 3, 10, 5)
+    pairs = 2 * 3 * 8 * 10 / (2 if causal else 1)
+    forward = aten._scaled_dot_product_flash_attention_for_cpu
+    assert work(forward.default, "x", (q, k, v, 0.0, causal), {}, None)[:2] == (2 * pairs * (16 + 5), "attention")
+    given = (meta(2, 3, 8, 5), q, k, v, meta(2, 3, 8, 5), meta(2, 3, 8), 0.0, causal)
+    found = work(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, "x", given, {}, None)
+    assert found[0] == 2 * pairs * (16 + 5 + 5 + 16 + 16)
+
+
+def test_bytes_that_a_kernel_moves():
+    """Of a table only the rows that are asked for, of what is expanded only what there is; views move nothing."""
+    table, row = torch.zeros(100, 4), torch.zeros(4)
+    trace = traced(lambda: torch.embedding(table, torch.tensor([1, 2, 3])).add_(row.expand(3, 4)).view(-1))
+    embedding, add = [event for event in trace.events if event.name in ("embedding", "add_")]
+    assert sorted(size for _, size in embedding.reads) == [3 * 8, 3 * 4 * 4] and embedding.element == 4
+    assert sorted(size for _, size in add.reads) == [4 * 4, 3 * 4 * 4] and add.writes == embedding.writes
+    assert trace.events[-1] is add
+
+
+def test_who_holds_memory_at_its_peak():
+    """A weight of 400 bytes, and two tensors at once of three."""
+    weight = torch.zeros(100)
+
+    def function():
+        first = weight + 1
+        second = first[:50] * 2
+        del first
+        return second * 2
+
+    trace = traced(function, parameters=[weight])
+    assert trace.peak == dict(parameters=400, gradients=0, optimizer=0, gathered=0, activations=600)
+    assert [event.name for event in trace.events] == ["add", "mul", "mul"] and trace.peak_at == 1
+    first, second = (event.writes[0][0] for event in trace.events[:2])
+    assert trace.died[first] == 1 and trace.died[second] == 2
+
+
+def test_memory_that_is_found_to_be_of_another_kind():
+    """Also of the peak so far, but not of what came after it."""
+    with Tracer({}) as tracer:
+        first = torch.zeros(100) + 1
+        for _ in range(2):
+            later = first[:10] + 1
+            tracer.hold([later], "gradients")
+        tracer.hold([first], "optimizer")
+    assert tracer.trace.peak["optimizer"] == 400
+
+
+def test_weights_that_are_gathered_again():
+    """As FSDP does: a storage is emptied, and filled anew."""
+    weight = torch.zeros(100)
+
+    def function():
+        weight.untyped_storage().resize_(0)
+        weight.untyped_storage().resize_(400)
+        return weight + 1
+
+    trace = traced(function, parameters=[weight])
+    assert trace.peak == dict(parameters=0, gradients=0, optimizer=0, gathered=400, activations=400)
