@@ -23,7 +23,7 @@ from minitrain.config_yaml import (
 )
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import read_any_config
-from minitrain.models.checkpoint_peft import read_adapter_config
+from minitrain.models.checkpoint_peft import adapter_shapes, read_adapter_config
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.lora import Lora
 from minitrain.models.wan import WanConfig
@@ -289,10 +289,16 @@ def _read_lora(config: Config, given: dict) -> Lora | None:
     stored = read_adapter_config(lora.path)
     for key in ("rank", "alpha", "rslora", "targets"):
         ours, theirs = getattr(lora, key), getattr(stored, key)
-        if key in given and ours != theirs:
+        if key in given and ours != theirs and not (key == "targets" and _adapt_the_same(config, lora, stored)):
             raise InputError(f"lora.{key}={ours} cannot be changed: lora.path={lora.path} has {theirs}")
     ours = {key: getattr(lora, key) for key in ("dropout", "dropout_position", "dtype", "path")}
     return dataclasses.replace(stored, **ours)
+
+
+def _adapt_the_same(config: Config, *loras: Lora) -> bool:
+    """Do the targets name the same weights? A file has them in another order, and without those that are not there."""
+    ours, theirs = (adapter_shapes(config.model.config, lora).keys() for lora in loras)
+    return ours == theirs
 
 
 def _read_model(value: Any, kind: type) -> Model:

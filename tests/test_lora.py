@@ -18,6 +18,7 @@ from minitrain.bench.flops import clean, count_work, lora_weights
 from minitrain.bench.versus import peft_rival, versus
 from minitrain.config import from_dict, to_dict
 from minitrain.errors import InputError
+from minitrain.models.checkpoint_peft import adapter_config, adapter_shapes
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import Lora, add_adapters, drop, is_adapter, merge_adapters, merged
 from minitrain.models.zoo import model_config
@@ -369,6 +370,19 @@ def train_export_and_resume(folder):
         from_dict(TREE | base | {"lora": {"path": str(folder / "whole"), "rank": 8}})
     with pytest.raises(InputError, match="was trained over another base model"):
         run(folder / "whole", {"model": TREE["model"] | {"vocab_size": 320, "num_layers": 2}, "steps": 5})
+
+
+def test_the_settings_that_made_adapters_also_continue_them(tmp_path):
+    """The file has experts behind other targets, and not what the model lacks."""
+    model, targets = model_config("qwen3-30b-a3b-tiny"), ["experts.down_proj", "v_proj", "q_proj", "gate_proj"]
+    lora = Lora(rank=4, targets=targets)
+    file = json.dumps(adapter_config(model, lora, adapter_shapes(model, lora), base=""))
+    (tmp_path / "adapter_config.json").write_text(file)
+    tree = {"task": "lora", "model": "qwen3-30b-a3b-tiny", "lora": {"path": str(tmp_path), "targets": targets}}
+    assert from_dict(tree).lora.targets == ["v_proj", "q_proj", "experts.down_proj"]
+    tree["lora"]["targets"] = ["q_proj", "v_proj"]
+    with pytest.raises(InputError, match=r"lora.targets=.* cannot be changed: lora.path=.* has .*experts.down_proj"):
+        from_dict(tree)
 
 
 def test_from_training_to_a_merged_model(pool, tmp_path, capsys):
