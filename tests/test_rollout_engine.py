@@ -18,7 +18,7 @@ from minitrain.models.lora import Lora, add_adapters
 from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import start
 from minitrain.rollout import batch, engine, weights
-from minitrain.rollout.caches import DecodingStep
+from minitrain.rollout.caches import DecodingStep, States
 from minitrain.tokenizer import ByteTokenizer
 from minitrain.training.build import build_model
 from minitrain.training.loss import IGNORE
@@ -215,6 +215,7 @@ def test_memory_is_free_at_once(name, no_collector):
     sampler.generate(prompts_of((6,)), SamplingParams(max_tokens=3))
     layers = [layer for layer in sampler.caches.layers if layer is not None]
     tensors = [t for layer in layers for t in (layer.pools + layer.rows if hasattr(layer, "pools") else layer.states)]
+    tensors += [matrix for matrix, *_ in sampler.weights.packed.values()]
     alive = [weakref.ref(each) for each in (*tensors, *sampler.batches.values())]
     del layers, tensors
     sampler.free()
@@ -257,9 +258,11 @@ def test_ends():
     whole = sampler.generate([prompt], SamplingParams(temperature=0, max_tokens=20))[0]
     assert whole.finish_reason == "length" and len(whole.tokens) == 20
     first = next(i for i in range(3, 20) if whole.tokens[i] not in whole.tokens[:i])
-    stopped = sampler.generate([prompt], SamplingParams(0, max_tokens=20, stop_tokens=(whole.tokens[first],)))[0]
-    assert stopped.finish_reason == "stop" and stopped.tokens == whole.tokens[: first + 1]
-    assert stopped.logprobs == pytest.approx(whole.logprobs[: first + 1], abs=1e-5)
+    for most in (20, first + 1):  # a stop token at the very end is one too
+        params = SamplingParams(0, max_tokens=most, stop_tokens=(whole.tokens[first],))
+        (stopped,) = sampler.generate([prompt], params)
+        assert stopped.finish_reason == "stop" and stopped.tokens == whole.tokens[: first + 1]
+        assert stopped.logprobs == pytest.approx(whole.logprobs[: first + 1], abs=1e-5)
 
     model.lm_head.weight[128:].fill_(-1)  # ASCII from here on
     sampler.refresh()
@@ -367,6 +370,40 @@ def test_a_request_may_fill_the_pool():
     for _ in range(6):  # the prompt, then the steps, and one too many
         sampler.step()
     assert sample.produced == uncached(model, prompt, 11) and sampler.scheduler.preemptions == 0
+
+
+def test_rows_that_outgrow_their_buffers():
+    """Which have room for twice as many tokens as when they were made: full amid the third time of three steps."""
+    model, prompts = make("qwen3-32b"), [[1], [2, 3]]
+    sampler = Sampler(model, settings=Rollout(page_size=4, pages=50, steps=3))
+    found = sampler.generate(prompts, SamplingParams(temperature=0, max_tokens=20))
+    assert [each.tokens for each in found] == [uncached(model, prompt, 20) for prompt in prompts]
+
+
+def test_a_sample_that_comes_back_to_its_row():
+    """Which other tokens have filled up meanwhile: its prompt is computed again in pieces, with steps in between."""
+    model, (prompt,) = make("qwen3-32b"), prompts_of((9,))
+    sampler = Sampler(model, settings=Rollout(slots=4, page_size=4, pages=50, chunk=4))
+    samples = sampler.submit(prompt, SamplingParams(temperature=0, max_tokens=NEW, n=4))
+    while len(samples[3].produced) < 3:
+        sampler.step()
+    sampler.scheduler.reuse = False
+    sampler.scheduler._make_room()
+    while sampler.busy:
+        sampler.step()
+    assert [sample.produced for sample in samples] == [uncached(model, prompt, NEW)] * 4
+
+
+def test_states_are_kept_in_fp32():
+    """Whatever the model computes in: what a scan adds up over a thousand tokens would be lost in bf16.
+
+    And one more than samples and a waiting trunk can have, for rows that only fill up.
+    """
+    sampler = Sampler(make("nemotron3-nano-30b-a3b").bfloat16(), settings=Rollout(page_size=4, pages=20))
+    sampler.generate([[1, 2]], SamplingParams(max_tokens=2))
+    states = [layer.states for layer in sampler.caches.layers if isinstance(layer, States)]
+    assert {(conv.dtype, scan.dtype) for conv, scan in states} == {(torch.bfloat16, torch.float32)}
+    assert {len(each) for pair in states for each in pair} == {len(sampler.scheduler.slots) + 1}
 
 
 def test_requests_come_and_go():

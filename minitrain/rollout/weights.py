@@ -65,6 +65,7 @@ class Weights:
             for group in self.groups:
                 for linear in group.linears:
                     del linear.group, linear.number, linear.forward
+            self.groups = []  # they hold packed copies
             for module in joined:
                 del module.joint, module.project
 
