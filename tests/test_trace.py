@@ -77,12 +77,12 @@ def test_who_holds_memory_at_its_peak():
 def test_memory_that_is_found_to_be_of_another_kind():
     """Also of the peak so far, but not of what came after it."""
     with Tracer({}) as tracer:
-        first = torch.zeros(100) + 1
+        first = torch.zeros(100) + 1  # at its peak: both
         for _ in range(2):
             later = first[:10] + 1
             tracer.hold([later], "gradients")
         tracer.hold([first], "optimizer")
-    assert tracer.trace.peak["optimizer"] == 400
+    assert tracer.trace.peak == dict(parameters=0, gradients=0, optimizer=400, gathered=0, activations=400)
 
 
 def test_weights_that_are_gathered_again():
@@ -90,9 +90,12 @@ def test_weights_that_are_gathered_again():
     weight = torch.zeros(100)
 
     def function():
+        weight.sum()
         weight.untyped_storage().resize_(0)
         weight.untyped_storage().resize_(400)
-        return weight + 1
+        torch.cat([weight, weight])
+        weight.untyped_storage().resize_(0)
 
     trace = traced(function, parameters=[weight])
-    assert trace.peak == dict(parameters=0, gradients=0, optimizer=0, gathered=400, activations=400)
+    assert trace.peak == dict(parameters=0, gradients=0, optimizer=0, gathered=400, activations=800)
+    assert [event.name for event in trace.events] == ["sum", "cat"] and trace.died[trace.events[0].reads[0][0]] == 1
