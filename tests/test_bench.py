@@ -51,6 +51,17 @@ def test_figures_are_arithmetic():
     assert found["ratio"] == 2.048
 
 
+def test_peak_is_that_of_the_type_that_is_computed_in(monkeypatch):
+    """A multiple of fp32's on the device, of the work that is done, whatever the table counts."""
+    peaks = {torch.float32: 1e12, torch.bfloat16: 2e12, torch.float8_e4m3fn: 4e12}
+    monkeypatch.setattr("minitrain.bench.measure.peak_flops", lambda device, dtype: peaks[dtype])
+    tree = {"model": "llama3-8b", "reference": {"convention": "nemo_pretrain"}}
+    for precision, factor in {"fp32": 1, "bf16": 2, "bf16-pure": 2, "fp8": 4}.items():
+        found = outcome(tree | {"precision": precision}, [1.0])
+        assert found["mfu_of_peak"] == pytest.approx(found["clean_tflops_per_gpu"] / factor)
+        assert found["tflops_per_gpu"] != found["clean_tflops_per_gpu"]
+
+
 def test_no_reference_no_ratio():
     found = outcome({"model": "llama3-8b-tiny"}, [1.0])
     assert found["ratio"] is None and found["tflops_per_gpu"] == found["clean_tflops_per_gpu"]

@@ -87,10 +87,11 @@ def test_few_graphs_give_the_same_tokens(name, sizes, sampler_graphs):
     assert pools and not any(pool() is not None for pool in pools)
 
 
-def test_windows_sinks_and_a_prompt_that_is_read_once(sampler_graphs, monkeypatch):
-    """By one sample at first, and by four with the graphs of the one."""
+@pytest.mark.parametrize("name", ["qwen3-32b", "gpt-oss-20b"])
+def test_a_prompt_that_is_read_once(name, sampler_graphs, monkeypatch):
+    """With and without windows and sinks; by one sample at first, and by four with the graphs of the one."""
     monkeypatch.setattr(batch, "WORTH", 1)
-    model, (prompt,) = make("gpt-oss-20b"), prompts_of((21,))
+    model, (prompt,) = make(name), prompts_of((21,))
     sampler, expected = Sampler(model, settings=SETTINGS), uncached(model, prompt, NEW)
     for n in (1, 4):
         found = sampler.generate([prompt], SamplingParams(temperature=0, max_tokens=NEW, n=n))
