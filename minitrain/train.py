@@ -77,7 +77,8 @@ def train_on_rows(config: Config, folder: Path) -> None:
         log.say(draw_shapes(trainer.model, folder / "before.png", write=dist.get_rank() == 0))
     if rank_0_says(log.lacks_last):
         finish_step(trainer, log, last_numbers, held_out)
-    health = Health(config, log.say, partial(batch_origin, data, config.batch.global_))
+    origin = partial(batch_origin, data, config.batch.global_)
+    health = Health(config, log.say, origin, past=log.losses)
     steps = health.watch(recorded_steps(training_steps(trainer, data, first), config.profile, folder, first))
     with saved_despite_errors(checkpointer.wait):
         for numbers, stopping in until_sigterm(steps):

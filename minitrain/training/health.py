@@ -11,7 +11,7 @@ hardly move with the spikes themselves; the factor makes the second a standard d
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from statistics import median
 
 from minitrain.config import Config
@@ -30,12 +30,16 @@ class Health:
     """Watches a run's steps.
 
     say(text): prints a line. batch(step): where the batch of step 1, 2, ... comes from. updates: per step.
+    past: the losses of a run that continues.
     """
 
-    def __init__(self, config: Config, say: Callable[[str], None], batch: Callable[[int], str], updates: int = 1):
+    def __init__(
+        self, config: Config, say: Callable[[str], None], batch: Callable[[int], str], updates: int = 1,
+        past: Iterable[float] = (),
+    ):  # fmt: skip
         self.most, self.factor = config.optim.max_skipped, config.metrics.spike
         self.say, self.batch, self.updates = say, batch, updates
-        self.losses: deque[float] = deque(maxlen=WINDOW)
+        self.losses = deque(filter(math.isfinite, past), maxlen=WINDOW)
         self.in_a_row = 0
 
     def watch(self, steps: Iterator[dict]) -> Iterator[dict]:

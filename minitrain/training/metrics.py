@@ -5,6 +5,7 @@ Rank 0 only.
 
 import json
 import math
+from collections import deque
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from minitrain.config import Config, to_dict
 from minitrain.config_yaml import to_yaml
 from minitrain.training.durable import write_durably
 from minitrain.training.fingerprint import check_continuation
+from minitrain.training.health import WINDOW
 
 
 def open_log(config: Config, folder: Path, files: dict[str, str], first: int) -> "MetricsLog":
@@ -40,12 +42,14 @@ class MetricsLog:
     def __init__(self, file: Path, steps: int, start: int, tensorboard: bool = False):
         self.enabled = dist.get_rank() == 0
         self.lacks_last = False  # did the run end between step `start`'s checkpoint and its line?
+        self.losses: deque[float] = deque(maxlen=WINDOW)  # of the newest steps
         if not self.enabled:
             return
         found, strange = read_lines(file) if start else ([], 0)
         kept = [line for line in found if line["step"] <= start]
         write_durably(file, "".join(map(to_line, kept)))
         self.lacks_last = start > 0 and all(line["step"] != start for line in kept)
+        self.losses.extend(line["loss"] for line in kept if isinstance(line.get("loss"), float))
         self.file = file.open("a", encoding="utf-8")
         self.board = None
         if tensorboard:
@@ -62,6 +66,7 @@ class MetricsLog:
         if self.enabled:
             self.file.write(to_line(numbers))
             self.file.flush()
+            self.losses.append(numbers["loss"])
             for name, value in numbers.items():
                 if self.board and name != "step" and isinstance(value, int | float):
                     self.board.add_scalar(name, value, numbers["step"])

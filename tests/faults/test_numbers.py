@@ -218,6 +218,27 @@ def test_spikes_stand_out_of_noise_and_trends_do_not():
     assert watch([2.0] * 100 + [2.01, 2.03]) == [101]  # without any noise, 1 % is the least
 
 
+def noisy_run(out, steps: int) -> dict[int, str]:
+    """The batches of its spikes, by step: mock rows are of different difficulty, and the weights stay."""
+    model, batch = TINY["model"] | {"initializer_range": 0.2}, {"global": 1, "micro": 1, "seq_len": 16}
+    settings = {"model": model, "batch": batch, "optim": {"lr": 0.0}, "metrics": {"spike": 0.1}}
+    train.train(configs.from_dict(TINY | settings | {"steps": steps, "out_dir": str(out)}))
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["batch"] for line in lines if "batch" in line}
+
+
+def run_with_and_without_a_break(folder):
+    noisy_run(folder / "parts", 25)
+    log = folder / "parts/metrics.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))  # killed before the last line
+    return noisy_run(folder / "whole", 40), noisy_run(folder / "parts", 40)
+
+
+def test_a_run_that_continues_remembers_what_its_losses_were(pool, tmp_path):
+    whole, parts = pool.run(1, run_with_and_without_a_break, tmp_path)[0]
+    assert whole == parts and max(whole) > 25
+
+
 @pytest.mark.parametrize("kind", ["tokens", "mock"])
 def test_batches_are_identified_by_file_and_place(kind, tmp_path):
     np.save(tmp_path / "a.npy", np.arange(64, dtype=np.uint16))
