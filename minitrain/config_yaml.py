@@ -145,7 +145,7 @@ def convert(kind: Any, value: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
         if value not in arguments or isinstance(value, bool):
-            near = _nearest(_shortened(str(value)), map(str, arguments))
+            near = _nearest(str(value), map(str, arguments))
             known = ", ".join(map(str, arguments))
             raise InputError(f"{where}={_shortened(repr(value))} is not one of {known} (nearest: {near})")
         return arguments[arguments.index(value)]  # 1 for 1.0
