@@ -84,8 +84,7 @@ def _validate_sizes(c: "Config") -> None:
 
 
 def _validate_packed(c: "Config") -> None:
-    chats, videos = c.task in ("sft", "lora"), c.task == "diffusion" and c.data.kind == "latents"
-    if c.data.packed is not None and not chats and not videos:
+    if c.data.packed is not None and c.task not in ("sft", "lora") and c.data.kind != "latents":
         raise InputError(
             f"data.packed={str(c.data.packed).lower()} is for task=sft and lora, or data.kind=latents, not for "
             f"task={c.task} with data.kind={c.data.kind} (leave it out)"

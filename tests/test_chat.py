@@ -368,11 +368,13 @@ def test_settings_that_contradict_fine_tuning(tmp_path):
     config.validation.exact_match = 5
     with pytest.raises(InputError, match="validation.exact_match=5 needs chats that are held out"):
         configs.validate(config)
-    config.data.validation, config.parallel.tp = 0.5, 2
-    with pytest.raises(
-        InputError, match="validation.exact_match=5 generates token by token, so tp, cp and pp must be 1"
-    ):
-        configs.validate(config)
+    config.data.validation = 0.5
+    for name in ("tp", "cp", "pp"):
+        config.parallel = configs.Parallel(**{name: 2})
+        with pytest.raises(
+            InputError, match="validation.exact_match=5 generates token by token, so tp, cp and pp must be 1"
+        ):
+            configs.validate(config)
 
 
 def test_exact_match_counts_whole_replies():

@@ -45,6 +45,15 @@ def test_overrides_go_below_a_folder_and_below_what_is_null(tmp_path):
     assert config.model.config == dataclasses.replace(model.config, max_position_embeddings=64)
 
 
+def test_numbers_as_people_write_them():
+    assert read_yaml("[1e3, -1E+2, .5e1, 5.e-1, +1e0]", "it") == [1000, -100, 5, 0.5, 1]
+    assert isinstance(from_dict({"grpo": {"lag": 1.0}}).grpo.lag, int)
+
+
+def test_the_first_equals_sign_ends_the_key(tmp_path):
+    assert load(config_file(tmp_path, ""), ["out_dir=lr=1"]).out_dir == "lr=1"
+
+
 def test_a_model_can_be_given_by_its_fields_alone():
     config = from_dict({"model": {"hidden_size": 96, "num_key_value_heads": 2}})
     assert config.model.name == "" and config.model.config.hidden_size == 96
@@ -52,6 +61,16 @@ def test_a_model_can_be_given_by_its_fields_alone():
 
 def test_eps_is_adamws():
     from_dict({"optim": {"name": "sgd", "eps": 0}})
+
+
+def test_values_at_the_edge_of_what_is_possible():
+    optim = {"betas": [0, 0], "warmup": 100, "final_lr": 1, "weight_decay": 0}
+    from_dict({"steps": 100, "optim": optim, "batch": {"seq_len": 8192}, "profile": {"steps": [100, 100]}})
+    check_layout(from_dict({"rollout": {"memory": 1}, "parallel": {"schedule": "DualPipeV"}}), 1)
+
+
+def test_mock_data_needs_no_share_held_out_and_has_chats():
+    from_dict({"task": "sft", "validation": {"every": 5}})
 
 
 def test_what_is_written_is_read_back_the_same():
@@ -84,6 +103,7 @@ def test_what_is_written_is_read_back_the_same():
         ({"steps": 0}, "steps=0 must be at least 1"),
         ({"optim": {"eps": 0}}, "optim.eps=0.0 must be at least 1e-30"),
         ({"optim": {"lr": float("inf")}}, "optim.lr must be a finite number"),
+        ({"optim": {"lr": -float("inf")}}, "optim.lr must be a finite number"),
         ({"optim": {"lr": -1}}, "optim.lr=-1.0 must be at least 0"),
         ({"optim": {"betas": [0.9]}}, "optim.betas=.* must be two numbers"),
         ({"optim": {"betas": [0.9, "x"]}}, r"optim.betas\[1\] must be a finite number"),
@@ -103,6 +123,22 @@ def test_what_is_written_is_read_back_the_same():
         ({"data": {"kind": "text", "path": "x"}, "validation": {"every": 5}}, "every=5 needs data.validation above 0"),
         ({"model": {"name": "deepseek-v3-tiny", "num_experts": 0}}, "num_experts=0 cannot be saved as DeepseekV3"),
         ({"model": {"name": "mixtral-8x7b-tiny", "num_experts": 0, "moe_intermediate_size": 0}}, "must be at least 1"),
+        ({"parallel": {"vp": 0}}, "parallel.vp=0 must be at least 1"),
+        ({"parallel": {"prefetch": -1}}, "parallel.prefetch=-1 must be at least 0"),
+        ({"parallel": {"dp_shard": -2}}, "parallel.dp_shard=-2 must be at least 1, or -1"),
+        ({"checkpoint": {"keep": 0}}, "checkpoint.keep=0 must be at least 1"),
+        ({"checkpoint": {"every": -1}}, "checkpoint.every=-1 must be at least 0"),
+        ({"validation": {"batches": 0}}, "validation.batches=0 must be at least 1"),
+        ({"seed": -1}, "seed=-1 must be at least 0"),
+        ({"optim": {"weight_decay": -0.1}}, "optim.weight_decay=-0.1 must be at least 0"),
+        ({"optim": {"betas": [0.9, 1]}}, "optim.betas=.0.9, 1.0. must be two numbers"),
+        ({"data": {"text_tokens": 0}}, "data.text_tokens=0 must be at least 1"),
+        ({"data": {"text_tokens": 1 << 21}}, "data.text_tokens=2097152 must be at most 1,048,576"),
+        ({"rollout": {"max_tokens": 1 << 31}}, "rollout.max_tokens=2147483648 must be at most 1,073,741,824"),
+        ({"grpo": {"mock_digits": 1001}}, "grpo.mock_digits=1001 must be at most 1,000"),
+        ({"task": "sft", "data": {"validation": 0.5}, "validation": {"exact_match": 2}}, "needs chats that are held"),
+        ({"model": "gpt3-175b-tiny", "lora": {}}, "lora: adapters of GPT-3's q_proj, k_proj and v_proj have no form"),
+        ({"model": {"name": "deepseek-v3-tiny", "bias_update_speed": 0.1}, "lora": {}}, "bias_update_speed=0.1: lora"),
         ({"compile": "yes"}, "compile must be true or false"),
         ({"reference": 3}, "reference must be a mapping"),
     ],
@@ -178,6 +214,7 @@ def test_possible_layouts(ranks):
     [
         ({}, 3, r"batch.global=8 is not a multiple of batch.micro=2 x 3 .*use a multiple of 6"),
         ({"dp_shard": 2}, 4, "dp_shard=2 x tp=1 x cp=1 x pp=1 = 2 is not the number of ranks, 4"),
+        ({"dp_shard": 2, "tp": 2}, 3, "dp_shard=2 x tp=2 x cp=1 x pp=1 = 4 is not the number of ranks, 3"),
         ({"dp_replicate": 3}, 4, "dp_replicate=3 x tp=1 x cp=1 x pp=1 = 3 does not divide the 4 ranks"),
     ],
 )

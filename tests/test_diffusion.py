@@ -47,6 +47,12 @@ def with_settings(**settings) -> dict:
     ({"data": {"size": [2, 5, 8]}}, "which patches of [1, 2, 2] divide"),
     ({"batch": {"seq_len": 32}}, "batch.seq_len=32 is not the number of patches of data.size=[2, 4, 8], 16"),
     ({"parallel": {"pp": 2}}, "parallel.pp=2, async_tp=false are not for diffusion"),
+    ({"data": {"size": [-2, -4, 8]}}, "data.size=[-2, -4, 8] must be frames, height and width"),
+    ({"data": {"packed": True}}, "data.packed=true is for task=sft and lora, or data.kind=latents, not for task=diff"),
+    ({"parallel": {"async_tp": True}}, "parallel.pp=1, async_tp=true are not for diffusion"),
+    ({"parallel": {"cp": 2, "tp": 4, "context": "ulysses"}}, "tp=4 x cp=2 with context=ulysses does not divide num_a"),
+    ({"parallel": {"cp": 8, "tp": 4}}, "parallel.tp=4 x cp=8 with context=allgather does not divide batch.seq_len=16"),
+    ({"model": {"name": "wan2.1-1.3b-tiny", "ffn_dim": 54}, "parallel": {"tp": 4}}, "does not divide ffn_dim=54"),
     ({"parallel": {"vp": 2}}, "parallel.vp=2 and layers_per_stage=None need parallel.pp above 1"),
     ({"parallel": {"tp": 3}}, "parallel.tp=3 x cp=1 with context=allgather does not divide num_attention_heads=4"),
     ({"parallel": {"cp": 8, "context": "ulysses"}}, "context=ulysses does not divide num_attention_heads=4"),
@@ -55,6 +61,7 @@ def with_settings(**settings) -> dict:
     ({"diffusion": {"timestep_sampling": "uniform"}}, "unknown key diffusion.timestep_sampling"),
     ({"validation": {"exact_match": 3}}, "validation.exact_match=3 needs chats that are held out: task=sft or lora"),
     ({"diffusion": {"shift": 0}}, "diffusion.shift=0.0 must be above 0"),
+    ({"model": {"name": "wan2.1-1.3b-tiny", "patch_size": 3}}, "model.patch_size must be a list, not int 3"),
     ({"model": {"name": "wan2.1-1.3b-tiny", "hidden_size": 64}}, "unknown key model.hidden_size"),
 ], ids=str)  # fmt: skip
 def test_settings_that_are_refused(settings, message):

@@ -319,6 +319,7 @@ def test_weights_that_are_not_finite(value, params):
         ({"temperature": 1e-9}, "rollout.temperature=1e-09 must be 0, or at least 1e-06"),
         ({"slots": 0}, "rollout.slots=0 must be at least 1"),
         ({"pages": -1}, "rollout.pages=-1 must be at least 0"),
+        ({"memory": 0}, "rollout.memory=0.0 must be above 0 and at most 1"),
         ({"memory": 1.5}, "rollout.memory=1.5 must be above 0 and at most 1"),
     ],
 )

@@ -355,6 +355,9 @@ def test_experts_are_sharded_where_that_is_even(shape, ranks, dim):
     (4, {"parallel": {"ep": 0}}, "parallel.ep=0 must be at least 1"),
     (4, {"parallel": {"ep": 4, "pp": 2}}, r"ep=4 does not divide dp_shard x cp x tp = 2 ranks \(use 1 or 2\)"),
     (4, {"parallel": {"ep": 4, "dp_replicate": 2}}, r"ep=4 does not divide dp_shard x cp x tp = 2 ranks"),
+    (12, {"parallel": {"ep": 8}}, r"ep=8 does not divide dp_shard x cp x tp = 12 ranks \(use 1, 2 or 4\)"),
+    (64, {"parallel": {"ep": 2}}, "ep=2 leaves 32 ranks with the same experts, which do not divide moe_intermediate_"),
+    (12, {"model": "nemotron3-super-120b-a12b-tiny", "parallel": {"ep": 4}}, "do not divide moe_latent_size"),
     (6, {"parallel": {"ep": 2}}, "ep=2 leaves 3 ranks with the same experts, which do not divide hidden_size=64"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(ranks, tree, line):

@@ -419,6 +419,8 @@ def test_dry_run_counts_all_stages():
     (tree(parallel={"vp": 2}), "parallel.schedule=1F1B has one stage per rank, not vp=2"),
     (tree(schedule="GPipe", parallel={"vp": 3}), "parallel.schedule=GPipe has one stage per rank, not vp=3"),
     (tree(schedule="DualPipeV", parallel={"vp": 1}), r"DualPipeV has two stages per rank, not vp=1 \(use vp=2\)"),
+    (tree(schedule="ZBVZeroBubble", parallel={"vp": 1}), "ZBVZeroBubble has two stages per rank, not vp=1"),
+    (tree(schedule="DualPipeV", compile=True), "schedule=DualPipeV runs each backward pass in two parts"),
     (tree(schedule="ZBVZeroBubble", compile=True), "schedule=ZBVZeroBubble runs each backward pass in two parts"),
     (tree(schedule="InterleavedZeroBubble", recompute="full"), "with recompute=full a block's forward once per weight"),
     (tree(parallel={"layers_per_stage": [3, 2, 1]}), r"layers_per_stage=\[3, 2, 1\] must be 2 numbers"),
@@ -442,3 +444,7 @@ def test_refused_numbers_of_micro_batches(settings, line):
     with pytest.raises(InputError, match=line) as error:
         check_layout(configs.from_dict(settings), 2)
     assert "\n" not in str(error.value)
+
+
+def test_the_most_stages_and_the_fewest_micro_batches():
+    check_layout(configs.from_dict(tree(3, "Interleaved1F1B", micro_batches=1)), 3)

@@ -222,6 +222,8 @@ def test_selective_computes_no_product_again(kinds, settings):
 @pytest.mark.parametrize("setting, line", [
     (1, "recompute=1 must be none, full, attention, selective, a whole number of at least 2"),
     (1.5, "recompute=1.5 must be none, full"),
+    (1.0, "recompute=1.0 must be none, full"),
+    (0.0, "recompute=0.0 must be none, full"),
     (0.5, "recompute=0.5 is a memory budget for the compiler: it needs compile=true"),
     ("sum", "recompute='sum' is not one of none, full, attention, selective"),
     (True, "recompute must be a whole number, not bool True"),

@@ -320,6 +320,8 @@ def test_pretrained_weights_are_cut_right(pool, tmp_path, name):
     ({"model": "mixtral-8x7b-tiny", "parallel": {"tp": 4}}, "does not divide moe_intermediate_size / 8=6 (use 1 or"),
     ({"model": "nemotron3-nano-30b-a3b-tiny", "parallel": {"tp": 8}}, "tp=8 does not divide num_key_value_heads=4"),
     ({"model": {"name": "nemotron3-nano-30b-a3b-tiny", "mamba_n_groups": 1}}, "tp=2 does not divide mamba_n_groups=1"),
+    ({"model": {"name": "nemotron3-nano-30b-a3b-tiny", "shared_expert_intermediate_size": 51}}, "divide shared_expert"),
+    ({"parallel": {"tp": 2, "async_tp": True}, "compile": True, "lora": {"dropout": 0.1}}, "lora.dropout above 0"),
     ({"parallel": {"tp": 2, "async_tp": True}}, "async_tp=true needs parallel.tp above 1 and compile=true"),
     ({"parallel": {"async_tp": True}, "compile": True}, "async_tp=true needs parallel.tp above 1 and compile=true"),
 ])  # fmt: skip
@@ -327,6 +329,10 @@ def test_refusals(change, message):
     with pytest.raises(InputError) as refused:
         configs.from_dict(TREE | change)
     assert message in str(refused.value)
+
+
+def test_experts_that_are_not_cut_need_not_divide():
+    configs.from_dict(TREE | {"model": "mixtral-8x7b-tiny", "parallel": {"tp": 4, "ep": 4}})
 
 
 def refused_start(tree):

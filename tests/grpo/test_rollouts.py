@@ -272,6 +272,9 @@ def test_it_learns(tmp_path):
     ({"grpo": {"dual_clip": 3, "surrogate": "cispo"}}, "dual_clip=3.0 is of surrogate=clip alone, not of cispo"),
     ({"grpo": {"ratio": "sequence", "surrogate": "reinforce"}}, "surrogate=reinforce has no ratio .use ratio=token"),
     ({"grpo": {"overlong_penalty": -1}}, "grpo.overlong_penalty=-1.0 must be at least 0"),
+    ({"grpo": {"warmup_steps": -1}}, "grpo.warmup_steps=-1 must be at least 0"),
+    ({"grpo": {"generation_ranks": -1}}, "grpo.generation_ranks=-1 must be at least 0"),
+    ({"rollout": {"tp": 4, "ep": 4}, "model": {"name": "qwen3-30b-a3b-tiny", "num_experts": 6}}, "num_experts=6"),
     ({"grpo": {"importance_low": 3, "importance_high": 2}}, "importance_low=3.0 exceeds importance_high=2.0"),
     ({"grpo": {"overlong_buffer": 9}}, "grpo.overlong_buffer=9 exceeds rollout.max_tokens=8"),
     ({"grpo": {"generation_ranks": 2}}, "grpo.generation_ranks=2 of their own need grpo.lag=1"),
@@ -287,6 +290,15 @@ def test_it_learns(tmp_path):
 def test_contradictions_are_refused(setting, message):
     with pytest.raises(InputError, match=message):
         configs.from_dict(TREE | {"grpo": {}} | setting)
+
+
+@pytest.mark.parametrize("setting", [
+    {"grpo": {"overlong_buffer": 8, "importance_low": 2, "ratio": "sequence"}},
+    {"rollout": {"tp": 4, "ep": 4}, "model": {"name": "qwen3-30b-a3b-tiny", "moe_intermediate_size": 16}},
+    {"lora": {}, "model": {"name": "deepseek-v3-tiny", "bias_update_speed": 0.1}},  # which never moves
+], ids=str)  # fmt: skip
+def test_what_looks_like_a_contradiction_and_is_none(setting):
+    configs.from_dict(TREE | {"rollout": {"max_tokens": 8}} | setting)
 
 
 @pytest.mark.parametrize("apart, tp, ranks, possible, message", [
