@@ -1,5 +1,8 @@
 """Two runs in one out_dir: the second waits for the first to end, however it ends, and gives up in one line."""
 
+import errno
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +41,8 @@ def test_a_second_run_is_kept_out(another, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(lock, "PATIENCE", 0.15)
     with pytest.raises(InputError, match=rf"^process {another.pid} on \S+ is training in out_dir='{tmp_path}' \(wait"):
         locked(tmp_path, leads=True).__enter__()
-    assert capsys.readouterr().err.startswith(f"waiting for process {another.pid} on ")
+    told = capsys.readouterr().err
+    assert told.startswith(f"waiting for process {another.pid} on ") and told.count("\n") == 1
     with locked(tmp_path, leads=False):  # its first rank has seen to that
         pass
 
@@ -60,8 +64,16 @@ def test_a_run_that_has_ended_keeps_nobody_out(another, tmp_path, monkeypatch, c
     another.communicate()
     monkeypatch.setattr(lock, "PATIENCE", 0.0)
     with locked(tmp_path, leads=True):
-        pass
+        assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}"
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EACCES])  # POSIX allows either for a lock that is taken
+def test_both_ways_to_say_that_a_lock_is_taken(tmp_path, monkeypatch, number):
+    monkeypatch.setattr(lock.fcntl, "lockf", lambda *_: (_ for _ in ()).throw(OSError(number, "taken")))
+    monkeypatch.setattr(lock, "PATIENCE", -1.0)
+    with pytest.raises(InputError, match="^another process is training in"):
+        locked(tmp_path, leads=True).__enter__()
 
 
 def test_where_no_file_can_be_locked_nobody_is_kept_out(another, tmp_path, monkeypatch):
