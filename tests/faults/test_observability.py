@@ -1,8 +1,10 @@
 """What a run leaves behind for humans: its numbers, its failures, what it waited for, what it was asked to record."""
 
 import json
+import math
 import os
 import re
+import shutil
 import sys
 import time
 from types import SimpleNamespace
@@ -24,6 +26,7 @@ from minitrain.tokenizer import ByteTokenizer
 from minitrain.training import fingerprint
 from minitrain.training.fingerprint import agreed_fingerprint, file_digest
 from minitrain.training.loop import Trainer
+from minitrain.training.metrics import to_line
 from minitrain.training.optim import clip_gradients
 from minitrain.training.profiling import recorded_steps
 from tests.distributed.test_grpo import TREE as GRPO
@@ -78,6 +81,10 @@ def test_digests_see_size_ends_and_all_of_small_files(tmp_path, size):
     assert len(digests) == len(places) + 1
     file.write_bytes(content + b"\0")
     assert file_digest(file) not in digests
+    file.write_bytes(bytes(size))
+    zeros = file_digest(file)
+    file.write_bytes(bytes(size + 1))
+    assert file_digest(file) != zeros
 
 
 def test_a_run_does_not_continue_on_data_that_has_changed(run, tmp_path, capsys, monkeypatch):  # noqa: F811
@@ -99,6 +106,35 @@ def test_a_run_does_not_continue_on_data_that_has_changed(run, tmp_path, capsys,
     run([], steps=6, data={"kind": "text", "path": str(other)})  # on purpose
     told = capsys.readouterr().out
     assert f'data.path="{other}" (was "{text}"), steps=6 (was 4)\n' in told and "other code" not in told
+
+
+def test_a_run_that_begins_anew_takes_whatever_data_there_is(run, tmp_path, capsys):  # noqa: F811
+    """As after an end before the first checkpoint."""
+    shutil.rmtree(run([], steps=2) / "checkpoints")
+    (tmp_path / "text.txt").write_text("other lines of text\n" * 100)
+    assert len(lines(run([], steps=3, seed=1))) == 3 and "continues" not in capsys.readouterr().out
+
+
+def test_a_run_whose_folder_was_renamed_continues(run, tmp_path, capsys):  # noqa: F811
+    run([], steps=2).rename(tmp_path / "renamed")
+    run([], steps=2, out_dir=str(tmp_path / "renamed"))
+    assert "continues" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("files, told", [
+    ({"a": 1, "b": 2}, None), ({"a": 1}, "b is gone"), ({"a": 1, "b": 2, "c": 3}, "c is new"),
+    ({"a": 1, "b": 0}, "b has changed"), ({"a": 0, "b": 0, "c": 0}, "a and 2 more files has changed"),
+])  # fmt: skip
+def test_what_changed_in_the_data(files, told):
+    before, now = ({"settings": {}, "files": each} for each in ({"a": 1, "b": 2}, files))
+    message = fingerprint.data_change(before, now)
+    assert message == told or message.startswith(f"{told} since the run began: it cannot continue")
+
+
+@pytest.mark.parametrize("setting", ["data.kind", "data.path", "data.exclude", "data.tokenizer"])
+def test_other_data_on_purpose(setting):
+    before, now = ({"settings": {setting: name}, "files": {name: 1}} for name in ("a", "b"))
+    assert fingerprint.data_change(before, now) is None
 
 
 def test_nor_with_a_tokenizer_that_has(run, tmp_path):  # noqa: F811
@@ -144,6 +180,7 @@ def test_a_run_that_continues_says_with_which_other_settings(run, capsys):  # no
     ("text", {"batch": {"micro": 2}}, False),
     ("latents", {"batch": {"micro": 2}}, True),  # buckets are visited in groups of so many videos
     ("text", {"task": "grpo"}, True),
+    ("text", {"data": {"validation": 0.5}}, True),
     ("mock", {"grpo": {"prompts": 4}}, True),
 ])  # fmt: skip
 def test_settings_that_choose_rows(kind, change, chosen):
@@ -311,11 +348,17 @@ def test_tensorboard_gets_all_numbers(run, monkeypatch):  # noqa: F811
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    out = run([], metrics={"tensorboard": True})
+    out = run([2], metrics={"tensorboard": True})
     assert told == [(str(out / "tensorboard"), 1)]
     for line in lines(out):
-        for name in line.keys() - {"step"}:
-            assert (name, line[name], line["step"]) in shown
+        for name in line.keys() - {"step", "batch"}:  # which is no number, and those of step 2 are not finite
+            assert (name, line[name], line["step"]) in shown or line[name] is None
+    assert "batch" not in {name for name, *_ in shown}
+
+
+def test_numbers_that_json_has_not_are_null():
+    numbers = {"step": 1, "loss": math.inf, "grad_norm": -math.inf, "val_loss": math.nan, "lr": 0.1}
+    assert json.loads(to_line(numbers)) == dict.fromkeys(numbers) | {"step": 1, "lr": 0.1}
 
 
 @pytest.mark.parametrize("tree, message", [
