@@ -216,6 +216,20 @@ def test_spikes_stand_out_of_noise_and_trends_do_not():
     assert watch(spiking) == [300, 301, 302, 600]  # the first one comes before there is anything to compare with
     assert watch(spiking, spike=0) == []
     assert watch([2.0] * 100 + [2.01, 2.03]) == [101]  # without any noise, 1 % is the least
+    assert watch([-2.0] * 100 + [-1.99, -1.97]) == [101]
+    assert watch([2.0] * 19 + [9.0]) == [] and watch([2.0] * 20 + [9.0]) == [20]
+    assert watch([2.0] * 20 + [math.nan] * 30 + [9.0]) == [50]
+
+
+def test_a_step_is_skipped_if_none_of_its_updates_changed_the_weights():
+    config = Config()
+    config.optim.max_skipped = 2
+    steps = [{"step": i, "loss": math.nan, "grad_norm": 1.0, "skipped": i % 2 + 1} for i in range(6)]
+    health = Health(config, lambda text: None, lambda step: "a batch", updates=2)
+    assert len(list(health.watch(iter(steps)))) == 6
+    health.updates = 1
+    with pytest.raises(InputError, match="number 2 in a row"):
+        list(health.watch({**numbers, "skipped": 1} for numbers in steps))
 
 
 def noisy_run(out, steps: int) -> dict[int, str]:
@@ -289,7 +303,15 @@ def test_an_operation_without_a_deterministic_form_is_one_line(tmp_path):
     torch.use_deterministic_algorithms(True)
     expected = r"^deterministic=true: \S+ does not have a deterministic implementation \(use deterministic=false\)$"
     try:
-        with pytest.raises(InputError, match=expected), recorded(tmp_path):
-            torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+        for times in (1, 2):
+            with pytest.raises(InputError, match=expected), recorded(tmp_path):
+                torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+            assert (tmp_path / "logs/rank-0.log").read_text().count("Traceback") == times
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_log_that_cannot_be_written_does_not_hide_the_failure(tmp_path):
+    (tmp_path / "logs").touch()
+    with pytest.raises(ValueError, match="^the failure$"), recorded(tmp_path):
+        raise ValueError("the failure")

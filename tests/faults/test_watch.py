@@ -157,5 +157,7 @@ def stops(sent: bool) -> list[bool]:
 
 def test_sigterm_stops_the_run_that_got_it_and_none_that_follows(own_group):  # noqa: F811
     start(configs.from_dict(TREE | {"batch": {"global": 1, "micro": 1}}))
+    before = signal.getsignal(signal.SIGTERM)
     assert stops(sent=True) == [False, True, True]
     assert stops(sent=False) == [False, False, False]
+    assert signal.getsignal(signal.SIGTERM) == before
