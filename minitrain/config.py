@@ -277,6 +277,8 @@ def from_dict(tree: dict) -> Config:
     config = convert(Config, tree, "")
     config.model = model
     config.lora = _read_lora(config, tree.get("lora") or {})
+    if config.data.path and "kind" not in tree["data"]:
+        raise InputError("data.path needs data.kind (text, jsonl, tokens or latents): by default it is mock")
     validate(config)
     return config
 

@@ -119,6 +119,7 @@ def test_what_is_written_is_read_back_the_same():
         ({"batch": {"seq_len": 9000}}, "batch.seq_len=9000 exceeds the model's max_position_embeddings=8192"),
         ({"parallel": {"dp_shard": 0}}, "parallel.dp_shard=0 must be at least 1, or -1"),
         ({"data": {"kind": "text"}}, "data.kind=text needs data.path"),
+        ({"data": {"path": "x"}}, "data.path needs data.kind .*: by default it is mock"),
         ({"data": {"validation": 1.0}}, "data.validation=1.0 must be at least 0 and below 1"),
         ({"data": {"kind": "text", "path": "x"}, "validation": {"every": 5}}, "every=5 needs data.validation above 0"),
         ({"model": {"name": "deepseek-v3-tiny", "num_experts": 0}}, "num_experts=0 cannot be saved as DeepseekV3"),
