@@ -233,3 +233,13 @@ def test_generation_asks_for_huge_pages_before_it_loads_a_model(monkeypatch):
     with pytest.raises(InputError, match="/none"):
         generate.main(["--model", "/none", "--prompt", "a"])
     assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
+
+
+@pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_half_of_what_torchrun_sets_is_one_line(config_file, monkeypatch, missing):
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(missing)
+    result = command("-m", "minitrain.train", "--config", str(config_file))
+    assert result.returncode == 2
+    assert result.stderr == f"error: WORLD_SIZE is set without {missing} (start with torchrun, or unset WORLD_SIZE)\n"

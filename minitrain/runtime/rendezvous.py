@@ -12,11 +12,18 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from minitrain.errors import InputError
+
 
 def join_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """A store for this attempt's ranks alone, this rank and their number. Alone without torchrun, or the like."""
+    """A store for this attempt's ranks alone, this rank and their number. Alone without torchrun, or the like.
+
+    Raises InputError if the environment says only part of what torchrun would say.
+    """
     if "WORLD_SIZE" not in os.environ:
         return dist.HashStore(), 0, 1
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise InputError(f"WORLD_SIZE is set without {', '.join(missing)} (start with torchrun, or unset WORLD_SIZE)")
     store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         prefix = answer(store, world, timeout) if rank == 0 else ask(store, rank)
