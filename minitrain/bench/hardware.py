@@ -48,7 +48,7 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
 
 
 def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large square matmul on this machine: the best of five runs of about 0.1 s each.
+    """FLOP/s of a large square matmul on this machine, as `_seconds_per_call` takes its time.
 
     dtype: a floating type that `@` takes, or e4m3, whose products are summed up fast. fp32 on CUDA uses TF32 or not, as
     torch is set.
@@ -86,9 +86,11 @@ def measure_memory(device: torch.device) -> float:
 
 
 def _seconds_per_call(function: Callable, device: torch.device) -> float:
-    """The best of five runs of about 0.1 s each."""
-    timed(function, device)  # the first call loads and tunes kernels
-    count = ceil(0.1 / timed(function, device))
+    """The best of five runs of about 0.1 s each, or a single call if that takes longer than all of them."""
+    once = min(timed(function, device) for _ in range(2))  # the first call loads and tunes kernels
+    if once > 0.5:  # bf16, on CPUs that have no instructions for it: 50 times slower than fp32
+        return once
+    count = ceil(0.1 / once)
     return min(timed(function, device, count) for _ in range(5)) / count
 
 
