@@ -132,6 +132,8 @@ def _validate_lora(config: "Config") -> None:
         return
     _at_least(config, 1, "lora.rank")
     _at_most(config, LARGEST_RANK, "lora.rank")
+    if lora.alpha <= 0:
+        raise InputError(f"lora.alpha={lora.alpha} must be above 0: it is what adapters count, divided by rank")
     if not 0 <= lora.dropout < 1:
         raise InputError(f"lora.dropout={lora.dropout} must be at least 0 and below 1")
     refuse_gpt2(config.model.config)

@@ -257,6 +257,7 @@ def test_targets():
 @pytest.mark.parametrize(("lora", "line"), [
     ({"rank": 0}, "lora.rank=0 must be at least 1"),
     ({"dropout": 1.0}, "lora.dropout=1.0 must be at least 0 and below 1"),
+    ({"alpha": 0}, "lora.alpha=0.0 must be above 0"),
     ({"targets": ["q_proj", "q_porj"]}, r"the model has no q_porj \(it has down_proj, gate_proj, k_proj"),
     ({"targets": ["lm_head"]}, "the model has no lm_head"),
     ({"targets": []}, "the model has no target"),
