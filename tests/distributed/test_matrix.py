@@ -58,13 +58,13 @@ def ranks(tree):
 @pytest.mark.parametrize("names", PAIRS, ids=" x ".join)
 def test_pairs(pool, names):
     tree = combine(*names)
-    check_against_one_process(pool, ranks(tree), tree, steps=3, batch=packed_batch, double=True)
+    check_against_one_process(pool, ranks(tree), tree, batch=packed_batch, double=True)
 
 
 @pytest.mark.parametrize("names", MANY, ids=" x ".join)
 def test_many(pool, names):
     tree = combine(*names)
-    check_against_one_process(pool, ranks(tree), tree, steps=2, batch=packed_batch, double=True)
+    check_against_one_process(pool, ranks(tree), tree, batch=packed_batch, double=True)
 
 
 @pytest.mark.parametrize(("model", "names"), [

@@ -10,7 +10,7 @@ from minitrain.parallel.mesh import start
 from minitrain.training.datasets import open_dataset
 from minitrain.training.loop import Trainer
 
-BATCH = {"global": 16, "micro": 2, "seq_len": 256}
+BATCH = {"global": 8, "micro": 2, "seq_len": 256}
 TREES = {
     "dense": {"model": "llama3-8b-tiny", "batch": BATCH, "parallel": {"dp_shard": 2, "tp": 2}, "recompute": "full"},
     "experts": {
