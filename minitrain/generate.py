@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> None:
             print(f"--- sample {number} of {options.n}")
         sys.stdout.write(options.prompt)
         with sampler.weights.in_use():
-            for piece in stream(tokenizer, follow(sampler, sample, tokenizer.eos_id)):
+            for piece in stream(tokenizer, follow(sampler, sample, tokenizer.eos_id), prompt):
                 sys.stdout.write(piece)
                 sys.stdout.flush()
         sys.stdout.write("\n")

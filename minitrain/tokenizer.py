@@ -72,6 +72,8 @@ class HuggingFaceTokenizer:
             if isinstance(error, KeyboardInterrupt):
                 raise
             raise InputError(f"{file} is not a Hugging Face tokenizer: {error}") from error
+        self.tokenizer.no_truncation()  # which a file may ask for, of whoever saved it; transformers does neither too
+        self.tokenizer.no_padding()
         self.file = file
         self.vocab_size = max(self.tokenizer.get_vocab().values(), default=-1) + 1  # ids may have gaps
         self.eos_id = self._eos_id()
@@ -162,13 +164,15 @@ def tokenizer_file(name_or_path: str | Path) -> Path | None:
     return file
 
 
-def stream(tokenizer: ByteTokenizer | HuggingFaceTokenizer, ids: Iterable[int]) -> Iterator[str]:
-    """The text of `ids` in pieces as they come: each as soon as it is certain, at the latest after the last id.
+def stream(
+    tokenizer: ByteTokenizer | HuggingFaceTokenizer, ids: Iterable[int], prompt: Iterable[int] = ()
+) -> Iterator[str]:
+    """The text of `ids`, which follow `prompt`, in pieces: each as soon as it is certain, at the latest after the last.
 
     A character whose bytes have not all come decodes to the replacement character, so a text that ends in one waits.
     The last piece is decoded again with the next, as context: many vocabularies drop a space at the start of a text.
     """
-    context, pending = [], []
+    context, pending = list(prompt), []
     for token in ids:
         pending.append(token)
         text = tokenizer.decode(context + pending)[len(tokenizer.decode(context)) :]

@@ -147,6 +147,18 @@ def test_only_prompts_get_specials(bpe_folder):
     assert ours.decode([1, *ours.encode("the cat"), 2]) == "the cat"
 
 
+def test_texts_are_neither_cut_nor_padded(bpe_folder):
+    """Whatever the program that saved the file had been told, which the file keeps."""
+    texts = Tokenizer.from_file(str(bpe_folder / "tokenizer.json"))
+    expected = texts.encode(SENTENCES[0]).ids
+    texts.enable_truncation(4)
+    texts.enable_padding(length=50)
+    texts.save(str(bpe_folder / "tokenizer.json"))
+    ours = load_tokenizer(bpe_folder)
+    assert ours.encode(SENTENCES[0]) == ours.encode_prompt(SENTENCES[0]) == expected
+    assert AutoTokenizer.from_pretrained(bpe_folder)(SENTENCES[0]).input_ids == expected
+
+
 def test_vocab_size_covers_gaps(tmp_path):
     tree = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 5}, "unk_token": "a"}}
     write_json(tmp_path, "tokenizer.json", tree)
@@ -233,6 +245,8 @@ def test_stream_keeps_the_spaces_between_words(bpe_folder):
         pieces = list(stream(tokenizer, ids))
         assert "".join(pieces) == tokenizer.decode(ids)
         assert len(pieces) > 5
+    prompt = tokenizer.encode("the cat")
+    assert "".join(stream(tokenizer, tokenizer.encode("sat on"), prompt)) == " sat on"
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
