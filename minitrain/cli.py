@@ -26,13 +26,14 @@ class Parser(argparse.ArgumentParser):
         raise InputError(f"{message} (see --help)")
 
 
-def positive(kind: type, zero: bool = False):
-    """An argparse type: a number above 0 (or at least 0)."""
+def positive(kind: type, zero: bool = False, most: float = sys.float_info.max):
+    """An argparse type: a number above 0 (or at least 0), and at most `most`."""
 
     def parse(text: str):
         value = kind(text)
-        if not (value > 0 or (zero and value == 0)) or value == float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} must be {'at least' if zero else 'above'} 0, and finite")
+        if not (value > 0 or (zero and value == 0)) or value > most:
+            limit = "finite" if most == sys.float_info.max else f"at most {most:,}"
+            raise argparse.ArgumentTypeError(f"{text} must be {'at least' if zero else 'above'} 0, and {limit}")
         return value
 
     parse.__name__ = kind.__name__  # which argparse shows for what is not a number

@@ -29,13 +29,14 @@ from minitrain.training.latents import check_shapes, model_shapes
 
 def main(arguments: list[str]) -> None:
     parser = cli.Parser(prog="python -m minitrain.generate --task diffusion", description=__doc__)
+    number = positive(int, most=1 << 20)
     parser.add_argument("--model", required=True, metavar="DIR")
     parser.add_argument("--prompts", required=True, metavar="FILE")
     parser.add_argument("--out", required=True, metavar="FILE")
-    parser.add_argument("--size", type=positive(int), nargs=3, metavar=("FRAMES", "HEIGHT", "WIDTH"), help="of latents")
-    parser.add_argument("--text-tokens", type=positive(int), default=512, help="texts are padded to this many tokens")
+    parser.add_argument("--size", type=number, nargs=3, metavar=("FRAMES", "HEIGHT", "WIDTH"), help="of latents")
+    parser.add_argument("--text-tokens", type=number, default=512, help="texts are padded to this many tokens")
     parser.add_argument("--sampler", choices=SAMPLERS, default="unipc")
-    parser.add_argument("--steps", type=positive(int), default=50)
+    parser.add_argument("--steps", type=number, default=50)
     parser.add_argument("--shift", type=positive(float), default=5.0, help="3 for 480p, 5 for 720p")
     parser.add_argument("--guidance", type=positive(float, zero=True), default=5.0, help="1: none, in half the time")
     parser.add_argument("--seed", type=int, default=0)
@@ -58,6 +59,8 @@ def main(arguments: list[str]) -> None:
     prompts = read_prompts(Path(options.prompts), options.text_tokens)
     check_prompts(prompts, model, options.size, options.prompts)
     latents = generate(model, prompts, options.size, **way)
+    if not latents.isfinite().all():
+        raise InputError("the latents are not finite (use less --guidance, or another --model)")
     try:
         save_file({"latents": latents}, options.out)
     except SafetensorError as error:  # a full disk too

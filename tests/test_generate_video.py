@@ -67,6 +67,10 @@ def test_shapes_end_in_a_picture_and_a_score(tmp_path, capsys):
      "condition is [1, 3, 1, 4, 4], the model takes none"),
     ({"text": torch.zeros(1, 3, 64)}, ["--size", "1", "5", "4"], "do not divide into patches"),
     ({"text": torch.zeros(1, 3, 64)}, ["--size", "1", "4", "4", "--shift", "1e6"], "from pure noise (use euler, or"),
+    ({"text": torch.randn(1, 3, 64)}, ["--size", "1", "4", "4", "--guidance", "1e38"], "the latents are not finite"),
+    ({"text": torch.zeros(1, 3, 64)}, ["--size", "1", "4", "9" * 30], "must be above 0, and at most 1,048,576"),
+    ({"text": torch.zeros(1, 3, 64)}, ["--steps", "9" * 30], "must be above 0, and at most 1,048,576"),
+    ({"text": torch.zeros(1, 3, 64)}, ["--text-tokens", "9" * 30], "must be above 0, and at most 1,048,576"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_mistakes(tmp_path, tensors, words, message):
     save_model(tmp_path)
