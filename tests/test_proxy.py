@@ -89,7 +89,7 @@ def test_extrapolation_needs_time_that_grows():
         extrapolate(config, fake(config, 4, 2.0), fake(config, 8, 2.0))
 
 
-@pytest.mark.parametrize("word", ["", "0", "8,4", "4,4", "a", "4,8,12", "4,", "-4"])
+@pytest.mark.parametrize("word", ["", "0", "8,4", "4,4", "a", "4,8,12", "4,", "-4", "²"])
 def test_wrong_counts(word):
     with pytest.raises(InputError, match="must be a number of layers, or two that rise"):
         parse_counts(word)

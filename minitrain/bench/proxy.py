@@ -29,7 +29,7 @@ ALONE = dict(
 
 def parse_counts(word: str) -> list[int]:
     """One or two numbers of layers. Raises InputError."""
-    counts = [int(part) for part in word.split(",") if part.isdigit()]
+    counts = [int(part) for part in word.split(",") if part.isdecimal()]
     rising = sorted(set(counts)) == counts and all(counts)
     if len(counts) != len(word.split(",")) or len(counts) not in (1, 2) or not rising:
         raise InputError(f"--proxy={word} must be a number of layers, or two that rise (such as 4,8)")
