@@ -14,7 +14,7 @@ from minitrain.bench.layout import micro_batches
 from minitrain.bench.measure import visible_share
 from minitrain.bench.replay import Replay
 from minitrain.bench.rows import CONFIGS, published_rows
-from minitrain.bench.simulate import Simulation, few_micro_batches, figures, record, timed
+from minitrain.bench.simulate import Simulation, few_micro_batches, figures, record, representatives, timed
 from minitrain.bench.timeline import SYSTEMS, Span, Timeline, load_system
 from minitrain.errors import InputError
 from minitrain.training.datasets import open_dataset
@@ -61,6 +61,13 @@ def test_model_flops_of_packed_documents_are_those_that_run():
     model = found["clean_tflops_per_gpu"] * 1e12 * found["step_time_s"]
     again = 2 * count_work(config.model.config).attention * 512 * visible / 2 * 512
     assert model == pytest.approx(trace.flops() - again, rel=1e-6)
+
+
+@pytest.mark.parametrize("layers, alike", [(10, {0: 0, 1: 1, 2: 2, 3: 3}), (14, {0: 0, 1: 1, 2: 1, 3: 3})])
+def test_stages_with_other_windows_do_not_stand_for_each_other(layers, alike):
+    """GPT-OSS: of layers 2, 3, 4 two see a window, of 5, 6, 7 one; of 3 to 6 and of 7 to 10 two each."""
+    tree = {"model": {"name": "gpt-oss-20b-tiny", "num_layers": layers}, "parallel": {"dp_shard": 1, "pp": 4}}
+    assert representatives(configs.from_dict(TREE | tree)) == alike
 
 
 def test_experts_in_fp32_are_refused():

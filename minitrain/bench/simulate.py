@@ -144,11 +144,14 @@ def representatives(config: Config) -> dict[int, int]:
     """For each place in the pipeline, one whose stages hold as many layers of each kind, embedding and head."""
     if config.parallel.pp == 1:
         return {0: 0}
-    model, first = config.model.config, {}
-    alike = {}
+    model, first, alike = config.model.config, {}, {}
+
+    def kind(layer: int) -> tuple:
+        return *model.parts(layer), model.windowed(layer)
+
     for place in range(config.parallel.pp):
         parts = local_stages(config.parallel, model.num_layers, place).values()
-        held = tuple((tuple(map(model.parts, part["layers"])), part["first"], part["last"]) for part in parts)
+        held = tuple((tuple(map(kind, part["layers"])), part["first"], part["last"]) for part in parts)
         alike[place] = first.setdefault(held, place)
     return alike
 
