@@ -13,6 +13,7 @@ from minitrain.bench.simulate_policy import (
     SPREAD,
     Stack,
     decoding_seconds,
+    forward_share,
     log_normal_location,
     refit_seconds,
     sampling_ranks,
@@ -81,6 +82,14 @@ def test_rollouts_fill_as_many_rows_as_the_pipeline_takes(parallel, rows):
     learner = training_config(config)
     check_layout(learner, stated_ranks(learner))
     assert learner.batch.global_ == rows
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_forward_pass_is_a_product_less_of_a_share_where_weights_are_frozen(lora):
+    """Of whole models a third of a step, of adapters half of it; of the forward pass too where it is run again."""
+    tree = {"model": "llama3-8b-tiny", "batch": {"global": 8, "micro": 1, "seq_len": 64}} | ({"lora": {}} if lora else {})
+    shares = [forward_share(from_dict(tree | {"recompute": setting})) for setting in ("none", "full")]
+    assert shares == ([1 / 2, 1 / 3] if lora else [1 / 3, 1 / 4])
 
 
 def test_what_a_published_stack_pays_for():

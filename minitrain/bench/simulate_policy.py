@@ -121,8 +121,9 @@ def updates_of(config: Config) -> int:
 
 
 def forward_share(config: Config) -> float:
-    """Of a training step: 2 of 6 products per weight, and 2 of 8 where the forward pass is run again."""
-    return 1 / 4 if config.recompute in TWICE else 1 / 3
+    """Of a training step: one of a weight's three products, or of two if it is frozen, and one more where the forward
+    pass is run again."""
+    return 1 / ((2 if config.lora else 3) + (config.recompute in TWICE))
 
 
 def waiting_seconds(config: Config, micro_batches: int, stack: Stack | None) -> float:
