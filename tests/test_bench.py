@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minitrain.bench.decoding import bytes_read, model_reads
-from minitrain.bench.flops import clean, flops_per_token, nemo_pretrain
+from minitrain.bench.flops import clean, count_work, flops_per_token, nemo_pretrain
 from minitrain.bench.measure import load_row, row_name, training_result
 from minitrain.bench.measure_sampling import decoding_figures, figures, make_prompts, measure_sampling
 from minitrain.bench.memory import working_memory
@@ -177,8 +177,10 @@ def test_figures_of_sampling_are_arithmetic():
     config = from_dict(tree | {"rollout": {"max_tokens": 256}, "parallel": {"tp": 2}})
     found = figures(config, "row", torch.device("cpu"), [[2.0, 3.0], [1.0, 5.0], [4.0, 6.0]], 1e12, 768)
     assert found["tokens_per_sec_per_gpu"] == 8 * 4 * 256 / 2.0 / 2 and found["ratio"] is None
-    forward = flops_per_token(config.model.config, 1024, clean) / 3
-    assert found["clean_tflops_per_gpu"] == pytest.approx(forward * 8 * (768 + 4 * 256) / 2.0 / 2 / 1e12)
+    shape, work = config.model.config, count_work(config.model.config)
+    keys = 768 * 768 / 2 + 4 * (1024 * 1024 - 768 * 768) / 2  # what follows a prompt sees all of it
+    forward = 2 * work.weights * (768 + 4 * 256) + 4 * shape.num_layers * shape.hidden_size * keys
+    assert found["clean_tflops_per_gpu"] == pytest.approx(8 * forward / 2.0 / 2 / 1e12)
     assert found["versus_ratio"] == 1.5 and found["versus_ratio_range"] == [1.5, 5.0]
     assert found["versus_step_time_s"] == [2.0, 5.0]
 

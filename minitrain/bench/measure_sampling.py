@@ -128,12 +128,14 @@ def sample_with_transformers(model, config: Config, prompts: torch.Tensor) -> No
 
 
 def figures(config: Config, row: str, device, seconds: list[list[float]], matmul: float, length: int) -> dict:
-    """A prompt is computed once for its group; a forward pass is a third of what a training step computes."""
-    ours, prompts, new = [each[0] for each in seconds], config.batch.global_, config.rollout.max_tokens
-    produced = prompts * config.grpo.group * new
+    """A prompt is computed once for its group, and what follows it once for each sample; a forward pass is a third of
+    what a training step computes."""
+    ours, prompts, group = [each[0] for each in seconds], config.batch.global_, config.grpo.group
+    new = config.rollout.max_tokens
+    produced = prompts * group * new
     tokens = produced / median(ours) / config.parallel.tp
-    forward = flops_per_token(config.model.config, length + new, clean) / 3
-    flops = forward * (prompts * length + produced) / produced
+    prompt, whole = (n * flops_per_token(config.model.config, n, clean) / 3 for n in (length, length + new))
+    flops = (prompt + group * (whole - prompt)) / (group * new)
     outcome = result(config, row, device, ours, matmul, tokens, flops, flops) | {
         "ratio": None,
         "prompt_tokens": prompts * length,
