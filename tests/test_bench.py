@@ -301,6 +301,12 @@ def test_a_config_that_is_swept_need_not_be_possible_by_itself():
         (["--simulate", "--versus", "transformers"], "--simulate is for training"),
         (["--json", "/none/x.jsonl"], "--json=/none/x.jsonl cannot be written: No such file"),
         (["--calibrate", "--json", "/none/x.jsonl"], "--json=/none/x.jsonl cannot be written"),
+        (["--calibrate", "--simulate"], "without --generate, --versus or --calibrate"),
+        (["--calibrate", "--trace", "x.json"], "--trace and --system need --simulate"),
+        (["--calibrate", "--dry-run"], "--calibrate measures this machine: without --shrink or --dry-run"),
+        (["--calibrate", "--shrink", "--config", "configs/quickstart.yaml"], "without --shrink or --dry-run"),
+        (["--calibrate", "--sweep", "tp=1,2"], "--calibrate alone measures rates"),
+        (["--calibrate", "--generate"], "--calibrate alone measures rates"),
         (["--simulate", "--trace", "/none/x.json"], "--trace=/none/x.json cannot be written"),
         (["--sweep", "batch.micro=1,3"], "batch.micro=3 does not divide batch.global"),  # before any is measured
         (["--versus", "magic"], "invalid choice: 'magic'"),

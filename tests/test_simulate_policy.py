@@ -87,7 +87,7 @@ def test_rollouts_fill_as_many_rows_as_the_pipeline_takes(parallel, rows):
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_forward_pass_is_a_product_less_of_a_share_where_weights_are_frozen(lora):
     """Of whole models a third of a step, of adapters half of it; of the forward pass too where it is run again."""
-    tree = {"model": "llama3-8b-tiny", "batch": {"global": 8, "micro": 1, "seq_len": 64}} | ({"lora": {}} if lora else {})
+    tree = {"model": "llama3-8b-tiny"} | ({"lora": {}} if lora else {})
     shares = [forward_share(from_dict(tree | {"recompute": setting})) for setting in ("none", "full")]
     assert shares == ([1 / 2, 1 / 3] if lora else [1 / 3, 1 / 4])
 

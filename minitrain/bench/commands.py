@@ -47,6 +47,7 @@ class Case:
 def bench(files: list, overrides: list[str], options) -> None:
     """What the options ask for, with every file. Raises InputError, at the end if other files could be run."""
     if options.calibrate and not options.config:
+        check_options([], options)
         check_writable("json", options.json)
         show_calibration(load_row(files[0], overrides)[1], options.json)
         return
@@ -69,7 +70,7 @@ def bench(files: list, overrides: list[str], options) -> None:
     if options.sweep and options.simulate:
         simulate_combinations(files[0], overrides, options)
         return
-    if not (options.sweep or options.simulate or options.shrink) and (options.calibrate or len(cases) > 1):
+    if options.calibrate or (len(cases) > 1 and not (options.sweep or options.simulate or options.shrink)):
         show_calibration(cases[0].config, options.json)
     run_all(cases, options)
 
@@ -103,6 +104,11 @@ def check_options(cases: list[Case], options) -> None:
          "--proxy runs on one process, without --shrink, --generate or --sweep"),
         (options.simulate and (options.generate or options.versus or options.calibrate or not alone),
          "--simulate is for training, on one process: without --generate, --versus or --calibrate"),
+        (options.calibrate and (options.shrink or options.dry_run),
+         "--calibrate measures this machine: without --shrink or --dry-run"),
+        (options.calibrate and not cases
+         and (options.sweep or options.proxy or options.generate or options.versus or options.profile),
+         "--calibrate alone measures rates: with --sweep, --proxy, --generate, --versus or --profile add --config"),
         (options.generate and options.versus not in (None, "transformers"),
          f"--generate --versus {options.versus}: only transformers samples the same (use transformers)"),
         (options.versus and not alone, f"--versus {options.versus} runs in one process, not in {world_size()}"),
