@@ -24,6 +24,7 @@ class Response:
     log_probs: of each response token when it was sampled. truncated: it did not come to its end.
     score: what the reward function said. reward: that, less the penalty for length.
     no_signal: of all groups that were sampled for its step, replaced ones too, the share whose rewards are all alike.
+    settings: a digest of those that it was sampled and rewarded with.
     """
 
     group: int
@@ -36,6 +37,7 @@ class Response:
     text: str
     answer: str
     no_signal: float = 0.0
+    settings: str = ""
 
 
 def micro_batches(samples: list[Example], config: Config, rank: int, ranks: int) -> list[dict[str, Tensor]]:

@@ -31,7 +31,7 @@ from minitrain.grpo.learner import Learner
 from minitrain.grpo.problems import open_problems
 from minitrain.grpo.refit import Refit, parts_of
 from minitrain.grpo.rewards import load_reward
-from minitrain.grpo.rollouts import Collector, Group, read_rollouts, rewards, write_rollouts
+from minitrain.grpo.rollouts import Collector, Group, read_rollouts, rewards, sampling_settings, write_rollouts
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.expert import expert_parallel
@@ -294,10 +294,10 @@ class Run:
 
 
 def fits(groups: list[Group], config: Config) -> bool:
-    """Are these as many groups, as large, as a step trains on, and is each short enough for a row?"""
-    longest = max((len(x.prompt) + len(x.response) - 1 for group in groups for x in group), default=0)
-    sizes = {len(group) for group in groups}
-    return len(groups) == config.grpo.prompts and sizes == {config.grpo.group} and longest <= config.batch.seq_len
+    """Are these as many groups, as large, as a step trains on, and sampled with the settings of now?"""
+    settings, rollouts = sampling_settings(config), [rollout for group in groups for rollout in group]
+    alike = {len(group) for group in groups} == {config.grpo.group} and all(x.settings == settings for x in rollouts)
+    return alike and len(groups) == config.grpo.prompts
 
 
 def describe(groups: list[Group]) -> dict[str, float]:

@@ -54,7 +54,7 @@ class Collector:
             if len(chosen) >= count:
                 break
         share = len(silent) / len(chosen + silent)
-        return renumber((chosen + silent)[:count] if rounds > 1 else groups, share)
+        return renumber((chosen + silent)[:count] if rounds > 1 else groups, share, sampling_settings(self.config))
 
     def sample(self, problems: list[Problem], first: int, n: int, greedy: bool = False) -> list[Group]:
         """n responses to each problem; they are problems number first, first + 1, ... of all."""
@@ -130,12 +130,23 @@ def rewards(groups: list[Group]) -> torch.Tensor:
     return torch.tensor([[rollout.reward for rollout in group] for group in groups], dtype=torch.float64)
 
 
-def renumber(groups: list[Group], no_signal: float) -> list[Group]:
+def renumber(groups: list[Group], no_signal: float, settings: str) -> list[Group]:
     """Tell each response which of the step's groups it is in, and what all have in common."""
     for number, group in enumerate(groups):
         for rollout in group:
-            rollout.group, rollout.no_signal = number, no_signal
+            rollout.group, rollout.no_signal, rollout.settings = number, no_signal, settings
     return groups
+
+
+def sampling_settings(config: Config) -> str:
+    """A digest of what decides, besides the weights, which responses a step has and what they are worth."""
+    grpo, rollout = config.grpo, config.rollout
+    deciding = (
+        config.seed, config.data, config.batch.seq_len, rollout.temperature, rollout.max_tokens, grpo.prompts,
+        grpo.group, grpo.generations, grpo.prompt_key, grpo.answer_key, grpo.mock_digits, grpo.reward,
+        grpo.overlong_buffer, grpo.overlong_penalty,
+    )  # fmt: skip
+    return hashlib.blake2b(repr(deciding).encode(), digest_size=8).hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------------------- JSON lines

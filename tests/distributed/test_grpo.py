@@ -296,15 +296,20 @@ def test_resume_is_exact_with_ranks_apart(pool, tmp_path):
     assert all(torch.equal(tensor, resumed[1][name]) for name, tensor in at_once[1].items())
 
 
-@pytest.mark.parametrize("change", [{"grpo": {"prompts": 2, "group": 8}}, {"batch": {"seq_len": 8}}], ids=str)
+@pytest.mark.parametrize("change", [
+    {"grpo": {"prompts": 2, "group": 8}}, {"batch": {"seq_len": 8}}, {"grpo": {"overlong_buffer": 4}},
+    {"rollout": {"temperature": 0.5}},
+], ids=str)  # fmt: skip
 def test_responses_kept_from_other_settings_are_sampled_anew(pool, tmp_path, change):
-    """Their groups would be of another size than the config says, or longer than its rows."""
+    """Their groups would be of another size than the config says, longer than its rows, or worth something else."""
     pool.run(1, run, LAGGING, tmp_path, [2])
     kept = tmp_path / "rollouts/step-00000003.jsonl"
-    assert [len(group) for group in read_rollouts(kept)] == [4] * 4
-    assert any(len(r.prompt) + len(r.response) > 9 for group in read_rollouts(kept) for r in group)
+    before = read_rollouts(kept)
+    assert [len(group) for group in before] == [4] * 4
+    assert any(len(r.prompt) + len(r.response) > 9 for group in before for r in group)
     [(numbers, _)] = pool.run(1, run, LAGGING | {key: LAGGING[key] | new for key, new in change.items()}, tmp_path, [])
     assert [line["step"] for line in numbers] == [3, 4]
     groups = read_rollouts(kept)
-    assert [len(group) for group in groups] == ([8] * 2 if "grpo" in change else [4] * 4)
+    assert groups != before and [len(group) for group in groups] == ([8] * 2 if "prompts" in str(change) else [4] * 4)
     assert all(len(r.prompt) + len(r.response) <= (9 if "batch" in change else 33) for group in groups for r in group)
+    assert "overlong_buffer" not in str(change) or any(r.reward < r.score for group in groups for r in group)
