@@ -11,9 +11,9 @@ from minitrain.config_checks import check_layout
 from minitrain.models.zoo import model_config
 from minitrain.training.build import make_model
 
-PUBLISHED = yaml.safe_load((Path(__file__).parent / "published/tables.yaml").read_text())
-ROWS = {row["id"]: row for row in PUBLISHED}
-CONFIG_OF = {reference["id"]: name for name, reference in published_rows().items()}
+ROWS = {row["id"]: row for row in yaml.safe_load((Path(__file__).parent / "published/tables.yaml").read_text())}
+REFERENCES = published_rows()
+CONFIG_OF = {reference["id"]: name for name, reference in REFERENCES.items()}
 FIGURES = ("tokens_per_sec_per_gpu", "tflops_per_gpu", "step_time_s", "gpus", "system")
 
 
@@ -23,12 +23,12 @@ def read(row_id: str):
 
 def test_each_row_has_one_config():
     assert len(ROWS) == 69
-    assert sorted(reference["id"] for reference in published_rows().values()) == sorted(ROWS)
+    assert sorted(reference["id"] for reference in REFERENCES.values()) == sorted(ROWS)
 
 
 @pytest.mark.parametrize("row_id", ROWS)
 def test_figures_are_as_published(row_id):
-    reference, row = published_rows()[CONFIG_OF[row_id]], ROWS[row_id]
+    reference, row = REFERENCES[CONFIG_OF[row_id]], ROWS[row_id]
     for figure in FIGURES:
         assert reference.get(figure) == row.get(figure), figure
     assert reference["source"]
@@ -81,7 +81,7 @@ def test_models_can_be_built_on_the_meta_device(arch):
 
 def test_the_list_has_them_all():
     listing = list_rows()
-    for name, reference in published_rows().items():
+    for name, reference in REFERENCES.items():
         line = next(line for line in listing.splitlines() if f"configs/{name}.yaml" in line)
         assert str(reference["gpus"]) in line
         assert line.rstrip(" |").endswith("*") == ("known_error" in reference)
