@@ -31,6 +31,7 @@ from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import empty_model
 
 STEMS = ("model", checkpoint_wan.STEM)  # of weight files: transformers', diffusers'
+TIED_HEAD = "lm_head.weight"  # where the output head is stored, which may also be where it is the embedding
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -125,7 +126,10 @@ def find_weights(config: DecoderConfig | WanConfig, path: str | Path) -> Weights
                 check_stored(stored, key, shape, allowed, path)
                 needed.add(key)
     _check_places(stored, needed, config)
-    return Weights(stored, sources)
+    weights = Weights(stored, sources)
+    if isinstance(config, DecoderConfig) and config.tie_word_embeddings and TIED_HEAD in stored:
+        _check_tied_head(weights, config.vocab_size)
+    return weights
 
 
 def load_weights(
@@ -144,17 +148,17 @@ def load_weights(
 
 @torch.no_grad()
 def _read_into(model: Decoder | Wan, weights: Weights, owned: Callable) -> None:
-    stored, sources = weights
-
-    def fetch(key: str, slices: Slices) -> Tensor:
-        with open_tensors(stored[key].file) as file:  # each time: what was read stays resident until its file is closed
-            return file.get_slice(stored[key].name)[slices]
-
+    fetch, sources = partial(_fetch, weights.stored), weights.sources
     for name, tensor in model.state_dict().items():  # with buffers
         if not is_adapter(name):
             local, slices = owned(tensor)
             for piece in sources[name]:
                 _fill(local, slices, piece, fetch)
+
+
+def _fetch(stored: dict[str, StoredTensor], key: str, slices: Slices) -> Tensor:
+    with open_tensors(stored[key].file) as file:  # each time: what was read stays resident until its file is closed
+        return file.get_slice(stored[key].name)[slices]
 
 
 def _fill(local: Tensor, slices: Slices, piece: Piece, fetch: Callable[[str, Slices], Tensor]) -> None:
@@ -215,6 +219,20 @@ def _check_places(stored: dict[str, StoredTensor], needed: set[str], config: Dec
     for key, tensor in stored.items():
         if key not in needed and not (isinstance(config, DecoderConfig) and is_ignored(key, config)):
             raise InputError(f"{tensor.file}: tensor {key} has no place in the model that config.json describes")
+
+
+def _check_tied_head(weights: Weights, vocab: int) -> None:
+    """Raises InputError for a head that is stored beside the embedding and is another matrix: it would be lost."""
+    key = next(iter(weights.sources["model.embed_tokens.weight"][0].needs))
+    embedding, head = weights.stored[key], weights.stored[TIED_HEAD]
+    parts = (slice(n, n + 4096) for n in range(0, vocab, 4096))
+    if embedding[2:] != head[2:] or not all(
+        torch.equal(*(_fetch(weights.stored, name, (part,)).float() for name in (key, TIED_HEAD))) for part in parts
+    ):
+        raise InputError(
+            f"{head.file}: {TIED_HEAD} is not the embedding, to which config.json ties it "
+            f"(tie_word_embeddings=false reads both)"
+        )
 
 
 def _stored_dtype(path: Path, weights: Weights) -> torch.dtype:

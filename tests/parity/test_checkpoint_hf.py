@@ -124,8 +124,21 @@ def test_redundant_tensors_are_ignored(tmp_path):
     build("llama3-tied").save_pretrained(tmp_path)
     expected = load_pretrained(tmp_path)(random_tokens(1, 8))
     frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    edit_weights(tmp_path, **frequencies, **{"lm_head.weight": torch.ones(96, 48)})
+    embedding = load_file(tmp_path / "model.safetensors")[EMBEDDING]
+    edit_weights(tmp_path, **frequencies, **{"lm_head.weight": embedding.clone()})
     assert torch.equal(load_pretrained(tmp_path)(random_tokens(1, 8)), expected)
+
+
+@pytest.mark.parametrize("change", [lambda x: x * (torch.arange(len(x)) < 95)[:, None], torch.Tensor.half], ids=str)
+def test_a_tied_head_that_is_stored_must_be_the_embedding(change, tmp_path):
+    """transformers 5 does not tie the two then, 4 forgets the head."""
+    build("llama3-tied").save_pretrained(tmp_path)
+    embedding = load_file(tmp_path / "model.safetensors")[EMBEDDING]
+    edit_weights(tmp_path, **{"lm_head.weight": change(embedding)})
+    refused(lambda: load_pretrained(tmp_path), "lm_head.weight is not the embedding", "tie_word_embeddings=false")
+    edit_json(tmp_path / "config.json", tie_word_embeddings=False)
+    theirs, tokens = reload(tmp_path), random_tokens(1, 8)
+    torch.testing.assert_close(load_pretrained(tmp_path)(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
 
 
 # ---------------------------------------------------------------------------------------------------- dtypes and slices
