@@ -19,7 +19,7 @@ from minitrain.models.mamba import initialize_parameter as initialize_mamba
 from minitrain.models.mla import LatentAttention
 from minitrain.models.moe import MoE
 
-RESIDUAL_OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+RESIDUAL_OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "fc2_latent_proj.weight")
 
 
 class Block(nn.Module):
@@ -157,7 +157,8 @@ class Decoder(nn.Module):
     def _initial_std(self, name: str) -> float:
         """GPT-2's rule, where the config asks for it, keeps the residual stream's size from growing with depth."""
         config = self.config
-        if not config.scaled_residual_init or not name.endswith(RESIDUAL_OUTPUTS):
+        outputs = RESIDUAL_OUTPUTS if config.moe_latent_size else (*RESIDUAL_OUTPUTS, "experts.down_proj")
+        if not config.scaled_residual_init or not name.endswith(outputs):
             return config.initializer_range
         writers = sum(part is not None for layer in range(config.num_layers) for part in config.parts(layer))
         return config.initializer_range * writers**-0.5
