@@ -107,7 +107,8 @@ class DecoderConfig:
                 f"num_attention_heads={self.num_attention_heads}"
             )
         self._check_latent_attention()
-        if not 0 < self.partial_rotary_factor <= 1 or self.rotary_dim % 2 or self.rotary_dim == 0:
+        rotates = self.position_embedding == "rotary"
+        if rotates and not (0 < self.partial_rotary_factor <= 1 and self.rotary_dim % 2 == 0 < self.rotary_dim):
             raise InputError(
                 f"model.partial_rotary_factor={self.partial_rotary_factor} of head_dim={self.head_dim} "
                 f"must rotate an even number of channels, between 2 and head_dim"

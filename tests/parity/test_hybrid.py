@@ -28,7 +28,7 @@ CONFIGS = {
     "nemotron_h-latent": lambda: NemotronHConfig(**_HYBRID, n_groups=4, moe_latent_size=24, n_group=2, topk_group=1),
     "nemotron_h-least-dt": lambda: NemotronHConfig(**_HYBRID, n_groups=2, time_step_min=0.6, norm_topk_prob=False),
     "gpt2": lambda: GPT2Config(
-        vocab_size=96, n_embd=48, n_layer=3, n_head=6, n_positions=64, n_inner=80, layer_norm_epsilon=1e-3,
+        vocab_size=96, n_embd=48, n_layer=3, n_head=16, n_positions=64, n_inner=80, layer_norm_epsilon=1e-3,
     ),
 }  # fmt: skip
 HYBRIDS = [name for name in CONFIGS if name != "gpt2"]
