@@ -24,6 +24,7 @@ from minitrain.config import from_dict, load
 from minitrain.config_checks import check_layout
 from minitrain.models.zoo import model_config
 from minitrain.training.build import make_model
+from minitrain.training.datasets import open_dataset
 from tests.test_timeline import SECOND
 
 READS = Reads(shared=1000, expert=100, token=0.5, heads=8)  # in each of 4 layers
@@ -82,6 +83,15 @@ def test_rollouts_fill_as_many_rows_as_the_pipeline_takes(parallel, rows):
     learner = training_config(config)
     check_layout(learner, stated_ranks(learner))
     assert learner.batch.global_ == rows
+
+
+def test_a_file_of_problems_is_not_read_as_text(tmp_path):
+    (tmp_path / "problems.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    config = from_dict({
+        "model": "llama3-8b-tiny", "task": "grpo", "data": {"kind": "jsonl", "path": str(tmp_path / "problems.jsonl")},
+        "batch": {"global": 8, "micro": 1, "seq_len": 64}, "rollout": {"max_tokens": 12}, "grpo": {"group": 2},
+    })  # fmt: skip
+    assert len(open_dataset(training_config(config))[0].row(0)["tokens"]) == 64
 
 
 @pytest.mark.parametrize("lora", [False, True])

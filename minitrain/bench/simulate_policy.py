@@ -25,7 +25,7 @@ from minitrain.bench.measure import rates
 from minitrain.bench.measure_policy import flops_of_token, published_lengths
 from minitrain.bench.simulate import Simulation, figures, matmul_rate, record, result, timed
 from minitrain.bench.timeline import System
-from minitrain.config import GRPO, Config
+from minitrain.config import GRPO, Config, Data
 from minitrain.grpo.batches import enough_for_pipeline
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.training.build import make_model
@@ -109,11 +109,12 @@ def phase_seconds(config: Config, system: System, simulation: Simulation, stack:
 
 
 def training_config(config: Config) -> Config:
-    """An optimizer step on an update's share of the rollouts, as plain language modelling, which computes the same."""
+    """An optimizer step on an update's share of the rollouts, as plain language modelling, which computes the same: of
+    mock tokens, since data.path has problems."""
     rows = row_ranks(config) * config.batch.micro
     packs = math.ceil(rollouts_of(config).tokens / updates_of(config) / config.batch.seq_len / rows)
     batch = dataclasses.replace(config.batch, global_=enough_for_pipeline(packs, config.parallel) * rows)
-    return dataclasses.replace(config, task="pretrain", batch=batch, grpo=GRPO())
+    return dataclasses.replace(config, task="pretrain", batch=batch, data=Data(), grpo=GRPO())
 
 
 def updates_of(config: Config) -> int:
