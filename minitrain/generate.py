@@ -8,13 +8,15 @@ see --task diffusion --help.
 import math
 import sys
 from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
 
 from minitrain import cli
 from minitrain.cli import positive
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import load_pretrained
 from minitrain.models.checkpoint_peft import load_adapter
-from minitrain.models.config_hf import read_config
+from minitrain.models.config_hf import read_config, read_json
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import merge_adapters
 from minitrain.parallel.mesh import pick_device
@@ -48,14 +50,15 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(rest)
 
     cli.use_huge_pages()
-    read_config(options.model)  # raises InputError where there is no language model
+    config = read_config(options.model)  # raises InputError where there is no language model
     tokenizer = load_tokenizer(options.model)
+    ends = find_ends(options.model, config.eos_token_id, tokenizer.eos_id)
     prompt = tokenizer.encode_prompt(text_of(options.prompt))
     if not prompt:
         raise InputError("--prompt is empty: give at least one character")
     params = SamplingParams(
         options.temperature, options.top_k or 0, options.top_p, options.min_p, options.max_tokens, options.n,
-        () if tokenizer.eos_id is None else (tokenizer.eos_id,), tuple(options.stop), options.seed,
+        ends, tuple(options.stop), options.seed,
     )  # fmt: skip
     model = load_pretrained(options.model, device=pick_device(options.device))
     if options.adapter:
@@ -67,7 +70,7 @@ def main(arguments: list[str]) -> None:
             print(f"--- sample {number} of {options.n}")
         sys.stdout.write(options.prompt)
         with sampler.weights.in_use():
-            for piece in stream(tokenizer, follow(sampler, sample, tokenizer.eos_id), prompt):
+            for piece in stream(tokenizer, follow(sampler, sample, ends), prompt):
                 sys.stdout.write(piece)
                 sys.stdout.flush()
         sys.stdout.write("\n")
@@ -82,14 +85,22 @@ def text_of(prompt: str) -> str:
     return prompt
 
 
-def follow(sampler: Sampler, sample: Sample, end: int | None) -> Iterator[int]:
+def find_ends(folder: str, *known: int | list[int] | None) -> tuple[int, ...]:
+    """The tokens that end a text: those that are known, and those at which transformers would stop besides."""
+    file = Path(folder, "generation_config.json")
+    found = [*known, read_json(file).get("eos_token_id") if file.exists() else None]
+    flat = chain.from_iterable(ids if isinstance(ids, list) else [ids] for ids in found)
+    return tuple(token for token in flat if isinstance(token, int))
+
+
+def follow(sampler: Sampler, sample: Sample, ends: tuple[int, ...]) -> Iterator[int]:
     """The tokens of `sample` but the one that ends it, each as soon as it is there."""
     seen = 0
     while seen < len(sample.produced) or sample.finish_reason is None:
         if seen == len(sample.produced):
             sampler.step()
             continue
-        if sample.produced[seen] != end:
+        if sample.produced[seen] not in ends:
             yield sample.produced[seen]
         seen += 1
 

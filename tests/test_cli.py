@@ -15,6 +15,8 @@ import yaml
 import minitrain
 from minitrain import cli, generate, train
 from minitrain.errors import InputError
+from minitrain.models.decoder import Decoder
+from minitrain.models.zoo import model_config
 from minitrain.tokenizer import ByteTokenizer
 from tests.commands import command, torchrun
 
@@ -225,6 +227,25 @@ def test_a_run_without_resuming_needs_a_fresh_folder(config_file, tmp_path):
 def test_generation_mistakes(arguments, line):
     with pytest.raises(InputError, match=line):
         generate.main(arguments)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_generation_ends_where_transformers_does(tmp_path, capsys, name):
+    """At any of the tokens that are named beside the tokenizer's own end: chat models have several."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    minitrain.save_pretrained(Decoder(model_config("llama3-8b-tiny", num_layers=1, vocab_size=258)), tmp_path)
+    ByteTokenizer().save(tmp_path)
+    arguments = ["--model", str(tmp_path), "--prompt", "a", "--max-tokens", "6", "--temperature", "0"]
+    sampled = AutoModelForCausalLM.from_pretrained(tmp_path).generate(torch.tensor([[97]]), max_new_tokens=6)
+    tokens = sampled[0].tolist()
+    tree = json.loads((tmp_path / name).read_text()) if name == "config.json" else {}
+    (tmp_path / name).write_text(json.dumps(tree | {"eos_token_id": [tokens[3], 257]}))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).generate(torch.tensor([[97]]), max_new_tokens=6)
+    assert theirs[0].tolist() == tokens[: tokens.index(tokens[3]) + 1]
+    generate.main(arguments)
+    assert capsys.readouterr().out == ByteTokenizer().decode(theirs[0].tolist()[:-1]) + "\n"
 
 
 def test_generation_asks_for_huge_pages_before_it_loads_a_model(monkeypatch):
