@@ -7,6 +7,7 @@ On SIGTERM it writes a checkpoint and ends (watch.py).
 """
 
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -129,12 +130,16 @@ def export(trainer: Trainer, config: Config, folder: Path) -> None:
         for _ in tensors:
             pass
         return
-    if config.lora:
-        save_adapter(tensors, config.model.config, config.lora, folder, config.model.path or config.model.name)
-    else:
-        save_tensors(tensors, config.model.config, next(trainer.model.parameters()).dtype, folder)
+    model = config.model.config
     if has_tokenizer(config):
-        load_tokenizer(config.data.tokenizer).save(folder)
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        tokenizer.save(folder)
+        if model.eos_token_id is None:  # where transformers ends a text
+            model = replace(model, eos_token_id=tokenizer.eos_id)
+    if config.lora:
+        save_adapter(tensors, model, config.lora, folder, config.model.path or config.model.name)
+    else:
+        save_tensors(tensors, model, next(trainer.model.parameters()).dtype, folder)
 
 
 def has_tokenizer(config: Config) -> bool:

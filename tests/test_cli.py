@@ -66,6 +66,7 @@ def test_train_writes_metrics_checkpoints_and_a_model_that_generates(config_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     theirs = AutoModelForCausalLM.from_pretrained(out)
+    assert theirs.generation_config.eos_token_id == ByteTokenizer.eos_id
     torch.testing.assert_close(theirs(tokens).logits, model(tokens), atol=1e-4, rtol=1e-4)
     assert AutoTokenizer.from_pretrained(out)("line")["input_ids"] == list(b"line")
 
