@@ -3,12 +3,13 @@
 import json
 
 import pytest
+import torch
 import yaml
 
 from minitrain import config as configs
 from minitrain.bench import sweep
 from minitrain.bench.chrome import write_trace
-from minitrain.bench.fake_world import trace_step
+from minitrain.bench.fake_world import counting_mask, trace_step
 from minitrain.bench.flops import count_work
 from minitrain.bench.layout import micro_batches
 from minitrain.bench.measure import visible_share
@@ -61,6 +62,14 @@ def test_model_flops_of_packed_documents_are_those_that_run():
     model = found["clean_tflops_per_gpu"] * 1e12 * found["step_time_s"]
     again = 2 * count_work(config.model.config).attention * 512 * visible / 2 * 512
     assert model == pytest.approx(trace.flops() - again, rel=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 16, 64, 200])
+def test_windows_end_where_documents_do(window):
+    """Two rows of four documents of 64 tokens each: of 256 tokens a window would see more than there is of one."""
+    documents = torch.arange(4).repeat_interleave(64).expand(2, -1)
+    unseen = max(64 - (window or 64), 0)
+    assert counting_mask(1 / 4, 256, "cpu", documents, window=window).pairs == 2 * 4 * (64**2 - unseen**2) / 2
 
 
 @pytest.mark.parametrize("layers, alike", [(10, {0: 0, 1: 1, 2: 2, 3: 3}), (14, {0: 0, 1: 1, 2: 1, 3: 3})])

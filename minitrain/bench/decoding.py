@@ -20,11 +20,11 @@ class Reads:
 
 def model_reads(config: DecoderConfig, itemsize: int = 2) -> Reads:
     """itemsize: bytes of an element; scans' states are in fp32. Of an embedding a step reads rows only."""
-    weights = dict(empty_model(config).named_parameters())
-    experts = sum(p.numel() for name, p in weights.items() if ".experts." in name)
-    shared = sum(p.numel() for p in weights.values()) - experts
+    weights, looked_up = dict(empty_model(config).named_parameters()), ["model.embed_positions.weight"]
     if not config.tie_word_embeddings:
-        shared -= config.vocab_size * config.hidden_size
+        looked_up.append("model.embed_tokens.weight")
+    experts = sum(p.numel() for name, p in weights.items() if ".experts." in name)
+    shared = sum(p.numel() for name, p in weights.items() if name not in looked_up) - experts
     heads, width = config.num_key_value_heads, 2 * config.num_key_value_heads * config.head_dim
     if config.kv_lora_rank:
         heads, width = 1, config.kv_lora_rank + config.qk_rope_head_dim

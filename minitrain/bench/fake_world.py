@@ -126,11 +126,10 @@ def counting_mask(
     ranks have equally many pairs each, so a rank with `places` has its share of the row's.
     """
     rows = 1 if documents is None else len(documents)
-    pairs = length * length / (2 if causal else 1)
+    seen = length if documents is None else length * visible
+    pairs = length * seen / (2 if causal else 1)
     if window is not None:
-        pairs -= max(length - window, 0) ** 2 / 2
-    elif documents is not None:
-        pairs *= visible
+        pairs -= length * max(seen - window, 0) ** 2 / seen / 2  # as flops.py's Work.keys
     share = 1 if places is None else len(places) / length
     return Mask(causal, rows * pairs * share if documents is not None or window is not None or share < 1 else None)
 
