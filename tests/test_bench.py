@@ -74,6 +74,7 @@ def test_no_reference_no_ratio():
     ("tokens_per_sec_per_gpu: 1k", r"reference\.tokens_per_sec_per_gpu='1k' must be a number above 0"),
     ("tflops_per_gpu: 0", r"reference\.tflops_per_gpu=0 must be a number above 0"),
     ("gpus: null", r"reference\.gpus=None must be a number above 0"),
+    ("mean_response: 8, gpus: 1", "reference.mean_response needs reference.step_time_s too"),
     ("system: 200", r"reference\.system=200 must be the name of a system"),
 ])  # fmt: skip
 def test_wrong_published_figures_are_refused_before_a_run(reference, line, tmp_path):

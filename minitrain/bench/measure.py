@@ -223,6 +223,9 @@ def check_reference(config: Config) -> None:
     for key, value in config.reference.items():
         if key in FIGURES and not (type(value) in (int, float) and 0 < value < math.inf):
             raise InputError(f"reference.{key}={value!r} must be a number above 0")
+    lengths = {"tokens_per_sec_per_gpu", "gpus", "step_time_s"}  # of prompts follow from these
+    if "mean_response" in config.reference and (missing := lengths - config.reference.keys()):
+        raise InputError(f"reference.mean_response needs reference.{min(missing)} too")
     system = config.reference.get("system", "")
     if not isinstance(system, str):
         raise InputError(f"reference.system={system!r} must be the name of a system")

@@ -44,7 +44,7 @@ def published_lengths(config: Config) -> Config:
     tokens = row["tokens_per_sec_per_gpu"] * row["gpus"] * row["step_time_s"] / responses
     prompt = max(1, round(tokens - row["mean_response"]) - 1)  # a prompt ends with a token of the template
     asked = "rollout.max_tokens" in row.get("changed", ())
-    response = config.rollout.max_tokens if asked else row["mean_response"]
+    response = config.rollout.max_tokens if asked else round(row["mean_response"])
     return dataclasses.replace(
         config,
         rollout=dataclasses.replace(config.rollout, max_tokens=response),
