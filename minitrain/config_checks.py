@@ -10,7 +10,7 @@ from functools import reduce
 from typing import TYPE_CHECKING
 
 from minitrain.errors import InputError
-from minitrain.models.checkpoint_peft import LARGEST_RANK, adapter_shapes, refuse_gpt2
+from minitrain.models.checkpoint_peft import LARGEST_ALPHA, LARGEST_RANK, adapter_shapes, refuse_gpt2
 from minitrain.models.config_hf import check_exportable
 
 if TYPE_CHECKING:
@@ -134,6 +134,7 @@ def _validate_lora(config: "Config") -> None:
     _at_most(config, LARGEST_RANK, "lora.rank")
     if lora.alpha <= 0:
         raise InputError(f"lora.alpha={lora.alpha} must be above 0: it is what adapters count, divided by rank")
+    _at_most(config, LARGEST_ALPHA, "lora.alpha")
     if not 0 <= lora.dropout < 1:
         raise InputError(f"lora.dropout={lora.dropout} must be at least 0 and below 1")
     refuse_gpt2(config.model.config)

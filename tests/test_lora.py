@@ -256,6 +256,7 @@ def test_targets():
 
 @pytest.mark.parametrize(("lora", "line"), [
     ({"rank": 0}, "lora.rank=0 must be at least 1"),
+    ({"alpha": 2e9}, "lora.alpha=2000000000.0 must be at most 1,000,000,000"),
     ({"dropout": 1.0}, "lora.dropout=1.0 must be at least 0 and below 1"),
     ({"alpha": 0}, "lora.alpha=0.0 must be above 0"),
     ({"targets": ["q_proj", "q_porj"]}, r"the model has no q_porj \(it has down_proj, gate_proj, k_proj"),

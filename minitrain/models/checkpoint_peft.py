@@ -34,7 +34,7 @@ from minitrain.models.tensor_files import open_tensors
 from minitrain.models.wan import WanConfig
 from minitrain.models.zoo import empty_model
 
-LARGEST_RANK = 1 << 16
+LARGEST_RANK, LARGEST_ALPHA = 1 << 16, 10**9
 TARGETS = ("target_modules", "target_parameters")  # keys of adapter_config.json
 MIXERS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mamba": ("in_proj", "out_proj")}  # the rest: mlp
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -58,7 +58,7 @@ def read_adapter_config(path: str | Path) -> Lora:
     rank, alpha = raw.get("r"), raw.get("lora_alpha")
     if type(rank) is not int or not 1 <= rank <= LARGEST_RANK:
         raise InputError(f"{file}: r={rank!r} must be a whole number from 1 to {LARGEST_RANK:,}")
-    if type(alpha) not in (int, float) or not abs(alpha) <= 1e9:  # nan is not
+    if type(alpha) not in (int, float) or not abs(alpha) <= LARGEST_ALPHA:  # nan is not
         raise InputError(f"{file}: lora_alpha={alpha!r} must be a number")
     return Lora(rank, float(alpha), rslora=bool(raw.get("use_rslora")), targets=targets)
 
