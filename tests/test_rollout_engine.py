@@ -282,6 +282,19 @@ def test_a_stop_string_of_characters_of_several_tokens():
     assert sampler._end(sample, tokens) == (len(tokens) - 1, "stop")
 
 
+def test_a_stop_string_that_begins_with_a_space():
+    class Words:
+        """Its decoder drops the space before the first word, as Llama 2's does."""
+
+        def decode(self, ids):
+            return "".join(f" {chr(token)}" for token in ids).removeprefix(" ")
+
+    sampler = Sampler(make("qwen3-32b", vocab_size=258), Words(), Rollout(page_size=4, pages=50))
+    (sample,) = sampler.submit([*b"b"], SamplingParams(stop=(" a",)))
+    assert sampler._end(sample, [*b"ab"]) == (1, "stop")
+    assert sampler._end(sample, [*b"cbbbbbbbbbbbbbbbbbbbbbb", *b"ab"]) == (24, "stop")
+
+
 def test_the_models_last_position():
     for name in ("gpt3-175b", "qwen3-32b"):
         model = make(name, max_position_embeddings=16)

@@ -201,9 +201,12 @@ class Sampler:
         return len(tokens), None
 
     def _wrote_stop(self, sample: Sample, tokens: list[int]) -> bool:
-        """Does the text now hold a stop string? Looks at its end only: a character is at most four tokens."""
-        produced = sample.produced + tokens
-        text = self.tokenizer.decode(produced[-4 * max(map(len, sample.params.stop)) - 4 :])
+        """Does the text now hold a stop string? Looks at its end only: a character is at most four tokens.
+
+        The token before that is decoded too: many vocabularies drop a space at the start of a text.
+        """
+        context, *end = (sample.prompt[-1:] + sample.produced + tokens)[-4 * max(map(len, sample.params.stop)) - 5 :]
+        text = self.tokenizer.decode([context, *end])[len(self.tokenizer.decode([context])) :]
         return any(stop in text for stop in sample.params.stop)
 
     def forward(self, tokens: Tensor, positions: Tensor, head) -> None:
