@@ -385,9 +385,9 @@ def test_the_other_library_takes_the_same_steps(pool, library, clip):
     assert sum(moved > 0 for moved, _ in norms.values()) >= len(norms) // 3
 
 
-def rival_losses(documents):
+def rival_losses(model, documents):
     """Of transformers: of packed documents, and of each alone."""
-    tree = {"model": "llama3-8b-tiny", "batch": {"global": 1, "micro": 1, "seq_len": 32}, "device": "cpu"}
+    tree = {"model": model, "batch": {"global": 1, "micro": 1, "seq_len": 32}, "device": "cpu"}
     config = from_dict(tree)
     rival = RIVALS["transformers"](Trainer(config, start(config)))
     numbers = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))
@@ -398,8 +398,12 @@ def rival_losses(documents):
     return rival.loss({name: x[None] for name, x in packed.items()}, 1).item(), sum(alone).item()
 
 
-def test_the_other_library_keeps_packed_documents_apart(pool):
-    ((packed, alone),) = pool.run(1, rival_losses, [7, 20, 5])
+@pytest.mark.parametrize("model, documents", [
+    ("llama3-8b-tiny", [7, 20, 5]), ("gpt-oss-20b-tiny", [32]), ("gpt3-175b-tiny", [32]),
+])  # fmt: skip
+def test_the_other_library_keeps_packed_documents_apart(pool, model, documents):
+    """And has every family: GPT-OSS, of which it has no scaled_dot_product_attention, and GPT-3 as its GPT-2."""
+    ((packed, alone),) = pool.run(1, rival_losses, model, documents)
     assert packed == pytest.approx(alone, rel=1e-5)
 
 

@@ -13,7 +13,7 @@ from statistics import median_high as median
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, ModuleList
 
 from minitrain.bench.hardware import timed
 from minitrain.bench.measure import activation_bytes, progress
@@ -122,16 +122,22 @@ class Rival:
 
 def transformers_rival(ours: Trainer) -> Rival:
     model = trained_transformers_model(ours.config, ours.device)
-    return Rival(ours, model, model.model.layers, partial(transformers_loss, model))
+    return Rival(ours, model, blocks_of(model), partial(transformers_loss, model))
+
+
+def blocks_of(model: Module) -> Module:
+    """A decoder's layers, which transformers calls `layers` or `h`, and has before any other list."""
+    return next(module for module in model.modules() if isinstance(module, ModuleList))
 
 
 def transformers_model(config: Config, device: torch.device, dtype: torch.dtype) -> Module:
     """The same shape as the config's model, with other weights, on `device`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    hf_config = AutoConfig.for_model(**config_to_hf(config.model.config, dtype))
+    no_dropout = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)  # which GPT-2 alone has, by default
+    hf_config = AutoConfig.for_model(**config_to_hf(config.model.config, dtype), **no_dropout)
     with device:
-        return AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+        return AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
 
 
 def trained_transformers_model(config: Config, device: torch.device) -> Module:
@@ -162,7 +168,7 @@ def peft_rival(ours: Trainer) -> Rival:
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(DTYPES[lora.dtype])
-    return Rival(ours, adapted, model.model.layers, partial(transformers_loss, adapted))
+    return Rival(ours, adapted, blocks_of(model), partial(transformers_loss, adapted))
 
 
 def diffusers_rival(ours: Trainer) -> Rival:
