@@ -55,8 +55,8 @@ def test_published_rows_reach_a_plausible_share_of_the_peak(row):
     assert 0.15 < share < 0.6
 
 
-@pytest.mark.parametrize("rate", [2e9, 2e10, 6e10])  # one matmul of 1024 takes 1.1 s, 0.11 s and 0.04 s
-@pytest.mark.parametrize("stalls", [(), (0,), (1,), (2, 5)])
+@pytest.mark.parametrize("rate", [2e9, 2e10, 6e10])  # one of 256 takes 17 ms; one of 1024, 0.11 s and 0.04 s
+@pytest.mark.parametrize("stalls", [(), (2, 5)])
 def test_matmul_rate_of_a_machine_with_a_known_rate(monkeypatch, rate, stalls):
     """The clock shows the FLOPs that torch has counted so far, over `rate`; some runs are held up for a second."""
     readings = []

@@ -48,12 +48,20 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
 
 
 def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large square matmul on this machine, as `_seconds_per_call` takes its time.
+    """FLOP/s of a large square matmul on this machine: the best of five runs of about 0.1 s each.
 
     dtype: a floating type that `@` takes, or e4m3, whose products are summed up fast. fp32 on CUDA uses TF32 or not, as
     torch is set.
     """
-    size = MATMUL_SIZE if device.type == "cuda" else 1024
+    if device.type == "cuda":
+        return _matmul_rate(MATMUL_SIZE, device, dtype)
+    if (rate := _matmul_rate(256, device, dtype)) < 3e9:  # as of bf16 on CPUs without instructions for it
+        return rate
+    return _matmul_rate(1024, device, dtype)
+
+
+def _matmul_rate(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    """Of a product of two matrices with so many rows and columns."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     if dtype == torch.float8_e4m3fn:
         one = torch.ones((), device=device)
@@ -86,11 +94,9 @@ def measure_memory(device: torch.device) -> float:
 
 
 def _seconds_per_call(function: Callable, device: torch.device) -> float:
-    """The best of five runs of about 0.1 s each, or a single call if that takes longer than all of them."""
-    once = min(timed(function, device) for _ in range(2))  # the first call loads and tunes kernels
-    if once > 0.5:  # bf16, on CPUs that have no instructions for it: 50 times slower than fp32
-        return once
-    count = ceil(0.1 / once)
+    """The best of five runs of about 0.1 s each."""
+    timed(function, device)  # the first call loads and tunes kernels
+    count = ceil(0.1 / timed(function, device))
     return min(timed(function, device, count) for _ in range(5)) / count
 
 
