@@ -50,11 +50,12 @@ class Family(NamedTuple):
     rope: dict[str, Any] = {}  # noqa: RUF012  # other rotary settings, where it has no object of them
     norm_topk: bool | None = None  # norm_topk_prob where config.json has none; None: it always has none, for true
     can_tie: bool = True  # if not, the head is stored and separate whatever tie_word_embeddings says
+    heads_divide: bool = False  # must num_attention_heads divide hidden_size, even where head_dim is given?
     partial_rotary: float | None = None  # the factor where config.json gives none; None: heads are always rotated whole
 
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", dict(attention_bias=False, mlp_bias=False)),
+    "llama": Family("LlamaForCausalLM", dict(attention_bias=False, mlp_bias=False), heads_divide=True),
     "qwen2": Family("Qwen2ForCausalLM", dict(use_sliding_window=False), qkv_bias=True),
     "qwen3": Family("Qwen3ForCausalLM", dict(attention_bias=False, use_sliding_window=False), qk_norm=True),
     "mixtral": Family(
@@ -122,7 +123,7 @@ FAMILIES = {
         "GPT2LMHeadModel",
         dict(scale_attn_by_inverse_layer_idx=False, add_cross_attention=False, scale_attn_weights=True),
         norm="layernorm", mlp="gelu", qkv_bias=True, o_bias=True,
-        position_embedding="learned", scaled_residual_init=True,
+        position_embedding="learned", scaled_residual_init=True, heads_divide=True,
     ),
 }  # fmt: skip
 
@@ -339,6 +340,11 @@ def check_exportable(config: DecoderConfig) -> None:
     for key in ("num_experts", "sliding_window"):
         if key in family.sizes and config.family != "nemotron_h" and not getattr(config, key):
             raise InputError(f"model.{key}=0 cannot be saved as {family.architecture} (must be at least 1)")
+    if family.heads_divide and config.hidden_size % config.num_attention_heads:
+        raise InputError(
+            f"model.num_attention_heads={config.num_attention_heads} cannot be saved as {family.architecture}: "
+            f"it must divide hidden_size={config.hidden_size}"
+        )
     try:
         again = config_from_hf(_settings(config, torch.float32), Path("config.json"))
     except InputError as error:

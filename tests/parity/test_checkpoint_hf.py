@@ -396,6 +396,7 @@ def test_a_failed_save_leaves_the_older_checkpoint(folder):
         ("qwen3", dict(mlp="relu2")),
         ("nemotron", dict(norm="rmsnorm")),
         ("llama3", dict(family="bloom")),
+        ("llama3", dict(num_attention_heads=10)),
     ],
 )
 def test_models_without_a_place_in_transformers(family, changes, tmp_path):

@@ -248,6 +248,7 @@ def test_gpt2_defaults(tmp_path):
     [
         ("gpt3-175b-tiny", dict(num_key_value_heads=4)),
         ("gpt3-175b-tiny", dict(head_dim=32)),
+        ("gpt3-175b-tiny", dict(num_attention_heads=5, num_key_value_heads=5, head_dim=12)),
         ("gpt3-175b-tiny", dict(position_embedding="rotary")),
         ("gpt3-175b-tiny", dict(o_bias=False)),
         ("nemotron3-nano-30b-a3b-tiny", dict(position_embedding="rotary")),
