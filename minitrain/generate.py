@@ -16,7 +16,7 @@ from minitrain.cli import positive
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import load_pretrained
 from minitrain.models.checkpoint_peft import load_adapter
-from minitrain.models.config_hf import read_config, read_json
+from minitrain.models.config_hf import GENERATION, read_config, read_json
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import merge_adapters
 from minitrain.parallel.mesh import pick_device
@@ -87,7 +87,7 @@ def text_of(prompt: str) -> str:
 
 def find_ends(folder: str, *known: int | list[int] | None) -> tuple[int, ...]:
     """The tokens that end a text: those that are known, and those at which transformers would stop besides."""
-    file = Path(folder, "generation_config.json")
+    file = Path(folder, GENERATION)
     found = [*known, read_json(file).get("eos_token_id") if file.exists() else None]
     flat = chain.from_iterable(ids if isinstance(ids, list) else [ids] for ids in found)
     return tuple(token for token in flat if isinstance(token, int))

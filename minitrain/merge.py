@@ -10,6 +10,7 @@ from minitrain import cli
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import load_pretrained, save_pretrained
 from minitrain.models.checkpoint_peft import load_adapter
+from minitrain.models.config_hf import copy_generation_config
 from minitrain.models.lora import merge_adapters
 from minitrain.tokenizer import load_tokenizer
 
@@ -27,6 +28,7 @@ def main(arguments: list[str]) -> None:
     load_adapter(model, options.adapter)
     merge_adapters(model)
     save_pretrained(model, options.out)
+    copy_generation_config(options.model, options.out)
     if tokenizer:
         tokenizer.save(options.out)
 

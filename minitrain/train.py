@@ -22,6 +22,7 @@ from minitrain.generate_video import draw_shapes
 from minitrain.grpo.loop import train_policy
 from minitrain.models.checkpoint_hf import find_weights, save_tensors
 from minitrain.models.checkpoint_peft import save_adapter
+from minitrain.models.config_hf import copy_generation_config
 from minitrain.models.lora import is_adapter
 from minitrain.parallel.mesh import checkpoint_group, start, whole, world_size
 from minitrain.parallel.pipeline import Pipeline
@@ -140,6 +141,8 @@ def export(trainer: Trainer, config: Config, folder: Path) -> None:
         save_adapter(tensors, model, config.lora, folder, config.model.path or config.model.name)
     else:
         save_tensors(tensors, model, next(trainer.model.parameters()).dtype, folder)
+        if config.model.path:
+            copy_generation_config(config.model.path, folder)
 
 
 def has_tokenizer(config: Config) -> bool:

@@ -353,6 +353,7 @@ def train_export_and_resume(folder):
         model.initialize_parameter(name, parameter, torch.Generator().manual_seed(i))
     save_pretrained(model, folder / "base")
     load_tokenizer("bytes").save(folder / "base")
+    (folder / "base" / "generation_config.json").write_text('{"eos_token_id": [257, 10]}')
     base = {"model": {"path": str(folder / "base")}}
     losses = run(folder / "whole", base, {"steps": 4})
     run(folder / "parts", base, {"steps": 2})
@@ -364,6 +365,7 @@ def train_export_and_resume(folder):
     assert all("lora_" in name for name in index.state_dict_metadata)
     again = run(folder / "again", base, {"steps": 1, "lora": {"path": str(folder / "whole")}})
     merge.main(["--model", str(folder / "base"), "--adapter", str(folder / "whole"), "--out", str(folder / "out")])
+    assert (folder / "out" / "generation_config.json").read_text() == '{"eos_token_id": [257, 10]}'
     merged = run(folder / "merged", {"model": {"path": str(folder / "out")}, "steps": 1, "lora": {"rank": 4}})
     assert again == pytest.approx(merged, rel=1e-5) and again[0] != losses[0]
     settings = yaml.safe_load((folder / "again" / "config.yaml").read_text())

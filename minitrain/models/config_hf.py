@@ -6,6 +6,7 @@ not compute exactly is refused by name.
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from minitrain.models import checkpoint_gpt2, checkpoint_nemotron_h
 from minitrain.models.decoder_config import LATENT, DecoderConfig
 from minitrain.models.wan import WanConfig
 
+GENERATION = "generation_config.json"
 EPS_KEYS = {"rmsnorm": "rms_norm_eps", "layernorm": "layer_norm_epsilon", "layernorm1p": "norm_eps"}
 ACTIVATIONS = {"swiglu": "silu", "relu2": "relu2", "clamped_swiglu": "silu", "gelu": "gelu_new"}
 SIZES = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
@@ -211,6 +213,13 @@ def read_json(file: Path) -> dict:
     if not isinstance(raw, dict):
         raise InputError(f"{file}: must hold a JSON object, not a {type(raw).__name__}")
     return raw
+
+
+def copy_generation_config(source: str | Path, folder: str | Path) -> None:
+    """How the model in folder `source` is to generate, and at which tokens to end, holds for what is made of it."""
+    file = Path(source, GENERATION)
+    if file.exists():
+        shutil.copyfile(file, Path(folder, GENERATION))
 
 
 def _find_family(raw: dict, file: Path) -> str:
