@@ -399,7 +399,7 @@ def rival_losses(model, documents):
 
 
 @pytest.mark.parametrize("model, documents", [
-    ("llama3-8b-tiny", [7, 20, 5]), ("gpt-oss-20b-tiny", [32]), ("gpt3-175b-tiny", [32]),
+    ("llama3-8b-tiny", [7, 20, 5]), ("gpt-oss-20b-tiny", [32]), ("gpt3-175b-tiny", [7, 20, 5]),
 ])  # fmt: skip
 def test_the_other_library_keeps_packed_documents_apart(pool, model, documents):
     """And has every family: GPT-OSS, of which it has no scaled_dot_product_attention, and GPT-3 as its GPT-2."""

@@ -149,7 +149,8 @@ def trained_transformers_model(config: Config, device: torch.device) -> Module:
 
 
 def transformers_loss(model: Module, batch: dict[str, Tensor], count: int) -> Tensor:
-    """Where positions restart, a document begins that sees no other: transformers takes it from them."""
+    """Where positions restart, a document begins that sees no other: transformers takes it from them, if the model is
+    not GPT-OSS, which sees all and takes as long."""
     return model(
         input_ids=batch["tokens"], labels=batch["labels"], shift_labels=batch["labels"],
         position_ids=batch.get("positions"), num_items_in_batch=count, use_cache=False,
