@@ -416,7 +416,7 @@ def test_arithmetic_is_right(tmp_path):
             assert int(highest + "".join(column[-1] for column in columns[-2::-1])) == int(result)
 
 
-@pytest.mark.parametrize("count, line", [("-3", "-3 must be above 0"), ("1000000", "--count 1000000 must be at most")])
+@pytest.mark.parametrize("count, line", [("-3", "-3 must be above 0"), ("1000000", "count: 1000000 must .* at most")])
 def test_so_many_dialogues_cannot_be_made(tmp_path, count, line):
     with pytest.raises(InputError, match=line):
         arithmetic.main([str(tmp_path / "a.jsonl"), "--count", count])
