@@ -129,7 +129,9 @@ def test_redundant_tensors_are_ignored(tmp_path):
     assert torch.equal(load_pretrained(tmp_path)(random_tokens(1, 8)), expected)
 
 
-@pytest.mark.parametrize("change", [lambda x: x * (torch.arange(len(x)) < 95)[:, None], torch.Tensor.half], ids=str)
+@pytest.mark.parametrize(
+    "change", [lambda x: x * (torch.arange(len(x)) < 95)[:, None], torch.Tensor.half], ids=["values", "type"]
+)
 def test_a_tied_head_that_is_stored_must_be_the_embedding(change, tmp_path):
     """transformers 5 does not tie the two then, 4 forgets the head."""
     build("llama3-tied").save_pretrained(tmp_path)
