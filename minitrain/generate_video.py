@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from minitrain import cli
@@ -20,7 +19,7 @@ from minitrain.cli import positive
 from minitrain.errors import InputError
 from minitrain.flow_sampling import SAMPLERS, guided, sigma_schedule
 from minitrain.models.checkpoint_hf import load_pretrained
-from minitrain.models.tensor_files import open_tensors
+from minitrain.models.tensor_files import open_tensors, write_tensors
 from minitrain.models.wan import Wan
 from minitrain.parallel.mesh import pick_device
 from minitrain.training import shapes
@@ -45,8 +44,8 @@ def main(arguments: list[str]) -> None:
 
     if not Path(options.out).parent.is_dir():  # before minutes of work
         raise InputError(f"--out {options.out}: the folder {Path(options.out).parent} does not exist")
-    if Path(options.out).is_dir():
-        raise InputError(f"--out {options.out} is a folder (name a file in it)")
+    if Path(options.out).exists() and not Path(options.out).is_file():  # /dev/null would become a file
+        raise InputError(f"--out {options.out} is a folder or a device (name a file)")
     model = load_pretrained(options.model, device=pick_device(options.device))
     if not isinstance(model, Wan):
         raise InputError(f"--model {options.model} is not a Wan model (python -m minitrain.generate continues texts)")
@@ -62,7 +61,7 @@ def main(arguments: list[str]) -> None:
     if not latents.isfinite().all():
         raise InputError("the latents are not finite (use less --guidance, or another --model)")
     try:
-        save_file({"latents": latents}, options.out)
+        write_tensors({"latents": latents}, options.out)
     except SafetensorError as error:  # a full disk too
         raise InputError(f"--out {options.out} cannot be written: {error}") from error
 

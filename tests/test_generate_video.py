@@ -1,5 +1,6 @@
 """The command line that generates latents: what it writes, prints and refuses."""
 
+import os
 from itertools import pairwise
 
 import pytest
@@ -102,8 +103,10 @@ def test_a_folder_that_is_not_there(tmp_path):
 
 
 def test_a_place_that_is_taken_and_a_disk_that_is_full(tmp_path):
-    with pytest.raises(InputError, match="--out .* is a folder"):
-        main(["--model", "nowhere", "--prompts", "x", "--out", str(tmp_path)])
+    os.mkfifo(tmp_path / "pipe")  # a device too would become a file
+    for taken in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(InputError, match="--out .* is a folder or a device"):
+            main(["--model", "nowhere", "--prompts", "x", "--out", str(taken)])
     save_model(tmp_path)
     save_file({"text": torch.zeros(1, 3, 64)}, tmp_path / "prompts")
     with files_up_to(100), pytest.raises(InputError, match="--out .* cannot be written: .*File too large"):

@@ -225,9 +225,9 @@ def test_damaged_calibrations(tmp_path, wrong):
 
 
 def test_a_calibrated_cpu_is_no_system(tmp_path, monkeypatch):
-    monkeypatch.setattr(hardware, "_seconds_per_call", lambda function, device: 0.1)
+    monkeypatch.setattr(hardware, "_seconds_per_call", lambda function, device: 0.001)
     outcome = calibrate(torch.device("cpu"))
-    assert outcome["matmul"] == {"fp32": pytest.approx(2 * 1024**3 / 0.1)} and outcome["system"] is None
+    assert outcome["matmul"] == {"fp32": pytest.approx(2 * 1024**3 / 0.001)} and outcome["system"] is None
     file = tmp_path / "cpu.jsonl"
     file.write_text(json.dumps(outcome))
     with pytest.raises(InputError, match="holds no calibration of a GPU"):

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from minitrain.errors import InputError
@@ -26,7 +25,7 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layouts_hf import Piece, Slices, is_ignored, pieces, stored_name, to_stored
 from minitrain.models.lora import is_adapter
-from minitrain.models.tensor_files import open_tensors, read_headers
+from minitrain.models.tensor_files import open_tensors, read_headers, write_tensors
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import empty_model
 
@@ -312,7 +311,7 @@ def _write_shards(
     shards, shard, size, total_size = [], {}, 0, 0
 
     def flush():
-        save_file(shard, work / f"shard-{len(shards)}", metadata={"format": "pt"})
+        write_tensors(shard, work / f"shard-{len(shards)}", metadata={"format": "pt"})
         shards.append(list(shard))
         shard.clear()
 

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minitrain.errors import InputError
@@ -30,7 +29,7 @@ from minitrain.models.config_hf import read_json
 from minitrain.models.layouts_hf import FLOATS, Slices, interleave, mamba_parts
 from minitrain.models.lora import Lora, add_adapters, check_targets, is_adapter, is_meant, names_stack
 from minitrain.models.mamba import by_group, by_part
-from minitrain.models.tensor_files import open_tensors
+from minitrain.models.tensor_files import open_tensors, write_tensors
 from minitrain.models.wan import WanConfig
 from minitrain.models.zoo import empty_model
 
@@ -130,7 +129,7 @@ def save_adapter(tensors: Iterable[tuple[str, Tensor]], config, lora: Lora, path
         for name, tensor in tensors
     }
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / WEIGHTS, lambda file: save_file(stored, file, metadata={"format": "pt"}))
+    _replace(folder / WEIGHTS, lambda file: write_tensors(stored, file, metadata={"format": "pt"}))
     settings = json.dumps(adapter_config(config, lora, shapes, base), indent=2) + "\n"
     _replace(folder / CONFIG, lambda file: file.write_text(settings, encoding="utf-8"))
 

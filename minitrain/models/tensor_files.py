@@ -1,13 +1,17 @@
-"""Opening safetensors files that anybody may have written.
+"""Opening safetensors files that anybody may have written, and writing some that others may read.
 
 The package checks what a header claims: every tensor's bytes lie in the file, in turn, without gaps or overlaps, and
 are as many as its shape and type need; so nothing is ever allocated that is not there. What is left to check here is
 how long the header itself is. Of a name that is given twice the last entry counts.
 """
 
+import os
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from minitrain.errors import InputError
 
@@ -32,3 +36,12 @@ def read_headers(file: str | Path) -> dict[str, tuple[tuple[int, ...], str]]:
     with open_tensors(file) as contents:
         slices = {name: contents.get_slice(name) for name in contents.keys()}  # noqa: SIM118
         return {name: (tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()}
+
+
+def write_tensors(tensors: dict[str, Tensor], file: str | Path, metadata: dict[str, str] | None = None) -> None:
+    """A whole new file, with the rights of any other: from 0.8 on, the package gives them to the owner alone."""
+    save_file(tensors, file, metadata)
+    mask = os.umask(0)  # which cannot be read without being set
+    os.umask(mask)
+    with suppress(OSError):  # some file systems know no rights
+        os.chmod(file, 0o666 & ~mask)

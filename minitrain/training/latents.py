@@ -19,12 +19,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor
 
 from minitrain.config import Config, Data
 from minitrain.errors import InputError
-from minitrain.models.tensor_files import open_tensors, read_headers
+from minitrain.models.tensor_files import open_tensors, read_headers, write_tensors
 from minitrain.models.wan import WanConfig
 from minitrain.training.data import Skips, find_files, nth, shuffled, split_off
 from minitrain.training.flow import Diffusion, Noised, add_noise, generator
@@ -219,7 +218,7 @@ def read_video(path: Path) -> dict[str, Tensor]:
 def save_video(path: str | Path, latents: Tensor, text: Tensor, **more: Tensor) -> None:
     """Write one file of a cache. more: `condition` and `image`, for image-to-video."""
     tensors = {"latents": latents, "text": text, **more}
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    write_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
 
 # ------------------------------------------------------------------------------------------------------------- packing

@@ -60,12 +60,12 @@ def train_compiled(*args):
 ], ids=str)  # fmt: skip
 def test_compiled(pool, parallel, recompute):
     tree = TREE | {"compile": True, "recompute": recompute, "parallel": parallel}
-    check_against_one_process(pool, 2, tree, batch=packed_batch, run=train_compiled, double=True)
+    check_against_one_process(pool, 2, tree, steps=3, batch=packed_batch, run=train_compiled, double=True)
 
 
 def test_compiled_sharded_with_a_memory_budget(pool):
     tree = TREE | {"compile": True, "recompute": 0.5}
-    check_against_one_process(pool, 2, tree, batch=packed_batch, run=train_compiled, double=True)
+    check_against_one_process(pool, 2, tree, steps=3, batch=packed_batch, run=train_compiled, double=True)
 
 
 def compile_in_all_ways(tree):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import stat
 import subprocess
 import sys
 import textwrap
@@ -141,6 +142,18 @@ def test_a_tied_head_that_is_stored_must_be_the_embedding(change, tmp_path):
     edit_json(tmp_path / "config.json", tie_word_embeddings=False)
     theirs, tokens = reload(tmp_path), random_tokens(1, 8)
     torch.testing.assert_close(load_pretrained(tmp_path)(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002], ids=oct)
+def test_what_is_saved_has_the_rights_of_any_other_file(mask, folder, tmp_path):
+    """safetensors 0.8 gives them to the owner alone, whom a server that loads the model need not run as."""
+    model, before = load_pretrained(folder), os.umask(mask)
+    try:
+        save_pretrained(model, tmp_path / "model")
+    finally:
+        assert os.umask(before) == mask
+    rights = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "model").iterdir()}
+    assert rights == dict.fromkeys(["config.json", "model.safetensors"], 0o666 & ~mask)
 
 
 # ---------------------------------------------------------------------------------------------------- dtypes and slices
