@@ -224,10 +224,12 @@ def _check_tied_head(weights: Weights, vocab: int) -> None:
     """Raises InputError for a head that is stored beside the embedding and is another matrix: it would be lost."""
     key = next(iter(weights.sources["model.embed_tokens.weight"][0].needs))
     embedding, head = weights.stored[key], weights.stored[TIED_HEAD]
-    parts = (slice(n, n + 4096) for n in range(0, vocab, 4096))
-    if embedding[2:] != head[2:] or not all(
-        torch.equal(*(_fetch(weights.stored, name, (part,)).float() for name in (key, TIED_HEAD))) for part in parts
-    ):
+
+    def same(rows: slice) -> bool:
+        return torch.equal(*(_fetch(weights.stored, name, (rows,)).float() for name in (key, TIED_HEAD)))
+
+    alike = (embedding.shape, embedding.dtype) == (head.shape, head.dtype)
+    if not (alike and all(same(slice(first, first + 4096)) for first in range(0, vocab, 4096))):
         raise InputError(
             f"{head.file}: {TIED_HEAD} is not the embedding, to which config.json ties it "
             f"(tie_word_embeddings=false reads both)"
