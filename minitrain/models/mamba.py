@@ -178,22 +178,21 @@ def causal_conv(
     """y_t = bias + sum_k weight[..., -1 - k] x_(t - k), each channel by itself, over tokens of t's document.
 
     x: [batch, seq, groups, channels / groups]; weight: [channels, 1, taps]; bias: [channels]. Shifted products instead
-    of a convolution: the compiler fuses them with what surrounds them, and documents cost nothing.
+    of a convolution: the compiler fuses them with what surrounds them, and documents cost nothing. Shifts are views of
+    one padded copy: several copies would all be kept for the backward pass.
     earlier: [batch, taps - 1, ...], the tokens before x, which is overwritten by the last ones of x.
     """
-    taps = weight.shape[-1]
+    seq, taps = x.shape[1], weight.shape[-1]
+    padded = F.pad(x, (0, 0, 0, 0, taps - 1, 0)) if earlier is None else torch.cat([earlier, x], dim=1)
     if earlier is not None:
-        x = torch.cat([earlier, x], dim=1)
-        earlier.copy_(x[:, x.shape[1] - taps + 1 :])
-        return causal_conv(x, weight, bias)[:, taps - 1 :]
-    weight = weight.view(*x.shape[-2:], taps)
-    y = bias.view(x.shape[-2:]) + x * weight[..., -1]
-    for k in range(1, taps):
-        earlier = F.pad(x, (0, 0, 0, 0, k, 0))[:, : x.shape[1]]
-        if documents is not None:
-            same = documents == F.pad(documents, (k, 0))[:, : x.shape[1]]
-            earlier = earlier * same[..., None, None]
-        y = y + earlier * weight[..., -1 - k]
+        earlier.copy_(padded[:, seq:])
+    weight, y = weight.view(*x.shape[-2:], taps), bias.view(x.shape[-2:])
+    for k in range(taps):
+        shifted = padded[:, taps - 1 - k :][:, :seq]
+        if k and documents is not None:
+            same = documents == F.pad(documents, (k, 0))[:, :seq]
+            shifted = shifted * same[..., None, None]
+        y = y + shifted * weight[..., -1 - k]
     return y
 
 
