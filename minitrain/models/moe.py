@@ -205,7 +205,8 @@ def update_selection_bias(
 
 def dispatch(x: Tensor, indices: Tensor, weights: Tensor, experts: "Experts") -> Tensor:
     """Each token's weighted sum over its experts. x: [tokens, hidden]; indices, weights: [tokens, top_k]."""
-    order = indices.flatten().argsort(stable=True)  # token x top_k + choice, sorted by expert
+    # token x top_k + choice, sorted by expert; a sort passes over its keys once for every few bits that they have
+    order = indices.flatten().to(torch.int16).argsort(stable=True)
     place = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
     counts = count_tokens(indices, experts.num_experts)
     top_k = indices.shape[1]

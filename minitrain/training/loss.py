@@ -133,6 +133,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, with total in fp32 also where a and b are bf16."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
+    elif total.is_cuda:  # its kernel adds: the product is not rounded, nor written and read again
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b
 
