@@ -53,9 +53,10 @@ class Piece:
 
 
 class PromptStep:
-    """A forward pass over pieces of prompts. places: int64 [tokens], where in the pool each token's keys go."""
+    """A forward pass over pieces of prompts. places: two of int64 [tokens], the page in which each token's keys go, and
+    where in it."""
 
-    def __init__(self, places: Tensor, pieces: list[Piece]):
+    def __init__(self, places: tuple[Tensor, ...], pieces: list[Piece]):
         self.places, self.pieces = places, pieces
         self.masks: dict[tuple, Mask] = {}
 
@@ -65,12 +66,12 @@ class PromptStep:
             return Mask(causal=True)
         key = piece.first, window
         if key not in self.masks:
-            query = torch.arange(piece.earlier, piece.earlier + piece.count, device=self.places.device)
+            query = torch.arange(piece.earlier, piece.earlier + piece.count, device=piece.pages.device)
 
             def allows(row, head, i, j):
                 return (j <= query[i]) & (query[i] - j < (window or piece.earlier + piece.count))
 
-            pairs = dense_pairs(allows, 1, piece.count, piece.earlier + piece.count, self.places.device)
+            pairs = dense_pairs(allows, 1, piece.count, piece.earlier + piece.count, piece.pages.device)
             self.masks[key] = Mask(True, pairs)
         return self.masks[key]
 
@@ -97,11 +98,10 @@ class DecodingStep:
         """From the positions, where everything is. To be called before each forward pass; runs on the device alone."""
         page = self.positions // self.page_size
         self.page = self.table.gather(1, page[:, None])[:, 0]
-        self.places = self.page * self.page_size + self.positions % self.page_size
+        self.places = self.page, self.positions % self.page_size
         for mask in self.masks.values():
             mask.update(self)
         self.biases: dict[int | None, Tensor] = {}
-        self.places_of_heads: dict[int, Tensor] = {}
 
     def page_mask(self, window: int | None, queries: int = 1) -> BlockMask:
         key = window, queries
@@ -109,13 +109,6 @@ class DecodingStep:
             self.masks[key] = PageMask(self, *key)
             self.masks[key].update(self)
         return self.masks[key].blocks
-
-    def buffer_places(self, heads: int, room: int) -> Tensor:
-        """int64 [rows x heads], where each row's token goes in a buffer [rows, heads, room]."""
-        if heads not in self.places_of_heads:
-            before = torch.arange(len(self.positions) * heads, device=self.positions.device) * room
-            self.places_of_heads[heads] = before + self.positions.repeat_interleave(heads)
-        return self.places_of_heads[heads]
 
     def bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """[rows, 1, 1, longest]: 0 where a sample's token sees one of its own, else minus infinity."""
@@ -243,40 +236,40 @@ class Keys(Layer):
 
     def _attend_to_rows(self, q: Tensor, new: list[Tensor], v: Tensor | int, sinks: Tensor | None) -> Tensor:
         attend = partial(attend_to_rows, step=self.caches.step, window=self.window)
-        return write_and_attend(*self.gather(), q, new, v, sinks, attend)
+        return write_and_attend(self.gather(), self.caches.step.positions, q, new, v, sinks, attend)
 
-    def gather(self) -> tuple[list[Tensor], Tensor]:
-        """The buffers, and where in them each row's token goes (`DecodingStep.buffer_places`).
-
-        They are brought up to date: larger if they must be, and with the pages of samples that are new in a row.
-        """
+    def gather(self) -> list[Tensor]:
+        """The buffers, brought up to date: larger if they must be, with the pages of samples that are new in a row."""
         step, shape = self.caches.step, self.caches.buffer_shape
         if not self.rows or self.rows[0].shape[0] != shape[0] or self.rows[0].shape[2] != shape[1]:
             self.rows = [zeros((shape[0], p.shape[2], shape[1], p.shape[3]), p.dtype, p.device) for p in self.pools]
         for fresh, pages, first, end in step.gathered:
             for buffer, pool in zip(self.rows, self.pools, strict=True):
                 buffer[fresh, :, first:end] = pool[pages].flatten(1, 2)[:, : end - first].transpose(1, 2)
-        return self.rows, step.buffer_places(*self.rows[0].shape[1:3])
+        return self.rows
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         for pool in self.pools:
             pool[target] = pool[source]
 
 
-def write(pools: list[Tensor], places: Tensor, new: list[Tensor]) -> None:
-    """Put the tokens of each x [kv_heads, tokens, head_dim] into its pool."""
+def write(pools: list[Tensor], places: tuple[Tensor, ...], new: list[Tensor]) -> None:
+    """Put the tokens of each x [kv_heads, tokens, head_dim] where `places` say: in a pool, or a row's buffer.
+
+    By several indices, not by one into a view: compiled, torch 2.11 changes in place what it is given, but of a view of
+    that it copies all, changes the copy, and copies it back.
+    """
     for pool, x in zip(pools, new, strict=True):
-        pool.flatten(0, 1).index_copy_(0, places, x.transpose(0, 1))
+        pool[places] = x.transpose(0, 1)
 
 
 def write_and_attend(
-    buffers: list[Tensor], places: Tensor, q: Tensor, new: list[Tensor], v: Tensor | int, sinks: Tensor | None,
+    buffers: list[Tensor], positions: Tensor, q: Tensor, new: list[Tensor], v: Tensor | int, sinks: Tensor | None,
     attend: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
 ) -> Tensor:  # fmt: skip
     """`Keys.attend` in the CPU's buffers, on tensors alone. attend: see `attend_to_rows`."""
     rows, heads = q.shape[2], new[0].shape[0]
-    for buffer, x in zip(buffers, new, strict=True):
-        buffer.flatten(0, 2).index_copy_(0, places, x.transpose(0, 1).flatten(0, 1))
+    write(buffers, (torch.arange(rows)[:, None], torch.arange(heads), positions[:, None]), new)
     keys = buffers[0][:rows]
     values = keys if isinstance(v, int) else buffers[1][:rows]
     q = q[0].transpose(0, 1).reshape(rows, heads, -1, q.shape[3])  # heads that share keys are a row's queries

@@ -54,14 +54,14 @@ class Inside:
     def __init__(self, layer: Keys):
         step = layer.caches.step
         self.once, self.pools, self.places = layer.once, layer.pools, step.places
-        self.buffers, self.row_places = layer.gather()
+        self.buffers, self.positions = layer.gather(), step.positions
         self.bias = step.bias(layer.window, self.pools[0].dtype)
         maybe_mark_dynamic(self.bias, 3)  # it grows with every step
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor | int, sinks: Tensor | None = None) -> Tensor:
         new = [k[0]] if isinstance(v, int) else [k[0], v[0]]
         write(self.pools, self.places, new)
-        return write_and_attend(self.buffers, self.row_places, q, new, v, sinks, self.attend_to_rows)
+        return write_and_attend(self.buffers, self.positions, q, new, v, sinks, self.attend_to_rows)
 
     def attend_to_rows(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = (x[:, :, : self.bias.shape[3]] for x in (keys, values))

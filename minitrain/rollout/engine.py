@@ -167,11 +167,11 @@ class Sampler:
             pieces.append(Piece(len(tokens), count, trunk.cached, pages, trunk.slot))
             tokens += trunk.tokens[wanted.start : wanted.stop]
             positions += wanted
-            places += [trunk.pages[i // size] * size + i % size for i in wanted]
+            places += [(trunk.pages[i // size], i % size) for i in wanted]
         filling = -len(tokens) % self.model.sequence_split
-        nowhere = self.scheduler.pages.count * size
-        tokens, positions, places = tokens + [0] * filling, positions + [0] * filling, places + [nowhere] * filling
-        self.caches.step = PromptStep(on_device(places, self.device), pieces)
+        tokens, positions = tokens + [0] * filling, positions + [0] * filling
+        places += [(self.scheduler.pages.count, 0)] * filling  # nowhere
+        self.caches.step = PromptStep(on_device([*zip(*places, strict=True)], self.device).unbind(), pieces)
         self.forward(on_device(tokens, self.device), on_device(positions, self.device), drop_hidden)
         for trunk, count in chunks:
             self.scheduler.computed(trunk, count)
