@@ -1,14 +1,18 @@
 """bench.py: its figures against arithmetic, its flags, and its errors."""
 
+import gc
 import json
 import os
 import runpy
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from minitrain.bench import commands
 from minitrain.bench.decoding import bytes_read, model_reads
 from minitrain.bench.flops import clean, count_work, flops_per_token, nemo_pretrain
 from minitrain.bench.measure import load_row, row_name, training_result
@@ -413,3 +417,25 @@ def test_sampling_asks_for_huge_pages_before_torch_is_there(monkeypatch):
     with pytest.raises(InputError, match="none.yaml"):
         main(["--generate", "--config", "none.yaml"])
     assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
+
+
+def test_a_proxys_model_is_gone_before_the_next_is_made(monkeypatch):
+    """Though it is full of cycles: the second's peak of memory is its own."""
+    models = []
+
+    def run(row, config, options):
+        assert all(model() is None for model in models)
+        model = torch.nn.Linear(2, 2)
+        model.cycle = [model]
+        models.append(weakref.ref(model))
+        return {"row": row}
+
+    monkeypatch.setattr(commands, "run", run)
+    monkeypatch.setattr(commands, "write_result", lambda *_: None)
+    case = commands.Case("row", None, [(None, {}), (None, {}), (None, {})])
+    gc.disable()
+    try:
+        commands.run_case(case, SimpleNamespace(proxy=None, json=None))
+    finally:
+        gc.enable()
+    assert len(models) == 3

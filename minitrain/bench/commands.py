@@ -146,9 +146,6 @@ def run_all(cases: list[Case], options) -> None:
                 raise  # the other ranks may not have failed, and would wait for this one
             failed.append(case.row)
             tell(case.row, error, options.debug)
-        gc.collect()  # models are full of cycles
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
     if len(results) > 1 and is_first_rank():
         print(growth(results) if options.sweep else table(results), flush=True)
     if failed:
@@ -176,12 +173,20 @@ def run_case(case: Case, options) -> list[dict]:
     """The results of a case, each written out at once; those of two proxies, and what they say of the whole."""
     results = []
     for config, added in case.runs:
+        free_memory()
         results.append(run(case.row, config, options) | added)
         write_result(results[-1], options.json)
     if options.proxy and len(results) == 2:
         results.append(extrapolate(case.config, *results))
         write_result(results[-1], options.json)
     return results
+
+
+def free_memory() -> None:
+    """That of earlier models, which are full of cycles: it would be counted as this one's, and might be missing."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def run(row: str, config: Config, options) -> dict:
