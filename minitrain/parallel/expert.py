@@ -18,8 +18,8 @@ neighbours, as with the fake gate of benchmarks, r is about 1. A row per chosen 
 
 How many rows a rank will receive only the senders know: one more all-to-all, of two numbers per rank, tells it, and
 there the host waits, once per layer. With the fake gate the numbers are known in advance and nothing waits. No token is
-dropped, no rows are padded, and a rank may get none at all. Either way a block compiles as one graph; on CUDA torch 2.11
-cannot launch it for no rows (ZeroDivisionError; 2.13 can), so there a rank must get some.
+dropped, no rows are padded, and a rank may get none at all. Either way a block compiles as one graph; on CUDA, torch
+2.11 cannot launch it for no rows (ZeroDivisionError; 2.13 can), so there a rank must get some.
 
 Experts have a mesh of their own, (dp_replicate, dp_shard, ep). They are DTensors, split by expert over ep, which FSDP
 then shards along another dimension over dp_shard, the ranks that have the same experts. On this mesh data-, context-
