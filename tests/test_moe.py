@@ -14,6 +14,7 @@ from minitrain import config as configs
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.limits import OTHERS
 from minitrain.models.moe import Experts, MoE, Router, dispatch, grouped_mm, update_selection_bias
 from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import start
@@ -111,6 +112,21 @@ def test_same_bits_every_time_whatever_order_tokens_come_in():
     order = torch.randperm(64)
     shuffled = dispatch(x[order], indices[order], weights[order], experts)
     assert torch.equal(dispatch(x, indices, weights, experts)[order], shuffled)
+
+
+def test_rows_are_sorted_for_as_many_experts_as_a_model_may_have():
+    """In place of an expert, its number as a factor: a row that another one gets is seen."""
+
+    class Numbers:
+        num_experts = OTHERS
+
+        def __call__(self, rows, weights, counts):
+            return rows * weights[:, None] * torch.arange(self.num_experts).repeat_interleave(counts)[:, None]
+
+    indices = torch.tensor([[0, OTHERS - 1], [OTHERS // 2, OTHERS // 2 - 1], [OTHERS // 2 + 1, 1]])
+    x, weights = torch.randn(3, 4, dtype=torch.float64), torch.rand(3, 2, dtype=torch.float64)
+    expected = x * (weights * indices).sum(1, keepdim=True)
+    torch.testing.assert_close(dispatch(x, indices, weights, Numbers()), expected)
 
 
 def test_shared_and_latent_experts_by_hand():

@@ -206,7 +206,7 @@ def update_selection_bias(
 def dispatch(x: Tensor, indices: Tensor, weights: Tensor, experts: "Experts") -> Tensor:
     """Each token's weighted sum over its experts. x: [tokens, hidden]; indices, weights: [tokens, top_k]."""
     # token x top_k + choice, sorted by expert; a sort passes over its keys once for every few bits that they have
-    order = indices.flatten().to(torch.int16).argsort(stable=True)
+    order = indices.flatten().to(torch.int32).argsort(stable=True)
     place = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
     counts = count_tokens(indices, experts.num_experts)
     top_k = indices.shape[1]
