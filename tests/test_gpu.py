@@ -30,7 +30,7 @@ has_fp8 = pytest.mark.skipif(
 TREE = {
     "model": {"name": "llama3.1-8b-tiny", "head_dim": 32, "vocab_size": 512},
     "batch": {"global": 4, "micro": 2, "seq_len": 128},
-    "optim": {"name": "sgd", "lr": 0.1, "clip": None},
+    "optim": {"name": "sgd", "lr": 0.1, "clip": None, "weight_decay": 0.0},  # decay would outweigh small gradients
 }
 PLAIN = {"precision": "fp32", "compile": False, "recompute": "none"}
 FAMILIES = ["qwen3-30b-a3b", "deepseek-v3", "gpt-oss-20b", "nemotron3-nano-30b-a3b", "nemotron4-15b", "gpt3-175b"]
@@ -62,9 +62,12 @@ def own_group():
 
 
 def updates(device: str, steps: int = 2, **changes) -> dict[str, torch.Tensor]:
-    """By how much training on `device` changes each weight, from values drawn on the CPU."""
+    """By how much training on `device` changes each weight, from values drawn on the CPU (adapters' B too)."""
     cpu, config = from_dict(TREE | changes | PLAIN | {"device": "cpu"}), from_dict(TREE | {"device": device} | changes)
     drawn = {name: whole(p).clone() for name, p in Trainer(cpu, start(cpu)).model.state_dict().items()}
+    for name, value in drawn.items():
+        if name.endswith("lora_B"):  # of zeros, A would have no gradient
+            value.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
     dist.destroy_process_group()
     trainer = Trainer(config, start(config))
     for name, parameter in trainer.model.state_dict().items():
@@ -78,10 +81,10 @@ def updates(device: str, steps: int = 2, **changes) -> dict[str, torch.Tensor]:
     return changes
 
 
-def check_updates(tolerance: float, steps: int = 2, on_cpu: dict | None = None, **changes) -> None:
-    """Those on CUDA against those on the CPU, there with the changes `on_cpu`, each relative to its own size."""
+def check_updates(tolerance: float, steps: int = 2, **changes) -> None:
+    """Those on CUDA against plain ones on the CPU, each relative to its own size."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    ours, expected = updates("cuda", steps, **changes), updates("cpu", steps, **changes | (on_cpu or PLAIN))
+    ours, expected = updates("cuda", steps, **changes), updates("cpu", steps, **changes | PLAIN)
     # What cancels to nothing, as the gradients of key biases do, is rounding alone.
     least = 0.01 * tolerance * max(change.norm() for change in expected.values())
     for name, change in expected.items():
@@ -158,9 +161,13 @@ def never_waiting():
 
 @has_fp8
 @pytest.mark.parametrize("changes", [{}, {"compile": True}, {"recompute": "full"}], ids=str)
-def test_fp8_training_equals_that_on_the_cpu(changes):
-    """Rounding in other places changes which of its few values a number gets."""
-    check_updates(0.1, precision="fp8", on_cpu=PLAIN | {"precision": "fp8"}, **changes)
+def test_fp8_training_is_as_exact_as_on_the_cpu(changes):
+    """Against fp32. To each other they are no nearer: one bf16 rounding in another place moves updates by 10 %."""
+    exact, on_cpu = updates("cpu", **PLAIN), updates("cpu", **PLAIN | {"precision": "fp8"})
+    ours = updates("cuda", **changes | {"precision": "fp8"})
+    for name, update in exact.items():
+        error, usual = ((each[name] - update).norm() / update.norm() for each in (ours, on_cpu))
+        assert error < 1.5 * usual < 0.3, f"the update of {name} is off by {error:.1e}, on the CPU by {usual:.1e}"
 
 
 def fp8_passes(device: str, fast: str, dtype: torch.dtype, compiled: bool) -> list[torch.Tensor]:
