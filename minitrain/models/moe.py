@@ -211,12 +211,12 @@ def dispatch(x: Tensor, indices: Tensor, weights: Tensor, experts: "Experts") ->
     counts = count_tokens(indices, experts.num_experts)
     top_k = indices.shape[1]
     rows = CopyOut.apply(x, order // top_k, place, top_k)
-    rows = experts(rows, weights.flatten().gather(0, order), counts)
+    rows = experts(rows, CopyOut.apply(weights.flatten(), order, place, 1), counts)
     return AddUp.apply(rows, order // top_k, place, top_k)
 
 
 class CopyOut(torch.autograd.Function):
-    """[tokens, hidden] -> [tokens x top_k, hidden]: row i is token source[i].
+    """[tokens, ...] -> [tokens x top_k, ...]: row i is token source[i].
 
     place [tokens x top_k]: in which row a token's 1st, 2nd, ... copy is. Backward is `AddUp`.
     """
@@ -233,7 +233,7 @@ class CopyOut(torch.autograd.Function):
 
 
 class AddUp(torch.autograd.Function):
-    """[tokens x top_k, hidden] -> [tokens, hidden]: the sum of each token's rows. Backward is `CopyOut`."""
+    """[tokens x top_k, ...] -> [tokens, ...]: the sum of each token's rows. Backward is `CopyOut`."""
 
     @staticmethod
     def forward(ctx, rows, source, place, top_k):
