@@ -168,6 +168,8 @@ def test_fp8_training_is_as_exact_as_on_the_cpu(changes):
     for name, update in exact.items():
         error, usual = ((each[name] - update).norm() / update.norm() for each in (ours, on_cpu))
         assert error < 1.5 * usual < 0.3, f"the update of {name} is off by {error:.1e}, on the CPU by {usual:.1e}"
+        length = (ours[name] * update).sum() / update.square().sum()  # rounding is nearly orthogonal, a wrong scale not
+        assert abs(length - 1) < 0.1, f"the update of {name} is {length:.2f} times as long"
 
 
 def fp8_passes(device: str, fast: str, dtype: torch.dtype, compiled: bool) -> list[torch.Tensor]:
