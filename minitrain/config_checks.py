@@ -189,10 +189,14 @@ def _validate_video_size(size: list[int], patch: list[int], length: int) -> None
 
 
 def _validate_context(config: "Config") -> None:
-    p, heads, length = config.parallel, config.model.config.num_key_value_heads, config.batch.seq_len
+    p, model, length = config.parallel, config.model.config, config.batch.seq_len
+    heads, groups = model.num_key_value_heads, model.mamba_n_groups
     unit = 2 * p.cp if p.context == "allgather" else p.cp
-    if p.cp > 1 and "M" in config.model.config.layer_pattern:
-        raise InputError(f"parallel.cp={p.cp}: the state of Mamba-2 layers runs through the whole sequence (use cp=1)")
+    if p.cp > 1 and "M" in model.layer_pattern and groups % (p.cp * p.tp):
+        raise InputError(
+            f"parallel.cp={p.cp} x tp={p.tp} does not divide mamba_n_groups={groups} "
+            f"(use cp={_alternatives(_divisors(groups // p.tp))})"
+        )
     if p.cp > 1 and length % unit:
         possible = [n for n in (length // unit * unit, length // unit * unit + unit) if n]
         raise InputError(

@@ -111,7 +111,8 @@ def test_convolution_is_torchs(taps):
     weight, bias = torch.randn(6, 1, taps, generator=generator), torch.randn(6, generator=generator)
     rows = x.flatten(2).transpose(1, 2)  # [batch, channels, seq]
     expected = F.conv1d(F.pad(rows, (taps - 1, 0)), weight, bias, groups=6).transpose(1, 2).unflatten(2, (2, 3))
-    torch.testing.assert_close(causal_conv(x, weight, bias), expected)
+    by_groups = causal_conv(x, weight.unflatten(0, (2, 3)), bias.view(2, 3))
+    torch.testing.assert_close(by_groups, expected)
 
 
 def test_orders_of_rows():
@@ -224,7 +225,8 @@ def test_wrong_shapes_are_refused(changes, message):
 @pytest.mark.parametrize(
     "model, parallel, message",
     [
-        ("nemotron3-nano-30b-a3b-tiny", dict(cp=2), "parallel.cp=2: the state of Mamba-2 layers"),
+        ("nemotron3-nano-30b-a3b-tiny", dict(cp=8), r"cp=8 x tp=1 .* mamba_n_groups=4 \(use cp=1, 2 or 4\)"),
+        ("nemotron3-nano-30b-a3b-tiny", dict(cp=4, tp=2), r"cp=4 x tp=2 .* mamba_n_groups=4 \(use cp=1 or 2\)"),
         ("nemotron3-nano-30b-a3b-tiny", dict(tp=8), "parallel.tp=8 does not divide num_key_value_heads=4"),
     ],
 )

@@ -109,6 +109,7 @@ class Dynamics(KeepsFP32):
         self.dt_bias = nn.Parameter(torch.empty(heads))
 
 
+ALL = slice(None)
 State = tuple[Tensor, Tensor]  # the last taps - 1 inputs of the convolution, and the scan's state: see `mix`
 
 
@@ -137,16 +138,21 @@ class Mamba2(nn.Module):
         y = self.mix(mixed, dt, documents) if cache is None else cache.mix(self.mix, mixed, dt)
         return self.out_proj(self.norm(y.flatten(-2), z).flatten(-2))
 
-    def mix(self, mixed: Tensor, dt: Tensor, documents: Tensor | None = None, state: State | None = None) -> Tensor:
+    def mix(
+        self, mixed: Tensor, dt: Tensor, documents: Tensor | None = None, state: State | None = None,
+        groups: slice = ALL,
+    ) -> Tensor:  # fmt: skip
         """Convolution and scan. mixed: x B C and dt as projected. Returns y: [batch, seq, groups, heads, head_dim].
 
-        state: what earlier tokens left, which is overwritten by what these leave.
+        state: what earlier tokens left, which is overwritten by what these leave. groups: which ones are given.
         """
         heads, head_dim = dt.shape[-1], self.shape.head_dim
         conv, ssm = (None, None) if state is None else state
-        mixed = F.silu(causal_conv(mixed, self.conv1d.weight, self.conv1d.bias, documents, conv))
+        weight, bias = (p.unflatten(0, (-1, mixed.shape[-1]))[groups] for p in (self.conv1d.weight, self.conv1d.bias))
+        mixed = F.silu(causal_conv(mixed, weight, bias, documents, conv))
         x, b, c = mixed.split([heads * head_dim, self.shape.state, self.shape.state], dim=-1)
-        a_log, d, dt_bias = (p.view(-1, heads) for p in (self.dynamics.A_log, self.dynamics.D, self.dynamics.dt_bias))
+        dynamics = self.dynamics.A_log, self.dynamics.D, self.dynamics.dt_bias
+        a_log, d, dt_bias = (p.unflatten(0, (-1, heads))[groups] for p in dynamics)
         dt = F.softplus(dt.float() + dt_bias)
         if self.shape.dt_min:
             dt = dt.clamp(min=self.shape.dt_min)
@@ -175,24 +181,24 @@ def initialize_parameter(name: str, tensor: Tensor, generator: torch.Generator) 
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor, documents: Tensor | None = None, earlier: Tensor | None = None
 ) -> Tensor:
-    """y_t = bias + sum_k weight[..., -1 - k] x_(t - k), each channel by itself, over tokens of t's document.
+    """y_t = bias + sum_k weight[..., 0, -1 - k] x_(t - k), each channel by itself, over tokens of t's document.
 
-    x: [batch, seq, groups, channels / groups]; weight: [channels, 1, taps]; bias: [channels]. Shifted products instead
-    of a convolution: the compiler fuses them with what surrounds them, and documents cost nothing. Shifts are views of
-    one padded copy: several copies would all be kept for the backward pass.
+    x: [batch, seq, groups, channels]; weight: [groups, channels, 1, taps]; bias: [groups, channels]. Shifted products
+    instead of a convolution: the compiler fuses them with what surrounds them, and documents cost nothing. Shifts are
+    views of one padded copy: several copies would all be kept for the backward pass.
     earlier: [batch, taps - 1, ...], the tokens before x, which is overwritten by the last ones of x.
     """
     seq, taps = x.shape[1], weight.shape[-1]
     padded = F.pad(x, (0, 0, 0, 0, taps - 1, 0)) if earlier is None else torch.cat([earlier, x], dim=1)
     if earlier is not None:
         earlier.copy_(padded[:, seq:])
-    weight, y = weight.view(*x.shape[-2:], taps), bias.view(x.shape[-2:])
+    y = bias
     for k in range(taps):
         shifted = padded[:, taps - 1 - k :][:, :seq]
         if k and documents is not None:
             same = documents == F.pad(documents, (k, 0))[:, :seq]
             shifted = shifted * same[..., None, None]
-        y = y + shifted * weight[..., -1 - k]
+        y = y + shifted * weight[..., 0, -1 - k]
     return y
 
 

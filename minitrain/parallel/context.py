@@ -1,6 +1,7 @@
 """Context parallelism: the ranks of a group share each row's tokens, for rows too long for one.
 
-Everything but attention treats each token alone and needs no communication. Around attention, one of two exchanges:
+Everything but attention and Mamba-2 treats each token alone and needs no communication. Around attention, one of two
+exchanges:
 
 allgather (Llama 3 paper, section 3.3.2). Every rank gathers all keys and values, and attends from its own queries; the
     backward pass reduce-scatters the gradients of keys and values to their owners. Causal attention gives late tokens
@@ -18,10 +19,16 @@ ulysses (DeepSpeed-Ulysses, Jacobs et al. 2023). All-to-alls turn shards of the 
         (cp - 1) / cp x [rows, seq / cp, 2 (heads + kv_heads) head_dim],
     once more if recomputed; that is less than the other form's if heads + kv_heads < kv_heads cp.
 
+Mamba-2, whose state runs through the row, has only the second kind, under either name and in either order of tokens:
+around its convolution and scan, all-to-alls turn shards of the row into shards of the groups of heads and back. The
+groups must divide by cp. A rank receives, per such layer and direction, in two collectives,
+    (cp - 1) / cp x [rows, seq / cp, 2 heads head_dim + 2 groups state + heads],
+and going forward the numbers of all tokens' documents, if there are any.
+
 Left out: ring attention, which overlaps the exchange with attention but needs a kernel that returns partial softmaxes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 import torch
@@ -37,8 +44,8 @@ _all_gather = getattr(collectives, "all_gather_single_autograd", None) or collec
 def context_parallel(model: Module, mesh: DeviceMesh, form: str) -> None:
     """Make `model` attend over whole rows while every rank of the 1-D `mesh` holds only the tokens that `split` gives.
 
-    form: `allgather` or `ulysses`. Replaces `model.make_mask`, and `attend` of every module that has one. A model with
-    `share` and `join` takes and returns whole rows, and attends to all of them: its tokens stay in order.
+    form: `allgather` or `ulysses`. Replaces `model.make_mask`, and `attend` or `mix` of every module that has one. A
+    model with `share` and `join` takes and returns whole rows, and attends to all of them: its tokens stay in order.
     """
     order = form
     if hasattr(model, "share"):
@@ -50,6 +57,8 @@ def context_parallel(model: Module, mesh: DeviceMesh, form: str) -> None:
     for module in model.modules():
         if hasattr(module, "attend"):
             module.attend = partial(exchange, module.attend, mesh)
+        if hasattr(module, "mix"):
+            module.mix = partial(mix_own_groups, module.mix, mesh, order)
 
 
 # ----------------------------------------------------------------------------------------------- who holds which tokens
@@ -62,9 +71,7 @@ def chunks(rank: int, size: int, form: str) -> list[int]:
 
 def places(length: int, mesh: DeviceMesh, form: str, device: torch.device | str = "cpu") -> Tensor:
     """int [length / cp]: where in a row of `length` tokens this rank's tokens stand."""
-    held = chunks(mesh.get_local_rank(), mesh.size(), form)
-    every = torch.arange(length, device=device).chunk(mesh.size() * len(held))
-    return torch.cat([every[i] for i in held])
+    return cut_row(torch.arange(length, device=device), 0, mesh.size(), form)[mesh.get_local_rank()]
 
 
 def split(batch: dict[str, Tensor], mesh: DeviceMesh, form: str) -> dict[str, Tensor]:
@@ -83,11 +90,22 @@ def split(batch: dict[str, Tensor], mesh: DeviceMesh, form: str) -> dict[str, Te
 
 def gather_row(x: Tensor, dim: int, mesh: DeviceMesh, form: str) -> Tensor:
     """All ranks' tokens in the row's order: seq / cp along `dim` becomes seq. Gradients are summed to the owners."""
-    size = mesh.size()
-    own = torch.stack(x.chunk(len(chunks(0, size, form)), dim))
-    pieces = _all_gather(own, 0, mesh).unbind()
-    order = [number for rank in range(size) for number in chunks(rank, size, form)]
+    return join_row(_all_gather(x.contiguous()[None], 0, mesh).unbind(), dim, form)
+
+
+def join_row(shares: Sequence[Tensor], dim: int, form: str) -> Tensor:
+    """The row along `dim`, from what each rank holds of it."""
+    order = [number for rank in range(len(shares)) for number in chunks(rank, len(shares), form)]
+    pieces = [piece for share in shares for piece in share.chunk(len(order) // len(shares), dim)]
     return torch.cat([pieces[order.index(number)] for number in range(len(order))], dim)
+
+
+def cut_row(row: Tensor, dim: int, size: int, form: str) -> list[Tensor]:
+    """The inverse of `join_row`: what each of `size` ranks holds of a row."""
+    held = [chunks(rank, size, form) for rank in range(size)]
+    pieces = row.chunk(size * len(held[0]), dim)
+    shares = [[pieces[number] for number in numbers] for numbers in held]
+    return [share[0] if len(share) == 1 else torch.cat(share, dim) for share in shares]
 
 
 # ------------------------------------------------------------------------------------------------------- into the model
@@ -130,13 +148,38 @@ def attend_with_own_heads(
     attend: Callable, mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor, mask, sinks: Tensor | None = None
 ) -> Tensor:
     """All queries, keys and values of 1 / cp of the heads. Shapes as in `attend_to_all_keys`."""
-    q, k, v = (exchange(x, mesh, cut=1, join=2) for x in (q, k, v))
+    q, k, v = (to_heads(x, 1, 2, mesh) for x in (q, k, v))
     if sinks is not None:
         sinks = sinks.chunk(mesh.size())[mesh.get_local_rank()]
-    return exchange(attend(q, k, v, mask, sinks), mesh, cut=2, join=1)
+    return to_tokens(attend(q, k, v, mask, sinks), 1, 2, mesh)
 
 
-def exchange(x: Tensor, mesh: DeviceMesh, cut: int, join: int) -> Tensor:
-    """All-to-all: cut `x` along one dimension, a part for each rank; join what arrives along another, in rank order."""
-    parts = torch.stack(x.chunk(mesh.size(), cut))
-    return torch.cat(collectives.all_to_all_single_autograd(parts, None, None, mesh).unbind(), join)
+def mix_own_groups(
+    mix: Callable, mesh: DeviceMesh, form: str, mixed: Tensor, dt: Tensor, documents: Tensor | None = None
+) -> Tensor:
+    """All tokens of 1 / cp of the groups of heads of Mamba-2.
+
+    mixed, dt: [batch, seq / cp, groups, ...], see `Mamba2.mix`; documents: int [batch, seq / cp]. Returns
+    [batch, seq / cp, groups, ...].
+    """
+    row = to_heads(torch.cat([mixed, dt], dim=-1), 2, 1, mesh, form)
+    if documents is not None:
+        documents = gather_row(documents, 1, mesh, form)
+    first, count = mesh.get_local_rank() * row.shape[2], row.shape[2]
+    y = mix(*row.split([mixed.shape[-1], dt.shape[-1]], dim=-1), documents, groups=slice(first, first + count))
+    return to_tokens(y, 2, 1, mesh, form)
+
+
+def to_heads(x: Tensor, heads: int, row: int, mesh: DeviceMesh, form: str = "ulysses") -> Tensor:
+    """All-to-all: of dimension `heads` a part for each rank; what arrives makes the row along dimension `row`."""
+    return join_row(_all_to_all(x.chunk(mesh.size(), heads), mesh), row, form)
+
+
+def to_tokens(x: Tensor, heads: int, row: int, mesh: DeviceMesh, form: str = "ulysses") -> Tensor:
+    """The inverse of `to_heads`."""
+    return torch.cat(_all_to_all(cut_row(x, row, mesh.size(), form), mesh), heads)
+
+
+def _all_to_all(parts: Sequence[Tensor], mesh: DeviceMesh) -> Sequence[Tensor]:
+    """What all ranks have for this one, in rank order, of the equal parts that each has for all."""
+    return collectives.all_to_all_single_autograd(torch.stack(parts), None, None, mesh).unbind()

@@ -1,6 +1,7 @@
 """Context parallelism: the attention of whole rows, and the losses, gradients and weights of one process."""
 
 from functools import partial
+from math import prod
 
 import pytest
 import torch
@@ -21,11 +22,13 @@ from tests.oracle import (
     packed_batch,
     plain_step,
     ragged_batch,
+    train,
     train_compiled,
 )
 
 FORMS = ["allgather", "ulysses"]
 MODEL = {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 2, "initializer_range": 0.05}
+HYBRID = MODEL | {"name": "nemotron3-nano-30b-a3b-tiny", "num_layers": 3, "layer_pattern": "M*M"}
 TREE = {
     "model": MODEL,
     "batch": {"global": 4, "micro": 2, "seq_len": 16},
@@ -156,6 +159,31 @@ def test_families(pool, form, model):
     check_against_one_process(pool, 2, tree, batch=packed_batch)
 
 
+@pytest.mark.parametrize("layout", [
+    {"cp": 2}, {"cp": 4}, {"cp": 2, "tp": 2}, {"cp": 2, "pp": 2}, {"cp": 2, "dp_shard": 2},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("batch", [ragged_batch, packed_batch])
+@pytest.mark.parametrize("form", FORMS)
+def test_hybrids(pool, form, batch, layout):
+    """Rows are longer than a chunk of the scan, and documents begin anywhere in them.
+
+    In fp32, in which the scan keeps its decays; tensor parallelism splits sums, which moves them by 1e-6 alone.
+    """
+    tree = with_parallel(context=form, **layout) | {"model": HYBRID, "batch": TREE["batch"] | {"seq_len": 40}}
+    tolerance = 1e-5 if "tp" in layout else 1e-6
+    check_against_one_process(pool, prod(layout.values()), tree, batch=batch, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("run, settings", [
+    (train, {"recompute": "full"}), (train_compiled, {"compile": True}),
+    (train_compiled, {"compile": True, "recompute": "full"}),
+], ids=["recomputed", "compiled", "compiled and recomputed"])  # fmt: skip
+def test_hybrids_in_other_ways(pool, form, run, settings):
+    tree = with_parallel(cp=2, context=form) | {"model": HYBRID} | settings
+    check_against_one_process(pool, 2, tree, batch=packed_batch, run=run)
+
+
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("form", FORMS)
 def test_recompute(pool, form, recompute):
@@ -222,6 +250,14 @@ def count_collectives(tree):
 def test_collectives_of_two_layers(pool, form, recompute, expected):
     tree = with_parallel(cp=2, context=form) | {"batch": TREE["batch"] | {"micro": 4}, "recompute": recompute}
     assert pool.run(2, count_collectives, tree) == [expected] * 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_collectives_of_mamba(pool, form):
+    """There and back, forward and backward; its documents, and once more those of the model's mask."""
+    tree = with_parallel(cp=2, context=form) | {"model": HYBRID | {"layer_pattern": "MM-"}}
+    tree |= {"batch": TREE["batch"] | {"micro": 4}}
+    assert pool.run(2, count_collectives, tree) == [[2 + 1, 0, 4 + 4]] * 2
 
 
 # ------------------------------------------------------------------------------------------------------ split, refusals

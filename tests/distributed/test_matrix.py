@@ -70,6 +70,7 @@ def test_many(pool, names):
 @pytest.mark.parametrize(("model", "names"), [
     ("gpt-oss-20b-tiny", ("cp", "fsdp")), ("gpt-oss-20b-tiny", ("ulysses", "pp")), ("deepseek-v3-tiny", ("cp", "pp")),
     ("mixtral-8x7b-tiny", ("fsdp", "pp")), ("nemotron3-nano-30b-a3b-tiny", ("fsdp", "pp")),
+    ("nemotron3-super-120b-a12b-tiny", ("cp", "fsdp")), ("nemotron3-super-120b-a12b-tiny", ("ulysses", "tp")),
 ], ids=str)  # fmt: skip
 def test_experts_and_hybrids(pool, model, names):
     """In fp32, since grouped products know no fp64: rounding alone is above 1e-6 where sums are split otherwise."""
