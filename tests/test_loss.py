@@ -99,6 +99,20 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_bf16_logits_are_computed_with_in_fp32(name):
+    """Values are those of these logits in fp32; in gradients, bf16's rounding of logits' and of the result's is seen."""
+    hidden, weight, labels = problem(dtype=torch.bfloat16)
+    logits = (hidden @ weight.T).detach().float().requires_grad_()
+    value, *gradients = values_and_gradients(FUNCTIONS[name], hidden, weight, labels)
+    expected, *others = values_and_gradients(FUNCTIONS[name], logits, torch.eye(len(weight)).requires_grad_(), labels)
+    torch.testing.assert_close(value, expected)
+    if gradients:
+        of_logits = others[0][0]
+        for mine, right in zip(gradients, (of_logits @ weight.float(), of_logits.T @ hidden[0].float()), strict=True):
+            assert (mine - right).norm() < 2**-8 * right.norm()
+
+
 def one_graph(function, weight):
     """In place of `fused`, on CPU."""
     return torch.compile(function, fullgraph=True, backend="aot_eager")

@@ -118,6 +118,8 @@ def test_yarn_frequencies(family, tmp_path):
     (16, 10000.0, {"original_max_position_embeddings": 6}),  # nor here, where all but the first are divided
     (16, 500.0, {"factor": 1.0}),
     (16, 500.0, {"factor": 0.5, "mscale": 0.7, "mscale_all_dim": 1.0}),
+    (16, 500.0, {"mscale": 0.7}),  # which counts only with the other
+    (16, 500.0, {"mscale_all_dim": 0.7}),
 ], ids=str)  # fmt: skip
 def test_corners_of_yarn(dim, theta, changes):
     settings = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096} | changes
