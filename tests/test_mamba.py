@@ -146,6 +146,20 @@ def reordered(tensors):
     return {f"dynamics.{name}" if name in ("A_log", "D", "dt_bias") else name: t for name, t in tensors.items()}
 
 
+@pytest.mark.parametrize("pieces", [[40, 35], [1, 50, 24], [3] * 25], ids=str)
+@torch.no_grad()
+def test_pieces_of_a_row_go_on_from_what_earlier_ones_left(pieces):
+    """Whether a piece has several chunks of the scan or less than one; heads hardly forget."""
+    mixer, _ = mixers()
+    generator = torch.Generator().manual_seed(0)
+    mixed = torch.randn(BATCH, SEQ, GROUPS, HEADS * WIDTH + 2 * STATE, generator=generator)
+    dt = torch.randn(BATCH, SEQ, GROUPS, HEADS, generator=generator) - 5
+    state = mixed.new_zeros(BATCH, 3, *mixed.shape[2:]), mixed.new_zeros(BATCH, GROUPS, HEADS, WIDTH, STATE)
+    rows = zip(mixed.split(pieces, dim=1), dt.split(pieces, dim=1), strict=True)
+    found = torch.cat([mixer.mix(*piece, state=state) for piece in rows], dim=1)
+    torch.testing.assert_close(found, mixer.mix(mixed, dt), atol=2e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("dt_min", [0.0, 0.6])
 def test_mixer_is_that_of_transformers(dt_min):
     ours, theirs = mixers(dt_min)
