@@ -20,7 +20,7 @@ from minitrain.config import from_dict, to_dict
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_peft import adapter_config, adapter_shapes
 from minitrain.models.decoder import Decoder
-from minitrain.models.lora import Lora, add_adapters, drop, is_adapter, merge_adapters, merged
+from minitrain.models.lora import Lora, add_adapters, drop, initialize_adapter, is_adapter, merge_adapters, merged
 from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import start
 from minitrain.parallel.recompute import recompute
@@ -235,9 +235,12 @@ def test_scale_and_initial_values():
     model = plain_model(from_dict(TREE | {"lora": {}}))
     linear = model.blocks[0].mlp.down_proj
     assert not linear.lora_B.any()
-    bound = linear.in_features**-0.5
-    assert linear.lora_A.abs().max() <= bound
-    assert linear.lora_A.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)
+    stack = torch.empty(8, 16, 200)
+    initialize_adapter("experts.down_proj_lora_A", stack, torch.Generator().manual_seed(0))
+    for a in (linear.lora_A, stack):
+        bound = a.shape[-1] ** -0.5
+        assert a.abs().max() <= bound
+        assert a.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)
 
 
 def test_targets():
