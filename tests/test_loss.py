@@ -101,7 +101,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_bf16_logits_are_computed_with_in_fp32(name):
-    """Values are those of these logits in fp32; in gradients, bf16's rounding of logits' and of the result's is seen."""
+    """Values are those of these logits in fp32; in gradients, bf16's rounding of logits' and of the results' shows."""
     hidden, weight, labels = problem(dtype=torch.bfloat16)
     logits = (hidden @ weight.T).detach().float().requires_grad_()
     value, *gradients = values_and_gradients(FUNCTIONS[name], hidden, weight, labels)
