@@ -130,11 +130,13 @@ def test_targets_that_a_model_has_not_are_not_written(tmp_path):
 def test_targets_inside_nemotron_h_mean_the_same_in_files(tmp_path):
     """Every part of it is a `mixer` there; `up_proj` alone would be the shared expert's too."""
     config = model_config("nemotron3-nano-30b-a3b-tiny", layer_pattern="ME*-")
-    lora = Lora(rank=8, targets=["mlp.up_proj", "2.self_attn.q_proj", "mamba.in_proj", "1.mlp.experts.down_proj"])
+    targets = ["mlp.up_proj", "2.self_attn.q_proj", "mamba.in_proj", "1.mlp.experts.down_proj"]
+    lora = Lora(rank=8, dropout=0.1, targets=targets)
     shapes = adapter_shapes(config, lora)
     save_adapter(((name, torch.ones(shape)) for name, shape in shapes.items()), config, lora, tmp_path)
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     assert settings["target_modules"] == ["mixer.up_proj", "2.mixer.q_proj", "mixer.in_proj"]
+    assert settings["lora_dropout"] == 0  # with any other number PEFT refuses experts
     assert adapter_shapes(config, read_adapter_config(tmp_path)) == shapes
 
 
@@ -159,6 +161,7 @@ def test_what_cannot_be_loaded(tmp_path):
 
     refused("only plain LoRA is supported, not use_dora", {"use_dora": True})
     refused("only plain LoRA is supported, not bias", {"bias": "all"})
+    refused("only plain LoRA is supported, not init_lora_weights=pissa", {"init_lora_weights": "pissa"})
     refused("only plain LoRA is supported, not IA3", {"peft_type": "IA3"})
     refused(r"target_modules must be a list of names, not '\.\*q_proj'", {"target_modules": ".*q_proj"})
     refused("r=None must be a whole number from 1 to 65,536", {"r": None})
