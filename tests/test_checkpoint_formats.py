@@ -307,6 +307,17 @@ def test_configs_that_the_decoder_cannot_compute(family, changes, parts, tmp_pat
     refused(lambda: load_pretrained(tmp_path), "config.json", *parts)
 
 
+@pytest.mark.parametrize(("family", "must_be"), [("qwen3-moe", False), ("gpt-oss", True)])
+def test_a_null_says_false(family, must_be, tmp_path):
+    build(family).save_pretrained(tmp_path)
+    config, file = read_config(tmp_path), tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_bias": None}))
+    if must_be:
+        refused(lambda: read_config(tmp_path), "attention_bias=None", "must be True")
+    else:
+        assert read_config(tmp_path) == config
+
+
 def test_gpt_oss_has_biases_unless_it_says_otherwise(tmp_path):
     build("gpt-oss").save_pretrained(tmp_path)
     config = read_config(tmp_path)

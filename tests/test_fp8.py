@@ -11,7 +11,7 @@ from minitrain.bench.versus import check_versus
 from minitrain.config import from_dict
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
-from minitrain.models.fp8 import E4M3, E5M2, Fp8Linear, quantize, to_fp8
+from minitrain.models.fp8 import E4M3, E5M2, Fp8Linear, cast, quantize, to_fp8
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import start
@@ -84,6 +84,13 @@ def test_other_cuts_of_the_data_give_the_same_numbers():
     normal = x[1:].abs() > whole[1] * 2**-6  # below it, FP8 has fewer digits
     assert normal.float().mean() > 0.9
     assert torch.equal((whole[0][1:].float() * whole[1])[normal], (rest[0].float() * rest[1])[normal])
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_what_is_too_large_for_its_scale_becomes_the_largest_number(dtype):
+    largest = torch.finfo(dtype).max
+    found = cast(torch.tensor([3 * largest, -1e30, 1.0]), torch.tensor(1.0), dtype)
+    assert found.float().tolist() == [largest, -largest, 1.0]
 
 
 @pytest.mark.parametrize("bad", [inf, -inf, nan])
