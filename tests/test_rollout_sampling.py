@@ -33,12 +33,12 @@ LOGITS = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, -3.0, 1.5, 0.2])
 
 
 def choice(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0):
+    """For all rows alike, or of a list of temperatures one for each."""
     keys = torch.tensor([sample_key(seed, row, 0) for row in range(rows)], dtype=torch.int32)
-    real = [torch.full((rows,), float(x)) for x in (temperature, top_p, min_p)]
-    filtered = top_k > 0 or top_p < 1 or min_p > 0
-    return Choice(
-        keys, real[0], torch.full((rows,), top_k), real[1], real[2], temperature == 0, temperature > 0, filtered
-    )
+    warmth, top_p, min_p = (torch.tensor(x, dtype=torch.float).repeat(rows)[:rows] for x in (temperature, top_p, min_p))
+    filtered = top_k > 0 or bool((top_p < 1).any() or (min_p > 0).any())
+    greedy, noisy = bool((warmth == 0).any()), bool((warmth > 0).any())
+    return Choice(keys, warmth, torch.full((rows,), top_k), top_p, min_p, greedy, noisy, filtered)
 
 
 def chi_square(drawn, expected):
@@ -165,9 +165,7 @@ def test_the_first_of_the_largest_wins():
 
 def test_greedy_and_drawing_rows_share_a_batch():
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(1)).expand(2000, -1)
-    settings = choice(2000)
-    settings.temperature[::2], settings.greedy = 0, True
-    tokens, logprobs = choose(logits, settings, torch.zeros(2000, dtype=torch.long), Part())
+    tokens, logprobs = choose(logits, choice(2000, [0, 1] * 1000), torch.zeros(2000, dtype=torch.long), Part())
     assert (tokens[::2] == logits[0].argmax()).all() and len(tokens[1::2].unique()) > 20
     torch.testing.assert_close(logprobs, logits[0].log_softmax(0)[tokens])
 
@@ -202,7 +200,9 @@ def chosen_over_ranks(logits, params, positions):
     return (*choose(mine, choice(len(logits), **params), positions, part), gathered)
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 0}, {"top_k": 7, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("params", [
+    {}, {"temperature": 0}, {"temperature": [0, 0.7] * 20}, {"top_k": 7, "top_p": 0.9},
+], ids=["noisy", "greedy", "both", "filtered"])  # fmt: skip
 def test_a_split_vocabulary_gives_the_same_tokens(pool, params):
     generator = torch.Generator().manual_seed(0)
     logits, positions = torch.randn(40, 300, generator=generator) * 2, torch.arange(40)
