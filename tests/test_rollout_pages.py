@@ -122,6 +122,18 @@ def test_the_longest_unused_goes_first_and_tails_before_heads():
     assert pages.take(1) is None and len(taken) == 1
 
 
+def test_a_request_that_fills_the_pool_is_finished():
+    """No page is left for others, and none has to be."""
+    scheduler = Scheduler(Pages(1, 4), rows=2, chunk=8, steps=1)
+    sample = Sample([1, 2, 3, 4], SamplingParams(), key=0, limit=5)
+    scheduler.submit([sample])
+    [(trunk, count)] = scheduler.plan().chunks
+    scheduler.computed(trunk, count)
+    assert scheduler.plan().samples == [sample]
+    scheduler.decoded(sample, [5], [0.0], "length")
+    assert not scheduler.busy
+
+
 def run_scheduler(seed: int) -> None:
     """Random requests, arrivals, cancellations and pools; every sample must end with the tokens it would have alone."""
     rng = random.Random(seed)
