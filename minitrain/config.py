@@ -171,7 +171,7 @@ class Rollout:
     max_tokens: int = 128  # of a response
     tp: int = 1  # task=grpo: ranks that share a sampler's model
     ep: int = 1  # task=grpo: set to rollout.tp, it gives these ranks whole experts, not channels of all
-    slots: int = 64  # samples that are decoded at once
+    slots: int = 256  # samples that are decoded at once, at most
     page_size: int = 128  # tokens; on CUDA a multiple of 128
     pages: int = 0  # in the pool; 0: as many as fit into `memory`
     memory: float = 0.5  # a share of what is free when the pool is made

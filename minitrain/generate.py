@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> None:
     if options.adapter:
         load_adapter(model, options.adapter)
         merge_adapters(model)
-    sampler = Sampler(model, tokenizer)
+    sampler = Sampler(model, tokenizer, samples=options.n)
     for number, sample in enumerate(sampler.submit(prompt, params), 1):
         if options.n > 1:
             print(f"--- sample {number} of {options.n}")
@@ -114,7 +114,7 @@ def exact_match(model: Decoder, questions: list[tuple[list[int], list[int]]]) ->
     if not questions:
         return math.nan
     params = [SamplingParams(temperature=0, max_tokens=len(reply)) for _, reply in questions]
-    answers = Sampler(model).generate([prompt for prompt, _ in questions], params)
+    answers = Sampler(model, samples=len(questions)).generate([prompt for prompt, _ in questions], params)
     right = sum(answer.tokens == reply for answer, (_, reply) in zip(answers, questions, strict=True))
     return right / len(questions)
 

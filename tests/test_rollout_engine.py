@@ -244,6 +244,23 @@ def test_a_pool_keeps_its_size_while_that_fits(monkeypatch):
     assert counts == [5 * 10**5 // page] * 3 + [2 * 10**5 // page]
 
 
+@pytest.mark.parametrize("name", ["qwen3-32b", "nemotron3-nano-30b-a3b"])
+def test_memory_is_for_the_samples_that_are_expected(name):
+    """More of them than that take turns, as more than slots do."""
+    params = [SamplingParams(max_tokens=9, n=2, seed=i) for i in range(3)]
+    prompts, settings = [[1, 2, 3], [4], [5, 6]], Rollout(slots=8, page_size=4, pages=50)
+    roomy, small = Sampler(make(name), settings=settings), Sampler(make(name), settings=settings, samples=2)
+    found, expected = ([each.tokens for each in s.generate(prompts, params)] for s in (small, roomy))
+    assert found == expected
+    assert [max(sampler.batches) for sampler in (roomy, small)] == [8, 2]
+    assert [sampler.caches.slots - 2 for sampler in (roomy, small)] == [8, 2]
+    roomy, small = (Sampler(make(name), settings=Rollout(page_size=4, slots=n), samples=2) for n in (8, 1))
+    assert [sampler._page_count() * 4 for sampler in (roomy, small)] == [
+        2 * roomy.config.max_position_embeddings,
+        small.config.max_position_embeddings,
+    ]
+
+
 def test_a_pool_has_no_more_elements_than_a_kernel_can_index(monkeypatch):
     monkeypatch.setattr(engine, "free_memory", lambda device: 10**15)
     for name, width in (("qwen3-32b", 4 * 16), ("deepseek-v3", 32 + 8)):  # keys' channels of a token

@@ -14,6 +14,7 @@ from minitrain.bench.simulate_policy import (
     Stack,
     decoding_seconds,
     forward_share,
+    generation_seconds,
     log_normal_location,
     refit_seconds,
     sampling_ranks,
@@ -66,6 +67,27 @@ def test_samplers_have_the_ranks_of_the_config_where_it_can_have_them():
     assert [sampling_ranks(load(row, [f"rollout.tp={tp}"])) for tp in (4, 2)] == [16, 2]
     row = CONFIGS / "rl/qwen3-32b-grpo-32gpu-onpolicy.yaml"  # as many as the table's
     assert [sampling_ranks(load(row, [f"rollout.tp={tp}"])) for tp in (4, 8)] == [4, 8]
+
+
+@pytest.mark.parametrize(
+    "row", [*sorted(CONFIGS.glob("rl/*.yaml")), CONFIGS / "bench/grpo-8b.yaml"], ids=lambda row: row.stem
+)
+def test_all_samples_of_a_row_are_decoded_at_once(row):
+    config = load(row)
+    samplers = (config.grpo.generation_ranks or stated_ranks(config)) // config.rollout.tp
+    assert config.grpo.prompts * config.grpo.group // samplers <= config.rollout.slots
+
+
+def test_samples_beyond_the_slots_take_turns():
+    tree = {"model": "llama3-8b-tiny", "task": "grpo", "data": {"kind": "mock"}, "batch": {"global": 4, "micro": 1}}
+    policy = {"prompts": 4, "group": 2, "reward": "math", "mock_digits": 7}
+    all_at_once, turns, half = (
+        generation_seconds(
+            from_dict(tree | {"grpo": policy | {"prompts": prompts}, "rollout": {"slots": slots}}), SECOND, None
+        )
+        for prompts, slots in ((4, 8), (4, 4), (2, 8))
+    )
+    assert turns == pytest.approx(2 * half) and all_at_once < turns
 
 
 @pytest.mark.parametrize("parallel, rows", [

@@ -44,7 +44,8 @@ def measure_sampling(config: Config, row: str, steps: int, warmup: int, versus: 
     meshes = start(config)
     memory = measure_memory(pick_device(config.device))
     device, matmul = prepare(config)
-    sampler = Sampler(build_model(config, meshes), settings=config.rollout)
+    together = config.batch.global_ * config.grpo.group
+    sampler = Sampler(build_model(config, meshes), settings=config.rollout, samples=together)
     firsts = []
     runs = [lambda prompts: firsts.append(sample(sampler, config, prompts))]
     if versus:

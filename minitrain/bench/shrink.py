@@ -91,7 +91,7 @@ def shrink_rollouts(config: Config) -> Config:
     """Pairs of short responses to short prompts, one optimizer step's worth, whatever the row's lengths; if some ranks
     only sample, as many as train."""
     shared = {"tp": min(config.rollout.tp, 2), "ep": min(config.rollout.ep, 2)}
-    rollout = dataclasses.replace(config.rollout, **shared, max_tokens=8, slots=8, page_size=16, pages=0)
+    rollout = dataclasses.replace(config.rollout, **shared, max_tokens=8, slots=8, page_size=16, pages=0, compile=False)
     grpo = dataclasses.replace(
         config.grpo,
         prompts=config.batch.global_,

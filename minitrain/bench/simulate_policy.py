@@ -4,6 +4,7 @@
                 reads the weights (of experts, those that its tokens choose) and the caches of all samples that have
                 not ended, sums layers' results over tensor-parallel ranks, and begins when the host has prepared it.
                 Lengths are log-normal around the published mean, cut off at the limit: the longest decode almost alone.
+                More samples than rollout.slots are counted in turns, each of which waits for the last one's longest.
     log-probs   a forward pass for the old policy if there is more than one update, one for the reference
     training    the simulated optimizer step, on rows that are packed full
     refit       every sampler receives its share of the weights, in bf16, over the slowest link between the ranks
@@ -146,14 +147,15 @@ def generation_seconds(config: Config, system: System, stack: Stack | None) -> f
     rollouts, model = rollouts_of(config), config.model.config
     reads = model_reads(model)
     samples, location = rollouts.responses * tp / gpus, log_normal_location(rollouts.mean, rollouts.limit)
+    turns = 1 if stack else math.ceil(samples / config.rollout.slots)
     seconds, step = 0.0, max(1, rollouts.limit // 256)
     far = stack.far_step if stack and tp > system.domain else 0.0
     for position in range(0, rollouts.limit, step):
-        left = samples * share_longer(position, location)
+        left = samples / turns * share_longer(position, location)
         if left < 0.5 and position:  # the last sample has ended
             break
         context = rollouts.prompt + position
-        seconds += step * (decoding_seconds(system, model, reads, max(left, 1.0), context, tp) + far)
+        seconds += turns * step * (decoding_seconds(system, model, reads, max(left, 1.0), context, tp) + far)
     return seconds
 
 

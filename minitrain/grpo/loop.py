@@ -125,7 +125,8 @@ class Run:
         model = self.connect(meshes.batch.device_type, dist.get_rank() in sampling)
         if model is not None:
             replica, replicas = (dist.get_rank() - sampling[0]) // config.rollout.tp, len(sampling) // config.rollout.tp
-            sampler = Sampler(model, self.tokenizer, config.rollout)
+            share = -(-config.grpo.prompts // replicas) * config.grpo.group
+            sampler = Sampler(model, self.tokenizer, config.rollout, samples=share)
             self.collector = Collector(config, sampler, self.tokenizer, end, reward, replica, replicas, samplers)
 
     def connect(self, device_type: str, samples: bool) -> Decoder | None:

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -54,13 +55,11 @@ class Batch:
             self._load_rows(samples, steps)
 
     def _load_places(self, samples: list[Sample], filling: int) -> None:
-        nowhere, width, spare_slot = (
-            self.sampler.scheduler.pages.count,
-            self.sampler.width,
-            self.sampler.caches.slots - 1,
-        )
-        tables = [sample.pages + [nowhere] * (width - len(sample.pages)) for sample in samples]
-        put(self.step.table, tables + [[nowhere] * width] * filling)
+        nowhere, spare_slot = self.sampler.scheduler.pages.count, self.sampler.caches.slots - 1
+        table = np.full(self.step.table.shape, nowhere)
+        for row, sample in zip(table, samples, strict=False):
+            row[: len(sample.pages)] = sample.pages
+        put(self.step.table, table)
         put(self.step.slots, [sample.slot for sample in samples] + [spare_slot] * filling)
         put(self.choice.keys, [sample.key for sample in samples] + [0] * filling)
         for name, filler in FILLING.items():
@@ -192,7 +191,7 @@ def common_pages(samples: list[Sample], page_size: int) -> int:
     return next(different, full)
 
 
-def put(target: Tensor, numbers: list) -> None:
+def put(target: Tensor, numbers: list | np.ndarray) -> None:
     """Copy numbers of the host into a buffer, without waiting for the device."""
     source = torch.tensor(numbers, dtype=target.dtype, pin_memory=target.is_cuda)
     target.copy_(source, non_blocking=True)

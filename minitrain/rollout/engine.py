@@ -43,11 +43,13 @@ INDEXED = 2**31 - 1  # elements of a pool: for more, FlexAttention's kernel for 
 class Sampler:
     """`generate` continues prompts with `model`, whose weights it uses in place.
 
-    tokenizer: for stop strings. After the weights have changed, call `refresh`. Not to be used while the model trains.
+    tokenizer: for stop strings. samples: how many it will be asked for at once, if that is known: it takes no memory
+    for more. After the weights have changed, call `refresh`. Not to be used while the model trains.
     """
 
-    def __init__(self, model: Decoder, tokenizer=None, settings: Rollout | None = None):
+    def __init__(self, model: Decoder, tokenizer=None, settings: Rollout | None = None, samples: int | None = None):
         self.model, self.tokenizer, self.settings = model, tokenizer, settings or Rollout()
+        self.slots = min(samples or self.settings.slots, self.settings.slots)
         self.config, self.weights = model.config, Weights(model)
         self.device = model.head_weight.device
         if self.device.type == "cuda":
@@ -219,9 +221,9 @@ class Sampler:
         size, longest = settings.page_size, self.config.max_position_embeddings
         self.page_count = settings.pages or self._page_count()
         pages = Pages(self.page_count, size)
-        self.scheduler = Scheduler(pages, settings.slots, settings.chunk, self.steps, reuse=not hybrid)
+        self.scheduler = Scheduler(pages, self.slots, settings.chunk, self.steps, reuse=not hybrid)
         # behind the samples' and the waiting trunk's states, one for rows that only fill up
-        self.caches = Caches(self.config, pages.count, size, settings.slots + 2)
+        self.caches = Caches(self.config, pages.count, size, self.slots + 2)
         self.width = min(pages.needed(longest), pages.count) + 1  # of a table of pages; the last column is nowhere
         self.batches: dict[int, Batch] = {}
         self.graph_pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
@@ -229,7 +231,7 @@ class Sampler:
     def _batch(self, samples: int) -> Batch:
         """The buffers for so many rows or more: the next power of two."""
         split = self.model.sequence_split
-        rows = min(1 << (samples - 1).bit_length(), self.settings.slots)
+        rows = min(1 << (samples - 1).bit_length(), self.slots)
         rows = -(-rows // split) * split
         if rows not in self.batches:
             self.batches[rows] = Batch(self, rows, self.device.type == "cuda" and not waits_for_device(self.model))
@@ -242,7 +244,7 @@ class Sampler:
         """
         if self.page_count and self._fitting_pages(1.0) >= self.page_count:
             return self.page_count
-        most = self.settings.slots * -(-self.config.max_position_embeddings // self.settings.page_size)
+        most = self.slots * -(-self.config.max_position_embeddings // self.settings.page_size)
         return max(1, min(most, self._fitting_pages(self.settings.memory)))
 
     def _fitting_pages(self, share: float) -> int:
