@@ -7,7 +7,6 @@ depends on (seed, number of its problem, number in its group) alone.
 import hashlib
 import json
 import math
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -154,7 +153,7 @@ def sampling_settings(config: Config) -> str:
 
 def write_rollouts(file: Path, groups: list[Group]) -> None:
     """One line per response, with every digit: what `read_rollouts` needs, and what a human wants to read."""
-    lines = [json.dumps(asdict(rollout)) for group in groups for rollout in group]
+    lines = [json.dumps(vars(rollout)) for group in groups for rollout in group]
     file.parent.mkdir(parents=True, exist_ok=True)
     write_durably(file, "\n".join(lines) + "\n")
 
