@@ -177,7 +177,7 @@ class Rollout:
     memory: float = 0.5  # a share of what is free when the pool is made
     chunk: int = 2048  # prompt tokens that are computed at once
     steps: int = 0  # decoding steps between two looks at their tokens; 0: 16 on CUDA, 1 on the CPU
-    compile: bool = False  # unless ranks share the model: the choice of tokens, and the blocks of decoding steps
+    compile: bool = False  # the blocks of decoding steps and, unless ranks share the model, the choice of tokens
 
 
 @dataclass

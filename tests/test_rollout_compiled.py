@@ -37,6 +37,10 @@ def compiling_batch(*args) -> Batch:
     return batch
 
 
+def as_on_cuda(layer):
+    return layer and compiled.Apart(layer)
+
+
 @pytest.fixture(params=["CUDA", "CPU"])
 def sampler_graphs(request, monkeypatch):
     """Blocks compile as they do there; on CUDA apart from their caches, with products joined in place of packed."""
@@ -46,7 +50,7 @@ def sampler_graphs(request, monkeypatch):
     if request.param == "CUDA":
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
         monkeypatch.setattr(weights, "can_join", lambda device: True)
-        monkeypatch.setattr(compiled, "for_compiler", lambda layer: layer and compiled.Apart(layer))
+        monkeypatch.setattr(compiled, "for_compiler", as_on_cuda)
     else:
         monkeypatch.setattr(weights, "LEAST", 0)
     compiled.compiled_forward.cache_clear()
@@ -124,12 +128,12 @@ def test_the_trainers_blocks_stay_as_they_are(sampler_graphs):
 
 
 def test_which_steps_compile():
-    """Those of a model that no ranks share; on a GPU, whose place "meta" takes, if they are captured as graphs."""
+    """On a GPU, whose place "meta" takes, those that are captured as graphs."""
     sampler = Sampler(make("qwen3-32b"), settings=Rollout(page_size=4, pages=9))
     sampler.generate([[1]], SamplingParams(max_tokens=1))
     compiling = []
-    for device, compile, ranks, graphs in product(("cpu", "meta"), (False, True), (1, 2), (False, True)):
-        sampler.device, sampler.settings.compile, sampler.model.sequence_split = torch.device(device), compile, ranks
+    for device, compile, graphs in product(("cpu", "meta"), (False, True), (False, True)):
+        sampler.device, sampler.compiles = torch.device(device), compile
         if Batch(sampler, 2, graphs).compiles:
-            compiling.append((device, compile, ranks, graphs))
-    assert compiling == [("cpu", True, 1, False), ("cpu", True, 1, True), ("meta", True, 1, True)]
+            compiling.append((device, compile, graphs))
+    assert compiling == [("cpu", True, False), ("cpu", True, True), ("meta", True, True)]

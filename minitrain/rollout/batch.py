@@ -5,7 +5,6 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from minitrain.rollout.caches import DecodingStep
@@ -22,10 +21,9 @@ class Batch:
 
     def __init__(self, sampler, rows: int, graphs: bool):
         self.sampler, self.rows, self.graphs = sampler, rows, graphs
-        # on CUDA without graphs the compiled parts' own calls would cost what they save
-        whole = sampler.model.sequence_split == 1 and not isinstance(sampler.model, FSDPModule)
-        self.compiles = sampler.settings.compile and whole and (graphs or sampler.device.type == "cpu")
         device, caches = sampler.device, sampler.caches
+        # on CUDA without graphs the compiled parts' own calls would cost what they save
+        self.compiles = sampler.compiles and (graphs or device.type == "cpu")
 
         def numbers(*shape, dtype=torch.int64, value=0):
             return torch.full(shape, value, dtype=dtype, device=device)
@@ -193,5 +191,5 @@ def common_pages(samples: list[Sample], page_size: int) -> int:
 
 def put(target: Tensor, numbers: list | np.ndarray) -> None:
     """Copy numbers of the host into a buffer, without waiting for the device."""
-    source = torch.tensor(numbers, dtype=target.dtype, pin_memory=target.is_cuda)
-    target.copy_(source, non_blocking=True)
+    source = torch.as_tensor(numbers, dtype=target.dtype)
+    target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)

@@ -8,8 +8,9 @@ A step of few tokens takes as long as its kernels are many: some 45 in a block o
              products and five loops. Where samples share what they read, and where states are kept, it is as on CUDA
 
 All layers of a kind share graphs, since weights are arguments; a second number of rows makes them anew for any number,
-a single row once more. Importing this file takes seconds. Left out: prompts, whose products are large, Mamba's scan,
-which belongs to its cache here, models that several ranks share, and on CUDA steps that are not captured.
+a single row once more. Where several ranks share a model, their collectives are part of the graphs. Importing this file
+takes seconds. Left out: prompts, whose products are large, Mamba's scan, which belongs to its cache here, steps that
+send tokens to experts on other ranks or gather weights, and on CUDA those that are not captured.
 """
 
 from collections.abc import Callable
@@ -89,6 +90,13 @@ def compiled_forward() -> Callable:
     return config.patch(recompile_limit=LIMIT)(torch.compile(Block.forward))
 
 
-def run(block: Block, x: Tensor, rotary, mask, documents, window_mask, layer: Keys | States | None) -> Tensor:
-    """What `block` returns. Its own hooks and whatever else replaces its forward, to save memory, are left out."""
+def run(block: Block, groups: list, x: Tensor, rotary, mask, documents, window_mask, layer: Keys | States | None):
+    """What `block` returns. What replaces its forward to save memory is left out. groups: its Linears', see weights.py.
+
+    Hooks of ranks that share the model give them plain tensors, this rank's parts, that hide the parameters.
+    """
+    for hook in block._forward_pre_hooks.values():
+        hook(block, ())
+    for group in groups:
+        group.pack()
     return compiled_forward()(block, x, rotary, mask, documents, window_mask, for_compiler(layer))

@@ -51,6 +51,8 @@ class Sampler:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings or Rollout()
         self.slots = min(samples or self.settings.slots, self.settings.slots)
         self.config, self.weights = model.config, Weights(model)
+        # else each step is other work for the host, and graphs would not last
+        self.compiles = self.settings.compile and not (isinstance(model, FSDPModule) or sends_tokens(model))
         self.device = model.head_weight.device
         if self.device.type == "cuda":
             check_page_size(self.settings.page_size, self.config, model.sequence_split)
@@ -277,12 +279,18 @@ def waits_for_device(model: Decoder) -> bool:
     Of layers that FSDP gathers; of experts that are split over ranks, how many tokens come; and of grouped products
     outside of torch's fast kernel (bf16, from compute capability 9.0 on), how many rows each expert has.
     """
-    if isinstance(model, FSDPModule):
-        return True
-    # not as attributes: after a forward pass those are plain tensors
-    stacks = [parameter for name, parameter in model.named_parameters() if name.endswith("experts.down_proj")]
-    split = any(isinstance(stack, DTensor) and stack.placements[-1] == Shard(0) for stack in stacks)
-    return split or not all(stack.dtype == torch.bfloat16 and capability(stack) >= (9, 0) for stack in stacks)
+    fast = all(stack.dtype == torch.bfloat16 and capability(stack) >= (9, 0) for stack in expert_stacks(model))
+    return isinstance(model, FSDPModule) or sends_tokens(model) or not fast
+
+
+def sends_tokens(model: Decoder) -> bool:
+    """Do tokens travel between ranks, to experts that are split over them?"""
+    return any(isinstance(stack, DTensor) and stack.placements[-1] == Shard(0) for stack in expert_stacks(model))
+
+
+def expert_stacks(model: Decoder) -> list[Tensor]:
+    """Not as attributes: after a forward pass those are plain tensors."""
+    return [parameter for name, parameter in model.named_parameters() if name.endswith("experts.down_proj")]
 
 
 def capability(tensor: Tensor) -> tuple[int, int]:

@@ -11,6 +11,7 @@ lie side by side, once and for good, and are read as one: a decoding step has fe
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from types import MethodType
 
 import torch
@@ -33,7 +34,7 @@ class Weights:
         self.packs = whole and device.type == "cpu" and torch.backends.mkldnn.is_available()
         self.joins = whole and can_join(device)
         self.packed: dict[object, Packed | None] = {}  # by owner, see `products`; None: better as they are
-        self.groups: list[Group] = []
+        self.groups: dict[nn.Module, list[Group]] = {}  # by block
         self.entered = False
 
     def refresh(self) -> None:
@@ -47,13 +48,14 @@ class Weights:
             yield
             return
         compiled = {block: block._compiled_call_impl for block in self.model.blocks}  # there is no public switch
-        self.groups = [Group(self, linears) for linears in linears_by_input(self.model)] if self.packs else []
+        if self.packs:
+            self.groups = {block: [Group(self, linears) for linears in linears_by_input(block)] for block in compiled}
         joined = [module for module in self.model.modules() if join(module)] if self.joins else []
         self.entered = True
         try:
             for block in compiled:
                 block._compiled_call_impl = None
-            for group in self.groups:
+            for group in chain(*self.groups.values()):
                 for number, linear in enumerate(group.linears):
                     # not a closure: the compiler, which follows, would make a graph for each
                     linear.group, linear.number, linear.forward = group, number, MethodType(forward_in_group, linear)
@@ -62,10 +64,10 @@ class Weights:
             self.entered = False
             for block, call in compiled.items():
                 block._compiled_call_impl = call
-            for group in self.groups:
+            for group in chain(*self.groups.values()):
                 for linear in group.linears:
                     del linear.group, linear.number, linear.forward
-            self.groups = []  # they hold packed copies
+            self.groups = {}  # they hold packed copies
             for module in joined:
                 del module.joint, module.project
 
@@ -74,11 +76,9 @@ class Weights:
         """Only while `in_use`: blocks run as rollout/compiled.py says."""
         from minitrain.rollout.compiled import run  # takes seconds to import
 
-        for group in self.groups:
-            group.pack()
         try:
             for block in self.model.blocks:
-                block._compiled_call_impl = partial(run, block)
+                block._compiled_call_impl = partial(run, block, self.groups.get(block, []))
             yield
         finally:
             for block in self.model.blocks:
@@ -163,11 +163,11 @@ def forward_in_group(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear.group.product(linear.number, x)
 
 
-def linears_by_input(model: nn.Module) -> list[tuple[nn.Linear, ...]]:
-    """All Linears of `model` whose forward is nn.Linear's own, those with the same input together."""
-    plain = {m: None for m in model.modules() if type(m) is nn.Linear and "forward" not in m.__dict__}
+def linears_by_input(block: nn.Module) -> list[tuple[nn.Linear, ...]]:
+    """All Linears of `block` whose forward is nn.Linear's own, those with the same input together."""
+    plain = {m: None for m in block.modules() if type(m) is nn.Linear and "forward" not in m.__dict__}
     groups = []
-    for module in model.modules():
+    for module in block.modules():
         linears = tuple(getattr(module, name, None) for name in getattr(module, "same_input", ()))
         if linears and all(linear in plain for linear in linears):
             groups.append(linears)

@@ -18,9 +18,10 @@ from minitrain.grpo.refit import Move, Refit, cut, parts_of, plan
 from minitrain.grpo.rollouts import read_rollouts
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.mesh import owned, start
-from minitrain.rollout import engine, weights
+from minitrain.rollout import compiled, engine, weights
 from minitrain.training.checkpoint import Checkpointer
 from tests.oracle import check_close, initial_weights, snapshot
+from tests.test_rollout_compiled import Counter, as_on_cuda, kinds_of_layers
 from tests.test_rollout_engine import prompts_of
 
 MODEL = {"name": "llama3-8b-tiny", "vocab_size": 258, "num_layers": 2, "initializer_range": 0.05}
@@ -169,15 +170,16 @@ def fill(model, round):
         part.copy_((noise + name.endswith("norm.weight"))[where])
 
 
-def sample_twice(model):
+def sample_twice(model, after_round=lambda: None, **settings):
     """Before and after new weights: (tokens, log-probabilities) of each sample, and the sampler."""
-    found, sampler = [], Sampler(model, settings=Rollout(slots=5, page_size=4, pages=12, chunk=9))
+    found, sampler = [], Sampler(model, settings=Rollout(slots=5, page_size=4, pages=12, chunk=9, **settings))
     for round in (0, 1):
         fill(model, round)
         sampler.refresh()
         params = SamplingParams(temperature=0.8, max_tokens=6, n=2)
         with patch.object(weights, "LEAST", 0):  # tiny matrices are multiplied as large ones are
             found += [(each.tokens, each.logprobs) for each in sampler.generate(prompts_of(), params)]
+        after_round()
     return found, sampler
 
 
@@ -200,6 +202,36 @@ def test_ranks_that_share_a_model_sample_as_one(pool, name, ep):
     linears = sum(type(module) is torch.nn.Linear for module in model.modules())
     for found, preemptions, packed in pool.run(2, sample_shared, tree):
         assert preemptions > 0 and packed <= linears + 1  # one copy of each matrix, and of a tied head
+        for (tokens, logprobs), (right, theirs) in zip(found, expected, strict=True):
+            assert tokens == right and logprobs == pytest.approx(theirs, abs=2e-5)
+
+
+def sample_compiled(tree, on_cuda):
+    config, counter, counts = configs.from_dict(tree), Counter(), []
+    start(config)
+    model = make_sampler_model(config, dist.init_device_mesh("cpu", (2,)))
+    compiled.compiled_forward.cache_clear()
+    with (
+        patch.object(torch, "compile", partial(torch.compile, backend=counter)),
+        patch.object(compiled, "for_compiler", as_on_cuda if on_cuda else compiled.for_compiler),
+    ):
+        found, _ = sample_twice(model, lambda: counts.append(counter.graphs), compile=True)
+    compiled.compiled_forward.cache_clear()
+    torch.compiler.reset()
+    return found, counts
+
+
+@pytest.mark.parametrize(("name", "ep", "on_cuda"), [
+    ("qwen3-30b-a3b", 1, True), ("gpt3-175b", 1, False), ("qwen3-30b-a3b", 2, False),
+])  # fmt: skip
+def test_ranks_that_share_a_model_compile_their_steps(pool, name, ep, on_cuda):
+    """With their collectives: up to five graphs in a layer, for three numbers of rows, and none for new weights. But
+    not where tokens are sent to experts."""
+    tree = TREE | {"model": {"name": f"{name}-tiny"}, "rollout": {"tp": 2, "ep": ep}}
+    model = Decoder(configs.from_dict(tree).model.config).requires_grad_(False)
+    expected, _ = sample_twice(model)
+    for found, (first, second) in pool.run(2, sample_compiled, tree, on_cuda):
+        assert (ep == 1) == (first > 0) and first == second <= 5 * 3 * kinds_of_layers(model.config)
         for (tokens, logprobs), (right, theirs) in zip(found, expected, strict=True):
             assert tokens == right and logprobs == pytest.approx(theirs, abs=2e-5)
 
