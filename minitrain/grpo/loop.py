@@ -31,7 +31,15 @@ from minitrain.grpo.learner import Learner
 from minitrain.grpo.problems import open_problems
 from minitrain.grpo.refit import Refit, parts_of
 from minitrain.grpo.rewards import load_reward
-from minitrain.grpo.rollouts import Collector, Group, read_rollouts, rewards, sampling_settings, write_rollouts
+from minitrain.grpo.rollouts import (
+    Collector,
+    Group,
+    most_samples,
+    read_rollouts,
+    rewards,
+    sampling_settings,
+    write_rollouts,
+)
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.expert import expert_parallel
@@ -125,8 +133,7 @@ class Run:
         model = self.connect(meshes.batch.device_type, dist.get_rank() in sampling)
         if model is not None:
             replica, replicas = (dist.get_rank() - sampling[0]) // config.rollout.tp, len(sampling) // config.rollout.tp
-            share = -(-config.grpo.prompts // replicas) * config.grpo.group
-            sampler = Sampler(model, self.tokenizer, config.rollout, samples=share)
+            sampler = Sampler(model, self.tokenizer, config.rollout, most_samples(config, replicas))
             self.collector = Collector(config, sampler, self.tokenizer, end, reward, replica, replicas, samplers)
 
     def connect(self, device_type: str, samples: bool) -> Decoder | None:

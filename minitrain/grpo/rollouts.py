@@ -116,6 +116,13 @@ class Collector:
         return numbers
 
 
+def most_samples(config: Config, replicas: int) -> int:
+    """How many a replica is asked for at once: in a step, or in an evaluation if that is more."""
+    grpo, validation = config.grpo, config.validation
+    held_out = validation.batches * grpo.prompts if validation.every else 0
+    return max(-(-grpo.prompts // replicas) * grpo.group, -(-held_out // replicas) * grpo.eval_samples)
+
+
 def pass_at(k: int, n: int, c: int) -> float:
     """The chance that k of n responses, drawn without putting back, hold at least one of the c right ones.
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,11 +10,11 @@ import torch
 from minitrain import config as configs
 from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
-from minitrain.grpo import loop
+from minitrain.grpo import loop, rollouts
 from minitrain.grpo.loop import Run
 from minitrain.grpo.problems import open_problems, reversals
 from minitrain.grpo.rewards import exact
-from minitrain.grpo.rollouts import Collector, pass_at, read_rollouts, rewards, write_rollouts
+from minitrain.grpo.rollouts import Collector, most_samples, pass_at, read_rollouts, rewards, write_rollouts
 from minitrain.parallel.mesh import start
 from minitrain.rollout.sampling import Completion
 from tests.distributed.test_grpo import TREE, made_up_groups
@@ -222,6 +223,24 @@ def test_evaluation():
     numbers = sampling.evaluate(problems, 2)
     assert numbers == {"greedy": 0.5, "pass@1": 0.75, "pass@2": pytest.approx((1 + 5 / 6) / 2), "pass@4": 1.0}
     assert [request.temperature for request in sampling.sampler.requests] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(("replicas", "every", "most"), [(1, 0, 12), (2, 0, 8), (1, 2, 30), (2, 2, 15)])
+def test_samples_that_are_asked_for_at_once(replicas, every, most):
+    """By the replica that has the most: of 3 prompts with 4 responses each, and of 6 held-out ones with 5."""
+    tree = {"grpo": {"prompts": 3, "group": 4, "eval_samples": 5}, "batch": {"global": 12, "micro": 1, "seq_len": 32}}
+    config = configs.from_dict(TREE | tree | {"validation": {"every": every, "batches": 2}})
+    problems, _, tokenizer, end = open_problems(config)
+    start(config)
+    sampler, counts = Scripted([1, 0]), []
+    asked = Collector(config, sampler, tokenizer, end, exact, 0, replicas, None)
+    with patch.object(rollouts, "gather", lambda groups, group: [groups]):
+        asked.sample(problems.take(0, 3), 0, config.grpo.group)
+        counts.append(sum(request.n for request in sampler.requests))
+        sampler.requests.clear()
+        asked.sample(problems.take(0, 6), 0, config.grpo.eval_samples)
+        counts.append(sum(request.n for request in sampler.requests))
+    assert most_samples(config, replicas) == max(counts[: 1 + bool(every)]) == most
 
 
 def test_rollouts_on_disk_are_exact(tmp_path):
