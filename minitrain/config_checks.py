@@ -224,7 +224,7 @@ def _validate_recompute(config: "Config") -> None:
 
 def _validate_tensor(config: "Config") -> None:
     model, batch, p = config.model.config, config.batch, config.parallel
-    sizes = _split_sizes(model, p.ep)
+    sizes = _split_sizes(model, p.tp, p.ep)
     sizes["batch.seq_len" if p.cp == 1 else f"batch.seq_len / parallel.cp={p.cp}, i.e. seq_len"] = batch.seq_len // p.cp
     _must_divide("parallel.tp", p.tp, sizes)
     if p.async_tp and (config.task == "grpo" or (config.lora and config.lora.dropout)):
@@ -233,7 +233,7 @@ def _validate_tensor(config: "Config") -> None:
         raise InputError("parallel.async_tp=true needs parallel.tp above 1 and compile=true")
 
 
-def _split_sizes(model: "DecoderConfig", ep: int) -> dict[str, int]:
+def _split_sizes(model: "DecoderConfig", tp: int, ep: int) -> dict[str, int]:
     """What of a decoder tensor parallelism splits, by what its layers consist of."""
     parts = {part for layer in range(model.num_layers) for part in model.parts(layer)}
     fields = {
@@ -243,6 +243,8 @@ def _split_sizes(model: "DecoderConfig", ep: int) -> dict[str, int]:
         "moe": ["shared_expert_intermediate_size"],
     }
     sizes = {field: getattr(model, field) for part in fields if part in parts for field in fields[part]}
+    if tp % model.num_key_value_heads == 0:  # several ranks can have the same one
+        sizes.pop("num_key_value_heads", None)
     if "moe" in parts and ep == 1:  # in steps that grouped products can take
         sizes["moe_intermediate_size / 8"] = model.moe_intermediate_size // 8
     return sizes | {"vocab_size": model.vocab_size}
@@ -370,7 +372,7 @@ def _validate_sampler_split(config: "Config") -> None:
         raise InputError(f"rollout.ep={ep} must be 1 or rollout.tp={tp}: the ranks that share a sampler's model")
     if ep > 1 and not model.num_experts:
         raise InputError(f"rollout.ep={ep} needs a model with experts (use ep=1)")
-    sizes = _split_sizes(model, ep) | ({"num_experts": model.num_experts} if ep > 1 else {})
+    sizes = _split_sizes(model, tp, ep) | ({"num_experts": model.num_experts} if ep > 1 else {})
     _must_divide("rollout.tp", tp, sizes)
 
 

@@ -241,7 +241,7 @@ def test_wrong_shapes_are_refused(changes, message):
     [
         ("nemotron3-nano-30b-a3b-tiny", dict(cp=8), r"cp=8 x tp=1 .* mamba_n_groups=4 \(use cp=1, 2 or 4\)"),
         ("nemotron3-nano-30b-a3b-tiny", dict(cp=4, tp=2), r"cp=4 x tp=2 .* mamba_n_groups=4 \(use cp=1 or 2\)"),
-        ("nemotron3-nano-30b-a3b-tiny", dict(tp=8), "parallel.tp=8 does not divide num_key_value_heads=4"),
+        ("nemotron3-nano-30b-a3b-tiny", dict(tp=8), "parallel.tp=8 does not divide mamba_n_groups=4"),
     ],
 )
 def test_layouts_that_these_models_cannot_have(model, parallel, message):

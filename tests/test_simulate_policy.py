@@ -17,7 +17,6 @@ from minitrain.bench.simulate_policy import (
     generation_seconds,
     log_normal_location,
     refit_seconds,
-    sampling_ranks,
     training_config,
     waiting_seconds,
 )
@@ -59,14 +58,6 @@ def test_tensor_parallel_decoding_reads_less_and_exchanges_more_slowly_between_d
     assert decoding_seconds(system, model, READS, 3, 10, tp=8) == 1060 / 8 + exchanges * 1.0
     caches = 60 / 8  # of 8 heads
     assert decoding_seconds(system, model, READS, 3, 10, tp=16) == 1000 / 16 + caches + exchanges * 7.0
-
-
-def test_samplers_have_the_ranks_of_the_config_where_it_can_have_them():
-    """Qwen3 235B has 4 key-value heads, and so the config 4 ranks for the table's 16; others it can choose."""
-    row = CONFIGS / "rl/qwen3-235b-a22b-grpo-128gpu-onpolicy.yaml"
-    assert [sampling_ranks(load(row, [f"rollout.tp={tp}"])) for tp in (4, 2)] == [16, 2]
-    row = CONFIGS / "rl/qwen3-32b-grpo-32gpu-onpolicy.yaml"  # as many as the table's
-    assert [sampling_ranks(load(row, [f"rollout.tp={tp}"])) for tp in (4, 8)] == [4, 8]
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def waiting_seconds(config: Config, micro_batches: int, stack: Stack | None) -> 
 
 def generation_seconds(config: Config, system: System, stack: Stack | None) -> float:
     """Until every sampler has finished its share: the sum over decoding steps of what each reads."""
-    tp, gpus = sampling_ranks(config), config.grpo.generation_ranks or stated_ranks(config)
+    tp, gpus = config.rollout.tp, config.grpo.generation_ranks or stated_ranks(config)
     rollouts, model = rollouts_of(config), config.model.config
     reads = model_reads(model)
     samples, location = rollouts.responses * tp / gpus, log_normal_location(rollouts.mean, rollouts.limit)
@@ -157,12 +157,6 @@ def generation_seconds(config: Config, system: System, stack: Stack | None) -> f
         context = rollouts.prompt + position
         seconds += turns * step * (decoding_seconds(system, model, reads, max(left, 1.0), context, tp) + far)
     return seconds
-
-
-def sampling_ranks(config: Config) -> int:
-    """Tensor-parallel ranks of a sampler; the published ones if those are more than ours can be, one per head."""
-    published, heads = config.reference.get("generation_tp", 1), config.model.config.num_key_value_heads
-    return published if config.rollout.tp == min(published, heads) else config.rollout.tp
 
 
 def decoding_seconds(
@@ -203,7 +197,7 @@ def refit_seconds(config: Config, system: System, stack: Stack | None) -> float:
     parameters, gpus = list(make_model(config).named_parameters()), stated_ranks(config)
     count = sum(p.numel() for _, p in parameters)
     if stack is None:
-        return 2 * count / sampling_ranks(config) / (system.nvlink if gpus <= system.domain else system.network)
+        return 2 * count / config.rollout.tp / (system.nvlink if gpus <= system.domain else system.network)
     gathering = 2 * count / stack.gather
     if config.grpo.generation_ranks:
         return gathering

@@ -95,7 +95,8 @@ def before_gather(mesh: DeviceMesh, size: torch.Size, stride: tuple, linear: Fp8
 def after_gather(gathered: tuple[Tensor], notes: tuple, dtype: torch.dtype, *, out: Tensor | None = None):
     """Give the Linear its weight in FP8, and FSDP, the first time, what stands in the parameter's place."""
     linear, size, inverse = notes
-    linear.gathered = gathered[0][: size[0]], inverse
+    own_rows = getattr(linear, "own_rows", slice(size[0]))  # which tensor parallelism may say
+    linear.gathered = gathered[0][own_rows], inverse
     return None if out is not None else (placeholder(size, inverse, dtype).as_subclass(Standing), [])
 
 

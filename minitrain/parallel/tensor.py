@@ -32,12 +32,15 @@ Other parts of a block follow the same scheme, which for each starts and ends wi
                        experts under expert parallelism, which has then split them already
     shared experts     as an MLP, with an all-gather and a reduce-scatter of their own
 
+If there are more ranks than key-value heads, k and v are whole on all of them, and each uses the rows of one head, the
+one that its queries attend to; gradients of these rows are sums over the ranks that use them.
+
 Biases of matrices that are split by input must be added once: every rank adds 1 / tp of them.
 
 Parameters are DTensors, which FSDP shards once more and checkpoints store whole. But modules compute with their rank's
 parts, plain tensors, and the collectives stand between modules: no operation is dispatched through DTensor on the host,
-and a block compiles as one graph. Left out: fewer kv heads or Mamba groups than ranks, and uneven parts, all of which
-config_checks.py refuses.
+and a block compiles as one graph. Left out: fewer Mamba groups than ranks, and uneven parts, which config_checks.py
+refuses.
 """
 
 from collections.abc import Callable
@@ -51,6 +54,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import Module
 
 from minitrain.errors import InputError
+from minitrain.models.attention import GroupedQueryAttention
 from minitrain.models.mla import LatentAttention
 from minitrain.models.moe import Experts, MoE
 
@@ -91,6 +95,8 @@ def tensor_parallel(model: Module, mesh: DeviceMesh) -> None:
 
 
 def split_block(block: Module, mesh: DeviceMesh, gather: Callable, scatter: Callable) -> None:
+    if isinstance(block.self_attn, GroupedQueryAttention):
+        share_heads(block.self_attn, mesh)
     split_modules(block, mesh, scatter, BY_OUTPUT, BY_INPUT)
     for name, module in block.named_modules():
         if name.endswith(TO_LATENTS):
@@ -105,6 +111,15 @@ def split_block(block: Module, mesh: DeviceMesh, gather: Callable, scatter: Call
     block.register_forward_pre_hook(use_parts)
 
 
+def share_heads(attention: GroupedQueryAttention, mesh: DeviceMesh) -> None:
+    """Where ranks outnumber key-value heads, let those that have one head's queries use the same rows of k and v."""
+    heads = len(attention.k_proj.weight) // attention.head_dim
+    if mesh.size() > heads:
+        first = mesh.get_local_rank() * heads // mesh.size() * attention.head_dim
+        for module in (attention.k_proj, attention.v_proj):
+            module.own_rows = slice(first, first + attention.head_dim)
+
+
 def split_modules(
     block: Module, mesh: DeviceMesh, scatter: Callable, by_output: tuple[str, ...], by_input: tuple[str, ...]
 ) -> None:
@@ -113,7 +128,7 @@ def split_modules(
     Outputs of what is split by input are terms of a sum over ranks, which `scatter` adds up.
     """
     for name, module in block.named_modules():
-        if name.endswith(by_output):
+        if name.endswith(by_output) and not hasattr(module, "own_rows"):
             split_parameters(module, mesh, Shard(0))
         elif name.endswith(by_input):
             split_parameters(module, mesh, Shard(1))
@@ -178,6 +193,8 @@ def use_parts(unit: Module, inputs: tuple) -> None:
             # all ranks have such a parameter whole, and see its gradient for their own tokens or heads
             gradients = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
             part = parameter.to_local(grad_placements=gradients)
+            if hasattr(module, "own_rows") and not name.endswith("lora_A"):
+                part = part[module.own_rows]
             is_term = name == getattr(module, "added_by_all", None)
             module.__dict__[name] = part / parameter.device_mesh.size() if is_term else part
 

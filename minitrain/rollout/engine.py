@@ -254,7 +254,7 @@ class Sampler:
         config, size = self.config, self.settings.page_size
         width, pools = config.kv_lora_rank + config.qk_rope_head_dim, 1
         if not config.kv_lora_rank:
-            width, pools = config.num_key_value_heads * config.head_dim // self.model.sequence_split, 2
+            width, pools = -(-config.num_key_value_heads // self.model.sequence_split) * config.head_dim, 2
         layers = sum(config.parts(layer)[0] == "attention" for layer in range(config.num_layers))
         page = size * width * pools * layers * self.model.head_weight.dtype.itemsize
         pages = torch.tensor(min(int(share * free_memory(self.device) / max(page, 1)), INDEXED // (size * width) - 1))

@@ -88,6 +88,26 @@ def test_layouts(pool, world_size, parallel):
     check_against_one_process(pool, world_size, tree | {"parallel": parallel, "batch": TREE["batch"] | {"micro": 1}})
 
 
+@pytest.mark.parametrize(("kv_heads", "model", "extra"), [
+    (1, {"name": "qwen2.5-7b-tiny"}, {}),
+    (2, {"name": "qwen3-32b-tiny"}, {"recompute": "full"}),
+    (1, {"name": "gpt-oss-20b-tiny"}, {"parallel": {"tp": 2, "dp_shard": 2}}),
+    (2, {"name": "llama3-8b-tiny"}, {"lora": {"rank": 4, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}}),
+], ids=str)  # fmt: skip
+def test_more_ranks_than_key_value_heads(pool, kv_heads, model, extra):
+    """Biases, norms, sinks, and adapters."""
+    tree = with_model(**model, num_key_value_heads=kv_heads) | {"parallel": {"tp": 4}} | extra
+    experts = "gpt-oss" in model["name"]
+    check = partial(oracle.check_against_one_process, tolerance=1e-5) if experts else check_against_one_process
+    check(pool, 4, tree, batch=packed_batch)
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2, "dp_shard": 2}, {"tp": 2, "cp": 2}, {"tp": 2, "pp": 2}], ids=str)
+def test_layouts_with_more_ranks_than_key_value_heads(pool, parallel):
+    tree = with_model(name="qwen2.5-7b-tiny", num_key_value_heads=1) | {"parallel": parallel}
+    check_against_one_process(pool, 4, tree)
+
+
 def test_parts_that_fsdp_splits_unevenly(pool):
     check_against_one_process(pool, 4, with_model(vocab_size=126, intermediate_size=50, tie_word_embeddings=True))
 
@@ -312,13 +332,14 @@ def test_pretrained_weights_are_cut_right(pool, tmp_path, name):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"parallel": {"tp": 8}}, "parallel.tp=8 does not divide num_key_value_heads=4 (use 1, 2 or 4)"),
+    ({"parallel": {"tp": 8}}, "parallel.tp=8 does not divide vocab_size=124 (use 1, 2 or 4)"),
+    ({"parallel": {"tp": 6}}, "parallel.tp=6 does not divide num_key_value_heads=4 (use 1, 2 or 4)"),
     ({"parallel": {"tp": 3}}, "parallel.tp=3 does not divide num_key_value_heads=4 (use 1, 2 or 4)"),
     ({"parallel": {"tp": 4}, "model": MODEL | {"vocab_size": 126}}, "tp=4 does not divide vocab_size=126 (use 1 or 2)"),
     ({"model": MODEL | {"intermediate_size": 51}}, "parallel.tp=2 does not divide intermediate_size=51 (use 1)"),
     ({"batch": TREE["batch"] | {"seq_len": 18}, "parallel": {"tp": 4}}, "tp=4 does not divide batch.seq_len=18 "),
     ({"model": "mixtral-8x7b-tiny", "parallel": {"tp": 4}}, "does not divide moe_intermediate_size / 8=6 (use 1 or"),
-    ({"model": "nemotron3-nano-30b-a3b-tiny", "parallel": {"tp": 8}}, "tp=8 does not divide num_key_value_heads=4"),
+    ({"model": "nemotron3-nano-30b-a3b-tiny", "parallel": {"tp": 8}}, "tp=8 does not divide mamba_n_groups=4"),
     ({"model": {"name": "nemotron3-nano-30b-a3b-tiny", "mamba_n_groups": 1}}, "tp=2 does not divide mamba_n_groups=1"),
     ({"model": {"name": "nemotron3-nano-30b-a3b-tiny", "shared_expert_intermediate_size": 51}}, "divide shared_expert"),
     ({"parallel": {"tp": 2, "async_tp": True}, "compile": True, "lora": {"dropout": 0.1}}, "lora.dropout above 0"),
