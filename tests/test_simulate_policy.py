@@ -15,6 +15,7 @@ from minitrain.bench.simulate_policy import (
     decoding_seconds,
     forward_share,
     generation_seconds,
+    held_besides,
     log_normal_location,
     refit_seconds,
     training_config,
@@ -113,6 +114,24 @@ def test_a_forward_pass_is_a_product_less_of_a_share_where_weights_are_frozen(lo
     tree = {"model": "llama3-8b-tiny"} | ({"lora": {}} if lora else {})
     shares = [forward_share(from_dict(tree | {"recompute": setting})) for setting in ("none", "full")]
     assert shares == ([1 / 2, 1 / 3] if lora else [1 / 3, 1 / 4])
+
+
+@pytest.mark.parametrize(("changes", "reference", "sampler"), [
+    ({}, 7, 2), ({"rollout": {"tp": 2}}, 7, 1), ({"precision": "fp32"}, 7, 4), ({"grpo": {"kl": 0.0}}, 0, 2),
+    ({"grpo": {"kl": 0.1, "lag": 1, "generation_ranks": 8}}, 7, 0), ({"lora": {}}, 0, 2),
+    ({"reference": {"gpus": 1}, "parallel": {}}, 7, 0),
+], ids=str)  # fmt: skip
+def test_what_is_held_besides_the_trainer(changes, reference, sampler):
+    """A reference like the trainer's model, and bytes of a parameter of the sampler's."""
+    tree = {
+        "model": "llama3-8b-tiny", "task": "grpo", "data": {"kind": "mock"}, "precision": "bf16",
+        "batch": {"global": 8, "micro": 1, "seq_len": 64}, "parallel": {"dp_shard": 8},
+        "grpo": {"prompts": 4, "group": 2, "reward": "math", "kl": 0.1}, "reference": {"gpus": 8},
+    }  # fmt: skip
+    grpo = tree["grpo"] | changes.get("grpo", {})
+    config = from_dict(tree | changes | {"grpo": grpo})
+    count = sum(p.numel() for p in make_model(config).parameters())
+    assert held_besides(config, {"parameters": 7}) == {"reference": reference, "sampler": sampler * count}
 
 
 def test_what_a_published_stack_pays_for():

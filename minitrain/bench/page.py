@@ -21,7 +21,7 @@ MODES = {
     "measured": "measured: the whole row, run",
     "extrapolated": "extrapolated from proxies with fewer layers on one rank, without communication",
 }
-MEMORY = ("parameters", "gradients", "optimizer", "gathered", "activations")
+MEMORY = ("parameters", "gradients", "optimizer", "gathered", "activations", "reference", "sampler")
 TIME = ("gemm", "grouped", "attention", "memory", "exposed communication", "bubble", "tail", "gaps")
 TIME_NAMES = {"gemm": "matrix products", "grouped": "expert products", "memory": "memory-bound kernels",
               "tail": "not overlapped at the end", "gaps": "device waits for the host"}  # fmt: skip

@@ -171,10 +171,21 @@ def figures(config: Config, row: str, system: System, simulation: Simulation) ->
     }
 
 
-def result(config: Config, row: str, system: System, simulation: Simulation, steps: int = 1) -> dict:
+def result(
+    config: Config,
+    row: str,
+    system: System,
+    simulation: Simulation,
+    steps: int = 1,
+    besides: Callable = lambda peak: {},
+) -> dict:
     """The row without what the time model adds. FLOPs and messages are the first rank's in so many optimizer steps,
-    memory is that of the rank that holds most."""
-    peak = max((trace.peak for trace in simulation.traces.values()), key=lambda peak: sum(peak.values()))
+    memory is that of the rank that holds most.
+
+    besides: what a rank with such a peak holds that no step shows; both are bytes by kind.
+    """
+    peaks = ({**trace.peak, **besides(trace.peak)} for trace in simulation.traces.values())
+    peak = max(peaks, key=lambda peak: sum(peak.values()))
     size = sum(peak.values())
     return {
         "row": row,

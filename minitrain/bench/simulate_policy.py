@@ -10,7 +10,7 @@
     refit       every sampler receives its share of the weights, in bf16, over the slowest link between the ranks
 
 Apart, samplers and trainers work side by side, and a step takes as long as the slower of the two. Left out: rewards,
-prefill, and how far acceptance of one step's lag changes lengths.
+prefill, how far acceptance of one step's lag changes lengths, and the memory of caches, which take what is left.
 
 A published run's stack pays for more than that: see `Stack`.
 """
@@ -19,6 +19,7 @@ import dataclasses
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from minitrain.bench.decoding import Reads, bytes_read, model_reads
 from minitrain.bench.layout import row_ranks, stated_ranks
@@ -69,7 +70,7 @@ def predicted_row(config: Config, row: str, system: System) -> tuple[Simulation,
     if config.task == "grpo":
         learner = training_config(config)
         simulation = timed(learner, record(learner), system)
-        found = result(config, row, system, simulation, updates_of(config))
+        found = result(config, row, system, simulation, updates_of(config), partial(held_besides, config))
         found |= policy_figures(config, system, simulation, None) | {"response_tokens": rollouts_of(config).mean}
     else:
         simulation = timed(config, record(config), system)
@@ -104,6 +105,17 @@ def phase_seconds(config: Config, system: System, simulation: Simulation, stack:
     sampler, trainer = seconds["generation_s"], seconds["logprobs_s"] + seconds["training_s"]
     step = max(sampler, trainer) if config.grpo.generation_ranks else sampler + trainer
     return {"step_time_s": step + seconds["refit_s"] + (stack.prepare if stack else 0.0), **seconds}
+
+
+def held_besides(config: Config, peak: dict[str, int]) -> dict[str, int]:
+    """Bytes that a rank that trains holds besides what a step does, by kind: the reference, laid out as its model, and
+    if it samples too, and its model is not whole, another one for that."""
+    sampler, shared = 0, stated_ranks(config) == config.rollout.tp == 1
+    if not (shared or config.grpo.generation_ranks):
+        count = sum(p.numel() for p in make_model(config).parameters())
+        sampler = count * (4 if config.precision == "fp32" else 2) // config.rollout.tp
+    reference = peak["parameters"] if config.grpo.kl and not config.lora else 0
+    return {"reference": reference, "sampler": sampler}
 
 
 # ------------------------------------------------------------------------------------------------------------- training
