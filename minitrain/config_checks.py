@@ -204,7 +204,7 @@ def _validate_context(config: "Config") -> None:
             f"context={p.context} (use {_alternatives(possible)})"
         )
     if p.cp > 1 and p.context == "ulysses" and heads % (p.cp * p.tp):
-        possible = _divisors(heads // p.tp)
+        possible = _divisors(max(1, heads // p.tp))
         raise InputError(
             f"parallel.cp={p.cp} x tp={p.tp} with context=ulysses does not divide num_key_value_heads={heads} "
             f"(use context=allgather, or cp={_alternatives(possible)})"

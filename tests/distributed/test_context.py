@@ -290,6 +290,7 @@ def test_split(pool, form, held):
     ({"cp": 2, "tp": 4}, 12, r"parallel\.tp=4 does not divide batch\.seq_len / parallel\.cp=2"),
     ({"cp": 3, "context": "ulysses"}, 24, r"cp=3 x tp=1 .* num_key_value_heads=4 \(use .*allgather, or cp=1, 2 or 4\)"),
     ({"cp": 4, "tp": 2, "context": "ulysses"}, 16, r"cp=4 x tp=2 .* num_key_value_heads=4 .* or cp=1 or 2\)"),
+    ({"cp": 2, "tp": 8, "context": "ulysses"}, 16, r"cp=2 x tp=8 .* num_key_value_heads=4 .* or cp=1\)"),
 ])  # fmt: skip
 def test_refusals(parallel, seq_len, message):
     with pytest.raises(InputError, match=message):
