@@ -362,6 +362,8 @@ def _validate_grpo(config: "Config") -> None:
     _validate_sampler_split(config)
     if config.lora and config.lora.dropout:
         raise InputError(f"lora.dropout={config.lora.dropout}: the sampler would disagree with the trainer (use 0)")
+    if g.offload and (g.lag or g.keep_cache):
+        raise InputError("grpo.offload=true is for ranks that train or sample: it needs lag=0 and keep_cache=false")
     if g.generation_ranks and not g.lag:
         raise InputError(f"grpo.generation_ranks={g.generation_ranks} of their own need grpo.lag=1")
 

@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 
 from minitrain import Sampler, SamplingParams
 from minitrain.config import Rollout, from_dict
+from minitrain.grpo.memory import Phases
 from minitrain.models.fp8 import to_fp8
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
@@ -306,6 +307,21 @@ def test_long_samples_and_no_compilation_after_the_first():
         sampler.free()
         assert pool() is None
     assert graphs[0] == graphs[1] > 0
+
+
+def test_training_and_sampling_leave_each_other_their_memory():
+    states, sampler = ([torch.randn(1 << 20, device="cuda") for _ in range(3)] for _ in range(2))
+    values, size = [state.cpu() for state in states], sum(state.nbytes for state in states)
+    both = torch.cuda.memory_allocated()
+    phases = Phases(lambda: states, sampler)
+    for _ in range(2):
+        assert torch.cuda.memory_allocated() == both - size
+        phases.sample()
+        assert torch.cuda.memory_allocated() == both - size
+        for weights in sampler:
+            weights.fill_(1.0)  # in what states may have left
+        phases.train()
+    assert all(torch.equal(state.cpu(), value) for state, value in zip(states, values, strict=True))
 
 
 @pytest.mark.parametrize("name", ["qwen3-32b", "gpt-oss-20b", "deepseek-v3", "nemotron3-nano-30b-a3b", "gpt3-175b"])

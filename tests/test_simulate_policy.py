@@ -10,6 +10,7 @@ from minitrain.bench.decoding import Reads
 from minitrain.bench.layout import stated_ranks
 from minitrain.bench.rows import CONFIGS
 from minitrain.bench.simulate_policy import (
+    HOST_LINK,
     SPREAD,
     Stack,
     decoding_seconds,
@@ -132,6 +133,24 @@ def test_what_is_held_besides_the_trainer(changes, reference, sampler):
     config = from_dict(tree | changes | {"grpo": grpo})
     count = sum(p.numel() for p in make_model(config).parameters())
     assert held_besides(config, {"parameters": 7}) == {"reference": reference, "sampler": sampler * count}
+
+
+@pytest.mark.parametrize("states, kl, size", [("fp32", 0.1, 12), ("fp32", 0.0, 8), ("bf16", 0.1, 8)])
+def test_offloading_costs_time_and_saves_memory(states, kl, size):
+    """States and reference go to the host and come back, and the sampler counts where it holds more than training."""
+    tree = {
+        "model": "llama3-8b-tiny", "task": "grpo", "data": {"kind": "mock"}, "precision": "bf16",
+        "optim": {"states": states}, "batch": {"global": 8, "micro": 1, "seq_len": 64}, "parallel": {"dp_shard": 8},
+        "grpo": {"prompts": 4, "group": 2, "reward": "math", "kl": kl, "offload": True}, "reference": {"gpus": 8},
+    }  # fmt: skip
+    config = from_dict(tree)
+    kept = replace(config, grpo=replace(config.grpo, offload=False))
+    count = sum(p.numel() for p in make_model(config).parameters())
+    more = refit_seconds(config, SECOND, None) - refit_seconds(kept, SECOND, None)
+    assert more == pytest.approx(2 * size * count / 8 / HOST_LINK)
+    for optimizer, sampler in ((count, count - 70 * bool(kl)), (3 * count, 0)):
+        held = held_besides(config, {"parameters": 70, "optimizer": optimizer})
+        assert held == {"reference": 70 * bool(kl), "sampler": sampler}
 
 
 def test_what_a_published_stack_pays_for():

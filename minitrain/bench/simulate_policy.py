@@ -32,6 +32,7 @@ from minitrain.grpo.batches import enough_for_pipeline
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.training.build import make_model
 
+HOST_LINK = 50e9  # bytes/s between a GPU and its host's memory, each way: assumed of PCIe 5 x16
 SPREAD = 0.8  # standard deviation of the logarithm of responses' lengths
 TWICE = ("full", "attention")  # settings of `recompute` with which all matrix products of a forward pass run again
 
@@ -109,12 +110,15 @@ def phase_seconds(config: Config, system: System, simulation: Simulation, stack:
 
 def held_besides(config: Config, peak: dict[str, int]) -> dict[str, int]:
     """Bytes that a rank that trains holds besides what a step does, by kind: the reference, laid out as its model, and
-    if it samples too, and its model is not whole, another one for that."""
+    if it samples too, and its model is not whole, another one for that; with offload, what sampling takes beyond
+    training."""
     sampler, shared = 0, stated_ranks(config) == config.rollout.tp == 1
     if not (shared or config.grpo.generation_ranks):
         count = sum(p.numel() for p in make_model(config).parameters())
         sampler = count * (4 if config.precision == "fp32" else 2) // config.rollout.tp
     reference = peak["parameters"] if config.grpo.kl and not config.lora else 0
+    if config.grpo.offload:
+        sampler = max(0, peak["parameters"] + sampler - reference - sum(peak.values()))
     return {"reference": reference, "sampler": sampler}
 
 
@@ -209,9 +213,18 @@ def refit_seconds(config: Config, system: System, stack: Stack | None) -> float:
     parameters, gpus = list(make_model(config).named_parameters()), stated_ranks(config)
     count = sum(p.numel() for _, p in parameters)
     if stack is None:
-        return 2 * count / config.rollout.tp / (system.nvlink if gpus <= system.domain else system.network)
+        weights = 2 * count / config.rollout.tp / (system.nvlink if gpus <= system.domain else system.network)
+        return weights + offload_seconds(config, count / gpus)
     gathering = 2 * count / stack.gather
     if config.grpo.generation_ranks:
         return gathering
     tensors = sum(len(p) if ".experts." in name and p.dim() == 3 else 1 for name, p in parameters)
     return gathering + tensors * stack.tensor + stack.wake + 12 * count / gpus / stack.offload
+
+
+def offload_seconds(config: Config, parameters: float) -> float:
+    """Until the optimizer's states and the reference of so many parameters a GPU are on the host, and back."""
+    if not config.grpo.offload or config.lora:  # adapters' states are small
+        return 0.0
+    size = (8 if config.optim.states == "fp32" else 4) + (4 if config.grpo.kl else 0)
+    return 2 * size * parameters / HOST_LINK

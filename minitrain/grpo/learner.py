@@ -95,6 +95,12 @@ class Learner:
             if isinstance(module, FSDPModule):  # no backward pass will free what is gathered
                 module.reshard()
 
+    def waiting(self) -> list[Tensor]:
+        """What nothing but training needs: the optimizer's states, and the reference's weights."""
+        states = [value for state in self.trainer.optimizer.state.values() for value in state.values()]
+        reference = [] if self.reference is None else list(self.reference.parameters())
+        return [tensor for tensor in states + reference if isinstance(tensor, Tensor) and tensor.ndim]
+
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that see other tokens, of whom in a pipeline only the last stage's have anything."""
         return sum_over(self.meshes.pp, sum_over(self.meshes.loss, tensor.to(self.device)))

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from minitrain.config import Config
 from minitrain.errors import InputError
 from minitrain.grpo.learner import Learner
+from minitrain.grpo.memory import Phases
 from minitrain.grpo.problems import open_problems
 from minitrain.grpo.refit import Refit, parts_of
 from minitrain.grpo.rewards import load_reward
@@ -135,6 +136,10 @@ class Run:
             replica, replicas = (dist.get_rank() - sampling[0]) // config.rollout.tp, len(sampling) // config.rollout.tp
             sampler = Sampler(model, self.tokenizer, config.rollout, most_samples(config, replicas))
             self.collector = Collector(config, sampler, self.tokenizer, end, reward, replica, replicas, samplers)
+        self.phases = None
+        if config.grpo.offload:  # every rank does both
+            own = [] if self.refit is None else model.state_dict().values()
+            self.phases = Phases(self.learner.waiting, own)
 
     def connect(self, device_type: str, samples: bool) -> Decoder | None:
         """The model that this rank samples from, and `self.refit`, which brings it the trainer's weights.
@@ -210,7 +215,11 @@ class Run:
         """Write a checkpoint of a step. numbers: what `steps` gave for it."""
         if self.learner:
             extra = {"step": numbers["step"], "numbers": dict(numbers)}  # evaluation adds to them
+            if self.phases:
+                self.phases.train()
             self.checkpointer.save(numbers["step"], self.learner.model, self.learner.trainer.optimizer, extra)
+        if self.phases:
+            self.update_sampler()  # the next thing to come may be an evaluation
         if self.apart:
             wait_for_all()  # those that only sample must not lose patience with the disk
 
@@ -235,6 +244,8 @@ class Run:
             groups = self.collector.collect(self.problems, step)
             if self.frees:
                 self.collector.sampler.free()
+            if self.phases:
+                self.phases.train()
         return groups, self.seconds["generation"]
 
     def kept(self, step: int) -> list[Group] | None:
@@ -273,6 +284,8 @@ class Run:
 
     def update_sampler(self) -> None:
         with self.phase("refit"):
+            if self.phases:
+                self.phases.sample()
             if self.refit is not None:
                 self.refit()
             if self.collector is not None:

@@ -14,8 +14,9 @@ from minitrain.config import Rollout
 from minitrain.grpo.batches import Response
 from minitrain.grpo.learner import Learner
 from minitrain.grpo.loop import Run, make_sampler_model
+from minitrain.grpo.memory import storages
 from minitrain.grpo.refit import Move, Refit, cut, parts_of, plan
-from minitrain.grpo.rollouts import read_rollouts
+from minitrain.grpo.rollouts import Collector, read_rollouts
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.mesh import owned, start
 from minitrain.rollout import compiled, engine, weights
@@ -328,6 +329,53 @@ def test_resume_is_exact_with_ranks_apart(pool, tmp_path):
     for before, after in zip(at_once[0][2:], resumed[0], strict=True):
         assert all(before[key] == after[key] for key in before if not key.endswith(("_s", "_sec", "_gpu")))
     assert all(torch.equal(tensor, resumed[1][name]) for name, tensor in at_once[1].items())
+
+
+# -------------------------------------------------------------------------------------------- memory, of one at a time
+
+
+def run_watched(tree, folder, steps):
+    """`run`, and whenever sampling, training or saving begins, whether training's own tensors, and the sampler's, are
+    there."""
+    runs, held, init = [], [], Run.__init__
+
+    def remember(self, *arguments):
+        init(self, *arguments)
+        runs.append(self)
+
+    def watched(function):
+        def call(*arguments):
+            sampler = runs[0].collector.sampler.model.state_dict().values()
+            held.append((function.__name__, bool(storages(runs[0].learner.waiting())), bool(storages(sampler))))
+            return function(*arguments)
+
+        return call
+
+    with (
+        patch.object(Run, "__init__", remember),
+        patch.object(Collector, "collect", watched(Collector.collect)),
+        patch.object(Learner, "learn", watched(Learner.learn)),
+        patch.object(Checkpointer, "save", watched(Checkpointer.save)),
+    ):
+        return *run(tree, folder, steps), held[1:]  # without the reference's checkpoint
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_training_and_sampling_leave_each_other_their_memory(pool, tmp_path, asynchronous):
+    """Nothing else changes, to the bit; saved and resumed in between, too."""
+    tree = LAGGING | {"steps": 3, "optim": {"lr": 1e-3}, "rollout": {"max_tokens": 8, "tp": 2}}
+    tree |= {"checkpoint": {"asynchronous": asynchronous}}
+    plain, offload = (tree | {"grpo": LAGGING["grpo"] | {"lag": 0, "kl": 0.1, "offload": on}} for on in (False, True))
+    at_once = pool.run(4, run, plain, tmp_path / "plain", [])
+    found = pool.run(4, run_watched, offload, tmp_path / "offload", [2])
+    resumed = pool.run(4, run, offload, tmp_path / "offload", [])
+    step = [("collect", False, True), ("learn", True, False)]
+    assert [held for *_, held in found] == [step * 2 + [("save", True, False)] + step] * 4
+    for (expected, right), (numbers, trained, _), (last, again) in zip(at_once, found, resumed, strict=True):
+        assert [line["step"] for line in last] == [3]
+        for one, other in zip(expected + expected[2:], numbers + last, strict=True):
+            assert all(one[key] == other[key] for key in one if not key.endswith(("_s", "_sec", "_gpu")))
+        assert all(torch.equal(trained[name], right[name]) and torch.equal(again[name], right[name]) for name in right)
 
 
 @pytest.mark.parametrize("change", [

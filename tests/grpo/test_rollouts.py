@@ -299,6 +299,8 @@ def test_it_learns(tmp_path):
     ({"grpo": {"generation_ranks": 2}}, "grpo.generation_ranks=2 of their own need grpo.lag=1"),
     ({"grpo": {"ratio": "sequence"}, "parallel": {"cp": 2}}, "parallel.cp=2: no rank sees whole sequences"),
     ({"grpo": {"importance": "sequence-mask"}, "parallel": {"cp": 2}}, "parallel.cp=2: no rank sees whole sequences"),
+    ({"grpo": {"offload": True, "lag": 1}}, "grpo.offload=true .* needs lag=0 and keep_cache=false"),
+    ({"grpo": {"offload": True, "keep_cache": True}}, "grpo.offload=true .* needs lag=0 and keep_cache=false"),
     ({"rollout": {"tp": 3}}, "rollout.tp=3 does not divide num_key_value_heads=4 .use 1 or 2."),
     ({"rollout": {"ep": 2}}, "rollout.ep=2 must be 1 or rollout.tp=1"),
     ({"rollout": {"tp": 2, "ep": 2}}, "rollout.ep=2 needs a model with experts"),
