@@ -313,13 +313,12 @@ def test_training_and_sampling_leave_each_other_their_memory():
     states, sampler = ([torch.randn(1 << 20, device="cuda") for _ in range(3)] for _ in range(2))
     values, size = [state.cpu() for state in states], sum(state.nbytes for state in states)
     both = torch.cuda.memory_allocated()
-    phases = Phases(lambda: states, sampler)
+    phases = Phases(lambda: states, lambda: sampler)
     for _ in range(2):
         assert torch.cuda.memory_allocated() == both - size
         phases.sample()
         assert torch.cuda.memory_allocated() == both - size
-        for weights in sampler:
-            weights.fill_(1.0)  # in what states may have left
+        sampler = [torch.ones_like(weights) for weights in sampler]  # in what states may have left, and others left now
         phases.train()
     assert all(torch.equal(state.cpu(), value) for state, value in zip(states, values, strict=True))
 

@@ -138,7 +138,7 @@ class Run:
             self.collector = Collector(config, sampler, self.tokenizer, end, reward, replica, replicas, samplers)
         self.phases = None
         if config.grpo.offload:  # every rank does both
-            own = [] if self.refit is None else model.state_dict().values()
+            own = list if self.refit is None else lambda: model.state_dict().values()
             self.phases = Phases(self.learner.waiting, own)
 
     def connect(self, device_type: str, samples: bool) -> Decoder | None:

@@ -15,34 +15,32 @@ from torch.distributed.tensor import DTensor
 
 
 class Phases:
-    """Begins with training. waiting: gives the tensors that nothing but training needs. sampler: the sampler's own."""
+    """Begins with training. waiting, sampler: what gives the tensors that nothing but training, or sampling, needs."""
 
-    def __init__(self, waiting: Callable[[], list[Tensor]], sampler: Iterable[Tensor]):
-        self.waiting, self.sampling = waiting, False
+    def __init__(self, waiting: Callable[[], Iterable[Tensor]], sampler: Callable[[], Iterable[Tensor]]):
+        self.waiting, self.sampler, self.sampling = waiting, sampler, True
         self.on_host: list[tuple[UntypedStorage, Tensor]] = []
-        self.sampler = [(storage, storage.nbytes()) for storage in storages(sampler)]
-        self._empty_sampler()
+        self.gone: list[tuple[UntypedStorage, int]] = []
+        self.train()
 
     def sample(self) -> None:
         """From now on until `train`. The sampler's weights hold nothing yet."""
         if not self.sampling:
             self.on_host = [(storage, to_host(storage)) for storage in storages(self.waiting())]
-            for storage, size in self.sampler:
+            for storage, size in self.gone:
                 storage.resize_(size)
-            self.sampling = True
+            self.gone, self.sampling = [], True
 
     def train(self) -> None:
         """From now on until `sample`."""
         if self.sampling:
-            self._empty_sampler()
+            self.gone = [(storage, storage.nbytes()) for storage in storages(self.sampler())]
+            for storage, _ in self.gone:
+                storage.resize_(0)
             for storage, values in self.on_host:
                 storage.resize_(values.nbytes)
                 as_bytes(storage).copy_(values, non_blocking=True)
             self.on_host, self.sampling = [], False
-
-    def _empty_sampler(self) -> None:
-        for storage, _ in self.sampler:
-            storage.resize_(0)
 
 
 def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
