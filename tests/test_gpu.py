@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 from minitrain import Sampler, SamplingParams
 from minitrain.config import Rollout, from_dict
-from minitrain.grpo.memory import Phases
+from minitrain.grpo.memory import Memory
 from minitrain.models.fp8 import to_fp8
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
@@ -313,13 +313,13 @@ def test_training_and_sampling_leave_each_other_their_memory():
     states, sampler = ([torch.randn(1 << 20, device="cuda") for _ in range(3)] for _ in range(2))
     values, size = [state.cpu() for state in states], sum(state.nbytes for state in states)
     both = torch.cuda.memory_allocated()
-    phases = Phases(lambda: states, lambda: sampler)
+    memory = Memory(lambda: states, lambda: sampler)
     for _ in range(2):
         assert torch.cuda.memory_allocated() == both - size
-        phases.sample()
+        memory.for_sampling()
         assert torch.cuda.memory_allocated() == both - size
         sampler = [torch.ones_like(weights) for weights in sampler]  # in what states may have left, and others left now
-        phases.train()
+        memory.for_training()
     assert all(torch.equal(state.cpu(), value) for state, value in zip(states, values, strict=True))
 
 

@@ -7,7 +7,8 @@
                 More samples than rollout.slots are counted in turns, each of which waits for the last one's longest.
     log-probs   a forward pass for the old policy if there is more than one update, one for the reference
     training    the simulated optimizer step, on rows that are packed full
-    refit       every sampler receives its share of the weights, in bf16, over the slowest link between the ranks
+    refit       every sampler receives its share of the weights, in bf16, over the slowest link between the ranks; with
+                grpo.offload, the optimizer's states and the reference go to the host, and come back
 
 Apart, samplers and trainers work side by side, and a step takes as long as the slower of the two. Left out: rewards,
 prefill, how far acceptance of one step's lag changes lengths, and the memory of caches, which take what is left.

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from minitrain.config import Config
 from minitrain.errors import InputError
 from minitrain.grpo.learner import Learner
-from minitrain.grpo.memory import Phases
+from minitrain.grpo.memory import Memory
 from minitrain.grpo.problems import open_problems
 from minitrain.grpo.refit import Refit, parts_of
 from minitrain.grpo.rewards import load_reward
@@ -136,10 +136,11 @@ class Run:
             replica, replicas = (dist.get_rank() - sampling[0]) // config.rollout.tp, len(sampling) // config.rollout.tp
             sampler = Sampler(model, self.tokenizer, config.rollout, most_samples(config, replicas))
             self.collector = Collector(config, sampler, self.tokenizer, end, reward, replica, replicas, samplers)
-        self.phases = None
-        if config.grpo.offload:  # every rank does both
-            own = list if self.refit is None else lambda: model.state_dict().values()
-            self.phases = Phases(self.learner.waiting, own)
+        waiting = sampled = list  # nothing
+        if config.grpo.offload:  # every rank trains and samples
+            waiting = self.learner.waiting
+            sampled = list if self.refit is None else lambda: model.state_dict().values()
+        self.memory = Memory(waiting, sampled)
 
     def connect(self, device_type: str, samples: bool) -> Decoder | None:
         """The model that this rank samples from, and `self.refit`, which brings it the trainer's weights.
@@ -215,10 +216,9 @@ class Run:
         """Write a checkpoint of a step. numbers: what `steps` gave for it."""
         if self.learner:
             extra = {"step": numbers["step"], "numbers": dict(numbers)}  # evaluation adds to them
-            if self.phases:
-                self.phases.train()
+            self.memory.for_training()
             self.checkpointer.save(numbers["step"], self.learner.model, self.learner.trainer.optimizer, extra)
-        if self.phases:
+        if self.config.grpo.offload:
             self.update_sampler()  # the next thing to come may be an evaluation
         if self.apart:
             wait_for_all()  # those that only sample must not lose patience with the disk
@@ -244,8 +244,7 @@ class Run:
             groups = self.collector.collect(self.problems, step)
             if self.frees:
                 self.collector.sampler.free()
-            if self.phases:
-                self.phases.train()
+            self.memory.for_training()
         return groups, self.seconds["generation"]
 
     def kept(self, step: int) -> list[Group] | None:
@@ -284,8 +283,7 @@ class Run:
 
     def update_sampler(self) -> None:
         with self.phase("refit"):
-            if self.phases:
-                self.phases.sample()
+            self.memory.for_sampling()
             if self.refit is not None:
                 self.refit()
             if self.collector is not None:

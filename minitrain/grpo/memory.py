@@ -14,25 +14,25 @@ from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
 
-class Phases:
-    """Begins with training. waiting, sampler: what gives the tensors that nothing but training, or sampling, needs."""
+class Memory:
+    """Is for training at first. waiting, sampler: give the tensors that nothing but training, or sampling, needs."""
 
     def __init__(self, waiting: Callable[[], Iterable[Tensor]], sampler: Callable[[], Iterable[Tensor]]):
         self.waiting, self.sampler, self.sampling = waiting, sampler, True
         self.on_host: list[tuple[UntypedStorage, Tensor]] = []
         self.gone: list[tuple[UntypedStorage, int]] = []
-        self.train()
+        self.for_training()
 
-    def sample(self) -> None:
-        """From now on until `train`. The sampler's weights hold nothing yet."""
+    def for_sampling(self) -> None:
+        """From now on until `for_training`. The sampler's weights hold nothing yet."""
         if not self.sampling:
             self.on_host = [(storage, to_host(storage)) for storage in storages(self.waiting())]
             for storage, size in self.gone:
                 storage.resize_(size)
             self.gone, self.sampling = [], True
 
-    def train(self) -> None:
-        """From now on until `sample`."""
+    def for_training(self) -> None:
+        """From now on until `for_sampling`."""
         if self.sampling:
             self.gone = [(storage, storage.nbytes()) for storage in storages(self.sampler())]
             for storage, _ in self.gone:

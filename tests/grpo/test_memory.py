@@ -2,10 +2,10 @@
 
 import torch
 
-from minitrain.grpo.memory import Phases
+from minitrain.grpo.memory import Memory
 
 
-def test_each_phase_has_its_tensors_alone():
+def test_training_and_sampling_have_tensors_of_their_own_in_turns():
     """Whoever shares their storage, and if others have taken the sampler's place, as where matrices are joined."""
     joint = torch.arange(12.0)
     states, sampler = [joint[:5], joint[5:].view(7, 1), torch.zeros(())], [torch.ones(3), torch.ones(4, 2)]
@@ -14,14 +14,14 @@ def test_each_phase_has_its_tensors_alone():
     def sizes(tensors):
         return [tensor.untyped_storage().nbytes() for tensor in tensors]
 
-    phases = Phases(lambda: states, lambda: sampler)
+    memory = Memory(lambda: states, lambda: sampler)
     for _ in range(2):
         assert sizes(states) == [48, 48, 4] and sizes(sampler) == [0, 0]
         for _ in range(2):  # the second time changes nothing
-            phases.sample()
+            memory.for_sampling()
             assert sizes(states) == [0, 0, 0] and sizes(sampler) == [12, 32]
         before, sampler = sampler, [torch.ones(3), torch.ones(4, 2)]
         for _ in range(2):
-            phases.train()
+            memory.for_training()
             assert sizes(before) == [12, 32] and sizes(sampler) == [0, 0]
         assert all(torch.equal(state, value) for state, value in zip(states, values, strict=True))
