@@ -88,7 +88,9 @@ class Parallel:
     cp: int = 1  # context parallel: each row's sequence
     pp: int = 1  # pipeline parallel: layers
     ep: int = 1  # expert parallel: experts, over ranks that are counted already; divides dp_shard x cp x tp
-    reshard_after_forward: bool = True  # free a block's weights until its backward, and reduce gradients each time
+    # free a block's weights until its backward, and reduce gradients each time; or both once a step. In a pipeline,
+    # gradients are reduced once anyway, and this frees weights of stages that wait, if a rank has more than three
+    reshard_after_forward: bool = True
     reduce: Literal["fp32", "bf16"] = "fp32"  # the type in which gradients are summed over ranks and micro-batches
     prefetch: int = 1  # how many blocks ahead to gather
     context: Literal["allgather", "ulysses"] = "allgather"  # how context-parallel ranks exchange keys and values
@@ -123,6 +125,7 @@ class Fp8:
     """With precision=fp8: see models/fp8.py."""
 
     fast_accumulation: Literal["none", "forward", "all"] = "forward"  # which products Hopper sums with fewer bits
+    experts: bool = False  # routed experts too: saves time where a rank has one of them (parallel.ep = their number)
 
 
 @dataclass

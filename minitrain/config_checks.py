@@ -124,6 +124,8 @@ def _validate_fp8(config: "Config") -> None:
         raise InputError(
             f"precision=fp8 needs a model width that is a multiple of 16 x parallel.tp={tp}, not {width} (use bf16)"
         )
+    if config.fp8.experts and (config.precision != "fp8" or not getattr(model, "num_experts", 0)):
+        raise InputError("fp8.experts=true needs precision=fp8 and a model with experts (use false)")
 
 
 def _validate_lora(config: "Config") -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import register_dataclass
@@ -84,6 +85,13 @@ def train(tree: dict, steps: int = 2, batch: Callable = ragged_batch) -> Trace:
         optimizer.zero_grad()
         trace.weights.append(copies(model.named_parameters()))
     return trace
+
+
+def count_calls(collective: str):
+    """A patch that counts the calls of a collective of tensors, by the name it has in this version of torch."""
+    names = [f"{collective}_{form}" for form in ("single", "tensor", "into_tensor")]
+    name = next(name for name in names if hasattr(dist, name))
+    return mock.patch.object(dist, name, wraps=getattr(dist, name))
 
 
 def train_compiled(*args) -> Trace:

@@ -11,7 +11,8 @@ from minitrain.bench.versus import check_versus
 from minitrain.config import from_dict
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
-from minitrain.models.fp8 import E4M3, E5M2, Fp8Linear, cast, quantize, to_fp8
+from minitrain.models.fp8 import E4M3, E5M2, Fp8Experts, Fp8Linear, cast, quantize, to_fp8
+from minitrain.models.moe import Experts
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import start
@@ -184,6 +185,70 @@ def test_compiled_as_one_graph(backend):
         assert torch.equal(actual, expected)
 
 
+# ------------------------------------------------------------------------------------------------------------- experts
+
+
+def fp8_experts(number: int, hidden: int = 64, intermediate: int = 48) -> Experts:
+    """With weights of very different sizes."""
+    experts = Experts(number, hidden, intermediate, "relu2", bias=False)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter)
+        parameter.data *= 10.0 ** torch.arange(number)[:, None, None]
+    to_fp8([nn.ModuleList([experts])], "forward", experts=True)
+    assert type(experts) is Fp8Experts
+    return experts
+
+
+def product(experts: Experts, x: torch.Tensor, rows: list[int], grad: torch.Tensor) -> list[torch.Tensor]:
+    """That of up_proj for so many rows of each expert, and the gradients of x and the weights."""
+    x = x.detach().requires_grad_()
+    y = experts._product("up_proj", x, torch.tensor(rows).cumsum(0, dtype=torch.int32))
+    return [y.detach(), *torch.autograd.grad(y, [x, experts.up_proj], grad)]
+
+
+@pytest.mark.parametrize("rows", [[21], [5, 0, 16], [0, 0, 1]], ids=str)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_experts_products_are_of_rounded_numbers(rows, dtype, tolerance):
+    """Each expert's weight has a scale of its own; x and gradients have one."""
+    torch.manual_seed(0)
+    experts, tokens = fp8_experts(len(rows)), sum(rows)
+    x, grad = torch.randn(tokens, 64).to(dtype), 1e-6 * torch.randn(tokens, 48).to(dtype)
+    y, dx, dw = product(experts, x, rows, grad)
+    assert y.dtype == dx.dtype == dtype and dw.dtype == torch.float32
+    (x, _), (g, _), weights = nearest(x, E4M3), nearest(grad, E5M2), [nearest(w, E4M3)[0] for w in experts.up_proj]
+    parts = list(zip(x.split(rows), g.split(rows), weights, strict=True))
+    expected = [torch.cat([x @ w.T for x, _, w in parts]), torch.cat([g @ w for _, g, w in parts])]
+    for actual, right in zip((y, dx, dw), [*expected, torch.stack([g.T @ x for x, g, _ in parts])], strict=True):
+        assert (actual - right).norm() < tolerance * right.norm()
+
+
+@pytest.mark.parametrize(("sizes", "on_units"), [((1, 64, 48), 3), ((2, 64, 48), 0), ((1, 64, 40), 0)], ids=str)
+def test_one_expert_multiplies_on_fp8_units(sizes, on_units):
+    """If its sizes are theirs."""
+    experts, rows = fp8_experts(*sizes), [8] * sizes[0]
+    with mock.patch("torch._scaled_mm", wraps=torch._scaled_mm) as units:
+        product(experts, torch.randn(sum(rows), 64), rows, torch.randn(sum(rows), sizes[2]))
+    assert units.call_count == on_units
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_frozen_experts_get_no_gradient_and_keep_no_input(number):
+    experts, kept = fp8_experts(number), []
+    x, offsets = torch.randn(32, 64, requires_grad=True), torch.tensor([32] * number, dtype=torch.int32)
+    for trainable in (True, False):
+        experts.requires_grad_(trainable)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes), lambda t: t):
+            experts._product("up_proj", x, offsets)
+    weights = [number * 48 * 64, number * 4] + ([number * 4] if number > 1 else [])  # in FP8, their scales, offsets
+    assert kept == [32 * 64, 4, *weights, *weights]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_experts_without_tokens(number):
+    y, dx, dw = product(fp8_experts(number), torch.empty(0, 64), [0] * number, torch.empty(0, 48))
+    assert y.shape == (0, 48) and dx.shape == (0, 64) and torch.equal(dw, torch.zeros(number, 48, 64))
+
+
 # -------------------------------------------------------------------------------------------------------- whole models
 
 
@@ -208,6 +273,7 @@ def test_which_linears_are_converted():
     attention, mlp = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
     assert ends(converted(dense)) == attention | mlp
     assert ends(converted(small)) == attention  # 200 is no multiple of 16
+    assert not any(isinstance(module, Fp8Experts) for module in deepseek.modules())
     names = converted(deepseek)
     assert not any("experts." in name and "shared" not in name for name in names) and "lm_head" not in names
     assert {"q_b_proj", "kv_b_proj", "o_proj"} <= ends(names)
@@ -249,6 +315,8 @@ def test_training_curve_stays_within_2_percent_of_bf16():
      "multiple of 16 x parallel.tp=8, not 64"),
     ({"parallel": {"pp": 2, "vp": 2, "schedule": "ZBVZeroBubble"}}, "precision=fp8 all of it would run twice"),
     ({"fp8": {"fast_accumulation": "backward"}}, "fp8.fast_accumulation"),
+    ({"fp8": {"experts": True}}, "fp8.experts=true needs precision=fp8 and a model with experts"),
+    ({"fp8": {"experts": True}, "model": "mixtral-8x7b-tiny", "precision": "bf16"}, "fp8.experts=true needs precision"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_settings_that_do_not_go(changes, message):
     with pytest.raises(InputError, match=message):

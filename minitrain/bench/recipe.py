@@ -2,7 +2,6 @@
 
     compile         whether element-wise kernels become one
     attention       the kernels of attention, by their name in systems.yaml
-    fp8_experts     whether experts' products are of FP8, too
     micro_batches   for so many of them a pipeline fills and drains, several times in a step
     stack           what GRPO runs on, by its name in systems.yaml
 
@@ -16,11 +15,10 @@ import yaml
 from minitrain.bench.simulate import Simulation, figures, record, timed
 from minitrain.bench.simulate_policy import Stack, policy_figures
 from minitrain.bench.timeline import SYSTEMS, System
-from minitrain.bench.trace import Trace
 from minitrain.config import Config
 from minitrain.errors import InputError
 
-KEYS = ("compile", "attention", "fp8_experts", "micro_batches", "stack")
+KEYS = ("compile", "attention", "micro_batches", "stack")
 PREDICTED = ("step_time_s", "tokens_per_sec_per_gpu", "tflops_per_gpu", "peak_memory_gib", "ratio")
 
 
@@ -35,8 +33,6 @@ def as_published(config: Config, row: str, system: System, simulation: Simulatio
     if recipe.get("compile", config.compile) != config.compile:
         config = dataclasses.replace(config, compile=recipe["compile"])
         traces = record(config)
-    if recipe.get("fp8_experts"):
-        traces = {place: with_fp8_experts(trace) for place, trace in traces.items()}
     if "attention" in recipe:
         system = dataclasses.replace(system, **named("attention", recipe["attention"]))
     predicted = figures(config, row, system, timed(config, traces, system, recipe.get("micro_batches", 0)))
@@ -49,9 +45,3 @@ def named(section: str, name: str) -> dict[str, float]:
     if name not in known:
         raise InputError(f"{name!r} in reference.recipe is not one of {', '.join(known)}")
     return known[name]
-
-
-def with_fp8_experts(trace: Trace) -> Trace:
-    """As if the inputs of experts' products were of FP8."""
-    events = [dataclasses.replace(e, element=1) if e.kind == "grouped" else e for e in trace.events]
-    return dataclasses.replace(trace, events=events)

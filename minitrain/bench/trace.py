@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+import minitrain.models.fp8  # noqa: F401  defines one of the operators
+
 aten = torch.ops.aten
 SHARDS = ("dp_replicate", "dp_shard")  # the dimensions over which FSDP communicates, by collectives of its own
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -362,6 +364,7 @@ MATRIX_PRODUCTS: dict[object, Callable] = {
     aten.addmm: lambda bias, a, b, *_: _mm(a, b),
     aten.addmm_: lambda total, a, b, *_: _mm(a, b),  # the head's weight gradient in fp32
     aten._scaled_mm: _mm,
+    torch.ops.minitrain.scaled_mm: _mm,
     aten.bmm: _bmm,
     aten.baddbmm: lambda bias, a, b, *_: _bmm(a, b),
     aten._grouped_mm: _grouped,

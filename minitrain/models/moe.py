@@ -295,9 +295,11 @@ class Experts(nn.Module):
 
     def _linear(self, name: str, x: Tensor, scale: Tensor, offsets: Tensor) -> Tensor:
         """x W_e^T + scale b_e."""
-        y = grouped_mm(x, getattr(self, name).transpose(-2, -1), offsets)
-        bias = getattr(self, name + "_bias")
+        y, bias = self._product(name, x, offsets), getattr(self, name + "_bias")
         return y if bias is None else y + RowBiases.apply(bias, scale, offsets)
+
+    def _product(self, name: str, x: Tensor, offsets: Tensor) -> Tensor:
+        return grouped_mm(x, getattr(self, name).transpose(-2, -1), offsets)
 
 
 class RowBiases(torch.autograd.Function):

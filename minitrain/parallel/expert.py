@@ -89,11 +89,18 @@ def dispatch(
     to_ranks = list_copies(chosen.any(-1), sum(sizes.sends))
     rows = exchange(CopyRows.apply(x, to_ranks), mesh, sizes.sends, sizes.receives)  # [rows, width]
     weights = exchange(at_copies(table, to_ranks), mesh, sizes.sends, sizes.receives)  # [rows, experts of this rank]
-    chosen = weights.detach() != NOT_CHOSEN
-    to_experts = list_copies(chosen, sizes.pairs)
-    outputs = experts(CopyRows.apply(rows, to_experts), at_copies(weights, to_experts), chosen.sum(0))
-    sums = AddRows.apply(outputs, to_experts)  # [rows, width]
+    sums = expand(rows, weights, experts, sizes.pairs)  # [rows, width]
     return AddRows.apply(exchange(sums, mesh, sizes.receives, sizes.sends), to_ranks)
+
+
+def expand(rows: Tensor, weights: Tensor, experts: Experts, pairs: int) -> Tensor:
+    """Each row's weighted sum over the experts of this rank. weights: [rows, experts], `pairs` of them chosen."""
+    chosen = weights.detach() != NOT_CHOSEN
+    if weights.shape[1] == 1:
+        return experts(rows, weights.squeeze(1), chosen.sum(0))  # which is why the rows are here: no copies
+    to_experts = list_copies(chosen, pairs)
+    outputs = experts(CopyRows.apply(rows, to_experts), at_copies(weights, to_experts), chosen.sum(0))
+    return AddRows.apply(outputs, to_experts)
 
 
 def exchange(x: Tensor, mesh: DeviceMesh, sends: list[int], receives: list[int]) -> Tensor:

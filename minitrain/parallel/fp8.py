@@ -6,6 +6,9 @@ of bf16's, and a frozen weight is rounded once for ever. The scale is the whole 
 shards are compared over all ranks that have parts of it, tensor-parallel ones too, in one all-reduce per mesh dimension
 for all weights of the rank together. So a weight has the same FP8 numbers whatever the layout.
 
+Experts that compute in FP8 are gathered so, too, if expert parallelism has split them: each has a scale of its own,
+which only the ranks that have parts of this expert compare. Unsplit ones are gathered as they are, and rounded then.
+
 Activations are not compared over ranks: each rank scales what it multiplies, which costs nothing and loses nothing.
 
 Memory: a byte more for each parameter that the rank holds, a byte less for each that is gathered.
@@ -22,33 +25,54 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from minitrain.models.fp8 import E4M3, Fp8Linear, cast, largest, pad_rows, placeholder, power_of_two_scale
+from minitrain.models.fp8 import (
+    E4M3,
+    Fp8Experts,
+    Fp8Linear,
+    InFp8,
+    cast,
+    largest,
+    pad_rows,
+    placeholder,
+    power_of_two_scale,
+)
 
 
 def gather_in_fp8(model: Module) -> None:
-    """Make FSDP gather the weights of all `Fp8Linear`s in FP8. To be called when they are sharded and have storage."""
-    linears = [module for module in model.modules() if isinstance(module, Fp8Linear)]
-    shards = Fp8Shards(linears)
-    for number, linear in enumerate(linears):
-        linear.shard = shards, number
-        shard = linear.weight._local_tensor  # FSDP asks this very object, which to_local() may not give
-        shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before_gather, after_gather
+    """Make FSDP gather weights in FP8 that are multiplied so. To be called when they are sharded and have storage."""
+    linears = [(module, "weight") for module in model.modules() if isinstance(module, Fp8Linear)]
+    split = [module for module in model.modules() if isinstance(module, Fp8Experts) and are_split(module)]
+    stacks = [(module, name) for module in split for name in (module.first, "down_proj")]
+    for owners in filter(None, (linears, stacks)):
+        shards = Fp8Shards([module.get_parameter(name) for module, name in owners])
+        for number, (module, name) in enumerate(owners):
+            module.shards = getattr(module, "shards", {}) | {name: (shards, number)}
+            shard = shards.weights[number]._local_tensor  # FSDP asks this very object, which to_local() may not give
+            shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = partial(before_gather, name), after_gather
+
+
+def are_split(experts: Fp8Experts) -> bool:
+    """By expert parallelism, and not by FSDP?"""
+    return "ep" in experts.down_proj.device_mesh.mesh_dim_names
 
 
 class Fp8Shards:
-    """This rank's shards of the Linears' weights, DTensors on one mesh, in FP8: made anew when used after a change.
+    """This rank's shards of weights, DTensors on one mesh, in FP8: made anew when used after a change.
+
+    weights: all [out, in], with one scale, or all [experts, out, in], with one for each expert.
 
     A change is a step of any optimizer, unless a weight is frozen, and any write to a weight or to its local part but
     one: a `foreach` operation on DTensors outside of an optimizer leaves no trace.
     """
 
-    def __init__(self, linears: list[Fp8Linear]):
-        self.weights, self.steps = [linear.weight for linear in linears], 0
-        self.seen: list[tuple | None] = [None] * len(linears)
-        self.shards: list[tuple[Tensor, Tensor] | None] = [None] * len(linears)
+    def __init__(self, weights: list[DTensor]):
+        self.weights, self.steps = weights, 0
+        self.seen: list[tuple | None] = [None] * len(weights)
+        self.shards: list[tuple[Tensor, Tensor] | None] = [None] * len(weights)
         hook = register_optimizer_step_post_hook(partial(count_step, weakref.ref(self)))
         weakref.finalize(self, hook.remove)
 
@@ -66,9 +90,11 @@ class Fp8Shards:
     @torch.no_grad()
     def update(self, changed: list[int]) -> None:
         parts = [self.weights[number].to_local() for number in changed]
-        amax, mesh = torch.stack([largest(part) for part in parts]), self.weights[0].device_mesh
-        for dim in range(mesh.ndim):
-            if mesh.size(dim) > 1:
+        each, mesh = parts[0].ndim == 3, self.weights[0].device_mesh
+        amax = torch.stack([largest(part, each) for part in parts])
+        for dim, placement in enumerate(self.weights[0].placements):
+            has_other_experts = each and placement.is_shard(0)
+            if mesh.size(dim) > 1 and not has_other_experts:
                 dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(dim))
         scales = power_of_two_scale(amax, E4M3)
         for number, part, scale, inverse in zip(changed, parts, scales, 1 / scales, strict=True):
@@ -84,19 +110,25 @@ def count_step(shards: weakref.ref, *step) -> None:
 # The methods hold nothing but what FSDP gives them: Python does not find cycles of references that go through a tensor.
 
 
-def before_gather(mesh: DeviceMesh, size: torch.Size, stride: tuple, linear: Fp8Linear, policy) -> tuple[tuple, tuple]:
-    """What FSDP gathers over the 1-D `mesh` for a weight of this `size`, [out, in]; and notes for `after_gather`."""
-    shards, number = linear.shard
+def before_gather(
+    name: str, mesh: DeviceMesh, size: torch.Size, stride: tuple, module: InFp8, policy
+) -> tuple[tuple, tuple]:
+    """What FSDP gathers over the 1-D `mesh` for a weight of this `size`; and notes for `after_gather`.
+
+    Of a matrix FSDP wants all shards as long as the longest; those of a stack are.
+    """
+    shards, number = module.shards[name]
     shard, inverse = shards[number]
-    rows = -(-size[0] // mesh.size())  # of the largest shard, to which FSDP wants the others padded
-    return (pad_rows(shard, rows),), (linear, size, inverse)
+    if len(size) == 2:
+        shard = pad_rows(shard, -(-size[0] // mesh.size()))
+    return (shard.view(torch.uint8),), (module, name, size, inverse)
 
 
 def after_gather(gathered: tuple[Tensor], notes: tuple, dtype: torch.dtype, *, out: Tensor | None = None):
-    """Give the Linear its weight in FP8, and FSDP, the first time, what stands in the parameter's place."""
-    linear, size, inverse = notes
-    own_rows = getattr(linear, "own_rows", slice(size[0]))  # which tensor parallelism may say
-    linear.gathered = gathered[0][own_rows], inverse
+    """Give the module its weight in FP8, and FSDP, the first time, what stands in the parameter's place."""
+    module, name, size, inverse = notes
+    own_rows = getattr(module, "own_rows", slice(size[0]))  # which tensor parallelism may say
+    module.gathered[name] = gathered[0].view(E4M3).view(-1, *size[1:])[own_rows], inverse
     return None if out is not None else (placeholder(size, inverse, dtype).as_subclass(Standing), [])
 
 

@@ -53,7 +53,7 @@ def make_model(config: Config, **stage) -> Decoder | Wan:
     if config.lora:
         add_adapters(model, config.lora)
     if config.precision == "fp8":
-        to_fp8(model.blocks, config.fp8.fast_accumulation, config.parallel.tp)
+        to_fp8(model.blocks, config.fp8.fast_accumulation, config.parallel.tp, config.fp8.experts)
     return model
 
 

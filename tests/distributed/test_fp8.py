@@ -5,7 +5,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from minitrain.config import from_dict
 from minitrain.models import fp8
@@ -14,7 +13,8 @@ from minitrain.parallel import fp8 as gathering
 from minitrain.parallel.mesh import start, whole
 from minitrain.training.data import Mock
 from minitrain.training.loop import Trainer
-from tests.oracle import check_against_one_process, train
+from tests.distributed.test_expert import all_to_the_first
+from tests.oracle import check_against_one_process, count_calls, train
 
 TREE = {
     "model": {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 2, "initializer_range": 0.05},
@@ -34,7 +34,7 @@ def train_otherwise_in_fp32(*args):
 
 def fp8_decoder(config):
     model = Decoder(config)
-    fp8.to_fp8(model.blocks, "forward")
+    fp8.to_fp8(model.blocks, "forward", experts=True)
     return model
 
 
@@ -53,6 +53,37 @@ def test_layouts(pool, world_size, changes):
         check_against_one_process(pool, world_size, tree, tolerance=0.05, run=train_otherwise_in_fp32)
 
 
+@pytest.mark.parametrize("world_size, experts, changes", [
+    (2, 2, {"parallel": {"ep": 2}}),  # one expert on each rank, which is not sharded any further
+    (4, 2, {"parallel": {"ep": 2}, "compile": True}),  # two ranks with halves of the same
+    (4, 4, {"parallel": {"ep": 4, "tp": 2}, "recompute": "selective"}),
+    (4, 2, {"parallel": {"ep": 2, "pp": 2}}),
+    (4, 8, {"parallel": {"ep": 2, "dp_replicate": 2}, "recompute": "full"}),  # four experts on each
+    (2, 8, {}),
+    (4, 4, {"parallel": {"tp": 2}}),  # halves of channels
+], ids=str)  # fmt: skip
+def test_layouts_of_experts(pool, world_size, experts, changes):
+    """With two choices of expert for each token, one may get no token at all."""
+    model = TREE["model"] | {"name": "mixtral-8x7b-tiny", "num_experts": experts}
+    tree = TREE | {"model": model, "batch": TREE["batch"] | {"global": 8}, "fp8": {"experts": True}} | changes
+    with mock.patch("tests.oracle.Decoder", fp8_decoder):
+        check_against_one_process(pool, world_size, tree, tolerance=0.05, run=train_otherwise_in_fp32)
+
+
+def train_with_idle_ranks(*args):
+    with all_to_the_first():
+        return train_otherwise_in_fp32(*args)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_experts_of_ranks_without_tokens(pool, compiled):
+    model = TREE["model"] | {"name": "mixtral-8x7b-tiny", "num_experts": 4, "num_layers": 1}
+    settings = {"parallel": {"ep": 4}, "fp8": {"experts": True}, "compile": compiled}
+    tree = TREE | {"model": model, "batch": TREE["batch"] | {"global": 8}} | settings
+    with mock.patch("tests.oracle.Decoder", fp8_decoder), all_to_the_first():
+        check_against_one_process(pool, 4, tree, tolerance=0.05, run=train_with_idle_ranks)
+
+
 # ----------------------------------------------------------------------------------------------------- what is gathered
 
 
@@ -62,14 +93,22 @@ def new_trainer(tree):
 
 
 def check_gathered_after_changes(tree):
-    """After steps of optimizers and writes to weights, Linears must get what one process rounds whole weights to."""
+    """After steps of optimizers and writes to weights, modules must get what one process rounds whole weights to."""
     trainer, dataset = new_trainer(tree)
-    model, tp, batch = trainer.model, trainer.meshes.tp, trainer.micro_batches(dataset, 0)[0]
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, fp8.Fp8Linear)}
+    model, batch = trainer.model, trainer.micro_batches(dataset, 0)[0]
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, fp8.InFp8)}
     seen = {}
-    for name, linear in linears.items():
-        linear.register_forward_pre_hook(lambda linear, x, name=name: seen.update({name: linear.gathered[0].clone()}))
+
+    def look(name, module, inputs):
+        for key, (rounded, inverse) in module.gathered.items():
+            seen[f"{name}.{key}"] = rounded.clone(), inverse
+
+    for name, module in modules.items():
+        module.register_forward_pre_hook(partial(look, name))
     weights = {name: p for name, p in model.named_parameters() if p.ndim > 1}
+    for name, p in weights.items():
+        if p.ndim == 3:  # experts of different sizes
+            p.to_local().detach().mul_(own_part(name, None, trainer.meshes, 4.0 ** torch.arange(len(p))[:, None, None]))
     for change in (
         lambda: None,
         torch.optim.SGD(weights.values(), lr=0.1, foreach=True).step,
@@ -80,14 +119,23 @@ def check_gathered_after_changes(tree):
         with torch.no_grad():
             change()
         trainer.objective.loss(model, batch).backward()
-        for name, linear in linears.items():
-            rounded, inverse = fp8.quantize(whole(weights[name + ".weight"]), fp8.E4M3)
-            by = 1 if name.endswith(("o_proj", "down_proj")) else 0
-            part = rounded.view(torch.uint8)
-            part = (
-                part[linear.own_rows] if hasattr(linear, "own_rows") else part.chunk(tp.size(), by)[tp.get_local_rank()]
-            )
-            assert torch.equal(seen[name].view(torch.uint8), part) and linear.gathered[1] == inverse, name
+        assert len(seen) == sum(2 if isinstance(module, fp8.Fp8Experts) else 1 for module in modules.values())
+        for name, (rounded, inverse) in seen.items():
+            weight = whole(weights[name])
+            whole_rounded, whole_inverse = fp8.quantize(weight, fp8.E4M3, each=weight.ndim == 3)
+            part = partial(own_part, name, modules[name.rpartition(".")[0]], trainer.meshes)
+            assert torch.equal(rounded.view(torch.uint8), part(whole_rounded.view(torch.uint8))), name
+            assert torch.equal(inverse, part(whole_inverse) if weight.ndim == 3 else whole_inverse), name
+
+
+def own_part(name, module, meshes, tensor):
+    """Of what is whole, what this rank computes with."""
+    if tensor.ndim == 3:
+        return tensor.chunk(meshes.experts["ep"].size())[meshes.experts["ep"].get_local_rank()]
+    if hasattr(module, "own_rows"):
+        return tensor[module.own_rows]
+    by = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+    return tensor.chunk(meshes.tp.size(), by)[meshes.tp.get_local_rank()]
 
 
 @pytest.mark.parametrize("world_size, tp, heads", [(3, 1, 4), (4, 2, 4), (4, 4, 2)])
@@ -97,14 +145,20 @@ def test_gathered_weights_are_those_of_one_process_after_every_change(pool, worl
     pool.run(world_size, check_gathered_after_changes, TREE | {"parallel": {"tp": tp}, "model": model})
 
 
+@pytest.mark.parametrize(("ep", "experts"), [(2, 2), (2, 8), (4, 4)])  # two halves of stacks of one, of four; whole
+def test_gathered_experts_are_those_of_one_process_after_every_change(pool, ep, experts):
+    model = TREE["model"] | {"name": "mixtral-8x7b-tiny", "num_experts": experts}
+    settings = {"parallel": {"ep": ep}, "model": model, "fp8": {"experts": True}}
+    pool.run(4, check_gathered_after_changes, TREE | {"batch": TREE["batch"] | {"global": 8}} | settings)
+
+
 def count_work(tree, steps):
     """Of some steps: weights rounded, matrix products in FP8, and bytes that this rank has gathered."""
     trainer, dataset = new_trainer(tree)
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     with (
         mock.patch.object(gathering, "cast", wraps=fp8.cast) as cast,
         mock.patch("torch._scaled_mm", wraps=torch._scaled_mm) as product,
-        mock.patch.object(dist, name, wraps=getattr(dist, name)) as gather,
+        count_calls("all_gather") as gather,
     ):
         for step in range(steps):
             trainer.step(dataset, step)
