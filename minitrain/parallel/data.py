@@ -2,7 +2,8 @@
 
 Before a block runs, its weights are all-gathered; after its backward, its gradients are reduce-scattered to their
 owners. Cost per micro-batch: two all-gathers (forward, backward) and one reduce-scatter of the parameters' bytes, each
-moving (n - 1) / n of them per rank. With replicas (HSDP) the shards' gradients are then all-reduced between the copies.
+moving (n - 1) / n of them per rank; or of each kind one per step, if weights and gradients may stay whole meanwhile
+(ZeRO-2). With replicas (HSDP) the shards' gradients are then all-reduced between the copies.
 
 Gradients are summed over ranks, not averaged: the loss is already divided by the tokens of all ranks, so that ranks
 with more valid tokens weigh more, as they would in one process.
@@ -92,8 +93,10 @@ def widest_dimension(parameter: Parameter, ranks: int) -> Shard:
 def set_gradient_sync(model: Module, last: bool) -> None:
     """Say whether the next backward pass is a step's last.
 
-    If weights stay gathered between micro-batches (ZeRO-2), so do gradients: they add up whole, and are reduced once.
-    If not (ZeRO-3), no rank has room for them: they are reduced each time, and the shards add up.
+    If weights stay gathered between forward and backward (ZeRO-2), they do so between micro-batches, and so do
+    gradients: they add up whole, and are reduced once. If not (ZeRO-3), no rank has room for them: they are reduced
+    each time, and the shards add up.
     """
     if isinstance(model, FSDPModule):
+        model.set_reshard_after_backward(last or model.reduces_each_time)
         model.set_requires_gradient_sync(last or model.reduces_each_time)

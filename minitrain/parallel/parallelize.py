@@ -40,7 +40,8 @@ def lay_out(make: Callable[..., Module], config: Config, meshes: Meshes) -> Modu
     for stage in stages.values():
         parallelize(stage, config, meshes)
     dtype = torch.get_default_dtype() if config.precision == "fp32" else torch.bfloat16
-    return Pipeline(stages, parallel.schedule, meshes.pp, meshes.tp.size(), dtype)
+    keeps_weights = not parallel.reshard_after_forward
+    return Pipeline(stages, parallel.schedule, meshes.pp, meshes.tp.size(), dtype, keeps_weights)
 
 
 def parallelize(model: Module, config: Config, meshes: Meshes) -> None:

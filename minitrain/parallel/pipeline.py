@@ -19,9 +19,11 @@ Stages go round the ranks (stage s is on rank s mod n), except for the last two 
 ranks and back up: rank 0 has the first and the last. The last three put off W to fill idle time.
 
 Cost per micro-batch: each boundary between stages sends [micro, seq / cp / tp, hidden] forward and its gradient back,
-nothing else: the last stage computes the loss, every rank reads tokens and labels by itself. Weights stay gathered over
-a step's micro-batches and gradients are reduced once (ZeRO-2), since gathering anew for every micro-batch would cost m
-times as much. torch keeps two buffers of a boundary's size per stage and micro-batch.
+nothing else: the last stage computes the loss, every rank reads tokens and labels by itself. Gradients are reduced once
+a step and weights stay gathered over its micro-batches (ZeRO-2), since gathering anew for each would cost m times as
+much; with `reshard_after_forward`, only those of the three stages that a rank runs next: it has fewer whole, and
+gathers each up to m / n times forward and backward. torch keeps two buffers of a boundary's size per stage and
+micro-batch.
 
 Tied embeddings: the first stage owns the matrix. The last gets a copy before each step and sends its gradient back
 after it, so norms, optimizer and checkpoints see one parameter.
@@ -40,7 +42,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _batch_p2p, get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    RESHARD,
+    UNSHARD,
+    PipelineScheduleSingle,
+    _Action,
+    _batch_p2p,
+    get_schedule_class,
+)
 from torch.nn import Module
 
 from minitrain.config import Parallel
@@ -89,14 +98,18 @@ class Pipeline(nn.Module):
     stages: by their number in the whole pipeline, laid out in all other ways already.
     mesh: 1-D, this pipeline's ranks; they call all methods together, except for those of nn.Module.
     tp: into how many parts a row is split between blocks. dtype: that of hidden states.
+    keeps_weights: for a step, of all of a rank's stages? Else those of three, the next ones to run; of one, always.
     """
 
-    def __init__(self, stages: dict[int, Module], schedule: str, mesh: DeviceMesh, tp: int, dtype: torch.dtype):
+    def __init__(
+        self, stages: dict[int, Module], schedule: str, mesh: DeviceMesh, tp: int, dtype: torch.dtype,
+        keeps_weights: bool,
+    ):  # fmt: skip
         super().__init__()
         self.stages = nn.ModuleDict({str(number): stage for number, stage in sorted(stages.items())})
         self.config = next(iter(stages.values())).config
         self.group, self.rank = mesh.get_group(), mesh.get_local_rank()
-        self.tp, self.dtype = tp, dtype
+        self.tp, self.dtype, self.keeps_weights = tp, dtype, keeps_weights
         self.count = len(stages) * mesh.size()
         self.ranks = [rank_of(number, mesh.size(), schedule in V_SHAPED) for number in range(self.count)]
         self.schedule_class, self.schedule, self.scheduled_for = get_schedule_class(schedule), None, None
@@ -181,6 +194,8 @@ class Pipeline(nn.Module):
         )
         if dist.get_backend(self.group) == "fake":
             schedule._warmup_p2p = skip_vote
+        if self.keeps_weights and not one:
+            keep_weights(schedule.pipeline_order_with_comms[self.rank])
         return schedule
 
     def new_stage(self, number: int) -> "Stage":
@@ -329,6 +344,18 @@ class Stage(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """torch 2.11 opens connections by messages, and gloo has none from a rank to itself, as a V would need."""
         return super()._get_init_p2p_neighbors_ops() if dist.get_backend(self.group) == "nccl" else []
+
+
+def keep_weights(actions: list[_Action]) -> None:
+    """Of what a rank does in a step, leave out each stage's gathers but the first, and its releases but the last."""
+    gathers, releases = {}, {}
+    for index, action in enumerate(actions):
+        if action.computation_type == UNSHARD:
+            gathers.setdefault(action.stage_index, index)
+        elif action.computation_type == RESHARD:
+            releases[action.stage_index] = index
+    kept = {*gathers.values(), *releases.values()}
+    actions[:] = [a for i, a in enumerate(actions) if i in kept or a.computation_type not in (UNSHARD, RESHARD)]
 
 
 def skip_vote(stages: list[Stage], *args) -> None:

@@ -4,7 +4,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from minitrain import config as configs
@@ -13,7 +12,7 @@ from minitrain.parallel.mesh import start
 from minitrain.training.build import build_model
 from minitrain.training.data import open_data
 from minitrain.training.loop import Trainer
-from tests.oracle import check_against_one_process, snapshot, train, train_compiled
+from tests.oracle import check_against_one_process, count_calls, snapshot, train, train_compiled
 
 MODEL = {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 3, "initializer_range": 0.05}
 TREE = {
@@ -94,19 +93,20 @@ def test_compiled_blocks(pool, recompute):
     check_against_one_process(pool, 2, TREE | {"compile": True, "recompute": recompute}, run=train_compiled)
 
 
-def count_reductions(tree):
-    """How many reduce-scatters a training step takes, by the name they have in this version of torch."""
-    names = [name for name in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name)]
-    with mock.patch.object(dist, names[0], wraps=getattr(dist, names[0])) as reduce_scatter:
+def count_messages(tree):
+    """How many all-gathers and reduce-scatters a training step takes."""
+    with count_calls("all_gather") as gathers, count_calls("reduce_scatter") as reductions:
         train(tree, steps=1)
-    return reduce_scatter.call_count
+    return gathers.call_count, reductions.call_count
 
 
-@pytest.mark.parametrize(("frees", "times"), [(False, 1), (True, 4)])
-def test_gradients_add_up_whole_only_where_weights_are(pool, frees, times):
+@pytest.mark.parametrize(("frees", "gathers", "reductions"), [
+    (False, 3 + 1, 3 + 1),  # of blocks and the remainder, once a step
+    (True, 4 * (2 * 3 + 1), 4 * (3 + 1)),  # in each micro-batch, of blocks again in the backward pass
+])  # fmt: skip
+def test_weights_stay_gathered_and_gradients_add_up_whole_or_neither(pool, frees, gathers, reductions):
     batch, parallel = TREE["batch"] | {"micro": 1}, {"reshard_after_forward": frees}  # four micro-batches on two ranks
-    units = MODEL["num_layers"] + 1
-    assert pool.run(2, count_reductions, TREE | {"batch": batch, "parallel": parallel}) == [units * times] * 2
+    assert pool.run(2, count_messages, TREE | {"batch": batch, "parallel": parallel}) == [(gathers, reductions)] * 2
 
 
 # ------------------------------------------------------------------------------------------- what must not be rounded

@@ -31,6 +31,7 @@ from minitrain.training.optim import make_optimizer
 from tests import oracle
 from tests.oracle import (
     check_against_one_process,
+    count_calls,
     initial_weights,
     micro_batches,
     plain_step,
@@ -63,6 +64,24 @@ def test_schedules(pool, schedule):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules_with_fsdp(pool, schedule):
     check_against_one_process(pool, 4, tree(schedule=schedule, data_ranks=2), steps=2)
+
+
+MANY_STAGES = {"layers": 6, "schedule": "Interleaved1F1B", "micro_batches": 8, "data_ranks": 2}  # four on each rank
+
+
+def count_gathers(settings):
+    with count_calls("all_gather") as gathers:
+        oracle.train(settings, steps=2)
+    return gathers.call_count
+
+
+def test_weights_are_gathered_once_a_step_or_freed_while_they_wait(pool):
+    """Of four stages three blocks, and the embedding or the head."""
+    keeps, frees = (tree(**MANY_STAGES, parallel={"vp": 4, "reshard_after_forward": frees}) for frees in (False, True))
+    assert pool.run(4, count_gathers, keeps) == [2 * 4] * 4
+    assert min(pool.run(4, count_gathers, frees)) > 2 * 2 * 4
+    for settings in (keeps, frees):
+        check_against_one_process(pool, 4, settings, steps=2)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
