@@ -79,7 +79,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         need_hidden, need_weight, *_ = ctx.needs_input_grad
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
+        grad_weight = _new_gradient(weight, torch.float32, len(hidden)) if need_weight else None
         for start in range(0, len(hidden), CHUNK):
             chunk = slice(start, start + CHUNK)
             chunk_loss, grad_logits = fused(_loss_and_grad, weight)(hidden[chunk] @ weight.T, labels[chunk], part)
@@ -87,7 +87,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if need_hidden:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if need_weight:
-                _add_product(grad_weight, grad_logits.T, hidden[chunk])
+                _add_product(grad_weight, grad_logits.T, hidden[chunk], start > 0)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         return loss
@@ -98,7 +98,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = grad_hidden * grad_loss.to(grad_hidden.dtype)
         if grad_weight is not None:
-            grad_weight = (grad_weight * grad_loss).to(ctx.weight_dtype)
+            scaled = grad_weight.new_empty(grad_weight.shape, dtype=ctx.weight_dtype)
+            grad_weight = torch.mul(grad_weight, grad_loss, out=scaled)  # and rounded, in one pass
         return grad_hidden, grad_weight, None, None
 
 
@@ -129,14 +130,21 @@ def _find(labels: Tensor, part: Part, size: int) -> tuple[Tensor, Tensor, Tensor
     return valid, mine, rows * mine
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, with total in fp32 also where a and b are bf16."""
+def _new_gradient(weight: Tensor, dtype: torch.dtype, tokens: int) -> Tensor:
+    """Without values, as the first product overwrites them; with none to come, zero."""
+    return (torch.empty if tokens else torch.zeros)(weight.shape, dtype=dtype, device=weight.device)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
+    """total += a @ b, or total = a @ b, with total in fp32 also where a and b are bf16."""
     if a.dtype == total.dtype:
-        total.addmm_(a, b)
+        total.addmm_(a, b, beta=int(add))
     elif total.is_cuda:  # its kernel adds: the product is not rounded, nor written and read again
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=int(add), out=total)
+    elif add:
         total += a @ b
+    else:
+        total.copy_(a @ b)
 
 
 # ------------------------------------------------------------------------------------------------------- every token's
@@ -169,7 +177,7 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden, weight, labels, log_total = ctx.saved_tensors
         need_hidden, need_weight, *_ = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros(weight.shape, dtype=log_total.dtype, device=weight.device) if need_weight else None
+        grad_weight = _new_gradient(weight, log_total.dtype, len(hidden)) if need_weight else None
         for start in range(0, len(hidden), CHUNK):
             chunk = slice(start, start + CHUNK)
             grad_logits = fused(_log_prob_grad, weight)(
@@ -183,7 +191,7 @@ class _LinearLogProbs(torch.autograd.Function):
             if need_hidden:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if need_weight:
-                _add_product(grad_weight, grad_logits.T, hidden[chunk])
+                _add_product(grad_weight, grad_logits.T, hidden[chunk], start > 0)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
