@@ -26,6 +26,7 @@ from minitrain.errors import InputError
 
 SYSTEMS = Path(__file__).with_name("systems.yaml")
 TILE = 128, 256  # of a matrix product's result, per multiprocessor
+READS_GATHERED = ("split_with_sizes_copy", "embedding")  # the latter from one rank, where nothing is copied out
 RECOVERED = 0.6  # how much of an incomplete last wave smaller tiles and split products recover
 
 
@@ -65,7 +66,7 @@ class System:
 
     def gemm_rate(self, event: Event) -> float:
         rate = self.fp8 if event.element == 1 else self.bf16 if event.element == 2 else self.bf16 / 16
-        if event.kind == "grouped" and (event.sizes[0] > 1 or event.element == 1):
+        if event.kind == "grouped" and event.sizes[0] > 1:
             rate *= self.grouped
         if not event.sizes:
             return rate
@@ -176,7 +177,7 @@ class _Player:
         if event.name == "all_gather_copy_in":
             return "dp_shard"
         makers = {self.made_by.get(number) for number, size in event.reads if size > 8}
-        if event.kind == "memory" and len(makers) == 1 and "copy" not in event.name and "embedding" not in event.name:
+        if event.kind == "memory" and len(makers) == 1 and event.name not in READS_GATHERED:
             maker = makers.pop()
             if maker in SHARDS and not any(n in s for s in self.waiting.values() for n, _ in event.reads):
                 return maker
