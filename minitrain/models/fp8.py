@@ -175,7 +175,9 @@ def scaled_mm(a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype:
 def opaque_scaled_mm(
     a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    """The same for a compiler, which in torch's operator wants to know more of the sizes than it does."""
+    """The same, of nothing too, for a compiler: in torch's operator it wants to know more of the sizes than it does."""
+    if not a.numel():
+        return a.new_zeros(a.shape[0], b.shape[1], dtype=dtype)
     return scaled_mm(a, b, a_inverse, b_inverse, dtype, fast)
 
 
