@@ -146,3 +146,16 @@ def test_compiled_on_cuda_equals_cpu(monkeypatch, name, dtype):
     inputs = (hidden.detach().cuda().requires_grad_(), weight.detach().cuda().requires_grad_(), labels.cuda())
     for one, other in zip(values_and_gradients(FUNCTIONS[name], *inputs), expected, strict=True):
         assert (one.cpu() - other).norm() < (1e-5 if dtype == torch.float32 else 0.01) * other.norm()
+
+
+@pytest.mark.parametrize(
+    "loss", [linear_cross_entropy, lambda *given: linear_log_probs(*given)[0].sum()], ids=["sum", "every token"]
+)
+def test_the_gradient_of_no_tokens_is_zero(loss):
+    hidden, weight = torch.empty(0, 8, requires_grad=True), torch.ones(32, 8, requires_grad=True)
+    torch.use_deterministic_algorithms(True)  # which also fills new memory with NaN
+    try:
+        loss(hidden, weight, torch.empty(0, dtype=torch.long)).backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(weight.grad, torch.zeros(32, 8)) and hidden.grad.shape == (0, 8)

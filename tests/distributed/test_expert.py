@@ -55,6 +55,12 @@ def test_gradients(pool, ranks, model, parallel, recompute):
     check_against_one_process(pool, ranks, tree, batch=packed_batch)
 
 
+def test_one_expert_on_each_rank(pool):
+    """Which is not copied any rows: all that come are for it."""
+    model = {"name": "mixtral-8x7b-tiny", "num_layers": 2, "num_experts": 4}
+    check_against_one_process(pool, 4, TREE | {"model": model, "parallel": {"ep": 4}}, batch=packed_batch)
+
+
 @pytest.mark.parametrize(("ep", "recompute"), [(2, "none"), (4, "selective")])
 def test_gradients_with_tensor_parallel(pool, ep, recompute):
     """Every rank sends its part of a sequence. Tensor parallelism splits sums: rounding alone is above 1e-6 in fp32."""
