@@ -49,7 +49,9 @@ class Data:
 
     kind: Literal["mock", "text", "jsonl", "tokens", "latents", "shapes"] = "mock"
     path: str | list[str] = ""  # files, folders or globs; {stdlib} stands for Python's own library
-    exclude: list[str] = field(default_factory=list)  # glob patterns of files to leave out
+    exclude: list[str] = field(
+        default_factory=list
+    )  # glob patterns of files to leave out, or of the ends of their paths
     size: list[int] = field(default_factory=lambda: [24, 104, 60])  # mock latents: frames, height, width
     field: str = "text"  # jsonl: the key that holds the text; fine-tuning looks for chats, see training/chat.py
     template: Literal["auto", "llama3", "chatml", "plain"] = "auto"  # fine-tuning: how chats become text
@@ -100,6 +102,7 @@ class Parallel:
     ] = "1F1B"
     vp: int = 1  # pipeline stages per rank
     layers_per_stage: list[int] | None = None  # embedding and head count as a layer each; default: as even as possible
+    head_layers: int = 1  # where stages are as even as possible, the head counts as so many layers
 
 
 @dataclass
@@ -117,7 +120,7 @@ class Optim:
     stochastic_rounding: bool = False  # of the weights and states that are stored in bf16
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup: int = 0
-    final_lr: float = 0.0  # as a share of lr, reached at the last step
+    final_lr: float = 0.0  # as a share of lr, reached at the last step, if two follow the warm-up
 
 
 @dataclass

@@ -14,7 +14,7 @@ from minitrain.models.checkpoint_peft import LARGEST_ALPHA, LARGEST_RANK, adapte
 from minitrain.models.config_hf import check_exportable
 
 if TYPE_CHECKING:
-    from minitrain.config import Config
+    from minitrain.config import Config, Parallel
     from minitrain.models.decoder_config import DecoderConfig
 
 COLDEST = 1e-6  # temperature of sampling above 0: for less, fp32 cannot hold logits divided by it
@@ -24,7 +24,7 @@ def validate(config: "Config") -> None:
     """Refuse settings that contradict each other. What depends on the number of ranks is in `check_layout`."""
     c, b, p, o = config, config.batch, config.parallel, config.optim
     _at_least(c, 1, "steps", "batch.global", "batch.micro", "batch.seq_len", "parallel.dp_replicate", "parallel.tp",
-              "parallel.cp", "parallel.pp", "parallel.vp", "parallel.ep", "checkpoint.keep",
+              "parallel.cp", "parallel.pp", "parallel.vp", "parallel.ep", "parallel.head_layers", "checkpoint.keep",
               "validation.batches")  # fmt: skip
     _at_least(c, 0, "seed", "parallel.prefetch", "optim.lr", "optim.warmup", "optim.weight_decay", "validation.every",
               "validation.exact_match", "checkpoint.every")  # fmt: skip
@@ -278,8 +278,9 @@ def _check_expert_parallel(config: "Config", ranks: int) -> None:
 
 def _validate_pipeline(config: "Config") -> None:
     p, slots, stages = config.parallel, config.model.config.num_layers + 2, config.parallel.pp * config.parallel.vp
-    if p.pp == 1 and (p.vp > 1 or p.layers_per_stage):
-        raise InputError(f"parallel.vp={p.vp} and layers_per_stage={p.layers_per_stage} need parallel.pp above 1")
+    if p.pp == 1 and (p.vp > 1 or p.layers_per_stage or p.head_layers > 1):
+        given = f"vp={p.vp}, layers_per_stage={p.layers_per_stage}, head_layers={p.head_layers}"
+        raise InputError(f"parallel.{given} need parallel.pp above 1 (use 1, null and 1)")
     if p.pp == 1:
         return
     if p.schedule in ("GPipe", "1F1B") and p.vp > 1:
@@ -302,23 +303,42 @@ def _validate_pipeline(config: "Config") -> None:
             f"parallel.layers_per_stage={given} must be {stages} numbers (pp={p.pp} x vp={p.vp} stages) of at least 1 "
             f"with sum {slots} (num_layers={slots - 2}, embedding and head)"
         )
+    if given and p.head_layers > 1:
+        raise InputError(
+            f"parallel.head_layers={p.head_layers} is for stages that are as even as possible, not for "
+            f"layers_per_stage={given} (use one of the two)"
+        )
     if stages > slots:
         raise InputError(
             f"parallel.pp={p.pp} x vp={p.vp} stages are more than the {slots} that num_layers={slots - 2}, embedding "
             f"and head can fill (use at most {slots} stages)"
         )
+    each, more = divmod(slots - 1 + p.head_layers, stages)
+    if p.head_layers > each + (more > 1):
+        raise InputError(
+            f"parallel.head_layers={p.head_layers} is more than a stage's even share of num_layers={slots - 2} over "
+            f"pp={p.pp} x vp={p.vp} stages (use less, or fewer stages)"
+        )
 
 
 def _check_pipeline(config: "Config", micro_batches: int) -> None:
     p = config.parallel
-    least = {"1F1B": p.pp, "DualPipeV": 2 * p.pp}.get(p.schedule, 1)
-    rounds = max(1, micro_batches // p.pp) if p.schedule.startswith("Interleaved") else 1
-    if p.pp > 1 and (micro_batches < least or micro_batches % rounds):
-        needed = f"at least {least}" if micro_batches < least else f"a multiple of {p.pp}, or fewer than {2 * p.pp},"
+    if needed := pipeline_needs(p, micro_batches):
         raise InputError(
             f"parallel.schedule={p.schedule} with pp={p.pp} needs {needed} micro-batches per rank and step, not "
             f"{micro_batches} (batch.global={config.batch.global_} / batch.micro={config.batch.micro} / data ranks)"
         )
+
+
+def pipeline_needs(p: "Parallel", micro_batches: int) -> str | None:
+    """How many micro-batches a pipeline's schedule needs, if it cannot run so many."""
+    least = {"1F1B": p.pp, "DualPipeV": 2 * p.pp}.get(p.schedule, 1)
+    rounds = max(1, micro_batches // p.pp) if p.schedule.startswith("Interleaved") else 1
+    if p.pp > 1 and micro_batches < least:
+        return f"at least {least}"
+    if p.pp > 1 and micro_batches % rounds:
+        return f"a multiple of {p.pp}, or fewer than {2 * p.pp},"
+    return None
 
 
 def _validate_rollout(config: "Config") -> None:

@@ -12,11 +12,12 @@ from torch._dynamo.utils import counters
 from minitrain import Sampler, SamplingParams
 from minitrain.config import Rollout, from_dict
 from minitrain.grpo.memory import Memory
-from minitrain.models.fp8 import to_fp8
+from minitrain.models.fp8 import E4M3, E5M2, dequantize, quantize, to_fp8
 from minitrain.models.moe import Experts
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import owned, start, whole
+from minitrain.parallel.tensor import collectives
 from minitrain.rollout import engine
 from minitrain.training.datasets import open_dataset
 from minitrain.training.loop import Trainer
@@ -196,6 +197,25 @@ def test_fp8_products_equal_those_on_cpu(dtype, tolerance, fast, compiled):
     expected = fp8_passes("cpu", "none", dtype, False)
     for ours, right in zip(fp8_passes("cuda", fast, dtype, compiled), expected, strict=True):
         assert (ours - right).norm() < max(tolerance, 5e-3 if fast != "none" else 0) * right.norm()
+
+
+@has_fp8
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_tensor_parallelism_gathers_in_fp8(compiled):
+    """On one rank: what FP8 products make of the input, and of the output's gradient, to the bit."""
+    gather, scatter = collectives(start(from_dict(TREE | {"device": "cuda"})).tp)
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, grad = (torch.randn(2, 128, 256, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    x.requires_grad_()
+
+    def there_and_back(x):
+        gathered = gather(x, True)
+        return gathered, scatter(x, True)
+
+    gathered, scattered = (torch.compile(there_and_back, fullgraph=True) if compiled else there_and_back)(x)
+    scattered.backward(grad)
+    assert torch.equal(gathered, dequantize(*quantize(x, E4M3), x.dtype)) and torch.equal(scattered, x)
+    assert torch.equal(x.grad, dequantize(*quantize(grad, E5M2), x.dtype))
 
 
 def fp8_expert_passes(device: str, rows: list[int]) -> list[torch.Tensor]:

@@ -83,16 +83,17 @@ def test_samples_beyond_the_slots_take_turns():
     assert turns == pytest.approx(2 * half) and all_at_once < turns
 
 
-@pytest.mark.parametrize("parallel, rows", [
-    ({"pp": 2, "schedule": "1F1B"}, 3),
-    ({"pp": 2, "vp": 2, "schedule": "Interleaved1F1B"}, 4),  # a multiple of its ranks
-    ({"pp": 4, "schedule": "1F1B"}, 4),
+@pytest.mark.parametrize("parallel, tokens, rows", [
+    ({"pp": 2, "schedule": "1F1B"}, 12, 3),
+    ({"pp": 2, "vp": 2, "schedule": "Interleaved1F1B"}, 12, 3),  # fewer than two rounds of its ranks
+    ({"pp": 2, "vp": 2, "schedule": "Interleaved1F1B"}, 28, 6),  # a multiple of its ranks
+    ({"pp": 4, "schedule": "1F1B"}, 12, 4),
 ])  # fmt: skip
-def test_rollouts_fill_as_many_rows_as_the_pipeline_takes(parallel, rows):
-    """8 responses of 12 tokens to prompts of 8 are 2.5 rows of 64."""
+def test_rollouts_fill_as_many_rows_as_the_pipeline_takes(parallel, tokens, rows):
+    """8 responses of 12 tokens to prompts of 8 are 2.5 rows of 64, of 28 tokens 4.5."""
     config = from_dict({
         "model": "llama3-8b-tiny", "task": "grpo", "data": {"kind": "mock"}, "parallel": {"dp_shard": 1} | parallel,
-        "batch": {"global": 8, "micro": 1, "seq_len": 64}, "rollout": {"max_tokens": 12},
+        "batch": {"global": 8, "micro": 1, "seq_len": 64}, "rollout": {"max_tokens": tokens},
         "grpo": {"prompts": 4, "group": 2, "reward": "math", "mock_digits": 7},
     })  # fmt: skip
     learner = training_config(config)

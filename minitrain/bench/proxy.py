@@ -23,8 +23,9 @@ from minitrain.training.datasets import open_dataset
 MICRO_BATCHES = 8  # per step, at most
 LEFT_OUT = "communication, the pipeline's bubble, uneven experts, most micro-batches of a step"
 ALONE = dict(
-    dp_replicate=1, dp_shard=1, tp=1, cp=1, pp=1, ep=1, vp=1, schedule="1F1B", layers_per_stage=None, async_tp=False
-)
+    dp_replicate=1, dp_shard=1, tp=1, cp=1, pp=1, ep=1, vp=1, schedule="1F1B", layers_per_stage=None, head_layers=1,
+    async_tp=False,
+)  # fmt: skip
 
 
 def parse_counts(word: str) -> list[int]:

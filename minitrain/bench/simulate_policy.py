@@ -131,7 +131,7 @@ def training_config(config: Config) -> Config:
     mock tokens, since data.path has problems."""
     rows = row_ranks(config) * config.batch.micro
     packs = math.ceil(rollouts_of(config).tokens / updates_of(config) / config.batch.seq_len / rows)
-    batch = dataclasses.replace(config.batch, global_=enough_for_pipeline(packs, config.parallel) * rows)
+    batch = dataclasses.replace(config.batch, global_=enough_for_pipeline(config.parallel, packs) * rows)
     return dataclasses.replace(config, task="pretrain", batch=batch, data=Data(), grpo=GRPO())
 
 

@@ -3,12 +3,14 @@
 Every rank knows all responses of a step and packs them into the same rows, of which it then takes its share.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
 from minitrain.config import Config, Parallel
+from minitrain.config_checks import pipeline_needs
 from minitrain.training.data import stack
 from minitrain.training.loss import IGNORE
 from minitrain.training.packing import first_fit_decreasing, pack_row
@@ -47,7 +49,7 @@ def micro_batches(samples: list[Example], config: Config, rank: int, ranks: int)
     """
     micro, length = config.batch.micro, config.batch.seq_len
     bins = first_fit_decreasing([len(sample["tokens"]) for sample in samples], length)
-    count = enough_for_pipeline(-(-len(bins) // (micro * ranks)), config.parallel)
+    count = enough_for_pipeline(config.parallel, -(-len(bins) // (micro * ranks)))
     bins += [[]] * (count * micro * ranks - len(bins))
     padding = {key: PADDING.get(key, 0.0) for key in samples[0]}
     nothing = {key: np.empty(0, column.dtype) for key, column in samples[0].items()}
@@ -55,13 +57,9 @@ def micro_batches(samples: list[Example], config: Config, rank: int, ranks: int)
     return [stack(rows[n : n + micro]) for n in range(0, len(rows), micro)]
 
 
-def enough_for_pipeline(count: int, parallel: Parallel) -> int:
-    """So many micro-batches or a few more, as the pipeline's schedule needs (see config_checks)."""
-    if parallel.pp == 1:
-        return count
-    unit = parallel.pp if parallel.schedule.startswith("Interleaved") else 1
-    least = parallel.pp * (2 if parallel.schedule == "DualPipeV" else 1)
-    return max(least, -(-count // unit) * unit)
+def enough_for_pipeline(parallel: Parallel, count: int) -> int:
+    """So many micro-batches or a few more, as the pipeline's schedule needs."""
+    return next(n for n in itertools.count(count) if not pipeline_needs(parallel, n))
 
 
 def response_sample(rollout: Response, advantage: float, config: Config) -> Example:

@@ -9,7 +9,8 @@ for all weights of the rank together. So a weight has the same FP8 numbers whate
 Experts that compute in FP8 are gathered so, too, if expert parallelism has split them: each has a scale of its own,
 which only the ranks that have parts of this expert compare. Unsplit ones are gathered as they are, and rounded then.
 
-Activations are not compared over ranks: each rank scales what it multiplies, which costs nothing and loses nothing.
+Activations are compared over ranks only where tensor parallelism gathers them (parallel/tensor.py). Elsewhere each rank
+scales what it multiplies, which costs nothing and loses nothing.
 
 Memory: a byte more for each parameter that the rank holds, a byte less for each that is gathered.
 

@@ -1,9 +1,11 @@
 """Pipeline parallelism (Huang et al. 2018): every rank has some of the layers, and micro-batches pass through them.
 
-The model is cut into pp x vp stages; embedding and head count as a layer each. A stage sends its output to the next one
-and, in the backward pass, the gradient of its input to the one before. Which micro-batch a rank works on next is the
-schedule, from torch.distributed.pipelining. With n ranks, v stages on each, m micro-batches, F, I and W the time that
-one rank's layers take for a micro-batch's forward and its gradients with respect to inputs and weights:
+The model is cut into pp x vp stages; embedding and head count as a layer each, or the head as more (`head_layers`):
+beside layers in FP8, one of 128k words takes as long as two of Llama 3 70B's, and all ranks wait for the one that has
+it. A stage sends its output to the next one and, in the backward pass, the gradient of its input to the one before.
+Which micro-batch a rank works on next is the schedule, from torch.distributed.pipelining. With n ranks, v stages on
+each, m micro-batches, F, I and W the time that one rank's layers take for a micro-batch's forward and its gradients
+with respect to inputs and weights:
 
     schedule                idle time of a rank          micro-batches whose       from
                             (work: m (F + I + W))        activations are held
@@ -68,16 +70,17 @@ def rank_of(stage: int, ranks: int, v_shaped: bool) -> int:
     return min(stage, 2 * ranks - 1 - stage) if v_shaped else stage % ranks
 
 
-def cut(layers: int, stages: int, layers_per_stage: list[int] | None = None) -> list[dict]:
+def cut(layers: int, stages: int, layers_per_stage: list[int] | None = None, head: int = 1) -> list[dict]:
     """What each stage holds: `layers`, a range, and whether it is `first` and `last`, with embedding or head.
 
-    layers_per_stage: how many of the layers + 2 slots (embedding, layers, head) each takes. By default equally many; if
-    they do not divide evenly, the first stages take one more, or the first and the last if all then have equally many
-    layers.
+    layers_per_stage: how many of the layers + 2 slots (embedding, layers, head) each takes. By default equally many, of
+    which the head fills as many as `head` says; if they do not divide evenly, the first stage takes one more, then the
+    last ones.
     """
-    each, more = divmod(layers + 2, stages)
-    longer = (0, stages - 1) if more == 2 else range(more)
-    slots = layers_per_stage or [each + (stage in longer) for stage in range(stages)]
+    each, more = divmod(layers + 1 + head, stages)
+    longer = {0, *range(stages - more + 1, stages)} if more else ()
+    even = [each + (stage in longer) for stage in range(stages)]
+    slots = layers_per_stage or [*even[:-1], even[-1] - (head - 1)]
     ends = list(accumulate(slots))
     return [
         dict(layers=range(max(end - n - 1, 0), min(end - 1, layers)), first=end == n, last=end == layers + 2)
@@ -87,7 +90,7 @@ def cut(layers: int, stages: int, layers_per_stage: list[int] | None = None) -> 
 
 def local_stages(parallel: Parallel, layers: int, rank: int) -> dict[int, dict]:
     """What `cut` says of the stages that a rank of the pipeline has, by their number."""
-    parts = cut(layers, parallel.pp * parallel.vp, parallel.layers_per_stage)
+    parts = cut(layers, parallel.pp * parallel.vp, parallel.layers_per_stage, parallel.head_layers)
     v_shaped = parallel.schedule in V_SHAPED
     return {number: part for number, part in enumerate(parts) if rank_of(number, parallel.pp, v_shaped) == rank}
 

@@ -37,6 +37,11 @@ one that its queries attend to; gradients of these rows are sums over the ranks 
 
 Biases of matrices that are split by input must be added once: every rank adds 1 / tp of them.
 
+With FP8 (models/fp8.py) an all-gather moves half the bytes where nothing reads what comes but FP8 products: inputs of
+q, k, v, gate and up go as e4m3, gradients of what o and down return as e5m2, unless there are adapters, or a bias whose
+gradient is their sum. The ranks first compare their largest elements, one number each, for the scale that the whole
+tensor would have. So the products get the same FP8 numbers as without, and each rank rounds only its own tokens.
+
 Parameters are DTensors, which FSDP shards once more and checkpoints store whole. But modules compute with their rank's
 parts, plain tensors, and the collectives stand between modules: no operation is dispatched through DTensor on the host,
 and a block compiles as one graph. Left out: fewer Mamba groups than ranks, and uneven parts, which config_checks.py
@@ -55,6 +60,7 @@ from torch.nn import Module
 
 from minitrain.errors import InputError
 from minitrain.models.attention import GroupedQueryAttention
+from minitrain.models.fp8 import E4M3, E5M2, Fp8Linear, cast, dequantize, largest, power_of_two_scale
 from minitrain.models.mla import LatentAttention
 from minitrain.models.moe import Experts, MoE
 
@@ -107,8 +113,24 @@ def split_block(block: Module, mesh: DeviceMesh, gather: Callable, scatter: Call
     dense = block.mlp.shared_experts if isinstance(block.mlp, MoE) else block.mlp
     for part in (block.self_attn, block.mamba, dense):
         if part is not None and not isinstance(part, LatentAttention):
-            part.register_forward_pre_hook(lambda module, inputs: (gather(inputs[0]), *inputs[1:]))
+            part.register_forward_pre_hook(partial(gather_input, gather))
     block.register_forward_pre_hook(use_parts)
+
+
+def gather_input(gather: Callable, part: Module, inputs: tuple) -> tuple:
+    """A forward pre-hook of attention, Mamba-2 or an MLP."""
+    first = (module for name, module in part.named_children() if not name.endswith(BY_INPUT))
+    in_fp8 = all(only_multiplies_in_fp8(module) for module in first if isinstance(module, nn.Linear))
+    return gather(inputs[0], in_fp8), *inputs[1:]
+
+
+def scatter_output(scatter: Callable, last: nn.Linear, inputs: tuple, output: Tensor) -> Tensor:
+    """A forward hook of what is split by input."""
+    return scatter(output, only_multiplies_in_fp8(last) and last.bias is None)
+
+
+def only_multiplies_in_fp8(linear: nn.Linear) -> bool:
+    return isinstance(linear, Fp8Linear) and not hasattr(linear, "lora_A")
 
 
 def share_heads(attention: GroupedQueryAttention, mesh: DeviceMesh) -> None:
@@ -132,7 +154,7 @@ def split_modules(
             split_parameters(module, mesh, Shard(0))
         elif name.endswith(by_input):
             split_parameters(module, mesh, Shard(1))
-            module.register_forward_hook(lambda module, inputs, output: scatter(output))
+            module.register_forward_hook(partial(scatter_output, scatter))
         elif not isinstance(module, Experts):
             split_parameters(module, mesh, Replicate())
 
@@ -249,35 +271,42 @@ def check_overlap(step: Callable[[], list[Tensor]]) -> None:
 
 
 def collectives(mesh: DeviceMesh) -> tuple[Callable, Callable]:
-    """all_gather and reduce_scatter of dimension 1 over `mesh`, both differentiable; each is the other's backward."""
+    """all_gather and reduce_scatter of dimension 1 over `mesh`, both differentiable; each is the other's backward.
+
+    A second argument of either says whether all that reads what its all-gather returns are FP8 products.
+    """
     size, name = mesh.size(), mesh.get_group().group_name
-    return (lambda x: AllGather.apply(x, size, name)), (lambda x: ReduceScatter.apply(x, size, name))
+    return (
+        lambda x, in_fp8=False: AllGather.apply(x, size, name, in_fp8),
+        lambda x, in_fp8=False: ReduceScatter.apply(x, size, name, in_fp8),
+    )
 
 
 class AllGather(torch.autograd.Function):
     """[batch, seq / tp, hidden] -> [batch, seq, hidden]. What a rank computes from it gives a part of the gradient."""
 
     @staticmethod
-    def forward(ctx, x, size, name):
+    def forward(ctx, x, size, name, in_fp8):
         ctx.group = size, name
-        return all_gather(x, size, name)
+        return all_gather_fp8(x, size, name, E4M3) if in_fp8 else all_gather(x, size, name)
 
     @staticmethod
     def backward(ctx, grad):
-        return reduce_scatter(grad, *ctx.group), None, None
+        return reduce_scatter(grad, *ctx.group), None, None, None
 
 
 class ReduceScatter(torch.autograd.Function):
     """[batch, seq, hidden], a term of the sum over ranks -> [batch, seq / tp, hidden], of the sum."""
 
     @staticmethod
-    def forward(ctx, x, size, name):
-        ctx.group = size, name
+    def forward(ctx, x, size, name, in_fp8):
+        ctx.group, ctx.in_fp8 = (size, name), in_fp8
         return reduce_scatter(x, size, name)
 
     @staticmethod
     def backward(ctx, grad):
-        return all_gather(grad, *ctx.group), None, None
+        gathered = all_gather_fp8(grad, *ctx.group, E5M2) if ctx.in_fp8 else all_gather(grad, *ctx.group)
+        return gathered, None, None, None
 
 
 # The operators behind torch.distributed's functional collectives, whose public names differ between 2.11 and 2.13.
@@ -291,6 +320,14 @@ def all_gather(x: Tensor, size: int, name: str) -> Tensor:
     if batch == 1:
         return parts.view(1, size * length, hidden)
     return torch.cat(parts.view(size * batch, length, hidden).chunk(size), dim=1)
+
+
+def all_gather_fp8(x: Tensor, size: int, name: str, dtype: torch.dtype) -> Tensor:
+    """What an FP8 product makes of the gathered x, in the type of x: rounding it once more, as that does, is exact."""
+    amax = _ops.wait_tensor(_ops.all_reduce(largest(x), "max", name))
+    scale = power_of_two_scale(amax, dtype)
+    gathered = all_gather(cast(x, scale, dtype).view(torch.uint8), size, name)
+    return dequantize(gathered.view(dtype), 1 / scale, x.dtype)
 
 
 def reduce_scatter(x: Tensor, size: int, name: str) -> Tensor:

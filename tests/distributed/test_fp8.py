@@ -1,20 +1,24 @@
 """FP8 under every layout: the gradients of one process, weights rounded once a step and to the same bits."""
 
+from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitrain.config import from_dict
 from minitrain.models import fp8
 from minitrain.models.decoder import Decoder
 from minitrain.parallel import fp8 as gathering
+from minitrain.parallel import tensor
 from minitrain.parallel.mesh import start, whole
 from minitrain.training.data import Mock
 from minitrain.training.loop import Trainer
 from tests.distributed.test_expert import all_to_the_first
-from tests.oracle import check_against_one_process, count_calls, train
+from tests.oracle import check_against_one_process, count_calls, train, train_compiled
 
 TREE = {
     "model": {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 2, "initializer_range": 0.05},
@@ -82,6 +86,59 @@ def test_experts_of_ranks_without_tokens(pool, compiled):
     tree = TREE | {"model": model, "batch": TREE["batch"] | {"global": 8}} | settings
     with mock.patch("tests.oracle.Decoder", fp8_decoder), all_to_the_first():
         check_against_one_process(pool, 4, tree, tolerance=0.05, run=train_with_idle_ranks)
+
+
+# ------------------------------------------------------------------------------- what tensor parallelism gathers
+
+
+class Gathers(TorchDispatchMode):
+    """How many all-gathers of each element's size there were between the modules of a model."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name() == "_c10d_functional::all_gather_into_tensor":
+            self.counts[args[0].element_size()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def train_gathering_rounded(tree, rounded):
+    """rounded: as it is, or all in the type of what is gathered."""
+    decide = mock.patch.object(tensor, "only_multiplies_in_fp8", tensor.only_multiplies_in_fp8 if rounded else no)
+    with decide, nullcontext() if tree.get("compile") else Gathers() as gathers:  # not both can see the operators
+        trace = train_compiled(tree, 1)
+    return trace.gradients[0] | {"loss": torch.tensor(trace.losses[0])}, gathers and gathers.counts
+
+
+def no(linear):
+    return False
+
+
+LORA = {"task": "lora", "lora": {"rank": 4, "targets": ["down_proj"]}}
+
+
+@pytest.mark.parametrize("model, world_size, changes, per_batch", [
+    ("llama3-8b-tiny", 2, {}, 8),  # inputs of attention and MLP, and gradients of their outputs
+    ("llama3-8b-tiny", 4, {"recompute": "full"}, 12),
+    ("gpt3-175b-tiny", 2, {}, 4),  # biases of the last Linears
+    ("llama3-8b-tiny", 2, LORA, 6),
+    ("nemotron3-super-120b-a12b-tiny", 2, {}, 7),  # attention, two shared experts, and what comes out of Mamba-2
+    ("qwen2.5-7b-tiny", 2, {"compile": True}, None),
+], ids=str)  # fmt: skip
+def test_gathering_rounded_activations_changes_no_bit(pool, model, world_size, changes, per_batch):
+    shape = {"name": model, "num_layers": 4 if "nemotron3" in model else 2}
+    tree = TREE | {"model": TREE["model"] | shape, "parallel": {"tp": 2}} | changes
+    runs = [pool.run(world_size, train_gathering_rounded, tree, rounded) for rounded in (True, False)]
+    batches = TREE["batch"]["global"] // TREE["batch"]["micro"] // (world_size // 2)
+    for (actual, gathers), (expected, wide) in zip(*runs, strict=True):
+        if per_batch:
+            assert gathers[1] == per_batch * batches and not wide[1]
+            assert gathers.total() == wide.total()
+        assert actual.keys() == expected.keys()
+        for name, gradient in actual.items():
+            assert torch.equal(gradient, expected[name]), name
 
 
 # ----------------------------------------------------------------------------------------------------- what is gathered

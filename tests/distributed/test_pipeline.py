@@ -93,6 +93,7 @@ def test_four_ranks_with_one_layer_per_stage(pool, schedule):
 @pytest.mark.parametrize("parallel", [
     {"layers_per_stage": [1, 5]},
     {"layers_per_stage": [5, 1]},
+    {"head_layers": 3},
     {"schedule": "ZBVZeroBubble", "vp": 2, "layers_per_stage": [1, 2, 2, 1]},
     {"schedule": "Interleaved1F1B", "vp": 3},
     {"schedule": "Interleaved1F1B"},
@@ -330,18 +331,20 @@ def test_a_checkpoint_continues_under_other_layouts(pool, tmp_path):
 # ------------------------------------------------------------------------------------------------------- without ranks
 
 
-@pytest.mark.parametrize(("layers", "stages"), [(126, 64), (4, 6), (4, 4), (7, 2), (96, 16), (1, 3)])
-def test_every_layer_is_on_one_stage(layers, stages):
-    parts = cut(layers, stages)
+@pytest.mark.parametrize(("layers", "stages", "head"), [
+    (126, 64, 1), (4, 6, 1), (4, 4, 1), (7, 2, 1), (96, 16, 1), (1, 3, 1), (6, 5, 1),
+    (80, 40, 2), (96, 96, 2), (61, 32, 2), (10, 4, 3),
+])  # fmt: skip
+def test_every_layer_is_on_one_stage(layers, stages, head):
+    parts = cut(layers, stages, head=head)
     assert [layer for part in parts for layer in part["layers"]] == list(range(layers))
     assert [part["first"] for part in parts] == [True] + [False] * (stages - 1)
     assert [part["last"] for part in parts] == [False] * (stages - 1) + [True]
-    slots = [len(part["layers"]) + part["first"] + part["last"] for part in parts]
+    slots = [len(part["layers"]) + part["first"] + head * part["last"] for part in parts]
     assert max(slots) - min(slots) <= 1
-    if layers % stages == 0 and stages > 2:
+    assert slots[0] == max(slots) and slots[1:] == sorted(slots[1:])
+    if layers % stages == 0 and stages > 2 and head == 1:
         assert {len(part["layers"]) for part in parts} == {layers // stages}
-    else:
-        assert slots == sorted(slots, reverse=True)
 
 
 def test_layers_per_stage_counts_embedding_and_head():
@@ -433,8 +436,9 @@ def test_dry_run_counts_all_stages():
 
 
 @pytest.mark.parametrize(("settings", "line"), [
-    (tree(1, parallel={"vp": 2}), "parallel.vp=2 and layers_per_stage=None need parallel.pp above 1"),
-    (tree(1, parallel={"layers_per_stage": [6]}), r"layers_per_stage=\[6\] need parallel.pp above 1"),
+    (tree(1, parallel={"vp": 2}), "parallel.vp=2, layers_per_stage=None, head_layers=1 need parallel.pp above 1"),
+    (tree(1, parallel={"layers_per_stage": [6]}), r"layers_per_stage=\[6\], head_layers=1 need parallel.pp above 1"),
+    (tree(1, parallel={"head_layers": 2}), "head_layers=2 need parallel.pp above 1"),
     (tree(parallel={"vp": 2}), "parallel.schedule=1F1B has one stage per rank, not vp=2"),
     (tree(schedule="GPipe", parallel={"vp": 3}), "parallel.schedule=GPipe has one stage per rank, not vp=3"),
     (tree(schedule="DualPipeV", parallel={"vp": 1}), r"DualPipeV has two stages per rank, not vp=1 \(use vp=2\)"),
@@ -444,6 +448,8 @@ def test_dry_run_counts_all_stages():
     (tree(schedule="InterleavedZeroBubble", recompute="full"), "with recompute=full a block's forward once per weight"),
     (tree(parallel={"layers_per_stage": [3, 2, 1]}), r"layers_per_stage=\[3, 2, 1\] must be 2 numbers"),
     (tree(parallel={"layers_per_stage": [4, 4]}), r"layers_per_stage=\[4, 4\] must be 2 numbers .* with sum 6"),
+    (tree(parallel={"layers_per_stage": [3, 3], "head_layers": 2}), r"head_layers=2 .* not for layers_per_stage="),
+    (tree(parallel={"head_layers": 6}), "head_layers=6 is more than a stage's even share .* over pp=2 x vp=1 stages"),
     (tree(parallel={"layers_per_stage": [6, 0]}), r"layers_per_stage=\[6, 0\] must be 2 numbers .* of at least 1"),
     (tree(4, "Interleaved1F1B"), r"parallel.pp=4 x vp=2 stages are more than the 6 .*\(use at most 6 stages\)"),
 ])  # fmt: skip

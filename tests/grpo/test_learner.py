@@ -171,12 +171,13 @@ def test_reply_sample():
 
 
 @pytest.mark.parametrize(("schedule", "counts"), [
-    ("1F1B", {1: 4, 4: 4, 5: 5}), ("DualPipeV", {1: 8, 9: 9}), ("Interleaved1F1B", {1: 4, 5: 8, 8: 8}),
+    ("1F1B", {1: 4, 4: 4, 5: 5}), ("DualPipeV", {1: 8, 9: 9}), ("Interleaved1F1B", {1: 1, 5: 5, 8: 8, 9: 10}),
+    ("GPipe", {1: 1}),
 ])  # fmt: skip
 def test_pipelines_get_the_micro_batches_that_they_need(schedule, counts):
     parallel = configs.Parallel(pp=4, schedule=schedule)
-    assert {count: enough_for_pipeline(count, parallel) for count in counts} == counts
-    assert enough_for_pipeline(3, replace(parallel, pp=1)) == 3
+    assert {count: enough_for_pipeline(parallel, count) for count in counts} == counts
+    assert enough_for_pipeline(replace(parallel, pp=1), 3) == 3
 
 
 # ------------------------------------------------------------------------------------------------------- stale weights
