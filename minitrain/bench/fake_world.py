@@ -1,9 +1,10 @@
 """One rank's real training step in a world of any size, on fake tensors: nothing is computed, sent or allocated.
 
-What runs is what `bench.py` measures: the same model, layout, compiler, loop and optimizer. Three things differ. The
-process group is torch's fake one, tensors are fake and on the CPU, and attention is one operator that knows how many
-pairs of query and key its mask allows. The compiler does all but write kernels: it cuts each block into a forward and a
-backward graph, and decides what is kept between them.
+What runs is what `bench.py` measures: the same model, layout, compiler, loop and optimizer. Four things differ. The
+process group is torch's fake one; tensors are fake and on the CPU; attention is one operator that knows how many pairs
+of query and key its mask allows; and the head's gradient is added up by its matrix product, as on CUDA. The compiler
+does all but write kernels: it cuts each block into a forward and a backward graph, and decides what is kept between
+them.
 
 Left out of memory: what is just being sent between pipeline stages.
 """
@@ -24,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # the one sou
 from minitrain.bench.repeat import RepeatedGraph
 from minitrain.bench.trace import (
     ATTENTION,
+    MATRIX_PRODUCTS,
     Trace,
     Tracer,
     attention_backward_flops,
@@ -62,7 +64,7 @@ def process_groups(meshes: Meshes) -> dict[str, tuple[list[str], list[int]]]:
     return groups
 
 
-# ------------------------------------------------------------------------------------------------------------ attention
+# ------------------------------------------------------------------------------------ attention and the head's gradient
 
 
 @torch.library.custom_op("minitrain::attention", mutates_args=())
@@ -134,15 +136,29 @@ def counting_mask(
     return Mask(causal, rows * pairs * share if documents is not None or window is not None or share < 1 else None)
 
 
+@torch.library.custom_op("minitrain::add_product", mutates_args=("total",))
+def fake_add_product(a: Tensor, b: Tensor, total: Tensor) -> None:
+    raise NotImplementedError("this operator exists for fake tensors only")
+
+
+fake_add_product.register_fake(lambda a, b, total: None)
+MATRIX_PRODUCTS[torch.ops.minitrain.add_product] = MATRIX_PRODUCTS[torch.ops.aten.mm]
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
+    """In place of training/loss.py's `_add_product`."""
+    fake_add_product(a, b, total)
+
+
 # -------------------------------------------------------------------------------------------------------------- a step
 
 
 def trace_step(config: Config, world_size: int, rank: int = 0, visible: float | None = 1.0) -> Trace:
     """What `rank` does in an optimizer step, not the first one: optimizer states are there.
 
-    visible: see `counting_mask`; None leaves attention as it is on CPUs. The trace is marked with `forward` and
-    `backward` where a micro-batch's passes begin (in a pipeline with (stage, F, B or W, micro-batch) where a part of
-    its schedule begins and with None where it ends) and with `optimizer` where gradients are done.
+    visible: see `counting_mask`; None leaves attention and the head's gradient as they are on CPUs. The trace is marked
+    with `forward` and `backward` where a micro-batch's passes begin (in a pipeline with (stage, F, B or W, micro-batch)
+    where a part of its schedule begins and with None where it ends) and with `optimizer` where gradients are done.
     """
     with fake_world(world_size, rank), stand_ins(visible):
         meshes = build_meshes(config, "cpu")
@@ -173,7 +189,9 @@ def stand_ins(visible: float | None) -> Iterator[None]:
             stack.enter_context(patch(f"minitrain.models.{room}.attention", attend))
         for room in ("decoder", "wan") if visible is not None else ():
             stack.enter_context(patch(f"minitrain.models.{room}.make_mask", partial(counting_mask, visible)))
-        for name in ("build.initialize", "build.load_weights", "loop.check_overlap"):
+        if visible is not None:
+            stack.enter_context(patch("minitrain.training.loss._add_product", add_product))
+        for name in ("build.initialize", "build.load_weights", "build.fill_adapters", "loop.check_overlap"):
             stack.enter_context(patch(f"minitrain.training.{name}", lambda *args: None))
         stack.enter_context(patch("minitrain.parallel.parallelize.overlap_collectives", lambda *args: None))
         for room, name in ((build, "lay_out"), (parallel_mesh, "compute_local_shape_and_global_offset")):
