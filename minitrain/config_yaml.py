@@ -127,9 +127,9 @@ def apply_override(tree: dict, word: str) -> None:
             tree[parent] = name_or_path(tree[parent])
         elif tree.get(parent) is None:  # `lora: null` too
             tree[parent] = {}
-        tree = tree[parent]
-        if not isinstance(tree, dict):
+        if not isinstance(tree[parent], dict):
             raise InputError(f"argument {word!r}: {parent!r} is a value, it has no keys under it")
+        tree[parent] = tree = dict(tree[parent])  # an alias may be in other places, too
     tree[last] = read_yaml(value, f"argument {word!r}")
 
 

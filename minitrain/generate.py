@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
-from minitrain import cli
+from minitrain import cli, generate_video
 from minitrain.cli import positive
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import load_pretrained
@@ -31,8 +31,6 @@ def main(arguments: list[str]) -> None:
     chooser.add_argument("--task", choices=["text", "diffusion"], default="text")
     chosen, rest = chooser.parse_known_args(arguments)
     if chosen.task == "diffusion":
-        from minitrain import generate_video  # which imports this file
-
         return generate_video.main(rest)
     parser = cli.Parser(prog="python -m minitrain.generate", description=__doc__)
     parser.add_argument("--model", required=True, metavar="DIR")

@@ -80,6 +80,8 @@ def test_no_reference_no_ratio():
     ("gpus: null", r"reference\.gpus=None must be a number above 0"),
     ("mean_response: 8, gpus: 1", "reference.mean_response needs reference.step_time_s too"),
     ("system: 200", r"reference\.system=200 must be the name of a system"),
+    ("recipe: nemo-rl", "reference.recipe='nemo-rl' must have keys, such as stack: nemo-rl"),
+    ("recipe: {micro_batches: all}", "reference.recipe.micro_batches='all' must be a whole number"),
 ])  # fmt: skip
 def test_wrong_published_figures_are_refused_before_a_run(reference, line, tmp_path):
     file = tmp_path / "row.yaml"

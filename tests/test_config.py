@@ -34,6 +34,12 @@ def test_nested_keys_overrides_and_numbers(tmp_path):
     assert config.model.config.rope_theta == 500000.0
 
 
+def test_an_override_is_of_one_place_among_those_that_share_an_anchor(tmp_path):
+    file = config_file(tmp_path, "validation: &often {every: 10}\ncheckpoint: *often\n")
+    config = load(file, ["validation.every=5"])
+    assert (config.validation.every, config.checkpoint.every) == (5, 10)
+
+
 def test_overrides_go_below_a_folder_and_below_what_is_null(tmp_path):
     """The config.yaml that a run writes has `lora: null`."""
     model = Decoder(model_config("llama3-8b-tiny", num_layers=1))

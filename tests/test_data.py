@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from minitrain.config import Data
 from minitrain.errors import InputError
 from minitrain.tokenizer import ByteTokenizer
-from minitrain.training.data import open_data, rows, shuffled
+from minitrain.training.data import hold_out, open_data, rows, shuffled
 
 EOS = ByteTokenizer.eos_id
 unhurried = settings(deadline=None, database=None, max_examples=60)  # a shared machine may pause anywhere
@@ -237,6 +237,7 @@ def test_validation_holds_out_whole_documents(tmp_path, share, held_out):
 def test_a_lone_document_holds_out_its_tail(tmp_path):
     text = "".join(chr(97 + i % 26) for i in range(100))
     (tmp_path / "only.txt").write_text(text)
+    (tmp_path / "__init__.py").touch()
     train, held = open_data(Data(kind="text", path=str(tmp_path), validation=0.2), 7, 258, seed=0)
     eos = Counter([ByteTokenizer.eos_id])
     for side, part in ((train, text[:80]), (held, text[80:])):
@@ -390,6 +391,7 @@ def tree(tmp_path):
         (["sub/test", "**/*.txt", "a.txt"], [], "acd"),
         ("", ["*/test/*"], "ab"),
         ("", ["*.py", "*/a.*"], "d"),
+        ("", ["a.txt", "test/c.py"], "bd"),
     ],
 )
 def test_path_may_be_file_folder_glob_or_list(tree, paths, exclude, letters):
@@ -400,6 +402,7 @@ def test_path_may_be_file_folder_glob_or_list(tree, paths, exclude, letters):
 def test_exclude_sees_the_full_path_of_relative_files(tree, monkeypatch):
     monkeypatch.chdir(tree / "sub" / "test")
     assert texts_found(Data(kind="text", path=["c.py", "../b.py"], exclude=["*/sub/test/*"])) == Counter("b")
+    assert texts_found(Data(kind="text", path=["c.py", "../b.py"], exclude=["../b.py"])) == Counter("c")
 
 
 def test_a_file_of_many_names_is_one_document(tree, monkeypatch):
@@ -462,8 +465,8 @@ def test_corpus_errors(tmp_path_factory):
     (folder / "a.txt").write_text("abc")
     refused("holds 4 tokens, less than one row of batch.seq_len=5", folder, "text", seq_len=5)
     refused("model.vocab_size=257 is smaller than the tokenizer's 258", folder, "text", vocab_size=257)
-    (folder / "b.txt").write_text("")
-    refused("data.validation=0.5 needs 2 documents, one for each side, but there is 1", folder, "text", validation=0.5)
+    with pytest.raises(InputError, match="data.validation=0.5 needs 2 documents, one for each side, but there is 1"):
+        hold_out(1, 0.5, seed=0)
     refused("tokenizer 'nope' is not", folder, "text", tokenizer="nope")
     for i in range(4):
         (folder / f"{i}.txt").write_text("abc")

@@ -109,7 +109,7 @@ def test_a_place_that_is_taken_and_a_disk_that_is_full(tmp_path):
             main(["--model", "nowhere", "--prompts", "x", "--out", str(taken)])
     save_model(tmp_path)
     save_file({"text": torch.zeros(1, 3, 64)}, tmp_path / "prompts")
-    with files_up_to(100), pytest.raises(InputError, match="--out .* cannot be written: .*File too large"):
+    with files_up_to(100), pytest.raises(InputError, match="out cannot be written: .*File too large"):
         run(tmp_path, "--size", "1", "4", "4", "--steps", "1")
 
 

@@ -89,6 +89,8 @@ def test_peak_memory_rises_by_what_is_allocated_above_it_and_stays():
     assert block.nbytes < least and least - slack < peak_memory_bytes(CPU) < most + slack
     del block
     assert least - slack < peak_memory_bytes(CPU) < most + slack
+    hardware.reset_peak_memory(CPU)
+    assert peak_memory_bytes(CPU) < least - 2**28
 
 
 @pytest.mark.skipif(not LINUX_STATUS.exists(), reason="needs Linux's /proc")

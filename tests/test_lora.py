@@ -64,7 +64,6 @@ def test_gradients_are_those_of_the_merged_weights(name, targets):
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert found.keys() == values.keys()
     merge_adapters(model)
-    model.requires_grad_(True)
     merged = model(tokens)
     torch.testing.assert_close(merged, logits, atol=2e-5, rtol=0)
     merged.backward(cotangent)
@@ -280,6 +279,7 @@ def test_one_set_of_adapters_at_a_time():
         add_adapters(model, Lora())
     merge_adapters(model)
     assert not any({"project", "_linear"} & vars(module).keys() for module in model.modules())
+    assert not model.requires_grad_(False)(tokens).requires_grad
     expected = model(tokens)
     add_adapters(model, Lora(rank=4))
     for name, parameter in model.named_parameters():

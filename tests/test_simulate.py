@@ -18,6 +18,10 @@ from minitrain.bench.rows import CONFIGS, published_rows
 from minitrain.bench.simulate import Simulation, few_micro_batches, figures, record, representatives, timed
 from minitrain.bench.timeline import SYSTEMS, Span, Timeline, load_system
 from minitrain.errors import InputError
+from minitrain.models.checkpoint_peft import save_adapter
+from minitrain.models.decoder import Decoder
+from minitrain.models.lora import Lora, add_adapters, is_adapter
+from minitrain.models.zoo import model_config
 from minitrain.training.datasets import open_dataset
 
 TREE = {
@@ -109,6 +113,8 @@ def test_layouts_are_ranked_and_those_that_cannot_run_are_told(tmp_path, monkeyp
     assert lines[3].startswith("tp=3: ") and len(lines) == 4
     errors = [each["error"] for each in sweep.sweep(str(file), [], ["recompute=0.5,most"], load_system("dgx-h100"))]
     assert ["memory budget" in errors[0], "is not one of none" in errors[1]] == [True, True]  # of the same key
+    lists = sweep.parse("optim.betas=[0.9,0.95],[0.9,0.99]")
+    assert lists == ("optim.betas", ["[0.9,0.95]", "[0.9,0.99]"])
     for words, line in (("tp", "'tp' is not of the form"), ("tp=1 tp=2", "a key twice"), ("dp_shard=2", "sweep those")):
         with pytest.raises(InputError, match=f"--sweep.*{line}"):
             list(sweep.sweep(str(file), [], words.split(), load_system("dgx-h100")))
@@ -143,6 +149,16 @@ def test_a_trace_has_a_lane_per_stream_and_per_stage(tmp_path):
     assert boxes == {
         ("compute", "mm", 0, 1e6), ("tp", "allgather", 1e6, 2e6), ("stage 0", "F0", 0, 1e6), ("stage 1", "F0", 1e6, 1e6)
     }  # fmt: skip
+
+
+def test_adapters_of_a_folder_are_simulated_without_their_values(tmp_path):
+    model, lora = Decoder(model_config("llama3-8b-tiny", num_layers=1)), Lora(rank=2)
+    add_adapters(model, lora)
+    adapters = [(name, p.detach()) for name, p in model.named_parameters() if is_adapter(name)]
+    save_adapter(adapters, model.config, lora, tmp_path)
+    tree = {"model": {"name": "llama3-8b-tiny", "num_layers": 1}, "batch": {"global": 1, "micro": 1, "seq_len": 16}}
+    trace = trace_step(configs.from_dict(tree | {"task": "lora", "lora": {"path": str(tmp_path)}}), 1)
+    assert trace.peak["parameters"] == sum(p.nbytes for p in model.parameters())
 
 
 def test_constants_were_fitted_to_at_most_a_third_of_the_rows():

@@ -10,6 +10,7 @@ import re
 import resource
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -122,6 +123,14 @@ def peak_memory_bytes(device: torch.device) -> int:
     if LINUX_STATUS.exists():  # getrusage would count the memory of the process that started this one, up to its exec
         return int(re.search(r"VmHWM:\s+(\d+) kB", LINUX_STATUS.read_text())[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: in bytes
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Let `peak_memory_bytes` begin anew; on macOS, and where a sandbox forbids it, it cannot."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with suppress(OSError):
+        LINUX_STATUS.with_name("clear_refs").write_text("5")
 
 
 def describe(device: torch.device) -> dict[str, str | int]:

@@ -22,7 +22,14 @@ from minitrain.bench.flops import (
     nemo_squad,
 )
 from minitrain.bench.flops_wan import training_flops
-from minitrain.bench.hardware import describe, measure_matmul, peak_flops, peak_memory_bytes, timed
+from minitrain.bench.hardware import (
+    describe,
+    measure_matmul,
+    peak_flops,
+    peak_memory_bytes,
+    reset_peak_memory,
+    timed,
+)
 from minitrain.bench.memory import working_memory
 from minitrain.config import Config, load
 from minitrain.errors import InputError
@@ -68,8 +75,7 @@ def prepare(config: Config) -> tuple[torch.device, float]:
     """The device, whose peak of memory begins here, and its FLOP/s in large matrix products."""
     device = pick_device(config.device)
     matmul = measure_matmul(device, compute_dtype(config))
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    reset_peak_memory(device)
     return device, matmul
 
 
@@ -229,6 +235,11 @@ def check_reference(config: Config) -> None:
     system = config.reference.get("system", "")
     if not isinstance(system, str):
         raise InputError(f"reference.system={system!r} must be the name of a system")
+    recipe = config.reference.get("recipe", {})
+    if not isinstance(recipe, dict):
+        raise InputError(f"reference.recipe={recipe!r} must have keys, such as stack: {recipe}")
+    if (at_once := recipe.get("micro_batches", 0)) and type(at_once) is not int:
+        raise InputError(f"reference.recipe.micro_batches={at_once!r} must be a whole number")
 
 
 def work(config: Config) -> dict:

@@ -55,6 +55,7 @@ def table(results: list[dict]) -> str:
         "TFLOP/s": [f"{r['tflops_per_gpu']:.4g}" for r in results],
         "clean TFLOP/s": [f"{r['clean_tflops_per_gpu']:.4g}" for r in results],
         "MFU": [f"{r['mfu']:.1%}" for r in results],
+        "matmul TFLOP/s": [f"{r['matmul_tflops']:.4g}" for r in results],
         "peak GiB": [number(r["peak_memory_gib"], ".2f") for r in results],
         "estimated": [number(r.get("estimated_memory_gib"), ".2f") for r in results],
         "activations GiB": [number(r.get("activations_gib"), ".3f") for r in results],
@@ -80,8 +81,7 @@ def machine(result: dict) -> str:
     simulated = "simulated" in (result["mode"], result.get("extrapolated_from"))
     return (
         f"{result['device']}, {result['world_size']} process(es), torch {result['torch']}; "
-        f"MFU is of the matmul rate {'of large products there' if simulated else 'measured here'}, "
-        f"{result['matmul_tflops']:.4g} TFLOP/s"
+        f"MFU is of the matmul rate {'of large products there' if simulated else 'measured here'}"
     )
 
 

@@ -2,6 +2,7 @@
 measured, and compared with how the arithmetic grows.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 from itertools import product
@@ -57,10 +58,11 @@ def combinations(choices: list[str]) -> list[tuple[str, list[str]]]:
 
 def parse(word: str) -> tuple[str, list[str]]:
     name, equals, values = word.partition("=")
-    if not equals or not all(values.split(",")):
+    values = re.split(r",(?![^\[]*\])", values)  # but not within a list
+    if not equals or not all(values):
         raise InputError(f"--sweep {word!r} is not of the form key=value,value (such as tp=1,2,4)")
     dimension = name in (field.name for field in fields(Parallel))
-    return (f"parallel.{name}" if dimension else name), values.split(",")
+    return (f"parallel.{name}" if dimension else name), values
 
 
 def ranking(results: list[dict]) -> str:

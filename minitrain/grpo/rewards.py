@@ -24,7 +24,7 @@ LOOKED_AT = 20_000  # characters at a text's end: an answer comes last
 INTEGER = r"(?:\d|\{\d+\})"  # as \frac takes one
 DIGITS = 100  # longer numbers are compared as text
 NUMBER = r"-?(?:\d+(?:\.\d+)?|\.\d+)"
-IN_TEXT = r"(?:(?<![\w)])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:/\d+)?"  # 3-4 has no minus
+IN_TEXT = r"(?:(?<![\w)])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?: ?/ ?\d+)?"  # 3-4 has no minus
 
 
 def exact(response: str, answer: str, row: dict) -> float:
@@ -46,7 +46,7 @@ def math(response: str, answer: str, row: dict) -> float:
 def final_answer(text: str) -> str | None:
     """The marked answer; else the last number or fraction; else None."""
     marked = marked_answer(text)
-    numbers = re.findall(IN_TEXT, text) if marked is None else [marked]
+    numbers = re.findall(IN_TEXT, plain_fractions(text)) if marked is None else [marked]
     return numbers[-1] if numbers else None
 
 
@@ -76,12 +76,17 @@ def normalize(answer: str) -> str:
     """
     answer = re.sub(r"\\(?:text|mathrm|textbf)\s*\{([^{}]*)\}", r"\1", answer)
     answer = re.sub(r"\\(?:left|right|,|!|;|:|%|\$| )|\^\s*\{?\\circ\}?|[\s$%]", "", answer)
-    answer = answer.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
-    answer = re.sub(rf"(?<=\d)(?=\\frac{INTEGER}{INTEGER})", "+", answer)  # a mixed number: 1\frac12 is not 11/2
-    answer = re.sub(r"\\frac(?:\{([^{}]*)\}|(\d))(?:\{([^{}]*)\}|(\d))", r"\1\2/\3\4", answer)
+    answer = plain_fractions(answer)
     answer = re.sub(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?:\D|$))", "", answer)
     answer = re.sub(r"^[a-zA-Z]{1,2}=", "", answer)
     return answer.rstrip(".").removeprefix("+").lower()
+
+
+def plain_fractions(text: str) -> str:
+    r"""\frac{a}{b} as a/b, and after another number as +a/b: 1\frac12 is not 11/2."""
+    text = re.sub(r"\\[dt]frac", r"\\frac", text)
+    text = re.sub(rf"(?<=\d)(?=\\frac{INTEGER}{INTEGER})", "+", text)
+    return re.sub(r"\\frac(?:\{([^{}]*)\}|(\d))(?:\{([^{}]*)\}|(\d))", r"\1\2/\3\4", text)
 
 
 def to_number(answer: str) -> Fraction | None:

@@ -84,7 +84,7 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
             module.project = partial(project, [getattr(module, name) for name in module.same_input])
     for name, module in model.named_modules():
         if name.endswith(("embed_tokens", "patch_embedding")):
-            module.register_forward_hook(require_gradient)
+            module.lora_hook = module.register_forward_hook(require_gradient)
 
 
 def find_targets(model: nn.Module, targets: Iterable[str]) -> dict[str, tuple[nn.Module, str]]:
@@ -249,7 +249,7 @@ def require_gradient(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
-    """Add every update to its weight, and remove the adapters. For unsharded models."""
+    """Add every update to its weight, remove the adapters, and thaw the model. For unsharded models."""
     for module, name in adaptable(model).values():
         weight, adapters = getattr(module, name), adapter_names(name)
         if not hasattr(module, adapters[0]):
@@ -257,12 +257,12 @@ def merge_adapters(model: nn.Module) -> None:
         weight.copy_(merged(weight, *(getattr(module, adapter) for adapter in adapters), module.lora))
         for adapter in adapters:
             delattr(module, adapter)
-        if isinstance(module, nn.Linear):
-            module.lora_hook.remove()
-        else:
-            module.__dict__.pop("_linear", None)
+        module.__dict__.pop("_linear", None)
     for module in model.modules():
         module.__dict__.pop("project", None)
+        if hasattr(module, "lora_hook"):
+            module.lora_hook.remove()
+    model.requires_grad_(True)
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, lora: Lora) -> Tensor:

@@ -39,8 +39,14 @@ def read_headers(file: str | Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def write_tensors(tensors: dict[str, Tensor], file: str | Path, metadata: dict[str, str] | None = None) -> None:
-    """A whole new file, with the rights of any other: from 0.8 on, the package gives them to the owner alone."""
-    save_file(tensors, file, metadata)
+    """A whole new file, with the rights of any other: from 0.8 on, the package gives them to the owner alone.
+
+    Raises InputError where it cannot be written, on a full disk too.
+    """
+    try:
+        save_file(tensors, file, metadata)
+    except SafetensorError as error:
+        raise InputError(f"{file} cannot be written: {error}") from None
     mask = os.umask(0)  # which cannot be read without being set
     os.umask(mask)
     with suppress(OSError):  # some file systems know no rights

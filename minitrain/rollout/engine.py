@@ -17,8 +17,8 @@ speculative decoding, and graphs of steps in which the host must wait for the de
 
 import gc
 import math
-import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -307,4 +307,5 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch's own allocator
         return torch.cuda.mem_get_info(device)[0] + unused
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    lines = Path("/proc/meminfo").read_text().splitlines()  # what caches of files hold can be had, too
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -73,7 +73,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def difference(rank: int, first: dict[str, Any], own: dict[str, Any]) -> str:
-    name = next(name for name in sorted({*first, *own}) if first.get(name) != own.get(name))
+    name = next(name for name in sorted({*first, *own}) if first.get(name, ...) != own.get(name, ...))
     theirs, ours = (str(entries.get(name, "nothing"))[:100] for entries in (first, own))
     return f"rank {rank} differs from rank 0 in {name}: {ours}, not {theirs} (all ranks must have the same)"
 

@@ -257,6 +257,7 @@ def _cut(corpus: Corpus, seq_len: int, seed: int, what: str, skips: "Skips") -> 
 
 def split_lone(documents: Iterator[str], share: float) -> tuple[bool, Iterator[str]]:
     """Whether there is one document only, and the documents; a lone one's tail, a `share` of it, becomes a second."""
+    documents = filter(None, documents)
     first = list(islice(documents, 2))
     if len(first) != 1:
         return False, chain(first, documents)
@@ -383,8 +384,10 @@ def text_of(record: dict, key: str, where: str, hint: str = "") -> str:
     text = record[key]
     if not isinstance(text, str):
         raise InputError(f"{where}: {key!r} must be text, not {type(text).__name__}")
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise InputError(f"{where}: {key!r} holds half of a surrogate pair, which is not text")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{where}: {key!r} holds half of a surrogate pair, which is not text") from None
     return text
 
 
@@ -444,7 +447,8 @@ def find_files(data: Data) -> list[Path]:
         if not matches:
             raise InputError(f"data.path: no file matches {pattern!r}")
         found |= {os.path.abspath(file): file for file in matches}
-    kept = [file for path, file in found.items() if not any(fnmatch.fnmatchcase(path, p) for p in data.exclude)]
+    unwanted = [each for p in data.exclude for each in (p, f"*/{p}", os.path.abspath(p))]
+    kept = [file for path, file in found.items() if not any(fnmatch.fnmatchcase(path, p) for p in unwanted)]
     if not kept:
         raise InputError(f"data.exclude={data.exclude} leaves no file of data.path={data.path}")
     return sorted(map(Path, kept))

@@ -12,9 +12,15 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from minitrain import load_pretrained, save_pretrained
 from minitrain.errors import InputError
+from minitrain.models.checkpoint_peft import save_adapter
+from minitrain.models.decoder import Decoder
+from minitrain.models.lora import Lora, add_adapters, is_adapter
+from minitrain.models.zoo import model_config
 from minitrain.training import checkpoint_files
 from minitrain.training.checkpoint import Checkpointer, resume_point, saved_despite_errors
 from minitrain.training.checkpoint_files import Writer, find_damage, measure, write_description
@@ -293,6 +299,21 @@ def fill_disk(folder, asynchronous, size):
 @pytest.mark.parametrize(("asynchronous", "size"), [(False, 0), (False, 6000), (True, 3000)])
 def test_a_full_disk_ends_the_save_and_destroys_nothing(pool, tmp_path, asynchronous, size):
     pool.run(2, fill_disk, tmp_path, asynchronous, size)
+
+
+def test_models_and_adapters_need_a_disk_with_room(tmp_path):
+    model = Decoder(model_config("llama3-8b-tiny", num_layers=1))
+    save_pretrained(model, tmp_path / "model")
+    lora = Lora(rank=4)
+    add_adapters(model, lora)
+    adapters = [(name, p.detach()) for name, p in model.named_parameters() if is_adapter(name)]
+    for save in (
+        lambda: save_pretrained(Decoder(model.config), tmp_path / "model"),
+        lambda: save_adapter(adapters, model.config, lora, tmp_path / "adapter"),
+    ):
+        with files_up_to(1000), pytest.raises(InputError, match="cannot be written: .*File too large"):
+            save()
+    assert torch.equal(load_pretrained(tmp_path / "model").lm_head.weight, model.lm_head.weight)
 
 
 def test_a_file_is_replaced_once_the_disk_has_the_new_one(tmp_path):

@@ -21,6 +21,7 @@ from minitrain.errors import InputError
 from minitrain.grpo import loop
 from minitrain.parallel import mesh
 from minitrain.parallel.mesh import start, wait_at_most
+from minitrain.runtime.agreement import difference
 from minitrain.runtime.failures import recorded
 from minitrain.tokenizer import ByteTokenizer
 from minitrain.training import fingerprint
@@ -376,3 +377,7 @@ def test_settings_that_cannot_be(tree, message, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match=f"^{message}"):
         configs.from_dict(TINY | tree)
+
+
+def test_ranks_that_differ_in_a_null():
+    assert difference(1, {"a": 1}, {"a": 1, "b": None}).startswith("rank 1 differs from rank 0 in b: None, not nothing")
