@@ -299,6 +299,7 @@ def test_a_missing_expert(tmp_path):
         ("gpt-oss", dict(quantization_config=FP8_SETTINGS), ["fp8", "mxfp4"]),
         ("mixtral", dict(quantization_config=FP8_SETTINGS), ["fp8", "MixtralForCausalLM must have none"]),
         ("gpt-oss", dict(rope_parameters=dict(rope_type="yarn", factor=2.0)), ["original_max_position_embeddings"]),
+        ("gpt-oss", dict(original_max_position_embeddings=16), ["embeddings=16 contradicts 32"]),
     ],
 )
 def test_configs_that_the_decoder_cannot_compute(family, changes, parts, tmp_path):

@@ -16,6 +16,7 @@ KEYS = {  # of config.json: as in Llama's, or a field of ours -> as in Nemotron-
     "rms_norm_eps": "layer_norm_epsilon",
     "layer_pattern": "hybrid_override_pattern",
 }
+ALIASES = KEYS | {"time_step_min": "mamba_dt_min"}  # an older name, which outranks the newer one
 LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "moe": "E", "mlp": "-"}
 LEAST_DT = 1e-30  # stands for none: transformers takes its logarithm
 
@@ -26,8 +27,8 @@ def from_nemotron_h_keys(raw: dict, file: Path) -> dict:
     `time_step_min` is read as transformers 5 means it, dt is at least so much. In NVIDIA's own code it is a setting of
     the initialisation alone, so that to compute like that code is to set it to 0.
     """
-    ours = {theirs: key for key, theirs in KEYS.items()}
-    raw = {ours.get(key, key): value for key, value in raw.items()}
+    renamed = {key: raw[theirs] for key, theirs in ALIASES.items() if theirs in raw}
+    raw = {key: value for key, value in raw.items() if key not in KEYS} | renamed
     layers = raw.pop("layers_block_type", None)
     if layers is not None:
         layers = layers if isinstance(layers, list) else [layers]

@@ -280,7 +280,11 @@ def _read_rope(raw: dict, family: Family, file: Path) -> dict:
         if not isinstance(value, dict | None):
             raise InputError(f"{file}: {key} must be an object, not a {type(value).__name__}")
         rope |= value or {}
-    return rope if raw.get("rope_scaling") or raw.get("rope_parameters") else rope | family.rope
+    rope = rope if raw.get("rope_scaling") or raw.get("rope_parameters") is not None else rope | family.rope
+    key = "original_max_position_embeddings"
+    if raw.get(key) not in (None, rope.get(key, raw.get(key))):  # outside it is the one for transformers 5, not for 4
+        raise InputError(f"{file}: {key}={raw[key]!r} contradicts {rope[key]!r} of its rotary settings")
+    return rope
 
 
 def _rope_scaling(rope: dict, file: Path) -> dict | None:

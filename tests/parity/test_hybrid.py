@@ -146,6 +146,15 @@ def test_both_spellings_of_the_pattern(family, tmp_path):
     assert read_config(tmp_path) == expected
 
 
+@pytest.mark.parametrize("more", [dict(rms_norm_eps=0.1), dict(hidden_act="silu"), dict(mamba_dt_min=0.5)], ids=str)
+def test_keys_mean_what_transformers_takes_them_for(more, tmp_path):
+    """Of two spellings it reads one: other families' names say nothing there."""
+    build("nemotron_h").save_pretrained(tmp_path)
+    file, tokens = tmp_path / "config.json", random_tokens(1, 24)
+    file.write_text(json.dumps(json.loads(file.read_text()) | more))
+    torch.testing.assert_close(load_pretrained(tmp_path)(tokens), reload(tmp_path)(tokens).logits, atol=1e-4, rtol=0)
+
+
 def test_weights_of_further_predictions_are_ignored(tmp_path):
     """Nemotron 3 Super comes with layers that predict more than one token."""
     ours = initial_twin("nemotron3-super-120b-a12b-tiny")

@@ -159,11 +159,13 @@ def test_weights_that_are_not_divided_by_their_sum(family, tmp_path):
         assert torch.equal(reload(tmp_path / "ours")(tokens).logits, theirs(tokens).logits)
 
 
+@pytest.mark.parametrize("left", [{}, dict(rope_parameters={}), dict(rope_scaling={})], ids=str)
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
-def test_rotary_settings_that_config_json_leaves_out(family, tmp_path):
+def test_rotary_settings_that_config_json_leaves_out(family, left, tmp_path):
     build(family).save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     del raw["rope_parameters"]
+    raw |= left
     (tmp_path / "config.json").write_text(json.dumps(raw))
     tokens = random_tokens(1, 40)
     torch.testing.assert_close(load_pretrained(tmp_path)(tokens), reload(tmp_path)(tokens).logits, atol=1e-4, rtol=0)
