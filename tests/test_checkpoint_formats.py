@@ -300,6 +300,7 @@ def test_a_missing_expert(tmp_path):
         ("mixtral", dict(quantization_config=FP8_SETTINGS), ["fp8", "MixtralForCausalLM must have none"]),
         ("gpt-oss", dict(rope_parameters=dict(rope_type="yarn", factor=2.0)), ["original_max_position_embeddings"]),
         ("gpt-oss", dict(original_max_position_embeddings=16), ["embeddings=16 contradicts 32"]),
+        ("gpt-oss", dict(rope_parameters={"full_attention": {"rope_theta": 1e4}}), ["rope_parameters of each kind"]),
     ],
 )
 def test_configs_that_the_decoder_cannot_compute(family, changes, parts, tmp_path):

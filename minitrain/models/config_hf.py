@@ -279,6 +279,8 @@ def _read_rope(raw: dict, family: Family, file: Path) -> dict:
         value = raw.get(key)
         if not isinstance(value, dict | None):
             raise InputError(f"{file}: {key} must be an object, not a {type(value).__name__}")
+        if any(isinstance(setting, dict) for setting in (value or {}).values()):
+            raise InputError(f"{file}: {key} of each kind of layer is not supported (must be the same for all)")
         rope |= value or {}
     rope = rope if raw.get("rope_scaling") or raw.get("rope_parameters") is not None else rope | family.rope
     key = "original_max_position_embeddings"
