@@ -49,9 +49,7 @@ class Data:
 
     kind: Literal["mock", "text", "jsonl", "tokens", "latents", "shapes"] = "mock"
     path: str | list[str] = ""  # files, folders or globs; {stdlib} stands for Python's own library
-    exclude: list[str] = field(
-        default_factory=list
-    )  # glob patterns of files to leave out, or of the ends of their paths
+    exclude: list[str] = field(default_factory=list)  # glob patterns of paths to leave out, or of their ends
     size: list[int] = field(default_factory=lambda: [24, 104, 60])  # mock latents: frames, height, width
     field: str = "text"  # jsonl: the key that holds the text; fine-tuning looks for chats, see training/chat.py
     template: Literal["auto", "llama3", "chatml", "plain"] = "auto"  # fine-tuning: how chats become text
