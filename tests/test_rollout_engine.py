@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import os
 import weakref
 from unittest import mock
 
@@ -242,6 +243,16 @@ def test_a_pool_keeps_its_size_while_that_fits(monkeypatch):
         counts.append(sampler.scheduler.pages.count)
         sampler.free()
     assert counts == [5 * 10**5 // page] * 3 + [2 * 10**5 // page]
+
+
+def test_free_memory(monkeypatch, tmp_path):
+    cpu = torch.device("cpu")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert memory / 100 < engine.free_memory(cpu) < memory
+    monkeypatch.setattr(engine, "LINUX_MEMORY", tmp_path / "meminfo")  # macOS has no such file
+    assert engine.free_memory(cpu) == memory
+    engine.LINUX_MEMORY.write_text("MemTotal:  24 kB\nMemFree:   2 kB\nMemAvailable:   16 kB\n")
+    assert engine.free_memory(cpu) == 16 * 1024
 
 
 @pytest.mark.parametrize("name", ["qwen3-32b", "nemotron3-nano-30b-a3b"])

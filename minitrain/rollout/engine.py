@@ -17,6 +17,8 @@ speculative decoding, and graphs of steps in which the host must wait for the de
 
 import gc
 import math
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,6 +39,7 @@ from minitrain.rollout.sampling import Completion, SamplingParams, sample_key
 from minitrain.rollout.scheduler import Sample, Scheduler, Trunk, Work
 from minitrain.rollout.weights import Weights
 
+LINUX_MEMORY = Path("/proc/meminfo")
 INDEXED = 2**31 - 1  # elements of a pool: for more, FlexAttention's kernel for decoding does not compile
 
 
@@ -303,9 +306,11 @@ def drop_hidden(hidden: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can be allocated on `device`."""
+    """Bytes that can be allocated on `device`; on a CPU, where the system does not tell (macOS), all that it has."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch's own allocator
         return torch.cuda.mem_get_info(device)[0] + unused
-    lines = Path("/proc/meminfo").read_text().splitlines()  # what caches of files hold can be had, too
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    if not LINUX_MEMORY.exists():
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # what caches of files hold can be had, too
+    return int(re.search(r"MemAvailable:\s+(\d+) kB", LINUX_MEMORY.read_text())[1]) * 1024
