@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
 from torch.utils._pytree import register_dataclass
 
 from minitrain import config as configs
@@ -21,13 +23,13 @@ from minitrain.config import Config
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import add_adapters
 from minitrain.parallel.context import split
-from minitrain.parallel.mesh import start, whole
+from minitrain.parallel.mesh import local, start, whole
 from minitrain.training.build import build_model, initialize
 from minitrain.training.loop import forward_backward
 from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import LanguageModeling
 from minitrain.training.optim import clip_gradients
-from tests.pool import Pool
+from tests.pool import Pool, part_of
 
 Tensors = dict[str, Tensor]  # by parameter name
 
@@ -72,7 +74,6 @@ def train(tree: dict, steps: int = 2, batch: Callable = ragged_batch) -> Trace:
     config = configs.from_dict(tree | {"device": "cpu"})
     meshes = start(config)
     model = build_model(config, meshes)
-    optimizer = torch.optim.SGD(model.parameters(), lr=config.optim.lr)
     trace = Trace(weights=[copies(model.named_parameters())])
     for step in range(steps):
         rows = micro_batches(batch(config, step), config, meshes.batch)
@@ -81,10 +82,18 @@ def train(tree: dict, steps: int = 2, batch: Callable = ragged_batch) -> Trace:
         trace.losses.append(loss.item())
         trace.gradients.append(copies((name, p.grad) for name, p in model.named_parameters() if p.requires_grad))
         trace.norms.append(clip_gradients(list(model.parameters()), config.optim.clip, meshes.pp).item())
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(model, config.optim.lr)
         trace.weights.append(copies(model.named_parameters()))
     return trace
+
+
+@torch.no_grad()
+def descend(model: Module, rate: float) -> None:
+    """A step of SGD, which takes the gradients. On shards: DTensor's operations take longer than all else in a test."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            local(parameter).sub_(local(parameter.grad), alpha=rate)
+            parameter.grad = None
 
 
 def count_calls(collective: str):
@@ -108,9 +117,10 @@ def micro_batches(batch: Tensors, config: Config, ranks: DeviceMesh) -> list[Ten
     return [{key: value[n : n + config.batch.micro] for key, value in batch.items()} for n in starts]
 
 
+@torch.no_grad()
 def copies(named: Iterable[tuple[str, Tensor]]) -> Tensors:
-    """As sharded as the tensors are: the pool makes whole what ranks return, in far less time than gathering takes."""
-    return {name: tensor.detach().clone() for name, tensor in named}
+    """Of shards the rank's parts: the pool makes whole what ranks return, in far less time than gathering takes."""
+    return {name: part_of(tensor) if isinstance(tensor, DTensor) else tensor.clone() for name, tensor in named}
 
 
 def snapshot(named: Iterable[tuple[str, Tensor]]) -> Tensors:

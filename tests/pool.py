@@ -40,7 +40,10 @@ PATIENCE = 300.0  # seconds for a run, and for a rank to wait for others in a co
 RUNS = 4  # before a new process group: those of old meshes keep threads and sockets
 LIFE = 40  # runs before new workers: compiled code may hold groups for ever
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.oracle", "torch._dynamo", "torch.distributed.checkpoint", "transformers"])
+SERVER.set_forkserver_preload([
+    "tests.oracle", "minitrain.parallel.pipeline", "torch._dynamo.backends.common", "torch._inductor.lowering",
+    "torch.distributed.checkpoint", "transformers",
+])  # fmt: skip
 
 
 class RankFailure(AssertionError):
@@ -174,6 +177,7 @@ def stack_of(worker: Worker) -> str:
 
 def work(rank: int, connection: Connection, stacks: Path) -> None:
     """The life of a worker process: answer tasks until an empty one comes."""
+    gc.freeze()  # what the server has imported is no garbage: looking for it there takes a tenth of all time
     torch.set_num_threads(1)
     share_gloo_threads()
     faulthandler.register(signal.SIGUSR1, stacks.open("w"))
@@ -227,6 +231,12 @@ class Part:
     values: Tensor
     slices: tuple[slice, ...]
     shape: torch.Size  # of the whole
+
+
+def part_of(tensor: DTensor) -> Part:
+    """A copy."""
+    values, slices = owned(tensor)
+    return Part(values.detach().clone(), slices, tensor.shape)
 
 
 class Packer(pickle.Pickler):

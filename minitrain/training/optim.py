@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 from minitrain.config import Optim
 from minitrain.parallel.mesh import local, whole
@@ -87,6 +87,6 @@ def clip_gradients(parameters: list[Parameter], max_norm: float | None, stages: 
         dist.all_reduce(squares, group=stages.get_group())
         total = squares.sqrt()
     if max_norm is not None:
-        for group in by_mesh.values():
-            clip_grads_with_norm_(group, max_norm, total)
+        gradients = [local(p.grad) for group in by_mesh.values() for p in group]
+        torch._foreach_mul_(gradients, (max_norm / (total + 1e-6)).clamp(max=1))
     return total
