@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -56,10 +57,12 @@ def step_breakdown(step: Callable[[], object], seconds: float, device: torch.dev
 def recorded(function: Callable[[], object], activity: ProfilerActivity, **options) -> list[dict]:
     """The events of a Chrome trace of `function()`."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler announces its start on the terminal
-    with profile(activities=[activity], acc_events=True, **options) as profiler:  # or torch 2.11 warns of other cycles
-        function()
-        if activity == ProfilerActivity.CUDA:
-            torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*Profiler clears events")  # which torch 2.11 says though it is not done
+        with profile(activities=[activity], **options) as profiler:
+            function()
+            if activity == ProfilerActivity.CUDA:
+                torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(file))

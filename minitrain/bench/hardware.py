@@ -32,6 +32,7 @@ PEAKS = (
 )
 
 MATMUL_SIZE = 8192  # rows, columns and depth of the product that is timed on CUDA
+RUN = 0.1  # seconds for which something is repeated to measure its rate
 LINUX_STATUS = Path("/proc/self/status")
 
 
@@ -49,7 +50,7 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
 
 
 def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large square matmul on this machine: the best of five runs of about 0.1 s each.
+    """FLOP/s of a large square matmul on this machine: the best of five runs.
 
     dtype: a floating type that `@` takes, or e4m3, whose products are summed up fast. fp32 on CUDA uses TF32 or not, as
     torch is set.
@@ -95,9 +96,9 @@ def measure_memory(device: torch.device) -> float:
 
 
 def _seconds_per_call(function: Callable, device: torch.device) -> float:
-    """The best of five runs of about 0.1 s each."""
+    """The best of five runs of about RUN seconds each."""
     timed(function, device)  # the first call loads and tunes kernels
-    count = ceil(0.1 / timed(function, device))
+    count = ceil(RUN / timed(function, device))
     return min(timed(function, device, count) for _ in range(5)) / count
 
 
