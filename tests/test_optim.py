@@ -52,6 +52,11 @@ def test_clipping_equals_torch(max_norm):
         torch.testing.assert_close(a.grad, b.grad)
 
 
+def test_clipping_without_gradients():
+    """As a pipeline's stage without adapters has it."""
+    assert clip_gradients([torch.nn.Parameter(torch.zeros(2, 3))], 1.0) == 0
+
+
 def test_only_matrices_decay():
     with torch.device("meta"):
         model = Decoder(model_config("qwen2.5-7b-tiny"))

@@ -86,7 +86,7 @@ def clip_gradients(parameters: list[Parameter], max_norm: float | None, stages: 
         squares = total.double().square()  # one type for all stages, whatever they train
         dist.all_reduce(squares, group=stages.get_group())
         total = squares.sqrt()
-    if max_norm is not None:
-        gradients = [local(p.grad) for group in by_mesh.values() for p in group]
+    gradients = [local(p.grad) for group in by_mesh.values() for p in group]
+    if gradients and max_norm is not None:
         torch._foreach_mul_(gradients, (max_norm / (total + 1e-6)).clamp(max=1))
     return total
