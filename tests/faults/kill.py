@@ -18,7 +18,7 @@ from pathlib import Path
 
 import yaml
 
-from tests.faults.processes import Ranks, forks
+from tests.faults.processes import Ranks, start_server
 
 TINY = {
     "model": {"name": "llama3-8b-tiny", "vocab_size": 258, "num_layers": 2},
@@ -93,7 +93,7 @@ def torment(case: Case, folder: Path, times: int, seed: int) -> dict:
     Every run must in the end have the numbers of an undisturbed one.
     """
     generator = random.Random(seed)
-    forks()
+    start_server()
     began = time.monotonic()
     undisturbed = Run(case, folder / "undisturbed")
     expected = undisturbed.finish(undisturbed.start())

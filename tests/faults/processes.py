@@ -1,6 +1,5 @@
-"""Ranks as processes of their own, which a test may kill: forks of a server that imports torch once."""
+"""Ranks as processes of their own, which a test may kill: forks of the pool's server."""
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -9,17 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.pool import SERVER
+
 LIMIT = 120  # seconds in which the ranks that are left must have ended: only against waiting for ever
 
 
-def forks() -> multiprocessing.context.BaseContext:
-    """A context whose processes start within milliseconds."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.test_grpo", "minitrain.train"])
-    first = context.Process(target=os.getpid)
+def start_server() -> None:
+    """From then on processes start within milliseconds."""
+    first = SERVER.Process(target=os.getpid)
     first.start()
     first.join()
-    return context
 
 
 def reserved_port() -> socket.socket:
@@ -61,12 +59,12 @@ class Ranks:
     """`function(*args)` on so many ranks; what they print is appended to the file `log`."""
 
     def __init__(self, world: int, log: Path, function: Callable, *args: Any):
-        context, self.port = forks(), reserved_port()
+        start_server()
         # no events: whoever is killed while setting one keeps its lock for ever
-        self.log, self.watched = log, [context.Semaphore(0) for _ in range(world)]
+        self.port, self.log, self.watched = reserved_port(), log, [SERVER.Semaphore(0) for _ in range(world)]
         port = self.port.getsockname()[1]
         self.processes = [
-            context.Process(target=rank_main, args=(function, args, rank, world, port, log, watched), daemon=True)
+            SERVER.Process(target=rank_main, args=(function, args, rank, world, port, log, watched), daemon=True)
             for rank, watched in enumerate(self.watched)
         ]
         for process in self.processes:
