@@ -218,7 +218,7 @@ class GRPO:
     lag: Literal[0, 1] = 0  # 1: sample with weights one step old, so that sampling and training can overlap
     generation_ranks: int = 0  # the last ranks only sample, the others only train (needs lag=1); 0: all do both
     keep_cache: bool = False  # keep the sampler's KV cache while its rank trains
-    offload: bool = False  # training and sampling leave each other their memory (grpo/memory.py)
+    offload: bool = False  # sampling, log-probabilities and training leave each other their memory (grpo/memory.py)
     warmup_steps: int = 0  # of supervised training on the answers, before the first step
     warmup_lr: float = 1e-3
     eval_samples: int = 8  # per held-out prompt, for pass@k

@@ -149,9 +149,11 @@ def test_offloading_costs_time_and_saves_memory(states, kl, size):
     count = sum(p.numel() for p in make_model(config).parameters())
     more = refit_seconds(config, SECOND, None) - refit_seconds(kept, SECOND, None)
     assert more == pytest.approx(2 * size * count / 8 / HOST_LINK)
-    for optimizer, sampler in ((count, count - 70 * bool(kl)), (3 * count, 0)):
+    for optimizer, sampler in ((count, count), (3 * count, 0)):
         held = held_besides(config, {"parameters": 70, "optimizer": optimizer})
-        assert held == {"reference": 70 * bool(kl), "sampler": sampler}
+        assert held == {"reference": 0, "sampler": sampler}
+    held = held_besides(config, {"parameters": 7 * count, "optimizer": 60})
+    assert held == ({"reference": 7 * count - 60, "sampler": 0} if kl else {"reference": 0, "sampler": 2 * count - 60})
 
 
 def test_what_a_published_stack_pays_for():

@@ -111,7 +111,7 @@ def phase_seconds(config: Config, system: System, simulation: Simulation, stack:
 
 def held_besides(config: Config, peak: dict[str, int]) -> dict[str, int]:
     """Bytes that a rank that trains holds besides what a step does, by kind: the reference, laid out as its model, and
-    if it samples too, and its model is not whole, another one for that; with offload, what sampling takes beyond
+    if it samples too, and its model is not whole, another one for that; with offload, what either takes beyond
     training."""
     sampler, shared = 0, stated_ranks(config) == config.rollout.tp == 1
     if not (shared or config.grpo.generation_ranks):
@@ -119,7 +119,8 @@ def held_besides(config: Config, peak: dict[str, int]) -> dict[str, int]:
         sampler = count * (4 if config.precision == "fp32" else 2) // config.rollout.tp
     reference = peak["parameters"] if config.grpo.kl and not config.lora else 0
     if config.grpo.offload:
-        sampler = max(0, peak["parameters"] + sampler - reference - sum(peak.values()))
+        training = sum(peak.values()) - peak["parameters"]
+        reference, sampler = max(0, reference - training), max(0, sampler - max(training, reference))
     return {"reference": reference, "sampler": sampler}
 
 
@@ -227,5 +228,6 @@ def offload_seconds(config: Config, parameters: float) -> float:
     """Until the optimizer's states and the reference of so many parameters a GPU are on the host, and back."""
     if not config.grpo.offload or config.lora:  # adapters' states are small
         return 0.0
-    size = (8 if config.optim.states == "fp32" else 4) + (4 if config.grpo.kl else 0)
+    weight = 2 if config.precision == "bf16-pure" else 4
+    size = (8 if config.optim.states == "fp32" else 4) + (weight if config.grpo.kl else 0)
     return 2 * size * parameters / HOST_LINK

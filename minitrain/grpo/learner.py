@@ -34,7 +34,7 @@ Batch = dict[str, Tensor]
 class Learner:
     """A Trainer of the policy, and the reference model if divergence from it costs something.
 
-    phase(name): a context in which the time spent is booked under that name.
+    phase(name): a context with the memory that this part of a step needs, in which the time is booked under its name.
     """
 
     def __init__(self, config: Config, meshes: Meshes, phase: Callable[[str], AbstractContextManager]):
@@ -95,11 +95,13 @@ class Learner:
             if isinstance(module, FSDPModule):  # no backward pass will free what is gathered
                 module.reshard()
 
-    def waiting(self) -> list[Tensor]:
-        """What nothing but training needs: the optimizer's states, and the reference's weights."""
+    def states(self) -> list[Tensor]:
+        """The optimizer's."""
         states = [value for state in self.trainer.optimizer.state.values() for value in state.values()]
-        reference = [] if self.reference is None else list(self.reference.parameters())
-        return [tensor for tensor in states + reference if isinstance(tensor, Tensor) and tensor.ndim]
+        return [state for state in states if isinstance(state, Tensor) and state.ndim]
+
+    def reference_weights(self) -> list[Tensor]:
+        return [] if self.reference is None else list(self.reference.parameters())
 
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that see other tokens, of whom in a pipeline only the last stage's have anything."""

@@ -136,11 +136,12 @@ class Run:
             replica, replicas = (dist.get_rank() - sampling[0]) // config.rollout.tp, len(sampling) // config.rollout.tp
             sampler = Sampler(model, self.tokenizer, config.rollout, most_samples(config, replicas))
             self.collector = Collector(config, sampler, self.tokenizer, end, reward, replica, replicas, samplers)
-        waiting = sampled = list  # nothing
+        self.memory = Memory({}, {})
         if config.grpo.offload:  # every rank trains and samples
-            waiting = self.learner.waiting
-            sampled = list if self.refit is None else lambda: model.state_dict().values()
-        self.memory = Memory(waiting, sampled)
+            kept = {"training": self.learner.states, "logprobs": self.learner.reference_weights}
+            lost = {} if self.refit is None else {"generation": lambda: model.state_dict().values()}
+            self.memory = Memory(kept, lost)
+            self.memory.hold("training")
 
     def connect(self, device_type: str, samples: bool) -> Decoder | None:
         """The model that this rank samples from, and `self.refit`, which brings it the trainer's weights.
@@ -163,8 +164,9 @@ class Run:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Book the time spent here under one of PHASES."""
+        """Hold the memory that one of PHASES needs, and book the time spent here under it."""
         began = time.perf_counter()
+        self.memory.hold("generation" if name == "refit" else name)
         yield
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -216,7 +218,7 @@ class Run:
         """Write a checkpoint of a step. numbers: what `steps` gave for it."""
         if self.learner:
             extra = {"step": numbers["step"], "numbers": dict(numbers)}  # evaluation adds to them
-            self.memory.for_training()
+            self.memory.hold("training")
             self.checkpointer.save(numbers["step"], self.learner.model, self.learner.trainer.optimizer, extra)
         if self.config.grpo.offload:
             self.update_sampler()  # the next thing to come may be an evaluation
@@ -244,7 +246,6 @@ class Run:
             groups = self.collector.collect(self.problems, step)
             if self.frees:
                 self.collector.sampler.free()
-            self.memory.for_training()
         return groups, self.seconds["generation"]
 
     def kept(self, step: int) -> list[Group] | None:
@@ -283,7 +284,6 @@ class Run:
 
     def update_sampler(self) -> None:
         with self.phase("refit"):
-            self.memory.for_sampling()
             if self.refit is not None:
                 self.refit()
             if self.collector is not None:

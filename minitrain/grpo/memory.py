@@ -1,46 +1,46 @@
-"""Memory that training and sampling leave to each other, where a rank does both in turns (grpo.offload).
+"""Memory that the parts of a step leave to each other, where a rank both trains and samples (grpo.offload).
 
-    sampling    the optimizer's states and the reference's weights are on the host
-    training    the sampler's own weights are gone: the refit that follows writes all of them anew
+    generation, refit   the sampler's own weights
+    logprobs            the reference's weights
+    training            the optimizer's states
+
+What a part does not need waits on the host, but for the sampler's weights: the next refit writes all of them anew.
 
 Tensors stay what they are, so that optimizers, FSDP and compiled graphs need not know: only their storage is given
 back, and taken again. Copies wait for no one, since all that the device does later comes after them.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
+Tensors = Callable[[], Iterable[Tensor]]
+
 
 class Memory:
-    """Is for training at first. waiting, sampler: give the tensors that nothing but training, or sampling, needs."""
+    """Holds everything at first.
 
-    def __init__(self, waiting: Callable[[], Iterable[Tensor]], sampler: Callable[[], Iterable[Tensor]]):
-        self.waiting, self.sampler, self.sampling = waiting, sampler, True
-        self.on_host: list[tuple[UntypedStorage, Tensor]] = []
-        self.gone: list[tuple[UntypedStorage, int]] = []
-        self.for_training()
+    kept, lost: tensors that only one part of a step needs, by its name; of those in `lost` the values are lost.
+    """
 
-    def for_sampling(self) -> None:
-        """From now on until `for_training`. The sampler's weights hold nothing yet."""
-        if not self.sampling:
-            self.on_host = [(storage, to_host(storage)) for storage in storages(self.waiting())]
-            for storage, size in self.gone:
-                storage.resize_(size)
-            self.gone, self.sampling = [], True
+    def __init__(self, kept: dict[str, Tensors], lost: dict[str, Tensors]):
+        self.kept, self.lost = kept, lost
+        self.away: dict[str, list[tuple[UntypedStorage, int, Tensor | None]]] = defaultdict(list)
 
-    def for_training(self) -> None:
-        """From now on until `for_sampling`."""
-        if self.sampling:
-            self.gone = [(storage, storage.nbytes()) for storage in storages(self.sampler())]
-            for storage, _ in self.gone:
+    def hold(self, name: str) -> None:
+        """From now on the tensors of this name, and no others."""
+        for other, tensors in (self.kept | self.lost).items():
+            for storage in storages(tensors()) if other != name else []:
+                values = to_host(storage) if other in self.kept else None
+                self.away[other].append((storage, storage.nbytes(), values))
                 storage.resize_(0)
-            for storage, values in self.on_host:
-                storage.resize_(values.nbytes)
+        for storage, size, values in self.away.pop(name, []):
+            storage.resize_(size)
+            if values is not None:
                 as_bytes(storage).copy_(values, non_blocking=True)
-            self.on_host, self.sampling = [], False
 
 
 def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
@@ -51,11 +51,9 @@ def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
 
 
 def to_host(storage: UntypedStorage) -> Tensor:
-    """The bytes of a storage, which is empty then."""
+    """The storage's bytes."""
     values = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-    values.copy_(as_bytes(storage), non_blocking=True)
-    storage.resize_(0)
-    return values
+    return values.copy_(as_bytes(storage), non_blocking=True)
 
 
 def as_bytes(storage: UntypedStorage) -> Tensor:

@@ -21,6 +21,7 @@ from minitrain.models.decoder import Decoder
 from minitrain.parallel.mesh import owned, start
 from minitrain.rollout import compiled, engine, weights
 from minitrain.training.checkpoint import Checkpointer
+from minitrain.training.loop import Trainer
 from tests.oracle import check_close, initial_weights, snapshot
 from tests.test_rollout_compiled import Counter, as_on_cuda, kinds_of_layers
 from tests.test_rollout_engine import prompts_of
@@ -335,8 +336,8 @@ def test_resume_is_exact_with_ranks_apart(pool, tmp_path):
 
 
 def run_watched(tree, folder, steps):
-    """`run`, and whenever sampling, training or saving begins, whether training's own tensors, and the sampler's, are
-    there."""
+    """`run`, and which of the optimizer's, the reference's and the sampler's tensors are there whenever one begins to
+    sample, to compute log-probabilities, to train or to save."""
     runs, held, init = [], [], Run.__init__
 
     def remember(self, *arguments):
@@ -345,8 +346,9 @@ def run_watched(tree, folder, steps):
 
     def watched(function):
         def call(*arguments):
-            sampler = runs[0].collector.sampler.model.state_dict().values()
-            held.append((function.__name__, bool(storages(runs[0].learner.waiting())), bool(storages(sampler))))
+            learner, sampler = runs[0].learner, runs[0].collector.sampler.model.state_dict().values()
+            parts = {"states": learner.states(), "reference": learner.reference_weights(), "sampler": sampler}
+            held.append((function.__name__, *(name for name, tensors in parts.items() if storages(tensors))))
             return function(*arguments)
 
         return call
@@ -354,7 +356,8 @@ def run_watched(tree, folder, steps):
     with (
         patch.object(Run, "__init__", remember),
         patch.object(Collector, "collect", watched(Collector.collect)),
-        patch.object(Learner, "learn", watched(Learner.learn)),
+        patch.object(Learner, "add_log_probs", watched(Learner.add_log_probs)),
+        patch.object(Trainer, "update", watched(Trainer.update)),
         patch.object(Checkpointer, "save", watched(Checkpointer.save)),
     ):
         return *run(tree, folder, steps), held[1:]  # without the reference's checkpoint
@@ -369,8 +372,9 @@ def test_training_and_sampling_leave_each_other_their_memory(pool, tmp_path, asy
     at_once = pool.run(4, run, plain, tmp_path / "plain", [])
     found = pool.run(4, run_watched, offload, tmp_path / "offload", [2])
     resumed = pool.run(4, run, offload, tmp_path / "offload", [])
-    step = [("collect", False, True), ("learn", True, False)]
-    assert [held for *_, held in found] == [step * 2 + [("save", True, False)] + step] * 4
+    first = [("collect", "sampler"), ("add_log_probs", "reference"), ("update",)]  # which makes the states
+    step = [*first[:2], ("update", "states")]
+    assert [held for *_, held in found] == [[*first, *step, ("save", "states"), *step]] * 4
     for (expected, right), (numbers, trained, _), (last, again) in zip(at_once, found, resumed, strict=True):
         assert [line["step"] for line in last] == [3]
         for one, other in zip(expected + expected[2:], numbers + last, strict=True):

@@ -5,23 +5,27 @@ import torch
 from minitrain.grpo.memory import Memory
 
 
-def test_training_and_sampling_have_tensors_of_their_own_in_turns():
-    """Whoever shares their storage, and if others have taken the sampler's place, as where matrices are joined."""
+def test_the_parts_of_a_step_have_tensors_of_their_own_in_turns():
+    """Whoever shares their storage; if some are made later; and if others have taken the sampler's place, as where
+    matrices are joined."""
     joint = torch.arange(12.0)
     states, sampler = [joint[:5], joint[5:].view(7, 1), torch.zeros(())], [torch.ones(3), torch.ones(4, 2)]
-    values = [state.clone() for state in states]
+    values, reference = [state.clone() for state in states], []
 
     def sizes(tensors):
         return [tensor.untyped_storage().nbytes() for tensor in tensors]
 
-    memory = Memory(lambda: states, lambda: sampler)
+    memory = Memory({"states": lambda: states, "reference": lambda: reference}, {"sampler": lambda: sampler})
+    memory.hold("states")
+    reference.append(torch.arange(3.0))
     for _ in range(2):
         assert sizes(states) == [48, 48, 4] and sizes(sampler) == [0, 0]
         for _ in range(2):  # the second time changes nothing
-            memory.for_sampling()
-            assert sizes(states) == [0, 0, 0] and sizes(sampler) == [12, 32]
+            memory.hold("sampler")
+            assert sizes(states) == [0, 0, 0] and sizes(reference) == [0] and sizes(sampler) == [12, 32]
         before, sampler = sampler, [torch.ones(3), torch.ones(4, 2)]
-        for _ in range(2):
-            memory.for_training()
-            assert sizes(before) == [12, 32] and sizes(sampler) == [0, 0]
+        memory.hold("reference")
+        assert sizes(states) == [0, 0, 0] and reference[0].tolist() == [0, 1, 2] and sizes(sampler) == [0, 0]
+        memory.hold("states")
+        assert sizes(before) == [12, 32] and sizes(sampler) == sizes(reference) * 2 == [0, 0]
         assert all(torch.equal(state, value) for state, value in zip(states, values, strict=True))
