@@ -82,6 +82,13 @@ def test_a_real_step(device):
     assert sum(parts.values()) - parts["gaps"] < 500  # it is far from what it is said to take, and slept
 
 
+def test_microseconds_of_the_profiler_are_seconds_of_the_step():
+    events = [event("aten::mm", 0, 250_000, "cpu_op"), event("aten::mul", 250_000, 375_000, "cpu_op")]
+    with mock.patch("minitrain.bench.breakdown.recorded", return_value=events):
+        parts = step_breakdown(lambda: None, 1.0, torch.device("cpu"))
+    assert parts == {"gemm": 0.25, "memory": 0.125, "gaps": 0.625}
+
+
 def test_gaps_are_never_negative():
     """The profiler slows down what it records."""
     assert step_breakdown(lambda: torch.ones(1000).exp(), 0.0, torch.device("cpu"))["gaps"] == 0

@@ -1,5 +1,6 @@
 """What stands for other micro-batches, the ranking of layouts, and what a trace file shows."""
 
+import dataclasses
 import json
 
 import pytest
@@ -40,6 +41,25 @@ def test_few_micro_batches_stand_for_all_exactly():
     assert simulation.collectives() == whole.collectives() != part.collectives()
     tokens = (5 - 3) * 64 * 8  # of the batches that are not there, each with its targets
     assert part.peak | {"activations": part.peak["activations"] + 2 * tokens} == whole.peak
+
+
+def test_breakdown_adds_up_to_the_step():
+    """Of four micro-batches two were traced: what belongs to the typical one happens three times."""
+    config = configs.from_dict(TREE)
+    trace = trace_step(few_micro_batches(config), 2)
+    typical = min(index for index, count in enumerate(Simulation({0: trace}, {}, 4, 2, 0.0).times()) if count == 3)
+    once = next(index for index, count in enumerate(Simulation({0: trace}, {}, 4, 2, 0.0).times()) if count == 1)
+    spans = [
+        Span("compute", "mm", "gemm", 0.0, 1.0, 0.0, once),
+        Span("dp_shard", "all_gather", "collective", 0.5, 1.5, 0.0, once),
+        Span("compute", "mul", "memory", 1.5, 2.0, 0.5, typical),
+    ]
+    parts = {"gemm": 1.0, "memory": 3 * 0.5}
+    alone = Simulation({0: trace}, {0: Timeline(spans)}, 4, 2, 5.0)
+    assert alone.breakdown() == parts | {"exposed communication": 3 * 0.5, "tail": 1.0}
+    assert dataclasses.replace(alone, step=3.5).breakdown()["tail"] == 0.0
+    staged = dataclasses.replace(alone, idle=[2.0])
+    assert staged.breakdown() == parts | {"exposed communication": 0.5, "bubble": 2.0}
 
 
 def test_few_micro_batches_of_a_pipeline_stand_for_all():
