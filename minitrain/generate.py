@@ -23,7 +23,9 @@ from minitrain.parallel.mesh import pick_device
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import SamplingParams
 from minitrain.rollout.scheduler import Sample
-from minitrain.tokenizer import load_tokenizer, stream
+from minitrain.tokenizer import Tokenizer, load_tokenizer, stream
+from minitrain.training.chat import encode_question
+from minitrain.training.chat_templates import Message, choose_template
 
 
 def main(arguments: list[str]) -> None:
@@ -36,6 +38,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--model", required=True, metavar="DIR")
     parser.add_argument("--adapter", metavar="DIR", help="LoRA adapters of the model, in PEFT's format")
     parser.add_argument("--prompt", required=True, metavar="TEXT")
+    parser.add_argument("--chat", action="store_true", help="answer the prompt, in the model's chat template")
     parser.add_argument("--max-tokens", type=positive(int), default=200)
     parser.add_argument("--temperature", type=positive(float, zero=True), default=0.8, help="0: the likeliest token")
     parser.add_argument("--top-k", type=positive(int), default=None, help="choose among the K likeliest tokens")
@@ -50,8 +53,9 @@ def main(arguments: list[str]) -> None:
     cli.use_huge_pages()
     config = read_config(options.model)  # raises InputError where there is no language model
     tokenizer = load_tokenizer(options.model)
-    ends = find_ends(options.model, config.eos_token_id, tokenizer.eos_id)
-    prompt = tokenizer.encode_prompt(text_of(options.prompt))
+    unseen = [text for text in options.stop if not tokenizer.decode(tokenizer.encode(text))]  # special tokens
+    ends = find_ends(options.model, config.eos_token_id, tokenizer.eos_id, *map(tokenizer.token_id, unseen))
+    prompt = encode(text_of(options.prompt), tokenizer, options.chat)
     if not prompt:
         raise InputError("--prompt is empty: give at least one character")
     params = SamplingParams(
@@ -66,7 +70,7 @@ def main(arguments: list[str]) -> None:
     for number, sample in enumerate(sampler.submit(prompt, params), 1):
         if options.n > 1:
             print(f"--- sample {number} of {options.n}")
-        sys.stdout.write(options.prompt)
+        sys.stdout.write("" if options.chat else options.prompt)
         with sampler.weights.in_use():
             for piece in stream(tokenizer, follow(sampler, sample, ends), prompt):
                 sys.stdout.write(piece)
@@ -81,6 +85,13 @@ def text_of(prompt: str) -> str:
     except UnicodeEncodeError as error:
         raise InputError(f"--prompt is not UTF-8 at character {error.start + 1}") from error
     return prompt
+
+
+def encode(prompt: str, tokenizer: Tokenizer, chat: bool) -> list[int]:
+    """The tokens that the text of a model begins with: those of the prompt, or what asks for a reply to it."""
+    if not chat:
+        return tokenizer.encode_prompt(prompt)
+    return encode_question([Message("user", prompt)], choose_template("auto", tokenizer), tokenizer, "--prompt")
 
 
 def find_ends(folder: str, *known: int | list[int] | None) -> tuple[int, ...]:

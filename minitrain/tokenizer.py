@@ -2,8 +2,8 @@
 
 Bytes need no vocabulary file, no training and no package, and lose nothing; they make sequences about four times longer
 than a trained vocabulary does. Both kinds share one small interface: encode, encode_prompt, encode_array, decode,
-eos_id, token_id, vocab_size, chat_template, save. Left out: rendering chat templates (training/chat.py has the
-common ones), and training a vocabulary.
+eos_id, token_id, vocab_size, chat_template, save. Left out: rendering chat templates (training/chat_templates.py), and
+training a vocabulary.
 """
 
 import json
@@ -17,6 +17,9 @@ from minitrain.errors import InputError
 from minitrain.models.config_hf import read_json
 
 BOS, EOS = "<|bos|>", "<|eos|>"
+NAMING_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # which token is eos; the first counts
+CHAT_TEMPLATE = "chat_template.jinja"
+COMPANIONS = (*NAMING_FILES, CHAT_TEMPLATE)  # what stands beside a tokenizer.json
 REPLACEMENT = "\ufffd"  # what bytes that are not UTF-8 decode to
 
 
@@ -63,11 +66,11 @@ class HuggingFaceTokenizer:
 
     def __init__(self, file: Path):
         try:
-            from tokenizers import Tokenizer
+            import tokenizers
         except ImportError as error:
             raise InputError(f"{file} needs the tokenizers package: pip install 'minitrain[text]'") from error
         try:
-            self.tokenizer = Tokenizer.from_file(str(file))
+            self.tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except BaseException as error:  # the package raises nothing narrower, and a panic in Rust is not an Exception
             if isinstance(error, KeyboardInterrupt):
                 raise
@@ -79,11 +82,17 @@ class HuggingFaceTokenizer:
         self.eos_id = self._eos_id()
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return self._encode(text, add_special_tokens=False)
 
     def encode_prompt(self, text: str) -> list[int]:
         """With what the file itself puts around a text, such as bos: what transformers gives a model to continue."""
-        return self.tokenizer.encode(text).ids
+        return self._encode(text, add_special_tokens=True)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # the package raises nothing narrower
+            raise InputError(f"{self.file} cannot encode {text[:40]!r}: {error}") from error
 
     def encode_array(self, text: str) -> np.ndarray:
         return np.array(self.encode(text), np.uint32)
@@ -94,17 +103,29 @@ class HuggingFaceTokenizer:
     def token_id(self, token: str) -> int | None:
         return self.tokenizer.token_to_id(token)
 
+    def added_tokens(self) -> list[str]:
+        """Those that no merge makes: the special ones, and others found in a text as a whole."""
+        return [token.content for token in self.tokenizer.get_added_tokens_decoder().values()]
+
+    def special_tokens(self) -> dict[str, str]:
+        """bos_token, eos_token, pad_token, ... as the files beside it name them, to which chat templates refer."""
+        named = {}
+        for name in NAMING_FILES:
+            named = _read_json(self.file.with_name(name)) | named
+        texts = {key: token.get("content") if isinstance(token, dict) else token for key, token in named.items()}
+        return {key: text for key, text in texts.items() if key.endswith("_token") and isinstance(text, str)}
+
     @property
     def chat_template(self) -> str:
         """The template that came with the tokenizer, in Jinja; empty if none did."""
-        file = self.file.with_name("chat_template.jinja")
+        file = self.file.with_name(CHAT_TEMPLATE)
         if file.exists():
             return _read_text(file)
         file = self.file.with_name("tokenizer_config.json")
         stored = _read_json(file).get("chat_template") or ""
         if isinstance(stored, list):  # several, by name
-            named = {entry.get("name"): entry.get("template") for entry in stored if isinstance(entry, dict)}
-            stored = named.get("default", "")
+            named = [entry for entry in stored if isinstance(entry, dict) and entry.get("name") == "default"]
+            stored = named[0].get("template") if named else ""
         if not isinstance(stored, str):
             raise InputError(f"{file}: chat_template must be text, or a list of texts with names")
         return stored
@@ -112,17 +133,14 @@ class HuggingFaceTokenizer:
     def save(self, folder: str | Path) -> None:
         """Copy the file, and those beside it that transformers.AutoTokenizer reads."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        sources = {"tokenizer.json": self.file}
-        for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
-            sources[name] = self.file.with_name(name)
-        for name, source in sources.items():
-            target = Path(folder, name)
-            if source.exists() and source.resolve() != target.resolve():
+        for source in with_companions(self.file):
+            target = Path(folder, "tokenizer.json" if source == self.file else source.name)
+            if source.resolve() != target.resolve():
                 shutil.copyfile(source, target)
 
     def _eos_id(self) -> int | None:
         """From the first file that mentions it (null: there is none)."""
-        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        for name in NAMING_FILES:
             file = self.file.with_name(name)
             tree = _read_json(file)
             if "eos_token" in tree:
@@ -146,7 +164,10 @@ class HuggingFaceTokenizer:
         return number
 
 
-def load_tokenizer(name_or_path: str | Path) -> ByteTokenizer | HuggingFaceTokenizer:
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer
+
+
+def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
     """ "bytes", a tokenizer.json, or a folder that holds one. A saved ByteTokenizer needs no package."""
     file = tokenizer_file(name_or_path)
     return ByteTokenizer() if file is None or _is_byte_tokenizer(_read_json(file)) else HuggingFaceTokenizer(file)
@@ -164,9 +185,12 @@ def tokenizer_file(name_or_path: str | Path) -> Path | None:
     return file
 
 
-def stream(
-    tokenizer: ByteTokenizer | HuggingFaceTokenizer, ids: Iterable[int], prompt: Iterable[int] = ()
-) -> Iterator[str]:
+def with_companions(file: Path) -> list[Path]:
+    """A tokenizer.json, and the files beside it that say more of the same tokenizer."""
+    return [file, *(beside for name in COMPANIONS if (beside := file.with_name(name)).exists())]
+
+
+def stream(tokenizer: Tokenizer, ids: Iterable[int], prompt: Iterable[int] = ()) -> Iterator[str]:
     """The text of `ids`, which follow `prompt`, in pieces: each as soon as it is certain, at the latest after the last.
 
     A character whose bytes have not all come decodes to the replacement character, so a text that ends in one waits.

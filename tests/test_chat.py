@@ -1,4 +1,4 @@
-"""Chats against transformers' apply_chat_template with the families' own templates; packed rows against brute force."""
+"""Lines of chats, by hand; packed rows against brute force; see test_chat_templates.py for the text of a chat."""
 
 import json
 import math
@@ -14,22 +14,12 @@ from minitrain import config as configs
 from minitrain.errors import InputError
 from minitrain.generate import exact_match
 from minitrain.models.decoder import Decoder
-from minitrain.tokenizer import ByteTokenizer, load_tokenizer
+from minitrain.tokenizer import ByteTokenizer
 from minitrain.train import train
 from minitrain.training import arithmetic
 from minitrain.training.build import initialize
-from minitrain.training.chat import (
-    CHATML,
-    LLAMA3,
-    PLAIN,
-    Message,
-    choose_template,
-    encode_chat,
-    make_sample,
-    read_messages,
-    render,
-    split_reply,
-)
+from minitrain.training.chat import encode_chat, make_sample, read_messages, split_reply
+from minitrain.training.chat_templates import PLAIN, Message
 from minitrain.training.data import rows
 from minitrain.training.datasets import open_dataset
 from minitrain.training.loss import IGNORE
@@ -37,140 +27,10 @@ from minitrain.training.objectives import LanguageModeling
 from minitrain.training.sft import MockChats
 from tests.oracle import check_close
 
-# The chat templates of meta-llama/Meta-Llama-3-8B-Instruct, Llama-3.1-8B-Instruct and Qwen/Qwen2.5-7B-Instruct, the
-# latter two without their branches for tools.
-LLAMA3_JINJA = (
-    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + "
-    "message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}"
-    "{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
-LLAMA31_JINJA = r"""{{- bos_token }}
-{%- if not date_string is defined %}
-    {%- set date_string = "26 Jul 2024" %}
-{%- endif %}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content']|trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = "" %}
-{%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\n\n" }}
-{{- "Cutting Knowledge Date: December 2023\n" }}
-{{- "Today Date: " + date_string + "\n\n" }}
-{{- system_message }}
-{{- "<|eot_id|>" }}
-{%- for message in messages %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
-{%- endif %}
-"""
-QWEN25_JINJA = r"""{%- if messages[0]['role'] == 'system' %}
-    {{- '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}
-{%- else %}
-    {{- '<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or (message.role == "assistant" and not message.tool_calls) %}
-        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-{%- endif %}
-"""  # noqa: E501
-SPECIALS = {
-    "llama3": ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
-    "chatml": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-}
-FAMILIES = [("llama3", LLAMA3_JINJA), ("llama3", LLAMA31_JINJA), ("chatml", QWEN25_JINJA)]
-
-USER, REPLY = Message("user", " Who are you?\n"), Message("assistant", "I am 🙂.")
-CHATS = {
-    "one turn": [USER, REPLY],
-    "system and two turns": [Message("system", "Be\nbrief. "), USER, REPLY, Message("user", "Oh?"), REPLY],
-    "empty reply": [USER, Message("assistant", "")],
-    "two replies, a question left": [USER, REPLY, REPLY, USER],
-}
-
-
-def tokenizer_with(folder: Path, kind: str, jinja: str):
-    """A byte tokenizer that also has the special tokens of a family, its template beside it; ours and transformers'."""
-    from transformers import AutoTokenizer
-
-    ByteTokenizer().save(folder)
-    tree, specials = json.loads((folder / "tokenizer.json").read_text()), SPECIALS[kind]
-    flags = {key: value for key, value in tree["added_tokens"][0].items() if key not in ("id", "content")}
-    tree["added_tokens"] += [{"id": 258 + i, "content": token, **flags} for i, token in enumerate(specials)]
-    (folder / "tokenizer.json").write_text(json.dumps(tree))
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": specials[0], "eos_token": specials[-1]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(about | {"chat_template": jinja}))
-    return load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module", params=FAMILIES, ids=["llama3", "llama3.1", "qwen2.5"])
-def tokenizers(request, tmp_path_factory):
-    return tokenizer_with(tmp_path_factory.mktemp("tokenizer"), *request.param)
-
-
-@pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
-def test_templates_are_those_of_transformers(tokenizers, chat):
-    ours, theirs = tokenizers
-    template = choose_template("auto", ours)
-    messages = [message._asdict() for message in chat]
-    assert "".join(text for text, _ in render(chat, template)) == theirs.apply_chat_template(messages, tokenize=False)
-    tokens, _ = encode_chat(chat, template, ours)
-    assert tokens.tolist() == theirs.apply_chat_template(messages, return_dict=False)
-
-
-@pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
-def test_what_is_trained_is_what_follows_a_generation_prompt(tokenizers, chat):
-    """All of the assistant's turns, each with the token that ends it, and nothing else."""
-    ours, theirs = tokenizers
-    template = choose_template("auto", ours)
-    tokens, said = encode_chat(chat, template, ours)
-    expected = np.zeros(len(tokens), bool)
-    for i, message in enumerate(chat):
-        if message.role == "assistant":
-            before = [m._asdict() for m in chat[:i]]
-            prompt = theirs.apply_chat_template(before, add_generation_prompt=True, return_dict=False)
-            expected[len(prompt) : len(prompt) + len(ours.encode(message.content)) + 1] = True
-            assert tokens[: len(prompt)].tolist() == prompt
-    assert said.tolist() == expected.tolist()
-    ends = tokens[np.flatnonzero(said & ~np.append(said[1:], False))]
-    assert set(ends.tolist()) == {ours.token_id(template.end)}
-
-
-def test_the_tokenizer_chooses_the_template(tmp_path):
-    for kind, bare in (("llama3", LLAMA3), ("chatml", CHATML)):
-        folder = tmp_path / kind
-        tokenizer, _ = tokenizer_with(folder, kind, "")
-        assert choose_template("auto", tokenizer) == choose_template(kind, tokenizer) == bare
-        other = {"llama3": "chatml", "chatml": "llama3"}[kind]
-        with pytest.raises(
-            InputError, match=rf"data.template={other} needs the token <\|.*\|>, which data.tokenizer la"
-        ):
-            choose_template(other, tokenizer)
-    assert choose_template("auto", ByteTokenizer()) is PLAIN
-    tokenizer.eos_id = None
-    with pytest.raises(InputError, match="data.template=plain ends answers with eos"):
-        choose_template("plain", tokenizer)
-
-
-def test_a_template_is_found_wherever_transformers_keeps_it(tmp_path):
-    _, theirs = tokenizer_with(tmp_path / "a", "chatml", QWEN25_JINJA)
-    theirs.save_pretrained(tmp_path / "b")  # as chat_template.jinja
-    named = [{"name": "tools", "template": "x"}, {"name": "default", "template": QWEN25_JINJA}]
-    tokenizer_with(tmp_path / "c", "chatml", named)
-    for folder in "abc":
-        assert load_tokenizer(tmp_path / folder).chat_template == QWEN25_JINJA
-
 
 def test_plain_by_hand():
     chat = [Message("system", "s"), Message("user", "q"), Message("assistant", "ab"), Message("user", "r")]
-    tokens, said = encode_chat([*chat, Message("assistant", ""), Message("user", "?")], PLAIN, ByteTokenizer())
+    tokens, said = encode_chat([*chat, Message("assistant", ""), Message("user", "?")], PLAIN, ByteTokenizer(), "")
     assert tokens.tolist() == [*b"s\nq\nab", 257, *b"r\n", 257, *b"?\n"]
     assert np.flatnonzero(said).tolist() == [4, 5, 6, 9]
     sample = make_sample(tokens, said)

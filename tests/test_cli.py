@@ -251,6 +251,33 @@ def test_generation_ends_where_transformers_does(tmp_path, capsys, name):
     assert capsys.readouterr().out == ByteTokenizer().decode(theirs[0].tolist()[:-1]) + "\n"
 
 
+def test_generation_of_a_reply(tmp_path, capsys):
+    """To a message, in the template that came with the tokenizer; it may end at a special token, which is not shown."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    minitrain.save_pretrained(Decoder(model_config("llama3-8b-tiny", num_layers=1, vocab_size=258)), tmp_path)
+    ByteTokenizer().save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ ' you: ' }}{% endif %}"
+    )
+    prompt = [256, *b"user: hi you: "]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    reply = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[0, len(prompt) :].tolist()
+    tree = json.loads((tmp_path / "tokenizer.json").read_text())
+    end = next(token for token, number in tree["model"]["vocab"].items() if number == reply[2])
+    tree["added_tokens"].append(tree["added_tokens"][0] | {"id": reply[2], "content": end})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    arguments = ["--model", str(tmp_path), "--prompt", "hi", "--chat", "--max-tokens", "6", "--temperature", "0"]
+    for more, shown in (
+        ([], [t for t in reply if t != reply[2]]),
+        (["--stop", end], reply[: reply.index(reply[2])]),
+    ):
+        generate.main([*arguments, *more])
+        assert capsys.readouterr().out == ByteTokenizer().decode(shown) + "\n"
+
+
 def test_generation_asks_for_huge_pages_before_it_loads_a_model(monkeypatch):
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")  # so that it is put back at the end
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")

@@ -13,18 +13,17 @@ import numpy as np
 
 from minitrain.config import Config
 from minitrain.errors import InputError
-from minitrain.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from minitrain.tokenizer import Tokenizer
 from minitrain.training.chat import (
     PROMPTS,
-    Message,
-    Template,
-    choose_template,
     encode_chat,
+    encode_question,
     make_sample,
     read_turns,
     split_reply,
     words_of,
 )
+from minitrain.training.chat_templates import ChatTemplate, Message, choose_template
 from minitrain.training.data import Skips, find_files, fitting_tokenizer, nth, read_jsonl, split_off, text_of
 
 CHATS = ("messages", "conversations")  # whose last message is the answer
@@ -57,7 +56,7 @@ class Problems:
         return [self.problems[nth(n, len(self), self.seed)[1]] for n in range(first, first + count)]
 
 
-def open_problems(config: Config) -> tuple[Problems, Problems | None, ByteTokenizer | HuggingFaceTokenizer, int]:
+def open_problems(config: Config) -> tuple[Problems, Problems | None, Tokenizer, int]:
     """The problems to train on, those held out (None without data.validation), the tokenizer, and the token that ends
     a response.
 
@@ -69,13 +68,14 @@ def open_problems(config: Config) -> tuple[Problems, Problems | None, ByteTokeni
 
     def read(row: dict, where: str) -> Problem:
         messages, answer = read_problem(row, where, config.grpo.prompt_key, config.grpo.answer_key)
-        problem = encode(messages, answer, row, template, tokenizer)
+        problem = encode(messages, answer, row, template, tokenizer, where)
         check_length(problem, config, where)
         return problem
 
     if made_up:
-        problems = [encode(*made, template, tokenizer) for made in reversals(config.grpo.mock_digits)]
-        check_length(problems[0], config, f"grpo.mock_digits={config.grpo.mock_digits}")
+        where = f"grpo.mock_digits={config.grpo.mock_digits}"
+        problems = [encode(*made, template, tokenizer, where) for made in reversals(config.grpo.mock_digits)]
+        check_length(problems[0], config, where)
     else:
         problems = list(read_jsonl(find_files(config.data), read, skips))
     if not problems:
@@ -89,10 +89,11 @@ def open_problems(config: Config) -> tuple[Problems, Problems | None, ByteTokeni
 
 
 def encode(
-    messages: list[Message], answer: str, row: dict, template: Template, tokenizer: ByteTokenizer | HuggingFaceTokenizer
+    messages: list[Message], answer: str, row: dict, template: ChatTemplate, tokenizer: Tokenizer, where: str
 ) -> Problem:
-    sample = make_sample(*encode_chat([*messages, Message("assistant", answer)], template, tokenizer))
-    return Problem(*split_reply(sample), answer, row)
+    prompt = encode_question(messages, template, tokenizer, where)
+    sample = make_sample(*encode_chat([*messages, Message("assistant", answer)], template, tokenizer, where))
+    return Problem(prompt, split_reply(sample)[1], answer, row)
 
 
 def check_length(problem: Problem, config: Config, where: str) -> None:

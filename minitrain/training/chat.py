@@ -1,28 +1,23 @@
 """Chats as tokens: a line of JSON -> messages -> the text of a chat template -> tokens, and which of them are trained.
 
 A model should learn to answer, not to ask: only the assistant's turns are predicted, each with the token that ends it.
-A turn is tokenised apart from the header before it, just as it follows the prompt when the model generates.
-
-The templates are those of Llama 3 and of Qwen (ChatML), written out here, so that no template language is needed, and a
-plain one for models without special tokens. Left out: tools, images, reasoning that is cut from earlier turns (Qwen 3).
+A turn is tokenised apart from what stands before it, just as it follows the prompt when the model generates.
 Text in a message that spells a special token becomes that token, as it does in transformers.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from minitrain.errors import InputError
-from minitrain.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from minitrain.tokenizer import Tokenizer
+from minitrain.training.chat_templates import ChatTemplate, Message, Pieces
 from minitrain.training.data import text_of
 from minitrain.training.loss import IGNORE
 
-
-class Message(NamedTuple):
-    role: str  # system, user or assistant
-    content: str
+LONGEST_TOKEN = 64  # characters of what precedes a text, which its first token can depend on
 
 
 class Sample(NamedTuple):
@@ -35,96 +30,52 @@ class Sample(NamedTuple):
     labels: np.ndarray
 
 
-# ----------------------------------------------------------------------------------------------------------- templates
-
-
-@dataclass(frozen=True)
-class Template:
-    """How messages become text: begin, then for each message header, content, end and separator."""
-
-    header: str  # with {role}
-    end: str  # of a turn, trained as part of the assistant's
-    special: tuple[str, ...] = ()  # tokens in these that a tokenizer must have
-    begin: str = ""
-    separator: str = ""
-    reply_ends_with_eos: bool = False  # the assistant's turns end with the tokenizer's eos, not with `end`
-    strip: bool = False  # white space around a message is removed
-    preface: str = ""  # stands before the system message's content, and alone if there is none
-    default_system: str = ""  # the content of a system message that is not there
-
-
-LLAMA3 = Template(
-    "<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", ("<|start_header_id|>", "<|eot_id|>"),
-    begin="<|begin_of_text|>", strip=True,
-)  # fmt: skip
-CHATML = Template("<|im_start|>{role}\n", "<|im_end|>", ("<|im_start|>", "<|im_end|>"), separator="\n")
-PLAIN = Template("", "\n", reply_ends_with_eos=True)  # a line for each question, eos after each answer
-TEMPLATES = {"llama3": LLAMA3, "chatml": CHATML, "plain": PLAIN}
-
-LLAMA31_PREFACE = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
-QWEN25_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-
-
-def choose_template(name: str, tokenizer: ByteTokenizer | HuggingFaceTokenizer) -> Template:
-    """The template called `name`, or for `auto` the tokenizer's; InputError if the tokenizer lacks a token of it."""
-    template = template_of(tokenizer) if name == "auto" else TEMPLATES[name]
-    for token in template.special:
-        if tokenizer.token_id(token) is None:
-            raise InputError(f"data.template={name} needs the token {token}, which data.tokenizer lacks")
-    if template.reply_ends_with_eos and tokenizer.eos_id is None:
-        raise InputError("data.template=plain ends answers with eos, which data.tokenizer lacks (use llama3 or chatml)")
-    return template
-
-
-def template_of(tokenizer: ByteTokenizer | HuggingFaceTokenizer) -> Template:
-    """The first template whose special tokens the tokenizer has; the plain one has none.
-
-    What a family adds to the system message (Llama 3.1 a date, Qwen 2.5 a default) is added if the template that came
-    with the tokenizer does so.
-    """
-    template = next(t for t in TEMPLATES.values() if None not in map(tokenizer.token_id, t.special))
-    if "Cutting Knowledge Date" in tokenizer.chat_template:
-        template = replace(template, preface=LLAMA31_PREFACE)
-    if QWEN25_SYSTEM in tokenizer.chat_template:
-        template = replace(template, default_system=QWEN25_SYSTEM)
-    return template
-
-
-def render(messages: list[Message], template: Template) -> Iterator[tuple[str, bool]]:
-    """The text of a chat in pieces, alternating between what is given (False) and what the model is to say (True)."""
-    given = template.begin
-    for role, content in prepare(messages, template):
-        given += template.header.format(role=role)
-        if role == "assistant":
-            yield given, False
-            yield content + ("" if template.reply_ends_with_eos else template.end), True
-            given = template.separator
-        else:
-            given += content + template.end + template.separator
-    yield given, False
-
-
-def prepare(messages: list[Message], template: Template) -> list[Message]:
-    """The messages as the template wants them, with what it adds to the first, or puts before it."""
-    if template.strip:
-        messages = [Message(role, content.strip()) for role, content in messages]
-    stated = messages[0].role == "system"
-    content = template.preface + (messages[0].content if stated else template.default_system)
-    return [Message("system", content), *messages[stated:]] if stated or content else messages
-
-
 def encode_chat(
-    messages: list[Message], template: Template, tokenizer: ByteTokenizer | HuggingFaceTokenizer
+    messages: list[Message], template: ChatTemplate, tokenizer: Tokenizer, where: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of a chat, int64 [n], and which of them the model is to say, bool [n]."""
-    tokens, said = [], []
-    for text, is_reply in render(messages, template):
-        ids = tokenizer.encode(text)
+    """The tokens of a chat, int64 [n], and which of them the model is to say, bool [n].
+
+    Raises InputError, which begins with `where`, for what the template does not take.
+    """
+    with located(where):
+        return encode_pieces(template.pieces(messages), template, tokenizer)
+
+
+def encode_question(messages: list[Message], template: ChatTemplate, tokenizer: Tokenizer, where: str) -> list[int]:
+    """The tokens that a reply to `messages` follows; raises InputError likewise."""
+    with located(where):
+        return encode_pieces(template.question(messages), template, tokenizer)[0].tolist()
+
+
+def encode_pieces(pieces: Pieces, template: ChatTemplate, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    tokens, said, before = [], [], ""
+    for text, is_reply in pieces:
+        first = template.begin_with_bos and not tokens
+        ids = tokenizer.encode_prompt(text) if first else encode_after(before, text, tokenizer)
+        before = (before + text)[-LONGEST_TOKEN:]
         if is_reply and template.reply_ends_with_eos:
-            ids = [*ids, tokenizer.eos_id]
+            ids, before = [*ids, tokenizer.eos_id], "\n"
         tokens += ids
         said += [is_reply] * len(ids)
     return np.array(tokens, np.int64), np.array(said, bool)
+
+
+def encode_after(before: str, text: str, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of `text`, where `before` precedes it: many vocabularies add a space at the start of a whole text.
+
+    Where both share a token, that of `text` alone.
+    """
+    context, whole = tokenizer.encode(before), tokenizer.encode(before + text)
+    return whole[len(context) :] if whole[: len(context)] == context else tokenizer.encode(text)
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Puts `where` before the InputError that is raised inside."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
 
 
 def make_sample(tokens: np.ndarray, said: np.ndarray) -> Sample:

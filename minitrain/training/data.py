@@ -30,7 +30,7 @@ from torch import Tensor
 
 from minitrain.config import Data
 from minitrain.errors import InputError, readable
-from minitrain.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+from minitrain.tokenizer import Tokenizer, load_tokenizer
 from minitrain.training.loss import IGNORE
 from minitrain.training.token_files import TokenFile, open_tokens
 
@@ -200,7 +200,7 @@ class Corpus:
         return len(self.tokens) - len(self.ends)  # all but each document's first
 
 
-def tokenize(documents: Iterable[str], tokenizer: ByteTokenizer | HuggingFaceTokenizer) -> Corpus:
+def tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> Corpus:
     """All documents, each ended by eos if the tokenizer has one, at 2 or 4 bytes a token. Empty ones are left out."""
     count = max(tokenizer.vocab_size, 1 + (tokenizer.eos_id or 0))  # config.json may name an eos far beyond the words
     dtype = np.dtype(np.uint16 if count <= 1 << 16 else np.uint32)
@@ -236,7 +236,7 @@ def _open_documents(
     return train, _cut(corpus.select(held), seq_len, seed, f"data.validation={data.validation}", skips)
 
 
-def fitting_tokenizer(name: str, vocab_size: int) -> ByteTokenizer | HuggingFaceTokenizer:
+def fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     """The tokenizer `name`; InputError if it has ids that are not below `vocab_size`, the model's."""
     tokenizer = load_tokenizer(name)
     if vocab_size < tokenizer.vocab_size:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from minitrain.config import Config, Data, to_dict
 from minitrain.errors import InputError, readable
 from minitrain.runtime.agreement import check_same, code_digests, control_group, flatten
-from minitrain.tokenizer import tokenizer_file
+from minitrain.tokenizer import COMPANIONS, tokenizer_file, with_companions
 from minitrain.training.data import find_files
 from minitrain.training.durable import write_durably
 
@@ -33,7 +33,7 @@ def agreed_fingerprint(data: Data) -> dict[str, str]:
         return {}
     files = find_files(data)
     if data.kind in ("text", "jsonl") and (tokenizer := tokenizer_file(data.tokenizer)):
-        files.append(tokenizer)
+        files += with_companions(tokenizer)
     digests = {str(file): file_digest(file) for file in files}
     check_same({"data": digests})
     return digests
@@ -79,9 +79,9 @@ def comparable_settings(config: Config) -> dict[str, Any]:
 
 def data_change(before: dict, now: dict) -> str | None:
     """What is wrong with the data, in one line; None if nothing is, or the settings name other data on purpose."""
+    tokenizer = ("tokenizer.json", *COMPANIONS)  # of which earlier versions left some out
     changed = differing(before["files"], now["files"])
-    if "tokenizer.json" not in {Path(file).name for file in before["files"]}:  # earlier versions left it out
-        changed = [file for file in changed if Path(file).name != "tokenizer.json"]
+    changed = [file for file in changed if file in before["files"] or Path(file).name not in tokenizer]
     if not changed or NAMES_DATA & {*differing(before["settings"], now["settings"])}:
         return None
     first, more = changed[0], f" and {len(changed) - 1} more files" if len(changed) > 1 else ""

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from minitrain.config import Config, Data
 from minitrain.errors import InputError
-from minitrain.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from minitrain.training.chat import Sample, choose_template, encode_chat, make_sample, read_messages, split_reply
+from minitrain.tokenizer import Tokenizer
+from minitrain.training.chat import Sample, encode_chat, make_sample, read_messages, split_reply
+from minitrain.training.chat_templates import choose_template
 from minitrain.training.data import Mock, Skips, find_files, fitting_tokenizer, nth, read_jsonl, split_off
 from minitrain.training.loss import IGNORE
 from minitrain.training.packing import first_fit_decreasing, pack_row
@@ -48,11 +49,14 @@ def open_chats(config: Config) -> "tuple[Chats | MockChats | Mock, Chats | MockC
     return Chats(train, seq_len, seed, packed, numbered, counts), Chats(held, seq_len, seed, packed, numbered)
 
 
-def read_samples(data: Data, tokenizer: ByteTokenizer | HuggingFaceTokenizer, skips: Skips) -> Iterator[Sample]:
+def read_samples(data: Data, tokenizer: Tokenizer, skips: Skips) -> Iterator[Sample]:
     """The samples of all lines of all files, in order and however long."""
     template = choose_template(data.template, tokenizer)
-    for messages in read_jsonl(find_files(data), read_messages, skips):
-        yield make_sample(*encode_chat(messages, template, tokenizer))
+
+    def read(record: dict, where: str) -> Sample:
+        return make_sample(*encode_chat(read_messages(record, where), template, tokenizer, where))
+
+    return read_jsonl(find_files(data), read, skips)
 
 
 def fit(samples: Iterable[Sample], seq_len: int, over_long: str) -> tuple[list[Sample], str]:

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import json
 import os
+import re
 import resource
 import shutil
 import struct
@@ -30,8 +31,10 @@ from minitrain.models.lora import Lora, add_adapters, is_adapter
 from minitrain.models.tensor_files import LONGEST_HEADER
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import model_config
-from minitrain.tokenizer import ByteTokenizer
+from minitrain.tokenizer import ByteTokenizer, load_tokenizer
 from minitrain.training.build import initialize
+from minitrain.training.chat import encode_chat
+from minitrain.training.chat_templates import Message, choose_template
 from minitrain.training.data import fitting_tokenizer
 
 CASES = int(os.environ.get("FAULT_CASES", 100))
@@ -332,6 +335,14 @@ def test_a_rank_that_nobody_has_is_refused_before_training_too(adapters, tmp_pat
         )
 
 
+TEMPLATE = (
+    "{{ bos_token }}{%- for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no') }}{% else %}"
+    "{{ m.role + ':' + m.content | trim + '<|eos|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+CHAT = [Message(role, content) for role, content in (("user", "a b"), ("assistant", "c"), ("user", "d"))]
+
+
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory):
     """Files of a tokenizer that is not ours, with all that may stand beside it."""
@@ -343,7 +354,7 @@ def tokenizer_folder(tmp_path_factory):
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<|eos|>"}}))
     (folder / "config.json").write_text(json.dumps({"eos_token_id": [257], "bos_token_id": 256}))
-    templates = [{"name": "default", "template": "x"}, {"name": "tool", "template": "y"}]
+    templates = [{"name": "default", "template": TEMPLATE}, {"name": "tool", "template": "y"}]
     settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": templates}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
@@ -367,5 +378,31 @@ def test_any_tokenizer(tokenizer_folder, tmp_path_factory, name, edits, as_json,
         (folder / name).write_bytes(raw[: place % len(raw)] + b"\xff\x00[" + raw[place % len(raw) + 2 :])
     tokenizer = loaded(fitting_tokenizer, str(folder), 300)
     if tokenizer is not None:
-        assert isinstance(loaded(lambda: tokenizer.chat_template), str | None)
         assert all(0 <= token < 300 for token in tokenizer.encode("some text"))
+        loaded(encode, CHAT, tokenizer)
+
+
+def encode(chat, tokenizer):
+    return encode_chat(chat, choose_template("auto", tokenizer), tokenizer, "here")
+
+
+PARTS = re.findall(r"\{%-?|-?%\}|\{\{|\}\}|\w+|.", TEMPLATE)
+
+
+@unhurried(CASES)
+@given(st.lists(st.tuples(st.integers(0, len(PARTS)), st.sampled_from(["", *PARTS])), min_size=1, max_size=4))
+def test_any_chat_template(tokenizer_folder, tmp_path_factory, edits):
+    """A chat's tokens hold those of its messages, in order, or one line says why there are none."""
+    parts = [*PARTS, ""]
+    for place, part in edits:
+        parts[place] = part
+    folder = edited(tokenizer_folder, tmp_path_factory.getbasetemp() / "edited")
+    (folder / "chat_template.jinja").write_text("".join(parts))
+    tokenizer = load_tokenizer(folder)
+    encoded = loaded(encode, CHAT, tokenizer)
+    if encoded is not None:
+        tokens, said = encoded
+        assert b"c" in bytes(token for token in tokens[said] if token < 256)
+        assert tokenizer.decode(tokens.tolist()) == "".join(
+            text for text, _ in choose_template("auto", tokenizer).pieces(CHAT)
+        ).replace("<|eos|>", "").replace("<|bos|>", "")

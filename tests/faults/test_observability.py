@@ -141,11 +141,14 @@ def test_other_data_on_purpose(setting):
 def test_nor_with_a_tokenizer_that_has(run, tmp_path):  # noqa: F811
     ByteTokenizer().save(tmp_path / "bytes")
     data = {"kind": "text", "path": str(tmp_path / "text.txt"), "tokenizer": str(tmp_path / "bytes")}
-    file = tmp_path / "bytes" / "tokenizer.json"
     run([], steps=2, data=data)
-    file.write_text(file.read_text() + "\n")
-    with pytest.raises(InputError, match=r"bytes/tokenizer.json has changed since the run began: it cannot continue"):
-        run([], steps=4, data=data)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        file = tmp_path / "bytes" / name
+        text = file.read_text()
+        file.write_text(text + "\n")
+        with pytest.raises(InputError, match=rf"bytes/{name} has changed since the run began: it cannot continue"):
+            run([], steps=4, data=data)
+        file.write_text(text)
     run([], steps=4, data=data | {"tokenizer": "bytes"})  # on purpose
 
 
@@ -156,7 +159,8 @@ def test_a_run_whose_fingerprint_lacks_the_tokenizer_goes_on(run, tmp_path):  # 
     run([], steps=2, data=data)
     [file] = tmp_path.glob("*/fingerprint.json")
     stored = json.loads(file.read_text())
-    del stored["files"][str(tmp_path / "bytes" / "tokenizer.json")]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        del stored["files"][str(tmp_path / "bytes" / name)]
     file.write_text(json.dumps(stored))
     run([], steps=4, data=data)
 

@@ -1,0 +1,259 @@
+"""Chats against transformers' apply_chat_template, with templates of published models, which TRL has."""
+
+# ruff: noqa: RUF001 (DeepSeek's tokens)
+
+import datetime
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers.utils.chat_template_utils
+import trl
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer
+
+from minitrain.errors import InputError
+from minitrain.tokenizer import ByteTokenizer, load_tokenizer
+from minitrain.training.chat import encode_chat, encode_question
+from minitrain.training.chat_templates import CHATML, DATE, LLAMA3, PLAIN, Message, choose_template
+
+# what ends a reply in each; what TRL's form of it for training has the model say besides, of what is given or follows
+PUBLISHED = {
+    "llama3": ("<|eot_id|>", ""), "llama3_1": ("<|eot_id|>", None), "llama3_2": ("<|eot_id|>", None),
+    "qwen2_5": ("<|im_end|>", "\n\n"), "qwen3": ("<|im_end|>", "\n"), "qwen3_instruct_2507": ("<|im_end|>", "\n"),
+    "deepseekv3": ("<｜end▁of▁sentence｜>", "<｜Assistant｜>"), "gptoss": ("<|return|>", "<|start|>assistant"),
+    "nemotron_3_nano": ("<|im_end|>", "<think>\n"), "nemotron_3_super": ("<|im_end|>", "<think>\n"),
+    "gemma3": ("<end_of_turn>", "\n"), "phi3": ("<|end|>", None),
+}  # fmt: skip
+USER, REPLY = Message("user", " Who are you?\n"), Message("assistant", "I am 🙂.")
+CHATS = {
+    "one turn": [USER, REPLY],
+    "system and two turns": [Message("system", "Be\nbrief. "), USER, REPLY, Message("user", "Oh?"), REPLY],
+    "empty reply": [USER, Message("assistant", "")],
+    "a question left": [USER, REPLY, USER],
+    "two replies": [USER, REPLY, REPLY, USER],
+    "thoughts": [USER, Message("assistant", "<think>\nhm\n</think>\n\nme"), USER, Message("assistant", "</think>you")],
+}
+MIXTRAL = (  # mistralai/Mixtral-8x7B-Instruct-v0.1, without its check of the roles
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + "
+    "' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token}}{% else %}"
+    "{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+)
+
+
+def published(name: str) -> str:
+    file = Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja"
+    if not file.exists():
+        pytest.skip(f"this version of TRL has no {file.name}")
+    return file.read_text()
+
+
+def tokenizer_with(folder: Path, jinja: str | list, specials: list[str]):
+    """A byte tokenizer with more special tokens, and a template beside it; ours and transformers'."""
+    ByteTokenizer().save(folder)
+    tree = json.loads((folder / "tokenizer.json").read_text())
+    flags = {key: value for key, value in tree["added_tokens"][0].items() if key not in ("id", "content")}
+    tree["added_tokens"] += [{"id": 258 + i, "content": token, **flags} for i, token in enumerate(specials)]
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>", "__type": "AddedToken"},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(about | {"chat_template": jinja}))
+    return load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def specials_in(jinja: str) -> list[str]:
+    named = r"<[|｜][^|｜>\s']+[|｜]>|</?(?:think|start_of_turn|end_of_turn)>"
+    return ["<s>", "</s>", *sorted(set(re.findall(named, jinja)))]
+
+
+@pytest.fixture(scope="module", params=PUBLISHED)
+def tokenizers(request, tmp_path_factory):
+    jinja = published(request.param)
+    ours, theirs = tokenizer_with(tmp_path_factory.mktemp("tokenizer"), jinja, specials_in(jinja))
+    return request.param, ours, theirs
+
+
+@pytest.fixture(autouse=True)
+def same_date(monkeypatch):
+    today = type("Today", (datetime.datetime,), {"now": staticmethod(lambda: DATE)})
+    monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", today)
+
+
+def dicts(chat: list[Message]) -> list[dict[str, str]]:
+    return [message._asdict() for message in chat]
+
+
+def template_and_tokens(chat, ours, theirs):
+    """Ours of a chat, after the text and tokens were compared with transformers'; nothing where both refuse it."""
+    template = choose_template("auto", ours)
+    try:
+        expected = theirs.apply_chat_template(dicts(chat), tokenize=False)
+    except Exception as error:  # what a template raises
+        with pytest.raises(InputError, match=f"^here: .*refuses it: {re.escape(str(error)[:20])}"):
+            encode_chat(chat, template, ours, "here")
+        return None
+    assert "".join(text for text, _ in template.pieces(chat)) == expected
+    tokens, said = encode_chat(chat, template, ours, "here")
+    assert tokens.tolist() == theirs.apply_chat_template(dicts(chat), return_dict=False)
+    return template, tokens, said
+
+
+@pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
+def test_published_templates_are_rendered_as_in_transformers(tokenizers, chat):
+    """And the model is to say all of the assistant's turns, each with its end, and nothing else."""
+    name, ours, theirs = tokenizers
+    if chat == CHATS["two replies"] and name == "qwen3":  # which writes a reply otherwise if one follows
+        with pytest.raises(InputError, match="here: .* does not show where message 3, a reply, begins and ends"):
+            encode_chat(chat, choose_template("auto", ours), ours, "here")
+        return
+    encoded = template_and_tokens(chat, ours, theirs)
+    if encoded is None:
+        return
+    template, tokens, said = encoded
+    starts, ends = np.flatnonzero(np.diff(said, prepend=0) == 1), np.flatnonzero(np.diff(said, append=0) == -1)
+    replies = [i for i, message in enumerate(chat) if message.role == "assistant"]
+    assert len(starts) == len(ends) == len(replies)
+    for start, end, i in zip(starts, ends, replies, strict=True):
+        asked = theirs.apply_chat_template(dicts(chat[:i]), add_generation_prompt=True, return_dict=False)
+        assert encode_question(chat[:i], template, ours, "") == asked
+        given = len(asked)
+        if name in ("deepseekv3", "nemotron_3_nano", "nemotron_3_super"):  # which ask for a thought
+            given = start
+            assert asked[:start] == tokens[:start].tolist() and "<think>\n".endswith(theirs.decode(asked[start:]))
+        assert start == given
+        last = {"<|return|>": "<|end|>"} if i < len(chat) - 1 else {}
+        assert tokens[end] == ours.token_id(last.get(PUBLISHED[name][0], PUBLISHED[name][0]))
+        words = chat[i].content.split("</think>")[-1].strip()
+        assert ours.decode(tokens[start:end].tolist()).endswith(words)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, more) in PUBLISHED.items() if more is not None])
+@pytest.mark.parametrize("chat", ["one turn", "system and two turns", "empty reply"])
+def test_what_is_said_is_what_trl_trains(tmp_path, name, chat):
+    if (name, chat) == ("qwen3", "system and two turns"):
+        pytest.skip("TRL's form writes thoughts into earlier turns, too")
+    chat, jinja = CHATS[chat], published(name)
+    ours, theirs = tokenizer_with(tmp_path, jinja, specials_in(jinja))
+    _, tokens, said = template_and_tokens(chat, ours, theirs)
+    options = {"return_assistant_tokens_mask": True, "return_dict": True}
+    expected = theirs.apply_chat_template(dicts(chat), chat_template=published(f"{name}_training"), **options)
+    assert expected["input_ids"] == tokens.tolist()
+    trained = np.array(expected["assistant_masks"], bool)
+    assert trained[said].all()
+    assert theirs.decode(tokens[trained & ~said]) == PUBLISHED[name][1] * (len(chat) // 2)
+
+
+def test_tags_around_what_to_train_are_ignored(tmp_path):
+    """Which some models are published with. TRL's are about what is said here."""
+    jinja = published("llama3_training")
+    ours, theirs = tokenizer_with(tmp_path, jinja, specials_in(jinja))
+    chat = CHATS["system and two turns"]
+    _, _, said = template_and_tokens(chat, ours, theirs)
+    expected = theirs.apply_chat_template(dicts(chat), return_assistant_tokens_mask=True, return_dict=True)
+    assert said.tolist() == [bool(mask) for mask in expected["assistant_masks"]]
+
+
+@pytest.mark.parametrize("prepend", ["always", "first"])
+def test_spaces_that_a_vocabulary_adds_are_where_transformers_has_them(tmp_path, prepend):
+    """Vocabularies of Llama 2's kind begin a text with a space, older ones also what follows a special token."""
+    tokenizer = Tokenizer(models.BPE({chr(i): i for i in range(9700)}, [], byte_fallback=True))
+    if prepend == "always":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about | {"chat_template": MIXTRAL}))
+    chat = [
+        Message("user", "Who are you?"),
+        Message("assistant", "Me."),
+        Message("user", "Oh?"),
+        Message("assistant", "I am. "),
+    ]
+    both = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    said = template_and_tokens(chat, *both)[2]
+    assert said.sum() == len("Me.") + len("I am. ") + 2
+    assert template_and_tokens([Message("system", "?"), *chat], *both) is None
+
+
+# ---------------------------------------------------------------------------------------------------------- written out
+
+
+@pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
+def test_written_out_templates_are_the_published_ones(tmp_path, chat):
+    chatml = (
+        "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + "
+        "'\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    llama3 = published("llama3").replace("bos_token", "'<|begin_of_text|>'")
+    for name, jinja in (("llama3", llama3), ("chatml", chatml)):
+        ours, theirs = tokenizer_with(tmp_path / name, jinja, [*specials_in(jinja), "<|begin_of_text|>"])
+        template, tokens, said = template_and_tokens(chat, ours, theirs)
+        written = choose_template(name, ours)
+        assert all(map(np.array_equal, encode_chat(chat, written, ours, ""), (tokens, said)))
+        assert encode_question(chat, written, ours, "") == encode_question(chat, template, ours, "")
+
+
+def test_the_tokenizer_chooses_the_template(tmp_path):
+    for kind, bare, specials in (("llama3", LLAMA3, LLAMA3.special), ("chatml", CHATML, CHATML.special)):
+        tokenizer, _ = tokenizer_with(tmp_path / kind, "", [*specials, "</s>"])
+        assert choose_template("auto", tokenizer) is choose_template(kind, tokenizer) is bare
+        other = {"llama3": "chatml", "chatml": "llama3"}[kind]
+        with pytest.raises(
+            InputError, match=rf"data.template={other} needs the token <\|.*\|>, which data.tokenizer la"
+        ):
+            choose_template(other, tokenizer)
+    assert choose_template("auto", ByteTokenizer()) is PLAIN
+    tokenizer.eos_id = None
+    with pytest.raises(InputError, match="data.template=plain ends answers with eos"):
+        choose_template("plain", tokenizer)
+
+
+def test_a_template_is_found_wherever_transformers_keeps_it(tmp_path):
+    jinja = published("qwen2_5")
+    _, theirs = tokenizer_with(tmp_path / "a", jinja, ["</s>"])
+    theirs.save_pretrained(tmp_path / "b")  # as chat_template.jinja
+    tokenizer_with(
+        tmp_path / "c", [{"name": "tools", "template": "x"}, {"name": "default", "template": jinja}], ["</s>"]
+    )
+    for folder in "abc":
+        assert load_tokenizer(tmp_path / folder).chat_template == jinja
+
+
+def test_bos_comes_first_where_the_tokenizer_puts_it(monkeypatch):
+    monkeypatch.setattr(ByteTokenizer, "encode_prompt", lambda self, text: [256, *text.encode()])
+    tokens, said = encode_chat([USER, REPLY], PLAIN, ByteTokenizer(), "")
+    assert tokens.tolist() == [256, *b" Who are you?\n\n", *"I am 🙂.".encode(), 257]
+    assert np.flatnonzero(said).tolist() == [*range(16, len(tokens))]
+    assert encode_question([USER, REPLY, USER], PLAIN, ByteTokenizer(), "") == [*tokens, *b" Who are you?\n\n"]
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    "jinja, message",
+    [
+        ("{% for m in messages %}", r"beside .*tokenizer.json is not valid: line 1: Unexpected end of template"),
+        ("{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}", "beside .* is not valid: maximum recursion depth exceeded"),
+        ("{{ ''.__class__.__mro__ }}", "here: the chat template .* refuses it: access to attribute '__class__'"),
+        ("{{ messages.append(1) }}", "here: the chat template .* refuses it: .*append"),
+        ("{{ 1 / 0 }}", "here: the chat template .* refuses it: division by zero"),
+        ("{{ messages[0].content }}", "here: .* does not show where message 2, a reply, begins and ends"),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "here: .* does not show where message 2, a reply"),
+        ("{% for m in messages %}{{ m.content + m.content + '</s>' }}{% endfor %}", "here: .* does not show where"),
+        ("{{ messages | length }}{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}", "here: .* not show"),
+    ],
+)  # fmt: skip
+def test_templates_that_do_not_serve_are_told_in_one_line(tmp_path, jinja, message):
+    tokenizer, _ = tokenizer_with(tmp_path, jinja, ["</s>"])
+    with pytest.raises(InputError, match=message) as error:
+        encode_chat([USER, REPLY], choose_template("auto", tokenizer), tokenizer, "here")
+    assert "\n" not in str(error.value)
