@@ -51,7 +51,7 @@ class Data:
     path: str | list[str] = ""  # files, folders or globs; {stdlib} stands for Python's own library
     exclude: list[str] = field(default_factory=list)  # glob patterns of paths to leave out, or of their ends
     size: list[int] = field(default_factory=lambda: [24, 104, 60])  # mock latents: frames, height, width
-    field: str = "text"  # jsonl: the key that holds the text; fine-tuning looks for chats, see training/chat.py
+    field: str = "text"  # jsonl: the key that holds the text; chats are looked for, see training/chat.py
     template: Literal["auto", "llama3", "chatml", "plain"] = "auto"  # fine-tuning: how chats become text
     over_long: Literal["truncate", "drop"] = "truncate"  # fine-tuning: chats longer than batch.seq_len
     packed: bool | None = None  # do chats (default: yes) or videos (default: no) share rows; mock chats: as SQuAD's
@@ -91,7 +91,7 @@ class Parallel:
     # free a block's weights until its backward, and reduce gradients each time; or both once a step. In a pipeline,
     # gradients are reduced once anyway, and this frees weights of stages that wait, if a rank has more than three
     reshard_after_forward: bool = True
-    reduce: Literal["fp32", "bf16"] = "fp32"  # the type in which gradients are summed over ranks and micro-batches
+    reduce: Literal["fp32", "bf16"] = "fp32"  # type of gradients while ranks are summed; micro-batches: see precision
     prefetch: int = 1  # how many blocks ahead to gather
     context: Literal["allgather", "ulysses"] = "allgather"  # how context-parallel ranks exchange keys and values
     async_tp: bool = False  # CUDA and compile only: overlap tensor parallel's collectives with its matrix products
@@ -237,7 +237,7 @@ class Config:
     parallel: Parallel = field(default_factory=Parallel)
     # bf16: fp32 weights, computed with in bf16; fp8: the same, with the blocks' matrix products in FP8; bf16-pure: also
     # stored in bf16, as are gradients: rounding their sum over 64 micro-batches costs 0.8 %, as much as bf16's products
-    # do, unless parallel.reshard_after_forward=false lets two ranks or more add them up in parallel.reduce
+    # do, unless parallel.reshard_after_forward=false or replicas let two ranks or more add them up in parallel.reduce
     precision: Literal["fp32", "bf16", "bf16-pure", "fp8"] = "fp32"
     fp8: Fp8 = field(default_factory=Fp8)
     optim: Optim = field(default_factory=Optim)
@@ -321,7 +321,7 @@ def _read_model(value: Any, kind: type) -> Model:
     for key in value:
         check_known(key, ["name", "path", *hints], "model")
     overrides = {key: convert(hints[key], v, f"model.{key}") for key, v in value.items()}
-    shape = read_any_config(path) if path else model_config(name) if name else kind(**overrides)
+    shape = read_any_config(path) if path else model_config(name) if name else kind()
     if not isinstance(shape, kind):
         wanted = "not a diffusion model, as task=diffusion needs" if kind is WanConfig else "for task=diffusion alone"
         raise InputError(f"model={name or path!r} is {wanted}")

@@ -203,7 +203,7 @@ def count_flops(config: Config, convention, visible: float = 1.0) -> float:
 def table_convention(config: Config):
     """How the row's table counts FLOPs; `clean` for a config that stands in no table."""
     name = config.reference.get("convention", "clean")
-    if name not in list(CONVENTIONS):  # where a name that is a list, and so has no hash, can be looked for
+    if not isinstance(name, str) or name not in CONVENTIONS:
         raise InputError(f"reference.convention={name!r} is not one of {', '.join(CONVENTIONS)}")
     return CONVENTIONS[name]
 

@@ -27,8 +27,10 @@ Published methods are points in this space (G: samples of a prompt, R: reward):
     RLOO (Ahmadian et al. 2024)          baseline=leave_one_out std_scaling=false surrogate=reinforce
     DAPO (Yu et al. 2025)                baseline=group std_scaling=true aggregation=token clip_low=0.2 clip_high=0.28
                                          generations=10 overlong_buffer=4096 (or overlong_filter=true)
-    GSPO (Zheng et al. 2025)             ratio=sequence aggregation=sequence clip_low=3e-4 clip_high=4e-4
-    CISPO (MiniMax 2025)                 surrogate=cispo clip_low=1 clip_high=4 aggregation=token
+    GSPO (Zheng et al. 2025)             baseline=group std_scaling=true ratio=sequence aggregation=sequence
+                                         clip_low=3e-4 clip_high=4e-4
+    CISPO (MiniMax 2025)                 baseline=group std_scaling=true surrogate=cispo clip_low=1 clip_high=4
+                                         aggregation=token
     dual clip (Ye et al. 2020)           dual_clip=3
     truncated importance sampling        importance=truncate importance_high=2
     IcePop (Ling team 2025)              importance=mask importance_low=0.5 importance_high=5
@@ -193,7 +195,8 @@ TERMS = ("clip_fraction", "kl", "importance", "masked", "token_mult_prob_error",
 def token_losses(settings: GRPO, log_probs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token, 0 where there is no label, and what to log of it; all [rows, seq].
 
-    clip_fraction: is the token clipped; kl: k3 to the reference; importance: w; masked: is w 0. Two that tell whether
+    clip_fraction: is the token clipped; kl: k3 to the reference, or without one to the weights
+    that the step began with; importance: w; masked: is w 0. Two that tell whether
     sampler and trainer agree, 1 and 0 if they do: token_mult_prob_error, exp |sampled - old|; generation_kl_error, k3
     of KL(sampler || trainer).
     """

@@ -59,7 +59,7 @@ def make_mask(
         if causal:
             allowed = allowed & (key <= query)
         if window is not None:
-            allowed = allowed & (query - key < window)
+            allowed = allowed & (key > query - window)  # query - key would be an int64 of [queries, keys]
         if documents is not None:
             allowed = allowed & (documents[row, query] == documents[row, key])
         return allowed

@@ -3,7 +3,7 @@
 Before a block runs, its weights are all-gathered; after its backward, its gradients are reduce-scattered to their
 owners. Cost per micro-batch: two all-gathers (forward, backward) and one reduce-scatter of the parameters' bytes, each
 moving (n - 1) / n of them per rank; or of each kind one per step, if weights and gradients may stay whole meanwhile
-(ZeRO-2). With replicas (HSDP) the shards' gradients are then all-reduced between the copies.
+(ZeRO-2). With replicas (HSDP) the shards' gradients are all-reduced between the copies, once per step.
 
 Gradients are summed over ranks, not averaged: the loss is already divided by the tokens of all ranks, so that ranks
 with more valid tokens weigh more, as they would in one process.
@@ -31,7 +31,8 @@ def shard(model: Module, blocks: list[Module], mesh: DeviceMesh, compute_dtype: 
     """Shard `model` in place over `mesh` (dp_replicate, dp_shard), each block and the remainder as one unit.
 
     compute_dtype: weights are gathered and computed with in it, while shards keep their own type.
-    reduce_dtype: gradients are added up in it over micro-batches and ranks.
+    reduce_dtype: gradients are summed over ranks in it. Over micro-batches too, but where ZeRO-3 without replicas
+        reduces each time: there in the shards' own type.
     reshard_after_forward: free a block's weights after its forward pass; see `set_gradient_sync`.
     prefetch: how many blocks ahead of the running one are gathered.
     for_experts: the mesh of experts that expert parallelism has split already, of the same two dimensions. Those of a
@@ -95,8 +96,9 @@ def set_gradient_sync(model: Module, last: bool) -> None:
 
     If weights stay gathered between forward and backward (ZeRO-2), they do so between micro-batches, and so do
     gradients: they add up whole, and are reduced once. If not (ZeRO-3), no rank has room for them: they are reduced
-    each time, and the shards add up.
+    each time, and the shards add up; replicas exchange these sums once.
     """
     if isinstance(model, FSDPModule):
         model.set_reshard_after_backward(last or model.reduces_each_time)
         model.set_requires_gradient_sync(last or model.reduces_each_time)
+        model.set_requires_all_reduce(last)

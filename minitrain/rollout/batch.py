@@ -5,12 +5,11 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from minitrain.rollout.caches import DecodingStep
 from minitrain.rollout.sampling import Choice, choose, compiled_choose
 from minitrain.rollout.scheduler import Sample
-from minitrain.training.loss import Part
+from minitrain.training.loss import local_part
 
 WORTH = 512  # shared tokens that need not be read again, per group: below, a group costs more than it saves
 FILLING = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)  # of rows that only fill up
@@ -116,10 +115,7 @@ class Batch:
 
     def head(self, hidden: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
         """Choose the next tokens from [1, rows, hidden], write them down, and make them the next step's."""
-        part = Part()
-        if isinstance(weight, DTensor):
-            mesh, weight = weight.device_mesh, weight.to_local()
-            part = Part(mesh.get_local_rank() * len(weight), mesh.get_group())
+        weight, part = local_part(weight)
         [logits] = self.sampler.weights.products(self.sampler.model, hidden[0], lambda: [(weight, None)])
         # of several rows that are filtered, torch 2.11's compiler fails to make a kernel
         compiled = self.sampler.settings.compile and part.group is None and not self.choice.filtered

@@ -69,7 +69,7 @@ class PromptStep:
             query = torch.arange(piece.earlier, piece.earlier + piece.count, device=piece.pages.device)
 
             def allows(row, head, i, j):
-                return (j <= query[i]) & (query[i] - j < (window or piece.earlier + piece.count))
+                return (j <= query[i]) & (j > query[i] - (window or piece.earlier + piece.count))
 
             pairs = dense_pairs(allows, 1, piece.count, piece.earlier + piece.count, piece.pages.device)
             self.masks[key] = Mask(True, pairs)

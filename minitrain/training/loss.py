@@ -49,7 +49,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     weight, the gradient of `hidden` is this rank's term of a sum over ranks.
     """
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
-    weight, part = _local_part(weight)
+    weight, part = local_part(weight)
     if torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(hidden, weight, labels, part)
     chunks = zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True)
@@ -66,7 +66,8 @@ def _compiled(function: Callable) -> Callable:
     return torch.compile(function)
 
 
-def _local_part(weight: Tensor) -> tuple[Tensor, Part]:
+def local_part(weight: Tensor) -> tuple[Tensor, Part]:
+    """This process's rows of a head's weight, and which part of the vocabulary they are."""
     if not isinstance(weight, DTensor):
         return weight, Part()
     mesh, weight = weight.device_mesh, weight.to_local()
@@ -76,19 +77,14 @@ def _local_part(weight: Tensor) -> tuple[Tensor, Part]:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, part):
-        need_hidden, need_weight, *_ = ctx.needs_input_grad
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = _new_gradient(weight, torch.float32, len(hidden)) if need_weight else None
-        for start in range(0, len(hidden), CHUNK):
-            chunk = slice(start, start + CHUNK)
-            chunk_loss, grad_logits = fused(_loss_and_grad, weight)(hidden[chunk] @ weight.T, labels[chunk], part)
-            loss += chunk_loss
-            if need_hidden:
-                torch.mm(grad_logits, weight, out=grad_hidden[chunk])
-            if need_weight:
-                _add_product(grad_weight, grad_logits.T, hidden[chunk], start > 0)
-        ctx.save_for_backward(grad_hidden, grad_weight)
+
+        def grad_of(logits: Tensor, chunk: slice) -> Tensor:
+            chunk_loss, grad = fused(_loss_and_grad, weight)(logits, labels[chunk], part)
+            loss.add_(chunk_loss)
+            return grad
+
+        ctx.save_for_backward(*_gradients(hidden, weight, ctx.needs_input_grad, grad_of))
         ctx.weight_dtype = weight.dtype
         return loss
 
@@ -103,13 +99,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None
 
 
+def _gradients(
+    hidden: Tensor, weight: Tensor, needed: tuple[bool, ...], grad_of: Callable[[Tensor, slice], Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of hidden and, in fp32, of weight, as far as they are needed: those that give a chunk's logits the
+    gradient grad_of(logits, chunk). The logits are computed here and may be overwritten."""
+    need_hidden, need_weight, *_ = needed
+    grad_hidden = torch.empty_like(hidden) if need_hidden else None
+    grad_weight = _new_gradient(weight, len(hidden)) if need_weight else None
+    for start in range(0, len(hidden), CHUNK):
+        chunk = slice(start, start + CHUNK)
+        grad_logits = grad_of(hidden[chunk] @ weight.T, chunk)
+        if need_hidden:
+            torch.mm(grad_logits, weight, out=grad_hidden[chunk])
+        if need_weight:
+            _add_product(grad_weight, grad_logits.T, hidden[chunk], start > 0)
+    return grad_hidden, grad_weight
+
+
 def _loss_and_grad(logits: Tensor, labels: Tensor, part: Part) -> tuple[Tensor, Tensor]:
     """Of a chunk of logits [tokens, part], which are overwritten in fp32: the sum of its tokens' losses, in fp32, and
     its gradient softmax(logits) - onehot(labels), in the logits' type."""
     dtype, logits = logits.dtype, logits.float()
-    valid, mine, rows = _find(labels, part, logits.shape[1])
+    valid, mine, columns = _find(labels, part, logits.shape[1])
     peak = logits.amax(-1, keepdim=True)
-    target = logits.gather(1, rows)
+    target = logits.gather(1, columns)
     exponentials = logits.sub_(peak).exp_()
     total = exponentials.sum(-1, keepdim=True)
     peaks, totals, targets = part.gather(torch.stack([peak, total, target * mine])).unbind(1)
@@ -119,20 +133,20 @@ def _loss_and_grad(logits: Tensor, labels: Tensor, part: Part) -> tuple[Tensor, 
     scale = valid * (peak - highest).exp() / total
     at_labels = (target - peak).exp() * scale - mine.float()
     grad = exponentials.mul_(scale).to(dtype)
-    return loss, grad.scatter_(1, rows, at_labels.to(dtype))
+    return loss, grad.scatter_(1, columns, at_labels.to(dtype))
 
 
 def _find(labels: Tensor, part: Part, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Which labels count, which are among this part's `size` columns, and in which (else 0); each [tokens, 1]."""
     valid = (labels != IGNORE)[:, None]
-    rows = labels[:, None] - part.first
-    mine = valid & (rows >= 0) & (rows < size)
-    return valid, mine, rows * mine
+    columns = labels[:, None] - part.first
+    mine = valid & (columns >= 0) & (columns < size)
+    return valid, mine, columns * mine
 
 
-def _new_gradient(weight: Tensor, dtype: torch.dtype, tokens: int) -> Tensor:
-    """Without values, as the first product overwrites them; with none to come, zero."""
-    return (torch.empty if tokens else torch.zeros)(weight.shape, dtype=dtype, device=weight.device)
+def _new_gradient(weight: Tensor, tokens: int) -> Tensor:
+    """In fp32, without values, as the first product overwrites them; with none to come, zero."""
+    return (torch.empty if tokens else torch.zeros)(weight.shape, dtype=torch.float32, device=weight.device)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
@@ -156,7 +170,7 @@ def linear_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, temperature
     Arguments as in `linear_cross_entropy`, with the same rule for the gradient of `hidden` where the weight is split.
     Returns two fp32 tensors of labels' shape; only the first can be differentiated.
     """
-    local, part = _local_part(weight)
+    local, part = local_part(weight)
     log_probs, entropy = _LinearLogProbs.apply(hidden.flatten(0, -2), local, labels.flatten(), temperature, part)
     return log_probs.view(labels.shape), entropy.view(labels.shape)
 
@@ -165,8 +179,8 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, temperature, part):
         chunks = zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True)
-        columns = [fused(_log_prob_entropy_norm, weight)(x @ weight.T, y, temperature, part) for x, y in chunks]
-        log_probs, entropy, log_total = (torch.cat(column) for column in zip(*columns, strict=True))
+        results = [fused(_log_prob_entropy_norm, weight)(x @ weight.T, y, temperature, part) for x, y in chunks]
+        log_probs, entropy, log_total = map(torch.cat, zip(*results, strict=True))
         ctx.save_for_backward(hidden, weight, labels, log_total)
         ctx.temperature, ctx.part = temperature, part
         ctx.mark_non_differentiable(entropy)
@@ -175,23 +189,13 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):
         hidden, weight, labels, log_total = ctx.saved_tensors
-        need_hidden, need_weight, *_ = ctx.needs_input_grad
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = _new_gradient(weight, log_total.dtype, len(hidden)) if need_weight else None
-        for start in range(0, len(hidden), CHUNK):
-            chunk = slice(start, start + CHUNK)
-            grad_logits = fused(_log_prob_grad, weight)(
-                hidden[chunk] @ weight.T,
-                labels[chunk],
-                ctx.temperature,
-                ctx.part,
-                log_total[chunk, None],
-                grad[chunk, None],
+
+        def grad_of(logits: Tensor, chunk: slice) -> Tensor:
+            return fused(_log_prob_grad, weight)(
+                logits, labels[chunk], ctx.temperature, ctx.part, log_total[chunk, None], grad[chunk, None]
             )
-            if need_hidden:
-                torch.mm(grad_logits, weight, out=grad_hidden[chunk])
-            if need_weight:
-                _add_product(grad_weight, grad_logits.T, hidden[chunk], start > 0)
+
+        grad_hidden, grad_weight = _gradients(hidden, weight, ctx.needs_input_grad, grad_of)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
@@ -201,11 +205,11 @@ def _log_prob_grad(
     """Of a chunk of logits [tokens, part], which are overwritten in fp32: its gradient, in the logits' type, from that
     of the labels' log-probabilities. log_total, grad: fp32 [tokens, 1]."""
     dtype, logits = logits.dtype, logits.float().div_(temperature)
-    valid, mine, rows = _find(labels, part, logits.shape[1])
+    valid, mine, columns = _find(labels, part, logits.shape[1])
     scale = grad * valid / temperature
-    at_labels = scale * (mine.float() - (logits.gather(1, rows) - log_total).exp())
+    at_labels = scale * (mine.float() - (logits.gather(1, columns) - log_total).exp())
     grad = logits.sub_(log_total).exp_().mul_(-scale).to(dtype)
-    return grad.scatter_(1, rows, at_labels.to(dtype))
+    return grad.scatter_(1, columns, at_labels.to(dtype))
 
 
 def _log_prob_entropy_norm(
@@ -217,9 +221,9 @@ def _log_prob_entropy_norm(
     With shifted logits s = logit - highest and their sum of exponentials T, the entropy is log T - sum(s e^s) / T.
     """
     logits = logits.float().div_(temperature)
-    valid, mine, rows = _find(labels, part, logits.shape[1])
+    valid, mine, columns = _find(labels, part, logits.shape[1])
     peak = logits.amax(-1, keepdim=True)
-    target = logits.gather(1, rows) * mine
+    target = logits.gather(1, columns) * mine
     shifted = logits.sub_(peak)
     exponentials = shifted.exp()
     total = exponentials.sum(-1, keepdim=True)
@@ -230,5 +234,5 @@ def _log_prob_entropy_norm(
     total = (totals * down.exp()).sum(0)
     mean = ((moments + totals * down) * down.exp()).sum(0) / total
     log_total = total.log() + highest
-    columns = (targets.sum(0) - log_total) * valid, (total.log() - mean) * valid, log_total
-    return tuple(column.squeeze(1) for column in columns)
+    results = (targets.sum(0) - log_total) * valid, (total.log() - mean) * valid, log_total
+    return tuple(result.squeeze(1) for result in results)

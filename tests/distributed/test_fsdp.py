@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from minitrain import config as configs
@@ -83,9 +84,11 @@ def test_recompute(pool, world_size):
 
 
 @pytest.mark.parametrize(("micro", "frees"), [(1, True), (1, False), (2, True), (4, False)])
-def test_accumulation(pool, micro, frees):
-    parallel = {"reshard_after_forward": frees}
-    check_against_one_process(pool, 2, TREE | {"batch": TREE["batch"] | {"micro": micro}, "parallel": parallel})
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_accumulation(pool, micro, frees, replicas):
+    parallel = {"reshard_after_forward": frees, "dp_replicate": replicas}
+    batch = TREE["batch"] | {"global": 8 * replicas, "micro": micro}
+    check_against_one_process(pool, 2 * replicas, TREE | {"batch": batch, "parallel": parallel})
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -94,19 +97,25 @@ def test_compiled_blocks(pool, recompute):
 
 
 def count_messages(tree):
-    """How many all-gathers and reduce-scatters a training step takes."""
-    with count_calls("all_gather") as gathers, count_calls("reduce_scatter") as reductions:
+    """How many all-gathers, reduce-scatters and all-reduces of gradients a training step takes."""
+    all_reduce = mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce)
+    with count_calls("all_gather") as gathers, count_calls("reduce_scatter") as reductions, all_reduce as exchanges:
         train(tree, steps=1)
-    return gathers.call_count, reductions.call_count
+    of_gradients = [call for call in exchanges.call_args_list if call.args[0].numel() > 1]
+    return gathers.call_count, reductions.call_count, len(of_gradients)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(("frees", "gathers", "reductions"), [
     (False, 3 + 1, 3 + 1),  # of blocks and the remainder, once a step
     (True, 4 * (2 * 3 + 1), 4 * (3 + 1)),  # in each micro-batch, of blocks again in the backward pass
 ])  # fmt: skip
-def test_weights_stay_gathered_and_gradients_add_up_whole_or_neither(pool, frees, gathers, reductions):
-    batch, parallel = TREE["batch"] | {"micro": 1}, {"reshard_after_forward": frees}  # four micro-batches on two ranks
-    assert pool.run(2, count_messages, TREE | {"batch": batch, "parallel": parallel}) == [(gathers, reductions)] * 2
+def test_weights_stay_gathered_and_gradients_add_up_whole_or_neither(pool, frees, gathers, reductions, replicas):
+    """And between replicas, gradients are exchanged once a step."""
+    ranks, parallel = 2 * replicas, {"reshard_after_forward": frees, "dp_replicate": replicas}
+    batch = TREE["batch"] | {"global": 4 * ranks, "micro": 1}  # four micro-batches on each rank
+    found = pool.run(ranks, count_messages, TREE | {"batch": batch, "parallel": parallel})
+    assert found == [(gathers, reductions, 0 if replicas == 1 else 3 + 1)] * ranks
 
 
 # ------------------------------------------------------------------------------------------- what must not be rounded
