@@ -7,6 +7,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 from tests.pool import Pool
@@ -29,6 +30,14 @@ def pytest_collection_modifyitems(items):
 def same_draws():
     """Random numbers of a test do not depend on which tests ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def own_group():
+    """A test of this process leaves no process group to the next."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -182,7 +182,7 @@ def test_loss_by_quartile_of_sigma():
 
     for part in (slice(0, 1), slice(1, 4)):
         objective.loss(still, {key: value[part] for key, value in batch.items()})
-    numbers = objective.numbers(lambda totals: totals)
+    numbers = objective.metrics(lambda totals: totals)
     assert numbers.keys() == {"loss_sigma_q2", "loss_sigma_q4", "video_tokens"}
     assert numbers["video_tokens"] == 4 * 16 / 4
     assert numbers["loss_sigma_q2"] == pytest.approx(errors[[0, 1, 3]].mean().item(), rel=1e-5)

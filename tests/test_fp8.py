@@ -4,7 +4,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from minitrain.bench.versus import check_versus
@@ -20,13 +19,6 @@ from minitrain.training.datasets import open_dataset
 from minitrain.training.loop import Trainer
 
 inf, nan = float("inf"), float("nan")
-
-
-@pytest.fixture(autouse=True)
-def own_group():
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def fp8_linear(inputs: int, outputs: int, bias: bool = False, fast: str = "forward") -> Fp8Linear:

@@ -57,10 +57,8 @@ class Documents:
 
 
 @pytest.fixture(autouse=True)
-def own_group():
+def few_compilations():
     yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
     torch.compiler.reset()  # all tests' blocks together would go over the limit of recompilations
 
 
@@ -318,7 +316,7 @@ def test_prompts_never_wait_for_the_device(name):
     samples = [sampler.submit(prompt, SamplingParams(max_tokens=2))[0] for prompt in prompts_of((60, 140), seed=1)]
     with never_waiting():
         assert sampler.step() == []
-    assert [trunk.cached for trunk in sampler.scheduler.resident] == [59, 139]
+    assert [prefill.cached for prefill in sampler.scheduler.resident] == [59, 139]
     sampler.cancel(*samples)
 
 

@@ -15,7 +15,6 @@ from minitrain.training.loop import Trainer, is_due
 from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import LanguageModeling
 from tests.test_diffusion import ROOT
-from tests.test_gpu import own_group  # noqa: F401
 
 TREE = {
     "model": {"name": "llama3-8b-tiny", "num_layers": 1, "vocab_size": 128},
@@ -37,7 +36,7 @@ class Few(Mock):
         return row | {"labels": torch.where(torch.arange(self.seq_len) <= n % self.size, row["labels"], IGNORE)}
 
 
-def test_an_evaluation_counts_no_row_twice(own_group):  # noqa: F811
+def test_an_evaluation_counts_no_row_twice():
     config = configs.from_dict(TREE)
     trainer, data = Trainer(config, start(config)), Few(16, 128, seed=0, split=1)
     with torch.no_grad():
@@ -45,7 +44,7 @@ def test_an_evaluation_counts_no_row_twice(own_group):  # noqa: F811
     torch.testing.assert_close(trainer.evaluate(data), expected.item(), atol=0, rtol=1e-6)
 
 
-def test_an_evaluation_reads_a_step_at_a_time(own_group):  # noqa: F811
+def test_an_evaluation_reads_a_step_at_a_time():
     config = configs.from_dict(TREE | {"validation": {"batches": 2}})
     trainer, data = Trainer(config, start(config)), Few(16, 128, seed=0, split=1)
     data.size, events = 100, []
@@ -57,7 +56,7 @@ def test_an_evaluation_reads_a_step_at_a_time(own_group):  # noqa: F811
     assert events == [0, 1, 2, 3, "loss", "loss", 4, 5, 6, 7, "loss", "loss"]
 
 
-def test_a_step_with_nothing_to_predict_is_one_of_zeros(own_group):  # noqa: F811
+def test_a_step_with_nothing_to_predict_is_one_of_zeros():
     """Neither a division by zero nor, for that, a step that is skipped."""
     config = configs.from_dict(TREE | {"batch": {"global": 2, "micro": 1, "seq_len": 16}})
     trainer, data = Trainer(config, start(config)), Few(16, 128, seed=0, split=0)
@@ -72,7 +71,7 @@ def test_what_is_due_now_and_then_is_always_due_at_the_end():
     assert [n for n in range(1, 11) if is_due(n, 0, last=10)] == [10]
 
 
-def test_a_trial_step_leaves_nothing_behind(own_group):  # noqa: F811
+def test_a_trial_step_leaves_nothing_behind():
     """What it counts would move the selection bias after the first real step."""
     small = dict(name="deepseek-v3-tiny", num_layers=2, bias_update_speed=0.01)
     config = configs.from_dict(dict(model=small, device="cpu", batch={"global": 2, "micro": 1, "seq_len": 16}))

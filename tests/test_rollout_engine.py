@@ -439,7 +439,7 @@ def test_a_sample_that_comes_back_to_its_row():
 def test_states_are_kept_in_fp32():
     """Whatever the model computes in: what a scan adds up over a thousand tokens would be lost in bf16.
 
-    And one more than samples and a waiting trunk can have, for rows that only fill up.
+    And one more than samples and a waiting prefill can have, for rows that only fill up.
     """
     sampler = Sampler(make("nemotron3-nano-30b-a3b").bfloat16(), settings=Rollout(page_size=4, pages=20))
     sampler.generate([[1, 2]], SamplingParams(max_tokens=2))

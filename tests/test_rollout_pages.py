@@ -127,8 +127,8 @@ def test_a_request_that_fills_the_pool_is_finished():
     scheduler = Scheduler(Pages(1, 4), rows=2, chunk=8, steps=1)
     sample = Sample([1, 2, 3, 4], SamplingParams(), key=0, limit=5)
     scheduler.submit([sample])
-    [(trunk, count)] = scheduler.plan().chunks
-    scheduler.computed(trunk, count)
+    [(prefill, count)] = scheduler.plan().chunks
+    scheduler.computed(prefill, count)
     assert scheduler.plan().samples == [sample]
     scheduler.decoded(sample, [5], [0.0], "length")
     assert not scheduler.busy
@@ -178,12 +178,12 @@ def run_scheduler(seed: int) -> None:
             pool.copy(source, target)
         for source, target in work.slot_copies:
             states[target] = states[source]
-        for trunk, count in work.chunks:
-            pool.check(trunk.tokens, trunk.pages, trunk.cached)
-            for place in range(trunk.cached, trunk.cached + count):
-                pool.write(trunk.tokens, trunk.pages, place)
-            states[trunk.slot] = tuple(trunk.tokens[: trunk.cached + count])
-            scheduler.computed(trunk, count)
+        for prefill, count in work.chunks:
+            pool.check(prefill.tokens, prefill.pages, prefill.cached)
+            for place in range(prefill.cached, prefill.cached + count):
+                pool.write(prefill.tokens, prefill.pages, place)
+            states[prefill.slot] = tuple(prefill.tokens[: prefill.cached + count])
+            scheduler.computed(prefill, count)
         slots = [sample.slot for sample in work.samples]
         assert len(set(slots)) == len(slots) <= rows
         for sample in work.samples:
@@ -224,8 +224,8 @@ def test_samples_of_a_prompt_share_its_full_pages():
     scheduler = Scheduler(pages, rows=4, chunk=100, steps=1)
     samples = [Sample([1] * 11, SamplingParams(), 0, limit=20) for _ in range(3)]
     scheduler.submit(samples)
-    (trunk, count), *_ = scheduler.plan().chunks
-    scheduler.computed(trunk, count)
+    (prefill, count), *_ = scheduler.plan().chunks
+    scheduler.computed(prefill, count)
     assert count == 10  # the last token is decoded
     work = scheduler.plan()
     assert len({tuple(sample.pages[:2]) for sample in samples}) == 1 and len({s.pages[2] for s in samples}) == 3
@@ -239,8 +239,8 @@ def test_only_the_first_prompt_of_a_chunk_is_cut():
     for expected in ([16], [4, 8], [7]):
         chunks = scheduler.plan().chunks
         assert [count for _, count in chunks] == expected
-        for trunk, count in chunks:
-            scheduler.computed(trunk, count)
+        for prefill, count in chunks:
+            scheduler.computed(prefill, count)
 
 
 def test_a_later_prompt_finds_the_pages_of_an_earlier_one():
@@ -250,8 +250,8 @@ def test_a_later_prompt_finds_the_pages_of_an_earlier_one():
         scheduler.submit([sample := Sample(prompt, SamplingParams(), 0, limit=14)])
         work = scheduler.plan()
         assert sum(count for _, count in work.chunks) == computed
-        for trunk, count in work.chunks:
-            scheduler.computed(trunk, count)
+        for prefill, count in work.chunks:
+            scheduler.computed(prefill, count)
         scheduler.plan()
         scheduler.decoded(sample, [0], [0.0], "stop")
 
@@ -263,8 +263,8 @@ def test_long_prompts_take_turns_with_those_who_decode():
         if number in (0, 2):
             scheduler.submit([Sample([number] * (2 if number == 0 else 17), SamplingParams(), 0, limit=30)])
         work = scheduler.plan()
-        for trunk, count in work.chunks:
-            scheduler.computed(trunk, count)
+        for prefill, count in work.chunks:
+            scheduler.computed(prefill, count)
         for sample in work.samples:
             scheduler.decoded(sample, [0], [0.0], None)
         kinds.append("prompts" if work.chunks else len(work.samples))
@@ -274,8 +274,8 @@ def test_long_prompts_take_turns_with_those_who_decode():
 def run_alone(scheduler: Scheduler, sample: Sample, steps: int = 1) -> None:
     """Submit a sample of which all but the last prompt token is computed at once, and decode it."""
     scheduler.submit([sample])
-    for trunk, count in scheduler.plan().chunks:
-        scheduler.computed(trunk, count)
+    for prefill, count in scheduler.plan().chunks:
+        scheduler.computed(prefill, count)
     for _ in range(steps):
         assert scheduler.plan().samples == [sample]
         scheduler.decoded(sample, [0], [0.0], None)
@@ -299,11 +299,11 @@ def test_who_was_interrupted_goes_on_before_those_who_came_later():
         scheduler.submit([sample])
     while not scheduler.preemptions:
         work = scheduler.plan()
-        for trunk, count in work.chunks:
-            scheduler.computed(trunk, count)
+        for prefill, count in work.chunks:
+            scheduler.computed(prefill, count)
         for sample in work.samples if not scheduler.preemptions else []:
             scheduler.decoded(sample, [0], [0.0], None)
-    assert work.samples == samples[:1] and [trunk.samples for trunk in scheduler.queue] == [
+    assert work.samples == samples[:1] and [prefill.samples for prefill in scheduler.queue] == [
         [each] for each in samples[1:]
     ]
 

@@ -1,6 +1,6 @@
 """What bench.py does when its arguments are read: measure, simulate, shrink or check each config, one after the other.
 
-Each result is printed and written as soon as it is there, since machines are lent by the hour. A config that fails is
+Each result is printed and written as soon as it is there, since machines are rented by the hour. A config that fails is
 reported in one line and does not stop those after it; the exit code says so in the end.
 """
 
@@ -37,7 +37,7 @@ from minitrain.parallel.mesh import pick_device, start, world_size
 
 @dataclass
 class Case:
-    """A config, and what is run for it: itself, or its proxies. Each with what its result adds."""
+    """A config, and the runs made for it: the config itself or its proxies, each with the keys to add to its result."""
 
     row: str
     config: Config
@@ -127,7 +127,7 @@ def check_options(cases: list[Case], options) -> None:
 
 
 def check_writable(option: str, file: str | None) -> None:
-    """A file of results is opened at once: what fills it takes minutes on machines that are lent by the hour."""
+    """A file of results is opened at once: what fills it takes minutes on machines that are rented by the hour."""
     try:
         if file:
             open(file, "a", encoding="utf-8").close()

@@ -47,7 +47,7 @@ FIGURES = (  # of `reference`, that are numbers
 
 
 def measure(config: Config, row: str, meshes: Meshes, steps: int, warmup: int, profile: bool = False) -> dict:
-    """Run `warmup` + `steps` optimizer steps and return one result row; keys as in the README. All ranks call it.
+    """Run `warmup` + `steps` optimizer steps; returns one row: `result`, and what is added below. All ranks call it.
 
     profile: run one more, for `breakdown_s`, the first rank's.
     """

@@ -1,16 +1,18 @@
 """From a trace to seconds: what each kernel and message costs on a system, and what runs at the same time.
 
-Kernels run one after the other on the compute stream. Collectives run on one stream per process group, from the moment
+Kernels run one after the other on the compute stream. Collectives run on one stream per mesh dimension, from the moment
 when their inputs are there; a kernel that reads what a collective brings waits for it, and that wait is the exposed
 communication. FSDP's own copies run on its streams, as in PyTorch, and its next all-gather starts only when the one
 before has been copied out, which bounds how far it runs ahead.
 
-    matrix product   max(FLOPs / (rate x the share of the last wave of 128 x 256 tiles x k / (k + 128)), bytes / HBM)
-    attention        FLOPs / the rate of its direction
-    other kernels    bytes / HBM; with the compiler, neighbours become one kernel, whose inner tensors cost nothing
-                     unless something later reads them
+    matrix product   launch + max(FLOPs / (rate x filled x k / (k + 128)), bytes / HBM); filled: the share of the waves
+                     of 128 x 256 tiles that has work, with RECOVERED of the idle rest
+    attention        launch + FLOPs / the rate of its direction
+    other kernels    launch + bytes / HBM; with the compiler, neighbours become one kernel, whose inner tensors cost
+                     nothing unless something later reads them
     collective       latency + bytes on the wire / bandwidth: (n - 1) / n of the payload, twice for an all-reduce;
                      NVLink within a domain; between domains the adapters of the group's GPUs there, at most NVLink
+    all-to-all       latency + the slower of what leaves the GPU, by NVLink, and what leaves the domain, by its adapter
 """
 
 from collections import defaultdict
@@ -32,7 +34,13 @@ RECOVERED = 0.6  # how much of an incomplete last wave smaller tiles and split p
 
 @dataclass(frozen=True)
 class System:
-    """See systems.yaml."""
+    """Rates that large kernels and messages reach, per GPU; systems.yaml has their sources.
+
+    FLOP/s: bf16, fp8, attention_*; grouped: the share of these that grouped products reach. bytes/s: memory, nvlink,
+    network; decode_weights, decode_caches: shares of memory's. Seconds: launch (a kernel's least), latency and
+    far_latency (of a message), step (the host's, per optimizer step), decode_step. capacity: bytes. domain: GPUs that
+    NVLink connects. gemm_tiles: multiprocessors.
+    """
 
     name: str
     bf16: float
@@ -141,7 +149,7 @@ class _Player:
         self.trace, self.system, self.fused = trace, system, fused
         self.line = Timeline()
         self.clock = 0.0  # of the compute stream
-        self.free = defaultdict(float)  # when each group's stream is done
+        self.free = defaultdict(float)  # when each dimension's stream is done
         self.ready: dict[int, float] = {}  # when a storage holds its values
         self.made_by: dict[int, str] = {}  # the stream that wrote a storage last
         self.waiting: dict[str, set[int]] = {}  # of the last all-gather, by stream: what no kernel has read yet

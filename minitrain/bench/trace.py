@@ -280,15 +280,15 @@ class Tracer(TorchDispatchMode):
         self.record(Event(name.strip("_"), "collective", 0, reads, writes, **where))
 
     def group_of(self, args) -> str:
-        """The name of a collective's group, which is noted if no mesh has it (flattened ones, the world)."""
-        words = [value for value in tree_leaves(args) if isinstance(value, str)]
+        """The name of a collective's group, noted as of `others` if no mesh has it (flattened ones, the world)."""
         boxed = [value for value in tree_leaves(args) if isinstance(value, torch.ScriptObject)]
-        if boxed:  # of c10d; functional collectives name theirs, last of their words
-            words = [dist.ProcessGroup.unbox(boxed[0]).group_name]
-        if words[-1] not in self.trace.groups:
-            ranks = dist.get_process_group_ranks(_resolve_process_group(words[-1]))
-            self.trace.groups[words[-1]] = ["others"], ranks
-        return words[-1]
+        if boxed:  # an operator of c10d
+            name = dist.ProcessGroup.unbox(boxed[0]).group_name
+        else:  # a functional collective, whose last string it is
+            name = [value for value in tree_leaves(args) if isinstance(value, str)][-1]
+        if name not in self.trace.groups:
+            self.trace.groups[name] = ["others"], dist.get_process_group_ranks(_resolve_process_group(name))
+        return name
 
     def dimension_of(self, group: str, functional: bool) -> str:
         """Dimensions of the same ranks share a group; FSDP's calls are told from others by their form."""

@@ -69,7 +69,7 @@ class Learner:
             results = [{key: value.item() for key, value in result.items()} for result in results]
             numbers = {key: sum(result[key] for result in results) / len(results) for key in results[0]}
             numbers["skipped"] = sum(not is_finite(result) for result in results)
-            return numbers | self.trainer.objective.numbers(self.total)
+            return numbers | self.trainer.objective.metrics(self.total)
 
     def batches(self, samples: list[Example]) -> list[Batch]:
         """This rank's micro-batches of the samples; with context parallelism, its tokens of them.

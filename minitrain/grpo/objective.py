@@ -161,11 +161,11 @@ class PolicyGradient:
 
     @torch.no_grad()
     def add(self, terms: dict[str, Tensor], valid: Tensor) -> None:
-        """Add a micro-batch's tokens to the sums from which `numbers` takes means."""
+        """Add a micro-batch's tokens to the sums from which `metrics` takes means."""
         terms = {name: (value * valid).sum() for name, value in terms.items()} | {"tokens": valid.sum().float()}
         self.sums = {name: value + self.sums.get(name, 0) for name, value in terms.items()}
 
-    def numbers(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Means over the step's response tokens of the terms of `token_losses` and of the entropy; NaN without any."""
         names = ["tokens", "entropy", *TERMS]
         device = next((value.device for value in self.sums.values()), None)

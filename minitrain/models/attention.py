@@ -17,8 +17,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layers import apply_rotary
 
-# One kernel per kind and size of mask, of the trainer's and the sampler's together. What is not compiled computes all
-# scores, and ignores the lists of a BlockMask that says by its lists alone what is seen, as the sampler's: better fail.
+# One kernel per kind and size of mask, of the trainer's and the sampler's together. Uncompiled, flex_attention computes
+# all scores and ignores block lists, by which alone the sampler's BlockMasks hide other samples' pages: better fail.
 COMPILING = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}
 
 
@@ -45,9 +45,10 @@ def make_mask(
     """Query i sees key j of the same row if every condition allows it. length: the number of keys.
 
     causal: j <= i. documents: int [rows, length]; i and j have the same number there (packed sequences).
-    places: int [queries]; which of the keys' places the queries have, if not all in order (context parallel).
+    places: int [queries]; each query's index among the keys, if they are not 0, 1, 2, ... (context parallelism).
     window: i - j < window, so many keys with the query's own.
-    plain: where causal or full is all there is to say, leave out the pairs; not for attention with sinks.
+    plain: no pairs where causal or full attention says it all, so that SDPA's own kernel runs; attention with sinks
+        needs them.
     """
     if plain and documents is None and window is None and (places is None or not causal):
         return Mask(causal)
@@ -87,8 +88,8 @@ def block_pairs(allows: Callable, rows: int, queries: int, keys: int, device: to
 
 
 def _flex_attention(q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask | None, **options):
-    """torch's, compiled. For fewer than 128 queries it takes a kernel of its own, whose tile must hold those of all
-    heads that share keys: where they would not fit, and it would not compile, the usual kernel is asked for."""
+    """Compiled flex_attention. Below 128 queries torch picks its decoding kernel, whose tile must hold the queries of
+    all heads that share a key/value head; where they do not fit it fails to compile, and we ask for the usual one."""
     flex = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
     group = q.shape[1] // k.shape[1]
     if q.shape[2] < 128 < q.shape[2] * group:
@@ -120,7 +121,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None 
 
 
 def attention_with_sinks(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """`attention` whose softmax has one more term below the line, exp(sinks[head]): weights add up to less than 1.
+    """`attention` whose softmax has one more term in its denominator, exp(sinks[head]): weights add up to less than 1.
 
     mask: with pairs. sinks: [heads]. If l is the log of the sum of all other terms, that is a factor sigmoid(l - sink)
     on the output.
@@ -137,7 +138,8 @@ def attention_with_sinks(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: M
 
 
 def weaken(out: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:
-    """`out` [..., head_dim] of attention without sinks, as it is with them. log_sum: [...]; sinks: what fits to it."""
+    """`out` [..., head_dim] of attention without sinks, as it is with them. log_sum: [...]; sinks: any shape that
+    broadcasts to it."""
     return out * torch.sigmoid(log_sum - sinks.float())[..., None].to(out.dtype)
 
 
@@ -165,7 +167,7 @@ class GroupedQueryAttention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(heads)) if config.sinks else None
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
-        """As `GatedMLP.project`."""
+        """q, k and v before they are split into heads; replaceable, as `GatedMLP.project` is."""
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Mask | None, cache=None) -> Tensor:

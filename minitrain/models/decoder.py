@@ -50,7 +50,9 @@ class Block(nn.Module):
         window_mask: Mask | None = None,
         cache=None,
     ) -> Tensor:
-        """x: [batch, seq, hidden]; documents: int [batch, seq], for what mixes or counts tokens apart from the mask."""
+        """x: [batch, seq, hidden]. documents: int [batch, seq], for Mamba-2, which no mask constrains, and for routers,
+        which do not count padding. cache: the sampler's; while a prompt only fills it, `step_ends_here` is true in the
+        last layer, whose output nothing reads."""
         if self.self_attn is not None:
             x = x + self.self_attn(self.input_layernorm(x), rotary, window_mask if self.windowed else mask, cache)
         if self.mamba is not None:

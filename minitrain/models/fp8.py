@@ -13,8 +13,8 @@ rounding does not depend on the scale, and so other cuts of the same data (micro
 differ, get the same FP8 numbers but for those 2^14 times smaller than the largest. The price is at most one of e4m3's
 18 binades. An infinity or NaN anywhere in a factor makes the whole product NaN.
 
-Of the forward pass the FP8 input is kept, half the bytes of bf16's. A Linear's weight stays a parameter as before; who
-gathers it in FP8 already (parallel/fp8.py) hands it in as `gathered`.
+Of the forward pass the FP8 input is kept, half the bytes of bf16's. A Linear's weight stays a parameter as before;
+where FSDP gathers it in FP8 already (parallel/fp8.py), that copy comes in as `gathered`.
 
 FP8 units take sizes that are multiples of 16. A Linear whose sizes are not, on any tensor-parallel rank, stays as it
 is; tokens are padded with zeros in the one product that sums over them. Embedding, head and router stay too. On CPU,
@@ -175,7 +175,8 @@ def scaled_mm(a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype:
 def opaque_scaled_mm(
     a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    """The same, of nothing too, for a compiler: in torch's operator it wants to know more of the sizes than it does."""
+    """`scaled_mm` as one operator for the compiler, for no rows, too: of torch's own it asks for sizes that are not
+    known when it compiles."""
     if not a.numel():
         return a.new_zeros(a.shape[0], b.shape[1], dtype=dtype)
     return scaled_mm(a, b, a_inverse, b_inverse, dtype, fast)

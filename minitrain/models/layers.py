@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class KeepsFP32(nn.Module):
-    """Holds parameters that stay in fp32 whatever the rest is cast to, as they are too fine for bf16.
+    """Holds parameters that stay in fp32 when the model is cast to bf16, which would round them too coarsely.
 
     A holder is never called: other modules read what it holds, and parallel/data.py leaves its parameters as they are.
     """
@@ -44,7 +44,8 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
-        """What the Linears of `same_input` make of x. Who can do that at once puts its own in this place."""
+        """The outputs of `same_input`'s Linears. LoRA and the sampler put a method that computes them at once in its
+        place."""
         return self.gate_proj(x), self.up_proj(x)
 
     def forward(self, x: Tensor) -> Tensor:

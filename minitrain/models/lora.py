@@ -41,7 +41,7 @@ class Lora:
     """The settings of all adapters of a model.
 
     targets: what to adapt, see `find_targets`. dtype: of A and B; they compute in the type of their input.
-    dropout: of the adapters' input (pre), as in peft, or of their update (post), as NeMo AutoModel does unless told:
+    dropout: of the adapters' input (pre), as in peft, or of their update (post), as NeMo AutoModel does by default:
     that keeps no second copy of the input.
     path: a folder in PEFT's format to start from, whose rank, alpha, rslora and targets then hold.
     """
@@ -171,7 +171,7 @@ def add_update(linear: nn.Linear, inputs: tuple[Tensor], y: Tensor) -> Tensor:
 
 
 def project(linears: list[nn.Linear], x: Tensor) -> list[Tensor]:
-    """In place of a module's own `project`, which asks Linears of the same input in turn: x A^T is one product of all.
+    """In place of a module's own `project`, which calls its Linears one by one: here x A^T of all is one product.
 
     x: [..., in]; returns each Linear's [..., out]. So x is read once, and its gradient gets one more term, not one of
     each Linear.

@@ -210,15 +210,15 @@ def dispatch(x: Tensor, indices: Tensor, weights: Tensor, experts: "Experts") ->
     place = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
     counts = count_tokens(indices, experts.num_experts)
     top_k = indices.shape[1]
-    rows = CopyOut.apply(x, order // top_k, place, top_k)
-    rows = experts(rows, CopyOut.apply(weights.flatten(), order, place, 1), counts)
-    return AddUp.apply(rows, order // top_k, place, top_k)
+    rows = Permute.apply(x, order // top_k, place, top_k)
+    rows = experts(rows, Permute.apply(weights.flatten(), order, place, 1), counts)
+    return Unpermute.apply(rows, order // top_k, place, top_k)
 
 
-class CopyOut(torch.autograd.Function):
+class Permute(torch.autograd.Function):
     """[tokens, ...] -> [tokens x top_k, ...]: row i is token source[i].
 
-    place [tokens x top_k]: in which row a token's 1st, 2nd, ... copy is. Backward is `AddUp`.
+    place [tokens x top_k]: in which row a token's 1st, 2nd, ... copy is. Backward is `Unpermute`.
     """
 
     @staticmethod
@@ -229,11 +229,11 @@ class CopyOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return AddUp.apply(grad, *ctx.saved_tensors, ctx.top_k), None, None, None
+        return Unpermute.apply(grad, *ctx.saved_tensors, ctx.top_k), None, None, None
 
 
-class AddUp(torch.autograd.Function):
-    """[tokens x top_k, ...] -> [tokens, ...]: the sum of each token's rows. Backward is `CopyOut`."""
+class Unpermute(torch.autograd.Function):
+    """[tokens x top_k, ...] -> [tokens, ...]: the sum of each token's rows. Backward is `Permute`."""
 
     @staticmethod
     def forward(ctx, rows, source, place, top_k):
@@ -243,7 +243,7 @@ class AddUp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return CopyOut.apply(grad, *ctx.saved_tensors, ctx.top_k), None, None, None
+        return Permute.apply(grad, *ctx.saved_tensors, ctx.top_k), None, None, None
 
 
 # -------------------------------------------------------------------------------------------------------------- experts
@@ -263,7 +263,8 @@ GATED = {"swiglu": swiglu, "clamped_swiglu": clamped_swiglu}  # and relu2, of de
 
 
 class Experts(nn.Module):
-    """All experts' weights. gate_up_proj: gate and up rows in turn; without a gate, up_proj.
+    """All experts' weights. gate_up_proj: gate and up rows interleaved (gate 0, up 0, gate 1, ...); without a gate,
+    up_proj.
 
     So a range of rows is a range of whole channels, and tensor parallelism can split every parameter here evenly.
     """

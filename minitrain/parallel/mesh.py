@@ -1,4 +1,4 @@
-"""Start the processes' group, arrange its ranks as named meshes, and find a rank's part of a sharded tensor.
+"""Start the process group, arrange its ranks as named meshes, and find a rank's part of a sharded tensor.
 
 A run is always distributed: alone, it is a world of one rank with the same code path.
 """
@@ -60,8 +60,8 @@ def pick_device(setting: str) -> torch.device:
 def start(config: Config) -> Meshes:
     """Join the process group (NCCL on GPUs, gloo on CPUs) and arrange its ranks.
 
-    Raises InputError when the ranks cannot be laid out so; no group has started then. And one that is the same on all
-    ranks if they have not the same config and code.
+    Raises InputError, before any group starts, if the layout does not fit the number of ranks; and one that is the same
+    on all ranks if their config or code differs.
     """
     check_layout(config, world_size())
     device = pick_device(config.device)
@@ -98,11 +98,11 @@ def check_device(config: Config, device: torch.device) -> None:
 
 
 def wait_at_most(seconds: float, groups: Iterable[dist.ProcessGroup] | None = None) -> None:
-    """Set the time-out of groups, by default of all that there are.
+    """Set the timeout of groups, by default of all that there are.
 
     One that is made later has torch's own, 10 minutes with NCCL and 30 with gloo, unless it is told.
     """
-    for group in list(c10d._world.pg_map) if groups is None else groups:  # no public name, nor for time-outs
+    for group in list(c10d._world.pg_map) if groups is None else groups:  # no public name, nor for timeouts
         c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 

@@ -101,7 +101,8 @@ class Pipeline(nn.Module):
     stages: by their number in the whole pipeline, laid out in all other ways already.
     mesh: 1-D, this pipeline's ranks; they call all methods together, except for those of nn.Module.
     tp: into how many parts a row is split between blocks. dtype: that of hidden states.
-    keeps_weights: for a step, of all of a rank's stages? Else those of three, the next ones to run; of one, always.
+    keeps_weights: keep the weights of all stages gathered for a step; else of the three that run next. A rank's only
+        stage always keeps its own.
     """
 
     def __init__(

@@ -1,9 +1,10 @@
 """Tensor and sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022): every matrix is split over tp ranks.
 
-In a block, the first matrices (q, k, v, gate, up) are split by output: each rank has some heads, or some channels of
-the MLP, and computes them from all tokens. The last ones (o, down) are split by input, so a rank's product is one term
-of a sum over ranks. In between nothing is exchanged. Norms and the residual stream treat each token by itself, so there
-a rank has seq / tp of every row instead; the sum over ranks and that split are one reduce-scatter.
+In a block, the first matrices (q, k, v, gate, up) are split by output (column-parallel): each rank has some heads, or
+some channels of the MLP, and computes them from all tokens. The last ones (o, down) are split by input (row-parallel),
+so a rank's product is one term of a sum over ranks. In between nothing is exchanged. Norms and the residual stream
+treat each token by itself, so there a rank has seq / tp of every row instead; the sum over ranks and that split are one
+reduce-scatter.
 
     [batch, seq / tp, hidden]                                            in the backward pass
       norm                      every rank has the whole weight          its gradient is a sum over ranks

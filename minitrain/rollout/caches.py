@@ -203,8 +203,7 @@ class Keys(Layer):
             outs = [self._attend_to_prompt(piece, q, new, v, sinks) for piece in step.pieces]
             out = torch.cat(outs, dim=2)
             return F.pad(out, (0, 0, 0, q.shape[2] - out.shape[2]))  # tokens that fill up the row
-        decode = self._attend_to_pool if q.is_cuda else self._attend_to_rows
-        return decode(q, new, v, sinks)
+        return self._attend_to_pool(q, v, sinks) if q.is_cuda else self._attend_to_rows(q, new, v, sinks)
 
     def _attend_to_prompt(self, piece: Piece, q: Tensor, new: list[Tensor], v: Tensor | int, sinks) -> Tensor:
         tokens, length = slice(piece.first, piece.first + piece.count), piece.earlier + piece.count
@@ -219,7 +218,7 @@ class Keys(Layer):
         with sdpa_kernel(FOR_ANY_LENGTH) if q.is_cuda and mask.pairs is None else nullcontext():
             return attention(q[:, :, tokens], keys, values, mask, sinks)
 
-    def _attend_to_pool(self, q: Tensor, new: list[Tensor], v: Tensor | int, sinks: Tensor | None) -> Tensor:
+    def _attend_to_pool(self, q: Tensor, v: Tensor | int, sinks: Tensor | None) -> Tensor:
         keys = self.pools[0].flatten(0, 1).transpose(0, 1)[None]  # [1, kv_heads, pool, head_dim]
         values = keys[..., :v] if isinstance(v, int) else self.pools[1].flatten(0, 1).transpose(0, 1)[None]
         flex, q = compiled_flex_attention(), q.transpose(0, 2)  # [rows, heads, 1, head_dim]

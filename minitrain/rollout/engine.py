@@ -36,7 +36,7 @@ from minitrain.rollout.batch import Batch
 from minitrain.rollout.caches import Caches, Piece, PromptStep, on_device
 from minitrain.rollout.pages import Pages
 from minitrain.rollout.sampling import Completion, SamplingParams, sample_key
-from minitrain.rollout.scheduler import Sample, Scheduler, Trunk, Work
+from minitrain.rollout.scheduler import Prefill, Sample, Scheduler, Work
 from minitrain.rollout.weights import Weights
 
 LINUX_MEMORY = Path("/proc/meminfo")
@@ -165,23 +165,23 @@ class Sampler:
 
     # ------------------------------------------------------------------------------------------------------ the work
 
-    def _compute(self, chunks: list[tuple[Trunk, int]]) -> None:
+    def _compute(self, chunks: list[tuple[Prefill, int]]) -> None:
         """Bring the next tokens of some prompts into the caches, all in one row."""
         size, tokens, positions, places, pieces = self.settings.page_size, [], [], [], []
-        for trunk, count in chunks:
-            wanted = range(trunk.cached, trunk.cached + count)
-            pages = on_device(trunk.pages[: self.scheduler.pages.needed(wanted.stop)], self.device)
-            pieces.append(Piece(len(tokens), count, trunk.cached, pages, trunk.slot))
-            tokens += trunk.tokens[wanted.start : wanted.stop]
+        for prefill, count in chunks:
+            wanted = range(prefill.cached, prefill.cached + count)
+            pages = on_device(prefill.pages[: self.scheduler.pages.needed(wanted.stop)], self.device)
+            pieces.append(Piece(len(tokens), count, prefill.cached, pages, prefill.slot))
+            tokens += prefill.tokens[wanted.start : wanted.stop]
             positions += wanted
-            places += [(trunk.pages[i // size], i % size) for i in wanted]
+            places += [(prefill.pages[i // size], i % size) for i in wanted]
         filling = -len(tokens) % self.model.sequence_split
         tokens, positions = tokens + [0] * filling, positions + [0] * filling
         places += [(self.scheduler.pages.count, 0)] * filling  # nowhere
         self.caches.step = PromptStep(on_device([*zip(*places, strict=True)], self.device).unbind(), pieces)
         self.forward(on_device(tokens, self.device), on_device(positions, self.device), drop_hidden)
-        for trunk, count in chunks:
-            self.scheduler.computed(trunk, count)
+        for prefill, count in chunks:
+            self.scheduler.computed(prefill, count)
 
     def _decode(self, work: Work) -> list[tuple[Sample, list[int]]]:
         """`work.steps` tokens for each sample, of which those after its end are dropped. Raises InputError for NaN."""
@@ -227,7 +227,7 @@ class Sampler:
         self.page_count = settings.pages or self._page_count()
         pages = Pages(self.page_count, size)
         self.scheduler = Scheduler(pages, self.slots, settings.chunk, self.steps, reuse=not hybrid)
-        # behind the samples' and the waiting trunk's states, one for rows that only fill up
+        # behind the samples' and the waiting prefill's states, one for rows that only fill up
         self.caches = Caches(self.config, pages.count, size, self.slots + 2)
         self.width = min(pages.needed(longest), pages.count) + 1  # of a table of pages; the last column is nowhere
         self.batches: dict[int, Batch] = {}
@@ -277,10 +277,10 @@ def check_page_size(size: int, config: DecoderConfig, tp: int) -> None:
 
 
 def waits_for_device(model: Decoder) -> bool:
-    """Must the host know in each step what it cannot know beforehand? Then no graph can replay the step.
+    """Does each decoding step need something of the host that only the device knows? Then no graph can replay it.
 
-    Of layers that FSDP gathers; of experts that are split over ranks, how many tokens come; and of grouped products
-    outside of torch's fast kernel (bf16, from compute capability 9.0 on), how many rows each expert has.
+    So it is where FSDP gathers layers, where experts are split over ranks (how many tokens arrive), and where grouped
+    products do not take torch's fast kernel (bf16, from compute capability 9.0 on; how many rows each expert has).
     """
     fast = all(stack.dtype == torch.bfloat16 and capability(stack) >= (9, 0) for stack in expert_stacks(model))
     return isinstance(model, FSDPModule) or sends_tokens(model) or not fast

@@ -4,9 +4,10 @@ The cache of keys and values is a pool of pages, `size` tokens each, and a seque
 Kwon et al. 2023). Several sequences may have the same page; it is free again when the last lets go of it. The rule that
 makes sharing safe: only a page that one sequence alone has is written to, and only behind the tokens that it holds.
 
-A full page can be published under its tokens and those of all pages before it, a chain of keys that are compared in
-full, so that no hash can mistake one prompt for another. Published pages without an owner keep their contents until the
-pool has no other page left; the longest unused goes first. Only numbers here: caches.py has the tensors.
+Prefix caching: a full page can be published under its tokens and those of all pages before it, a chain of keys that
+are compared in full, so that no hash can mistake one prompt for another. Published pages without an owner keep their
+contents until the pool has no other page left; the longest unused goes first. Only numbers here: caches.py has the
+tensors.
 """
 
 from collections import OrderedDict

@@ -1,13 +1,13 @@
 """What the sampler does next: which prompts are computed, which samples are decoded, and with which pages.
 
-    queue      trunks in order of arrival. A trunk is a sequence of tokens to be computed once, and the samples that
+    queue      prefills in order of arrival. A prefill is a sequence of tokens to be computed once, and the samples that
                go on from it: the n of one prompt, or one that was interrupted, with what it had produced
-    resident   trunks that have pages; they are computed in chunks, all but their last token
-    running    samples, each in a row of the decoding batch; the first token they decode is their trunk's last
+    resident   prefills that have pages; they are computed in chunks, all but their last token
+    running    samples, each in a row of the decoding batch; the first token they decode is their prefill's last
 
-A sample joins from its trunk: it shares the full pages and gets a copy of the last, partly filled one, which it will
-write to; the trunk's last sample takes over everything. When pages run out, trunks that only wait give theirs back,
-then the youngest sample: it goes back to the queue as a trunk of its own and is computed again. Everything is first
+A sample joins from its prefill: it shares the full pages and gets a copy of the last, partly filled one, which it will
+write to; the prefill's last sample takes over everything. When pages run out, prefills that only wait give theirs back,
+then the youngest sample: it goes back to the queue as a prefill of its own and is computed again. Everything is first
 come, first served, so the oldest always gets on, and a request that fits the pool alone is always finished.
 
 No tensors and no clock: the same calls give the same schedule, so that tensor-parallel ranks need not talk about it.
@@ -43,7 +43,7 @@ class Sample:
 
 
 @dataclass(eq=False)
-class Trunk:
+class Prefill:
     """`tokens`, of which all but the last are to be computed, for the `samples` that wait for it."""
 
     tokens: list[int]
@@ -61,13 +61,13 @@ class Trunk:
 class Work:
     """What to do next, in this order: copies, then chunks or decoding steps.
 
-    page_copies, slot_copies: (from, to). chunks: (trunk, how many tokens after its `cached`). samples: the rows of
+    page_copies, slot_copies: (from, to). chunks: (prefill, how many tokens after its `cached`). samples: the rows of
     `steps` decoding steps, each with pages for all of them.
     """
 
     page_copies: list[tuple[int, int]] = field(default_factory=list)
     slot_copies: list[tuple[int, int]] = field(default_factory=list)
-    chunks: list[tuple[Trunk, int]] = field(default_factory=list)
+    chunks: list[tuple[Prefill, int]] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     steps: int = 0
 
@@ -80,10 +80,10 @@ class Scheduler:
 
     def __init__(self, pages: Pages, rows: int, chunk: int, steps: int, reuse: bool = True):
         self.pages, self.rows, self.chunk, self.steps, self.reuse = pages, rows, chunk, steps, reuse
-        self.queue: list[Trunk] = []
-        self.resident: list[Trunk] = []
+        self.queue: list[Prefill] = []
+        self.resident: list[Prefill] = []
         self.running: list[Sample] = []
-        self.slots = list(range(rows + 1))[::-1]  # a trunk that waits for a free row has one too
+        self.slots = list(range(rows + 1))[::-1]  # a prefill that waits for a free row has one too
         self.arrivals = count()
         self.chunks_last = False
         self.preemptions = 0
@@ -104,11 +104,11 @@ class Scheduler:
             )
         for sample in samples:
             sample.arrival = next(self.arrivals)
-        self.queue.append(Trunk(first.prompt, list(samples)))
+        self.queue.append(Prefill(first.prompt, list(samples)))
 
     def plan(self) -> Work:
         """The next work. Chunks and decoding take turns, so that long prompts do not hold up those who decode."""
-        self._start_trunks()
+        self._start_prefills()
         work = Work()
         if not (self.running and self.chunks_last):
             work.chunks = self._chunks()
@@ -118,11 +118,11 @@ class Scheduler:
             work.samples, work.steps = self._grow(), self.steps
         return work
 
-    def computed(self, trunk: Trunk, tokens: int) -> None:
-        """So many more tokens of `trunk` are in its pages."""
-        trunk.cached += tokens
+    def computed(self, prefill: Prefill, tokens: int) -> None:
+        """So many more tokens of `prefill` are in its pages."""
+        prefill.cached += tokens
         if self.reuse:
-            self.pages.publish(trunk.tokens[: trunk.cached], trunk.pages)
+            self.pages.publish(prefill.tokens[: prefill.cached], prefill.pages)
 
     def decoded(self, sample: Sample, tokens: list[int], logprobs: list[float], finish_reason: str | None) -> None:
         """`sample` produced these."""
@@ -136,89 +136,89 @@ class Scheduler:
         """End a sample wherever it is; what it has produced stays."""
         if sample in self.running:
             self._finish(sample, "cancelled")
-        for trunk in self.queue:
-            if sample in trunk.samples:
-                trunk.samples.remove(sample)
+        for prefill in self.queue:
+            if sample in prefill.samples:
+                prefill.samples.remove(sample)
                 sample.finish_reason = "cancelled"
-                if not trunk.samples:
-                    self._drop(trunk)
-                    self.queue.remove(trunk)
+                if not prefill.samples:
+                    self._drop(prefill)
+                    self.queue.remove(prefill)
                 return
 
-    # --------------------------------------------------------------------------------------------------------- trunks
+    # --------------------------------------------------------------------------------------------------------- prefills
 
-    def _start_trunks(self) -> None:
-        """Give pages to waiting trunks, as long as there are rows for their samples."""
-        for trunk in self.queue[len(self.resident) :]:
+    def _start_prefills(self) -> None:
+        """Give pages to waiting prefills, as long as there are rows for their samples."""
+        for prefill in self.queue[len(self.resident) :]:
             awaited = len(self.running) + sum(len(other.samples) for other in self.resident)
-            if awaited >= self.rows or not self._start(trunk):
+            if awaited >= self.rows or not self._start(prefill):
                 return
 
-    def _start(self, trunk: Trunk) -> bool:
+    def _start(self, prefill: Prefill) -> bool:
         """Leave a page to each sample that runs: to be put back right after starting would be a waste."""
-        found = self.pages.match(trunk.tokens[: trunk.length]) if self.reuse else []
-        missing = self.pages.needed(trunk.length) - len(found)
+        found = self.pages.match(prefill.tokens[: prefill.length]) if self.reuse else []
+        missing = self.pages.needed(prefill.length) - len(found)
         spare = len(self.running) + 1 if self.running or self.resident else 0
         taken = self.pages.take(missing) if missing + spare <= self.pages.available else None
         if taken is None:
             self.pages.release(found)
             return False
-        trunk.pages, trunk.cached, trunk.slot = found + taken, len(found) * self.pages.size, self.slots.pop()
-        self.resident.append(trunk)
+        prefill.pages, prefill.cached, prefill.slot = found + taken, len(found) * self.pages.size, self.slots.pop()
+        self.resident.append(prefill)
         return True
 
-    def _drop(self, trunk: Trunk) -> None:
-        """A trunk gives back what it has, and would be computed again."""
-        if trunk in self.resident:
-            self.resident.remove(trunk)
-            self.pages.release(trunk.pages)
-            self.slots.append(trunk.slot)
-            trunk.pages, trunk.cached, trunk.slot = [], 0, None
+    def _drop(self, prefill: Prefill) -> None:
+        """A prefill gives back what it has, and would be computed again."""
+        if prefill in self.resident:
+            self.resident.remove(prefill)
+            self.pages.release(prefill.pages)
+            self.slots.append(prefill.slot)
+            prefill.pages, prefill.cached, prefill.slot = [], 0, None
 
-    def _chunks(self) -> list[tuple[Trunk, int]]:
+    def _chunks(self) -> list[tuple[Prefill, int]]:
         left, chunks = self.chunk, []
-        for trunk in self.resident:
-            missing = trunk.length - trunk.cached
+        for prefill in self.resident:
+            missing = prefill.length - prefill.cached
             tokens = min(left, missing)
             if chunks and tokens < missing:  # only the first is cut: pieces cost a mask, and tiny ones gain nothing
                 break
             if tokens > 0:
-                chunks.append((trunk, tokens))
+                chunks.append((prefill, tokens))
                 left -= tokens
         return chunks
 
     # -------------------------------------------------------------------------------------------------------- samples
 
     def _admit(self, work: Work) -> None:
-        """Let samples of computed trunks join the batch, in order."""
+        """Let samples of computed prefills join the batch, in order."""
         while self.resident and len(self.running) < self.rows and self.resident[0].cached == self.resident[0].length:
-            trunk = self.resident[0]
-            sample = trunk.samples.pop(0)
-            if not trunk.samples or not self._fork(trunk, sample, work):
-                self._inherit(trunk, sample)
-            sample.cached = trunk.length
+            prefill = self.resident[0]
+            sample = prefill.samples.pop(0)
+            if not prefill.samples or not self._fork(prefill, sample, work):
+                self._inherit(prefill, sample)
+            sample.cached = prefill.length
             self.running.append(sample)
 
-    def _fork(self, trunk: Trunk, sample: Sample, work: Work) -> bool:
+    def _fork(self, prefill: Prefill, sample: Sample, work: Work) -> bool:
         """Share the full pages, copy the last one. False if there is no page for that."""
-        full, partly = divmod(trunk.length, self.pages.size)
+        full, partly = divmod(prefill.length, self.pages.size)
         while (tail := self.pages.take(bool(partly))) is None:
-            if self.resident[-1] is trunk:
+            if self.resident[-1] is prefill:
                 return False
             self._drop(self.resident[-1])
-        self.pages.share(trunk.pages[:full])
-        sample.pages, sample.slot = trunk.pages[:full] + tail, self.slots.pop()
-        work.page_copies += [(trunk.pages[full], page) for page in tail]
-        work.slot_copies.append((trunk.slot, sample.slot))
+        self.pages.share(prefill.pages[:full])
+        sample.pages, sample.slot = prefill.pages[:full] + tail, self.slots.pop()
+        work.page_copies += [(prefill.pages[full], page) for page in tail]
+        work.slot_copies.append((prefill.slot, sample.slot))
         return True
 
-    def _inherit(self, trunk: Trunk, sample: Sample) -> None:
-        """The trunk's last sample takes over; if there are others after all, they have to start again."""
-        sample.pages, sample.slot = trunk.pages, trunk.slot
-        trunk.pages, trunk.cached, trunk.slot = [], 0, None
-        self.resident.remove(trunk)
-        if not trunk.samples:
-            self.queue.remove(trunk)
+    def _inherit(self, prefill: Prefill, sample: Sample) -> None:
+        """The prefill's last sample takes over; if there are others after all, they have to start again."""
+        sample.pages, sample.slot = prefill.pages, prefill.slot
+        prefill.pages, prefill.cached, prefill.slot = [], 0, None
+        self.resident.remove(prefill)
+        if not prefill.samples:
+            self.queue.remove(prefill)
 
     def _grow(self) -> list[Sample]:
         """Pages for the next `steps` tokens of every running sample, oldest first; the youngest may lose theirs."""
@@ -239,9 +239,9 @@ class Scheduler:
         sample = max(self.running, key=lambda sample: sample.arrival)
         self.preemptions += 1
         self._leave(sample)
-        trunk = Trunk(sample.tokens, [sample])
+        prefill = Prefill(sample.tokens, [sample])
         later = [i for i, other in enumerate(self.queue) if other.samples[0].arrival > sample.arrival]
-        self.queue.insert(later[0] if later else len(self.queue), trunk)
+        self.queue.insert(later[0] if later else len(self.queue), prefill)
 
     def _finish(self, sample: Sample, reason: str) -> None:
         sample.finish_reason = reason

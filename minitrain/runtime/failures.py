@@ -87,7 +87,7 @@ def pending_operation() -> str:
 
 
 def record_flights(folder: Path) -> None:
-    """Let NCCL's watchdog write the last operations of each rank on a time-out. To call before the group starts.
+    """Let NCCL's watchdog write the last operations of each rank on a timeout. To call before the group starts.
 
     What the user has set stays. Names as in torch's list of ProcessGroupNCCL's environment variables.
     """

@@ -10,7 +10,7 @@ Dead ranks: the kernel closes the connections of a process that dies, however it
 merely slow. So every rank has one to rank 0 over which nothing goes; when it ends without a word, rank 0 tells who it
 was, in one line, and makes all others end, also those that wait in a collective for ever. That takes a moment; for a
 machine that vanishes, the 25 seconds until TCP's keep-alive gives up. torchrun --max-restarts then starts all again,
-from the last checkpoint. Ranks that live and wait for each other all the same are left to the collectives' time-out.
+from the last checkpoint. Ranks that live and wait for each other all the same are left to the collectives' timeout.
 """
 
 import atexit

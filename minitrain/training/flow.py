@@ -88,7 +88,7 @@ class FlowMatching:
             self._record(sigma, errors.detach(), [x.numel() for x in latents])
         return (errors * weight(sigma, self.settings)).sum()
 
-    def numbers(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """The unweighted mean squared error in each quartile of sigma that had samples, and how many tokens all had."""
         errors, elements = sum_over(self.totals).tolist()
         self.totals = None

@@ -153,7 +153,7 @@ def global_count(objective, micro_batches, meshes: Meshes, device: torch.device)
 
 
 def tell_routers(model: Module, micro_batches: list[dict[str, Tensor]], meshes: Meshes, device: torch.device) -> None:
-    """How many tokens the step has on all ranks, but for padding: auxiliary losses are means over them."""
+    """Tell them how many tokens, without padding, the step has on all ranks: auxiliary losses are means over these."""
     routers = [module for module in model.modules() if isinstance(module, Router)]
     if any(router.config.router_aux_loss_coef for router in routers):
         # without documents, nothing is padding; numbers of tokens are never below 0
@@ -181,7 +181,7 @@ def training_steps(trainer: Trainer, dataset, start: int) -> Iterator[dict[str, 
     for step in range(start, config.steps):
         metrics = {key: value.item() for key, value in trainer.step(dataset, step).items()}
         metrics["skipped"] = int(not is_finite(metrics))
-        metrics |= trainer.objective.numbers(partial(sum_over, trainer.meshes.batch))
+        metrics |= trainer.objective.metrics(partial(sum_over, trainer.meshes.batch))
         filled = metrics.get("video_tokens", tokens)  # videos differ in length
         now = time.perf_counter()
         yield {

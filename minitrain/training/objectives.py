@@ -2,7 +2,7 @@
 
     count(batch)         how many terms of `batch` the loss sums over, an int; the loop divides by the step's count
     loss(model, batch)   the sum of the terms, a scalar that can be differentiated
-    numbers(sum_over)    what else the log should say of the micro-batches since the last call, a dict of floats;
+    metrics(sum_over)    what else the log should say of the micro-batches since the last call, a dict of floats;
                          sum_over(tensor) adds up what ranks with other rows have, so all ranks must call it
 
 In a pipeline every stage calls `loss` with itself as the model, and only the last one gives a scalar: so `loss` returns
@@ -41,5 +41,5 @@ class LanguageModeling:
         batch = dict(batch)
         return model(batch.pop("tokens"), **batch, head=linear_cross_entropy)
 
-    def numbers(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
         return {}

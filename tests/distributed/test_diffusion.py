@@ -72,7 +72,7 @@ def one_process(tree: dict) -> tuple[float, dict, dict]:
     batches = [rows(data, range(n, n + micro)) for n in range(0, config.batch.global_, micro)]
     loss = sum(objective.loss(model, batch) for batch in batches) / sum(map(objective.count, batches))
     loss.backward()
-    return loss.item(), gradients(model), objective.numbers(lambda x: x)
+    return loss.item(), gradients(model), objective.metrics(lambda x: x)
 
 
 def one_rank(tree: dict) -> tuple[float, dict, dict]:
@@ -88,7 +88,7 @@ def one_rank(tree: dict) -> tuple[float, dict, dict]:
         torch.distributed.all_reduce(totals, group=trainer.meshes.batch.get_group())
         return totals
 
-    return loss.item(), gradients(trainer.model), trainer.objective.numbers(sum_over)
+    return loss.item(), gradients(trainer.model), trainer.objective.metrics(sum_over)
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """A simulated rank does what the real one does: FLOPs, messages, and memory of a real step on gloo processes."""
 
 import pytest
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from minitrain import config as configs
 from minitrain.bench.fake_world import process_groups, record_step
@@ -31,6 +32,7 @@ TREES = {
 
 
 def real_step(tree):
+    _clear_sharding_prop_cache()  # or DTensor's messages may go over an earlier test's groups, of the same ranks
     config = configs.from_dict(tree | {"device": "cpu"})
     meshes = start(config)
     trainer, dataset = Trainer(config, meshes), open_dataset(config)[0]

@@ -24,7 +24,6 @@ from minitrain.training.health import Health, batch_origin
 from minitrain.training.loop import Trainer
 from tests.distributed.test_grpo import TREE as GRPO
 from tests.distributed.test_grpo import made_up_groups
-from tests.test_gpu import own_group  # noqa: F401
 
 TINY = {
     "model": {"name": "llama3-8b-tiny", "num_layers": 2, "vocab_size": 258},
@@ -93,7 +92,7 @@ def train_with_a_bad_step(tree: dict, kind: str) -> tuple[list[float], bool]:
 
 @pytest.mark.parametrize("kind", POISONS)
 @pytest.mark.parametrize("extra", [{}, {"optim": {"name": "sgd"}}, IN_BF16, MOE], ids=["adamw", "sgd", "bf16", "moe"])
-def test_a_step_that_is_not_finite_changes_nothing(kind, extra, own_group):  # noqa: F811
+def test_a_step_that_is_not_finite_changes_nothing(kind, extra):
     (loss, norm), as_without = train_with_a_bad_step(TINY | extra, kind)
     assert math.isfinite(loss) == (kind == "gradient") and math.isfinite(norm) == (kind == "loss")
     assert as_without
@@ -117,7 +116,7 @@ def test_all_ranks_skip_what_one_of_them_finds(pool):
             assert not all(map(math.isfinite, numbers)) and as_without, layout
 
 
-def test_updates_of_a_policy_are_skipped_and_counted(own_group):  # noqa: F811
+def test_updates_of_a_policy_are_skipped_and_counted():
     config = configs.from_dict(GRPO | {"grpo": GRPO["grpo"] | {"kl": 0.0}})
     learner = Learner(config, start(config), lambda name: nullcontext())
     learner.trainer.objective.loss = poison_once(learner.trainer.objective.loss)
@@ -140,7 +139,7 @@ def lines(folder) -> list[dict]:
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, own_group):  # noqa: F811
+def run(tmp_path, monkeypatch):
     """run(poisoned, key=value...) trains on text, where the steps with these numbers go wrong; returns out_dir."""
     (tmp_path / "text.txt").write_text("".join(f"line {i * i} of text\n" for i in range(100)))
     update = Trainer.update
@@ -293,7 +292,7 @@ def test_a_deterministic_run_is_the_same_to_the_bit(pool, ranks):
 @pytest.mark.parametrize("extra", [
     {}, MOE, {"model": {"name": "nemotron3-nano-30b-a3b-tiny"}}, {"precision": "bf16", "compile": True},
 ], ids=["plain", "moe", "mamba", "compiled"])  # fmt: skip
-def test_a_deterministic_run_on_cuda(extra, own_group):  # noqa: F811
+def test_a_deterministic_run_on_cuda(extra):
     tree = TINY | {"device": "cuda"} | extra
     first, second = deterministic_run(tree), deterministic_run(tree)
     assert all(map(torch.equal, first, second))

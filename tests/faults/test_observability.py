@@ -33,7 +33,6 @@ from minitrain.training.profiling import recorded_steps
 from tests.distributed.test_grpo import TREE as GRPO
 from tests.faults.processes import LIMIT, Ranks
 from tests.faults.test_numbers import TINY, lines, run  # noqa: F401
-from tests.test_gpu import own_group  # noqa: F401
 
 # ---------------------------------------------------------------------------------------------------- ranks that differ
 
@@ -308,7 +307,7 @@ def test_the_trace_has_the_steps_asked_for(run, steps):  # noqa: F811
     assert [path.name for path in (out / "profile").iterdir()] == ["rank-0.json"]
 
 
-def test_a_policy_is_recorded_and_watched_too(tmp_path, own_group):  # noqa: F811
+def test_a_policy_is_recorded_and_watched_too(tmp_path):
     grpo = {"prompts": 2, "group": 4, "mock_digits": 1}
     tree = GRPO | {"grpo": grpo, "steps": 2, "out_dir": str(tmp_path), "profile": {"steps": [2, 2]}}
     train.train(configs.from_dict(tree))

@@ -18,7 +18,6 @@ from minitrain.parallel.mesh import start
 from minitrain.runtime import watch
 from minitrain.runtime.watch import Watch, until_sigterm
 from tests.faults.processes import LIMIT, Ranks
-from tests.test_gpu import own_group  # noqa: F401
 
 TREE = {"batch": {"global": 3, "micro": 1}, "device": "cpu"}
 
@@ -155,7 +154,7 @@ def stops(sent: bool) -> list[bool]:
     return found
 
 
-def test_sigterm_stops_the_run_that_got_it_and_none_that_follows(own_group):  # noqa: F811
+def test_sigterm_stops_the_run_that_got_it_and_none_that_follows():
     start(configs.from_dict(TREE | {"batch": {"global": 1, "micro": 1}}))
     before = signal.getsignal(signal.SIGTERM)
     assert stops(sent=True) == [False, True, True]

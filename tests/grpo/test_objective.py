@@ -161,7 +161,7 @@ def test_ratios_beyond_fp32_stay_numbers(choice, far):
     log_probs.requires_grad_()
     actual, _, objective = ours(GRPO(**choice), batch, log_probs)
     assert actual.isfinite() and torch.autograd.grad(actual, log_probs)[0].isfinite().all()
-    assert all(map(math.isfinite, objective.numbers(lambda x: x).values()))
+    assert all(map(math.isfinite, objective.metrics(lambda x: x).values()))
 
 
 # ------------------------------------------------------------------------------------------- against expectations
@@ -235,7 +235,7 @@ def test_numbers_are_means_over_response_tokens():
     with torch.no_grad():  # a second micro-batch adds up with the first
         objective.add({key: torch.zeros(2, SEQ) for key in first if key != "tokens"}, batch["labels"] != IGNORE)
     places = [(row, t) for row, each in sequences(batch) for t in each]
-    numbers = objective.numbers(lambda x: x)
+    numbers = objective.metrics(lambda x: x)
 
     def mean(function):
         return sum(function(*(x[row, t].item() for x in columns)) for row, t in places) / len(places) / 2
@@ -251,7 +251,7 @@ def test_numbers_are_means_over_response_tokens():
         "generation_kl_error": mean(lambda c, o, g, f, a: math.exp(o - g) - 1 - o + g),
     }
     assert numbers == pytest.approx(expected, rel=1e-5)
-    assert all(map(math.isnan, objective.numbers(lambda x: x).values()))  # each step starts anew, with no tokens
+    assert all(map(math.isnan, objective.metrics(lambda x: x).values()))  # each step starts anew, with no tokens
 
 
 # -------------------------------------------------------------------------------------------------------- against TRL
