@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from minitrain import cli
@@ -129,7 +130,8 @@ def export(trainer: Trainer, config: Config, folder: Path) -> None:
         tensors = ((name, whole(shard)) for name, shard in shards.items() if wanted(name))
     if dist.get_rank() != 0:
         for _ in tensors:
-            pass
+            if trainer.device.type == "cuda":
+                torch.cuda.synchronize()  # wait for rank 0: NCCL's patience with a message begins when it is queued
         return
     model = config.model.config
     if has_tokenizer(config):

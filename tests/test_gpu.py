@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minitrain import Sampler, SamplingParams
 from minitrain.config import Rollout, from_dict
 from minitrain.grpo.memory import Memory
+from minitrain.models.attention import Mask, attention
 from minitrain.models.fp8 import E4M3, E5M2, dequantize, quantize, to_fp8
 from minitrain.models.moe import Experts
 from minitrain.models.wan import Wan
@@ -247,6 +249,44 @@ def test_plain_causal_attention_runs_on_cudnn():
     assert any("cudnn" in event.key for event in profile.key_averages())
 
 
+@pytest.mark.parametrize("kv_heads", [2, 8])
+@pytest.mark.parametrize("width, of_values", [(64, 64), (128, 128), (192, 192), (192, 128)])
+def test_attention_of_all_widths(width, of_values, kv_heads):
+    """Nemotron-4 340B has heads of 192 channels, DeepSeek-V3 keys of 192 with values of 128; others have 64 or 128."""
+    shapes = (8, width), (kv_heads, width), (kv_heads, of_values)
+    inputs = [torch.randn(2, heads, 384, dim, dtype=torch.bfloat16, device="cuda") for heads, dim in shapes]
+    upstream = torch.randn(2, 8, 384, of_values, dtype=torch.bfloat16, device="cuda")
+    results = []
+    for dtype, context in ((torch.bfloat16, nullcontext()), (torch.float32, sdpa_kernel(SDPBackend.MATH))):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        with context:
+            out = attention(*leaves, Mask(causal=True))
+        results.append([out, *torch.autograd.grad(out, leaves, upstream.to(dtype))])
+    for found, expected in zip(*results, strict=True):
+        assert (found - expected).norm() / expected.norm() < 0.02
+
+
+def test_attention_in_fp32_keeps_no_scores():
+    """Where heads share keys; a matrix of scores would take 256 MB."""
+    q, k = (torch.randn(1, heads, 4096, 64, device="cuda", requires_grad=True) for heads in (4, 2))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    attention(q, k, k, Mask(causal=True)).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 200 << 20
+
+
+@pytest.mark.parametrize("name", ["qwen3-32b", "gpt-oss-20b", "deepseek-v3"])
+def test_prompts_of_any_length_take_kernels_that_need_no_plan(name):
+    """Whether they begin with other's pages or not, see a window or not: cuDNN would plan anew for each length."""
+    model = make(name, head_dim=24 if name == "deepseek-v3" else 16).to("cuda", torch.bfloat16)
+    sampler = Sampler(model, settings=Rollout(page_size=128, pages=20, chunk=200))
+    prompt = prompts_of((700,))[0]
+    with torch.profiler.profile() as profile:
+        sampler.generate([prompt[:150], prompt, prompt[:400]], SamplingParams(max_tokens=1))
+    names = {event.key for event in profile.key_averages()}
+    assert not any("cudnn" in name for name in names) and any("fmha" in name or "flash" in name for name in names)
+
+
 def test_wan_with_its_masks():
     """Two videos packed, which take FlexAttention, and one alone, in bf16 against fp32 on the CPU."""
     torch.manual_seed(0)
@@ -265,7 +305,9 @@ def test_wan_with_its_masks():
 def test_sampling_on_cuda_equals_cpu(name):
     """Paged kernels in replayed graphs against full forward passes; graphs must not outlive the weights."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 24 if name == "deepseek-v3" else 16}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}  # three share one: no power of two
+    if name in ("deepseek-v3", "gpt3-175b"):
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 24 if name == "deepseek-v3" else 16}
     model, prompts = make(name, **heads), prompts_of((1, 60, 127, 140))
     sampler = Sampler(model.cuda(), settings=Rollout(slots=4, page_size=128, pages=10, chunk=100, steps=4))
     for factor in (1.0, 1.1):

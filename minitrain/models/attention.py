@@ -113,11 +113,18 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None 
     """
     if sinks is not None:
         return attention_with_sinks(sinks, q, k, v, mask)
-    grouped, pairs = q.shape[1] != k.shape[1], mask.pairs
-    if isinstance(pairs, BlockMask):
-        return _flex_attention(q, k, v, pairs)
-    causal = mask.causal and pairs is None
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=pairs, is_causal=causal, enable_gqa=grouped)
+    if isinstance(mask.pairs, BlockMask):
+        return _flex_attention(q, k, v, mask.pairs)
+    return _dot_product_attention(q, k, v, mask.pairs, causal=mask.causal and mask.pairs is None)
+
+
+def _dot_product_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool = False) -> Tensor:
+    """torch's. CUDA's kernels for shared key/value heads take half precision, up to 256 channels, and no bias; rather
+    than that all scores are held in fp32, other calls get copies of the heads."""
+    group = q.shape[1] // k.shape[1]
+    if q.is_cuda and group > 1 and (bias is not None or q.dtype == torch.float32 or q.shape[3] > 256):
+        k, v, group = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1), 1
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=group > 1)
 
 
 def attention_with_sinks(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
@@ -133,8 +140,7 @@ def attention_with_sinks(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: M
     scores = torch.zeros(mask.pairs.shape, dtype=q.dtype, device=q.device).masked_fill(~mask.pairs, -torch.inf)
     scores = scores.expand(*q.shape[:3], -1)
     bias = torch.cat([scores, sinks.to(q.dtype)[:, None, None].expand(*q.shape[:3], 1)], dim=-1)
-    k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=q.shape[1] != k.shape[1])
+    return _dot_product_attention(q, F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), bias)
 
 
 def weaken(out: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:

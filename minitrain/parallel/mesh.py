@@ -22,7 +22,7 @@ from minitrain.errors import InputError
 from minitrain.runtime import watch
 from minitrain.runtime.agreement import check_same, code_digests, flatten
 from minitrain.runtime.determinism import be_deterministic
-from minitrain.runtime.rendezvous import join_store
+from minitrain.runtime.rendezvous import join_store, prepare_connections
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ def start(config: Config) -> Meshes:
         torch.cuda.set_device(device)
     if begins := not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
+        prepare_connections()
         timeout = timedelta(minutes=10)  # to find each other
         store, rank, world = join_store(timeout)
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)

@@ -1,6 +1,7 @@
 """The buffers of a decoding step for a fixed number of rows, and on CUDA the graphs over them."""
 
 from contextlib import nullcontext
+from functools import cache
 
 import numpy as np
 import torch
@@ -143,7 +144,7 @@ class Batch:
             # rehearse where nobody looks: on pages and states that take what only fills up
             self.step.table.fill_(self.sampler.scheduler.pages.count)
             self.step.slots.fill_(self.sampler.caches.slots - 1)
-            stream = torch.cuda.Stream()
+            stream = rehearsal_stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(2):  # compile, and let libraries allocate what they need
@@ -157,6 +158,12 @@ class Batch:
                 tensor.copy_(value)
             self.captured[kind] = graph
         return self.captured[kind]
+
+
+@cache
+def rehearsal_stream() -> torch.cuda.Stream:
+    """One for all: torch keeps cuBLAS' workspace, 32 MB, of every stream that has multiplied anything."""
+    return torch.cuda.Stream()
 
 
 def shared_beginnings(samples: list[Sample], page_size: int) -> tuple[int, list[list[int]]]:

@@ -215,23 +215,22 @@ class Keys(Layer):
         values = keys[..., :v] if isinstance(v, int) else seen[1][None]
         # with sinks always pairs: the kernel for plain masks would be compiled for every length
         mask = self.caches.step.mask(piece, self.window, plain=sinks is None)
-        with sdpa_kernel(FOR_ANY_LENGTH) if q.is_cuda and mask.pairs is None else nullcontext():
+        with sdpa_kernel(FOR_ANY_LENGTH) if q.is_cuda else nullcontext():
             return attention(q[:, :, tokens], keys, values, mask, sinks)
 
     def _attend_to_pool(self, q: Tensor, v: Tensor | int, sinks: Tensor | None) -> Tensor:
         keys = self.pools[0].flatten(0, 1).transpose(0, 1)[None]  # [1, kv_heads, pool, head_dim]
         values = keys[..., :v] if isinstance(v, int) else self.pools[1].flatten(0, 1).transpose(0, 1)[None]
-        flex, q = compiled_flex_attention(), q.transpose(0, 2)  # [rows, heads, 1, head_dim]
-        if isinstance(v, int):  # heads as queries: a kernel's block need not have all heads of a key then
-            blocks, options = self.caches.step.page_mask(self.window, q.shape[1]), SMALL_TILES if v > 256 else None
-            return flex(q.transpose(1, 2), keys, values, block_mask=blocks, kernel_options=options).permute(1, 2, 0, 3)
-        blocks, grouped = self.caches.step.page_mask(self.window), q.shape[1] != keys.shape[1]
-        if sinks is None:
-            out = flex(q, keys, values, block_mask=blocks, enable_gqa=grouped)
-        else:
-            out, aux = flex(q, keys, values, block_mask=blocks, enable_gqa=grouped, return_aux=AuxRequest(lse=True))
-            out = weaken(out, aux.lse, sinks[:, None])
-        return out.transpose(0, 2)
+        # heads that share keys as queries of one: of shared ones the decoding kernel takes 1, 2, 4, 8, ... alone
+        q = q[0].transpose(0, 1).unflatten(1, (keys.shape[1], -1))  # [rows, kv_heads, queries, head_dim]
+        blocks = self.caches.step.page_mask(self.window, q.shape[2])
+        out, aux = compiled_flex_attention()(
+            q, keys, values, block_mask=blocks, return_aux=AuxRequest(lse=sinks is not None),
+            kernel_options=SMALL_TILES if values.shape[3] > 256 else None,
+        )  # fmt: skip
+        if sinks is not None:
+            out = weaken(out, aux.lse, sinks.view(keys.shape[1], -1))
+        return out.flatten(1, 2).transpose(0, 1)[None]
 
     def _attend_to_rows(self, q: Tensor, new: list[Tensor], v: Tensor | int, sinks: Tensor | None) -> Tensor:
         attend = partial(attend_to_rows, step=self.caches.step, window=self.window)

@@ -3,16 +3,23 @@
 When torchrun restarts the ranks it gives them the store of their predecessors (torch 2.11 to 2.13, whose comments say
 otherwise): with the addresses of processes that are gone, to which the new ones then try to connect, forever. So the
 ranks agree on a prefix that no earlier attempt has used, by asking rank 0 under names that none has used either.
+
+And what connections between nodes need: enough open files, and for gloo the network interface that leads to the others.
 """
 
 import os
 import secrets
+import socket
+import struct
+import sys
 import time
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from minitrain.errors import InputError
+
+SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 def join_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
@@ -29,6 +36,46 @@ def join_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
         prefix = answer(store, world, timeout) if rank == 0 else ask(store, rank)
         store = dist.PrefixStore(prefix, store)
     return store, rank, world
+
+
+def prepare_connections() -> None:
+    """To call before a process group starts. gloo connects every rank to every other, with a file for each.
+
+    It listens where this host's name leads, which on many is 127.0.1.1, and then no other node gets through.
+    """
+    if sys.platform != "linux":
+        return
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    ranks, here = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
+    if here and here != ranks and "GLOO_SOCKET_IFNAME" not in os.environ:
+        # rank 0's node may know itself by 127.0.1.1, too: then the interface by which packets leave for anywhere
+        found = (interface_towards(host) for host in (os.environ.get("MASTER_ADDR", ""), "192.0.2.1"))
+        name = next((name for name in found if name not in (None, "lo")), None)
+        if name:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def interface_towards(host: str) -> str | None:
+    """The network interface that packets to `host` leave by, such as eth0; None if IPv4 has no way there."""
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # sends nothing
+        except OSError:
+            return None
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            try:
+                if fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24] == own:
+                    return name
+            except OSError:
+                continue  # has no address
+    return None
 
 
 def ask(store: dist.Store, rank: int) -> str:

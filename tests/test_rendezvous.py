@@ -1,0 +1,46 @@
+"""What connections between nodes need: open files, and the interface that leads to the others."""
+
+import os
+import resource
+import sys
+
+import pytest
+
+from minitrain.runtime import rendezvous
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads interfaces as Linux has them")
+
+
+def test_the_interface_that_leads_to_a_host():
+    assert rendezvous.interface_towards("127.0.0.1") == "lo"
+    assert rendezvous.interface_towards("no-such-host.invalid") is None
+
+
+@pytest.mark.parametrize(("environment", "ways", "chosen"), [
+    ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, {"node0": "ib0", "192.0.2.1": "eth0"}, "ib0"),
+    ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, {"node0": "lo", "192.0.2.1": "eth0"}, "eth0"),
+    ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, {"node0": "lo", "192.0.2.1": None}, None),
+    ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "GLOO_SOCKET_IFNAME": "bond0"}, {"node0": "ib0"}, "bond0"),
+    ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, {"node0": "ib0"}, None),  # all on one node
+    ({}, {"node0": "ib0"}, None),
+])  # fmt: skip
+def test_gloo_listens_where_other_nodes_are(monkeypatch, environment, ways, chosen):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "to be put back")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    for name, value in ({"MASTER_ADDR": "node0"} | environment).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rendezvous, "interface_towards", ways.get)
+    rendezvous.prepare_connections()
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == chosen
+
+
+def test_as_many_open_files_as_the_system_allows():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, limits[1]), limits[1]))
+        rendezvous.prepare_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limits[1], limits[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -1,0 +1,49 @@
+"""How decoding samples attend to the pool on CUDA, with a kernel's stand-in on the CPU that computes its definition."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from minitrain.models.zoo import model_config
+from minitrain.rollout import caches
+
+PAGE, PAGES, DIM = 128, 8, 16
+POSITIONS, TABLE = torch.tensor([5, 200, 300]), torch.tensor([[6, 0, 0], [1, 2, 0], [3, 4, 5]])
+
+
+def attention_by_lists(q, k, v, block_mask, return_aux, kernel_options):
+    """FlexAttention's definition: of the keys in a row's listed blocks, those that the mask allows."""
+    key = torch.arange(k.shape[2])
+    scores = torch.einsum("rhqd,hkd->rhqk", q, k[0]) / q.shape[3] ** 0.5
+    for row in range(len(q)):
+        listed = block_mask.kv_indices[row, 0, 0, : block_mask.kv_num_blocks[row, 0, 0]]
+        allowed = torch.isin(key // PAGE, listed) & block_mask.mask_mod(row, 0, torch.tensor(0), key)
+        scores[row, :, :, ~allowed] = -torch.inf
+    out = torch.einsum("rhqk,hkd->rhqd", scores.softmax(-1), v[0])
+    return out, SimpleNamespace(lse=scores.logsumexp(-1) if return_aux.lse else None)
+
+
+@pytest.mark.parametrize("window", [None, 100, 1])
+@pytest.mark.parametrize(("heads", "kv_heads", "sinks", "latent"), [
+    (4, 4, False, False), (6, 2, False, False), (8, 2, True, False), (7, 1, True, False), (5, 1, False, True),
+])  # fmt: skip
+def test_samples_attend_to_their_pages(monkeypatch, heads, kv_heads, sinks, latent, window):
+    """Any number of heads may share keys; of latents, the values are the first channels."""
+    monkeypatch.setattr(caches, "compiled_flex_attention", lambda: attention_by_lists)
+    step = caches.DecodingStep(POSITIONS, TABLE, torch.arange(3), PAGE, PAGES)
+    step.begin()
+    owner = caches.Caches(model_config("llama3-8b-tiny"), PAGES - 1, PAGE, slots=3)
+    owner.step, layer = step, caches.Keys(owner, last=False, window=window)
+    layer.pools = [torch.randn(PAGES, PAGE, kv_heads, DIM) for _ in range(1 if latent else 2)]
+    q, bias = torch.randn(1, heads, 3, DIM), torch.randn(heads) if sinks else None
+    out = layer._attend_to_pool(q, 12 if latent else torch.zeros(1, kv_heads, 3, DIM), bias)
+    for row, position in enumerate(POSITIONS.tolist()):
+        seen = slice(0 if window is None else max(0, position + 1 - window), position + 1)
+        keys, values = (pool[TABLE[row]].flatten(0, 1)[seen] for pool in (layer.pools[0], layer.pools[-1]))
+        for head in range(heads):
+            of_head = head * kv_heads // heads
+            scores = keys[:, of_head] @ q[0, head, row] / DIM**0.5
+            weights = torch.cat([scores, bias[head, None]]).softmax(0)[:-1] if sinks else scores.softmax(0)
+            expected = weights @ values[:, of_head, : 12 if latent else DIM]
+            torch.testing.assert_close(out[0, head, row], expected)
