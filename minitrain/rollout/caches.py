@@ -39,6 +39,8 @@ from minitrain.models.decoder_config import DecoderConfig
 FOR_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Latents have 576 channels, for a kernel 1024: of its usual tiles, one would not fit into shared memory.
 SMALL_TILES = {"BLOCK_M": 16, "BLOCK_N": 16, "num_stages": 1, "num_warps": 4}
+# Loads ahead of the products: what torch has for these GPUs, and by a slip overwrites (2.11 to 2.13).
+LOADS_AHEAD, HAVE_ROOM = {"num_stages": 3}, [(9, 0), (10, 0), (10, 3)]
 
 
 @dataclass
@@ -226,7 +228,7 @@ class Keys(Layer):
         blocks = self.caches.step.page_mask(self.window, q.shape[2])
         out, aux = compiled_flex_attention()(
             q, keys, values, block_mask=blocks, return_aux=AuxRequest(lse=sinks is not None),
-            kernel_options=SMALL_TILES if values.shape[3] > 256 else None,
+            kernel_options=decoding_options(keys, values.shape[3]),
         )  # fmt: skip
         if sinks is not None:
             out = weaken(out, aux.lse, sinks.view(keys.shape[1], -1))
@@ -249,6 +251,14 @@ class Keys(Layer):
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         for pool in self.pools:
             pool[target] = pool[source]
+
+
+def decoding_options(keys: Tensor, width: int) -> dict | None:
+    """What FlexAttention's decoding kernel is told of its tiles. width: of a value."""
+    if width > 256:
+        return SMALL_TILES
+    fits = width * keys.itemsize <= 256 and keys.is_cuda
+    return LOADS_AHEAD if fits and torch.cuda.get_device_capability(keys.device) in HAVE_ROOM else None
 
 
 def write(pools: list[Tensor], places: tuple[Tensor, ...], new: list[Tensor]) -> None:

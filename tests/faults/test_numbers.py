@@ -57,7 +57,7 @@ class Poisoned:
 
     def __init__(self, trainer: Trainer, kind: str):
         self.objective, self.kind = trainer.objective, kind
-        self.count, self.numbers = self.objective.count, self.objective.numbers
+        self.count, self.metrics = self.objective.count, self.objective.metrics
         meshes = trainer.meshes.loss, trainer.meshes.pp
         self.here = all(mesh.get_local_rank() == mesh.size() - 1 for mesh in meshes)
 
