@@ -13,7 +13,7 @@ from minitrain.config import Config
 from minitrain.errors import InputError
 from minitrain.grpo.advantages import advantages
 from minitrain.grpo.batches import Example, micro_batches, reply_sample, response_sample
-from minitrain.grpo.objective import LogProbs
+from minitrain.grpo.objective import LogProbs, PolicyGradient
 from minitrain.grpo.problems import Problems
 from minitrain.grpo.refit import Parts
 from minitrain.grpo.rollouts import Group, rewards
@@ -39,7 +39,8 @@ class Learner:
 
     def __init__(self, config: Config, meshes: Meshes, phase: Callable[[str], AbstractContextManager]):
         self.config, self.meshes, self.phase = config, meshes, phase
-        self.trainer = Trainer(config, meshes)
+        objective = PolicyGradient(config.grpo, config.rollout.temperature, config.rollout.max_tokens)
+        self.trainer = Trainer(config, meshes, objective)
         self.model, self.device = self.trainer.model, self.trainer.device
         self.reference: Module | None = None
 

@@ -29,14 +29,14 @@ from minitrain.training.optim import clip_gradients, learning_rate, make_optimiz
 
 
 class Trainer:
-    """A model, its objective and optimizer, on this rank."""
+    """A model, its objective (by default the task's) and optimizer, on this rank."""
 
-    def __init__(self, config: Config, meshes: Meshes):
+    def __init__(self, config: Config, meshes: Meshes, objective=None):
         self.config = config
         self.device = pick_device(config.device)
         self.meshes = meshes
         self.model = build_model(config, meshes)
-        self.objective = make_objective(config)
+        self.objective = objective or make_objective(config)
         self.optimizer = make_optimizer(self.model, config.optim)
         if config.parallel.async_tp:
             check_overlap(self.trial_step)

@@ -16,15 +16,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from minitrain.config import Config
-from minitrain.grpo.objective import PolicyGradient
 from minitrain.training.flow import FlowMatching
 from minitrain.training.loss import IGNORE, linear_cross_entropy
 
 
-def make_objective(config: Config) -> "LanguageModeling | FlowMatching | PolicyGradient":
-    """The objective of the config's task."""
-    if config.task == "grpo":
-        return PolicyGradient(config.grpo, config.rollout.temperature, config.rollout.max_tokens)
+def make_objective(config: Config) -> "LanguageModeling | FlowMatching":
+    """The objective of the config's task, where rows come from a dataset (grpo/learner.py has its own)."""
     if config.task != "diffusion":
         return LanguageModeling()
     model = config.model.config
