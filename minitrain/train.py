@@ -25,7 +25,7 @@ from minitrain.models.checkpoint_hf import find_weights, save_tensors
 from minitrain.models.checkpoint_peft import save_adapter
 from minitrain.models.config_hf import copy_generation_config
 from minitrain.models.lora import is_adapter
-from minitrain.parallel.mesh import checkpoint_group, start, whole, world_size
+from minitrain.parallel.mesh import checkpoint_group, join, pieces, start, whole, world_size
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.runtime.agreement import rank_0_says
 from minitrain.runtime.failures import rank, record_flights, recorded
@@ -127,7 +127,11 @@ def export(trainer: Trainer, config: Config, folder: Path) -> None:
         tensors = trainer.model.whole_tensors(wanted)
     else:
         shards = trainer.model.state_dict()  # not parameters(): after a forward pass some of those are whole, in bf16
-        tensors = ((name, whole(shard)) for name, shard in shards.items() if wanted(name))
+        tensors = (
+            (name, join(((where, whole(shard, where)) for where in pieces(shard)), shard.shape, shard.dtype))
+            for name, shard in shards.items()
+            if wanted(name)
+        )
     if dist.get_rank() != 0:
         for _ in tensors:
             if trainer.device.type == "cuda":

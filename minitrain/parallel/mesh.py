@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public name for it
 
 from minitrain.config import Config, to_dict
@@ -23,6 +23,8 @@ from minitrain.runtime import watch
 from minitrain.runtime.agreement import check_same, code_digests, flatten
 from minitrain.runtime.determinism import be_deterministic
 from minitrain.runtime.rendezvous import join_store, prepare_connections
+
+Piece = tuple[slice, ...]  # of a tensor
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,38 @@ def local(tensor: Tensor | None) -> Tensor | None:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The full tensor of all ranks' parts, on every rank: all of them must call it together."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def whole(tensor: Tensor, where: Piece | None = None) -> Tensor:
+    """The full tensor of all ranks' parts, or of `pieces` the one there: on every rank, which all call it together."""
+    if where is None:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor[where]
+    part, like = tensor.to_local()[where].contiguous(), torch.empty(tensor.shape, device="meta")[where].contiguous()
+    piece = DTensor.from_local(part, tensor.device_mesh, tensor.placements, shape=like.shape, stride=like.stride())
+    return piece.full_tensor()
+
+
+def pieces(tensor: Tensor, most: int = 1 << 30) -> list[Piece]:
+    """What of a tensor to make whole at a time, of about `most` bytes each: a stack of experts can have more than a GPU
+    has to spare. Cut along the longest dimension of which every rank has all; without one, all is one piece."""
+    everything = tuple(slice(0, n) for n in tensor.shape)
+    split = {p.dim for p in getattr(tensor, "placements", ()) if isinstance(p, Shard)}
+    dim = max((d for d in range(tensor.ndim) if d not in split), key=lambda d: tensor.shape[d], default=None)
+    if dim is None or tensor.numel() * tensor.itemsize <= most:
+        return [everything]
+    length = tensor.shape[dim]
+    step = max(1, length * most // (tensor.numel() * tensor.itemsize))
+    cuts = [slice(i, min(i + step, length)) for i in range(0, length, step)]
+    return [(*everything[:dim], cut, *everything[dim + 1 :]) for cut in cuts]
+
+
+def join(parts: Iterable[tuple[Piece, Tensor | None]], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+    """The tensor of whole pieces, on rank 0 in the host's memory. Takes one at a time; other ranks keep none."""
+    if dist.get_rank() != 0:
+        for _ in parts:
+            pass
+        return None
+    result = torch.empty(shape, dtype=dtype)
+    for where, part in parts:
+        result[where] = part
+    return result

@@ -55,7 +55,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.nn import Module
 
 from minitrain.config import Parallel
-from minitrain.parallel.mesh import local, whole
+from minitrain.parallel.mesh import Piece, join, local, pieces, whole
 from minitrain.runtime.agreement import gather
 
 Batch = dict[str, Tensor]
@@ -277,9 +277,9 @@ class Pipeline(nn.Module):
     # ------------------------------------------------------------------------------------------------------- export
 
     def whole_tensors(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor | None]]:
-        """All stages' tensors of `wanted` names, in the full model's order, whole; for ranks but the first, maybe None.
+        """All stages' tensors of `wanted` names, in the full model's order, whole on rank 0; None elsewhere.
 
-        One at a time is gathered from its stage's ranks and sent to the first.
+        A piece at a time is gathered from its stage's ranks and sent to the first.
         """
         mine = {
             name: (int(number), tensor)
@@ -287,11 +287,16 @@ class Pipeline(nn.Module):
             for name, tensor in stage.state_dict().items()
             if owns(stage, name) and wanted(name)
         }
-        listing = [(number, name, tensor.shape, tensor.dtype) for name, (number, tensor) in mine.items()]
+        listing = [(number, name, pieces(x), x.shape, x.dtype) for name, (number, x) in mine.items()]
         entries = [entry for listing in gather(listing, self.group) for entry in listing]
-        for number, name, shape, dtype in sorted(entries, key=lambda entry: entry[0]):
-            tensor = whole(mine[name][1]).contiguous() if name in mine else None
-            yield name, self.move(tensor, torch.empty(shape, dtype=dtype, device="meta"), number, 0)
+
+        def moved(number: int, name: str, where: Piece, like: Tensor) -> Tensor | None:
+            piece = whole(mine[name][1], where).contiguous() if name in mine else None
+            return self.move(piece, like[where], number, 0)
+
+        for number, name, places, shape, dtype in sorted(entries, key=lambda entry: entry[0]):
+            like = torch.empty(shape, dtype=dtype, device="meta")
+            yield name, join(((where, moved(number, name, where, like)) for where in places), shape, dtype)
 
 
 class Stage(PipelineStage):

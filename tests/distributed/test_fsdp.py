@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from minitrain import config as configs
 from minitrain.models.mamba import scan
-from minitrain.parallel.mesh import start
+from minitrain.parallel.mesh import join, pieces, start, whole
 from minitrain.training.build import build_model
 from minitrain.training.data import open_data
 from minitrain.training.loop import Trainer
@@ -116,6 +116,32 @@ def test_weights_stay_gathered_and_gradients_add_up_whole_or_neither(pool, frees
     batch = TREE["batch"] | {"global": 4 * ranks, "micro": 1}  # four micro-batches on each rank
     found = pool.run(ranks, count_messages, TREE | {"batch": batch, "parallel": parallel})
     assert found == [(gathers, reductions, 0 if replicas == 1 else 3 + 1)] * ranks
+
+
+def joined(tree, most):
+    """Tensors made whole in pieces of so many bytes, and how many of them were cut, on rank 0; and by torch."""
+    config = configs.from_dict(tree)
+    state = build_model(config, start(config)).state_dict()
+    cuts = {name: pieces(shard, most) for name, shard in state.items()}
+    found = {
+        name: join(((where, whole(shard, where)) for where in cuts[name]), shard.shape, shard.dtype)
+        for name, shard in state.items()
+    }
+    return found, sum(len(places) > 1 for places in cuts.values()), {name: whole(x) for name, x in state.items()}
+
+
+@pytest.mark.parametrize("most", [1 << 30, 5000, 1])
+@pytest.mark.parametrize("tree", [
+    {"model": MODEL | {"vocab_size": 126, "intermediate_size": 50}},
+    {"model": MODEL, "parallel": {"tp": 2}},
+    {"model": "qwen3-30b-a3b-tiny", "parallel": {"ep": 2, "tp": 2}},
+    {"model": "deepseek-v3-tiny", "parallel": {"ep": 2}},
+], ids=["uneven", "tp", "ep x tp", "ep"])  # fmt: skip
+def test_tensors_become_whole_in_pieces(pool, tree, most):
+    (first, cut, expected), *others = pool.run(4, joined, TREE | tree, most)
+    assert first.keys() == expected.keys() and all(torch.equal(first[name], expected[name]) for name in expected)
+    assert (cut > len(first) / 4) == (most < 1 << 30)
+    assert all(tensor is None for other in others for tensor in other[0].values())
 
 
 # ------------------------------------------------------------------------------------------- what must not be rounded
