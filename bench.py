@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> None:
     if options.list:
         print(list_rows())
     elif options.report is not None:
-        write_report(options.report or sorted(map(str, RESULTS.rglob("*.jsonl"))), options.out)
+        write_report([*sorted(map(str, RESULTS.rglob("*.jsonl"))), *options.report], options.out)
     else:
         if options.simulate:
             tracers.start()
@@ -67,7 +67,7 @@ def parser() -> cli.Parser:
     parser.add_argument("--sweep", nargs="+", default=[], metavar="KEY=V,V", help="all combinations")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine's rates")
     parser.add_argument("--list", action="store_true", help="print the published rows")
-    parser.add_argument("--report", nargs="*", metavar="FILE", help="merge results (default: results/)")
+    parser.add_argument("--report", nargs="*", metavar="FILE", help="merge these results with those in results/")
     parser.add_argument("--out", default="out/report", metavar="FOLDER", help="of the report (default out/report)")
     parser.add_argument("--generate", action="store_true", help="time the sampler on mock prompts, not training")
     parser.add_argument("--versus", choices=("transformers", "diffusers", "peft", "full"), help="also time this one")

@@ -22,6 +22,10 @@ _HOMES = {
 }  # fmt: skip
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str):
     """Imported at first use: a command line that needs no torch should not wait seconds for it."""
     if name not in _HOMES:

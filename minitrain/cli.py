@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from minitrain.errors import InputError
 
@@ -40,6 +41,19 @@ def positive(kind: type, zero: bool = False, most: float = sys.float_info.max):
     return parse
 
 
+def check_writable(option: str, file: str | None) -> None:
+    """Raises InputError if the file of an option cannot be written: what fills it takes minutes."""
+    if not file:
+        return
+    path, is_new = Path(file), not Path(file).exists()
+    try:
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise InputError(f"--{option}={file} cannot be written: {error.strerror}") from None
+
+
 def use_huge_pages() -> None:
     """For decoding on the CPU, which reads all weights at every step: 1.1 times as fast. Before the first tensor."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # of Linux's transparent huge pages, by torch's allocator
@@ -56,10 +70,13 @@ def run(main: Callable[[list[str]], None]) -> None:
     code = 0
     try:
         main(arguments)
+        sys.stdout.flush()
         if group_is_up():
             from minitrain.runtime.agreement import wait_for_all
 
             wait_for_all()
+    except BrokenPipeError:  # whoever read the output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (InputError, OSError) as error:
         code = 2
         with suppress(OSError):
@@ -69,6 +86,7 @@ def run(main: Callable[[list[str]], None]) -> None:
         say_once(f"error: {error}")
     except KeyboardInterrupt:
         code = 130
+        say_once("interrupted")
     except Exception as error:
         if not group_is_up():
             raise

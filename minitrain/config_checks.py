@@ -459,19 +459,22 @@ def check_layout(config: "Config", world_size: int) -> None:
     if p.dp_shard == -1 and world_size % others:
         raise InputError(
             f"parallel.dp_replicate={p.dp_replicate} x tp={p.tp} x cp={p.cp} x pp={p.pp} = {others} "
-            f"does not divide the {world_size} ranks"
+            f"does not divide the number of ranks, {world_size} (start {others}, or a multiple, with torchrun)"
         )
     if p.dp_shard != -1 and others * p.dp_shard != world_size:
         raise InputError(
             f"parallel.dp_replicate={p.dp_replicate} x dp_shard={p.dp_shard} x tp={p.tp} x cp={p.cp} x pp={p.pp} = "
-            f"{others * p.dp_shard} is not the number of ranks, {world_size}"
+            f"{others * p.dp_shard} is not the number of ranks, {world_size} (start so many with torchrun; bench.py's "
+            f"--dry-run, --simulate and --shrink need none)"
         )
     if p.ep > 1:
         _check_expert_parallel(config, world_size // (p.dp_replicate * p.pp))
     data_ranks = world_size // (p.tp * p.cp * p.pp)
     if b.global_ % (b.micro * data_ranks):
+        fitting = next((n for n in range(b.micro, 0, -1) if b.global_ % (n * data_ranks) == 0), None)
+        smaller = f"batch.micro={fitting}, or " if fitting else ""
         raise InputError(
             f"batch.global={b.global_} is not a multiple of batch.micro={b.micro} x {data_ranks} data-parallel ranks "
-            f"(use a multiple of {b.micro * data_ranks})"
+            f"(use {smaller}a multiple of {b.micro * data_ranks})"
         )
     _check_pipeline(config, b.global_ // (b.micro * data_ranks))

@@ -182,9 +182,15 @@ def _convert_mapping(kind: type, value: Any, where: str) -> Any:
     hints = typing.get_type_hints(kind)
     known = {name.rstrip("_"): name for name in hints}
     for key in value:
-        check_known(key, known, where)
+        check_known(key, known if where or key in known else _with_settings_of(hints, key) or known, where)
     prefix = where + "." if where else ""
     return kind(**{known[key]: convert(hints[known[key]], v, prefix + key) for key, v in value.items()})
+
+
+def _with_settings_of(sections: dict[str, Any], key: Any) -> list[str]:
+    """The sections' settings of that name, as optim.lr for lr."""
+    kinds = {name: hint for name, hint in sections.items() if dataclasses.is_dataclass(hint)}
+    return [f"{name}.{key}" for name, kind in kinds.items() if key in typing.get_type_hints(kind)]
 
 
 def _convert_union(kinds: tuple, value: Any, where: str) -> Any:

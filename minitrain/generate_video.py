@@ -45,6 +45,9 @@ def main(arguments: list[str]) -> None:
         raise InputError(f"--out {options.out}: the folder {Path(options.out).parent} does not exist")
     if Path(options.out).exists() and not Path(options.out).is_file():  # /dev/null would become a file
         raise InputError(f"--out {options.out} is a folder or a device (name a file)")
+    cli.check_writable("out", options.out)
+    if options.prompts != "shapes" and not Path(options.prompts).is_file():
+        raise InputError(f"--prompts {options.prompts} is neither a file nor shapes")
     model = load_pretrained(options.model, device=pick_device(options.device))
     if not isinstance(model, Wan):
         raise InputError(f"--model {options.model} is not a Wan model (python -m minitrain.generate continues texts)")

@@ -31,6 +31,7 @@ def main(arguments: list[str]) -> None:
     copy_generation_config(options.model, options.out)
     if tokenizer:
         tokenizer.save(options.out)
+    print(f"{options.out} holds the model with the adapters merged into it")
 
 
 if __name__ == "__main__":

@@ -42,6 +42,15 @@ def outcome(tree: dict, seconds: list[float], matmul: float = 1e12) -> dict:
     return figures | {"activations_gib": 0.5, "compile_s": 0.0}
 
 
+@pytest.mark.parametrize(("seconds", "matmul", "unsteady"), [
+    ([2.0, 2.1, 2.2], 1e12, False), ([1.0, 2.0, 2.0], 1e12, True), ([2.0, 2.0, 2.0], 1e9, True),
+])  # fmt: skip
+def test_a_busy_machine_is_told_of(capsys, seconds, matmul, unsteady):
+    tree = {"model": "llama3-8b", "batch": {"global": 1, "micro": 1, "seq_len": 4}}
+    commands.write_result(outcome(tree, seconds, matmul), None)
+    assert ("warning: row: steps were not of one speed" in capsys.readouterr().err) == unsteady
+
+
 def test_figures_are_arithmetic():
     tree = {"model": "llama3-8b", "batch": {"global": 8, "micro": 2, "seq_len": 4096}}
     reference = {"tokens_per_sec_per_gpu": 1000, "convention": "nemo_pretrain"}
@@ -186,7 +195,8 @@ def test_figures_of_sampling_are_arithmetic():
     assert found["tokens_per_sec_per_gpu"] == 8 * 4 * 256 / 2.0 / 2 and found["ratio"] is None
     shape, work = config.model.config, count_work(config.model.config)
     keys = 768 * 768 / 2 + 4 * (1024 * 1024 - 768 * 768) / 2  # what follows a prompt sees all of it
-    forward = 2 * work.weights * (768 + 4 * 256) + 4 * shape.num_layers * shape.hidden_size * keys
+    of_prompt = work.weights - shape.hidden_size * shape.vocab_size  # nobody asks what follows its tokens but the last
+    forward = 2 * of_prompt * 768 + 2 * work.weights * 4 * 256 + 4 * shape.num_layers * shape.hidden_size * keys
     assert found["clean_tflops_per_gpu"] == pytest.approx(8 * forward / 2.0 / 2 / 1e12)
     assert found["versus_ratio"] == 1.5 and found["versus_ratio_range"] == [1.5, 5.0]
     assert found["versus_step_time_s"] == [2.0, 5.0]

@@ -4,8 +4,10 @@ import io
 import json
 import math
 import os
+import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
 from minitrain.tokenizer import ByteTokenizer
-from tests.commands import command, torchrun
+from tests.commands import ROOT, command, torchrun
 
 TINY = {
     "model": {"name": "llama3-8b-tiny", "vocab_size": 258, "num_layers": 2, "tie_word_embeddings": True},
@@ -141,6 +143,19 @@ def test_errors_are_one_line_with_exit_code_2(config_file):
     assert done.stderr.startswith("error: unknown key optim.learning_rate") and done.stderr.count("\n") == 1
     done = command(*wrong, "--debug")
     assert done.returncode == 2 and "Traceback" in done.stderr
+
+
+def test_a_reader_that_has_seen_enough_ends_the_program_quietly():
+    words = ["bash", "-o", "pipefail", "-c", f"{sys.executable} bench.py --list | true"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == ""
+
+
+def test_an_interrupted_program_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "group_is_up", lambda: False)
+    with pytest.raises(SystemExit) as end:
+        cli.run(mock.Mock(side_effect=KeyboardInterrupt))
+    assert end.value.code == 130 and capsys.readouterr().err == "interrupted\n"
 
 
 def test_letters_that_the_terminal_does_not_know_are_spelled_out(monkeypatch):

@@ -178,6 +178,7 @@ def test_malformed_files_name_the_place(tmp_path, text, line):
         ("steps", "argument 'steps' is not of the form key=value"),
         ("steps.x=1", "'steps' is a value, it has no keys under it"),
         ("optim.lr=[", r"argument 'optim.lr=\['"),
+        ("lr=1", r"unknown key lr \(nearest: optim.lr\)"),
         ("optm.lr=1", r"unknown key optm \(nearest: optim\)"),
         ("optim.learning_rate=1", r"unknown key optim.learning_rate \(nearest: lr\)"),
         ("STEP=1", r"unknown key STEP \(nearest: steps\)"),
@@ -219,10 +220,11 @@ def test_possible_layouts(ranks):
 @pytest.mark.parametrize(
     "parallel, ranks, line",
     [
-        ({}, 3, r"batch.global=8 is not a multiple of batch.micro=2 x 3 .*use a multiple of 6"),
+        ({}, 3, r"batch.global=8 is not a multiple of batch.micro=2 x 3 .*\(use a multiple of 6\)"),
+        ({}, 8, r"batch.global=8 is not a multiple of batch.micro=2 x 8 .*\(use batch.micro=1, or a multiple of 16\)"),
         ({"dp_shard": 2}, 4, "dp_shard=2 x tp=1 x cp=1 x pp=1 = 2 is not the number of ranks, 4"),
         ({"dp_shard": 2, "tp": 2}, 3, "dp_shard=2 x tp=2 x cp=1 x pp=1 = 4 is not the number of ranks, 3"),
-        ({"dp_replicate": 3}, 4, "dp_replicate=3 x tp=1 x cp=1 x pp=1 = 3 does not divide the 4 ranks"),
+        ({"dp_replicate": 3}, 4, "x tp=1 x cp=1 x pp=1 = 3 does not divide the number of ranks, 4 .start 3"),
     ],
 )
 def test_impossible_layouts(parallel, ranks, line):

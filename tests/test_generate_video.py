@@ -115,5 +115,10 @@ def test_a_place_that_is_taken_and_a_disk_that_is_full(tmp_path):
 
 def test_a_language_model_is_refused(tmp_path):
     save_pretrained(Decoder(model_config("llama3-8b-tiny", num_layers=1)), tmp_path)
+    with pytest.raises(InputError, match="--prompts .*prompts is neither a file nor shapes"):
+        run(tmp_path)
+    (tmp_path / "prompts").touch()
     with pytest.raises(InputError, match="is not a Wan model"):
         run(tmp_path)
+    with files_up_to(0), pytest.raises(InputError, match="--out=/proc/out cannot be written: "):
+        main(["--model", "nowhere", "--prompts", "x", "--out", "/proc/out"])

@@ -261,7 +261,7 @@ def test_missing_package_names_the_extra(bpe_folder, monkeypatch):
 @pytest.mark.parametrize(
     "files, message",
     [
-        ({}, "is not 'bytes', a tokenizer.json or a folder that holds one"),
+        ({}, "holds no tokenizer.json"),
         ({"tokenizer.json": "{"}, "tokenizer.json:1:2: not valid JSON"),
         ({"tokenizer.json": "[]"}, "must hold a JSON object, not a list"),
         ({"tokenizer.json": '{"model": {"type": "none such"}}'}, "is not a Hugging Face tokenizer"),

@@ -6,6 +6,7 @@ reported in one line and does not stop those after it; the exit code says so in 
 
 import gc
 import json
+import math
 import os
 import sys
 import traceback
@@ -29,10 +30,13 @@ from minitrain.bench.shrink import run_shrunk, shrink
 from minitrain.bench.simulate_policy import predicted_row
 from minitrain.bench.sweep import combinations, growth, ranking, sweep
 from minitrain.bench.versus import check_installed, check_versus, versus
+from minitrain.cli import check_writable
 from minitrain.config import Config
 from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
 from minitrain.parallel.mesh import pick_device, start, world_size
+
+UNSTEADY = "steps were not of one speed, or faster than the machine's matrix products: was it busy with other things?"
 
 
 @dataclass
@@ -116,6 +120,7 @@ def check_options(cases: list[Case], options) -> None:
         (options.profile and (options.simulate or options.shrink or (trains_policy and not options.generate)),
          "--profile is for measured steps of training or sampling, not for --simulate, --shrink or task=grpo, which "
          "prints its phases"),
+        (options.dry_run and options.simulate, "--dry-run runs nothing: leave --simulate out"),
         (options.sweep and options.trace, "--trace shows one layout, not those of --sweep"),
         (options.trace and several, "--trace takes one config at a time"),
     )  # fmt: skip
@@ -124,15 +129,6 @@ def check_options(cases: list[Case], options) -> None:
             raise InputError(line)
     if options.versus:
         check_installed(options.versus)
-
-
-def check_writable(option: str, file: str | None) -> None:
-    """A file of results is opened at once: what fills it takes minutes on machines that are rented by the hour."""
-    try:
-        if file:
-            open(file, "a", encoding="utf-8").close()
-    except OSError as error:
-        raise InputError(f"--{option}={file} cannot be written: {error.strerror}") from None
 
 
 def run_all(cases: list[Case], options) -> None:
@@ -254,7 +250,14 @@ def write_result(outcome: dict, file: str | None) -> None:
         print(table([outcome]), flush=True)
         if "breakdown_s" in outcome:
             print(details(outcome), flush=True)
+        if is_unsteady(outcome):
+            print(f"warning: {outcome['row']}: {UNSTEADY}", file=sys.stderr, flush=True)
         append(outcome, file)
+
+
+def is_unsteady(outcome: dict) -> bool:
+    slowed = outcome["step_time_s"] > 1.5 * outcome.get("step_time_min_s", math.inf)
+    return outcome["mode"] == "measured" and (slowed or outcome["mfu"] > 1)
 
 
 def append(outcome: dict, file: str | None) -> None:

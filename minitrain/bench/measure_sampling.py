@@ -129,14 +129,16 @@ def sample_with_transformers(model, config: Config, prompts: torch.Tensor) -> No
 
 
 def figures(config: Config, row: str, device, seconds: list[list[float]], matmul: float, length: int) -> dict:
-    """A prompt is computed once for its group, and what follows it once for each sample; a forward pass is a third of
-    what a training step computes."""
+    """A prompt is computed once for its group, and what follows it once for each sample, but the head once for each new
+    token alone; a forward pass is a third of what a training step computes."""
     ours, prompts, group = [each[0] for each in seconds], config.batch.global_, config.grpo.group
     new = config.rollout.max_tokens
     produced = prompts * group * new
     tokens = produced / median(ours) / config.parallel.tp
-    prompt, whole = (n * flops_per_token(config.model.config, n, clean) / 3 for n in (length, length + new))
-    flops = (prompt + group * (whole - prompt)) / (group * new)
+    model = config.model.config
+    prompt, whole = (n * flops_per_token(model, n, clean) / 3 for n in (length, length + new))
+    head = 2 * length * model.hidden_size * model.vocab_size  # of the prompt's tokens, which nobody asks for
+    flops = (prompt - head + group * (whole - prompt)) / (group * new)
     outcome = result(config, row, device, ours, matmul, tokens, flops, flops) | {
         "ratio": None,
         "prompt_tokens": prompts * length,

@@ -317,7 +317,7 @@ def check_weights(folder: Path, saved: Saved, weights: dict[str, Tensor], names:
 
     Or if an optimizer's state is neither of its weight's shape nor a scalar: it might take any amount of memory.
     """
-    problem = f"checkpoint {folder} does not fit the model:"
+    problem = f"checkpoint {folder} does not fit the model (use another out_dir, or its run's task and model):"
     for name, tensor in weights.items():
         if name not in saved:
             raise InputError(f"{problem} it has no {name}, which is {list(tensor.shape)} in the model")

@@ -13,6 +13,8 @@ from tqdm import tqdm
 
 from minitrain.config import Config, to_dict
 from minitrain.config_yaml import to_yaml
+from minitrain.models.zoo import empty_model
+from minitrain.parallel.mesh import pick_device
 from minitrain.training.durable import write_durably
 from minitrain.training.fingerprint import check_continuation
 from minitrain.training.health import WINDOW
@@ -28,9 +30,22 @@ def open_log(config: Config, folder: Path, files: dict[str, str], first: int) ->
     if dist.get_rank() == 0:
         write_durably(folder / "config.yaml", to_yaml(to_dict(config)))
     log = MetricsLog(folder / "metrics.jsonl", config.steps, first, config.metrics.tensorboard)
-    for note in notes + [f"resumed from step {first}"] * (first > 0):
+    resumed = [f"resumed from step {first}"] * (first > 0)
+    finished = ["no step is left to do (for more: steps=N; to begin anew: another out_dir)"] * (first >= config.steps)
+    for note in [about(config), *notes, *resumed, *finished]:
         log.say(note)
     return log
+
+
+def about(config: Config) -> str:
+    """What is trained, how, on what, and where it goes, in a line."""
+    model, ranks = config.model, dist.get_world_size()
+    size = sum(p.numel() for p in empty_model(model.config).parameters())
+    name, device = model.path or model.name or "a model", pick_device(config.device).type.upper()
+    return (
+        f"{name}, {size / 1e6:,.1f}M parameters: {config.task} in {config.precision} on {ranks} x {device}, "
+        f"{config.steps:,} steps, into {config.out_dir}"
+    )
 
 
 class MetricsLog:
