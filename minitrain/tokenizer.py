@@ -1,9 +1,9 @@
 """Text to token ids and back: the built-in byte tokenizer, and Hugging Face `tokenizer.json` files.
 
 Bytes need no vocabulary file, no training and no package, and lose nothing; they make sequences about four times longer
-than a trained vocabulary does. Both kinds share one small interface: encode, encode_prompt, encode_array, decode,
-eos_id, token_id, vocab_size, chat_template, save. Left out: rendering chat templates (training/chat_templates.py), and
-training a vocabulary.
+than a trained vocabulary does. Both kinds share one small interface: encode, encode_prompt, encode_array, decode, eos,
+eos_id, token_id, vocab_size, beginning, chat_template, save. Left out: rendering chat templates, which
+training/chat_templates.py does, and training a vocabulary.
 """
 
 import json
@@ -30,7 +30,7 @@ class ByteTokenizer:
     """
 
     eos_id, vocab_size = 257, 258
-    chat_template = ""
+    eos, beginning, chat_template = EOS, "", ""
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without bos and eos."""
@@ -114,6 +114,18 @@ class HuggingFaceTokenizer:
             named = _read_json(self.file.with_name(name)) | named
         texts = {key: token.get("content") if isinstance(token, dict) else token for key, token in named.items()}
         return {key: text for key, text in texts.items() if key.endswith("_token") and isinstance(text, str)}
+
+    @property
+    def eos(self) -> str | None:
+        """What is written for eos_id."""
+        return None if self.eos_id is None else self.tokenizer.id_to_token(self.eos_id)
+
+    @property
+    def beginning(self) -> str:
+        """What the file itself puts before a text, such as bos, as it is written."""
+        whole, text = self.encode_prompt("x"), self.encode("x")
+        count = next((i for i in range(len(whole)) if whole[i : i + len(text)] == text), 0)
+        return "".join(map(self.tokenizer.id_to_token, whole[:count]))
 
     @property
     def chat_template(self) -> str:

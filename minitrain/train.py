@@ -31,7 +31,8 @@ from minitrain.runtime.agreement import rank_0_says
 from minitrain.runtime.failures import rank, record_flights, recorded
 from minitrain.runtime.lock import locked
 from minitrain.runtime.watch import until_sigterm
-from minitrain.tokenizer import load_tokenizer
+from minitrain.tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer
+from minitrain.training.chat_templates import Template, choose_template
 from minitrain.training.checkpoint import Checkpointer, resume, saved_despite_errors
 from minitrain.training.datasets import open_dataset
 from minitrain.training.fingerprint import agreed_fingerprint
@@ -141,6 +142,8 @@ def export(trainer: Trainer, config: Config, folder: Path) -> None:
     if has_tokenizer(config):
         tokenizer = load_tokenizer(config.data.tokenizer)
         tokenizer.save(folder)
+        if config.task in ("sft", "lora", "grpo"):
+            keep_template(config.data.template, tokenizer, folder)
         if model.eos_token_id is None:  # where transformers ends a text
             model = replace(model, eos_token_id=tokenizer.eos_id)
     if config.lora:
@@ -149,6 +152,13 @@ def export(trainer: Trainer, config: Config, folder: Path) -> None:
         save_tensors(tensors, model, next(trainer.model.parameters()).dtype, folder)
         if config.model.path:
             copy_generation_config(config.model.path, folder)
+
+
+def keep_template(name: str, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the chat template of training beside the tokenizer, unless it came with it."""
+    template = choose_template(name, tokenizer)
+    if isinstance(template, Template):
+        (folder / CHAT_TEMPLATE).write_text(template.jinja(tokenizer), encoding="utf-8")
 
 
 def has_tokenizer(config: Config) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from minitrain import config as configs
 from minitrain.errors import InputError
@@ -263,6 +264,10 @@ def test_a_run_answers_what_was_held_out(tmp_path, capsys):
     assert "36 chats in" in output.out + output.err and "exact match on held-out chats: 0.0%" in output.out + output.err
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["val_exact_match"] == 0 and last["val_loss"] > 0
+    asked = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        [{"role": "user", "content": "1 + 1"}], tokenize=False
+    )
+    assert asked == "1 + 1\n"  # the template of training goes with the model
 
 
 def test_arithmetic_is_right(tmp_path):

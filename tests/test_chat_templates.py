@@ -199,6 +199,45 @@ def test_written_out_templates_are_the_published_ones(tmp_path, chat):
         written = choose_template(name, ours)
         assert all(map(np.array_equal, encode_chat(chat, written, ours, ""), (tokens, said)))
         assert encode_question(chat, written, ours, "") == encode_question(chat, template, ours, "")
+        check_jinja(tmp_path / name, written, ours, chat)
+
+
+def check_jinja(folder: Path, written, ours, chat: list[Message]) -> None:
+    """A template written out in Jinja, as transformers renders it, and as we read it again."""
+    (folder / "chat_template.jinja").write_text(written.jinja(ours))
+    again, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    tokens, said = encode_chat(chat, written, ours, "")
+    assert theirs.apply_chat_template(dicts(chat), return_dict=False) == tokens.tolist()
+    question = theirs.apply_chat_template(dicts(chat), add_generation_prompt=True, return_dict=False)
+    assert question == encode_question(chat, written, ours, "")
+    if not isinstance(again, ByteTokenizer):
+        assert all(map(np.array_equal, encode_chat(chat, choose_template("auto", again), again, ""), (tokens, said)))
+
+
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
+def test_the_plain_template_in_jinja(tmp_path, chat, bos):
+    ours, _ = tokenizer_with(tmp_path, "", ["<s>", "</s>"])
+    if bos:
+        single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+        pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
+        tokens = {"<s>": {"id": "<s>", "ids": [258], "tokens": ["<s>"]}}
+        tree = json.loads((tmp_path / "tokenizer.json").read_text())
+        tree["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": single,
+            "pair": pair,
+            "special_tokens": tokens,
+        }
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+        ours = load_tokenizer(tmp_path)
+    assert encode_chat(chat, PLAIN, ours, "")[0][0] == (258 if bos else ord(chat[0].content[0]))
+    check_jinja(tmp_path, PLAIN, ours, chat)
+
+
+def test_bytes_have_the_plain_template_in_transformers(tmp_path):
+    ByteTokenizer().save(tmp_path)
+    check_jinja(tmp_path, PLAIN, ByteTokenizer(), CHATS["system and two turns"])
 
 
 def test_the_tokenizer_chooses_the_template(tmp_path):

@@ -62,6 +62,24 @@ class Template:
         *given, _, _ = self.pieces([*messages, Message("assistant", "")])
         yield from given
 
+    def jinja(self, tokenizer: Tokenizer) -> str:
+        """The same as a template for transformers, to go with the model that was trained in it."""
+        before, _, after = map(repr, self.header.partition("{role}"))
+        header = f"{before} + {{role}} + {after}" if self.header else "''"
+        content = "message.content | trim" if self.strip else "message.content"
+        end = repr(self.end + self.separator)
+        if self.reply_ends_with_eos:
+            end = f"({tokenizer.eos!r} if message.role == 'assistant' else {end})"
+        begin, turn, ask = (
+            self.begin or tokenizer.beginning,
+            f"{header.format(role='message.role')} + {content} + {end}",
+            header.format(role="'assistant'"),
+        )
+        return (
+            f"{{{{ {begin!r} }}}}{{% for message in messages %}}{{{{ {turn} }}}}{{% endfor %}}"
+            f"{{% if add_generation_prompt %}}{{{{ {ask} }}}}{{% endif %}}"
+        )
+
 
 LLAMA3 = Template(
     "<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", ("<|start_header_id|>", "<|eot_id|>"),
