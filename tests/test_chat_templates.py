@@ -14,10 +14,13 @@ import trl
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
+from minitrain.config import from_dict
 from minitrain.errors import InputError
+from minitrain.grpo.problems import open_problems
 from minitrain.tokenizer import ByteTokenizer, load_tokenizer
 from minitrain.training.chat import encode_chat, encode_question
 from minitrain.training.chat_templates import CHATML, DATE, LLAMA3, PLAIN, Message, choose_template
+from tests.distributed.test_grpo import TREE
 
 # what ends a reply in each; what TRL's form of it for training has the model say besides, of what is given or follows
 PUBLISHED = {
@@ -146,6 +149,26 @@ def test_what_is_said_is_what_trl_trains(tmp_path, name, chat):
     trained = np.array(expected["assistant_masks"], bool)
     assert trained[said].all()
     assert theirs.decode(tokens[trained & ~said]) == PUBLISHED[name][1] * (len(chat) // 2)
+
+
+def test_a_policy_is_asked_as_transformers_asks(tmp_path):
+    """Though what it should answer is written without the thought that DeepSeek's template asks for."""
+    jinja = published("deepseekv3")
+    _, theirs = tokenizer_with(tmp_path, jinja, specials_in(jinja))
+    line = {"prompt": "2+2?", "answer": "4"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(line))
+    data = {"kind": "jsonl", "path": str(tmp_path / "a.jsonl"), "tokenizer": str(tmp_path)}
+    tree = TREE | {
+        "data": data,
+        "model": TREE["model"] | {"vocab_size": 300},
+        "batch": {"global": 8, "micro": 1, "seq_len": 64},
+    }
+    problems, _, tokenizer, end = open_problems(from_dict(tree))
+    question = [{"role": "user", "content": "2+2?"}]
+    expected = theirs.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+    for problem in problems.problems:
+        assert problem.prompt == expected
+        assert problem.reply == [*b"4", end] and end == tokenizer.token_id("<｜end▁of▁sentence｜>")
 
 
 def test_tags_around_what_to_train_are_ignored(tmp_path):

@@ -70,13 +70,10 @@ class Template:
         end = repr(self.end + self.separator)
         if self.reply_ends_with_eos:
             end = f"({tokenizer.eos!r} if message.role == 'assistant' else {end})"
-        begin, turn, ask = (
-            self.begin or tokenizer.beginning,
-            f"{header.format(role='message.role')} + {content} + {end}",
-            header.format(role="'assistant'"),
-        )
+        begin, ask = repr(self.begin or tokenizer.beginning), header.format(role="'assistant'")
+        turn = f"{header.format(role='message.role')} + {content} + {end}"
         return (
-            f"{{{{ {begin!r} }}}}{{% for message in messages %}}{{{{ {turn} }}}}{{% endfor %}}"
+            f"{{{{ {begin} }}}}{{% for message in messages %}}{{{{ {turn} }}}}{{% endfor %}}"
             f"{{% if add_generation_prompt %}}{{{{ {ask} }}}}{{% endif %}}"
         )
 
@@ -141,10 +138,11 @@ class JinjaTemplate:
         if end is None or not text.endswith(after[0]):
             raise self.unclear(i)
         asked = self.render(messages[:i], add_generation_prompt=True) if i else before
-        start = len(commonprefix([text, asked]))  # noqa: RUF071 (of characters it is)
-        if start < len(asked):  # some ask for a thought, <think>, where they write a reply without one
+        start = len(asked)
+        if not text.startswith(asked):  # some ask for a thought, <think>, where they write a reply without one
             if not text.startswith(self.render(messages[:i])):
                 raise self.unclear(i)
+            start = len(commonprefix([text, asked]))  # noqa: RUF071 (of characters it is)
             start = min(start, *(m.start() for m in self.added_token.finditer(text) if m.end() > start))
         return start, len(text) - len(after[0]) + end.end()
 
