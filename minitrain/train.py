@@ -98,6 +98,7 @@ def train_on_rows(config: Config, folder: Path) -> None:
     if config.data.kind == "shapes":
         log.say(draw_shapes(trainer.model, folder / "after.png", write=dist.get_rank() == 0))
     export(trainer, config, folder)
+    log.say(f"{folder} holds the {'adapters' if config.lora else 'model'}")
     log.close()
 
 

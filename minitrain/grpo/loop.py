@@ -87,6 +87,7 @@ def train_policy(config: Config, folder: Path, export: Callable[[Trainer, Config
                 return log.stop(numbers["step"])
             finish_step(run, log, numbers)
     run.finish(export)
+    log.say(f"{folder} holds the {'adapters' if config.lora else 'model'}")
     log.close()
 
 

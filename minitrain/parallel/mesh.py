@@ -3,6 +3,7 @@
 A run is always distributed: alone, it is a world of one rank with the same code path.
 """
 
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -81,6 +82,8 @@ def start(config: Config) -> Meshes:
         watch.begin()
     if dist.get_world_size() > 1:
         check_same({"config": flatten(to_dict(config)), "code": code_digests()})
+    # which warns, on every rank, that an export takes two messages where tensor parallelism cuts, too
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     meshes = build_meshes(config, device.type)
     if begins:
         wait_at_most(config.timeout_s)
