@@ -191,8 +191,9 @@ def stand_ins(visible: float | None) -> Iterator[None]:
             stack.enter_context(patch(f"minitrain.models.{room}.make_mask", partial(counting_mask, visible)))
         if visible is not None:
             stack.enter_context(patch("minitrain.training.loss._add_product", add_product))
-        for name in ("build.initialize", "build.load_weights", "build.fill_adapters", "loop.check_overlap"):
-            stack.enter_context(patch(f"minitrain.training.{name}", lambda *args: None))
+        for name in ("to_onednn", "initialize", "load_weights", "fill_adapters"):
+            stack.enter_context(patch(f"minitrain.training.build.{name}", lambda *args: None))
+        stack.enter_context(patch("minitrain.training.loop.check_overlap", lambda *args: None))
         stack.enter_context(patch("minitrain.parallel.parallelize.overlap_collectives", lambda *args: None))
         for room, name in ((build, "lay_out"), (parallel_mesh, "compute_local_shape_and_global_offset")):
             stack.enter_context(patch.object(room, name, without_fake_tensors(getattr(room, name))))

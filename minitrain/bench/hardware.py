@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from minitrain.models import onednn
+
 # (part of the name, dense bf16, plain fp32) in FLOP/s, from NVIDIA's datasheets. The first match counts, so GB200
 # stands before B200. Blackwell's fp32 is left out: its datasheets say 75 to 90 TFLOP/s.
 PEAKS = (
@@ -69,7 +71,7 @@ def _matmul_rate(size: int, device: torch.device, dtype: torch.dtype) -> float:
         one = torch.ones((), device=device)
         matmul = partial(torch._scaled_mm, a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
     else:
-        matmul = partial(torch.mm, a, b, out=torch.empty_like(a))
+        matmul = partial(onednn.matmul, a, b)
     return 2 * size**3 / _seconds_per_call(matmul, device)
 
 

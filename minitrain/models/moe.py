@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layers import GatedMLP, SquaredReluMLP
+from minitrain.models.onednn import grouped_matmul, takes
 
 
 class MoE(nn.Module):
@@ -333,15 +334,17 @@ def grouped_mm(x: Tensor, stack: Tensor, offsets: Tensor) -> Tensor:
     """[rows, out]: each row of x [rows, in] times its expert's matrix in stack [experts, in, out].
 
     Rows are sorted by expert; offsets: int32 [experts], where each one's end. The compiler knows the shapes of torch's
-    operator in bf16 only, so in other types it gets ours, which is the same.
+    operator in bf16 only, so in other types it gets ours, which is the same, or made of oneDNN's products.
     """
-    if torch.compiler.is_compiling() and x.dtype != torch.bfloat16:
+    if (torch.compiler.is_compiling() and x.dtype != torch.bfloat16) or takes(x, 2 * x.numel() * stack.shape[-1]):
         return _grouped_mm(x, stack, offsets)
     return F.grouped_mm(x, stack, offs=offsets)
 
 
 @torch.library.custom_op("minitrain::grouped_mm", mutates_args=())
 def _grouped_mm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    if takes(x, 2 * x.numel() * y.shape[-1]):
+        return grouped_matmul(x, y, offsets.tolist())
     return F.grouped_mm(x, y, offs=offsets)
 
 

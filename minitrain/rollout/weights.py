@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+import minitrain.models.onednn  # noqa: F401 (its operator)
+
 LEAST = 1 << 18  # elements of what is repacked: 1 MiB
 Packed = tuple[Tensor, Tensor | None, list[int]]  # matrices side by side as oneDNN reads them, biases, rows of each
 
@@ -102,7 +104,7 @@ def products(packed: Packed | None, x: Tensor, parameters: Callable) -> Sequence
     if packed is None:
         return [F.linear(x, weight, bias) for weight, bias in parameters()]
     weight, bias, rows = packed
-    return torch.ops.minitrain.packed_linear(x, weight, bias).split(rows, dim=-1)
+    return torch.ops.minitrain.onednn_linear(x, weight, bias).split(rows, dim=-1)
 
 
 def pack(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Packed | None:
@@ -115,23 +117,6 @@ def pack(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Packed |
 def can_be_packed(weights: Sequence[Tensor]) -> bool:
     kinds = {(weight.device.type, weight.dtype) for weight in weights}
     return kinds == {("cpu", torch.float32)} and sum(weight.numel() for weight in weights) >= LEAST
-
-
-torch.library.define("minitrain::packed_linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-
-
-@torch.library.impl("minitrain::packed_linear", "CompositeExplicitAutograd")
-def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear. Neither torch's operation nor the one that packs has a public name.
-
-    This is one of our own, as the compiler takes torch's only with weights that are constants of the graph.
-    """
-    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
-
-
-@torch.library.register_fake("minitrain::packed_linear")
-def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], len(weight))
 
 
 class Group:

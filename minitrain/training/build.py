@@ -20,6 +20,7 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.fp8 import to_fp8
 from minitrain.models.lora import add_adapters, initialize_adapter, is_adapter
 from minitrain.models.moe import Router
+from minitrain.models.onednn import to_onednn
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.fp8 import gather_in_fp8
@@ -33,6 +34,7 @@ def build_model(config: Config, meshes: Meshes) -> Decoder | Wan | Pipeline:
     model = lay_out(partial(make_model, config), config, meshes)
     balance_over_ranks(model, config, meshes)
     model.to_empty(device=pick_device(config.device))
+    to_onednn(model)
     if config.precision == "fp8":
         gather_in_fp8(model)
     if config.model.path:

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from minitrain.models.onednn import matmul, multiplies
+
 IGNORE = -100  # the label of a token that is not predicted
 CHUNK = 2048  # tokens at a time: matrix products still run at full rate, and the logits of a chunk fit
 
@@ -53,7 +55,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     if torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(hidden, weight, labels, part)
     chunks = zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True)
-    return sum(fused(_loss_and_grad, weight)(x @ weight.T, y, part)[0] for x, y in chunks)
+    return sum(fused(_loss_and_grad, weight)(matmul(x, weight.T), y, part)[0] for x, y in chunks)
 
 
 def fused(function: Callable, weight: Tensor) -> Callable:
@@ -109,9 +111,9 @@ def _gradients(
     grad_weight = _new_gradient(weight, len(hidden)) if need_weight else None
     for start in range(0, len(hidden), CHUNK):
         chunk = slice(start, start + CHUNK)
-        grad_logits = grad_of(hidden[chunk] @ weight.T, chunk)
+        grad_logits = grad_of(matmul(hidden[chunk], weight.T), chunk)
         if need_hidden:
-            torch.mm(grad_logits, weight, out=grad_hidden[chunk])
+            matmul(grad_logits, weight, out=grad_hidden[chunk])
         if need_weight:
             _add_product(grad_weight, grad_logits.T, hidden[chunk], start > 0)
     return grad_hidden, grad_weight
@@ -151,14 +153,14 @@ def _new_gradient(weight: Tensor, tokens: int) -> Tensor:
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
     """total += a @ b, or total = a @ b, with total in fp32 also where a and b are bf16."""
-    if a.dtype == total.dtype:
+    if a.dtype == total.dtype and not multiplies(a, b):
         total.addmm_(a, b, beta=int(add))
     elif total.is_cuda:  # its kernel adds: the product is not rounded, nor written and read again
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=int(add), out=total)
     elif add:
-        total += a @ b
+        total += matmul(a, b)
     else:
-        total.copy_(a @ b)
+        total.copy_(matmul(a, b))
 
 
 # ------------------------------------------------------------------------------------------------------- every token's
@@ -179,7 +181,7 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, temperature, part):
         chunks = zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True)
-        results = [fused(_log_prob_entropy_norm, weight)(x @ weight.T, y, temperature, part) for x, y in chunks]
+        results = [fused(_log_prob_entropy_norm, weight)(matmul(x, weight.T), y, temperature, part) for x, y in chunks]
         log_probs, entropy, log_total = map(torch.cat, zip(*results, strict=True))
         ctx.save_for_backward(hidden, weight, labels, log_total)
         ctx.temperature, ctx.part = temperature, part

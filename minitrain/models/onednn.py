@@ -1,0 +1,117 @@
+"""fp32 matrix products on AMD's CPUs with AVX-512, by oneDNN: about twice as fast as MKL's, which torch takes there.
+
+MKL keeps its AVX-512 kernels for Intel's CPUs, and uses half of the others' width. oneDNN, which comes with torch too,
+makes kernels for the CPU that it finds. `to_onednn` lets a model's Linears multiply so; the loss and experts call
+`matmul` and its relatives. Small products stay torch's own: there a call costs more than it saves. On other CPUs, on
+GPUs and in other types nothing changes. Left out: products inside attention, and of more than two dimensions.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+LEAST = 1 << 24  # FLOPs of a product: below, calling oneDNN takes longer than it saves
+COPIED = 256  # columns of a product that make up for copying a transposed left factor, which oneDNN wants in rows
+
+
+def is_faster() -> bool:
+    """Than MKL, on this CPU."""
+    cpu = Path("/proc/cpuinfo")
+    of_amd = cpu.exists() and "AuthenticAMD" in cpu.read_text()
+    return of_amd and torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
+
+
+FASTER = is_faster()
+
+
+def to_onednn(model: nn.Module) -> None:
+    """Let the Linears of `model` multiply by oneDNN where that pays."""
+    for module in model.modules() if FASTER else ():
+        if type(module) is nn.Linear:
+            module.__class__ = OnednnLinear
+
+
+def takes(x: Tensor, flops: int) -> bool:
+    """Is a product with x, of so many FLOPs, one for oneDNN? Not of fake tensors, which stand for a GPU's."""
+    plain = type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 and x.device.type == "cpu"
+    return plain and flops >= LEAST and FASTER
+
+
+def multiplies(a: Tensor, b: Tensor) -> bool:
+    """Is a @ b a product for oneDNN?"""
+    in_rows = a.stride(1) == 1 or b.shape[1] >= COPIED
+    return in_rows and takes(a, 2 * a.shape[0] * a.shape[1] * b.shape[1])
+
+
+def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """torch.mm, for matrices in any strides. Not differentiable where it is oneDNN's: see `Product`."""
+    if not multiplies(a, b):
+        return torch.mm(a, b, out=out)
+    product = torch.ops.minitrain.onednn_linear(a, b.T, None)
+    return product if out is None else out.copy_(product)
+
+
+class OnednnLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if not takes(x, 2 * x.numel() * self.out_features):
+            return super().forward(x)
+        return Product.apply(x.flatten(0, -2), self.weight, self.bias).unflatten(0, x.shape[:-1])
+
+
+class Product(torch.autograd.Function):
+    """x w^T + bias. x: [tokens, in]; w: [out, in]; bias: [out] or None."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return torch.ops.minitrain.onednn_linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias = ctx.needs_input_grad
+        return (
+            matmul(grad, weight) if need_x else None,
+            matmul(grad.T, x) if need_weight else None,
+            grad.sum(0) if need_bias else None,
+        )
+
+
+torch.library.define("minitrain::onednn_linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+
+
+@torch.library.impl("minitrain::onednn_linear", "CompositeExplicitAutograd")
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear, without a gradient. weight: in any strides, or packed (rollout/weights.py).
+
+    torch's operator has no public name. This is one of our own, as the compiler takes torch's only with weights that
+    are constants of the graph.
+    """
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+
+
+@torch.library.register_fake("minitrain::onednn_linear")
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight))
+
+
+@register_flop_formula(torch.ops.minitrain.onednn_linear)
+def _(x_shape: torch.Size, weight_shape: torch.Size, *_, **__) -> int:
+    return 2 * x_shape.numel() * weight_shape[0]
+
+
+def grouped_matmul(x: Tensor, y: Tensor, ends: list[int]) -> Tensor:
+    """F.grouped_mm, one product after the other: of rows of x with a matrix each of the stack y, or, if y is a matrix,
+    of the parts of what x and y have in common. ends: where each group does."""
+    begins = [0, *ends[:-1]]
+    if y.ndim == 3:
+        out = x.new_empty(x.shape[0], y.shape[2])
+        for begin, end, matrix in zip(begins, ends, y, strict=True):
+            out[begin:end] = matmul(x[begin:end], matrix)
+        return out
+    out = x.new_empty(len(ends), x.shape[0], y.shape[1])
+    for i, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        out[i] = matmul(x[:, begin:end], y[begin:end])
+    return out
