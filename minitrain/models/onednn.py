@@ -102,16 +102,12 @@ def _(x_shape: torch.Size, weight_shape: torch.Size, *_, **__) -> int:
     return 2 * x_shape.numel() * weight_shape[0]
 
 
-def grouped_matmul(x: Tensor, y: Tensor, ends: list[int]) -> Tensor:
-    """F.grouped_mm, one product after the other: of rows of x with a matrix each of the stack y, or, if y is a matrix,
-    of the parts of what x and y have in common. ends: where each group does."""
-    begins = [0, *ends[:-1]]
-    if y.ndim == 3:
-        out = x.new_empty(x.shape[0], y.shape[2])
-        for begin, end, matrix in zip(begins, ends, y, strict=True):
-            out[begin:end] = matmul(x[begin:end], matrix)
-        return out
-    out = x.new_empty(len(ends), x.shape[0], y.shape[1])
-    for i, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-        out[i] = matmul(x[:, begin:end], y[begin:end])
+def grouped_matmul(x: Tensor, stack: Tensor, ends: list[int]) -> Tensor:
+    """F.grouped_mm of rows [tokens, in] with a stack [groups, in, out], one product after the other.
+
+    ends: where each group of rows does. (Of gradients of stacks, which are large and new, most is the cost of memory.)
+    """
+    out = x.new_empty(x.shape[0], stack.shape[2])
+    for begin, end, matrix in zip([0, *ends], ends, stack, strict=False):
+        out[begin:end] = matmul(x[begin:end], matrix)
     return out
