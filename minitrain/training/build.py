@@ -33,8 +33,10 @@ def build_model(config: Config, meshes: Meshes) -> Decoder | Wan | Pipeline:
     """The config's model, laid out over the ranks, with the weights of `model.path` or else initial ones."""
     model = lay_out(partial(make_model, config), config, meshes)
     balance_over_ranks(model, config, meshes)
-    model.to_empty(device=pick_device(config.device))
-    to_onednn(model)
+    device = pick_device(config.device)
+    model.to_empty(device=device)
+    if device.type == "cpu":
+        to_onednn(model)
     if config.precision == "fp8":
         gather_in_fp8(model)
     if config.model.path:
