@@ -49,7 +49,7 @@ def check_writable(option: str, file: str | None) -> None:
     try:
         path.open("ab").close()
         if is_new:
-            path.unlink()
+            path.unlink(missing_ok=True)  # other ranks do the same
     except OSError as error:
         raise InputError(f"--{option}={file} cannot be written: {error.strerror}") from None
 

@@ -54,9 +54,11 @@ def test_linears(forced, bias, frozen):
     for _ in range(2):
         y = linear(x)
         leaves = [x] if frozen else [x, *linear.parameters()]
-        results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+        results.append([y, *torch.autograd.grad(y.square().sum(), leaves, retain_graph=True)])
         onednn.to_onednn(linear)
         assert type(linear) is onednn.OnednnLinear
+    kept, _ = y.grad_fn.next_functions[0][0].saved_tensors
+    assert (kept is None) == frozen  # as torch's own, an input that no gradient needs takes no memory
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 

@@ -65,7 +65,8 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias):
-        ctx.save_for_backward(x, weight)
+        need_x, need_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
         return torch.ops.minitrain.onednn_linear(x, weight, bias)
 
     @staticmethod
