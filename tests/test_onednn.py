@@ -69,9 +69,10 @@ def test_grouped_products(forced, counts):
     x, stack = torch.randn(16, 8, requires_grad=True), torch.randn(4, 12, 8, requires_grad=True)
     results = []
     for faster in (False, True):
-        with mock.patch.object(onednn, "FASTER", faster):
+        with mock.patch.object(onednn, "FASTER", faster), count_products() as products:
             y = grouped_mm(x, stack.transpose(1, 2), ends)
             results.append([y, *torch.autograd.grad(y.square().sum(), [x, stack])])
+        assert products.call_count == (3 * sum(count > 0 for count in counts) if faster else 0)
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 

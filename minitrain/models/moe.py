@@ -343,7 +343,7 @@ def grouped_mm(x: Tensor, stack: Tensor, offsets: Tensor) -> Tensor:
 
 @torch.library.custom_op("minitrain::grouped_mm", mutates_args=())
 def _grouped_mm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    if y.ndim == 3 and takes(x, 2 * x.numel() * y.shape[-1]):
+    if takes(x, 2 * x.numel() * y.shape[-1]):
         return grouped_matmul(x, y, offsets.tolist())
     return F.grouped_mm(x, y, offs=offsets)
 

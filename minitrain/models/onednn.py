@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 LEAST = 1 << 24  # FLOPs of a product: below, calling oneDNN takes longer than it saves
-COPIED = 256  # columns of a product that make up for copying a transposed left factor, which oneDNN wants in rows
+COPIED = 256  # columns or terms of a product that make up for copying a transposed left factor, or the product itself
 
 
 def is_faster() -> bool:
@@ -40,14 +40,14 @@ def takes(x: Tensor, flops: int) -> bool:
 
 
 def multiplies(a: Tensor, b: Tensor) -> bool:
-    """Is a @ b a product for oneDNN?"""
+    """Is a @ b a product for oneDNN? It wants the rows of a, and copies where it gets columns."""
     in_rows = a.stride(1) == 1 or b.shape[1] >= COPIED
     return in_rows and takes(a, 2 * a.shape[0] * a.shape[1] * b.shape[1])
 
 
 def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """torch.mm, for matrices in any strides. Not differentiable where it is oneDNN's: see `Product`."""
-    if not multiplies(a, b):
+    if not multiplies(a, b) or (out is not None and a.shape[1] < COPIED):
         return torch.mm(a, b, out=out)
     product = torch.ops.minitrain.onednn_linear(a, b.T, None)
     return product if out is None else out.copy_(product)
@@ -103,12 +103,19 @@ def _(x_shape: torch.Size, weight_shape: torch.Size, *_, **__) -> int:
     return 2 * x_shape.numel() * weight_shape[0]
 
 
-def grouped_matmul(x: Tensor, stack: Tensor, ends: list[int]) -> Tensor:
-    """F.grouped_mm of rows [tokens, in] with a stack [groups, in, out], one product after the other.
+def grouped_matmul(x: Tensor, y: Tensor, ends: list[int]) -> Tensor:
+    """F.grouped_mm, one product after the other. ends: where each group does.
 
-    ends: where each group of rows does. (Of gradients of stacks, which are large and new, most is the cost of memory.)
+    x: rows [tokens, in], y: a stack [groups, in, out]; each group of rows times its matrix. Or, if y is a matrix
+    [tokens, out] and x is [in, tokens]: the stack [groups, in, out] of products over each group's tokens.
     """
-    out = x.new_empty(x.shape[0], stack.shape[2])
-    for begin, end, matrix in zip([0, *ends], ends, stack, strict=False):
-        out[begin:end] = matmul(x[begin:end], matrix)
+    groups = list(zip([0, *ends], ends, strict=False))
+    if y.ndim == 3:
+        out = x.new_empty(x.shape[0], y.shape[2])
+        for (begin, end), matrix in zip(groups, y, strict=True):
+            matmul(x[begin:end], matrix, out=out[begin:end])
+        return out
+    out = x.new_empty(len(groups), x.shape[0], y.shape[1])
+    for (begin, end), product in zip(groups, out, strict=True):
+        matmul(x[:, begin:end], y[begin:end], out=product)
     return out
