@@ -54,7 +54,7 @@ class Data:
     field: str = "text"  # jsonl: the key that holds the text; chats are looked for, see training/chat.py
     template: Literal["auto", "llama3", "chatml", "plain"] = "auto"  # fine-tuning: how chats become text
     over_long: Literal["truncate", "drop"] = "truncate"  # fine-tuning: chats longer than batch.seq_len
-    packed: bool | None = None  # do chats (default: yes) or videos (default: no) share rows; mock chats: as SQuAD's
+    packed: bool | None = None  # do chats or videos share rows; None: chats do, videos do not; mock chats: as SQuAD's
     tokenizer: str = "bytes"  # or a tokenizer.json, or a folder that holds one; tokens: what to save with the model
     token_dtype: Literal["uint16", "uint32"] = "uint16"  # tokens: of raw .bin files (.npy files know theirs)
     document_end: int | None = None  # tokens: the id that ends a document; None: one document per file
@@ -88,8 +88,8 @@ class Parallel:
     cp: int = 1  # context parallel: each row's sequence
     pp: int = 1  # pipeline parallel: layers
     ep: int = 1  # expert parallel: experts, over ranks that are counted already; divides dp_shard x cp x tp
-    # free a block's weights until its backward, and reduce gradients each time; or both once a step. In a pipeline,
-    # gradients are reduced once anyway, and this frees weights of stages that wait, if a rank has more than three
+    # true (ZeRO-3): free a block's weights after each use, reduce gradients after every micro-batch; false (ZeRO-2):
+    # both once per step. In a pipeline gradients are reduced once; true frees weights of all but the next three stages
     reshard_after_forward: bool = True
     reduce: Literal["fp32", "bf16"] = "fp32"  # type of gradients while ranks are summed; micro-batches: see precision
     prefetch: int = 1  # how many blocks ahead to gather

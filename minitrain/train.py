@@ -25,7 +25,7 @@ from minitrain.models.checkpoint_hf import find_weights, save_tensors
 from minitrain.models.checkpoint_peft import save_adapter
 from minitrain.models.config_hf import copy_generation_config
 from minitrain.models.lora import is_adapter
-from minitrain.parallel.mesh import checkpoint_group, join, pieces, start, whole, world_size
+from minitrain.parallel.mesh import checkpoint_group, start, whole_tensors, world_size
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.runtime.agreement import rank_0_says
 from minitrain.runtime.failures import rank, record_flights, recorded
@@ -125,32 +125,25 @@ def validation_numbers(trainer: Trainer, dataset) -> dict[str, float]:
 def export(trainer: Trainer, config: Config, folder: Path) -> None:
     """Write the model in Hugging Face layout, or its adapters in PEFT's; every rank must call it, rank 0 writes."""
     wanted = is_adapter if config.lora else lambda name: True
-    if isinstance(trainer.model, Pipeline):
-        tensors = trainer.model.whole_tensors(wanted)
-    else:
-        shards = trainer.model.state_dict()  # not parameters(): after a forward pass some of those are whole, in bf16
-        tensors = (
-            (name, join(((where, whole(shard, where)) for where in pieces(shard)), shard.shape, shard.dtype))
-            for name, shard in shards.items()
-            if wanted(name)
-        )
+    model = trainer.model
+    tensors = model.whole_tensors(wanted) if isinstance(model, Pipeline) else whole_tensors(model, wanted)
     if dist.get_rank() != 0:
         for _ in tensors:
             if trainer.device.type == "cuda":
                 torch.cuda.synchronize()  # wait for rank 0: NCCL's patience with a message begins when it is queued
         return
-    model = config.model.config
+    shape = config.model.config
     if has_tokenizer(config):
         tokenizer = load_tokenizer(config.data.tokenizer)
         tokenizer.save(folder)
         if config.task in ("sft", "lora", "grpo"):
             keep_template(config.data.template, tokenizer, folder)
-        if model.eos_token_id is None:  # where transformers ends a text
-            model = replace(model, eos_token_id=tokenizer.eos_id)
+        if shape.eos_token_id is None:  # where transformers ends a text
+            shape = replace(shape, eos_token_id=tokenizer.eos_id)
     if config.lora:
-        save_adapter(tensors, model, config.lora, folder, config.model.path or config.model.name)
+        save_adapter(tensors, shape, config.lora, folder, config.model.path or config.model.name)
     else:
-        save_tensors(tensors, model, next(trainer.model.parameters()).dtype, folder)
+        save_tensors(tensors, shape, next(model.parameters()).dtype, folder)
         if config.model.path:
             copy_generation_config(config.model.path, folder)
 

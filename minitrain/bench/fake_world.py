@@ -33,7 +33,7 @@ from minitrain.bench.trace import (
     attention_pairs,
 )
 from minitrain.config import Config
-from minitrain.models.attention import Mask
+from minitrain.models.attention import Mask, apply_sinks
 from minitrain.models.fp8 import is_placeholder
 from minitrain.parallel import mesh as parallel_mesh
 from minitrain.parallel.mesh import Meshes, build_meshes, local
@@ -116,7 +116,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, sinks: Ten
     if pairs is None:
         pairs = attention_pairs(q, k, causal=mask is not None and mask.causal)
     out, log_sum = fake_attention(q, k, v, pairs)
-    return out if sinks is None else out * torch.sigmoid(log_sum - sinks.float()[:, None])[..., None].to(out.dtype)
+    return out if sinks is None else apply_sinks(out, log_sum, sinks[:, None])
 
 
 def counting_mask(

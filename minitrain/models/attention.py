@@ -135,7 +135,7 @@ def attention_with_sinks(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: M
     """
     if q.is_cuda and not isinstance(mask.pairs, Tensor):
         out, aux = _flex_attention(q, k, v, mask.pairs, return_aux=AuxRequest(lse=True))
-        return weaken(out, aux.lse, sinks[:, None])
+        return apply_sinks(out, aux.lse, sinks[:, None])
     # A key of zeros, whose score is the bias alone, with a value of zeros.
     scores = torch.zeros(mask.pairs.shape, dtype=q.dtype, device=q.device).masked_fill(~mask.pairs, -torch.inf)
     scores = scores.expand(*q.shape[:3], -1)
@@ -143,7 +143,7 @@ def attention_with_sinks(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: M
     return _dot_product_attention(q, F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), bias)
 
 
-def weaken(out: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:
+def apply_sinks(out: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:
     """`out` [..., head_dim] of attention without sinks, as it is with them. log_sum: [...]; sinks: any shape that
     broadcasts to it."""
     return out * torch.sigmoid(log_sum - sinks.float())[..., None].to(out.dtype)

@@ -28,26 +28,18 @@ UNSAVED = {"bias_update_speed", "router_aux_loss_coef", "seq_aux", "fake_balance
 
 
 class Family(NamedTuple):
-    """What an architecture's name fixes, and the settings of its config.json of which the decoder knows one value only.
+    """What an architecture's name says.
 
-    values: these, which may be absent. sizes: further whole numbers, ours -> theirs. quantised: the quant_method that
-    is read.
+    values: settings of config.json of which the decoder knows one value only; they may be absent. sizes: further whole
+    numbers, ours -> theirs. fixed: fields of `DecoderConfig`, where they are not its defaults. quantised: the
+    quant_method that is read.
     """
 
     architecture: str
     values: dict[str, Any] = {}  # noqa: RUF012
     sizes: dict[str, str] = {}  # noqa: RUF012
+    fixed: dict[str, Any] = {}  # noqa: RUF012
     quantised: str | None = None
-    scoring_func: str = "softmax"
-    sinks: bool = False
-    expert_bias: bool = False
-    norm: str = "rmsnorm"
-    mlp: str = "swiglu"
-    qkv_bias: bool = False
-    o_bias: bool = False
-    qk_norm: bool = False
-    position_embedding: str = "rotary"
-    scaled_residual_init: bool = False
     rope_theta: float = 10000.0  # where config.json gives none
     rope: dict[str, Any] = {}  # noqa: RUF012  # other rotary settings, where it has no object of them
     norm_topk: bool | None = None  # norm_topk_prob where config.json has none; None: it always has none, for true
@@ -55,11 +47,15 @@ class Family(NamedTuple):
     heads_divide: bool = False  # must num_attention_heads divide hidden_size, even where head_dim is given?
     partial_rotary: float | None = None  # the factor where config.json gives none; None: heads are always rotated whole
 
+    def field(self, name: str) -> Any:
+        """Of `DecoderConfig`: as the family fixes it, or the default."""
+        return self.fixed.get(name, getattr(DecoderConfig, name))
+
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", dict(attention_bias=False, mlp_bias=False), heads_divide=True),
-    "qwen2": Family("Qwen2ForCausalLM", dict(use_sliding_window=False), qkv_bias=True),
-    "qwen3": Family("Qwen3ForCausalLM", dict(attention_bias=False, use_sliding_window=False), qk_norm=True),
+    "qwen2": Family("Qwen2ForCausalLM", dict(use_sliding_window=False), fixed=dict(qkv_bias=True)),
+    "qwen3": Family("Qwen3ForCausalLM", dict(attention_bias=False, use_sliding_window=False), fixed=dict(qk_norm=True)),
     "mixtral": Family(
         "MixtralForCausalLM", dict(sliding_window=None), rope_theta=1e6,
         sizes=dict(
@@ -70,7 +66,7 @@ FAMILIES = {
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         dict(attention_bias=False, use_sliding_window=False, decoder_sparse_step=1, mlp_only_layers=[]),
-        qk_norm=True, norm_topk=False,
+        fixed=dict(qk_norm=True), norm_topk=False,
         sizes={key: key for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")},
     ),
     "deepseek_v3": Family(
@@ -84,7 +80,7 @@ FAMILIES = {
             for key in ("num_experts_per_tok", "moe_intermediate_size", "first_k_dense_replace", "n_group",
                         "topk_group", *LATENT)
         },
-        quantised="fp8", scoring_func="sigmoid", norm_topk=True,
+        fixed=dict(scoring_func="sigmoid"), quantised="fp8", norm_topk=True,
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM", dict(attention_bias=True, swiglu_limit=7.0, swiglu_alpha=1.702),
@@ -97,11 +93,11 @@ FAMILIES = {
             rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
             original_max_position_embeddings=4096,
         ),
-        quantised="mxfp4", mlp="clamped_swiglu", qkv_bias=True, o_bias=True, sinks=True, expert_bias=True,
+        fixed=dict(mlp="clamped_swiglu", qkv_bias=True, o_bias=True, sinks=True, expert_bias=True), quantised="mxfp4",
     ),
     "nemotron": Family(
-        "NemotronForCausalLM", dict(attention_bias=False, mlp_bias=False), norm="layernorm1p", mlp="relu2",
-        partial_rotary=0.5,
+        "NemotronForCausalLM", dict(attention_bias=False, mlp_bias=False),
+        fixed=dict(norm="layernorm1p", mlp="relu2"), partial_rotary=0.5,
     ),
     "nemotron_h": Family(
         "NemotronHForCausalLM",
@@ -118,14 +114,17 @@ FAMILIES = {
                 "mamba_head_dim", "ssm_state_size", "conv_kernel",
             )
         },
-        mlp="relu2", scoring_func="sigmoid", position_embedding="none", scaled_residual_init=True, norm_topk=True,
-        can_tie=False,
+        fixed=dict(mlp="relu2", scoring_func="sigmoid", position_embedding="none", scaled_residual_init=True),
+        norm_topk=True, can_tie=False,
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",
         dict(scale_attn_by_inverse_layer_idx=False, add_cross_attention=False, scale_attn_weights=True),
-        norm="layernorm", mlp="gelu", qkv_bias=True, o_bias=True,
-        position_embedding="learned", scaled_residual_init=True, heads_divide=True,
+        fixed=dict(
+            norm="layernorm", mlp="gelu", qkv_bias=True, o_bias=True, position_embedding="learned",
+            scaled_residual_init=True,
+        ),
+        heads_divide=True,
     ),
 }  # fmt: skip
 
@@ -151,7 +150,7 @@ def config_from_hf(raw: dict, file: Path) -> DecoderConfig:
     fields = dict(
         num_key_value_heads=read_number(raw, "num_key_value_heads", file, default=heads),
         head_dim=read_number(raw, "head_dim", file, default=hidden // max(heads, 1)),
-        norm_eps=read_number(raw, EPS_KEYS[family.norm], file, float),
+        norm_eps=read_number(raw, EPS_KEYS[family.field("norm")], file, float),
         rope_theta=read_number(rope, "rope_theta", file, float, default=family.rope_theta),
         rope_scaling=_rope_scaling(rope, file),
         partial_rotary_factor=_partial_rotary(rope, family, file),
@@ -166,16 +165,9 @@ def config_from_hf(raw: dict, file: Path) -> DecoderConfig:
     if name == "nemotron_h":
         fields |= _nemotron_h_fields(raw, file)
     try:
-        return DecoderConfig(family=name, **sizes, **fields, **_fixed(family))
+        return DecoderConfig(family=name, **sizes, **fields, **family.fixed)
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
-
-
-def _fixed(family: Family) -> dict:
-    """The fields that an architecture's name fixes."""
-    keys = ("norm", "mlp", "qkv_bias", "o_bias", "qk_norm", "scoring_func", "sinks", "expert_bias",
-            "position_embedding", "scaled_residual_init")  # fmt: skip
-    return {key: getattr(family, key) for key in keys}
 
 
 def _with_common_keys(raw: dict, name: str, file: Path) -> dict:
@@ -239,7 +231,7 @@ def _find_family(raw: dict, file: Path) -> str:
 def _refuse_unsupported(raw: dict, family: Family, file: Path) -> None:
     refuse_other_values(raw, family.values, family.architecture, file)
     _refuse_other_layers(raw, family, file)
-    activation, expected = raw.get("hidden_act"), ACTIVATIONS[family.mlp]
+    activation, expected = raw.get("hidden_act"), ACTIVATIONS[family.field("mlp")]
     if activation not in (None, expected):
         raise InputError(f"{file}: hidden_act={activation!r} is not supported (must be {expected!r})")
     _refuse_other_quantisation(raw.get("quantization_config") or {}, family, file)
@@ -266,7 +258,7 @@ def _refuse_other_quantisation(settings: Any, family: Family, file: Path) -> Non
 def _refuse_other_layers(raw: dict, family: Family, file: Path) -> None:
     given = raw.get("layer_types") or []
     given = given if isinstance(given, list) else [given]
-    kinds = ["sliding_attention", "full_attention"] if family.sinks else ["full_attention"]
+    kinds = ["sliding_attention", "full_attention"] if family.field("sinks") else ["full_attention"]
     expected = [kinds[i % len(kinds)] for i in range(len(given))]
     if given != expected:
         raise InputError(f"{file}: layer_types other than {', '.join(kinds)} in turn are not supported")
@@ -388,8 +380,8 @@ def _settings(config: DecoderConfig, dtype: torch.dtype) -> dict:
         **{theirs: getattr(config, ours) for ours, theirs in (family.sizes | SIZES).items()},
         num_key_value_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
-        hidden_act=ACTIVATIONS[family.mlp],
-        **{EPS_KEYS[family.norm]: config.norm_eps},
+        hidden_act=ACTIVATIONS[family.field("mlp")],
+        **{EPS_KEYS[family.field("norm")]: config.norm_eps},
         rope_theta=config.rope_theta,
         rope_scaling=config.rope_scaling,
         **optional,

@@ -51,13 +51,13 @@ class Block(nn.Module):
         cache=None,
     ) -> Tensor:
         """x: [batch, seq, hidden]. documents: int [batch, seq], for Mamba-2, which no mask constrains, and for routers,
-        which do not count padding. cache: the sampler's; while a prompt only fills it, `step_ends_here` is true in the
+        which do not count padding. cache: the sampler's; while a prompt only fills it, `output_unused` is true in the
         last layer, whose output nothing reads."""
         if self.self_attn is not None:
             x = x + self.self_attn(self.input_layernorm(x), rotary, window_mask if self.windowed else mask, cache)
         if self.mamba is not None:
             x = x + self.mamba(self.input_layernorm(x), documents, cache)
-        if self.mlp is not None and not (cache is not None and cache.step_ends_here):
+        if self.mlp is not None and not (cache is not None and cache.output_unused):
             normed = self.post_attention_layernorm(x)
             x = x + (self.mlp(normed, documents) if isinstance(self.mlp, MoE) else self.mlp(normed))
         return x

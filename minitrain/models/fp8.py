@@ -62,36 +62,29 @@ def fits(matrix: Tensor, multiple: int) -> bool:
     return not any(size % multiple for size in matrix.shape[-2:])
 
 
-class InFp8:
-    """What `to_fp8` adds to a module.
+def in_fp8(module: nn.Module, name: str) -> tuple[Tensor, Tensor]:
+    """A matrix of the module and its inverse scale, as from `quantize`: as they were gathered, or rounded now.
 
-    fast: whether to sum up faster in the forward pass, and in the backward pass.
-    gathered: by a matrix's name, the matrix in FP8 and its inverse scale, as from `quantize`. They count while the
-        parameter is a `placeholder`.
+    module.gathered: by a matrix's name, both. They count while the parameter is a `placeholder`.
     """
-
-    fast: tuple[bool, bool]
-    gathered: dict[str, tuple[Tensor, Tensor]]
-
-    def in_fp8(self, name: str) -> tuple[Tensor, Tensor]:
-        matrix = getattr(self, name)
-        return self.gathered[name] if is_placeholder(matrix) else quantize(matrix, E4M3, each=matrix.ndim == 3)
+    matrix = getattr(module, name)
+    return module.gathered[name] if is_placeholder(matrix) else quantize(matrix, E4M3, each=matrix.ndim == 3)
 
 
-class Fp8Linear(InFp8, nn.Linear):
+class Fp8Linear(nn.Linear):
     """x: [..., in] in any floating type, which y: [..., out] gets."""
 
     def forward(self, x: Tensor) -> Tensor:
-        product = Fp8Product.apply(x.flatten(0, -2), self.weight, *self.in_fp8("weight"), *self.fast, True)
+        product = Fp8Product.apply(x.flatten(0, -2), self.weight, *in_fp8(self, "weight"), *self.fast, True)
         y = product.unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias
 
 
-class Fp8Experts(InFp8, Experts):
+class Fp8Experts(Experts):
     """As `Experts`, but for its products."""
 
     def _product(self, name: str, x: Tensor, offsets: Tensor) -> Tensor:
-        stack, (stack8, inverses) = getattr(self, name), self.in_fp8(name)
+        stack, (stack8, inverses) = getattr(self, name), in_fp8(self, name)
         if len(stack) == 1 and fits(stack, ALIGNMENT):
             return Fp8Product.apply(x, stack.squeeze(0), stack8[0], inverses.squeeze(), *self.fast, False)
         return Fp8GroupedProduct.apply(x, stack, stack8, inverses, offsets)

@@ -47,31 +47,36 @@ def context_parallel(model: Module, mesh: DeviceMesh, form: str) -> None:
     form: `allgather` or `ulysses`. Replaces `model.make_mask`, and `attend` or `mix` of every module that has one. A
     model with `share` and `join` takes and returns whole rows, and attends to all of them: its tokens stay in order.
     """
-    order = form
+    zigzag = is_zigzag(form)
     if hasattr(model, "share"):
-        order, join = "ulysses", model.join
+        zigzag, join = False, model.join
         model.share = lambda row: row.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
-        model.join = lambda share: gather_row(join(share), 1, mesh, order)
-    model.make_mask = whole_row_mask(model.make_mask, mesh, form, order)
-    exchange = {"allgather": partial(attend_to_all_keys, order=order), "ulysses": attend_with_own_heads}[form]
+        model.join = lambda share: gather_row(join(share), 1, mesh, zigzag)
+    model.make_mask = whole_row_mask(model.make_mask, mesh, form, zigzag)
+    exchange = {"allgather": partial(attend_to_all_keys, zigzag=zigzag), "ulysses": attend_with_own_heads}[form]
     for module in model.modules():
         if hasattr(module, "attend"):
             module.attend = partial(exchange, module.attend, mesh)
         if hasattr(module, "mix"):
-            module.mix = partial(mix_own_groups, module.mix, mesh, order)
+            module.mix = partial(mix_own_groups, module.mix, mesh, zigzag)
 
 
 # ----------------------------------------------------------------------------------------------- who holds which tokens
 
 
-def chunks(rank: int, size: int, form: str) -> list[int]:
+def is_zigzag(form: str) -> bool:
+    """Does a rank hold an early and a late chunk of a row, and not one stretch of it?"""
+    return form == "allgather"
+
+
+def chunks(rank: int, size: int, zigzag: bool) -> list[int]:
     """Which of a row's equal chunks `rank` of `size` holds, in this order."""
-    return [rank, 2 * size - 1 - rank] if form == "allgather" else [rank]
+    return [rank, 2 * size - 1 - rank] if zigzag else [rank]
 
 
-def places(length: int, mesh: DeviceMesh, form: str, device: torch.device | str = "cpu") -> Tensor:
+def places(length: int, mesh: DeviceMesh, zigzag: bool, device: torch.device | str = "cpu") -> Tensor:
     """int [length / cp]: where in a row of `length` tokens this rank's tokens stand."""
-    return cut_row(torch.arange(length, device=device), 0, mesh.size(), form)[mesh.get_local_rank()]
+    return cut_row(torch.arange(length, device=device), 0, mesh.size(), zigzag)[mesh.get_local_rank()]
 
 
 def split(batch: dict[str, Tensor], mesh: DeviceMesh, form: str) -> dict[str, Tensor]:
@@ -83,26 +88,26 @@ def split(batch: dict[str, Tensor], mesh: DeviceMesh, form: str) -> dict[str, Te
     if mesh.size() == 1 or "tokens" not in batch:  # of videos, the model takes this rank's patches
         return batch
     rows, length = batch["tokens"].shape
-    held = places(length, mesh, form)
+    held = places(length, mesh, is_zigzag(form))
     batch = {"positions": torch.arange(length).expand(rows, -1), **batch}
     return {key: value[:, held] for key, value in batch.items()}
 
 
-def gather_row(x: Tensor, dim: int, mesh: DeviceMesh, form: str) -> Tensor:
+def gather_row(x: Tensor, dim: int, mesh: DeviceMesh, zigzag: bool) -> Tensor:
     """All ranks' tokens in the row's order: seq / cp along `dim` becomes seq. Gradients are summed to the owners."""
-    return join_row(_all_gather(x.contiguous()[None], 0, mesh).unbind(), dim, form)
+    return join_row(_all_gather(x.contiguous()[None], 0, mesh).unbind(), dim, zigzag)
 
 
-def join_row(shares: Sequence[Tensor], dim: int, form: str) -> Tensor:
+def join_row(shares: Sequence[Tensor], dim: int, zigzag: bool) -> Tensor:
     """The row along `dim`, from what each rank holds of it."""
-    order = [number for rank in range(len(shares)) for number in chunks(rank, len(shares), form)]
+    order = [number for rank in range(len(shares)) for number in chunks(rank, len(shares), zigzag)]
     pieces = [piece for share in shares for piece in share.chunk(len(order) // len(shares), dim)]
     return torch.cat([pieces[order.index(number)] for number in range(len(order))], dim)
 
 
-def cut_row(row: Tensor, dim: int, size: int, form: str) -> list[Tensor]:
+def cut_row(row: Tensor, dim: int, size: int, zigzag: bool) -> list[Tensor]:
     """The inverse of `join_row`: what each of `size` ranks holds of a row."""
-    held = [chunks(rank, size, form) for rank in range(size)]
+    held = [chunks(rank, size, zigzag) for rank in range(size)]
     pieces = row.chunk(size * len(held[0]), dim)
     shares = [[pieces[number] for number in numbers] for numbers in held]
     return [share[0] if len(share) == 1 else torch.cat(share, dim) for share in shares]
@@ -111,15 +116,12 @@ def cut_row(row: Tensor, dim: int, size: int, form: str) -> list[Tensor]:
 # ------------------------------------------------------------------------------------------------------- into the model
 
 
-def whole_row_mask(make_mask: Callable, mesh: DeviceMesh, form: str, order: str) -> Callable:
-    """`make_mask` for a rank that knows only its own tokens: the documents of the others are gathered, once a call.
-
-    order: the form whose `chunks` the ranks hold.
-    """
+def whole_row_mask(make_mask: Callable, mesh: DeviceMesh, form: str, zigzag: bool) -> Callable:
+    """`make_mask` for a rank that knows only its own tokens: the documents of the others are gathered, once a call."""
 
     def build(length, device, documents=None, **rule):
         if form == "allgather":
-            rule["places"] = places(length, mesh, order, device)
+            rule["places"] = places(length, mesh, zigzag, device)
         return make_mask(length, device, documents, **rule)
 
     build_once = cache(build)
@@ -127,20 +129,20 @@ def whole_row_mask(make_mask: Callable, mesh: DeviceMesh, form: str, order: str)
     def make(length, device, documents=None, **rule):
         if documents is None:
             return build_once(length * mesh.size(), device, **rule)
-        return build(length * mesh.size(), device, gather_row(documents, 1, mesh, order), **rule)
+        return build(length * mesh.size(), device, gather_row(documents, 1, mesh, zigzag), **rule)
 
     return make
 
 
 def attend_to_all_keys(
     attend: Callable, mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor, mask, sinks: Tensor | None = None,
-    order: str = "allgather",
+    zigzag: bool = True,
 ) -> Tensor:  # fmt: skip
     """This rank's queries, all keys and values.
 
     q, k, v: [batch, heads or kv_heads, seq / cp, head_dim]; sinks: [heads]. Returns [batch, heads, seq / cp, head_dim].
     """
-    row = gather_row(torch.cat([k, v], dim=-1), 2, mesh, order)
+    row = gather_row(torch.cat([k, v], dim=-1), 2, mesh, zigzag)
     return attend(q, *row.split([k.shape[-1], v.shape[-1]], dim=-1), mask, sinks)
 
 
@@ -155,29 +157,29 @@ def attend_with_own_heads(
 
 
 def mix_own_groups(
-    mix: Callable, mesh: DeviceMesh, form: str, mixed: Tensor, dt: Tensor, documents: Tensor | None = None
+    mix: Callable, mesh: DeviceMesh, zigzag: bool, mixed: Tensor, dt: Tensor, documents: Tensor | None = None
 ) -> Tensor:
     """All tokens of 1 / cp of the groups of heads of Mamba-2.
 
     mixed, dt: [batch, seq / cp, groups, ...], see `Mamba2.mix`; documents: int [batch, seq / cp]. Returns
     [batch, seq / cp, groups, ...].
     """
-    row = to_heads(torch.cat([mixed, dt], dim=-1), 2, 1, mesh, form)
+    row = to_heads(torch.cat([mixed, dt], dim=-1), 2, 1, mesh, zigzag)
     if documents is not None:
-        documents = gather_row(documents, 1, mesh, form)
+        documents = gather_row(documents, 1, mesh, zigzag)
     first, count = mesh.get_local_rank() * row.shape[2], row.shape[2]
     y = mix(*row.split([mixed.shape[-1], dt.shape[-1]], dim=-1), documents, groups=slice(first, first + count))
-    return to_tokens(y, 2, 1, mesh, form)
+    return to_tokens(y, 2, 1, mesh, zigzag)
 
 
-def to_heads(x: Tensor, heads: int, row: int, mesh: DeviceMesh, form: str = "ulysses") -> Tensor:
+def to_heads(x: Tensor, heads: int, row: int, mesh: DeviceMesh, zigzag: bool = False) -> Tensor:
     """All-to-all: of dimension `heads` a part for each rank; what arrives makes the row along dimension `row`."""
-    return join_row(_all_to_all(x.chunk(mesh.size(), heads), mesh), row, form)
+    return join_row(_all_to_all(x.chunk(mesh.size(), heads), mesh), row, zigzag)
 
 
-def to_tokens(x: Tensor, heads: int, row: int, mesh: DeviceMesh, form: str = "ulysses") -> Tensor:
+def to_tokens(x: Tensor, heads: int, row: int, mesh: DeviceMesh, zigzag: bool = False) -> Tensor:
     """The inverse of `to_heads`."""
-    return torch.cat(_all_to_all(cut_row(x, row, mesh.size(), form), mesh), heads)
+    return torch.cat(_all_to_all(cut_row(x, row, mesh.size(), zigzag), mesh), heads)
 
 
 def _all_to_all(parts: Sequence[Tensor], mesh: DeviceMesh) -> Sequence[Tensor]:

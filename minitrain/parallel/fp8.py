@@ -34,7 +34,6 @@ from minitrain.models.fp8 import (
     E4M3,
     Fp8Experts,
     Fp8Linear,
-    InFp8,
     cast,
     largest,
     pad_rows,
@@ -112,9 +111,9 @@ def count_step(shards: weakref.ref, *step) -> None:
 
 
 def before_gather(
-    name: str, mesh: DeviceMesh, size: torch.Size, stride: tuple, module: InFp8, policy
+    name: str, mesh: DeviceMesh, size: torch.Size, stride: tuple, module: Module, policy
 ) -> tuple[tuple, tuple]:
-    """What FSDP gathers over the 1-D `mesh` for a weight of this `size`; and notes for `after_gather`.
+    """What FSDP gathers over the 1-D `mesh` for a weight of this `size`, its shard in bytes; notes for `after_gather`.
 
     Of a matrix FSDP wants all shards as long as the longest; those of a stack are.
     """
@@ -126,7 +125,8 @@ def before_gather(
 
 
 def after_gather(gathered: tuple[Tensor], notes: tuple, dtype: torch.dtype, *, out: Tensor | None = None):
-    """Give the module its weight in FP8, and FSDP, the first time, what stands in the parameter's place."""
+    """Give the module its weight in FP8, and FSDP, the first time, what stands in the parameter's place: NaN, which
+    nothing reads, and which only gets the gradient."""
     module, name, size, inverse = notes
     own_rows = getattr(module, "own_rows", slice(size[0]))  # which tensor parallelism may say
     module.gathered[name] = gathered[0].view(E4M3).view(-1, *size[1:])[own_rows], inverse

@@ -5,7 +5,7 @@ A run is always distributed: alone, it is a world of one rank with the same code
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public name for it
+from torch.nn import Module
 
 from minitrain.config import Config, to_dict
 from minitrain.config_checks import check_layout
@@ -168,6 +169,14 @@ def owned(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
 def local(tensor: Tensor | None) -> Tensor | None:
     """This rank's part alone: finding out where it lies takes longer."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_tensors(model: Module, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor | None]]:
+    """The model's tensors of `wanted` names, one at a time, whole on rank 0; None elsewhere. All ranks iterate."""
+    for name, shard in model.state_dict().items():  # after a forward pass some parameters() are whole, in bf16
+        if wanted(name):
+            parts = ((where, whole(shard, where)) for where in pieces(shard))
+            yield name, join(parts, shard.shape, shard.dtype)
 
 
 def whole(tensor: Tensor, where: Piece | None = None) -> Tensor:

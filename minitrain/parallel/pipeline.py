@@ -305,10 +305,9 @@ class Stage(PipelineStage):
     Tokens, labels and such do not go through torch, which on 2.11 cannot split a backward pass that has inputs without
     gradients.
 
-    splits_loss: may the last stage's backward pass be split? 2.11 cannot split at an autograd.Function, such as the
-    loss. And FSDP takes the second pass through the loss for the end of a micro-batch: it converts the gradients known
-    by then to the type it reduces in, while the others keep theirs until they are added to an earlier micro-batch's,
-    and such a mixture it refuses.
+    splits_loss: may the last stage's backward pass be split? Not in 2.11, which cannot split at an autograd.Function,
+    such as the loss; nor under FSDP, which takes the second pass through the loss for the end of a micro-batch,
+    converts the gradients known by then to the type it reduces in, and later refuses to add the others to them.
     keeps_sends: torch's schedules of several stages keep every send, and with it what was sent, until the step ends. So
     the stage starts its sends itself and forgets those that are done (NCCL tells; gloo only when one waits for them).
     """

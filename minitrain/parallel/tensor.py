@@ -197,10 +197,12 @@ def split_parameters(module: Module, mesh: DeviceMesh, placement: Placement, sta
     for name, parameter in list(module.named_parameters(recurse=False)):
         if not name.startswith(start):
             continue
-        whole = split in (parameter.ndim, parameter.ndim + RANK_DIM.get(name[-6:], 0))
-        if split == parameter.ndim:
+        lacks_dim = split == parameter.ndim
+        is_rank = name[-6:] in RANK_DIM and split == parameter.ndim + RANK_DIM[name[-6:]]
+        if lacks_dim:
             module.added_by_all = name
-        part = distribute_tensor(parameter.detach(), mesh, [Replicate() if whole else placement], src_data_rank=None)
+        where = [Replicate() if lacks_dim or is_rank else placement]
+        part = distribute_tensor(parameter.detach(), mesh, where, src_data_rank=None)
         module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 

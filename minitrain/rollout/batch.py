@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitrain.rollout.caches import DecodingStep
+from minitrain.rollout.caches import DecodingStep, Held
 from minitrain.rollout.sampling import Choice, choose, compiled_choose
 from minitrain.rollout.scheduler import Sample
 from minitrain.training.loss import local_part
@@ -72,7 +72,7 @@ class Batch:
         rows, room = caches.buffer_shape
         if self.rows > rows or longest + steps > room:
             caches.buffer_shape = max(rows, self.rows), max(room, 2 * (longest + steps))
-            caches.row_owners = {}
+            caches.rows_held = {}
         self.step.longest = longest
         self.step.shared, groups = shared_beginnings(samples, self.sampler.settings.page_size)
         self.step.groups = [(rows[0], index_of(rows)) for rows in groups]
@@ -81,18 +81,18 @@ class Batch:
         fresh: dict[tuple[int, int], list[int]] = {}  # by the first and the last of the tokens that are missing
         for row, sample in enumerate(samples):
             first = 0 if row in starts else common
-            *owner, held = caches.row_owners.get(row, (None, 0, 0))
-            if owner != [sample, sample.cached] or held > first:
-                held = first
+            held = caches.rows_held.get(row)
+            if held is None or (held.sample, held.end) != (sample, sample.cached) or held.first > first:
+                held = Held(sample, first, sample.cached)
                 fresh.setdefault((first, sample.cached), []).append(row)
-            caches.row_owners[row] = sample, sample.cached + steps, held
+            caches.rows_held[row] = held._replace(end=sample.cached + steps)
         self.step.gathered = [
             (torch.tensor(each), torch.tensor([self._pages(samples[row], *span) for row in each]), *span)
             for span, each in fresh.items()
             if span[0] < span[1]
         ]
         for row in range(len(samples), self.rows):
-            caches.row_owners.pop(row, None)  # what only fills up writes there
+            caches.rows_held.pop(row, None)  # what only fills up writes there
 
     def _pages(self, sample: Sample, first: int, end: int) -> list[int]:
         return sample.pages[first // self.sampler.caches.page_size : self.sampler.scheduler.pages.needed(end)]

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,8 +33,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
-from minitrain.models.attention import Mask, attention, compiled_flex_attention, dense_pairs, weaken
+from minitrain.models.attention import Mask, apply_sinks, attention, compiled_flex_attention, dense_pairs
 from minitrain.models.decoder_config import DecoderConfig
+from minitrain.rollout.scheduler import Sample
 
 # cuDNN, which is faster, makes a plan for every new length of a prompt: half a second for a few milliseconds' work.
 FOR_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -173,8 +175,8 @@ class Layer:
         self.constants = None
 
     @property
-    def step_ends_here(self) -> bool:
-        """Is all done once this layer has what it keeps? So in the last one, of prompts: nobody reads its output."""
+    def output_unused(self) -> bool:
+        """A prompt's step only fills the caches: once the last layer has filled its own, its MLP would feed nothing."""
         return self.last and isinstance(self.caches.step, PromptStep)
 
     def once(self, make: Callable):
@@ -231,7 +233,7 @@ class Keys(Layer):
             kernel_options=decoding_options(keys, values.shape[3]),
         )  # fmt: skip
         if sinks is not None:
-            out = weaken(out, aux.lse, sinks.view(keys.shape[1], -1))
+            out = apply_sinks(out, aux.lse, sinks.view(keys.shape[1], -1))
         return out.flatten(1, 2).transpose(0, 1)[None]
 
     def _attend_to_rows(self, q: Tensor, new: list[Tensor], v: Tensor | int, sinks: Tensor | None) -> Tensor:
@@ -283,7 +285,7 @@ def write_and_attend(
     q = q[0].transpose(0, 1).reshape(rows, heads, -1, q.shape[3])  # heads that share keys are a row's queries
     out, log_sum = attend(q, keys, values)
     if sinks is not None:
-        out = weaken(out, log_sum, sinks.view(heads, -1))
+        out = apply_sinks(out, log_sum, sinks.view(heads, -1))
     width = v if isinstance(v, int) else v.shape[3]
     return out[..., :width].flatten(1, 2).transpose(0, 1)[None]
 
@@ -361,6 +363,14 @@ class States(Layer):
             state[target] = state[source]
 
 
+class Held(NamedTuple):
+    """What a row of the CPU's buffers holds: the sample's tokens `first` to `end` - 1."""
+
+    sample: Sample
+    first: int
+    end: int
+
+
 class Caches:
     """By layer. Page `pages` and slot `slots - 1` take what nobody will read: of rows and tokens that only fill up."""
 
@@ -368,7 +378,7 @@ class Caches:
         self.pages, self.page_size, self.slots = pages + 1, page_size, slots
         self.step: PromptStep | DecodingStep | None = None
         self.buffer_shape = (0, 0)  # rows and tokens of the CPU's buffers
-        self.row_owners: dict[int, tuple] = {}  # what they hold: of which sample, up to and from which token
+        self.rows_held: dict[int, Held] = {}
         self.layers = [self._layer(config, layer) for layer in range(config.num_layers)]
 
     def _layer(self, config: DecoderConfig, layer: int) -> Layer | None:

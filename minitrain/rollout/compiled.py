@@ -30,7 +30,7 @@ FEW = 8  # queries per key, up to which sums of products are faster than the ker
 class Apart:
     """A layer's cache, at which the compiler stops."""
 
-    step_ends_here = False  # decoding needs every layer's output
+    output_unused = False  # decoding needs every layer's output
 
     def __init__(self, layer: Keys | States):
         self.layer = layer
@@ -50,7 +50,7 @@ class Apart:
 class Inside:
     """A layer's cache of keys in this step, as tensors, which the compiler follows."""
 
-    step_ends_here = False
+    output_unused = False
 
     def __init__(self, layer: Keys):
         step = layer.caches.step

@@ -220,7 +220,9 @@ def _log_prob_entropy_norm(
     """Of a chunk of logits [tokens, part], which are overwritten in fp32: the label's log-probability, the entropy, the
     log of the sum of exponentials; each [tokens].
 
-    With shifted logits s = logit - highest and their sum of exponentials T, the entropy is log T - sum(s e^s) / T.
+    With shifted logits s = logit - highest and their sum of exponentials T, the entropy is log T - sum(s e^s) / T. A
+    part that has them shifted by its own peak, with T' and M' = sum(s' e^s'), adds T' e^d to T and (M' + T' d) e^d to
+    the sum, where d = peak - highest.
     """
     logits = logits.float().div_(temperature)
     valid, mine, columns = _find(labels, part, logits.shape[1])
@@ -229,12 +231,12 @@ def _log_prob_entropy_norm(
     shifted = logits.sub_(peak)
     exponentials = shifted.exp()
     total = exponentials.sum(-1, keepdim=True)
-    moment = torch.linalg.vecdot(exponentials, shifted)[:, None]
-    peaks, totals, moments, targets = part.gather(torch.stack([peak, total, moment, target])).unbind(1)
+    weighted = torch.linalg.vecdot(exponentials, shifted)[:, None]
+    peaks, totals, weighted, targets = part.gather(torch.stack([peak, total, weighted, target])).unbind(1)
     highest = peaks.amax(0)
-    down = peaks - highest
-    total = (totals * down.exp()).sum(0)
-    mean = ((moments + totals * down) * down.exp()).sum(0) / total
+    d = peaks - highest
+    total = (totals * d.exp()).sum(0)
+    mean = ((weighted + totals * d) * d.exp()).sum(0) / total
     log_total = total.log() + highest
     results = (targets.sum(0) - log_total) * valid, (total.log() - mean) * valid, log_total
     return tuple(result.squeeze(1) for result in results)

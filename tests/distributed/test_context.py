@@ -58,7 +58,7 @@ def sharded_attention(form, size, q, k, v, upstream, documents, sinks, rule):
     with torch.device("meta"):
         model = Decoder(DecoderConfig(num_layers=1))
     context_parallel(model, mesh, form)
-    held = places(q.shape[2], mesh, form)
+    held = places(q.shape[2], mesh, form == "allgather")
     own = [x[:, :, held].requires_grad_() for x in (q, k, v)]
     own_documents = None if documents is None else documents[:, held]
     mask = model.make_mask(len(held), held.device, own_documents, **rule)

@@ -153,7 +153,8 @@ def check_gathered_after_changes(tree):
     """After steps of optimizers and writes to weights, modules must get what one process rounds whole weights to."""
     trainer, dataset = new_trainer(tree)
     model, batch = trainer.model, trainer.micro_batches(dataset, 0)[0]
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, fp8.InFp8)}
+    kinds = (fp8.Fp8Linear, fp8.Fp8Experts)
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
     seen = {}
 
     def look(name, module, inputs):
