@@ -100,6 +100,19 @@ def test_what_is_written_is_read_back_the_same():
         ({"model": {"hidden_size": 0}}, "model.hidden_size=0 must be at least 1"),
         ({"model": {"norm": "batchnorm"}}, "model.norm='batchnorm' is not one of rmsnorm, layernorm, layernorm1p"),
         ({"model": {"rope_scaling": {"rope_type": "yarn"}}}, "model.rope_scaling=.* is not supported"),
+        (
+            {
+                "model": {
+                    "rope_scaling": {
+                        "rope_type": "yarn",
+                        "factor": 2.0,
+                        "original_max_position_embeddings": 64,
+                        "rope_theta": 50.0,
+                    }
+                }
+            },
+            "model.rope_scaling.rope_theta is not a setting of yarn",
+        ),
         ({"model": {"partial_rotary_factor": 1.5}}, "model.partial_rotary_factor=1.5"),
         ({"steps": "many"}, "steps must be a whole number, not str 'many'"),
         ({"steps": 2.5}, "steps must be a whole number, not float 2.5"),

@@ -216,7 +216,7 @@ def check_stored(
 
 def _check_places(stored: dict[str, StoredTensor], needed: set[str], config: DecoderConfig | WanConfig) -> None:
     for key, tensor in stored.items():
-        if key not in needed and not (isinstance(config, DecoderConfig) and is_ignored(key, config)):
+        if key not in needed and not is_ignored(key, config):
             raise InputError(f"{tensor.file}: tensor {key} has no place in the model that config.json describes")
 
 

@@ -18,6 +18,10 @@ KEYS = {  # of config.json: as in Llama's, or a field of ours -> as in Nemotron-
 }
 ALIASES = KEYS | {"time_step_min": "mamba_dt_min"}  # an older name, which outranks the newer one
 LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "moe": "E", "mlp": "-"}
+NO_EXPERTS = dict(
+    n_routed_experts=0, num_experts_per_tok=1, moe_intermediate_size=0, moe_shared_expert_intermediate_size=0,
+    n_group=1, topk_group=1,
+)  # fmt: skip
 LEAST_DT = 1e-30  # stands for none: transformers takes its logarithm
 
 
@@ -38,7 +42,8 @@ def from_nemotron_h_keys(raw: dict, file: Path) -> dict:
         raw["layer_pattern"] = "".join(LETTERS[layer] for layer in layers)
     if not isinstance(raw.get("layer_pattern"), str) or not raw["layer_pattern"]:
         raise InputError(f"{file}: key hybrid_override_pattern or layers_block_type is missing or empty")
-    return raw | {"num_hidden_layers": len(raw["layer_pattern"])}
+    absent = {} if "E" in raw["layer_pattern"] else NO_EXPERTS
+    return absent | raw | {"num_hidden_layers": len(raw["layer_pattern"])}
 
 
 def to_nemotron_h_keys(settings: dict, config: DecoderConfig) -> dict:

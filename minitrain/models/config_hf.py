@@ -14,7 +14,7 @@ import torch
 
 from minitrain.errors import InputError
 from minitrain.models import checkpoint_gpt2, checkpoint_nemotron_h
-from minitrain.models.decoder_config import LATENT, DecoderConfig
+from minitrain.models.decoder_config import LATENT, YARN, DecoderConfig
 from minitrain.models.wan import WanConfig
 
 GENERATION = "generation_config.json"
@@ -23,7 +23,7 @@ ACTIVATIONS = {"swiglu": "silu", "relu2": "relu2", "clamped_swiglu": "silu", "ge
 SIZES = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
                                  "max_position_embeddings")} | {"num_layers": "num_hidden_layers"}  # fmt: skip
 ALSO_CALLED = {"num_experts": "num_local_experts"}  # by transformers 5
-YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+MODEL_TYPES = {"kimi_k2": "deepseek_v3"}  # other names of families
 UNSAVED = {"bias_update_speed", "router_aux_loss_coef", "seq_aux", "fake_balanced_gate"}  # settings of training alone
 
 
@@ -215,17 +215,20 @@ def copy_generation_config(source: str | Path, folder: str | Path) -> None:
 
 
 def _find_family(raw: dict, file: Path) -> str:
-    """The family that `architectures` names, or `model_type` where there is no such key."""
+    """The family that `architectures` names, or `model_type` where there is no such key: both must mean the same."""
     if raw.get("architectures"):
         key, known = "architectures", {family.architecture: name for name, family in FAMILIES.items()}
         values = raw[key] if isinstance(raw[key], list) else [raw[key]]
     else:
         key, known = "model_type", {name: name for name in FAMILIES}
         values = [raw.get(key)]
-    for value in values:
-        if isinstance(value, str) and value in known:
-            return known[value]
-    raise InputError(f"{file}: {key}={raw.get(key)!r} is not supported (known: {', '.join(known)})")
+    name = next((known[value] for value in values if isinstance(value, str) and value in known), None)
+    if name is None:
+        raise InputError(f"{file}: {key}={raw.get(key)!r} is not supported (known: {', '.join(known)})")
+    kind = raw.get("model_type") or name
+    if MODEL_TYPES.get(str(kind), kind) != name:
+        raise InputError(f"{file}: model_type={kind!r} contradicts {key}={raw.get(key)!r} (must be {name!r})")
+    return name
 
 
 def _refuse_unsupported(raw: dict, family: Family, file: Path) -> None:
@@ -238,10 +241,11 @@ def _refuse_unsupported(raw: dict, family: Family, file: Path) -> None:
 
 
 def refuse_other_values(raw: dict, values: dict[str, Any], architecture: str, file: Path) -> None:
-    """Raises InputError for a key of `raw` that says anything but `values` does; a null says the same as false."""
+    """Raises InputError for a key of `raw` that says anything but `values` does; a null says the same as false or
+    empty."""
     for key, value in values.items():
         given = raw.get(key, value)
-        if given != value and not (given is None and value is False):
+        if given != value and not (given is None and not value):
             raise InputError(f"{file}: {key}={given!r} is not supported for {architecture} (must be {value!r})")
 
 
@@ -273,12 +277,12 @@ def _read_rope(raw: dict, family: Family, file: Path) -> dict:
             raise InputError(f"{file}: {key} must be an object, not a {type(value).__name__}")
         if any(isinstance(setting, dict) for setting in (value or {}).values()):
             raise InputError(f"{file}: {key} of each kind of layer is not supported (must be the same for all)")
-        rope |= value or {}
+    rope |= raw.get("rope_scaling") or raw.get("rope_parameters") or {}  # of both, transformers takes the first
     rope = rope if raw.get("rope_scaling") or raw.get("rope_parameters") is not None else rope | family.rope
     key = "original_max_position_embeddings"
     if raw.get(key) not in (None, rope.get(key, raw.get(key))):  # outside it is the one for transformers 5, not for 4
         raise InputError(f"{file}: {key}={raw[key]!r} contradicts {rope[key]!r} of its rotary settings")
-    return rope
+    return {key: raw.get(key) or raw.get("max_position_embeddings")} | rope
 
 
 def _rope_scaling(rope: dict, file: Path) -> dict | None:
@@ -344,9 +348,11 @@ def check_exportable(config: DecoderConfig) -> None:
     family = FAMILIES.get(config.family)
     if family is None:
         raise InputError(f"model.family={config.family!r} cannot be saved (known: {', '.join(FAMILIES)})")
-    for key in ("num_experts", "sliding_window"):
+    for key in ("num_experts", "sliding_window", "kv_lora_rank"):
         if key in family.sizes and config.family != "nemotron_h" and not getattr(config, key):
             raise InputError(f"model.{key}=0 cannot be saved as {family.architecture} (must be at least 1)")
+    if config.family == "nemotron_h" and "E" in config.layer_pattern and not config.shared_expert_intermediate_size:
+        raise InputError(f"model.shared_expert_intermediate_size=0 cannot be saved as {family.architecture}")
     if family.heads_divide and config.hidden_size % config.num_attention_heads:
         raise InputError(
             f"model.num_attention_heads={config.num_attention_heads} cannot be saved as {family.architecture}: "

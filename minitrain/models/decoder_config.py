@@ -18,6 +18,7 @@ ROPE_SCALINGS = {  # what each kind must have
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "yarn": {"factor", "original_max_position_embeddings"},
 }
+YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # what yarn may have too, and `truncate`
 PARTS = {  # what a layer consists of, by its letter in a pattern
     "M": ("mamba", None),
     "*": ("attention", None),
@@ -130,6 +131,8 @@ class DecoderConfig:
             wanted = " or ".join(f"rope_type {kind} and {', '.join(sorted(x))}" for kind, x in ROPE_SCALINGS.items())
             raise InputError(f"model.rope_scaling={self.rope_scaling} is not supported: it must have {wanted}")
         for key, value in given.items():
+            if key not in ROPE_SCALINGS[kind] and not (kind == "yarn" and key in YARN):
+                raise InputError(f"model.rope_scaling.{key} is not a setting of {kind}")
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not 0 <= value <= 1e9 or (value == 0 and not str(key).startswith("mscale")):
                 raise InputError(f"model.rope_scaling.{key}={value!r} must be a number above 0")

@@ -114,9 +114,11 @@ def to_stored(name: str, tensor: Tensor, config: DecoderConfig) -> Iterator[tupl
                 yield expert_key(name, family, expert, part), rows
 
 
-def is_ignored(key: str, config: DecoderConfig) -> bool:
+def is_ignored(key: str, config: DecoderConfig | WanConfig) -> bool:
     """Stored tensors without a place here: multi-token prediction (layers after the last), old tables and masks, a tied
-    head."""
+    head; and a norm of Wan's image to video that has nothing to do, in diffusers either."""
+    if isinstance(config, WanConfig):
+        return key.endswith(".attn2.norm_added_q.weight")
     layer = re.match(r"model\.layers\.(\d{1,9})\.", key) if config.family == "deepseek_v3" else None
     predicts_more = bool(layer) and int(layer[1]) >= config.num_layers
     predicts_more |= config.family == "nemotron_h" and key.startswith("mtp.")

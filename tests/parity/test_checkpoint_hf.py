@@ -268,6 +268,8 @@ def test_memory_is_one_shard_to_save_and_one_model_to_load(tmp_path):
     [
         ("llama3", dict(architectures=["BloomModel"]), ["BloomModel", "LlamaForCausalLM, Qwen2ForCausalLM"]),
         ("llama3", dict(architectures=None, model_type="bloom"), ["model_type", "bloom", "llama, qwen2"]),
+        ("llama3", dict(model_type="mistral"), ["model_type='mistral' contradicts", "'llama'"]),
+        ("llama3", dict(model_type=["llama"]), ["model_type=['llama'] contradicts"]),
         ("llama3", dict(attention_bias=True), ["attention_bias"]),
         ("llama3", dict(mlp_bias=True), ["mlp_bias"]),
         ("llama3", dict(hidden_act="gelu"), ["hidden_act", "gelu", "silu"]),
@@ -295,6 +297,29 @@ def test_configs_that_the_decoder_cannot_compute(family, changes, parts, tmp_pat
     read_config(tmp_path)
     edit_json(tmp_path / "config.json", **changes)
     refused(lambda: read_config(tmp_path), tmp_path / "config.json", *parts)
+
+
+@pytest.mark.parametrize("theta", [None, 50.0])
+def test_of_both_spellings_of_rotary_settings_the_old_one_counts(theta, tmp_path):
+    """As where a card's yarn for long texts is added to what transformers 5 has written."""
+    build("qwen3").save_pretrained(tmp_path)
+    scaling = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+    edit_json(tmp_path / "config.json", rope_scaling=scaling, rope_theta=theta)
+    tokens = random_tokens(2, 60)
+    with torch.no_grad():
+        expected = reload(tmp_path)(tokens).logits
+        torch.testing.assert_close(load_pretrained(tmp_path)(tokens), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("outside", [None, 32])
+def test_scaled_positions_that_were_learned_are_all_where_config_json_has_no_number(outside, tmp_path):
+    build("qwen3").save_pretrained(tmp_path)
+    changes = dict(rope_parameters=None, rope_scaling=dict(rope_type="yarn", factor=4.0))
+    edit_json(tmp_path / "config.json", original_max_position_embeddings=outside, **changes)
+    tokens = random_tokens(2, 60)
+    with torch.no_grad():
+        expected = reload(tmp_path)(tokens).logits
+        torch.testing.assert_close(load_pretrained(tmp_path)(tokens), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_config_file_that_cannot_be_read(folder, tmp_path):

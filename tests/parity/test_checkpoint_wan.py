@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from minitrain import InputError, load_pretrained, save_pretrained
 from minitrain.models.checkpoint_wan import diffusers_name
@@ -35,6 +35,16 @@ def test_we_read_what_diffusers_writes(kind, size, tmp_path):
     ours = load_pretrained(tmp_path)
     assert ours.config == CONFIGS[kind]
     assert_same_tensors(ours.state_dict(), theirs.state_dict())
+
+
+def test_a_norm_without_use_of_published_image_to_video(tmp_path):
+    """Which diffusers leaves out, too."""
+    kind = next(kind for kind, config in CONFIGS.items() if config.image_dim)
+    diffusers_twin(CONFIGS[kind]).save_pretrained(tmp_path)
+    [file] = tmp_path.glob("*.safetensors")
+    expected = load_pretrained(tmp_path).state_dict()
+    save_file(load_file(file) | {"blocks.0.attn2.norm_added_q.weight": torch.ones(CONFIGS[kind].dim)}, file)
+    assert_same_tensors(load_pretrained(tmp_path).state_dict(), expected)
 
 
 @pytest.mark.parametrize("size", [SHARDED, 10**9])

@@ -10,6 +10,7 @@ from transformers import GPT2Config, NemotronHConfig
 
 from minitrain import InputError, load_pretrained, save_pretrained
 from minitrain.models.checkpoint_hf import load_weights, save_tensors
+from minitrain.models.checkpoint_nemotron_h import NO_EXPERTS
 from minitrain.models.config_hf import config_to_hf, read_config
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import ZOO, model_config
@@ -266,6 +267,8 @@ def test_gpt2_defaults(tmp_path):
         ("llama3-8b-tiny", dict(layer_pattern="*-*-")),
         ("llama3-8b-tiny", dict(time_step_min=0.1)),
         ("gpt-oss-20b-tiny", dict(sliding_window=0)),
+        ("deepseek-v3-tiny", dict(kv_lora_rank=0)),
+        ("nemotron3-nano-30b-a3b-tiny", dict(shared_expert_intermediate_size=0)),
     ],
 )
 def test_models_without_a_place_in_transformers(name, changes, tmp_path):
@@ -275,14 +278,25 @@ def test_models_without_a_place_in_transformers(name, changes, tmp_path):
 
 
 def test_what_our_own_reader_would_refuse_is_not_written():
-    scaling = dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=64, attention_factor=2.0)
-    unread = [
-        (model_config("llama3-8b-tiny", rope_scaling=scaling), "LlamaForCausalLM: .*attention_factor"),
-        (model_config("nemotron3-nano-30b-a3b-tiny", layer_pattern=""), "NemotronHForCausalLM: .*layers_block_type"),
-    ]
-    for config, problem in unread:
-        with pytest.raises(InputError, match=f"cannot be saved as {problem}"):
-            config_to_hf(config, torch.float32)
+    config = model_config("nemotron3-nano-30b-a3b-tiny", layer_pattern="")
+    with pytest.raises(InputError, match="cannot be saved as NemotronHForCausalLM: .*layers_block_type"):
+        config_to_hf(config, torch.float32)
+
+
+def test_a_pattern_without_experts_needs_no_keys_of_them(tmp_path):
+    """Nemotron-H before Nemotron 3."""
+    ours = Decoder(model_config("nemotron3-nano-30b-a3b-tiny", layer_pattern="M*-M"))
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.normal_(0, 0.1)
+    save_pretrained(ours, tmp_path)
+    file, tokens = tmp_path / "config.json", random_tokens(1, 24)
+    raw = json.loads(file.read_text())
+    file.write_text(json.dumps({key: raw[key] for key in raw.keys() - NO_EXPERTS.keys()}))
+    again = load_pretrained(tmp_path)
+    assert again.config.num_experts == 0
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens), reload(tmp_path)(tokens).logits, atol=1e-4, rtol=0)
 
 
 def test_every_model_survives_its_config_json(tmp_path):
