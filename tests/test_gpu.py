@@ -1,6 +1,7 @@
 """The product's path on CUDA against the same on CPU: kernels, FSDP2 on NCCL, compiled blocks (`pytest -m gpu`)."""
 
 import copy
+import gc
 import weakref
 from contextlib import contextmanager, nullcontext
 
@@ -98,9 +99,9 @@ def check_updates(tolerance: float, steps: int = 2, **changes) -> None:
 @pytest.mark.parametrize(
     "changes, tolerance",
     [
-        ({}, 1e-4),
-        ({"compile": True}, 1e-4),
-        ({"recompute": "full"}, 1e-4),
+        ({}, 5e-4),  # on the CPU alone, sums in another order move an update by 4e-5
+        ({"compile": True}, 5e-4),
+        ({"recompute": "full"}, 5e-4),
         ({"precision": "bf16"}, 4e-2),
         ({"precision": "bf16", "compile": True, "recompute": "full"}, 4e-2),
         ({"precision": "bf16", "compile": True, "lora": {"rank": 4}}, 4e-2),
@@ -135,8 +136,13 @@ DIFFUSION = {
 
 @pytest.mark.parametrize(
     "changes",
-    [{"model": family("llama3.1-8b")}, {"model": family("qwen3-30b-a3b")}, DIFFUSION],
-    ids=["dense", "experts", "wan"],
+    [
+        {"model": family("llama3.1-8b")},
+        {"model": family("qwen3-30b-a3b")},
+        DIFFUSION,
+        DIFFUSION | {"batch": {"global": 4, "micro": 1, "seq_len": 128}, "recompute": "full"},  # one video: odd strides
+    ],
+    ids=["dense", "experts", "wan", "wan, one at a time"],
 )
 def test_a_step_never_waits_for_the_device_nor_compiles_again(changes):
     config = from_dict(TREE | {"device": "cuda", "precision": "bf16", "compile": True} | changes)
@@ -165,12 +171,13 @@ def never_waiting():
 @has_fp8
 @pytest.mark.parametrize("changes", [{}, {"compile": True}, {"recompute": "full"}], ids=str)
 def test_fp8_training_is_as_exact_as_on_the_cpu(changes):
-    """Against fp32. To each other they are no nearer: one bf16 rounding in another place moves updates by 10 %."""
+    """Against fp32. To each other they are no nearer: one bf16 rounding in another place moves updates by 10 %, and the
+    CPU's own error by up to 30 %."""
     exact, on_cpu = updates("cpu", **PLAIN), updates("cpu", **PLAIN | {"precision": "fp8"})
     ours = updates("cuda", **changes | {"precision": "fp8"})
     for name, update in exact.items():
         error, usual = ((each[name] - update).norm() / update.norm() for each in (ours, on_cpu))
-        assert error < 1.5 * usual < 0.3, f"the update of {name} is off by {error:.1e}, on the CPU by {usual:.1e}"
+        assert error < 2 * usual < 0.4, f"the update of {name} is off by {error:.1e}, on the CPU by {usual:.1e}"
         length = (ours[name] * update).sum() / update.square().sum()  # rounding is nearly orthogonal, a wrong scale not
         assert abs(length - 1) < 0.1, f"the update of {name} is {length:.2f} times as long"
 
@@ -230,6 +237,32 @@ def fp8_expert_passes(device: str, rows: list[int]) -> list[torch.Tensor]:
     y = experts.to(device)._product("up_proj", x, offsets.to(device))
     gradients = torch.autograd.grad(y, [x, experts.up_proj], grad.to(device, torch.bfloat16))
     return [each.detach().cpu().float() for each in (y, *gradients)]
+
+
+def expert_passes(device: str, dtype: torch.dtype, mlp: str, compiled: bool) -> list[torch.Tensor]:
+    """Output and gradients of experts that have 3, 0, 21 and 8 rows, of values that bf16 can hold."""
+    generator, counts = torch.Generator().manual_seed(0), torch.tensor([3, 0, 21, 8])
+    experts = Experts(4, 64, 48, mlp, bias=True)
+    for parameter in experts.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator).bfloat16() * 0.2)
+    x, grad = (torch.randn(32, 64, generator=generator).bfloat16() for _ in range(2))
+    weights = torch.rand(32, generator=generator).bfloat16()
+    x, weights, grad = (each.to(device, dtype) for each in (x, weights, grad))
+    experts.to(device, dtype)
+    if compiled:
+        experts.compile(fullgraph=True, dynamic=False)
+    y = experts(x.requires_grad_(), weights.requires_grad_(), counts.to(device))
+    gradients = torch.autograd.grad(y, [x, weights, *experts.parameters()], grad)
+    return [each.detach().cpu().float() for each in (y, *gradients)]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("mlp", ["swiglu", "clamped_swiglu", "relu2"])
+def test_experts_with_any_numbers_of_rows_in_bf16(mlp, compiled):
+    """As routers give them: kernels want addresses of 16 bytes, and where they copy must still find them."""
+    expected = expert_passes("cpu", torch.float32, mlp, compiled=False)
+    for ours, right in zip(expert_passes("cuda", torch.bfloat16, mlp, compiled), expected, strict=True):
+        assert (ours - right).norm() <= 2e-2 * right.norm()
 
 
 @has_fp8
@@ -392,16 +425,19 @@ def test_long_samples_and_no_compilation_after_the_first():
 
 
 def test_training_and_sampling_leave_each_other_their_memory():
+    gc.collect()  # what earlier tests have left is not to go in between
     states, sampler = ([torch.randn(1 << 20, device="cuda") for _ in range(3)] for _ in range(2))
     values, size = [state.cpu() for state in states], sum(state.nbytes for state in states)
     both = torch.cuda.memory_allocated()
-    memory = Memory(lambda: states, lambda: sampler)
+    memory = Memory({"training": lambda: states}, {"generation": lambda: sampler})
+    memory.hold("training")
     for _ in range(2):
         assert torch.cuda.memory_allocated() == both - size
-        memory.for_sampling()
+        memory.hold("generation")
         assert torch.cuda.memory_allocated() == both - size
-        sampler = [torch.ones_like(weights) for weights in sampler]  # in what states may have left, and others left now
-        memory.for_training()
+        for weights in sampler:
+            weights.fill_(1)  # in what states may have left
+        memory.hold("training")
     assert all(torch.equal(state.cpu(), value) for state, value in zip(states, values, strict=True))
 
 

@@ -200,6 +200,7 @@ def run(row: str, config: Config, options) -> dict:
     meshes = start(config)
     outcome = measure(config, row, meshes, options.steps, options.warmup, options.profile) | estimate
     if options.versus:
+        free_memory()
         outcome |= versus(config, meshes, row, options.steps, options.warmup, options.versus)
     return outcome
 

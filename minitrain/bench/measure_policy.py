@@ -6,6 +6,7 @@ response. Rewards are those of random text; a step with no signal costs the same
 """
 
 import dataclasses
+import sys
 from statistics import median_high as median
 
 import torch.distributed as dist
@@ -22,7 +23,13 @@ def measure_policy(config: Config, row: str, steps: int, warmup: int) -> dict:
     config = dataclasses.replace(published_lengths(config), steps=warmup + steps + last)
     device, matmul = prepare(config)
     run = Run(config, folder=None)
-    lines = list(run.steps(run.begin()))[warmup : warmup + steps]
+    lines = []
+    for line in run.steps(run.begin()):
+        lines.append(line)
+        if dist.get_rank() == 0:  # at once: steps take long, and a later one may fail
+            phases = ", ".join(f"{phase} {line[f'{phase}_s']:.3g} s" for phase in PHASES)
+            print(f"{row}: step {line['step']}: {line['step_time_s']:.3g} s ({phases})", file=sys.stderr, flush=True)
+    lines = lines[warmup : warmup + steps]
     times = [line["step_time_s"] for line in lines]
     tokens = median([line["tokens_per_sec_per_gpu"] for line in lines])
     per_token = flops_of_token(config, lines[0]["step_tokens"])

@@ -149,7 +149,8 @@ class Mamba2(nn.Module):
         heads, head_dim = dt.shape[-1], self.shape.head_dim
         conv, ssm = (None, None) if state is None else state
         weight, bias = (p.unflatten(0, (-1, mixed.shape[-1]))[groups] for p in (self.conv1d.weight, self.conv1d.bias))
-        mixed = F.silu(causal_conv(mixed, weight, bias, documents, conv))
+        mixed = causal_conv(mixed, weight, bias, documents, conv)
+        mixed = mixed * torch.sigmoid(mixed)  # of F.silu, the compiler would store the fp32 that it computes in
         x, b, c = mixed.split([heads * head_dim, self.shape.state, self.shape.state], dim=-1)
         dynamics = self.dynamics.A_log, self.dynamics.D, self.dynamics.dt_bias
         a_log, d, dt_bias = (p.unflatten(0, (-1, heads))[groups] for p in dynamics)

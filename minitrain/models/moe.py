@@ -324,7 +324,7 @@ class RowBiases(torch.autograd.Function):
         grad, grad_bias, grad_scale = grad.contiguous(), None, None
         if ctx.needs_input_grad[0]:
             padded = F.pad(scale.to(grad.dtype), (0, 7))  # grouped_mm wants rows of 16 bytes
-            grad_bias = grouped_mm(padded.T, grad, offsets)[:, 0]
+            grad_bias = grouped_mm(grad.T, padded, offsets)[..., 0]  # a padded.T would be copied by the compiler
         if ctx.needs_input_grad[1]:
             grad_scale = (grad * bias[expert]).sum(-1, keepdim=True)
         return grad_bias, grad_scale, None

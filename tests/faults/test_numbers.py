@@ -2,14 +2,17 @@
 
 import json
 import math
+import os
 import random
 import time
 from contextlib import nullcontext
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import config as compiler
 
 from minitrain import config as configs
 from minitrain import train
@@ -270,14 +273,15 @@ def test_batches_are_identified_by_file_and_place(kind, tmp_path):
 def deterministic_run(tree: dict) -> list[Tensor]:
     torch.use_deterministic_algorithms(False)
     config = configs.from_dict(tree | {"deterministic": True})
-    try:
-        trainer, (dataset, _) = Trainer(config, start(config)), open_dataset(config)
-        assert torch.are_deterministic_algorithms_enabled()
-        for step in range(3):
-            trainer.step(dataset, step)
-        return everything(trainer)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with compiler.patch(deterministic=False), mock.patch.dict(os.environ):  # both as before for the tests after this
+        try:
+            trainer, (dataset, _) = Trainer(config, start(config)), open_dataset(config)
+            assert torch.are_deterministic_algorithms_enabled() and compiler.deterministic
+            for step in range(3):
+                trainer.step(dataset, step)
+            return everything(trainer)
+        finally:
+            torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
