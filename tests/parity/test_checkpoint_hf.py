@@ -312,8 +312,9 @@ def test_of_both_spellings_of_rotary_settings_the_old_one_counts(theta, tmp_path
 
 
 @pytest.mark.parametrize("outside", [None, 32])
-def test_scaled_positions_that_were_learned_are_all_where_config_json_has_no_number(outside, tmp_path):
-    build("qwen3").save_pretrained(tmp_path)
+@pytest.mark.parametrize("family", ["qwen3", "gpt-oss"])
+def test_scaled_positions_that_were_learned_are_all_where_config_json_has_no_number(family, outside, tmp_path):
+    build(family).save_pretrained(tmp_path)
     changes = dict(rope_parameters=None, rope_scaling=dict(rope_type="yarn", factor=4.0))
     edit_json(tmp_path / "config.json", original_max_position_embeddings=outside, **changes)
     tokens = random_tokens(2, 60)
