@@ -352,7 +352,8 @@ def check_exportable(config: DecoderConfig) -> None:
         if key in family.sizes and config.family != "nemotron_h" and not getattr(config, key):
             raise InputError(f"model.{key}=0 cannot be saved as {family.architecture} (must be at least 1)")
     if config.family == "nemotron_h" and "E" in config.layer_pattern and not config.shared_expert_intermediate_size:
-        raise InputError(f"model.shared_expert_intermediate_size=0 cannot be saved as {family.architecture}")
+        key = "shared_expert_intermediate_size"
+        raise InputError(f"model.{key}=0 cannot be saved as {family.architecture} (must be at least 1)")
     if family.heads_divide and config.hidden_size % config.num_attention_heads:
         raise InputError(
             f"model.num_attention_heads={config.num_attention_heads} cannot be saved as {family.architecture}: "
