@@ -99,9 +99,9 @@ def check_updates(tolerance: float, steps: int = 2, **changes) -> None:
 @pytest.mark.parametrize(
     "changes, tolerance",
     [
-        ({}, 5e-4),  # on the CPU alone, sums in another order move an update by 4e-5
-        ({"compile": True}, 5e-4),
-        ({"recompute": "full"}, 5e-4),
+        ({}, 1e-4),  # on the CPU alone, sums in another order move an update by 4e-5
+        ({"compile": True}, 1e-4),
+        ({"recompute": "full"}, 1e-4),
         ({"precision": "bf16"}, 4e-2),
         ({"precision": "bf16", "compile": True, "recompute": "full"}, 4e-2),
         ({"precision": "bf16", "compile": True, "lora": {"rank": 4}}, 4e-2),
@@ -177,7 +177,7 @@ def test_fp8_training_is_as_exact_as_on_the_cpu(changes):
     ours = updates("cuda", **changes | {"precision": "fp8"})
     for name, update in exact.items():
         error, usual = ((each[name] - update).norm() / update.norm() for each in (ours, on_cpu))
-        assert error < 2 * usual < 0.4, f"the update of {name} is off by {error:.1e}, on the CPU by {usual:.1e}"
+        assert error < 1.5 * usual < 0.3, f"the update of {name} is off by {error:.1e}, on the CPU by {usual:.1e}"
         length = (ours[name] * update).sum() / update.square().sum()  # rounding is nearly orthogonal, a wrong scale not
         assert abs(length - 1) < 0.1, f"the update of {name} is {length:.2f} times as long"
 

@@ -135,8 +135,8 @@ def whole_row_mask(make_mask: Callable, mesh: DeviceMesh, form: str, zigzag: boo
 
 
 def attend_to_all_keys(
-    attend: Callable, mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor, mask, sinks: Tensor | None = None,
-    zigzag: bool = True,
+    attend: Callable, mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor, mask, sinks: Tensor | None = None, *,
+    zigzag: bool,
 ) -> Tensor:  # fmt: skip
     """This rank's queries, all keys and values.
 
