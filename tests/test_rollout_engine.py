@@ -9,11 +9,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from minitrain import Sampler, SamplingParams, generate, load_pretrained, save_pretrained
 from minitrain import config as configs
 from minitrain.config import Rollout
 from minitrain.errors import InputError
+from minitrain.models import onednn
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import Lora, add_adapters
 from minitrain.models.zoo import model_config
@@ -552,6 +554,17 @@ def test_matrices_of_one_input_are_one_product(name, joined, tmp_path):
     assert all(torch.equal(p, loaded.get_parameter(key)) for key, p in model.named_parameters())
     size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     assert size < 1.01 * sum(p.nbytes for p in model.parameters()) + 50_000
+
+
+def test_linears_that_train_by_onednn_are_packed_too(monkeypatch):
+    monkeypatch.setattr(onednn, "FASTER", True)
+    model, prompts = make("qwen3-32b"), prompts_of((9, 3))
+    onednn.to_onednn(model)
+    sampler = Sampler(model, settings=Rollout(slots=4, page_size=4, pages=100))
+    greedy = SamplingParams(temperature=0.0, max_tokens=6)
+    assert [c.tokens for c in sampler.generate(prompts, greedy)] == [uncached(model, p, 6) for p in prompts]
+    packed = {linear for owner in sampler.weights.packed if isinstance(owner, tuple) for linear in owner}
+    assert packed == {module for block in model.blocks for module in block.modules() if isinstance(module, nn.Linear)}
 
 
 def test_adapters_are_sampled_with_and_dropout_is_not():

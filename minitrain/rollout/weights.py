@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-import minitrain.models.onednn  # noqa: F401 (its operator)
+from minitrain.models.onednn import OnednnLinear
 
 LEAST = 1 << 18  # elements of what is repacked: 1 MiB
 Packed = tuple[Tensor, Tensor | None, list[int]]  # matrices side by side as oneDNN reads them, biases, rows of each
@@ -149,8 +149,8 @@ def forward_in_group(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 def linears_by_input(block: nn.Module) -> list[tuple[nn.Linear, ...]]:
-    """All Linears of `block` whose forward is nn.Linear's own, those with the same input together."""
-    plain = {m: None for m in block.modules() if type(m) is nn.Linear and "forward" not in m.__dict__}
+    """All Linears of `block` that just multiply, those with the same input together."""
+    plain = {m: None for m in block.modules() if type(m) in (nn.Linear, OnednnLinear) and "forward" not in m.__dict__}
     groups = []
     for module in block.modules():
         linears = tuple(getattr(module, name, None) for name in getattr(module, "same_input", ()))
