@@ -1,29 +1,39 @@
-"""fp32 matrix products on AMD's CPUs with AVX-512, by oneDNN: about twice as fast as MKL's, which torch takes there.
+"""fp32 matrix products on AMD's CPUs with AVX-512, by oneDNN: on Zen 5 twice as fast as MKL's, which torch takes there.
 
 MKL keeps its AVX-512 kernels for Intel's CPUs, and uses half of the others' width. oneDNN, which comes with torch too,
-makes kernels for the CPU that it finds. `to_onednn` lets a model's Linears multiply so; the loss and experts call
-`matmul` and its relatives. Small products stay torch's own: there a call costs more than it saves. On other CPUs, on
-GPUs and in other types nothing changes. Left out: products inside attention, and of more than two dimensions.
+makes kernels for the CPU that it finds. Zen 4 does such instructions in two halves, and gains an eighth. `to_onednn`
+lets a model's Linears multiply so; the loss and experts call `matmul` and its relatives. Small products stay torch's
+own: there a call costs more than it saves. On other CPUs, on GPUs and in other types nothing changes. Left out:
+products inside attention, and of more than two dimensions.
 """
 
+import math
+import re
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-LEAST = 1 << 24  # FLOPs of a product: below, calling oneDNN takes longer than it saves
-COPIED = 256  # columns or terms of a product that make up for copying a transposed left factor, or the product itself
+
+def amd_family() -> int:
+    """26: Zen 5; 25: Zen 3 and 4; 0: another's CPU, or none that says so."""
+    cpu = Path("/proc/cpuinfo")
+    found = re.search(r"AuthenticAMD\ncpu family\s*: (\d+)", cpu.read_text() if cpu.exists() else "")
+    return int(found[1]) if found else 0
 
 
 def is_faster() -> bool:
     """Than MKL, on this CPU."""
-    cpu = Path("/proc/cpuinfo")
-    of_amd = cpu.exists() and "AuthenticAMD" in cpu.read_text()
-    return of_amd and torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return amd_family() > 0 and wide and torch.backends.mkldnn.is_available()
 
 
 FASTER = is_faster()
+LEAST = 1 << 24  # FLOPs of a product: below, calling oneDNN takes longer than it saves
+FULL_WIDTH = amd_family() > 25
+TRANSPOSED = 256 if FULL_WIDTH else math.inf  # columns of a product that make up for copying a transposed left factor
+COPIED = 256 if FULL_WIDTH else 512  # terms of its sums that make up for copying the product itself
 
 
 def to_onednn(model: nn.Module) -> None:
@@ -41,7 +51,7 @@ def takes(x: Tensor, flops: int) -> bool:
 
 def multiplies(a: Tensor, b: Tensor) -> bool:
     """Is a @ b a product for oneDNN? It wants the rows of a, and copies where it gets columns."""
-    in_rows = a.stride(1) == 1 or b.shape[1] >= COPIED
+    in_rows = a.stride(1) == 1 or b.shape[1] >= TRANSPOSED
     return in_rows and takes(a, 2 * a.shape[0] * a.shape[1] * b.shape[1])
 
 
