@@ -39,7 +39,7 @@ def shard(model: Module, blocks: list[Module], mesh: DeviceMesh, compute_dtype: 
         block are a unit of their own.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    mesh = without_single_copy(mesh)
+    mesh = fsdp_mesh(mesh)
     holders = [module for module in model.modules() if isinstance(module, KeepsFP32)]
     if holders:
         fully_shard(holders, mesh=mesh, mp_policy=replace(policy, param_dtype=None), reshard_after_forward=False)
@@ -64,8 +64,8 @@ def shard(model: Module, blocks: list[Module], mesh: DeviceMesh, compute_dtype: 
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
 
 
-def without_single_copy(mesh: DeviceMesh) -> DeviceMesh:
-    """Of a mesh with dp_replicate and dp_shard, what FSDP is to know: where there is one copy, the shards alone."""
+def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """FSDP's mesh: (dp_replicate, dp_shard) if there are several copies (HSDP), else (dp_shard,) alone."""
     return mesh["dp_shard"] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", "dp_shard"]
 
 
@@ -75,7 +75,7 @@ def shard_experts(experts: Module, block: Module, mesh: DeviceMesh, **options) -
     They are gathered and freed with the block around them, not when they run: that is inside of what is compiled, and
     of what is recomputed, where the hooks of FSDP would break both.
     """
-    mesh = without_single_copy(mesh)
+    mesh = fsdp_mesh(mesh)
     ranks = mesh.size(-1)
     fully_shard(experts, mesh=mesh, shard_placement_fn=lambda parameter: widest_dimension(parameter, ranks), **options)
     state = experts._get_fsdp_state()  # no public name says on which module the hooks are
