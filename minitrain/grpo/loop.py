@@ -44,7 +44,7 @@ from minitrain.grpo.rollouts import (
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.expert import expert_parallel
-from minitrain.parallel.mesh import checkpoint_group, pick_device, start, wait_at_most
+from minitrain.parallel.mesh import checkpoint_group, pick_device, set_timeout, start
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.tensor import tensor_parallel
 from minitrain.rollout.engine import Sampler
@@ -155,7 +155,7 @@ class Run:
             (dist.get_world_size() // config.rollout.tp, config.rollout.tp),
             mesh_dim_names=("replica", "tp"),
         )["tp"]
-        wait_at_most(config.timeout_s, tp.get_all_groups())
+        set_timeout(config.timeout_s, tp.get_all_groups())
         if not self.apart and is_whole(self.learner.model) and config.rollout.tp == 1:
             return self.learner.model
         model = make_sampler_model(config, tp) if samples else None

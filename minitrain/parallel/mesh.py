@@ -87,7 +87,7 @@ def start(config: Config) -> Meshes:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     meshes = build_meshes(config, device.type)
     if begins:
-        wait_at_most(config.timeout_s)
+        set_timeout(config.timeout_s)
     return meshes
 
 
@@ -104,7 +104,7 @@ def check_device(config: Config, device: torch.device) -> None:
         raise InputError("data.packed=true on a GPU needs compile=true: else each new length compiles attention anew")
 
 
-def wait_at_most(seconds: float, groups: Iterable[dist.ProcessGroup] | None = None) -> None:
+def set_timeout(seconds: float, groups: Iterable[dist.ProcessGroup] | None = None) -> None:
     """Set the timeout of groups, by default of all that there are.
 
     One that is made later has torch's own, 10 minutes with NCCL and 30 with gloo, unless it is told.

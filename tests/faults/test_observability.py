@@ -20,7 +20,7 @@ from minitrain import train
 from minitrain.errors import InputError
 from minitrain.grpo import loop
 from minitrain.parallel import mesh
-from minitrain.parallel.mesh import start, wait_at_most
+from minitrain.parallel.mesh import set_timeout, start
 from minitrain.runtime.agreement import difference
 from minitrain.runtime.failures import recorded
 from minitrain.tokenizer import ByteTokenizer
@@ -241,7 +241,7 @@ def train_with_a_reward_that_hangs(folder):
 
     def later(seconds, groups=None):
         groups = list(c10d._world.pg_map) if groups is None else groups
-        begin_to_lose_patience.append(lambda: wait_at_most(seconds, groups))
+        begin_to_lose_patience.append(lambda: set_timeout(seconds, groups))
 
     new_group = dist.new_group
     dist.new_group = lambda *args, timeout, **options: patient(new_group(*args, **options), timeout)
@@ -251,7 +251,7 @@ def train_with_a_reward_that_hangs(folder):
             later(timeout.total_seconds(), [group])
         return group
 
-    mesh.wait_at_most = loop.wait_at_most = later
+    mesh.set_timeout = loop.set_timeout = later
     reward = GRPO["grpo"] | {"reward": "tests.faults.test_observability:hang_on_rank_1"}
     train.train(configs.from_dict(GRPO | {"grpo": reward, "timeout_s": 2.0, "out_dir": str(folder)}))
 
