@@ -48,7 +48,7 @@ from minitrain.parallel.mesh import checkpoint_group, pick_device, set_timeout, 
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.tensor import tensor_parallel
 from minitrain.rollout.engine import Sampler
-from minitrain.runtime.agreement import rank_0_says, wait_for_all
+from minitrain.runtime.agreement import broadcast, rank_0_says, wait_for_all
 from minitrain.runtime.watch import until_sigterm
 from minitrain.training.checkpoint import Checkpointer, resume, saved_despite_errors
 from minitrain.training.fingerprint import agreed_fingerprint
@@ -255,17 +255,17 @@ class Run:
 
         Rank 0 reads for all: others might see its files later, and disagree on whether to sample.
         """
-        found: list[list[Group] | InputError | None] = [None]
+        found: list[Group] | InputError | None = None
         if dist.get_rank() == 0 and self.rollouts(step).exists():
             try:
                 groups = read_rollouts(self.rollouts(step))
-                found = [groups if fits(groups, self.config) else None]
+                found = groups if fits(groups, self.config) else None
             except InputError as error:
-                found = [error]
-        dist.broadcast_object_list(found, 0, self.everyone)
-        if isinstance(found[0], InputError):
-            raise found[0]
-        return found[0]
+                found = error
+        found = broadcast(found, 0, self.everyone)
+        if isinstance(found, InputError):
+            raise found
+        return found
 
     def share(self, collected: tuple[list[Group], float] | None, step: int) -> list[Group]:
         """What was collected for `step`, on all ranks and on disk."""
@@ -277,11 +277,7 @@ class Run:
 
     def tell(self, value: Any, source: int) -> Any:
         """`value` of rank `source`, on all ranks; where ranks do not differ, just the value."""
-        if not self.apart:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, source, self.everyone)
-        return values[0]
+        return broadcast(value, source, self.everyone) if self.apart else value
 
     def update_sampler(self) -> None:
         with self.phase("refit"):

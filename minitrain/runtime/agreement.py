@@ -72,6 +72,13 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return values
 
 
+def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
+    """The `value` of rank `source`, on every rank: of a group, or of all."""
+    values = [value]
+    dist.broadcast_object_list(values, source, group=control_group() if group is None else group)
+    return values[0]
+
+
 def difference(rank: int, first: dict[str, Any], own: dict[str, Any]) -> str:
     name = next(name for name in sorted({*first, *own}) if first.get(name, ...) != own.get(name, ...))
     theirs, ours = (str(entries.get(name, "nothing"))[:100] for entries in (first, own))

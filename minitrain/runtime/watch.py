@@ -30,7 +30,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store  # no public name; the one that torchrun's ranks share
 
-from minitrain.runtime.agreement import control_group, rank_0_says
+from minitrain.runtime.agreement import broadcast, rank_0_says
 
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, times
 VERDICT = 10.0  # seconds after which a rank whose collective has failed takes it for no other rank's death
@@ -44,9 +44,8 @@ def until_sigterm(steps: Iterator[dict[str, Any]]) -> Iterator[tuple[dict[str, A
 
     That rank says so in the store, where rank 0 looks after every step and tells all: they stop at the same one.
     """
-    sigterm, name = threading.Event(), [secrets.token_hex(8)]  # a store may see several runs
-    dist.broadcast_object_list(name, group=control_group())
-    store, name = _get_default_store(), f"minitrain/sigterm/{name[0]}"
+    sigterm, store = threading.Event(), _get_default_store()
+    name = f"minitrain/sigterm/{broadcast(secrets.token_hex(8))}"  # a store may see several runs
     before = signal.signal(signal.SIGTERM, lambda *_: sigterm.set())
     try:
         for numbers in steps:

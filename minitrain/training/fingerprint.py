@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from minitrain.config import Config, Data, to_dict
 from minitrain.errors import InputError, readable
-from minitrain.runtime.agreement import check_same, code_digests, control_group, flatten
+from minitrain.runtime.agreement import broadcast, check_same, code_digests, flatten
 from minitrain.tokenizer import COMPANIONS, tokenizer_file, with_companions
 from minitrain.training.data import find_files
 from minitrain.training.durable import write_durably
@@ -58,16 +58,15 @@ def check_continuation(file: Path, config: Config, files: dict[str, str], resume
     files: the fingerprint of its data. Raises InputError, on all ranks alike, if the run is resumed, its settings name
     the same data, and there is other data. All ranks call it together; rank 0 reads and writes.
     """
-    failure, notes = [None], []
+    failure, notes = None, []
     if dist.get_rank() == 0:
         now = {"settings": comparable_settings(config), "files": files, "code": code_digests()}
         before = (read(file) if resumed else None) or now
-        failure, notes = [data_change(before, now)], [*other_settings(before, now), *other_code(before, now)]
-        if failure == [None]:
+        failure, notes = data_change(before, now), [*other_settings(before, now), *other_code(before, now)]
+        if failure is None:
             write_durably(file, json.dumps(now, indent=1))
-    dist.broadcast_object_list(failure, group=control_group())
-    if failure[0]:
-        raise InputError(failure[0])
+    if failure := broadcast(failure):
+        raise InputError(failure)
     return notes
 
 
