@@ -5,7 +5,7 @@ from functools import partial
 from minitrain.bench.fake_world import fake_world
 from minitrain.config import Config
 from minitrain.config_checks import check_layout
-from minitrain.parallel.mesh import build_meshes, owned, world_size
+from minitrain.parallel.mesh import build_meshes, local, world_size
 from minitrain.parallel.parallelize import lay_out
 from minitrain.training.build import make_model
 
@@ -43,6 +43,6 @@ def dry_run(config: Config) -> str:
     with fake_world(ranks):
         model = lay_out(partial(make_model, config), config, build_meshes(config, "cpu"))
         total = sum(p.numel() for p in make_model(config).parameters())
-        mine = sum(owned(p)[0].numel() for p in model.parameters())
+        mine = sum(local(p).numel() for p in model.parameters())
     count = micro_batches(config)
     return f"{total:,} parameters over {ranks} ranks, {mine:,} on rank 0; {count} micro-batch(es) a step: ok"

@@ -19,7 +19,7 @@ from minitrain.grpo.refit import Parts
 from minitrain.grpo.rollouts import Group, rewards
 from minitrain.models.lora import Lora, adapter_names, is_adapter, merged
 from minitrain.parallel.context import split
-from minitrain.parallel.mesh import Meshes, owned, whole
+from minitrain.parallel.mesh import Meshes, local, owned, whole
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.training.build import build_model, sum_over
 from minitrain.training.checkpoint import Checkpointer
@@ -154,7 +154,7 @@ class Learner:
         """Give a model of the same layout the policy's weights."""
         weights = self.model.state_dict()
         for name, tensor in other.state_dict().items():
-            owned(tensor)[0].copy_(owned(weights[name])[0])
+            local(tensor).copy_(local(weights[name]))
 
     def weights(self) -> Parts:
         """This rank's parts of the policy's weights and buffers, adapters merged. All that train call it together."""

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.distributed.tensor import DTensor
+
+from minitrain.parallel.mesh import local
 
 Tensors = Callable[[], Iterable[Tensor]]
 
@@ -45,8 +46,7 @@ class Memory:
 
 def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     """Of this rank's parts, each once, whoever shares it."""
-    parts = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-    found = {storage.data_ptr(): storage for storage in (part.untyped_storage() for part in parts)}
+    found = {storage.data_ptr(): storage for storage in (local(tensor).untyped_storage() for tensor in tensors)}
     return [storage for storage in found.values() if storage.nbytes()]
 
 

@@ -167,7 +167,7 @@ def owned(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
 
 
 def local(tensor: Tensor | None) -> Tensor | None:
-    """This rank's part alone: finding out where it lies takes longer."""
+    """This rank's part of a tensor alone, which is faster than `owned`: where it lies takes time to find out."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
 from minitrain.hashing import mix
-from minitrain.parallel.mesh import owned
+from minitrain.parallel.mesh import local, owned
 
 AT_ONCE = 1 << 24  # numbers that are widened at a time
 
@@ -73,7 +73,7 @@ class AdamW(torch.optim.Optimizer):
                 continue
             state = self.state[parameter] or self.new_state(parameter, group["states"])
             weight, place = owned(parameter)
-            tensors = (weight, *(owned(x)[0] for x in (parameter.grad, state["exp_avg"], state["exp_avg_sq"])))
+            tensors = (weight, *map(local, (parameter.grad, state["exp_avg"], state["exp_avg_sq"])))
             yield from split_rows(self.names[parameter], place, state["step"], tensors)
 
     def new_state(self, parameter: Parameter, dtype: torch.dtype) -> dict[str, Tensor]:

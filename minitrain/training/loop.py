@@ -17,7 +17,7 @@ from minitrain.config import Config
 from minitrain.models.moe import Router, update_selection_bias
 from minitrain.parallel.context import split
 from minitrain.parallel.data import set_gradient_sync
-from minitrain.parallel.mesh import Meshes, owned, pick_device
+from minitrain.parallel.mesh import Meshes, local, pick_device
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.tensor import check_overlap
 from minitrain.training.build import build_model, sum_over
@@ -46,7 +46,7 @@ class Trainer:
         dataset = Mock(self.config.batch.seq_len, self.config.model.config.vocab_size, seed=0, split=0)
         batches = self.micro_batches(dataset, 0)
         loss = forward_backward(self.model, self.objective, batches, self.meshes, self.device)
-        gradients = [owned(p.grad)[0].clone() for p in self.model.parameters() if p.grad is not None]
+        gradients = [local(p.grad).clone() for p in self.model.parameters() if p.grad is not None]
         self.optimizer.zero_grad(set_to_none=True)
         update_selection_bias(self.model, 0)  # forgets whom the routers chose
         return [loss, *gradients]
