@@ -20,11 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
+from minitrain.models.tensor_files import Slices
 from minitrain.parallel.mesh import owned
 from minitrain.runtime.agreement import gather
 
 Box = tuple[tuple[int, int], ...]  # first and behind the last index, per dimension
-Parts = dict[str, tuple[Tensor, tuple[slice, ...]]]  # by name: this rank's part, and where it lies in the whole tensor
+Parts = dict[str, tuple[Tensor, Slices]]  # by name: this rank's part, and where it lies in the whole tensor
 BUCKET = 1 << 28  # elements that a rank sends or receives at most between two waits
 
 
@@ -85,7 +86,7 @@ def parts_of(model: Module) -> Parts:
     return {name: owned(tensor) for name, tensor in model.state_dict().items()}
 
 
-def region(part: tuple[Tensor, tuple[slice, ...]], box: Box) -> Tensor:
+def region(part: tuple[Tensor, Slices], box: Box) -> Tensor:
     """The view of a part that is the region `box` of the whole tensor."""
     tensor, where = part
     return tensor[tuple(slice(a - s.start, b - s.start) for (a, b), s in zip(box, where, strict=True))]

@@ -23,9 +23,9 @@ from minitrain.models import checkpoint_gpt2, checkpoint_wan
 from minitrain.models.config_hf import config_from_hf, config_to_hf, read_json
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.models.layouts_hf import Piece, Slices, is_ignored, pieces, stored_name, to_stored
+from minitrain.models.layouts_hf import Piece, is_ignored, pieces, stored_name, to_stored
 from minitrain.models.lora import is_adapter
-from minitrain.models.tensor_files import open_tensors, read_headers, write_tensors
+from minitrain.models.tensor_files import Slices, all_of, open_tensors, read_headers, write_tensors
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import empty_model
 
@@ -95,11 +95,6 @@ class Weights(NamedTuple):
 
     stored: dict[str, StoredTensor]
     sources: dict[str, list[Piece]]
-
-
-def all_of(tensor: Tensor) -> tuple[Tensor, Slices]:
-    """This process holds all of every parameter."""
-    return tensor, tuple(slice(0, n) for n in tensor.shape)
 
 
 def find_weights(config: DecoderConfig | WanConfig, path: str | Path) -> Weights:

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from minitrain.errors import InputError
 
+Slices = tuple[slice, ...]  # a part of a tensor: one slice per dimension, with start and stop
 LONGEST_HEADER = 16 << 20  # bytes, enough for 100,000 tensors; the package would parse 100 MB for half a minute
+
+
+def all_of(tensor: Tensor) -> tuple[Tensor, Slices]:
+    """A tensor, and where it lies in itself: what a process that has all of it passes as its part."""
+    return tensor, tuple(slice(0, n) for n in tensor.shape)
 
 
 def open_tensors(file: str | Path) -> safe_open:

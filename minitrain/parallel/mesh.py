@@ -21,12 +21,11 @@ from torch.nn import Module
 from minitrain.config import Config, to_dict
 from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
+from minitrain.models.tensor_files import Slices, all_of
 from minitrain.runtime import watch
 from minitrain.runtime.agreement import check_same, code_digests, flatten
 from minitrain.runtime.determinism import be_deterministic
 from minitrain.runtime.rendezvous import join_store, prepare_connections
-
-Piece = tuple[slice, ...]  # of a tensor
 
 
 @dataclass(frozen=True)
@@ -155,13 +154,13 @@ def build_meshes(config: Config, device_type: str) -> Meshes:
     )
 
 
-def owned(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+def owned(parameter: Tensor) -> tuple[Tensor, Slices]:
     """This rank's part of a parameter, and where it lies in the whole: `whole[slices]` has the part's shape.
 
     A plain tensor is all of itself. Writing to the part writes to the parameter.
     """
     if not isinstance(parameter, DTensor):
-        return parameter, tuple(slice(0, n) for n in parameter.shape)
+        return all_of(parameter)
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return parameter.to_local(), tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
@@ -179,7 +178,7 @@ def whole_tensors(model: Module, wanted: Callable[[str], bool]) -> Iterator[tupl
             yield name, join(parts, shard.shape, shard.dtype)
 
 
-def whole(tensor: Tensor, where: Piece | None = None) -> Tensor:
+def whole(tensor: Tensor, where: Slices | None = None) -> Tensor:
     """The full tensor of all ranks' parts, or of `pieces` the one there: on every rank, which all call it together."""
     if where is None:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -190,10 +189,10 @@ def whole(tensor: Tensor, where: Piece | None = None) -> Tensor:
     return piece.full_tensor()
 
 
-def pieces(tensor: Tensor, most: int = 1 << 30) -> list[Piece]:
+def pieces(tensor: Tensor, most: int = 1 << 30) -> list[Slices]:
     """What of a tensor to make whole at a time, of about `most` bytes each: a stack of experts can have more than a GPU
     has to spare. Cut along the longest dimension of which every rank has all; without one, all is one piece."""
-    everything = tuple(slice(0, n) for n in tensor.shape)
+    _, everything = all_of(tensor)
     split = {p.dim for p in getattr(tensor, "placements", ()) if isinstance(p, Shard)}
     dim = max((d for d in range(tensor.ndim) if d not in split), key=lambda d: tensor.shape[d], default=None)
     if dim is None or tensor.numel() * tensor.itemsize <= most:
@@ -204,7 +203,7 @@ def pieces(tensor: Tensor, most: int = 1 << 30) -> list[Piece]:
     return [(*everything[:dim], cut, *everything[dim + 1 :]) for cut in cuts]
 
 
-def join(parts: Iterable[tuple[Piece, Tensor | None]], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+def join(parts: Iterable[tuple[Slices, Tensor | None]], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
     """The tensor of whole pieces, on rank 0 in the host's memory. Takes one at a time; other ranks keep none."""
     if dist.get_rank() != 0:
         for _ in parts:

@@ -55,7 +55,8 @@ from torch.distributed.pipelining.schedules import (
 from torch.nn import Module
 
 from minitrain.config import Parallel
-from minitrain.parallel.mesh import Piece, join, local, pieces, whole
+from minitrain.models.tensor_files import Slices
+from minitrain.parallel.mesh import join, local, pieces, whole
 from minitrain.runtime.agreement import gather
 
 Batch = dict[str, Tensor]
@@ -290,7 +291,7 @@ class Pipeline(nn.Module):
         listing = [(number, name, pieces(x), x.shape, x.dtype) for name, (number, x) in mine.items()]
         entries = [entry for listing in gather(listing, self.group) for entry in listing]
 
-        def moved(number: int, name: str, where: Piece, like: Tensor) -> Tensor | None:
+        def moved(number: int, name: str, where: Slices, like: Tensor) -> Tensor | None:
             piece = whole(mine[name][1], where).contiguous() if name in mine else None
             return self.move(piece, like[where], number, 0)
 

@@ -20,18 +20,20 @@ from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
 from minitrain.hashing import mix
+from minitrain.models.tensor_files import Slices
 from minitrain.parallel.mesh import local, owned
 
 AT_ONCE = 1 << 24  # numbers that are widened at a time
 
-Place = tuple[slice, ...]  # of a part in the whole tensor
-
 
 class Piece(NamedTuple):
-    """Rows of a parameter and all that belongs to them, as plain tensors that share the parameter's memory."""
+    """Rows of a parameter and all that belongs to them, as plain tensors that share the parameter's memory.
+
+    place: where they lie in the whole parameter.
+    """
 
     name: str
-    place: Place
+    place: Slices
     step: Tensor
     weight: Tensor
     gradient: Tensor
@@ -104,7 +106,7 @@ class AdamW(torch.optim.Optimizer):
                     stored.copy_(value)
 
 
-def split_rows(name: str, place: Place, step: Tensor, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+def split_rows(name: str, place: Slices, step: Tensor, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """Pieces of at most AT_ONCE numbers, or one row; none of tensors that are empty on this rank."""
     rows = max(1, AT_ONCE // max(1, tensors[0][:1].numel()))
     first = place[0].start
@@ -139,7 +141,7 @@ def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
     return torch.where(x.isnan(), x, rounded).bfloat16()
 
 
-def random_bits(key: str, step: Tensor, place: Place) -> Tensor:
+def random_bits(key: str, step: Tensor, place: Slices) -> Tensor:
     """int32 in [0, 2^16), uniform: the part at `place` of the random tensor that `key` and `step` choose.
 
     Each index is hashed in turn, so that the last dimension's hash alone has the full size.
