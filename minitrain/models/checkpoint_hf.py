@@ -25,13 +25,12 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layouts_hf import Piece, is_ignored, pieces, stored_name, to_stored
 from minitrain.models.lora import is_adapter
-from minitrain.models.tensor_files import Slices, all_of, open_tensors, read_headers, write_tensors
+from minitrain.models.tensor_files import DTYPES, Slices, all_of, open_tensors, read_headers, write_tensors
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import empty_model
 
 STEMS = ("model", checkpoint_wan.STEM)  # of weight files: transformers', diffusers'
 TIED_HEAD = "lm_head.weight"  # where the output head is stored, which may also be where it is the embedding
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def load_pretrained(path: str | Path, dtype: torch.dtype | None = None, device=None) -> Decoder | Wan:

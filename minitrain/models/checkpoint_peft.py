@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import check_stored, stored_tensors
 from minitrain.models.config_hf import read_json
-from minitrain.models.layouts_hf import FLOATS, interleave, mamba_parts
+from minitrain.models.layouts_hf import interleave, mamba_parts
 from minitrain.models.lora import Lora, add_adapters, check_targets, is_adapter, is_meant, names_stack
 from minitrain.models.mamba import by_group, by_part
-from minitrain.models.tensor_files import Slices, all_of, open_tensors, write_tensors
+from minitrain.models.tensor_files import FLOATS, Slices, all_of, open_tensors, write_tensors
 from minitrain.models.wan import WanConfig
 from minitrain.models.zoo import empty_model
 

@@ -22,14 +22,13 @@ from torch import Tensor
 from minitrain.models import checkpoint_gpt2, checkpoint_nemotron_h
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.mamba import by_part
-from minitrain.models.tensor_files import Slices
+from minitrain.models.tensor_files import FLOATS, Slices
 from minitrain.models.wan import WanConfig
 
 FP8_BLOCK = 128
 FP8_SCALE = "_scale_inv"
 MXFP4_BLOCK = 32
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 without sign
-FLOATS = ("F64", "F32", "F16", "BF16")
 Fetch = Callable[[str, Slices], Tensor]  # key of a stored tensor, which part -> that part
 EXPERT_KEYS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 MIXTRAL_KEYS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}

@@ -9,6 +9,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch import Tensor
 from minitrain.errors import InputError
 
 Slices = tuple[slice, ...]  # a part of a tensor: one slice per dimension, with start and stop
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS = tuple(DTYPES)  # what weights that are not quantised are stored as, in safetensors' spelling
 LONGEST_HEADER = 16 << 20  # bytes, enough for 100,000 tensors; the package would parse 100 MB for half a minute
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from minitrain.config import Config, Data
 from minitrain.errors import InputError
-from minitrain.models.tensor_files import open_tensors, read_headers, write_tensors
+from minitrain.models.tensor_files import FLOATS, open_tensors, read_headers, write_tensors
 from minitrain.models.wan import WanConfig
 from minitrain.training.data import Skips, find_files, nth, shuffled, split_off
 from minitrain.training.flow import Diffusion, Noised, add_noise, generator
@@ -31,7 +31,6 @@ from minitrain.training.packing import first_fit_decreasing
 from minitrain.training.shapes import ShapesWorld
 from minitrain.training.token_files import check_unchanged, stamp_of
 
-FLOATS = ("F64", "F32", "F16", "BF16")
 DIMENSIONS = {"latents": 4, "text": 2, "condition": 4, "image": 2}
 IMAGE_TOKENS = 257  # of CLIP's features of one image
 
