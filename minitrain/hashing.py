@@ -1,12 +1,19 @@
-"""Random bits of numbered places: a hash of the place, so that they depend on no generator's state, order or layout.
+"""Random bits from hashes of names and numbered places, so that they depend on no generator's state, order or layout.
 
 The 32-bit mixer "lowbias32" (Wellons, "Prospecting for hash functions", 2018) is a bijection: each bit of the input
 changes each of the output with a probability within 0.2 % of one half.
 """
 
+import hashlib
+
 from torch import Tensor
 
 ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32)))
+
+
+def seed_of(text: str) -> int:
+    """A seed of 63 bits for a torch.Generator."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
 
 
 def mix(x: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 No rank ever holds the whole: storage is allocated after sharding, and files or initial values are read into the parts.
 """
 
-import hashlib
 from collections.abc import Callable
 from functools import partial
 
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 
 from minitrain.config import Config
+from minitrain.hashing import seed_of
 from minitrain.models.checkpoint_hf import load_weights
 from minitrain.models.checkpoint_peft import fill_adapters
 from minitrain.models.decoder import Decoder
@@ -86,8 +86,7 @@ def initialize(model: Decoder | Wan, seed: int, wanted: Callable[[str], bool] = 
     for name, parameter in model.state_dict().items():  # with buffers
         if not wanted(name):
             continue
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8]) >> 1)
+        generator = torch.Generator(parameter.device).manual_seed(seed_of(f"{seed}/{name}"))
         full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
         fill = initialize_adapter if is_adapter(name) else model.initialize_parameter
         fill(name, full, generator)

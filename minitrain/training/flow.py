@@ -7,7 +7,6 @@ What is random about a step (noise, sigma, whether the text is hidden) is drawn 
 seed and the row's number: resuming is exact, and all ranks that share a video see the same.
 """
 
-import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from minitrain.errors import InputError
+from minitrain.hashing import seed_of
 
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
@@ -170,5 +170,4 @@ def add_noise(row: dict[str, Tensor], n: int, settings: Diffusion, seed: int, he
 
 def generator(*key: int | bool) -> torch.Generator:
     """Random numbers that depend on `key` alone; on the CPU, so that all devices draw the same."""
-    digest = hashlib.sha256(repr(tuple(map(int, key))).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
+    return torch.Generator().manual_seed(seed_of(repr(tuple(map(int, key)))))
