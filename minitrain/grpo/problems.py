@@ -15,18 +15,19 @@ from minitrain.config import Config
 from minitrain.errors import InputError
 from minitrain.tokenizer import Tokenizer
 from minitrain.training.chat import (
+    CHATS,
     PROMPTS,
     encode_chat,
     encode_question,
     make_sample,
+    prompt_of,
     read_turns,
     split_reply,
     words_of,
 )
 from minitrain.training.chat_templates import ChatTemplate, Message, choose_template
-from minitrain.training.data import Skips, find_files, fitting_tokenizer, nth, read_jsonl, split_off, text_of
+from minitrain.training.data import Skips, find_files, fitting_tokenizer, nth, read_jsonl, split_off
 
-CHATS = ("messages", "conversations")  # whose last message is the answer
 ANSWERS = ("expected_answer", "answer", "ground_truth", "solution", "response", "output", "completion")
 
 
@@ -129,17 +130,14 @@ def read_problem(row: dict, where: str, prompt_key: str, answer_key: str) -> tup
 
 
 def read_prompt(row: dict, where: str, key: str) -> list[Message]:
-    """Text, which is the user's, or a list of messages; an `instruction` may have an `input` (Alpaca)."""
+    """Text, which is the user's, or a list of messages. key: as `read_problem` has it."""
     name = key or usual_name(row, PROMPTS, where, "prompt")
     if isinstance(row.get(name), list):
         turns = read_turns(row[name], f"{where}: {name!r}")
         if not turns:
             raise InputError(f"{where}: {name!r} is empty")
         return turns
-    text = words_of(row, name, where)
-    if not key and name == "instruction" and row.get("input"):
-        text += "\n" + text_of(row, "input", where)
-    return [Message("user", text)]
+    return [Message("user", words_of(row, key, where) if key else prompt_of(row, name, where))]
 
 
 def answer_of(row: dict, where: str, key: str) -> str:

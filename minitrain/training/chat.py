@@ -94,6 +94,7 @@ def split_reply(sample: Sample) -> tuple[list[int], list[int]]:
 
 # ------------------------------------------------------------------------------------------------------ lines of files
 
+CHATS = ("messages", "conversations")
 PROMPTS = ("prompt", "instruction", "question", "problem", "query", "input")
 RESPONSES = ("response", "completion", "output", "answer", "solution", "generated_solution", "expected_answer")
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names for them
@@ -104,10 +105,10 @@ def read_messages(record: dict[str, Any], where: str) -> list[Message]:
 
     `messages` with `role` and `content` each, or `conversations` with `from` and `value`; or `context`, `question` and
     `answers` as in SQuAD, of which the first answer counts; or a prompt and a response, under the first of `PROMPTS`
-    and of `RESPONSES` that is there, where `instruction` may have an `input` (Alpaca).
+    and of `RESPONSES` that is there.
     Raises InputError, which begins with `where`, for anything else.
     """
-    for key in ("messages", "conversations"):
+    for key in CHATS:
         if key in record:
             turns = read_turns(record[key], f"{where}: {key!r}")
             if not any(turn.role == "assistant" for turn in turns):
@@ -121,10 +122,14 @@ def read_messages(record: dict[str, Any], where: str) -> list[Message]:
             f"{where}: neither 'messages', nor 'context', 'question' and 'answers', nor a prompt (one of "
             f"{', '.join(PROMPTS)}) with a response (one of {', '.join(RESPONSES)})"
         )
-    prompt, response = (words_of(record, key, where) for key in keys)
-    if keys[0] == "instruction" and record.get("input"):
-        prompt += "\n" + text_of(record, "input", where)
+    prompt, response = prompt_of(record, keys[0], where), words_of(record, keys[1], where)
     return [Message("user", prompt), Message("assistant", response)]
+
+
+def prompt_of(record: dict[str, Any], key: str, where: str) -> str:
+    """The text of a prompt; an `instruction` may have an `input` (Alpaca)."""
+    text = words_of(record, key, where)
+    return text + "\n" + text_of(record, "input", where) if key == "instruction" and record.get("input") else text
 
 
 def read_turns(turns: Any, where: str) -> list[Message]:
