@@ -13,10 +13,9 @@ from minitrain.config import Config, Parallel
 from minitrain.config_checks import pipeline_needs
 from minitrain.training.data import stack
 from minitrain.training.loss import IGNORE
-from minitrain.training.packing import first_fit_decreasing, pack_row
+from minitrain.training.packing import PADDING, first_fit_decreasing, pack_row
 
 Example = dict[str, np.ndarray]  # of a sequence: values are [n], n = tokens - 1
-PADDING = {"tokens": 0, "labels": IGNORE}  # all else is padded with 0.0
 
 
 @dataclass
@@ -51,7 +50,7 @@ def micro_batches(samples: list[Example], config: Config, rank: int, ranks: int)
     bins = first_fit_decreasing([len(sample["tokens"]) for sample in samples], length)
     count = enough_for_pipeline(config.parallel, -(-len(bins) // (micro * ranks)))
     bins += [[]] * (count * micro * ranks - len(bins))
-    padding = {key: PADDING.get(key, 0.0) for key in samples[0]}
+    padding = dict.fromkeys(samples[0], 0.0) | PADDING
     nothing = {key: np.empty(0, column.dtype) for key, column in samples[0].items()}
     rows = [pack_row([samples[i] for i in each] or [nothing], length, padding) for each in bins[rank::ranks]]
     return [stack(rows[n : n + micro]) for n in range(0, len(rows), micro)]

@@ -10,6 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minitrain.training.loss import IGNORE
+
+PADDING = {"tokens": 0, "labels": IGNORE}  # what `pack_row` fills rows of text up with
+
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Rows of sample numbers, each with a sum of lengths of at most `capacity`; the same input gives the same rows.

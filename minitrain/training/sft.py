@@ -19,9 +19,7 @@ from minitrain.training.chat import Sample, encode_chat, make_sample, read_messa
 from minitrain.training.chat_templates import choose_template
 from minitrain.training.data import Mock, Skips, find_files, fitting_tokenizer, nth, read_jsonl, split_off
 from minitrain.training.loss import IGNORE
-from minitrain.training.packing import first_fit_decreasing, pack_row
-
-PADDING = {"tokens": 0, "labels": IGNORE}
+from minitrain.training.packing import PADDING, first_fit_decreasing, pack_row
 
 
 def open_chats(config: Config) -> "tuple[Chats | MockChats | Mock, Chats | MockChats | Mock | None]":
