@@ -78,9 +78,12 @@ class Mock:
     def __len__(self) -> int:
         return 1 << 40  # no epoch ever ends
 
+    def random(self, n: int) -> np.random.Generator:
+        """What row n is drawn from."""
+        return np.random.default_rng((self.seed, self.split, int(n)))
+
     def row(self, n: int) -> dict[str, Tensor]:
-        random = np.random.default_rng((self.seed, self.split, int(n)))
-        window = torch.from_numpy(random.integers(self.vocab_size, size=self.seq_len + 1))
+        window = torch.from_numpy(self.random(n).integers(self.vocab_size, size=self.seq_len + 1))
         return {"tokens": window[:-1], "labels": window[1:]}
 
 

@@ -6,8 +6,6 @@ order. All samples are tokenised at the start and stay in memory. Left out: stre
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -22,7 +20,7 @@ from minitrain.training.loss import IGNORE
 from minitrain.training.packing import PADDING, first_fit_decreasing, pack_row
 
 
-def open_chats(config: Config) -> "tuple[Chats | MockChats | Mock, Chats | MockChats | Mock | None]":
+def open_chats(config: Config) -> "tuple[Chats | Mock, Chats | Mock | None]":
     """The training samples in rows, and the held-out ones (None if data.validation is 0; mock data always has some).
 
     As `open_data`, with document -1 where a row is padding. Without data.packed, rows have neither `positions` nor
@@ -113,26 +111,17 @@ class Chats:
         return self.rows[number]
 
 
-@dataclass
-class MockChats:
+class MockChats(Mock):
     """Random tokens in the shape of packed SQuAD, as the published fine-tuning tables have it. `split` 0 and 1 differ.
 
     What those tables count fits rows with 17 empty slots, and questions, contexts and answers of such lengths s that
     attention sees sum(s^2) / sum(s) = 208 tokens: log-normal lengths do, of which a row's last is cut to fit.
     """
 
-    seq_len: int
-    vocab_size: int
-    seed: int
-    split: int
-    EMPTY: ClassVar[int] = 17
-    ANSWER: ClassVar[int] = 5  # tokens that are predicted
-
-    def __len__(self) -> int:
-        return 1 << 40  # no epoch ever ends
+    EMPTY, ANSWER = 17, 5  # slots of a row without a token; tokens of a chat that are predicted
 
     def row(self, n: int) -> dict[str, Tensor]:
-        random = np.random.default_rng((self.seed, self.split, int(n)))
+        random = self.random(n)
         lengths, room = [], max(1, self.seq_len - self.EMPTY)
         while room:
             drawn = max(self.ANSWER, round(random.lognormal(5.109, 0.410)))
