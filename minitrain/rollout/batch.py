@@ -13,7 +13,7 @@ from minitrain.rollout.scheduler import Sample
 from minitrain.training.loss import local_part
 
 WORTH = 512  # shared tokens that need not be read again, per group: below, a group costs more than it saves
-FILLING = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)  # of rows that only fill up
+PADDING = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)  # the settings of rows without a sample
 
 
 class Batch:
@@ -40,28 +40,28 @@ class Batch:
         self.captured: dict[tuple[bool, ...], torch.cuda.CUDAGraph] = {}
 
     def load(self, samples: list[Sample], steps: int) -> None:
-        """Fill the buffers for `samples`; further rows go nowhere."""
-        filling = self.rows - len(samples)
-        put(self.tokens, [(sample.produced or sample.prompt)[-1] for sample in samples] + [0] * filling)
-        put(self.positions, [sample.cached for sample in samples] + [0] * filling)
+        """Fill the buffers for `samples`; the other rows are padding."""
+        padding = self.rows - len(samples)
+        put(self.tokens, [(sample.produced or sample.prompt)[-1] for sample in samples] + [0] * padding)
+        put(self.positions, [sample.cached for sample in samples] + [0] * padding)
         self.turn.zero_()
         places = [(sample, sample.slot, list(sample.pages)) for sample in samples]
         if places != self.places:  # most steps change nothing else
             self.places = places
-            self._load_places(samples, filling)
+            self._load_places(samples, padding)
         if self.sampler.device.type == "cpu":
             self._load_rows(samples, steps)
 
-    def _load_places(self, samples: list[Sample], filling: int) -> None:
-        nowhere, spare_slot = self.sampler.scheduler.pages.count, self.sampler.caches.slots - 1
-        table = np.full(self.step.table.shape, nowhere)
+    def _load_places(self, samples: list[Sample], padding: int) -> None:
+        caches = self.sampler.caches
+        table = np.full(self.step.table.shape, caches.null_page)
         for row, sample in zip(table, samples, strict=False):
             row[: len(sample.pages)] = sample.pages
         put(self.step.table, table)
-        put(self.step.slots, [sample.slot for sample in samples] + [spare_slot] * filling)
-        put(self.choice.keys, [sample.key for sample in samples] + [0] * filling)
-        for name, filler in FILLING.items():
-            put(getattr(self.choice, name), [getattr(s.params, name) for s in samples] + [filler] * filling)
+        put(self.step.slots, [sample.slot for sample in samples] + [caches.null_slot] * padding)
+        put(self.choice.keys, [sample.key for sample in samples] + [0] * padding)
+        for name, value in PADDING.items():
+            put(getattr(self.choice, name), [getattr(s.params, name) for s in samples] + [value] * padding)
         self.choice.greedy = any(sample.params.temperature == 0 for sample in samples)
         self.choice.noisy = any(sample.params.temperature > 0 for sample in samples)
         self.choice.filtered = any(s.params.top_k > 0 or s.params.top_p < 1 or s.params.min_p > 0 for s in samples)
@@ -92,7 +92,7 @@ class Batch:
             if span[0] < span[1]
         ]
         for row in range(len(samples), self.rows):
-            caches.rows_held.pop(row, None)  # what only fills up writes there
+            caches.rows_held.pop(row, None)  # padding rows write there
 
     def _pages(self, sample: Sample, first: int, end: int) -> list[int]:
         return sample.pages[first // self.sampler.caches.page_size : self.sampler.scheduler.pages.needed(end)]
@@ -135,16 +135,15 @@ class Batch:
     def _graph(self) -> torch.cuda.CUDAGraph:
         """The step as a CUDA graph, for the way of choosing that the rows need; captured at first use.
 
-        Capturing runs nothing, but the rehearsals before it do: what they change is put back.
+        Capturing runs nothing, but the warm-up before it does: what that changes is put back.
         """
         kind = self.choice.greedy, self.choice.noisy, self.choice.filtered
         if kind not in self.captured:
             changed = [self.tokens, self.positions, self.turn, self.step.table, self.step.slots]
             before = [tensor.clone() for tensor in changed]
-            # rehearse where nobody looks: on pages and states that take what only fills up
-            self.step.table.fill_(self.sampler.scheduler.pages.count)
-            self.step.slots.fill_(self.sampler.caches.slots - 1)
-            stream = rehearsal_stream()
+            self.step.table.fill_(self.sampler.caches.null_page)  # so that no sample's pages or states change
+            self.step.slots.fill_(self.sampler.caches.null_slot)
+            stream = warmup_stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(2):  # compile, and let libraries allocate what they need
@@ -161,7 +160,7 @@ class Batch:
 
 
 @cache
-def rehearsal_stream() -> torch.cuda.Stream:
+def warmup_stream() -> torch.cuda.Stream:
     """One for all: torch keeps cuBLAS' workspace, 32 MB, of every stream that has multiplied anything."""
     return torch.cuda.Stream()
 

@@ -206,7 +206,7 @@ class Keys(Layer):
         if isinstance(step, PromptStep):
             outs = [self._attend_to_prompt(piece, q, new, v, sinks) for piece in step.pieces]
             out = torch.cat(outs, dim=2)
-            return F.pad(out, (0, 0, 0, q.shape[2] - out.shape[2]))  # tokens that fill up the row
+            return F.pad(out, (0, 0, 0, q.shape[2] - out.shape[2]))  # padding tokens
         return self._attend_to_pool(q, v, sinks) if q.is_cuda else self._attend_to_rows(q, new, v, sinks)
 
     def _attend_to_prompt(self, piece: Piece, q: Tensor, new: list[Tensor], v: Tensor | int, sinks) -> Tensor:
@@ -372,10 +372,12 @@ class Held(NamedTuple):
 
 
 class Caches:
-    """By layer. Page `pages` and slot `slots - 1` take what nobody will read: of rows and tokens that only fill up."""
+    """By layer. Besides `pages` and `slots` there are a null page and a null slot, to which padding rows and tokens
+    write, and which nobody reads."""
 
     def __init__(self, config: DecoderConfig, pages: int, page_size: int, slots: int):
-        self.pages, self.page_size, self.slots = pages + 1, page_size, slots
+        self.null_page, self.null_slot = pages, slots
+        self.pages, self.page_size, self.slots = pages + 1, page_size, slots + 1
         self.step: PromptStep | DecodingStep | None = None
         self.buffer_shape = (0, 0)  # rows and tokens of the CPU's buffers
         self.rows_held: dict[int, Held] = {}

@@ -175,9 +175,9 @@ class Sampler:
             tokens += prefill.tokens[wanted.start : wanted.stop]
             positions += wanted
             places += [(prefill.pages[i // size], i % size) for i in wanted]
-        filling = -len(tokens) % self.model.sequence_split
-        tokens, positions = tokens + [0] * filling, positions + [0] * filling
-        places += [(self.scheduler.pages.count, 0)] * filling  # nowhere
+        padding = -len(tokens) % self.model.sequence_split
+        tokens, positions = tokens + [0] * padding, positions + [0] * padding
+        places += [(self.caches.null_page, 0)] * padding
         self.caches.step = PromptStep(on_device([*zip(*places, strict=True)], self.device).unbind(), pieces)
         self.forward(on_device(tokens, self.device), on_device(positions, self.device), drop_hidden)
         for prefill, count in chunks:
@@ -227,9 +227,9 @@ class Sampler:
         self.page_count = settings.pages or self._page_count()
         pages = Pages(self.page_count, size)
         self.scheduler = Scheduler(pages, self.slots, settings.chunk, self.steps, reuse=not hybrid)
-        # behind the samples' and the waiting prefill's states, one for rows that only fill up
-        self.caches = Caches(self.config, pages.count, size, self.slots + 2)
-        self.width = min(pages.needed(longest), pages.count) + 1  # of a table of pages; the last column is nowhere
+        # a slot for each sample that is decoded, and one for a prefill that waits
+        self.caches = Caches(self.config, pages.count, size, self.slots + 1)
+        self.width = min(pages.needed(longest), pages.count) + 1  # of a table of pages; the last is the null page
         self.batches: dict[int, Batch] = {}
         self.graph_pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
