@@ -1,6 +1,6 @@
 """What each layer keeps of earlier tokens: pages of keys and values, pages of latents, or a state per sample.
 
-A forward pass of the sampler is one row of tokens, [1, tokens], of several sequences: a piece of each of some prompts
+A forward pass of the sampler is one row of tokens, [1, tokens], of several sequences: chunks of some prompts
 (`PromptStep`), or one token of each decoding sample (`DecodingStep`). It is the same for all layers, and the model's
 modules ask their layer's cache in place of a mask.
 
@@ -46,8 +46,8 @@ LOADS_AHEAD, HAVE_ROOM = {"num_stages": 3}, [(9, 0), (10, 0), (10, 3)]
 
 
 @dataclass
-class Piece:
-    """Tokens first, first + 1, ... of the row: `count` ones of a sequence that has `earlier` ones in `pages`."""
+class Chunk:
+    """A chunk of a prompt: `count` tokens, in the row from `first` on, of a sequence with `earlier` ones in `pages`."""
 
     first: int
     count: int
@@ -55,27 +55,37 @@ class Piece:
     pages: Tensor
     slot: int
 
+    @property
+    def tokens(self) -> slice:
+        """Where its tokens are in the row."""
+        return slice(self.first, self.first + self.count)
+
+    @property
+    def end(self) -> int:
+        """How many tokens of the sequence there are with it."""
+        return self.earlier + self.count
+
 
 class PromptStep:
-    """A forward pass over pieces of prompts. places: two of int64 [tokens], the page in which each token's keys go, and
+    """A forward pass over chunks of prompts. places: two of int64 [tokens], the page in which each token's keys go, and
     where in it."""
 
-    def __init__(self, places: tuple[Tensor, ...], pieces: list[Piece]):
-        self.places, self.pieces = places, pieces
+    def __init__(self, places: tuple[Tensor, ...], chunks: list[Chunk]):
+        self.places, self.chunks = places, chunks
         self.masks: dict[tuple, Mask] = {}
 
-    def mask(self, piece: Piece, window: int | None, plain: bool) -> Mask:
-        """What the piece's tokens see of their sequence, theirs included. plain: causal may stay without pairs."""
-        if plain and not piece.earlier and not window:
+    def mask(self, chunk: Chunk, window: int | None, plain: bool) -> Mask:
+        """What the chunk's tokens see of their sequence, theirs included. plain: causal may stay without pairs."""
+        if plain and not chunk.earlier and not window:
             return Mask(causal=True)
-        key = piece.first, window
+        key = chunk.first, window
         if key not in self.masks:
-            query = torch.arange(piece.earlier, piece.earlier + piece.count, device=piece.pages.device)
+            query = torch.arange(chunk.earlier, chunk.end, device=chunk.pages.device)
 
             def allows(row, head, i, j):
-                return (j <= query[i]) & (j > query[i] - (window or piece.earlier + piece.count))
+                return (j <= query[i]) & (j > query[i] - (window or chunk.end))
 
-            pairs = dense_pairs(allows, 1, piece.count, piece.earlier + piece.count, piece.pages.device)
+            pairs = dense_pairs(allows, 1, chunk.count, chunk.end, chunk.pages.device)
             self.masks[key] = Mask(True, pairs)
         return self.masks[key]
 
@@ -204,23 +214,22 @@ class Keys(Layer):
             self.pools = [self.caches.pool(x.shape[0], x.shape[2], x.dtype, x.device) for x in new]
         write(self.pools, step.places, new)
         if isinstance(step, PromptStep):
-            outs = [self._attend_to_prompt(piece, q, new, v, sinks) for piece in step.pieces]
+            outs = [self._attend_to_prompt(chunk, q, new, v, sinks) for chunk in step.chunks]
             out = torch.cat(outs, dim=2)
             return F.pad(out, (0, 0, 0, q.shape[2] - out.shape[2]))  # padding tokens
         return self._attend_to_pool(q, v, sinks) if q.is_cuda else self._attend_to_rows(q, new, v, sinks)
 
-    def _attend_to_prompt(self, piece: Piece, q: Tensor, new: list[Tensor], v: Tensor | int, sinks) -> Tensor:
-        tokens, length = slice(piece.first, piece.first + piece.count), piece.earlier + piece.count
-        if piece.earlier:
-            seen = [pool[piece.pages].flatten(0, 1)[:length].transpose(0, 1) for pool in self.pools]
+    def _attend_to_prompt(self, chunk: Chunk, q: Tensor, new: list[Tensor], v: Tensor | int, sinks) -> Tensor:
+        if chunk.earlier:
+            seen = [pool[chunk.pages].flatten(0, 1)[: chunk.end].transpose(0, 1) for pool in self.pools]
         else:
-            seen = [x[:, tokens] for x in new]
+            seen = [x[:, chunk.tokens] for x in new]
         keys = seen[0][None]
         values = keys[..., :v] if isinstance(v, int) else seen[1][None]
         # with sinks always pairs: the kernel for plain masks would be compiled for every length
-        mask = self.caches.step.mask(piece, self.window, plain=sinks is None)
+        mask = self.caches.step.mask(chunk, self.window, plain=sinks is None)
         with sdpa_kernel(FOR_ANY_LENGTH) if q.is_cuda else nullcontext():
-            return attention(q[:, :, tokens], keys, values, mask, sinks)
+            return attention(q[:, :, chunk.tokens], keys, values, mask, sinks)
 
     def _attend_to_pool(self, q: Tensor, v: Tensor | int, sinks: Tensor | None) -> Tensor:
         keys = self.pools[0].flatten(0, 1).transpose(0, 1)[None]  # [1, kv_heads, pool, head_dim]
@@ -335,14 +344,13 @@ class States(Layer):
         if isinstance(step, DecodingStep):
             mixed, dt, begins = mixed.transpose(0, 1), dt.transpose(0, 1), step.positions == 0
             return self._run(mix, mixed, dt, step.slots, begins).transpose(0, 1)
-        outs = [self._run_piece(mix, mixed, dt, piece) for piece in step.pieces]
+        outs = [self._run_chunk(mix, mixed, dt, chunk) for chunk in step.chunks]
         out = torch.cat(outs, dim=1)
         return F.pad(out, (0, 0) * (out.ndim - 2) + (0, mixed.shape[1] - out.shape[1]))
 
-    def _run_piece(self, mix: Callable, mixed: Tensor, dt: Tensor, piece: Piece) -> Tensor:
-        tokens = slice(piece.first, piece.first + piece.count)
-        slot, begins = on_device([[piece.slot], [piece.earlier == 0]], mixed.device)
-        return self._run(mix, mixed[:, tokens], dt[:, tokens], slot, begins.bool())
+    def _run_chunk(self, mix: Callable, mixed: Tensor, dt: Tensor, chunk: Chunk) -> Tensor:
+        slot, begins = on_device([[chunk.slot], [chunk.earlier == 0]], mixed.device)
+        return self._run(mix, mixed[:, chunk.tokens], dt[:, chunk.tokens], slot, begins.bool())
 
     def _run(self, mix: Callable, mixed: Tensor, dt: Tensor, slots: Tensor, begins: Tensor) -> Tensor:
         """Sequences in rows, from the states in their slots; from nothing where they begin, bool [rows]."""

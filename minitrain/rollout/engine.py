@@ -33,7 +33,7 @@ from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.rollout.batch import Batch
-from minitrain.rollout.caches import Caches, Piece, PromptStep, on_device
+from minitrain.rollout.caches import Caches, Chunk, PromptStep, on_device
 from minitrain.rollout.pages import Pages
 from minitrain.rollout.sampling import Completion, SamplingParams, sample_key
 from minitrain.rollout.scheduler import Prefill, Sample, Scheduler, Work
@@ -165,22 +165,22 @@ class Sampler:
 
     # ------------------------------------------------------------------------------------------------------ the work
 
-    def _compute(self, chunks: list[tuple[Prefill, int]]) -> None:
-        """Bring the next tokens of some prompts into the caches, all in one row."""
-        size, tokens, positions, places, pieces = self.settings.page_size, [], [], [], []
-        for prefill, count in chunks:
+    def _compute(self, prefills: list[tuple[Prefill, int]]) -> None:
+        """Bring the next tokens of some prompts into the caches, so many of each, all in one row."""
+        size, tokens, positions, places, chunks = self.settings.page_size, [], [], [], []
+        for prefill, count in prefills:
             wanted = range(prefill.cached, prefill.cached + count)
             pages = on_device(prefill.pages[: self.scheduler.pages.needed(wanted.stop)], self.device)
-            pieces.append(Piece(len(tokens), count, prefill.cached, pages, prefill.slot))
+            chunks.append(Chunk(len(tokens), count, prefill.cached, pages, prefill.slot))
             tokens += prefill.tokens[wanted.start : wanted.stop]
             positions += wanted
             places += [(prefill.pages[i // size], i % size) for i in wanted]
         padding = -len(tokens) % self.model.sequence_split
         tokens, positions = tokens + [0] * padding, positions + [0] * padding
         places += [(self.caches.null_page, 0)] * padding
-        self.caches.step = PromptStep(on_device([*zip(*places, strict=True)], self.device).unbind(), pieces)
+        self.caches.step = PromptStep(on_device([*zip(*places, strict=True)], self.device).unbind(), chunks)
         self.forward(on_device(tokens, self.device), on_device(positions, self.device), drop_hidden)
-        for prefill, count in chunks:
+        for prefill, count in prefills:
             self.scheduler.computed(prefill, count)
 
     def _decode(self, work: Work) -> list[tuple[Sample, list[int]]]:
