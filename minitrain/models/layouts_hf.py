@@ -189,23 +189,22 @@ def stacked_experts(name: str, whole: Slices, stored: Mapping[str, str]) -> list
     """One piece per expert, of which all rows are read."""
     experts, *rest = (part.stop for part in whole)
     if name.endswith("_bias"):
-        needs, read = {name: ((experts, *rest), FLOATS)}, read_expert
+        needs, read_expert = {name: ((experts, *rest), FLOATS)}, read_as_stored
     elif name + "_blocks" in stored:
         out, into = rest
         scales = (experts, out, into // MXFP4_BLOCK)
         needs = {name + "_blocks": ((*scales, MXFP4_BLOCK // 2), ("U8",)), name + "_scales": (scales, ("U8",))}
-        read = read_mxfp4
+        read_expert = read_mxfp4
     else:
-        needs, read = {name: ((experts, *reversed(rest)), FLOATS)}, read_transposed
-    read_part = partial(read_stack, name, read)
-    return [Piece((slice(e, e + 1), *whole[1:]), needs, partial(read_part, slice(e, e + 1))) for e in range(experts)]
+        needs, read_expert = {name: ((experts, *reversed(rest)), FLOATS)}, read_transposed
+
+    def read(expert: slice, fetch: Fetch, slices: Slices) -> Tensor:
+        return read_expert(name, fetch, expert)[(slice(None), *slices[1:])]
+
+    return [Piece((slice(e, e + 1), *whole[1:]), needs, partial(read, slice(e, e + 1))) for e in range(experts)]
 
 
-def read_stack(name: str, read: Callable, expert: slice, fetch: Fetch, slices: Slices) -> Tensor:
-    return read(name, fetch, expert)[(slice(None), *slices[1:])]
-
-
-def read_expert(name: str, fetch: Fetch, expert: slice) -> Tensor:
+def read_as_stored(name: str, fetch: Fetch, expert: slice) -> Tensor:
     return fetch(name, (expert,))
 
 
