@@ -216,6 +216,9 @@ def scan(
 ) -> Tensor:
     """The recurrence at the top of this file, a chunk of tokens at a time. R: heads of a group.
 
+    Letters in einsum: z batch, k chunk, q token of a chunk, g group, r head of it, p channel, n of the state; i and j
+    are two tokens of a chunk, in `_carry` two chunks.
+
     x: [batch, seq, G, R, P]; dt: fp32 [batch, seq, G, R], above 0; a (below 0) and d: fp32 [G, R]; b, c:
     [batch, seq, G, N]; documents: int [batch, seq], the state is cleared where they change. Returns x's shape and type.
     initial: fp32 [batch, G, R, P, N], the state before the first token, which is overwritten by that after the last;
