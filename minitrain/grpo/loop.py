@@ -122,8 +122,8 @@ class Run:
         self.files = agreed_fingerprint(config.data)
         world, apart = dist.get_world_size(), config.grpo.generation_ranks
         training, sampling = range(world - apart), range(world - apart if apart else 0, world)
-        self.apart, self.speaker = bool(apart), sampling[0]
-        self.frees = not apart and not config.grpo.keep_cache  # the sampler's memory is the trainer's in between
+        self.colocated, self.first_sampler = not apart, sampling[0]  # colocated: all ranks train and sample
+        self.frees = self.colocated and not config.grpo.keep_cache  # the sampler's memory is the trainer's in between
         self.trainers, timeout = checkpoint_group(config, training), timedelta(seconds=config.timeout_s)
         samplers = dist.new_group(list(sampling), timeout=timeout, backend="gloo")
         self.everyone = dist.new_group(timeout=timeout, backend="gloo")
@@ -156,7 +156,7 @@ class Run:
             mesh_dim_names=("replica", "tp"),
         )["tp"]
         set_timeout(config.timeout_s, tp.get_all_groups())
-        if not self.apart and is_whole(self.learner.model) and config.rollout.tp == 1:
+        if self.colocated and is_whole(self.learner.model) and config.rollout.tp == 1:
             return self.learner.model
         model = make_sampler_model(config, tp) if samples else None
         give = self.learner.weights if self.learner else dict
@@ -223,7 +223,7 @@ class Run:
             self.checkpointer.save(numbers["step"], self.learner.model, self.learner.trainer.optimizer, extra)
         if self.config.grpo.offload:
             self.update_sampler()  # the next thing to come may be an evaluation
-        if self.apart:
+        if not self.colocated:
             wait_for_all()  # those that only sample must not lose patience with the disk
 
     def wait(self) -> None:
@@ -270,14 +270,14 @@ class Run:
     def share(self, collected: tuple[list[Group], float] | None, step: int) -> list[Group]:
         """What was collected for `step`, on all ranks and on disk."""
         with self.phase("refit"):
-            groups, self.seconds["generation"] = self.tell(collected, self.speaker)
+            groups, self.seconds["generation"] = self.tell(collected, self.first_sampler)
             if dist.get_rank() == 0 and self.folder is not None:
                 write_rollouts(self.rollouts(step), groups)
         return groups
 
     def tell(self, value: Any, source: int) -> Any:
-        """`value` of rank `source`, on all ranks; where ranks do not differ, just the value."""
-        return broadcast(value, source, self.everyone) if self.apart else value
+        """`value` of rank `source`, on all ranks; where they are colocated each has it already."""
+        return value if self.colocated else broadcast(value, source, self.everyone)
 
     def update_sampler(self) -> None:
         with self.phase("refit"):
@@ -293,7 +293,7 @@ class Run:
             count, sampler = self.config.validation.batches * self.config.grpo.prompts, self.collector.sampler
             numbers = self.collector.evaluate(self.held_out or self.problems, count)
             (sampler.free if self.frees else sampler.forget)()  # as a run finds it that resumes here
-        return self.tell(numbers, self.speaker)
+        return self.tell(numbers, self.first_sampler)
 
     def rollouts(self, step: int) -> Path:
         return self.folder / "rollouts" / f"step-{step + 1:08d}.jsonl"
