@@ -12,12 +12,12 @@ from minitrain.rollout.sampling import Choice, choose, compiled_choose
 from minitrain.rollout.scheduler import Sample
 from minitrain.training.loss import local_part
 
-WORTH = 512  # shared tokens that need not be read again, per group: below, a group costs more than it saves
+WORTH = 512  # tokens that a group must save from being read again: with fewer it costs more than it saves
 PADDING = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)  # the settings of rows without a sample
 
 
 class Batch:
-    """Of `sampler`. rows: of every tensor here. graphs: whether to capture decoding steps."""
+    """The buffers in which `sampler` decodes up to `rows` samples. graphs: are its steps captured as CUDA graphs?"""
 
     def __init__(self, sampler, rows: int, graphs: bool):
         self.sampler, self.rows, self.graphs = sampler, rows, graphs
@@ -36,7 +36,7 @@ class Batch:
         self.choice = Choice(keys=numbers(rows, dtype=torch.int32), top_k=numbers(rows), **real)
         self.new_tokens = numbers(sampler.steps, rows)
         self.new_logprobs = numbers(sampler.steps, rows, dtype=torch.float32)
-        self.places: list[tuple] = []  # whose rows they are, and where these samples' states and pages are
+        self.places: list[tuple] = []  # (sample, slot, pages) of each row, as they were loaded last
         self.captured: dict[tuple[bool, ...], torch.cuda.CUDAGraph] = {}
 
     def load(self, samples: list[Sample], steps: int) -> None:
@@ -67,16 +67,16 @@ class Batch:
         self.choice.filtered = any(s.params.top_k > 0 or s.params.top_p < 1 or s.params.min_p > 0 for s in samples)
 
     def _load_rows(self, samples: list[Sample], steps: int) -> None:
-        """Which rows of the CPU's buffers belong to another sample than before."""
+        """For the CPU's buffers: which rows must be gathered again, and which samples share a prefix."""
         caches, longest = self.sampler.caches, max(sample.cached for sample in samples) + 1
         rows, room = caches.buffer_shape
         if self.rows > rows or longest + steps > room:
             caches.buffer_shape = max(rows, self.rows), max(room, 2 * (longest + steps))
             caches.rows_held = {}
         self.step.longest = longest
-        self.step.shared, groups = shared_beginnings(samples, self.sampler.settings.page_size)
+        self.step.shared, groups = shared_prefixes(samples, self.sampler.settings.page_size)
         self.step.groups = [(rows[0], index_of(rows)) for rows in groups]
-        starts = {rows[0] for rows in groups}  # where what a group has in common is read
+        starts = {rows[0] for rows in groups}  # the rows that hold a group's shared prefix
         common = 0 if self.sampler.config.sliding_window else self.step.shared
         fresh: dict[tuple[int, int], list[int]] = {}  # by the first and the last of the tokens that are missing
         for row, sample in enumerate(samples):
@@ -165,10 +165,10 @@ def warmup_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
-def shared_beginnings(samples: list[Sample], page_size: int) -> tuple[int, list[list[int]]]:
-    """How many tokens all samples have in common with their group, and the rows of those groups: of the same prompt.
+def shared_prefixes(samples: list[Sample], page_size: int) -> tuple[int, list[list[int]]]:
+    """The number of tokens that the samples of every group share, and each group's rows.
 
-    (0, []) where it is not worth it.
+    A group is the samples of one prompt. (0, []) where reading the shared tokens once is not worth it.
     """
     groups: dict[int, list[int]] = {}
     for row, sample in enumerate(samples):

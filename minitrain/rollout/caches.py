@@ -39,9 +39,9 @@ from minitrain.rollout.scheduler import Sample
 
 # cuDNN, which is faster, makes a plan for every new length of a prompt: half a second for a few milliseconds' work.
 FOR_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# Latents have 576 channels, for a kernel 1024: of its usual tiles, one would not fit into shared memory.
+# Latents have 576 channels, which the kernel pads to 1024: its usual tiles would not fit into shared memory.
 SMALL_TILES = {"BLOCK_M": 16, "BLOCK_N": 16, "num_stages": 1, "num_warps": 4}
-# Loads ahead of the products: what torch has for these GPUs, and by a slip overwrites (2.11 to 2.13).
+# Loads that run ahead of the products, on GPUs with room for them: torch means to do so, but overwrites it (2.11-2.13).
 LOADS_AHEAD, HAVE_ROOM = {"num_stages": 3}, [(9, 0), (10, 0), (10, 3)]
 
 
@@ -94,10 +94,9 @@ class DecodingStep:
     """A forward pass over one token of each of `rows` samples, in buffers that stay where they are.
 
     positions: int64 [rows], of the tokens. table: int64 [rows, width], each sample's pages. slots: int64 [rows].
-    Of use on the CPU only: gathered: what its buffers do not hold yet, as (int64 [rows], int64 [rows, pages], first
-    token, end).
-    longest: tokens of the longest sample, known on the host. groups: of rows that have their first `shared` tokens in
-    common, as (the first of them, what picks them all); a sample without relatives is a group of its own.
+    On the CPU only, gathered: pages to be copied into its buffers, as (rows, int64 [rows, pages], first token, end).
+    longest: tokens of the longest sample, known on the host. groups: rows whose first `shared` tokens are the same, as
+    (the first row, what indexes them all); a sample that shares nothing is a group of its own.
     """
 
     def __init__(self, positions: Tensor, table: Tensor, slots: Tensor, page_size: int, pool_pages: int):
@@ -137,8 +136,8 @@ class DecodingStep:
 class PageMask:
     """A BlockMask over the pool whose list is a sample's pages, from where its window begins to its own token.
 
-    All are listed as seen in part, though most are seen in full: a kernel that finds two kinds of pages divides the
-    pool's length among the blocks that share a sample, and not the sample's, so that one block would do all its work.
+    All pages are listed as partial blocks, though most are full: given both kinds, the kernel divides the pool's length
+    among a sample's thread blocks, and not the sample's own, so that one of them would do all the work.
     queries: of each sample, which all see the same.
     """
 
@@ -177,7 +176,7 @@ class PageMask:
 
 
 class Layer:
-    """What all kinds have: constants made of the weights, which hold until the weights change."""
+    """What all kinds of layers have: constants computed from the weights, which are kept until the weights change."""
 
     def __init__(self, caches: "Caches", last: bool):
         self.caches = weakref.proxy(caches)  # in a cycle, pools would outlive `Sampler.free`

@@ -54,7 +54,7 @@ class Sampler:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings or Rollout()
         self.slots = min(samples or self.settings.slots, self.settings.slots)
         self.config, self.weights = model.config, Weights(model)
-        # else each step is other work for the host, and graphs would not last
+        # with FSDP or expert parallelism the host's work differs from step to step, and no graph could be used again
         self.compiles = self.settings.compile and not (isinstance(model, FSDPModule) or sends_tokens(model))
         self.device = model.head_weight.device
         if self.device.type == "cuda":
@@ -78,7 +78,7 @@ class Sampler:
         samples = []
         try:
             for number, pair in enumerate(zip(prompts, each, strict=True)):
-                samples += self.submit(*pair, number=number * alike)
+                samples += self.submit(*pair, number=number if alike else 0)
             with self.weights.in_use():
                 while self.busy:
                     self.step()
@@ -243,9 +243,9 @@ class Sampler:
         return self.batches[rows]
 
     def _page_count(self) -> int:
-        """As before if so many fit: kernels are compiled for a pool's size. Else what fits into the share of memory.
+        """As many as last time, if they fit, since kernels are compiled for the pool's size.
 
-        But no more than all slots could fill.
+        Else what fits into rollout.memory, a share of the free memory, but no more than all slots could fill.
         """
         if self.page_count and self._fitting_pages(1.0) >= self.page_count:
             return self.page_count
