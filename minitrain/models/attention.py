@@ -119,8 +119,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None 
 
 
 def _dot_product_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool = False) -> Tensor:
-    """torch's. CUDA's kernels for shared key/value heads take half precision, up to 256 channels, and no bias; rather
-    than that all scores are held in fp32, other calls get copies of the heads."""
+    """scaled_dot_product_attention. CUDA's kernels for shared key/value heads take half precision, up to 256 channels
+    and no bias; other calls get copies of the heads, since torch would fall back to one that holds all scores."""
     group = q.shape[1] // k.shape[1]
     if q.is_cuda and group > 1 and (bias is not None or q.dtype == torch.float32 or q.shape[3] > 256):
         k, v, group = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1), 1

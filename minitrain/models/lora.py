@@ -202,7 +202,7 @@ def drops(lora: Lora) -> bool:
 
 
 def update_scale(lora: Lora) -> float:
-    """What is not dropped makes up for what is."""
+    """The factor on B A; with dropout also divided by the share that is kept, so that the mean stays."""
     return lora.scale / (1 - lora.dropout) if drops(lora) else lora.scale
 
 

@@ -82,7 +82,7 @@ def start(config: Config) -> Meshes:
         watch.begin()
     if dist.get_world_size() > 1:
         check_same({"config": flatten(to_dict(config)), "code": code_digests()})
-    # which warns, on every rank, that an export takes two messages where tensor parallelism cuts, too
+    # silences a warning, on every rank, that gathering weights that tensor parallelism splits too takes two collectives
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     meshes = build_meshes(config, device.type)
     if begins:
@@ -104,9 +104,9 @@ def check_device(config: Config, device: torch.device) -> None:
 
 
 def set_timeout(seconds: float, groups: Iterable[dist.ProcessGroup] | None = None) -> None:
-    """Set the timeout of groups, by default of all that there are.
+    """Set the timeout of groups, by default of all that exist.
 
-    One that is made later has torch's own, 10 minutes with NCCL and 30 with gloo, unless it is told.
+    A group that is made later has torch's own, 10 minutes with NCCL and 30 with gloo, unless it is made with another.
     """
     for group in list(c10d._world.pg_map) if groups is None else groups:  # no public name, nor for timeouts
         c10d._set_pg_timeout(timedelta(seconds=seconds), group)
@@ -179,7 +179,7 @@ def whole_tensors(model: Module, wanted: Callable[[str], bool]) -> Iterator[tupl
 
 
 def whole(tensor: Tensor, where: Slices | None = None) -> Tensor:
-    """The full tensor of all ranks' parts, or of `pieces` the one there: on every rank, which all call it together."""
+    """The full tensor, gathered from all ranks' parts, or one of its `pieces`. All ranks call it together."""
     if where is None:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     if not isinstance(tensor, DTensor):
@@ -190,8 +190,8 @@ def whole(tensor: Tensor, where: Slices | None = None) -> Tensor:
 
 
 def pieces(tensor: Tensor, most: int = 1 << 30) -> list[Slices]:
-    """What of a tensor to make whole at a time, of about `most` bytes each: a stack of experts can have more than a GPU
-    has to spare. Cut along the longest dimension of which every rank has all; without one, all is one piece."""
+    """Pieces of a tensor, of about `most` bytes, to be gathered one at a time: a stack of experts can be larger than
+    what a GPU has free. Cut along the longest dimension that is not sharded; if all are, there is one piece."""
     _, everything = all_of(tensor)
     split = {p.dim for p in getattr(tensor, "placements", ()) if isinstance(p, Shard)}
     dim = max((d for d in range(tensor.ndim) if d not in split), key=lambda d: tensor.shape[d], default=None)
@@ -204,7 +204,7 @@ def pieces(tensor: Tensor, most: int = 1 << 30) -> list[Slices]:
 
 
 def join(parts: Iterable[tuple[Slices, Tensor | None]], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-    """The tensor of whole pieces, on rank 0 in the host's memory. Takes one at a time; other ranks keep none."""
+    """The tensor that gathered pieces make up, on rank 0 in the host's memory; other ranks take them and get None."""
     if dist.get_rank() != 0:
         for _ in parts:
             pass

@@ -1,8 +1,8 @@
 """Pipeline parallelism (Huang et al. 2018): every rank has some of the layers, and micro-batches pass through them.
 
 The model is cut into pp x vp stages; embedding and head count as a layer each, or the head as more (`head_layers`):
-beside layers in FP8, one of 128k words takes as long as two of Llama 3 70B's, and all ranks wait for the one that has
-it. A stage sends its output to the next one and, in the backward pass, the gradient of its input to the one before.
+with layers in FP8, a head of 128k words takes as long as two layers of Llama 3 70B, and all ranks wait for its rank.
+A stage sends its output to the next one and, in the backward pass, the gradient of its input to the one before.
 Which micro-batch a rank works on next is the schedule, from torch.distributed.pipelining. With n ranks, v stages on
 each, m micro-batches, F, I and W the time that one rank's layers take for a micro-batch's forward and its gradients
 with respect to inputs and weights:

@@ -85,9 +85,9 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, dataset) -> float:
-        """Mean loss over the first `validation.batches` global batches of a dataset, or all whole ones that it has.
+        """Mean loss over the first `validation.batches` global batches of a dataset, or as many full ones as it has.
 
-        If it has not even one, over its rows: each counts once, or videos several times, each time with other noise.
+        A dataset smaller than one batch is repeated to fill it: tokens count once, videos each time, with other noise.
         """
         batches = max(1, min(self.config.validation.batches, len(dataset) // self.config.batch.global_))
         total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
@@ -106,7 +106,7 @@ class Trainer:
 
 
 def rows_once(dataset, numbers: range) -> dict[str, Tensor]:
-    """`rows`, but those that come after the first epoch have nothing to predict, if they have labels."""
+    """As `rows`, but rows after the first epoch predict nothing, if they have labels."""
     batch = rows(dataset, numbers)
     if "labels" in batch:
         batch["labels"][torch.tensor(numbers) >= len(dataset)] = IGNORE
