@@ -84,10 +84,10 @@ class Wan(nn.Module):
     def __init__(self, config: WanConfig):
         super().__init__()
         self.config = config
-        # Parallelism replaces these: by a mask of the whole row, by the choice of the tokens (dim 1) that this rank
-        # attends from, of those among them that it holds between attentions, and by what joins all ranks' tokens.
+        # Context and tensor parallelism replace these: by a mask of the whole row, by what takes a context-parallel
+        # rank's tokens (dim 1), then a tensor-parallel rank's share of them, and by what gathers all ranks' tokens.
         self.make_mask = make_mask
-        self.share = self.hold = self.join = identity
+        self.split_cp = self.split_tp = self.gather = identity
         self.patch_embedding = PatchEmbedding(config.in_channels, config.dim, config.patch_size, config.patch_size)
         self.condition_embedder = ConditionEmbedder(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
@@ -110,16 +110,16 @@ class Wan(nn.Module):
         videos = [video[None] for video in latents] if packed else [latents]
         grids = [patch_grid(video, self.config.patch_size) for video in videos]
         patches = torch.cat([patchify(video, self.config.patch_size) for video in videos], dim=1)
-        x = self.patch_embedding(self.hold(self.share(patches)))
-        rotary = tuple(map(self.share, rotary_tables(grids, self.config.attention_head_dim, x.device)))
+        x = self.patch_embedding(self.split_tp(self.split_cp(patches)))
+        rotary = tuple(map(self.split_cp, rotary_tables(grids, self.config.attention_head_dim, x.device)))
         embedding, modulation, text, image = self.condition_embedder(timestep, text, image)
-        documents = self.share(number_tokens(grids, x.device)) if packed else None
-        pack = make_pack(documents, self.hold(documents), text, image) if packed else None
+        documents = self.split_cp(number_tokens(grids, x.device)) if packed else None
+        pack = make_pack(documents, self.split_tp(documents), text, image) if packed else None
         mask = self.make_mask(rotary[0].shape[1], x.device, documents, causal=False)
         for block in self.blocks:
             x = block(x, modulation, rotary, mask, text, image, pack)
         shift, scale = select(self.adaln.scale_shift_table + embedding[:, None], pack)
-        x = self.join(upcast(self.proj_out(modulate(x, shift, scale, self.config.eps))))
+        x = self.gather(upcast(self.proj_out(modulate(x, shift, scale, self.config.eps))))
         pieces = x.split([math.prod(grid) for grid in grids], dim=1)
         out = [unpatchify(piece, grid, self.config.patch_size) for piece, grid in zip(pieces, grids, strict=True)]
         return [video[0].clone() for video in out] if packed else out[0]  # FSDP watches the outputs: no views

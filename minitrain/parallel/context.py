@@ -45,13 +45,13 @@ def context_parallel(model: Module, mesh: DeviceMesh, form: str) -> None:
     """Make `model` attend over whole rows while every rank of the 1-D `mesh` holds only the tokens that `split` gives.
 
     form: `allgather` or `ulysses`. Replaces `model.make_mask`, and `attend` or `mix` of every module that has one. A
-    model with `share` and `join` takes and returns whole rows, and attends to all of them: its tokens stay in order.
+    model with `split_cp` and `gather` takes and returns whole rows, and attends to all of them: tokens stay in order.
     """
     zigzag = is_zigzag(form)
-    if hasattr(model, "share"):
-        zigzag, join = False, model.join
-        model.share = lambda row: row.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
-        model.join = lambda share: gather_row(join(share), 1, mesh, zigzag)
+    if hasattr(model, "split_cp"):
+        zigzag, gather = False, model.gather
+        model.split_cp = lambda row: row.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
+        model.gather = lambda share: gather_row(gather(share), 1, mesh, zigzag)
     model.make_mask = whole_row_mask(model.make_mask, mesh, form, zigzag)
     exchange = {"allgather": partial(attend_to_all_keys, zigzag=zigzag), "ulysses": attend_with_own_heads}[form]
     for module in model.modules():

@@ -41,8 +41,8 @@ def tensor_parallel_wan(model: Wan, mesh: DeviceMesh) -> None:
     for module in (module for unit in outer for module in unit.modules()):
         split_parameters(module, mesh, Replicate())
     model.patch_embedding.register_forward_pre_hook(partial(use_all, outer))
-    model.hold = lambda row: row.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
-    model.join = lambda held: JoinTokens.apply(held, mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name)
+    model.split_tp = lambda row: row.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
+    model.gather = lambda own: GatherTokens.apply(own, mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name)
 
 
 def use_all(units: list[nn.Module], first: nn.Module, inputs: tuple) -> None:
@@ -89,7 +89,7 @@ class AllReduce(torch.autograd.Function):
         return _ops.wait_tensor(_ops.all_reduce(grad.contiguous(), "sum", ctx.name)), None
 
 
-class JoinTokens(torch.autograd.Function):
+class GatherTokens(torch.autograd.Function):
     """[batch, seq / tp, dim] -> [batch, seq, dim]. All ranks go on alike, so each keeps its own tokens' gradient."""
 
     @staticmethod
