@@ -14,6 +14,7 @@ code.
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 
@@ -43,14 +44,15 @@ def open_latents(config: Config) -> "tuple[Noised, Noised] | tuple[Packs, Packs]
     The latter are data.validation of the files; if that is 0, or there are none, they are those to train on, under
     other noise. Raises InputError for videos that the model does not take.
     """
-    data, settings, seed = config.data, config.diffusion, config.seed
+    data, model, seed = config.data, config.model.config, config.seed
+    noised = partial(Noised, settings=config.diffusion, seed=seed)
     if data.kind != "latents":
         if data.kind == "shapes":
             videos = ShapesWorld(seed)
         else:
-            videos = MockLatents(model_shapes(config.model.config, data.size, data.text_tokens, IMAGE_TOKENS), seed)
+            videos = MockLatents(model_shapes(model, data.size, data.text_tokens, IMAGE_TOKENS), seed)
         check_fit({name: tuple(x.shape) for name, x in videos.row(0).items()}, config, f"data.kind={data.kind}")
-        return Noised(videos, settings, seed), Noised(videos, settings, seed, held_out=True)
+        return noised(videos), noised(videos, held_out=True)
     skips = Skips(data.on_error == "skip")
     buckets = find_buckets(data, skips)
     for files in buckets:
@@ -58,10 +60,9 @@ def open_latents(config: Config) -> "tuple[Noised, Noised] | tuple[Packs, Packs]
     sides = split_buckets(buckets, data.validation, seed) if data.validation else (buckets, buckets)
     train, held = (LatentCache(side, data.text_tokens, config.batch.micro, seed) for side in sides)
     if data.packed:
-        settings = settings, config.batch.seq_len, config.model.config.patch_size
-        train, held = Packs(train, *settings, seed), Packs(held, *settings, seed, held_out=True)
-    else:
-        train, held = Noised(train, settings, seed), Noised(held, settings, seed, held_out=True)
+        budget, patch = config.batch.seq_len, model.patch_size
+        noised = partial(Packs, settings=config.diffusion, budget=budget, patch=patch, seed=seed)
+    train, held = noised(train), noised(held, held_out=True)
     train.about = skips.note
     return train, held
 
