@@ -204,11 +204,11 @@ class Run:
         if lag and first < config.steps:
             coming = (first and self.kept(first)) or self.share(self.collect(first), first)
         for step in range(first, config.steps):
+            ahead = lag and step + 1 < config.steps  # is the next step sampled while this one trains?
             groups = coming if lag else self.share(self.collect(step), step)
-            sampled = self.collect(step + 1) if lag and step + 1 < config.steps else None
+            sampled = self.collect(step + 1) if ahead else None
             learned = self.learner.learn(groups, step) if self.learner else {}
-            if lag and step + 1 < config.steps:
-                coming = self.share(sampled, step + 1)
+            coming = self.share(sampled, step + 1) if ahead else None
             self.update_sampler()
             learned = self.tell(learned, 0)  # also to ranks that only sample: all judge alike how it went
             now = time.perf_counter()
