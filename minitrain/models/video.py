@@ -36,7 +36,7 @@ def unpatchify(x: Tensor, grid: tuple[int, int, int], patch: tuple[int, int, int
     return pieces.reshape(len(x), -1, frames, height, width)
 
 
-def rotary_tables(grids: list[tuple[int, int, int]], head_dim: int, device) -> tuple[Tensor, Tensor]:
+def rotary_tables_3d(grids: list[tuple[int, int, int]], head_dim: int, device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of all tokens of some videos in a row, for `rotate_pairs`, fp32: 2 x [1, tokens, 1, head_dim].
 
     A pair of channels has twice the same cosine, and the sine with both signs.
@@ -63,7 +63,7 @@ def grid_angles(grid: tuple[int, int, int], head_dim: int, device) -> Tensor:
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channel 2i against 2i + 1, in fp32. x: [batch, seq, heads, head_dim]; cos, sin: `rotary_tables`."""
+    """Rotate channel 2i against 2i + 1, in fp32. x: [batch, seq, heads, head_dim]; cos, sin: `rotary_tables_3d`."""
     swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return torch.addcmul(x * cos, swapped, sin).type_as(x)
 

@@ -28,7 +28,7 @@ from minitrain.models.video import (
     number_tokens,
     patch_grid,
     patchify,
-    rotary_tables,
+    rotary_tables_3d,
     rotate_pairs,
     timestep_sinusoids,
     unpatchify,
@@ -111,7 +111,7 @@ class Wan(nn.Module):
         grids = [patch_grid(video, self.config.patch_size) for video in videos]
         patches = torch.cat([patchify(video, self.config.patch_size) for video in videos], dim=1)
         x = self.patch_embedding(self.split_tp(self.split_cp(patches)))
-        rotary = tuple(map(self.split_cp, rotary_tables(grids, self.config.attention_head_dim, x.device)))
+        rotary = tuple(map(self.split_cp, rotary_tables_3d(grids, self.config.attention_head_dim, x.device)))
         embedding, modulation, text, image = self.condition_embedder(timestep, text, image)
         documents = self.split_cp(number_tokens(grids, x.device)) if packed else None
         pack = make_pack(documents, self.split_tp(documents), text, image) if packed else None
@@ -190,7 +190,7 @@ class SelfAttention(nn.Module):
         self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
-        """x: [batch, seq, dim]; rotary: the tables of video.py. Returns [batch, seq, dim]."""
+        """x: [batch, seq, dim]; rotary: from `rotary_tables_3d`. Returns [batch, seq, dim]."""
         split = (*x.shape[:2], -1, self.head_dim)  # -1: a tensor-parallel rank holds fewer heads
         q = rotate_pairs(self.norm_q(self.to_q(x)).view(split), *rotary)
         k = rotate_pairs(self.norm_k(self.to_k(x)).view(split), *rotary)
