@@ -255,12 +255,14 @@ class Sampler:
     def _fitting_pages(self, share: float) -> int:
         """How many pages fit into this share of the free memory, on all ranks that step together."""
         config, size = self.config, self.settings.page_size
-        width, pools = config.kv_lora_rank + config.qk_rope_head_dim, 1
-        if not config.kv_lora_rank:
+        if config.kv_lora_rank:  # latents, which all of a rank's heads read
+            width, pools = config.kv_lora_rank + config.qk_rope_head_dim, 1
+        else:  # keys and values of this rank's heads
             width, pools = -(-config.num_key_value_heads // self.model.sequence_split) * config.head_dim, 2
         layers = sum(config.parts(layer)[0] == "attention" for layer in range(config.num_layers))
-        page = size * width * pools * layers * self.model.head_weight.dtype.itemsize
-        pages = torch.tensor(min(int(share * free_memory(self.device) / max(page, 1)), INDEXED // (size * width) - 1))
+        page_bytes = size * width * pools * layers * self.model.head_weight.dtype.itemsize
+        fitting = int(share * free_memory(self.device) / max(page_bytes, 1))
+        pages = torch.tensor(min(fitting, INDEXED // (size * width) - 1))
         if isinstance(self.model.head_weight, DTensor):
             pages, mesh = pages.to(self.device), self.model.head_weight.device_mesh
             for dimension in range(mesh.ndim):
