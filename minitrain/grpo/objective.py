@@ -55,6 +55,15 @@ LARGEST = 20.0  # log-ratios are cut off at +- this before exp, which would over
 # ------------------------------------------------------------------------------------------------------- the formulas
 
 
+def bounded(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LARGEST, LARGEST)
+
+
+def k3(gap: Tensor) -> Tensor:
+    """e^g - 1 - g, see `kl_estimate`."""
+    return gap.expm1() - gap
+
+
 def surrogate(settings: GRPO, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
     """What to minimise so that better tokens become likelier, of each token; arguments and result have one shape.
 
@@ -66,7 +75,7 @@ def surrogate(settings: GRPO, log_probs: Tensor, log_ratio: Tensor, advantages: 
     """
     if settings.surrogate == "reinforce":
         return -advantages * log_probs
-    ratio = log_ratio.clamp(-LARGEST, LARGEST).exp()
+    ratio = bounded(log_ratio).exp()
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     if settings.surrogate == "cispo":
         return -clipped.detach() * advantages * log_probs
@@ -93,11 +102,10 @@ def kl_estimate(kind: str, log_probs: Tensor, reference: Tensor, old: Tensor) ->
     too. Hence k1 and k3 are multiplied by r = exp(log_probs - old), which is about 1 and has the missing gradient.
     k2's own gradient is the right one (-g times that of log_probs), so there r is a constant.
     """
-    gap = (reference - log_probs).clamp(-LARGEST, LARGEST)
-    ratio = (log_probs - old).clamp(-LARGEST, LARGEST).exp()
+    gap, ratio = bounded(reference - log_probs), bounded(log_probs - old).exp()
     if kind == "k1":
         return -gap * ratio
-    return gap.square() / 2 * ratio.detach() if kind == "k2" else (gap.expm1() - gap) * ratio
+    return gap.square() / 2 * ratio.detach() if kind == "k2" else k3(gap) * ratio
 
 
 def importance_weights(settings: GRPO, old: Tensor, sampled: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
@@ -110,7 +118,7 @@ def importance_weights(settings: GRPO, old: Tensor, sampled: Tensor, mean: Calla
         return torch.ones_like(old)
     low, high = settings.importance_low, settings.importance_high
     log_weight = old - sampled
-    weight = log_weight.clamp(-LARGEST, LARGEST).exp()
+    weight = bounded(log_weight).exp()
     if settings.importance == "truncate":
         return weight.clamp(low, high)
     judged = weight if settings.importance == "mask" else mean(log_weight).exp()
@@ -195,10 +203,9 @@ TERMS = ("clip_fraction", "kl", "importance", "masked", "token_mult_prob_error",
 def token_losses(settings: GRPO, log_probs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token, 0 where there is no label, and what to log of it; all [rows, seq].
 
-    clip_fraction: is the token clipped; kl: k3 to the reference, or without one to the weights
-    that the step began with; importance: w; masked: is w 0. Two that tell whether
-    sampler and trainer agree, 1 and 0 if they do: token_mult_prob_error, exp |sampled - old|; generation_kl_error, k3
-    of KL(sampler || trainer).
+    clip_fraction: is the token clipped; kl: k3 to the reference, or without one to the weights that the step began
+    with; importance: w; masked: is w 0. Two that tell whether sampler and trainer agree, 1 and 0 if they do:
+    token_mult_prob_error, exp |sampled - old|; generation_kl_error, k3 of KL(sampler || trainer).
     """
     valid, sampled, advantages = batch["labels"] != IGNORE, batch["sampled"], batch["advantages"]
     old = batch.get("old", log_probs.detach())
@@ -212,9 +219,7 @@ def token_losses(settings: GRPO, log_probs: Tensor, batch: dict[str, Tensor]) ->
         losses = losses + settings.kl * kl_estimate(settings.kl_estimator, log_probs, reference, old)
     weight = importance_weights(settings, old, sampled, mean)
     with torch.no_grad():
-        gap, distance = (old - sampled).clamp(-LARGEST, LARGEST), (reference - log_probs).clamp(-LARGEST, LARGEST)
-        terms = (
-            is_clipped(settings, log_ratio, advantages), distance.expm1() - distance, weight, weight == 0,
-            gap.abs().exp(), gap.expm1() - gap,
-        )  # fmt: skip
+        gap, clipped = bounded(old - sampled), is_clipped(settings, log_ratio, advantages)
+        kl = k3(bounded(reference - log_probs))
+        terms = clipped, kl, weight, weight == 0, gap.abs().exp(), k3(gap)
     return losses * weight * valid, dict(zip(TERMS, terms, strict=True))
