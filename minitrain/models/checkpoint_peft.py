@@ -27,7 +27,7 @@ from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import check_stored, stored_tensors
 from minitrain.models.config_hf import read_json
 from minitrain.models.layouts_hf import interleave, mamba_parts
-from minitrain.models.lora import Lora, add_adapters, check_targets, is_adapter, is_meant, names_stack
+from minitrain.models.lora import Lora, add_adapters, check_targets, is_adapter, is_stack, matches
 from minitrain.models.mamba import by_group, by_part
 from minitrain.models.tensor_files import FLOATS, Slices, all_of, open_tensors, write_tensors
 from minitrain.models.wan import WanConfig
@@ -140,8 +140,8 @@ def adapter_config(config, lora: Lora, names: Iterable[str], base: str) -> dict:
     PEFT has no dropout for experts, so there it is not told of any.
     """
     paths = [name[: -len("_lora_A")] for name in names]
-    targets = [target for target in lora.targets if any(is_meant(path, target) for path in paths)]
-    experts = [target for target in targets if names_stack(target)]
+    targets = [target for target in lora.targets if any(matches(path, target) for path in paths)]
+    experts = [target for target in targets if is_stack(target)]
     return dict(
         peft_type="LORA",
         task_type=None if isinstance(config, WanConfig) else "CAUSAL_LM",

@@ -94,7 +94,7 @@ def find_targets(model: nn.Module, targets: Iterable[str]) -> dict[str, tuple[nn
     experts are only meant where `experts.` says so (`experts.down_proj`).
     """
     weights = adaptable(model)
-    return {path: weights[path] for path in weights if any(is_meant(path, target) for target in targets)}
+    return {path: weights[path] for path in weights if any(matches(path, target) for target in targets)}
 
 
 def adaptable(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
@@ -115,25 +115,25 @@ def check_targets(model: nn.Module, targets: list[str]) -> None:
     Of the usual TARGETS a family has some: others may be missing, as long as one target is there.
     """
     paths = adaptable(model)
-    missing = [target for target in targets if not any(is_meant(path, target) for path in paths)]
+    missing = [target for target in targets if not any(matches(path, target) for path in paths)]
     unknown = [target for target in missing if target not in TARGETS or missing == targets]
     if unknown or not targets:
         names = ", ".join(sorted({_short(path) for path in paths}))
         raise InputError(f"lora.targets: the model has no {', '.join(unknown) or 'target'} (it has {names})")
 
 
-def names_stack(path: str) -> bool:
+def is_stack(path: str) -> bool:
     """Is it a parameter of routed experts, or a target that means one? Shared experts have Linears like any MLP."""
     return ".experts." in f".{path}"
 
 
 def _short(path: str) -> str:
-    return path[path.index(".experts.") + 1 :] if names_stack(path) else path.rpartition(".")[2]
+    return path[path.index(".experts.") + 1 :] if is_stack(path) else path.rpartition(".")[2]
 
 
-def is_meant(path: str, target: str) -> bool:
+def matches(path: str, target: str) -> bool:
     """Does `target` name the weight at `path`? A Linear's is the Linear's own, a stack's ends with the parameter."""
-    return f".{path}".endswith(f".{target}") and (not names_stack(path) or names_stack(target))
+    return f".{path}".endswith(f".{target}") and (not is_stack(path) or is_stack(target))
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
