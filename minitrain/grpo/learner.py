@@ -19,9 +19,9 @@ from minitrain.grpo.refit import Parts
 from minitrain.grpo.rollouts import Group, rewards
 from minitrain.models.lora import Lora, adapter_names, is_adapter, merged
 from minitrain.parallel.context import split
-from minitrain.parallel.mesh import Meshes, local, owned, whole
+from minitrain.parallel.mesh import Meshes, local, owned, sum_over, whole
 from minitrain.parallel.pipeline import Pipeline
-from minitrain.training.build import build_model, sum_over
+from minitrain.training.build import build_model
 from minitrain.training.checkpoint import Checkpointer
 from minitrain.training.health import is_finite
 from minitrain.training.loop import Trainer, forward_backward, to_device

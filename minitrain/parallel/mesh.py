@@ -170,6 +170,13 @@ def local(tensor: Tensor | None) -> Tensor | None:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def sum_over(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
+    """The sum of all ranks' tensors, in place."""
+    if mesh.size() > 1:
+        dist.all_reduce(tensor, group=mesh.get_group())
+    return tensor
+
+
 def whole_tensors(model: Module, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor | None]]:
     """The model's tensors of `wanted` names, one at a time, whole on rank 0; None elsewhere. All ranks iterate."""
     for name, shard in model.state_dict().items():  # after a forward pass some parameters() are whole, in bf16

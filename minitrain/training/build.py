@@ -7,9 +7,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 
 from minitrain.config import Config
@@ -24,7 +21,7 @@ from minitrain.models.onednn import to_onednn
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.fp8 import gather_in_fp8
-from minitrain.parallel.mesh import Meshes, owned, pick_device
+from minitrain.parallel.mesh import Meshes, owned, pick_device, sum_over
 from minitrain.parallel.parallelize import lay_out
 from minitrain.parallel.pipeline import Pipeline
 
@@ -67,13 +64,6 @@ def balance_over_ranks(model: Module, config: Config, meshes: Meshes) -> None:
         if isinstance(module, Router):
             mesh = meshes.row if config.model.config.seq_aux else meshes.tokens
             module.sum_counts = partial(sum_over, mesh)
-
-
-def sum_over(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
-    """The sum of all ranks' tensors, in place."""
-    if mesh.size() > 1:
-        dist.all_reduce(tensor, group=mesh.get_group())
-    return tensor
 
 
 @torch.no_grad()

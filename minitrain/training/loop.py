@@ -17,10 +17,10 @@ from minitrain.config import Config
 from minitrain.models.moe import Router, update_selection_bias
 from minitrain.parallel.context import split
 from minitrain.parallel.data import set_gradient_sync
-from minitrain.parallel.mesh import Meshes, local, pick_device
+from minitrain.parallel.mesh import Meshes, local, pick_device, sum_over
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.tensor import check_overlap
-from minitrain.training.build import build_model, sum_over
+from minitrain.training.build import build_model
 from minitrain.training.data import Mock, rows
 from minitrain.training.health import is_finite
 from minitrain.training.loss import IGNORE
