@@ -86,7 +86,7 @@ class Pack(NamedTuple):
     The masks say which of all texts' and images' tokens, laid end to end, each token sees.
     """
 
-    held: Tensor  # int [1, seq]: whose each token is that the block is given
+    video: Tensor  # int [1, seq]: which video each token of the block's input belongs to
     text_mask: Mask
     image_mask: Mask | None
 
@@ -96,9 +96,9 @@ def number_tokens(grids: list[tuple[int, int, int]], device) -> Tensor:
     return torch.cat([torch.full((math.prod(grid),), i, device=device) for i, grid in enumerate(grids)])[None]
 
 
-def make_pack(documents: Tensor, held: Tensor, text: Tensor, image: Tensor | None) -> Pack:
-    """documents: int [1, seq], from `number_tokens`, of the tokens that attend; held: of those that blocks are given;
-    text, image: [videos, tokens, dim]."""
+def make_pack(documents: Tensor, video: Tensor, text: Tensor, image: Tensor | None) -> Pack:
+    """documents: int [1, seq], from `number_tokens`, of the tokens that attend; video: the same of a block's input,
+    which tensor parallelism splits further; text, image: [videos, tokens, dim]."""
 
     def see_own(keys: Tensor) -> Mask:
         videos, tokens = keys.shape[:2]
@@ -108,4 +108,4 @@ def make_pack(documents: Tensor, held: Tensor, text: Tensor, image: Tensor | Non
 
         return Mask(False, allowed_pairs(allows, 1, documents.shape[1], videos * tokens, documents.device))
 
-    return Pack(held, see_own(text), None if image is None else see_own(image))
+    return Pack(video, see_own(text), None if image is None else see_own(image))

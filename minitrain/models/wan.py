@@ -327,4 +327,4 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
 
 def select(table: Tensor, pack: Pack | None) -> list[Tensor]:
     """The rows of table [videos, rows, dim], each [videos, 1, dim]; for a pack each token's own, [1, seq, dim]."""
-    return [row[:, None] if pack is None else row[pack.held] for row in table.unbind(1)]
+    return [row[:, None] if pack is None else row[pack.video] for row in table.unbind(1)]
