@@ -258,10 +258,6 @@ class Keys(Layer):
                 buffer[fresh, :, first:end] = pool[pages].flatten(1, 2)[:, : end - first].transpose(1, 2)
         return self.rows
 
-    def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        for pool in self.pools:
-            pool[target] = pool[source]
-
 
 def decoding_options(keys: Tensor, width: int) -> dict | None:
     """What FlexAttention's decoding kernel is told of its tiles. width: of a value."""
@@ -365,10 +361,6 @@ class States(Layer):
         scan = zeros((slots, groups, heads, shape.head_dim, shape.state), torch.float32, mixed.device)
         self.states = [conv, scan]
 
-    def copy_slots(self, source: Tensor, target: Tensor) -> None:
-        for state in self.states:
-            state[target] = state[source]
-
 
 class Held(NamedTuple):
     """What a row of the CPU's buffers holds: the sample's tokens `first` to `end` - 1."""
@@ -404,11 +396,13 @@ class Caches:
 
     def copy(self, pages: list[tuple[int, int]], slots: list[tuple[int, int]], device: torch.device) -> None:
         """Copy pages and states, each (from, to), in all layers."""
-        for layer in self.layers:
-            pairs = pages if isinstance(layer, Keys) else slots if isinstance(layer, States) else []
+        pools = [pool for layer in self.layers if isinstance(layer, Keys) for pool in layer.pools]
+        states = [state for layer in self.layers if isinstance(layer, States) for state in layer.states]
+        for pairs, tensors in ((pages, pools), (slots, states)):
             if pairs:
                 source, target = on_device(pairs, device).unbind(1)
-                (layer.copy_pages if isinstance(layer, Keys) else layer.copy_slots)(source, target)
+                for tensor in tensors:
+                    tensor[target] = tensor[source]
 
     def refresh(self) -> bool:
         """The weights have changed. Returns whether any layer had constants made of them."""
