@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -54,8 +55,8 @@ class Learner:
         grpo, size = self.config.grpo, self.config.batch.global_
         with self.phase("logprobs"):
             values = advantages(rewards(groups), grpo.baseline, grpo.std_scaling).flatten().tolist()
-            rollouts = [rollout for group in groups for rollout in group]
-            samples = [response_sample(r, a, self.config) for r, a in zip(rollouts, values, strict=True)]
+            pairs = zip(chain(*groups), values, strict=True)
+            samples = [response_sample(rollout, advantage, self.config) for rollout, advantage in pairs]
             updates = [self.batches(samples[n : n + size]) for n in range(0, len(samples), size)]
             every = [batch for update in updates for batch in update]
             if len(updates) > 1:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -300,7 +301,7 @@ class Run:
 
     def timing(self, groups: list[Group], seconds: float) -> dict[str, float]:
         """Seconds of the step and its phases; tokens are those of prompts and responses, GPUs all, sampling or not."""
-        tokens = sum(len(rollout.prompt) + len(rollout.response) for group in groups for rollout in group)
+        tokens = sum(len(rollout.prompt) + len(rollout.response) for rollout in chain(*groups))
         phases = {f"{name}_s": self.seconds[name] for name in PHASES}
         self.seconds = dict.fromkeys(PHASES, 0.0)
         rate = tokens / seconds
@@ -311,22 +312,22 @@ class Run:
 
 def fits(groups: list[Group], config: Config) -> bool:
     """Are these as many groups, as large, as a step trains on, and sampled with the settings of now?"""
-    settings, rollouts = sampling_settings(config), [rollout for group in groups for rollout in group]
-    alike = {len(group) for group in groups} == {config.grpo.group} and all(x.settings == settings for x in rollouts)
-    return alike and len(groups) == config.grpo.prompts
+    settings, sizes = sampling_settings(config), [len(group) for group in groups]
+    as_many = sizes == [config.grpo.group] * config.grpo.prompts
+    return as_many and all(rollout.settings == settings for rollout in chain(*groups))
 
 
 def describe(groups: list[Group]) -> dict[str, float]:
     """What can be said of a step's responses without a model."""
-    values = rewards(groups)
-    lengths = [len(rollout.response) for group in groups for rollout in group]
+    values, rollouts = rewards(groups), list(chain(*groups))
+    lengths = [len(rollout.response) for rollout in rollouts]
     return {
         "reward": values.mean().item(),
         "reward_std": values.std().item(),
         "no_signal": groups[0][0].no_signal,
         "length": sum(lengths) / len(lengths),
         "longest": max(lengths),
-        "truncated": sum(rollout.truncated for group in groups for rollout in group) / len(lengths),
+        "truncated": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
     }
 
 
