@@ -277,8 +277,8 @@ def _read_rope(raw: dict, family: Family, file: Path) -> dict:
             raise InputError(f"{file}: {key} must be an object, not a {type(value).__name__}")
         if any(isinstance(setting, dict) for setting in (value or {}).values()):
             raise InputError(f"{file}: {key} of each kind of layer is not supported (must be the same for all)")
-    rope |= raw.get("rope_scaling") or raw.get("rope_parameters") or {}  # of both, transformers takes the first
-    rope = rope if raw.get("rope_scaling") or raw.get("rope_parameters") is not None else rope | family.rope
+    given = raw.get("rope_scaling") or raw.get("rope_parameters")  # of both, transformers takes the first
+    rope |= family.rope if given is None else given
     key = "original_max_position_embeddings"
     if raw.get(key) not in (None, rope.get(key, raw.get(key))):  # outside it is the one for transformers 5, not for 4
         raise InputError(f"{file}: {key}={raw[key]!r} contradicts {rope[key]!r} of its rotary settings")
