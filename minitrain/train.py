@@ -33,7 +33,7 @@ from minitrain.runtime.lock import locked
 from minitrain.runtime.watch import until_sigterm
 from minitrain.tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer
 from minitrain.training.chat_templates import Template, choose_template
-from minitrain.training.checkpoint import Checkpointer, resume, saved_despite_errors
+from minitrain.training.checkpoint import Checkpointer, resume, save_step, saved_despite_errors
 from minitrain.training.datasets import open_dataset
 from minitrain.training.fingerprint import agreed_fingerprint
 from minitrain.training.health import Health, batch_origin
@@ -88,8 +88,7 @@ def train_on_rows(config: Config, folder: Path) -> None:
         for numbers, stopping in until_sigterm(steps):
             step = numbers["step"]
             if stopping or is_due(step, config.checkpoint.every, config.steps):  # before anything else that may fail
-                extra = {"step": step, "numbers": dict(numbers)}  # validation adds to them
-                checkpointer.save(step, trainer.model, trainer.optimizer, extra)
+                save_step(checkpointer, numbers, trainer.model, trainer.optimizer)
             if stopping:  # the rest of the step is made up for when the run continues
                 checkpointer.wait()
                 return log.stop(step)

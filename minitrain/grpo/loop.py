@@ -51,7 +51,7 @@ from minitrain.parallel.tensor import tensor_parallel
 from minitrain.rollout.engine import Sampler
 from minitrain.runtime.agreement import broadcast, rank_0_says, wait_for_all
 from minitrain.runtime.watch import until_sigterm
-from minitrain.training.checkpoint import Checkpointer, resume, saved_despite_errors
+from minitrain.training.checkpoint import Checkpointer, resume, save_step, saved_despite_errors
 from minitrain.training.fingerprint import agreed_fingerprint
 from minitrain.training.health import Health
 from minitrain.training.loop import Trainer, is_due
@@ -219,9 +219,8 @@ class Run:
     def save(self, numbers: dict[str, Any]) -> None:
         """Write a checkpoint of a step. numbers: what `steps` gave for it."""
         if self.learner:
-            extra = {"step": numbers["step"], "numbers": dict(numbers)}  # evaluation adds to them
             self.memory.hold("training")
-            self.checkpointer.save(numbers["step"], self.learner.model, self.learner.trainer.optimizer, extra)
+            save_step(self.checkpointer, numbers, self.learner.model, self.learner.trainer.optimizer)
         if self.config.grpo.offload:
             self.update_sampler()  # the next thing to come may be an evaluation
         if not self.colocated:

@@ -224,6 +224,12 @@ def resume(
     return resume_point(checkpointer.folder, checkpointer.load(model, optimizer), config.steps, *names)
 
 
+def save_step(checkpointer: Checkpointer, numbers: dict[str, Any], model: Module, optimizer: Optimizer) -> None:
+    """Write the checkpoint from which `resume` goes on after a step with these numbers."""
+    extra = {"step": numbers["step"], "numbers": dict(numbers)}  # validation adds to them
+    checkpointer.save(numbers["step"], model, optimizer, extra)
+
+
 def resume_point(folder: Path, extra: dict | None, steps: int, *names: str) -> tuple[int, dict]:
     """The last step of a run and its numbers, from `extra` of a checkpoint in `folder`; 0 and none if there is none.
 
