@@ -26,7 +26,7 @@ import torch._functorch.config  # neither of the two settings of the compiler ha
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import minitrain.models.fp8  # noqa: F401  defines two of the operators, with what it imports
+import minitrain.models.fp8  # noqa: F401  defines three of the operators, with what it imports
 
 _ops, _collectives = torch.ops.aten, torch.ops._c10d_functional
 ATTENTION = {
@@ -40,6 +40,7 @@ EXPENSIVE = ATTENTION | {
     _ops.mm.default,
     _ops.addmm.default,
     _ops.bmm.default,
+    torch.ops.minitrain.onednn_linear.default,
     _ops._grouped_mm.default,
     torch.ops.minitrain.grouped_mm.default,
     _ops._scaled_mm.default,

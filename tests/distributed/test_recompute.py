@@ -14,6 +14,7 @@ from minitrain.bench.measure import activation_bytes
 from minitrain.bench.memory import working_memory
 from minitrain.config import from_dict
 from minitrain.errors import InputError
+from minitrain.models import onednn
 from minitrain.models.fp8 import to_fp8
 from minitrain.parallel.mesh import start
 from minitrain.parallel.recompute import recompute
@@ -189,17 +190,19 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
-        if name.endswith("mm") or "attention" in name:
+        if name.endswith(("mm", "onednn_linear")) or "attention" in name:
             self.counts[name] += 1
         return function(*args, **(kwargs or {}))
 
 
-def products(setting, name, compiling=False, fp8=False):
+def products(setting, name, compiling=False, fp8=False, by_onednn=False):
     """Those of a forward and a backward pass. compiling: in the form that the compiler gets."""
     config = from_dict({"model": {"name": name, "vocab_size": 128, "num_layers": 4}})
     model = plain_model(config)
     if fp8:
         to_fp8(model.blocks, "none")
+    if by_onednn:
+        onednn.to_onednn(model)
     recompute(model.blocks, setting)
     tokens = torch.arange(32).view(2, 16)
     with mock.patch.object(torch.compiler, "is_compiling", lambda: compiling), Products() as seen:
@@ -213,8 +216,11 @@ def products(setting, name, compiling=False, fp8=False):
     (["_grouped_mm"], {"name": "mixtral-8x7b-tiny"}),
     (["grouped_mm"], {"name": "mixtral-8x7b-tiny", "compiling": True}),
     (["_scaled_mm"], {"name": "qwen2.5-7b-tiny", "fp8": True}),
+    (["onednn_linear"], {"name": "llama3-8b-tiny", "by_onednn": True}),
 ], ids=str)  # fmt: skip
-def test_selective_computes_no_product_again(kinds, settings):
+def test_selective_computes_no_product_again(kinds, settings, monkeypatch):
+    monkeypatch.setattr(onednn, "FASTER", settings.get("by_onednn", False))
+    monkeypatch.setattr(onednn, "LEAST", 1)
     none, selective, full = (products(setting, **settings) for setting in ("none", "selective", "full"))
     assert selective == none and set(kinds) <= (full - none).keys()
 
