@@ -18,11 +18,12 @@ Recomputing runs a block's other collectives again, in the same order on every r
 blocks; what an all-gather returns is too large to keep. Left out: offloading to host memory.
 """
 
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch._dynamo.config
 import torch._functorch.config  # neither of the two settings of the compiler has a public name
+from torch._functorch import partitioners
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -61,13 +62,30 @@ def recompute(blocks: list[Module], setting: str | int | float, random: bool = F
     # what a block changes outside itself, counts of tokens per expert, the second run must not change again
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     torch._functorch.config.activation_memory_budget = setting if isinstance(setting, float) else 1.0
-    if setting == "none" or isinstance(setting, float):
+    if isinstance(setting, float):
+        name_expensive_operators()
+        return
+    if setting == "none":
         return
     context = {"preserve_rng_state": random}
     if setting in KEPT:
         context["context_fn"] = partial(create_selective_checkpoint_contexts, partial(keep, KEPT[setting]))
     for block in blocks[:: setting if isinstance(setting, int) else 1]:
         wrap(block, **context)
+
+
+@cache
+def name_expensive_operators() -> None:
+    """For a budget: the compiler's own list lacks cuDNN's attention, experts' products and all operators of ours, which
+    it would compute again as if they cost nothing."""
+    own_list = partitioners.get_default_op_list  # has no public name, and there is no way to add to it
+
+    def with_ours() -> partitioners.OpTypes:
+        types = own_list()
+        types.compute_intensive_ops.update(op.overloadpacket for op in EXPENSIVE if hasattr(op, "overloadpacket"))
+        return types
+
+    partitioners.get_default_op_list = with_ours
 
 
 def wrap(block: Module, **context) -> None:
