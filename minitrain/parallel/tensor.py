@@ -49,6 +49,7 @@ and a block compiles as one graph. Left out: fewer Mamba groups than ranks, and 
 refuses.
 """
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -247,10 +248,11 @@ def overlap_collectives(mesh: DeviceMesh) -> None:
     Holds for everything that this process compiles from now on. See `check_overlap`.
     """
     import torch._inductor.config
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group  # to be left out from torch 2.13 on
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     torch._inductor.config._micro_pipeline_tp = True  # the option has no public name
-    if torch.__version__ < "2.13":
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 says that there is no need, and its pass still asks
         enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
@@ -314,15 +316,17 @@ class ReduceScatter(torch.autograd.Function):
 
 # The operators behind torch.distributed's functional collectives, whose public names differ between 2.11 and 2.13.
 # With one row, the usual case in long training, gathering concatenates already: no copy is made to bring rows together.
+# With more, these are the forms that the compiler's pass for `overlap_collectives` knows; with one, it finds those in
+# front of a product in the backward pass, and those behind one in the forward pass.
 _ops = torch.ops._c10d_functional
 
 
 def all_gather(x: Tensor, size: int, name: str) -> Tensor:
     batch, length, hidden = x.shape
-    parts = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous().view(batch * length, hidden), size, name))
-    if batch == 1:
-        return parts.view(1, size * length, hidden)
-    return torch.cat(parts.view(size * batch, length, hidden).chunk(size), dim=1)
+    if batch > 1:
+        return torch.cat(_ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, name)).split(batch), dim=1)
+    row = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous().view(length, hidden), size, name))
+    return row.view(1, size * length, hidden)
 
 
 def all_gather_fp8(x: Tensor, size: int, name: str, dtype: torch.dtype) -> Tensor:
@@ -335,7 +339,9 @@ def all_gather_fp8(x: Tensor, size: int, name: str, dtype: torch.dtype) -> Tenso
 
 def reduce_scatter(x: Tensor, size: int, name: str) -> Tensor:
     batch, length, hidden = x.shape
-    parts = x.contiguous() if batch == 1 else torch.cat(x.chunk(size, dim=1))
-    total = _ops.wait_tensor(_ops.reduce_scatter_tensor(parts.view(batch * length, hidden), "sum", size, name))
+    if batch > 1:
+        parts = torch.cat(x.split(length // size, dim=1))
+        return _ops.wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", size, name))
+    total = _ops.wait_tensor(_ops.reduce_scatter_tensor(x.contiguous().view(length, hidden), "sum", size, name))
     # not registered as a view: FSDP warns of those where a pipeline's first stage is the embedding and returns this
-    return torch.ops.aten._unsafe_view(total, (batch, length // size, hidden))
+    return torch.ops.aten._unsafe_view(total, (1, length // size, hidden))

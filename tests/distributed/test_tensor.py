@@ -4,6 +4,7 @@ Most runs are in fp64, where equality means equality: splitting the sums of a ma
 nearly cancel by about as much as they are off in one process.
 """
 
+import copy
 import os
 from collections import Counter
 from functools import partial
@@ -13,6 +14,14 @@ import pytest
 import torch
 import torch._dynamo.utils
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._guards import detect_fake_mode
+from torch._inductor import config as inductor
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
+from torch._inductor.virtualized import V
+from torch.distributed._symmetric_memory import _test_mode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,10 +29,12 @@ from torch.utils._pytree import tree_leaves
 
 from minitrain import config as configs
 from minitrain import save_pretrained
+from minitrain.bench.fake_world import fake_world
 from minitrain.errors import InputError
+from minitrain.models.attention import Mask
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.mesh import start
-from minitrain.parallel.tensor import check_overlap
+from minitrain.parallel.tensor import check_overlap, tensor_parallel
 from minitrain.training import loss as losses
 from minitrain.training.build import build_model
 from minitrain.training.checkpoint import Checkpointer
@@ -31,7 +42,7 @@ from minitrain.training.data import open_data
 from minitrain.training.loop import Trainer
 from minitrain.training.loss import IGNORE, linear_cross_entropy
 from tests import oracle
-from tests.oracle import check_close, plain_step, ragged_batch, relative_error, snapshot, train
+from tests.oracle import check_close, plain_model, plain_step, ragged_batch, relative_error, snapshot, train
 from tests.test_loss import one_graph
 
 MODEL = {"name": "llama3-8b-tiny", "vocab_size": 124, "num_layers": 2, "initializer_range": 0.05}
@@ -377,6 +388,30 @@ def test_async_results_are_compared_with_synchronous_ones(factor, agrees):
         check_overlap(lambda: [function(x)])
 
 
+def test_the_compiler_finds_collectives_to_overlap():
+    """Of several rows: in front of every product, and behind one where nothing is added. What runs is not fused."""
+    seen = Counter()
+
+    def compiler(module, inputs):
+        copied = copy.deepcopy(module)
+        with inductor.patch(_micro_pipeline_tp=True), V.set_fake_mode(detect_fake_mode(inputs)):
+            view_to_reshape(copied)
+            post_grad_passes(copied, is_inference=False)
+        names = [str(node.target) for node in copied.graph.nodes]
+        seen.update(name.split(".")[1] for name in names if "all_gather" in name or "reduce_scatter" in name)
+        return make_boxed_func(module)
+
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, decompositions=select_decomp_table())
+    with fake_world(2), _test_mode(), mock.patch("torch.distributed.is_nccl_available", lambda: True):
+        model = plain_model(configs.from_dict(TREE))
+        tensor_parallel(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+        block = model.blocks[0]
+        block.compile(backend=backend, fullgraph=True)
+        x = torch.randn(2, 8, model.config.hidden_size, requires_grad=True)
+        block(x, model._rotary(torch.arange(16)[None]), Mask(causal=True)).sum().backward()
+    assert seen == {"fused_all_gather_matmul": 4, "fused_matmul_reduce_scatter": 2, "reduce_scatter_tensor": 2}
+
+
 def train_asynchronously(tree):
     config = configs.from_dict(tree)
     trainer = Trainer(config, start(config))  # compares one step with the synchronous one
@@ -396,5 +431,5 @@ def run_on_gpu(rank):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29511")
     tree = TREE | {"device": "cuda", "precision": "bf16", "compile": True, "parallel": {"tp": 2, "async_tp": True}}
-    tree |= {"model": {"name": "llama3-8b", "num_layers": 2}, "batch": {"global": 1, "micro": 1, "seq_len": 4096}}
+    tree |= {"model": {"name": "llama3-8b", "num_layers": 2}, "batch": {"global": 2, "micro": 2, "seq_len": 4096}}
     assert torch.isfinite(torch.tensor(train_asynchronously(tree)))
