@@ -23,7 +23,7 @@ from minitrain.parallel.mesh import pick_device
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import SamplingParams
 from minitrain.rollout.scheduler import Sample
-from minitrain.tokenizer import Tokenizer, load_tokenizer, stream
+from minitrain.tokenizer import Tokenizer, load_tokenizer, stream, tokenizer_folder
 from minitrain.training.chat import encode_question
 from minitrain.training.chat_templates import Message, choose_template
 
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> None:
     parser = cli.Parser(prog="python -m minitrain.generate", description=__doc__)
     parser.add_argument("--model", required=True, metavar="DIR")
     parser.add_argument("--adapter", metavar="DIR", help="LoRA adapters of the model, in PEFT's format")
-    parser.add_argument("--tokenizer", metavar="DIR", help="if not the model's own; or bytes")
+    parser.add_argument("--tokenizer", metavar="DIR", help="if not the adapter's or the model's own; or bytes")
     parser.add_argument("--prompt", required=True, metavar="TEXT")
     parser.add_argument("--chat", action="store_true", help="answer the prompt, in the model's chat template")
     parser.add_argument("--max-tokens", type=positive(int), default=200)
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> None:
                 f"--{name} {folder} is no folder (give one in Hugging Face layout, such as a run's out_dir)"
             )
     config = read_config(options.model)  # raises InputError where there is no language model
-    tokenizer = load_tokenizer(options.tokenizer or options.model)
+    tokenizer = load_tokenizer(options.tokenizer or tokenizer_folder(options.model, options.adapter))
     unseen = [text for text in options.stop if not tokenizer.decode(tokenizer.encode(text))]  # special tokens
     ends = find_ends(options.model, config.eos_token_id, tokenizer.eos_id, *map(tokenizer.token_id, unseen))
     prompt = encode(text_of(options.prompt), tokenizer, options.chat)

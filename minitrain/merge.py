@@ -1,7 +1,7 @@
 """Add adapters to the weights that they belong to: python -m minitrain.merge --model DIR --adapter DIR --out DIR.
 
 --model is a folder in Hugging Face layout, --adapter one in PEFT's format, such as a LoRA run's out_dir. --out becomes
-a model like any other, in the base model's type, with its tokenizer.
+a model like any other, in the base model's type, with the adapter's tokenizer and chat template, or else its own.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from minitrain.models.checkpoint_hf import load_pretrained, save_pretrained
 from minitrain.models.checkpoint_peft import load_adapter
 from minitrain.models.config_hf import copy_generation_config
 from minitrain.models.lora import merge_adapters
-from minitrain.tokenizer import load_tokenizer
+from minitrain.tokenizer import load_tokenizer, tokenizer_folder
 
 
 def main(arguments: list[str]) -> None:
@@ -23,7 +23,8 @@ def main(arguments: list[str]) -> None:
     for name in ("model", "adapter"):
         if Path(options.out).resolve() == Path(getattr(options, name)).resolve():
             raise InputError(f"--out {options.out} is --{name}, which would be overwritten (use another folder)")
-    tokenizer = load_tokenizer(options.model) if Path(options.model, "tokenizer.json").exists() else None
+    source = tokenizer_folder(options.model, options.adapter)
+    tokenizer = load_tokenizer(source) if Path(source, "tokenizer.json").exists() else None
     model = load_pretrained(options.model)
     load_adapter(model, options.adapter)
     merge_adapters(model)

@@ -199,6 +199,11 @@ def tokenizer_file(name_or_path: str | Path) -> Path | None:
     return file
 
 
+def tokenizer_folder(model: str | Path, adapter: str | Path | None) -> str | Path:
+    """Where the tokenizer is: beside adapters, if one is there, as it has the chat template that they were tuned in."""
+    return adapter if adapter and Path(adapter, "tokenizer.json").exists() else model
+
+
 def with_companions(file: Path) -> list[Path]:
     """A tokenizer.json, and the files beside it that say more of the same tokenizer."""
     return [file, *(beside for name in COMPANIONS if (beside := file.with_name(name)).exists())]

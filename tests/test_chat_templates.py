@@ -6,17 +6,24 @@ import datetime
 import json
 import re
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 import transformers.utils.chat_template_utils
 import trl
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
+from minitrain import generate, merge, save_pretrained
 from minitrain.config import from_dict
 from minitrain.errors import InputError
 from minitrain.grpo.problems import open_problems
+from minitrain.models.checkpoint_peft import adapter_shapes, save_adapter
+from minitrain.models.decoder import Decoder
+from minitrain.models.lora import Lora
+from minitrain.models.zoo import model_config
 from minitrain.tokenizer import ByteTokenizer, load_tokenizer
 from minitrain.training.chat import encode_chat, encode_question
 from minitrain.training.chat_templates import CHATML, DATE, LLAMA3, PLAIN, Message, choose_template
@@ -287,6 +294,27 @@ def test_a_template_is_found_wherever_transformers_keeps_it(tmp_path):
     )
     for folder in "abc":
         assert load_tokenizer(tmp_path / folder).chat_template == jinja
+
+
+def test_adapters_are_asked_and_merged_in_the_template_that_they_were_tuned_in(tmp_path):
+    jinja = {name: f"{{{{ '{name}: ' + messages[0]['content'] }}}}" for name in ("model", "adapter")}
+    folders = {name: tmp_path / name for name in (*jinja, "out")}
+    for name, template in jinja.items():
+        folders[name].mkdir()
+        tokenizer_with(folders[name], template, ["<s>", "</s>"])
+    model, lora = Decoder(model_config("llama3-8b-tiny", vocab_size=320)), Lora(rank=2, targets=["q_proj"])
+    save_pretrained(model, folders["model"])
+    zeros = ((name, torch.zeros(shape)) for name, shape in adapter_shapes(model.config, lora).items())
+    save_adapter(zeros, model.config, lora, folders["adapter"])
+    words = ["--model", str(folders["model"]), "--adapter", str(folders["adapter"])]
+    merge.main([*words, "--out", str(folders["out"])])
+    assert load_tokenizer(folders["out"]).chat_template == jinja["adapter"]
+    with mock.patch.object(generate, "encode", side_effect=generate.encode) as encode:
+        generate.main([*words, "--chat", "--prompt", "a", "--max-tokens", "1", "--device", "cpu"])
+    assert encode.call_args.args[1].chat_template == jinja["adapter"]
+    (folders["adapter"] / "tokenizer.json").unlink()
+    merge.main([*words, "--out", str(folders["out"])])
+    assert load_tokenizer(folders["out"]).chat_template == jinja["model"]
 
 
 def test_bos_comes_first_where_the_tokenizer_puts_it(monkeypatch):
