@@ -315,6 +315,8 @@ def test_a_config_that_is_swept_need_not_be_possible_by_itself():
         (["--system", "dgx-h100"], "--trace and --system need --simulate"),
         (["--simulate", "--shrink"], "--shrink starts its own processes"),
         (["--simulate", "--generate"], "--simulate is for training"),
+        (["--simulate", "--sweep", "foo=1,2"], "none of 2 combination"),
+        (["--generate", "--versus", "transformers", "lora.rank=4"], "samples whole models, and the config has"),
         (["--simulate", "--versus", "transformers"], "--simulate is for training"),
         (["--json", "/none/x.jsonl"], "--json=/none/x.jsonl cannot be written: No such file"),
         (["--calibrate", "--json", "/none/x.jsonl"], "--json=/none/x.jsonl cannot be written"),

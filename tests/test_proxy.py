@@ -102,6 +102,7 @@ def test_wrong_counts(word):
         ("automodel/deepseek-v3-pretrain-256gpu", 3, "must be above 3 and at most num_layers=61"),
         ("dfm/wan2.1-14b-pretrain-h100-128gpu", 4, "is not a multiple of recompute=5"),
         ("rl/llama3.1-8b-grpo-16gpu-onpolicy", 4, "not task=grpo"),
+        ("nemo/h100/mixtral-8x7b-pretrain-64gpu", 4, "one expert per rank, in FP8, has no stand-in"),
     ],
 )
 def test_rows_without_such_a_proxy(row, layers, line):

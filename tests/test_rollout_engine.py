@@ -20,6 +20,7 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.lora import Lora, add_adapters
 from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import start
+from minitrain.parallel.recompute import recompute
 from minitrain.rollout import batch, engine, weights
 from minitrain.rollout.caches import DecodingStep, States
 from minitrain.tokenizer import ByteTokenizer
@@ -565,6 +566,30 @@ def test_linears_that_train_by_onednn_are_packed_too(monkeypatch):
     assert [c.tokens for c in sampler.generate(prompts, greedy)] == [uncached(model, p, 6) for p in prompts]
     packed = {linear for owner in sampler.weights.packed if isinstance(owner, tuple) for linear in owner}
     assert packed == {module for block in model.blocks for module in block.modules() if isinstance(module, nn.Linear)}
+
+
+def test_linears_that_are_not_packed_multiply_as_in_training(monkeypatch):
+    monkeypatch.setattr(onednn, "FASTER", True)
+    monkeypatch.setattr(onednn, "LEAST", 1)
+    monkeypatch.setattr(weights, "LEAST", 1 << 40)
+    model, prompts = make("qwen3-32b"), prompts_of((9, 3))
+    expected = [uncached(model, prompt, 2) for prompt in prompts]
+    onednn.to_onednn(model)
+    sampler, greedy = Sampler(model), SamplingParams(temperature=0.0, max_tokens=2)
+    operator = torch.ops.minitrain.onednn_linear
+    with mock.patch.object(torch.ops.minitrain, "onednn_linear", wraps=operator) as products:
+        assert [c.tokens for c in sampler.generate(prompts, greedy)] == expected
+    linears = sum(isinstance(module, nn.Linear) for block in model.blocks for module in block.modules())
+    assert products.call_count > linears
+
+
+def test_sampling_recomputes_nothing():
+    model = make("llama3-8b")
+    recompute(model.blocks, "full")
+    wrapped = [block.forward for block in model.blocks]
+    with Sampler(model).weights.in_use():
+        assert not any("forward" in block.__dict__ for block in model.blocks)
+    assert [block.forward for block in model.blocks] == wrapped
 
 
 def test_adapters_are_sampled_with_and_dropout_is_not():

@@ -81,7 +81,7 @@ def bench(files: list, overrides: list[str], options) -> None:
 
 def make_case(row: str, config: Config, options) -> Case:
     if options.generate:
-        check_sampling(config)
+        check_sampling(config, options.versus)
     elif options.versus:
         check_versus(config, options.versus)
     if config.task == "diffusion" and config.data.kind != "mock" and not options.dry_run:
@@ -163,6 +163,8 @@ def simulate_combinations(file: str, overrides: list[str], options) -> None:
         if "error" not in result:
             append(result, options.json)
     print(ranking(results))
+    if all("error" in result for result in results):
+        raise InputError(f"--sweep: none of {len(results)} combination(s) can run")
 
 
 def run_case(case: Case, options) -> list[dict]:

@@ -10,6 +10,7 @@ decoding reads what it must, weights and each sample's cache, for a sampler that
 samples share what they read of their prompt.
 """
 
+import dataclasses
 import sys
 import time
 from collections.abc import Iterator
@@ -41,6 +42,8 @@ def measure_sampling(config: Config, row: str, steps: int, warmup: int, versus: 
     sampler's `step`, halfway through the responses.
     """
     length = config.batch.seq_len - config.rollout.max_tokens
+    if config.precision in ("bf16", "fp8"):  # GRPO's samplers have a copy in bf16 of weights that train in fp32
+        config = dataclasses.replace(config, precision="bf16-pure")
     meshes = start(config)
     memory = measure_memory(pick_device(config.device))
     device, matmul = prepare(config)
@@ -63,10 +66,12 @@ def measure_sampling(config: Config, row: str, steps: int, warmup: int, versus: 
     return outcome
 
 
-def check_sampling(config: Config) -> None:
-    """Raises InputError for a config that the sampler cannot run."""
+def check_sampling(config: Config, versus: str | None = None) -> None:
+    """Raises InputError for a config that the sampler cannot run, or the library that it is compared with."""
     if config.task == "diffusion":
         raise InputError("--generate samples tokens, not videos (time its training, without --generate)")
+    if versus and config.lora is not None:
+        raise InputError(f"--generate --versus {versus} samples whole models, and the config has adapters")
     if config.parallel.pp > 1:
         raise InputError(f"--generate: parallel.pp={config.parallel.pp} is not for sampling (use 1)")
     if config.batch.seq_len <= config.rollout.max_tokens:

@@ -47,6 +47,8 @@ def make_proxy(config: Config, layers: int) -> Config:
         raise InputError(f"--proxy={layers} must be above {first_dense} and at most num_layers={whole.num_layers}")
     if isinstance(every, int) and layers % every:
         raise InputError(f"--proxy={layers} is not a multiple of recompute={every}, which takes every {every}th block")
+    if config.fp8.experts and whole.num_experts == config.parallel.ep:
+        raise InputError("--proxy: one expert per rank, in FP8, has no stand-in on one rank (use fp8.experts=false)")
     check_layout(config, stated_ranks(config))
     rows = config.batch.micro * min(MICRO_BATCHES, micro_batches(config))
     proxy = dataclasses.replace(

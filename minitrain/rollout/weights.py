@@ -50,6 +50,7 @@ class Weights:
             yield
             return
         compiled = {block: block._compiled_call_impl for block in self.model.blocks}  # there is no public switch
+        recomputed = {block: block.__dict__.pop("forward", None) for block in compiled}
         if self.packs:
             self.groups = {block: [Group(self, linears) for linears in linears_by_input(block)] for block in compiled}
         joined = [module for module in self.model.modules() if join(module)] if self.joins else []
@@ -66,6 +67,8 @@ class Weights:
             self.entered = False
             for block, call in compiled.items():
                 block._compiled_call_impl = call
+                if recomputed[block] is not None:
+                    block.forward = recomputed[block]
             for group in chain(*self.groups.values()):
                 for linear in group.linears:
                     del linear.group, linear.number, linear.forward
@@ -133,7 +136,11 @@ class Group:
         if x is not self.x:
             if not torch.compiler.is_compiling():
                 self.pack()
-            self.x, self.outs = x, products(self.packed, x, self.parameters)
+            if self.packed is None and not torch.compiler.is_compiling():  # too few weights to pack: each as it trains
+                self.outs = [type(linear).forward(linear, x) for linear in self.linears]
+            else:
+                self.outs = products(self.packed, x, self.parameters)
+            self.x = x
         out = self.outs[number]
         if number == len(self.linears) - 1:
             self.x = self.outs = None
