@@ -115,13 +115,13 @@ def split_block(block: Module, mesh: DeviceMesh, gather: Callable, scatter: Call
     dense = block.mlp.shared_experts if isinstance(block.mlp, MoE) else block.mlp
     for part in (block.self_attn, block.mamba, dense):
         if part is not None and not isinstance(part, LatentAttention):
-            part.register_forward_pre_hook(partial(gather_input, gather))
+            part.register_forward_pre_hook(partial(gather_input, gather, BY_INPUT))
     block.register_forward_pre_hook(use_parts)
 
 
-def gather_input(gather: Callable, part: Module, inputs: tuple) -> tuple:
-    """A forward pre-hook of attention, Mamba-2 or an MLP."""
-    first = (module for name, module in part.named_children() if not name.endswith(BY_INPUT))
+def gather_input(gather: Callable, last: tuple[str, ...], part: Module, inputs: tuple) -> tuple:
+    """A forward pre-hook of attention, Mamba-2 or an MLP. last: how the names of Linears end that read no input."""
+    first = (module for name, module in part.named_modules() if not name.endswith(last))
     in_fp8 = all(only_multiplies_in_fp8(module) for module in first if isinstance(module, nn.Linear))
     return gather(inputs[0], in_fp8), *inputs[1:]
 

@@ -9,7 +9,8 @@ comes from the rank's own heads and tokens, so their gradients are sums over ran
 The last projection is small, so it is whole and sees this rank's tokens. All ranks then join the velocities and
 compute the same loss.
 
-Cost per layer and direction: 3 all-gathers and 3 reduce-scatters of [batch, seq, dim], 4 all-reduces of [batch, seq].
+Cost per layer and direction: 3 all-gathers (of bytes in FP8) and 3 reduce-scatters of [batch, seq, dim], 4 all-reduces
+of [batch, seq].
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from torch.distributed.tensor import Replicate
 
 from minitrain.models.video import upcast
 from minitrain.models.wan import Block, Wan
-from minitrain.parallel.tensor import all_gather, collectives, split_modules, split_parameters, use_parts
+from minitrain.parallel.tensor import all_gather, collectives, gather_input, split_modules, split_parameters, use_parts
 
 BY_OUTPUT = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "proj")
 OVER_HEADS = ("norm_q", "norm_k", "norm_added_k")
@@ -57,7 +58,7 @@ def split_block(block: Block, mesh: DeviceMesh, gather: Callable, scatter: Calla
         if name.endswith(OVER_HEADS):
             module.__class__, module.group_name = RMSNormOverHeads, mesh.get_group().group_name
     for part in (block.attn1, block.attn2, block.ffn):
-        part.register_forward_pre_hook(lambda module, inputs: (gather(inputs[0]), *inputs[1:]))
+        part.register_forward_pre_hook(partial(gather_input, gather, BY_INPUT))
     block.register_forward_pre_hook(use_parts)
 
 

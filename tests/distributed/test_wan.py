@@ -1,6 +1,7 @@
 """Wan under bf16, FSDP2 and the compiler: what stays fp32, and the gradients of one process. See test_diffusion too."""
 
 import warnings
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -11,9 +12,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from minitrain.models import wan
+from minitrain.models.fp8 import to_fp8
 from minitrain.models.wan import Wan, WanConfig
+from minitrain.parallel import tensor
 from minitrain.parallel.data import shard
 from minitrain.parallel.mesh import whole
+from minitrain.parallel.tensor_wan import tensor_parallel_wan
 
 CONFIG = WanConfig(
     num_attention_heads=4, attention_head_dim=12, ffn_dim=48, num_layers=3, in_channels=4, out_channels=4, text_dim=24,
@@ -21,9 +25,9 @@ CONFIG = WanConfig(
 )  # fmt: skip
 
 
-def make_model() -> Wan:
+def make_model(config: WanConfig = CONFIG) -> Wan:
     """Every parameter random, so that none hides a mistake."""
-    model = Wan(CONFIG)
+    model = Wan(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -147,3 +151,24 @@ def packed_inputs() -> tuple[list[Tensor], Tensor, Tensor]:
     videos = [inputs(1, grid)[0][0] for grid in [(1, 2, 4), (2, 4, 4), (3, 2, 4)]]
     _, timestep, text = inputs(3)
     return videos, timestep, text
+
+
+def test_fp8_under_tensor_parallelism(pool):
+    """What products in FP8 read is gathered in FP8, and the output and gradients stay those of one process."""
+    pool.run(2, check_fp8_tensor_parallel)
+
+
+def check_fp8_tensor_parallel() -> None:
+    config = replace(CONFIG, attention_head_dim=16, ffn_dim=64)
+    alone, split = (make_model(config) for _ in range(2))
+    for model in (alone, split):
+        to_fp8(list(model.blocks), "none", tp=2)
+    tensor_parallel_wan(split, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    with mock.patch.object(tensor, "all_gather_fp8", wraps=tensor.all_gather_fp8) as gathers:
+        outputs = [model(*inputs()) for model in (alone, split)]
+    assert gathers.call_count == 3 * config.num_layers
+    for output in outputs:
+        output.square().sum().backward()
+    assert relative(outputs[1], outputs[0]) < 0.05
+    for (name, found), expected in zip(split.named_parameters(), alone.parameters(), strict=True):
+        assert relative(whole(found.grad), expected.grad) < 0.05, name
