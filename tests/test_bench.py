@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from minitrain.bench import commands
 from minitrain.bench.decoding import bytes_read, model_reads
@@ -23,6 +24,7 @@ from minitrain.bench.versus import RIVALS
 from minitrain.config import from_dict, load
 from minitrain.errors import InputError
 from minitrain.parallel.mesh import start
+from minitrain.rollout.engine import Sampler
 from minitrain.training.datasets import open_dataset
 from minitrain.training.loop import Trainer
 from tests.commands import ROOT, command, torchrun
@@ -236,8 +238,10 @@ def sampled_types(precision):
         types.append(x.dtype)
         return linear(x, *rest)
 
-    with patch("torch.nn.functional.linear", noted):
+    sampler = patch("minitrain.bench.measure_sampling.Sampler", wraps=Sampler)
+    with patch("torch.nn.functional.linear", noted), sampler as made:
         measure_sampling(config, "row", steps=1, warmup=0, versus=True)
+    assert not isinstance(made.call_args.args[0], FSDPModule)  # which would cast at each step
     return [types[0], types[-1]]
 
 

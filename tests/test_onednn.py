@@ -105,6 +105,13 @@ def test_training_is_that_of_one_process_with_torchs_products(pool, change):
     check_against_one_process(pool, 2, TREE | change, run=forced_train)
 
 
+@pytest.mark.parametrize("vendor, family, expected", [("AuthenticAMD", 26, 26), ("AuthenticAMD", 25, 25), ("X", 6, 0)])
+def test_amds_families(vendor, family, expected):
+    cpuinfo = f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: 17\n"
+    assert onednn.amd_family(cpuinfo) == expected
+    assert onednn.amd_family("") == 0
+
+
 def test_only_where_it_is_faster():
     """And never of fake tensors, other types or devices, or small ones."""
     big = torch.empty(1024, 1024)

@@ -9,31 +9,33 @@ products inside attention, and of more than two dimensions.
 
 import math
 import re
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 
-def amd_family() -> int:
-    """26: Zen 5; 25: Zen 3 and 4; 0: another's CPU, or none that says so."""
-    cpu = Path("/proc/cpuinfo")
-    found = re.search(r"AuthenticAMD\ncpu family\s*: (\d+)", cpu.read_text() if cpu.exists() else "")
+def amd_family(cpuinfo: str) -> int:
+    """From the beginning of Linux's /proc/cpuinfo. 26: Zen 5; 25: Zen 3 and 4; 0: not AMD's."""
+    found = re.search(r"AuthenticAMD\ncpu family\s*: (\d+)", cpuinfo)
     return int(found[1]) if found else 0
 
 
-def is_faster() -> bool:
-    """Than MKL, on this CPU."""
-    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return amd_family() > 0 and wide and torch.backends.mkldnn.is_available()
+def read_cpuinfo() -> str:
+    """Its first processor; empty where there is no such file."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            return file.read(1000)  # of hundreds of kilobytes on large machines
+    except OSError:
+        return ""
 
 
-FASTER = is_faster()
+FAMILY = amd_family(read_cpuinfo())
+# than MKL, on this CPU
+FASTER = FAMILY > 0 and torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
 LEAST = 1 << 24  # FLOPs of a product: below, calling oneDNN takes longer than it saves
-FULL_WIDTH = amd_family() > 25
-TRANSPOSED = 256 if FULL_WIDTH else math.inf  # columns of a product that make up for copying a transposed left factor
-COPIED = 256 if FULL_WIDTH else 512  # terms of its sums that make up for copying the product itself
+TRANSPOSED = 256 if FAMILY > 25 else math.inf  # columns of a product that make up for copying a transposed left factor
+COPIED = 256 if FAMILY > 25 else 512  # terms of its sums that make up for copying the product itself
 
 
 def to_onednn(model: nn.Module) -> None:

@@ -50,7 +50,7 @@ class Weights:
             yield
             return
         compiled = {block: block._compiled_call_impl for block in self.model.blocks}  # there is no public switch
-        recomputed = {block: block.__dict__.pop("forward", None) for block in compiled}
+        recomputed = {block: block.__dict__["forward"] for block in compiled if "forward" in block.__dict__}
         if self.packs:
             self.groups = {block: [Group(self, linears) for linears in linears_by_input(block)] for block in compiled}
         joined = [module for module in self.model.modules() if join(module)] if self.joins else []
@@ -58,6 +58,8 @@ class Weights:
         try:
             for block in compiled:
                 block._compiled_call_impl = None
+            for block in recomputed:
+                del block.forward
             for group in chain(*self.groups.values()):
                 for number, linear in enumerate(group.linears):
                     # not a closure: the compiler, which follows, would make a graph for each
@@ -67,8 +69,8 @@ class Weights:
             self.entered = False
             for block, call in compiled.items():
                 block._compiled_call_impl = call
-                if recomputed[block] is not None:
-                    block.forward = recomputed[block]
+            for block, forward in recomputed.items():
+                block.forward = forward
             for group in chain(*self.groups.values()):
                 for linear in group.linears:
                     del linear.group, linear.number, linear.forward
@@ -134,9 +136,10 @@ class Group:
 
     def product(self, number: int, x: Tensor) -> Tensor:
         if x is not self.x:
-            if not torch.compiler.is_compiling():
+            compiling = torch.compiler.is_compiling()
+            if not compiling:
                 self.pack()
-            if self.packed is None and not torch.compiler.is_compiling():  # too few weights to pack: each as it trains
+            if self.packed is None and not compiling:  # too few weights to pack: each as it trains
                 self.outs = [type(linear).forward(linear, x) for linear in self.linears]
             else:
                 self.outs = products(self.packed, x, self.parameters)
