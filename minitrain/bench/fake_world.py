@@ -25,7 +25,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # the one sou
 from minitrain.bench.repeat import RepeatedGraph
 from minitrain.bench.trace import (
     ATTENTION,
-    MATRIX_PRODUCTS,
     Trace,
     Tracer,
     attention_backward_flops,
@@ -136,18 +135,9 @@ def counting_mask(
     return Mask(causal, rows * pairs * share if documents is not None or window is not None or share < 1 else None)
 
 
-@torch.library.custom_op("minitrain::add_product", mutates_args=("total",))
-def fake_add_product(a: Tensor, b: Tensor, total: Tensor) -> None:
-    raise NotImplementedError("this operator exists for fake tensors only")
-
-
-fake_add_product.register_fake(lambda a, b, total: None)
-MATRIX_PRODUCTS[torch.ops.minitrain.add_product] = MATRIX_PRODUCTS[torch.ops.aten.mm]
-
-
 def add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
     """In place of training/loss.py's `_add_product`."""
-    fake_add_product(a, b, total)
+    torch.ops.minitrain.add_product(total, a, b)
 
 
 # -------------------------------------------------------------------------------------------------------------- a step

@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-import minitrain.models.fp8  # noqa: F401  defines one of the operators
+import minitrain.models.fp8
+import minitrain.models.lora  # noqa: F401  these two define operators
 
 aten = torch.ops.aten
 SHARDS = ("dp_replicate", "dp_shard")  # the dimensions over which FSDP communicates, by collectives of its own
@@ -101,6 +102,7 @@ class Tracer(TorchDispatchMode):
     """
 
     active: "Tracer | None" = None
+    supports_higher_order_operators = True
 
     def __init__(self, groups: dict[str, tuple[list[str], list[int]]]):
         super().__init__()
@@ -237,6 +239,8 @@ class Tracer(TorchDispatchMode):
             return op(*args, **kwargs)
         if any(issubclass(t, DTensor | AsyncCollectiveTensor) for t in types):
             return NotImplemented  # they unwrap themselves, and the inner operators come back here
+        if op is torch.ops.higher_order.auto_functionalized_v2:
+            return self.in_place(*args, **kwargs)
         out = op(*args, **kwargs)
         if is_view(op) or op.namespace in ("profiler", "prim") or op.__name__.startswith("_local_scalar"):
             return out
@@ -249,6 +253,13 @@ class Tracer(TorchDispatchMode):
         else:
             self.record_kernel(op, args, kwargs, inputs, outputs, out)
         return out
+
+    def in_place(self, op, *, _all_bases: list[Tensor], **kwargs) -> tuple:
+        """An operator of ours that changes a tensor, as a graph has it until the compiler writes kernels: it returns a
+        new one then, but in the end changes what it is given."""
+        names = [argument.name for argument in op._schema.arguments]
+        args = [kwargs[name] if name in kwargs else _all_bases[kwargs[f"_{name}_base_index"]] for name in names]
+        return self.__torch_dispatch__(op, (), args), *_all_bases
 
     def record_kernel(self, op, args, kwargs, inputs, outputs, out) -> None:
         name = op._overloadpacket.__name__
@@ -363,6 +374,7 @@ MATRIX_PRODUCTS: dict[object, Callable] = {
     aten.mm: _mm,
     aten.addmm: lambda bias, a, b, *_: _mm(a, b),
     aten.addmm_: lambda total, a, b, *_: _mm(a, b),  # the head's weight gradient in fp32
+    torch.ops.minitrain.add_product: lambda total, a, b: _mm(a, b),
     aten._scaled_mm: _mm,
     torch.ops.minitrain.scaled_mm: _mm,
     aten.bmm: _bmm,

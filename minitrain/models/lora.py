@@ -7,14 +7,15 @@
     B  [out, rank]  zero at first, so that training starts from the base model
     scale           alpha / rank, or alpha / sqrt(rank) with rslora (Kalajdzievski 2023)
 
-A Linear keeps its class, its weight and their names; A and B are further parameters of it, `lora_A` and `lora_B`, and a
-hook adds their product to its output. So checkpoints, sharding and number formats of the base need not know of
+A Linear keeps its class, its weight and their names; A and B are further parameters of it, `lora_A` and `lora_B`, and
+its forward adds their product to its output. So checkpoints, sharding and number formats of the base need not know of
 adapters. A stack of experts [experts, out, in] gets stacks of As and Bs.
 
 The update's matrix products are thin: what it costs is memory traffic, a pass over each adapted input and output. That
-is why Linears of the same input share one product with their As, why the update is one sum, which the compiler merges
-into whatever reads the output, and why the scale is applied to B. W + BA is not formed for training: in bf16 it would
-lose updates that are smaller than W's rounding.
+is why Linears of the same input share one product with their As, why the terms of that input's gradient are added up by
+the products that compute them, why the update is one sum, which the compiler merges into whatever reads the output, and
+why the scale is applied to B. W + BA is not formed for training: in bf16 it would lose updates that are smaller than
+W's rounding.
 
 Left out: adapters of the embedding, the head and what else is outside the blocks; several adapters at once; DoRA.
 """
@@ -23,11 +24,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from types import MethodType
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
 
 from minitrain.errors import InputError
 from minitrain.models.moe import Experts, grouped_mm
@@ -78,7 +81,7 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
         if isinstance(module, Experts):
             module._linear = partial(adapted_product, module)
         else:
-            module.lora_hook = module.register_forward_hook(add_update)
+            module.forward = MethodType(adapted_linear, module)  # the compiler takes a partial for a constant
     for module in model.modules():
         if hasattr(module, "project"):
             module.project = partial(project, [getattr(module, name) for name in module.same_input])
@@ -164,30 +167,82 @@ def initialize_adapter(name: str, tensor: Tensor, generator: torch.Generator) ->
 # ------------------------------------------------------------------------------------------------------------ computing
 
 
-def add_update(linear: nn.Linear, inputs: tuple[Tensor], y: Tensor) -> Tensor:
-    """A forward hook. inputs: x [..., in]; y: [..., out]."""
-    x = drop(linear.lora, inputs[0], "pre")
-    return y + expand(linear, F.linear(x, linear.lora_A.to(x.dtype)))
+def adapted_linear(linear: nn.Linear, x: Tensor) -> Tensor:
+    """In place of a Linear's own `forward`. x: [..., in]; returns [..., out]."""
+    return adapted_linears([linear], x)[0]
 
 
 def project(linears: list[nn.Linear], x: Tensor) -> list[Tensor]:
-    """In place of a module's own `project`, which calls its Linears one by one: here x A^T of all is one product.
-
-    x: [..., in]; returns each Linear's [..., out]. So x is read once, and its gradient gets one more term, not one of
-    each Linear.
-    """
-    adapted = [linear for linear in linears if hasattr(linear, "lora_A") and has_only_update(linear)]
-    if not adapted or (drops(adapted[0].lora) and adapted[0].lora.dropout_position == "pre"):  # each drops for itself
+    """In place of a module's own `project`, which calls its Linears one by one, as is done here where they do more than
+    multiply: for hooks of others, or if each drops elements of x for itself."""
+    if any(has_hooks(linear) or (hasattr(linear, "lora") and drops(linear.lora, "pre")) for linear in linears):
         return [linear(x) for linear in linears]
-    a = torch.cat([linear.lora_A for linear in adapted]).to(x.dtype)
-    inner = dict(zip(adapted, F.linear(x, a).split(adapted[0].lora.rank, dim=-1), strict=True))
-    return [linear.forward(x) + expand(linear, inner[linear]) if linear in inner else linear(x) for linear in linears]
+    return adapted_linears(linears, x)
 
 
-def has_only_update(linear: nn.Linear) -> bool:
-    """Does calling it run no hook but `add_update`?"""
-    others = linear._forward_pre_hooks or linear._backward_pre_hooks or linear._backward_hooks
-    return len(linear._forward_hooks) == 1 and not others
+def has_hooks(linear: nn.Linear) -> bool:
+    forward = linear._forward_pre_hooks or linear._forward_hooks
+    return bool(forward or linear._backward_pre_hooks or linear._backward_hooks)
+
+
+def adapted_linears(linears: list[nn.Linear], x: Tensor) -> list[Tensor]:
+    """The outputs [..., out] of Linears, not all of which need have adapters, for the same x [..., in]."""
+    adapted = [linear for linear in linears if hasattr(linear, "lora_A")]
+    if not adapted:
+        return [linear(x) for linear in linears]
+    lora, a = adapted[0].lora, torch.cat([linear.lora_A for linear in adapted]).to(x.dtype)
+    if drops(lora, "pre") or any(type(linear) is not nn.Linear for linear in linears):
+        inner, outputs = F.linear(drop(lora, x, "pre"), a), [type(linear).forward(linear, x) for linear in linears]
+    else:
+        frozen = [tensor for linear in linears for tensor in (linear.weight, linear.bias)]
+        inner, *outputs = BesideFrozen.apply(x, a, *frozen)
+    inner = dict(zip(adapted, inner.split(lora.rank, dim=-1), strict=True))
+    outputs = zip(linears, outputs, strict=True)
+    return [y + expand(linear, inner[linear]) if linear in inner else y for linear, y in outputs]
+
+
+class BesideFrozen(torch.autograd.Function):
+    """x A^T, and x W^T + bias of each of some frozen Linears. Inputs: x [..., in], a [ranks, in], weight, bias, ...
+
+    The gradient of x, dx = du A + dy W + ..., is one tensor to which each large product adds its own: a matrix product
+    hides that behind its arithmetic. As tensors of their own all terms would be read once more.
+    """
+
+    @staticmethod
+    def forward(ctx, *inputs):  # torch 2.11's compiler miscounts where some have names and some have not
+        x, a, *frozen = inputs
+        weights, biases = frozen[::2], frozen[1::2]
+        ctx.save_for_backward(x, a, *weights)
+        return F.linear(x, a), *map(partial(F.linear, x), weights, biases)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x, a, *weights = ctx.saved_tensors
+        grad_inner, *outer = (grad.flatten(0, -2) for grad in grads)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = grad_inner @ a
+            for grad, weight in zip(outer, weights, strict=True):
+                torch.ops.minitrain.add_product(dx, grad, weight)
+            dx = dx.view(x.shape)
+        return dx, grad_inner.T @ x.flatten(0, -2), *[None] * (2 * len(outer))
+
+
+torch.library.define("minitrain::add_product", "(Tensor(a!) total, Tensor a, Tensor b) -> ()")
+
+
+@torch.library.impl("minitrain::add_product", "CompositeExplicitAutograd")
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, in place also where the compiler copies what torch's own operator adds to."""
+    total.addmm_(a, b)
+
+
+torch.library.register_fake("minitrain::add_product", lambda total, a, b: None)
+
+
+@register_flop_formula(torch.ops.minitrain.add_product)
+def _(total_shape: torch.Size, a_shape: torch.Size, b_shape: torch.Size, *_, **__) -> int:
+    return 2 * a_shape.numel() * b_shape[1]
 
 
 def expand(linear: nn.Linear, inner: Tensor) -> Tensor:
@@ -196,9 +251,9 @@ def expand(linear: nn.Linear, inner: Tensor) -> Tensor:
     return drop(linear.lora, F.linear(inner, b), "post")
 
 
-def drops(lora: Lora) -> bool:
-    """Dropout is for training only: while gradients are computed."""
-    return lora.dropout > 0 and torch.is_grad_enabled()
+def drops(lora: Lora, *positions: str) -> bool:
+    """Is something dropped, there? Dropout is for training only: while gradients are computed."""
+    return lora.dropout > 0 and torch.is_grad_enabled() and (not positions or lora.dropout_position in positions)
 
 
 def update_scale(lora: Lora) -> float:
@@ -214,7 +269,7 @@ def drop(lora: Lora, x: Tensor, position: str) -> Tensor:
     torch's Philox numbers, which take longer than memory does, and the compiler repeats it in the backward pass in
     place of keeping a mask.
     """
-    if lora.dropout_position != position or not drops(lora):
+    if not drops(lora, position):
         return x
     shapes = (*x.shape[:-1], 1), x.shape[-1:]
     rows, columns = (torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32, device=x.device) for shape in shapes)
@@ -257,7 +312,8 @@ def merge_adapters(model: nn.Module) -> None:
         weight.copy_(merged(weight, *(getattr(module, adapter) for adapter in adapters), module.lora))
         for adapter in adapters:
             delattr(module, adapter)
-        module.__dict__.pop("_linear", None)
+        for name in ("forward", "_linear"):
+            module.__dict__.pop(name, None)
     for module in model.modules():
         module.__dict__.pop("project", None)
         if hasattr(module, "lora_hook"):
