@@ -82,7 +82,7 @@ def train_on_rows(config: Config, folder: Path) -> None:
     if rank_0_says(log.lacks_last):
         finish_step(trainer, log, last_numbers, held_out)
     origin = partial(batch_origin, data, config.batch.global_)
-    health = Health(config, log.say, origin, past=log.losses)
+    health = Health(config, log.say, origin, past=log.losses, skipped=log.skipped_steps())
     steps = health.watch(recorded_steps(training_steps(trainer, data, first), config.profile, folder, first))
     with saved_despite_errors(checkpointer.wait):
         for numbers, stopping in until_sigterm(steps):

@@ -357,6 +357,21 @@ def test_weights_that_are_not_finite(value, params):
     assert not sampler.busy
 
 
+@pytest.mark.parametrize("family", ["qwen3-32b", "deepseek-v3", "gpt-oss-20b", "nemotron3-nano-30b-a3b"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_spoils_no_later_sample(value, family):
+    """Masked keys and values count with a weight of 0, and 0 times NaN is NaN."""
+    model, (long, short) = make(family, tie_word_embeddings=False), prompts_of((20, 3))
+    sampler, params = Sampler(model, settings=Rollout(slots=4, page_size=4, pages=40)), SamplingParams(max_tokens=6)
+    expected = sampler.generate([short, long], params)
+    known = {token for tokens in (short, long, *(answer.tokens for answer in expected)) for token in tokens}
+    bad = next(token for token in range(512) if token not in known)
+    model.model.embed_tokens.weight[bad] = value
+    with pytest.raises(InputError, match="the model's logits are not finite"):
+        sampler.generate([[bad] * 20, [bad] * 19], params)
+    assert sampler.generate([short, long], params) == expected
+
+
 @pytest.mark.parametrize(
     ("setting", "line"),
     [

@@ -77,7 +77,8 @@ def train_policy(config: Config, folder: Path, export: Callable[[Trainer, Config
     if rank_0_says(log.lacks_last):
         finish_step(run, log, run.resumed)
     updates = config.grpo.prompts * config.grpo.group // config.batch.global_
-    health = Health(config, log.say, lambda step: f"responses in {run.rollouts(step - 1)}", updates, log.losses)
+    origin, skipped = lambda step: f"responses in {run.rollouts(step - 1)}", log.skipped_steps(updates)
+    health = Health(config, log.say, origin, updates, log.losses, skipped)
     steps = health.watch(recorded_steps(run.steps(first), config.profile, folder, first))
     with saved_despite_errors(run.wait):
         for numbers, stopping in until_sigterm(steps):

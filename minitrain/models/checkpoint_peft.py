@@ -15,7 +15,6 @@ matrix on the hub; all variants of LoRA.
 """  # noqa: E501
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -129,9 +128,12 @@ def save_adapter(tensors: Iterable[tuple[str, Tensor]], config, lora: Lora, path
         for name, tensor in tensors
     }
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / WEIGHTS, lambda file: write_tensors(stored, file, metadata={"format": "pt"}))
-    settings = json.dumps(adapter_config(config, lora, shapes, base), indent=2) + "\n"
-    _replace(folder / CONFIG, lambda file: file.write_text(settings, encoding="utf-8"))
+    weights, settings = (folder / f"{name}.tmp" for name in (WEIGHTS, CONFIG))
+    write_tensors(stored, weights, metadata={"format": "pt"})
+    settings.write_text(json.dumps(adapter_config(config, lora, shapes, base), indent=2) + "\n", encoding="utf-8")
+    (folder / CONFIG).unlink(missing_ok=True)  # whoever finds it shall find the weights that it describes
+    weights.replace(folder / WEIGHTS)
+    settings.replace(folder / CONFIG)
 
 
 def adapter_config(config, lora: Lora, names: Iterable[str], base: str) -> dict:
@@ -162,13 +164,6 @@ def refuse_gpt2(config) -> None:
     """Raises InputError for the one family whose adapters have no form in PEFT."""
     if config.family == "gpt2":
         raise InputError("lora: adapters of GPT-3's q_proj, k_proj and v_proj have no form in PEFT: there they are one")
-
-
-def _replace(file: Path, write: Callable[[Path], object]) -> None:
-    """All of the new file or all of the old one."""
-    temporary = file.with_name(file.name + ".tmp")
-    write(temporary)
-    os.replace(temporary, file)
 
 
 # ------------------------------------------------------------------------------------------------- one tensor at a time

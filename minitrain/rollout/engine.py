@@ -62,6 +62,7 @@ class Sampler:
         self.steps = self.settings.steps or (16 if self.device.type == "cuda" else 1)
         self.scheduler: Scheduler | None = None
         self.page_count = 0  # of the pool, from when it is first allocated
+        self.spoiled = False  # do caches hold NaN or infinity? Times a weight of 0 that would reach other samples
 
     # ------------------------------------------------------------------------------------------------------ requests
 
@@ -101,6 +102,8 @@ class Sampler:
             raise InputError(f"a prompt holds the token {wrong}: use 0 to {vocabulary - 1}, the model knows no others")
         if params.stop and self.tokenizer is None:
             raise InputError(f"sampling stop={list(params.stop)} needs a sampler with a tokenizer")
+        if self.spoiled and not self.busy:
+            self.free()
         if self.scheduler is None:
             self._allocate()
         total = min(len(prompt) + params.max_tokens, limit)
@@ -156,6 +159,7 @@ class Sampler:
         self._must_be_idle()
         self.weights.refresh()
         self.scheduler = self.caches = self.batches = None
+        self.spoiled = False
         if self.device.type == "cuda":
             gc.collect()  # the compiler leaves behind cycles that hold what a kernel was first called with
 
@@ -192,6 +196,7 @@ class Sampler:
         for sample, tokens, logprobs in zip(work.samples, *batch.produced(work.steps), strict=False):
             count, reason = self._end(sample, tokens)
             if not math.isfinite(sum(logprobs[:count])):
+                self.spoiled = True
                 raise InputError("the model's logits are not finite: weights hold NaN or infinity, or are too large")
             self.scheduler.decoded(sample, tokens[:count], logprobs[:count], reason)
             news.append((sample, tokens[:count]))

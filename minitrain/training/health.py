@@ -30,27 +30,32 @@ class Health:
     """Watches a run's steps.
 
     say(text): prints a line. batch(step): where the batch of step 1, 2, ... comes from. updates: per step.
-    past: the losses of a run that continues.
+    past, skipped: of a run that continues, its losses, and how many of its last steps changed nothing.
     """
 
     def __init__(
         self, config: Config, say: Callable[[str], None], batch: Callable[[int], str], updates: int = 1,
-        past: Iterable[float] = (),
+        past: Iterable[float] = (), skipped: int = 0,
     ):  # fmt: skip
         self.most, self.factor = config.optim.max_skipped, config.metrics.spike
         self.say, self.batch, self.updates = say, batch, updates
         self.losses = deque(filter(math.isfinite, past), maxlen=WINDOW)
-        self.in_a_row = 0
+        self.in_a_row = skipped
 
     def watch(self, steps: Iterator[dict]) -> Iterator[dict]:
         """The steps' numbers; those of a step that went wrong also have its `batch`.
 
         Raises InputError when too many steps in a row changed nothing.
         """
+        if self.in_a_row >= self.most:
+            raise InputError(
+                f"the last {self.in_a_row} steps were skipped, which optim.max_skipped={self.most} does not allow: the "
+                f"weights are as before them (to go on: a higher optim.max_skipped)"
+            )
         for numbers in steps:
             checked = numbers | self.check(numbers)
             yield checked
-            if self.in_a_row == self.most:  # and the step is in the log
+            if self.in_a_row >= self.most:  # and the step is in the log
                 raise InputError(self.verdict(checked))
 
     def check(self, numbers: dict) -> dict:
@@ -74,8 +79,8 @@ class Health:
     def verdict(self, numbers: dict) -> str:
         step, loss, norm = (numbers[key] for key in ("step", "loss", "grad_norm"))
         return (
-            f"step {step} is number {self.most} in a row to be skipped (optim.max_skipped), as "
-            f"loss={loss} or grad_norm={norm} is not finite: the weights are as after step {step - self.most}, and "
+            f"step {step} is number {self.in_a_row} in a row to be skipped (optim.max_skipped), as "
+            f"loss={loss} or grad_norm={norm} is not finite: the weights are as after step {step - self.in_a_row}, and "
             f"checkpoints intact; the batch was {numbers['batch']}"
         )
 

@@ -6,6 +6,7 @@ Rank 0 only.
 import json
 import math
 from collections import deque
+from itertools import takewhile
 from pathlib import Path
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from minitrain.config import Config, to_dict
 from minitrain.config_yaml import to_yaml
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.mesh import pick_device
+from minitrain.runtime.agreement import broadcast
 from minitrain.training.durable import write_durably
 from minitrain.training.fingerprint import check_continuation
 from minitrain.training.health import WINDOW
@@ -58,6 +60,7 @@ class MetricsLog:
         self.enabled = dist.get_rank() == 0
         self.lacks_last = False  # did the run end between step `start`'s checkpoint and its line?
         self.losses: deque[float] = deque(maxlen=WINDOW)  # of the newest steps
+        self.skips: list[int] = []  # how many updates each step skipped
         if not self.enabled:
             return
         found, strange = read_lines(file) if start else ([], 0)
@@ -65,6 +68,7 @@ class MetricsLog:
         write_durably(file, "".join(map(to_line, kept)))
         self.lacks_last = start > 0 and all(line["step"] != start for line in kept)
         self.losses.extend(line["loss"] for line in kept if isinstance(line.get("loss"), float))
+        self.skips.extend(line.get("skipped", 0) for line in kept)
         self.file = file.open("a", encoding="utf-8")
         self.board = None
         if tensorboard:
@@ -73,15 +77,23 @@ class MetricsLog:
             # what a killed run wrote after step `start` is hidden
             self.board = SummaryWriter(str(file.parent / "tensorboard"), purge_step=start + 1)
         self.bar = tqdm(total=steps, initial=start - self.lacks_last, unit="step", smoothing=0.1)
+        lost = start - self.lacks_last - len({line["step"] for line in kept})
+        if lost:
+            self.say(f"note: {file} lacks {lost} of the {start} steps that are done")
         if strange:
             self.say(f"note: lines of {file} that were not the numbers of a step are gone: {strange}")
 
     def step(self, numbers: dict) -> None:
         """Store one step's numbers, with every digit of their floats, and show the most telling ones."""
         if self.enabled:
-            self.file.write(to_line(numbers))
-            self.file.flush()
+            try:
+                self.file.write(to_line(numbers))
+                self.file.flush()
+            except OSError as error:
+                error.filename = self.file.name  # which the system does not tell
+                raise
             self.losses.append(numbers["loss"])
+            self.skips.append(numbers["skipped"])
             for name, value in numbers.items():
                 if self.board and name != "step" and isinstance(value, int | float):
                     self.board.add_scalar(name, value, numbers["step"])
@@ -90,6 +102,10 @@ class MetricsLog:
                 shown["val"] = f"{numbers['val_loss']:.4f}"
             self.bar.set_postfix(shown, refresh=False)
             self.bar.update()
+
+    def skipped_steps(self, updates: int = 1) -> int:
+        """How many of the last steps skipped all their updates. All ranks call it together."""
+        return broadcast(len(list(takewhile(lambda skipped: skipped == updates, reversed(self.skips)))))
 
     def say(self, text: str) -> None:
         """A line above the progress bar."""

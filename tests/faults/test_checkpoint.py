@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from minitrain import load_pretrained, save_pretrained
 from minitrain.errors import InputError
-from minitrain.models.checkpoint_peft import save_adapter
+from minitrain.models.checkpoint_peft import read_adapter_config, save_adapter
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import Lora, add_adapters, is_adapter
 from minitrain.models.zoo import model_config
@@ -314,6 +314,28 @@ def test_models_and_adapters_need_a_disk_with_room(tmp_path):
         with files_up_to(1000), pytest.raises(InputError, match="cannot be written: .*File too large"):
             save()
     assert torch.equal(load_pretrained(tmp_path / "model").lm_head.weight, model.lm_head.weight)
+
+
+def test_an_adapter_folder_never_mixes_two_runs(tmp_path):
+    """A run that ends between the renames of two files leaves no settings beside weights of other ones."""
+    model = Decoder(model_config("llama3-8b-tiny"))
+    add_adapters(model, Lora())
+    adapters = [(name, p) for name, p in model.named_parameters() if is_adapter(name)]
+    replace, killed = Path.replace, []
+
+    def replace_or_die(old, new):
+        if killed and new.suffix == ".json":
+            raise KeyboardInterrupt
+        replace(old, new)
+
+    with mock.patch.object(Path, "replace", replace_or_die):
+        save_adapter(adapters, model.config, Lora(alpha=32.0), tmp_path)
+        killed.append(True)
+        with pytest.raises(KeyboardInterrupt):
+            save_adapter(adapters, model.config, Lora(alpha=64.0), tmp_path)
+    assert not (tmp_path / "adapter_config.json").exists()
+    save_adapter(adapters, model.config, Lora(alpha=64.0), tmp_path)
+    assert read_adapter_config(tmp_path).alpha == 64.0
 
 
 def test_a_file_is_replaced_once_the_disk_has_the_new_one(tmp_path):

@@ -176,7 +176,7 @@ def test_skipped_steps_are_counted_and_told_with_their_batch(run, capsys):
     assert "step 2: skipped, as loss=nan or grad_norm=nan is not finite; rows 4 to 7" in capsys.readouterr().out
 
 
-def test_too_many_skipped_steps_end_the_run_with_its_checkpoint(run, tmp_path):
+def test_too_many_skipped_steps_end_the_run_with_its_checkpoint(run, tmp_path, capsys):
     message = r"^step 5 is number 3 in a row to be skipped .* as after step 2, .* rows 16 to 19"
     with pytest.raises(InputError, match=message):
         run([3, 4, 5, 6], optim={"max_skipped": 3})
@@ -186,8 +186,30 @@ def test_too_many_skipped_steps_end_the_run_with_its_checkpoint(run, tmp_path):
     log = tmp_path / "out/metrics.jsonl"
     log.write_text("".join(log.open().readlines()[:3]))  # as if it had ended before the line of step 4
     resumed = lines(run([]))  # from step 4, whose weights are those of step 2
+    assert "lacks" not in capsys.readouterr().out
     assert [line["skipped"] for line in resumed] == [0, 0, 1, 1, 0, 0]
     assert [line["loss"] is None for line in resumed] == [False, False, True, True, False, False]
+
+
+def test_the_same_command_is_allowed_no_more_skipped_steps(run, tmp_path):
+    """Neither where it continues before the step that was one too many, nor behind it."""
+    for _ in range(2):
+        with pytest.raises(InputError, match="^step 5 is number 3 in a row to be skipped .* as after step 2,"):
+            run([3, 4, 5, 6], optim={"max_skipped": 3})
+    for _ in range(2):
+        with pytest.raises(InputError, match="^(step 6 is number 4|the last 4 steps were skipped)"):
+            run([3, 4, 5, 6], optim={"max_skipped": 4})
+    assert not (tmp_path / "out/config.json").exists()
+    run([3, 4, 5, 6], optim={"max_skipped": 5})
+    assert (tmp_path / "out/config.json").exists()
+
+
+def test_lines_that_a_log_lost_are_told(run, tmp_path, capsys):
+    log = run([]) / "metrics.jsonl"
+    log.write_text("".join(log.open().readlines()[:2]))  # as a machine without power leaves it
+    found = lines(run([], steps=7))
+    assert [line["step"] for line in found] == [1, 2, 6, 7]
+    assert "metrics.jsonl lacks 3 of the 6 steps that are done" in capsys.readouterr().out
 
 
 def test_an_error_waits_for_the_checkpoint_that_is_being_written(run, tmp_path, monkeypatch):
