@@ -20,8 +20,15 @@ from minitrain.models.wan import WanConfig
 GENERATION = "generation_config.json"
 EPS_KEYS = {"rmsnorm": "rms_norm_eps", "layernorm": "layer_norm_epsilon", "layernorm1p": "norm_eps"}
 ACTIVATIONS = {"swiglu": "silu", "relu2": "relu2", "clamped_swiglu": "silu", "gelu": "gelu_new"}
-SIZES = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
-                                 "max_position_embeddings")} | {"num_layers": "num_hidden_layers"}  # fmt: skip
+
+
+def _keys(*same: str, **other: str) -> dict[str, str]:
+    """Keys of config.json by our names for them, most of which are the `same`."""
+    return dict(zip(same, same, strict=True)) | other
+
+
+SIZES = _keys("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings",
+              num_layers="num_hidden_layers")  # fmt: skip
 ALSO_CALLED = {"num_experts": "num_local_experts"}  # by transformers 5
 MODEL_TYPES = {"kimi_k2": "deepseek_v3"}  # other names of families
 UNSAVED = {"bias_update_speed", "router_aux_loss_coef", "seq_aux", "fake_balanced_gate"}  # settings of training alone
@@ -58,16 +65,13 @@ FAMILIES = {
     "qwen3": Family("Qwen3ForCausalLM", dict(attention_bias=False, use_sliding_window=False), fixed=dict(qk_norm=True)),
     "mixtral": Family(
         "MixtralForCausalLM", dict(sliding_window=None), rope_theta=1e6,
-        sizes=dict(
-            num_experts="num_local_experts", num_experts_per_tok="num_experts_per_tok",
-            moe_intermediate_size="intermediate_size",
-        ),
+        sizes=_keys("num_experts_per_tok", num_experts="num_local_experts", moe_intermediate_size="intermediate_size"),
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         dict(attention_bias=False, use_sliding_window=False, decoder_sparse_step=1, mlp_only_layers=[]),
         fixed=dict(qk_norm=True), norm_topk=False,
-        sizes={key: key for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")},
+        sizes=_keys("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
@@ -75,18 +79,17 @@ FAMILIES = {
             attention_bias=False, rope_interleave=True, moe_layer_freq=1, scoring_func="sigmoid",
             topk_method="noaux_tc",
         ),
-        sizes=dict(num_experts="n_routed_experts") | {
-            key: key
-            for key in ("num_experts_per_tok", "moe_intermediate_size", "first_k_dense_replace", "n_group",
-                        "topk_group", *LATENT)
-        },
+        sizes=_keys(
+            "num_experts_per_tok", "moe_intermediate_size", "first_k_dense_replace", "n_group", "topk_group", *LATENT,
+            num_experts="n_routed_experts",
+        ),
         fixed=dict(scoring_func="sigmoid"), quantised="fp8", norm_topk=True,
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM", dict(attention_bias=True, swiglu_limit=7.0, swiglu_alpha=1.702),
-        sizes=dict(
-            num_experts="num_local_experts", num_experts_per_tok="num_experts_per_tok",
-            moe_intermediate_size="intermediate_size", sliding_window="sliding_window",
+        sizes=_keys(
+            "num_experts_per_tok", "sliding_window", num_experts="num_local_experts",
+            moe_intermediate_size="intermediate_size",
         ),
         rope_theta=150000.0,
         rope=dict(
@@ -105,15 +108,12 @@ FAMILIES = {
             attention_bias=False, mlp_bias=False, use_bias=False, use_conv_bias=True, mamba_hidden_act="silu",
             n_shared_experts=1, sliding_window=None,
         ),
-        sizes=dict(
+        sizes=_keys(
+            "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group", "mamba_num_heads",
+            "mamba_head_dim", "ssm_state_size", "conv_kernel",
             num_experts="n_routed_experts", shared_expert_intermediate_size="moe_shared_expert_intermediate_size",
             mamba_n_groups="n_groups", mamba_chunk_size="chunk_size",
-        ) | {
-            key: key for key in (
-                "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group", "mamba_num_heads",
-                "mamba_head_dim", "ssm_state_size", "conv_kernel",
-            )
-        },
+        ),
         fixed=dict(mlp="relu2", scoring_func="sigmoid", position_embedding="none", scaled_residual_init=True),
         norm_topk=True, can_tie=False,
     ),
@@ -142,7 +142,10 @@ def config_from_hf(raw: dict, file: Path) -> DecoderConfig:
     """What config.json `raw` says. Raises InputError as `read_config` does, naming `file`."""
     name = _find_family(raw, file)
     family = FAMILIES[name]
-    raw = _with_common_keys(raw, name, file)
+    if name == "gpt2":
+        raw = checkpoint_gpt2.from_gpt2_keys(raw)
+    if name == "nemotron_h":
+        raw = checkpoint_nemotron_h.from_nemotron_h_keys(raw, file)
     _refuse_unsupported(raw, family, file)
     rope = _read_rope(raw, family, file)
     sizes = {ours: read_number(raw, theirs, file) for ours, theirs in (SIZES | family.sizes).items()}
@@ -168,13 +171,6 @@ def config_from_hf(raw: dict, file: Path) -> DecoderConfig:
         return DecoderConfig(family=name, **sizes, **fields, **family.fixed)
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
-
-
-def _with_common_keys(raw: dict, name: str, file: Path) -> dict:
-    """config.json as if all families had Llama's keys."""
-    if name == "gpt2":
-        return checkpoint_gpt2.from_gpt2_keys(raw)
-    return checkpoint_nemotron_h.from_nemotron_h_keys(raw, file) if name == "nemotron_h" else raw
 
 
 def _nemotron_h_fields(raw: dict, file: Path) -> dict:
