@@ -148,10 +148,8 @@ def describe(device: torch.device) -> dict[str, str | int]:
 
 def _cpu_name() -> str:
     """As Linux tells it; elsewhere, and where Linux does not tell, the kind of processor."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    found = re.search(r"model name\s*: (.*)", onednn.read_cpuinfo())
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def _usable_cores() -> int:
