@@ -73,7 +73,7 @@ def pieces(
     if not prefix:
         return [matrix(stored_name(name, family), whole, stored)]
     if family == "gpt_oss":
-        return stacked_experts(name, whole, stored)
+        return stacked_experts(name, shape, stored)
     found, parts = [], EXPERT_KEYS[last]
     for expert in range(shape[0]):
         region = (slice(expert, expert + 1), slice(0, shape[1] // len(parts)), slice(0, shape[2]))
@@ -185,27 +185,23 @@ def read_fp8(key: str, stacked: bool, fetch: Fetch, slices: Slices) -> Tensor:
 # ---------------------------------------------------------------------------------------------------- stacks of GPT-OSS
 
 
-def stacked_experts(name: str, whole: Slices, stored: Mapping[str, str]) -> list[Piece]:
-    """One piece per expert, of which all rows are read."""
-    experts, *rest = (part.stop for part in whole)
+def stacked_experts(name: str, shape: tuple[int, ...], stored: Mapping[str, str]) -> list[Piece]:
+    """One piece per expert, of which all rows are read; of biases one of all experts."""
+    whole = tuple(slice(0, n) for n in shape)
     if name.endswith("_bias"):
-        needs, read_expert = {name: ((experts, *rest), FLOATS)}, read_as_stored
-    elif name + "_blocks" in stored:
-        out, into = rest
+        return [rows_from(0, name, shape, whole)]
+    experts, out, into = shape
+    if name + "_blocks" in stored:
         scales = (experts, out, into // MXFP4_BLOCK)
         needs = {name + "_blocks": ((*scales, MXFP4_BLOCK // 2), ("U8",)), name + "_scales": (scales, ("U8",))}
         read_expert = read_mxfp4
     else:
-        needs, read_expert = {name: ((experts, *reversed(rest)), FLOATS)}, read_transposed
+        needs, read_expert = {name: ((experts, into, out), FLOATS)}, read_transposed
 
     def read(expert: slice, fetch: Fetch, slices: Slices) -> Tensor:
         return read_expert(name, fetch, expert)[(slice(None), *slices[1:])]
 
     return [Piece((slice(e, e + 1), *whole[1:]), needs, partial(read, slice(e, e + 1))) for e in range(experts)]
-
-
-def read_as_stored(name: str, fetch: Fetch, expert: slice) -> Tensor:
-    return fetch(name, (expert,))
 
 
 def read_transposed(name: str, fetch: Fetch, expert: slice) -> Tensor:
