@@ -181,14 +181,17 @@ def whole_tensors(model: Module, wanted: Callable[[str], bool]) -> Iterator[tupl
     """The model's tensors of `wanted` names, one at a time, whole on rank 0; None elsewhere. All ranks iterate."""
     for name, shard in model.state_dict().items():  # after a forward pass some parameters() are whole, in bf16
         if wanted(name):
-            parts = ((where, whole(shard, where)) for where in pieces(shard))
+            parts = ((where, whole_piece(shard, where)) for where in pieces(shard))
             yield name, join(parts, shard.shape, shard.dtype)
 
 
-def whole(tensor: Tensor, where: Slices | None = None) -> Tensor:
-    """The full tensor, gathered from all ranks' parts, or one of its `pieces`. All ranks call it together."""
-    if where is None:
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor, gathered from all ranks' parts. All ranks call it together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_piece(tensor: Tensor, where: Slices) -> Tensor:
+    """`whole(tensor)[where]` for one of its `pieces`, of which alone the parts are gathered."""
     if not isinstance(tensor, DTensor):
         return tensor[where]
     part, like = tensor.to_local()[where].contiguous(), torch.empty(tensor.shape, device="meta")[where].contiguous()
@@ -212,11 +215,8 @@ def pieces(tensor: Tensor, most: int = 1 << 30) -> list[Slices]:
 
 def join(parts: Iterable[tuple[Slices, Tensor | None]], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
     """The tensor that gathered pieces make up, on rank 0 in the host's memory; other ranks take them and get None."""
-    if dist.get_rank() != 0:
-        for _ in parts:
-            pass
-        return None
-    result = torch.empty(shape, dtype=dtype)
+    result = torch.empty(shape, dtype=dtype) if dist.get_rank() == 0 else None
     for where, part in parts:
-        result[where] = part
+        if result is not None:
+            result[where] = part
     return result

@@ -56,7 +56,7 @@ from torch.nn import Module
 
 from minitrain.config import Parallel
 from minitrain.models.tensor_files import Slices
-from minitrain.parallel.mesh import join, local, pieces, whole
+from minitrain.parallel.mesh import join, local, pieces, whole_piece
 from minitrain.runtime.agreement import gather
 
 Batch = dict[str, Tensor]
@@ -292,7 +292,7 @@ class Pipeline(nn.Module):
         entries = [entry for listing in gather(listing, self.group) for entry in listing]
 
         def moved(number: int, name: str, where: Slices, like: Tensor) -> Tensor | None:
-            piece = whole(mine[name][1], where).contiguous() if name in mine else None
+            piece = whole_piece(mine[name][1], where).contiguous() if name in mine else None
             return self.move(piece, like[where], number, 0)
 
         for number, name, places, shape, dtype in sorted(entries, key=lambda entry: entry[0]):

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from minitrain import config as configs
 from minitrain.models.mamba import scan
-from minitrain.parallel.mesh import join, pieces, start, whole
+from minitrain.parallel.mesh import join, pieces, start, whole, whole_piece
 from minitrain.training.build import build_model
 from minitrain.training.data import open_data
 from minitrain.training.loop import Trainer
@@ -124,7 +124,7 @@ def joined(tree, most):
     state = build_model(config, start(config)).state_dict()
     cuts = {name: pieces(shard, most) for name, shard in state.items()}
     found = {
-        name: join(((where, whole(shard, where)) for where in cuts[name]), shard.shape, shard.dtype)
+        name: join(((where, whole_piece(shard, where)) for where in cuts[name]), shard.shape, shard.dtype)
         for name, shard in state.items()
     }
     return found, sum(len(places) > 1 for places in cuts.values()), {name: whole(x) for name, x in state.items()}
