@@ -101,7 +101,7 @@ class Weights:
     def pack(self, owner: object, parameters: Callable) -> Packed | None:
         """The packed copy for `products`, made if there is none."""
         if self.packs and owner not in self.packed:
-            self.packed[owner] = pack(*zip(*parameters(), strict=True))
+            self.packed[owner] = pack(parameters())
         return self.packed.get(owner)
 
 
@@ -112,16 +112,14 @@ def products(packed: Packed | None, x: Tensor, parameters: Callable) -> Sequence
     return torch.ops.minitrain.onednn_linear(x, weight, bias).split(rows, dim=-1)
 
 
-def pack(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Packed | None:
-    if not can_be_packed(weights):
+def pack(parameters: list[tuple[Tensor, Tensor | None]]) -> Packed | None:
+    """None for matrices that are too small together, or not in fp32 on the CPU."""
+    weights, biases = zip(*parameters, strict=True)
+    kinds = {(weight.device.type, weight.dtype) for weight in weights}
+    if kinds != {("cpu", torch.float32)} or sum(weight.numel() for weight in weights) < LEAST:
         return None
     bias = None if biases[0] is None else torch.cat(biases)
     return torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights)), bias, [len(weight) for weight in weights]
-
-
-def can_be_packed(weights: Sequence[Tensor]) -> bool:
-    kinds = {(weight.device.type, weight.dtype) for weight in weights}
-    return kinds == {("cpu", torch.float32)} and sum(weight.numel() for weight in weights) >= LEAST
 
 
 class Group:
