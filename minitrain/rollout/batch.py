@@ -67,35 +67,31 @@ class Batch:
         self.choice.filtered = any(s.params.top_k > 0 or s.params.top_p < 1 or s.params.min_p > 0 for s in samples)
 
     def _load_rows(self, samples: list[Sample], steps: int) -> None:
-        """For the CPU's buffers: which rows must be gathered again, and which samples share a prefix."""
-        caches, longest = self.sampler.caches, max(sample.cached for sample in samples) + 1
-        rows, room = caches.buffer_shape
-        if self.rows > rows or longest + steps > room:
-            caches.buffer_shape = max(rows, self.rows), max(room, 2 * (longest + steps))
+        """For the CPU's buffers: which samples share a prefix, and what their rows must gather again."""
+        caches, step, pages = self.sampler.caches, self.step, self.sampler.scheduler.pages
+        step.longest = max(sample.cached for sample in samples) + 1
+        height, width = caches.buffer_shape
+        if self.rows > height or step.longest + steps > width:
+            caches.buffer_shape = max(height, self.rows), max(width, 2 * (step.longest + steps))
             caches.rows_held = {}
-        self.step.longest = longest
-        self.step.shared, groups = shared_prefixes(samples, self.sampler.settings.page_size)
-        self.step.groups = [(rows[0], index_of(rows)) for rows in groups]
-        starts = {rows[0] for rows in groups}  # the rows that hold a group's shared prefix
-        common = 0 if self.sampler.config.sliding_window else self.step.shared
-        fresh: dict[tuple[int, int], list[int]] = {}  # by the first and the last of the tokens that are missing
+        step.shared, groups = shared_prefixes(samples, pages.size)
+        step.groups = [(group[0], index_of(group)) for group in groups]
+        prefix_rows = {group[0] for group in groups}  # only these hold what their group shares
+        spans: dict[tuple[int, int], list[int]] = {}  # from and to which token a row lacks all, and which rows do
         for row, sample in enumerate(samples):
-            first = 0 if row in starts else common
+            begin = 0 if row in prefix_rows or self.sampler.config.sliding_window else step.shared
             held = caches.rows_held.get(row)
-            if held is None or (held.sample, held.end) != (sample, sample.cached) or held.first > first:
-                held = Held(sample, first, sample.cached)
-                fresh.setdefault((first, sample.cached), []).append(row)
+            if held is None or (held.sample, held.end) != (sample, sample.cached) or held.begin > begin:
+                held = Held(sample, begin, sample.cached)
+                if begin < sample.cached:
+                    spans.setdefault((begin, sample.cached), []).append(row)
             caches.rows_held[row] = held._replace(end=sample.cached + steps)
-        self.step.gathered = [
-            (torch.tensor(each), torch.tensor([self._pages(samples[row], *span) for row in each]), *span)
-            for span, each in fresh.items()
-            if span[0] < span[1]
-        ]
         for row in range(len(samples), self.rows):
             caches.rows_held.pop(row, None)  # padding rows write there
-
-    def _pages(self, sample: Sample, first: int, end: int) -> list[int]:
-        return sample.pages[first // self.sampler.caches.page_size : self.sampler.scheduler.pages.needed(end)]
+        step.gathered = []
+        for (begin, end), rows in spans.items():
+            lists = [samples[row].pages[begin // pages.size : pages.needed(end)] for row in rows]
+            step.gathered.append((torch.tensor(rows), torch.tensor(lists), begin, end))
 
     def run(self, steps: int) -> None:
         """So many decoding steps, without a look at the results."""

@@ -363,10 +363,10 @@ class States(Layer):
 
 
 class Held(NamedTuple):
-    """What a row of the CPU's buffers holds: the sample's tokens `first` to `end` - 1."""
+    """What a row of the CPU's buffers holds: the sample's tokens from `begin` to before `end`."""
 
     sample: Sample
-    first: int
+    begin: int
     end: int
 
 
