@@ -88,7 +88,9 @@ def train_policy(config: Config, folder: Path, export: Callable[[Trainer, Config
                 run.wait()
                 return log.stop(numbers["step"])
             finish_step(run, log, numbers)
-    run.finish(export)
+    run.wait()
+    if run.learner:
+        export(run.learner.trainer, run.config, folder)
     log.say(f"{folder} holds the {'adapters' if config.lora else 'model'}")
     log.close()
 
@@ -122,7 +124,7 @@ class Run:
         self.config, self.folder, self.seconds = config, folder, dict.fromkeys(PHASES, 0.0)
         meshes = start(config)
         self.files = agreed_fingerprint(config.data)
-        world, apart = dist.get_world_size(), config.grpo.generation_ranks
+        rank, world, apart = dist.get_rank(), dist.get_world_size(), config.grpo.generation_ranks
         training, sampling = range(world - apart), range(world - apart if apart else 0, world)
         self.colocated, self.first_sampler = not apart, sampling[0]  # colocated: all ranks train and sample
         self.frees = self.colocated and not config.grpo.keep_cache  # the sampler's memory is the trainer's in between
@@ -130,40 +132,36 @@ class Run:
         samplers = dist.new_group(list(sampling), timeout=timeout, backend="gloo")
         self.everyone = dist.new_group(timeout=timeout, backend="gloo")
         self.learner = self.collector = None
-        if dist.get_rank() in training:
+        if rank in training:
             self.learner = Learner(config, meshes, self.phase)
             if folder is not None:
                 self.checkpointer = self.new_checkpointer("checkpoints", config.checkpoint.keep)
-        model = self.connect(meshes.batch.device_type, dist.get_rank() in sampling)
+        model, self.refit = self.connect(meshes.batch.device_type, rank in sampling)
         if model is not None:
-            replica, replicas = (dist.get_rank() - sampling[0]) // config.rollout.tp, len(sampling) // config.rollout.tp
+            replica, replicas = (rank - sampling[0]) // config.rollout.tp, len(sampling) // config.rollout.tp
             sampler = Sampler(model, self.tokenizer, config.rollout, most_samples(config, replicas))
             self.collector = Collector(config, sampler, self.tokenizer, end, reward, replica, replicas, samplers)
-        self.memory = Memory({}, {})
+        kept, lost = {}, {}
         if config.grpo.offload:  # every rank trains and samples
             kept = {"training": self.learner.states, "logprobs": self.learner.reference_weights}
             lost = {} if self.refit is None else {"generation": lambda: model.state_dict().values()}
-            self.memory = Memory(kept, lost)
-            self.memory.hold("training")
+        self.memory = Memory(kept, lost)
+        self.memory.hold("training")
 
-    def connect(self, device_type: str, samples: bool) -> Decoder | None:
-        """The model that this rank samples from, and `self.refit`, which brings it the trainer's weights.
+    def connect(self, device_type: str, samples: bool) -> tuple[Decoder | None, Refit | None]:
+        """The model that this rank samples from, and what brings it the trainer's weights.
 
         Where a trainer's model is whole on its rank, that is the model, and there is nothing to bring.
         """
-        config, self.refit = self.config, None
-        tp = init_device_mesh(
-            device_type,
-            (dist.get_world_size() // config.rollout.tp, config.rollout.tp),
-            mesh_dim_names=("replica", "tp"),
-        )["tp"]
+        config = self.config
+        shape = dist.get_world_size() // config.rollout.tp, config.rollout.tp
+        tp = init_device_mesh(device_type, shape, mesh_dim_names=("replica", "tp"))["tp"]
         set_timeout(config.timeout_s, tp.get_all_groups())
         if self.colocated and is_whole(self.learner.model) and config.rollout.tp == 1:
-            return self.learner.model
+            return self.learner.model, None
         model = make_sampler_model(config, tp) if samples else None
-        give = self.learner.weights if self.learner else dict
-        self.refit = Refit(give, partial(parts_of, model) if samples else dict, self.everyone)
-        return model
+        give, want = self.learner.weights if self.learner else dict, partial(parts_of, model) if samples else dict
+        return model, Refit(give, want, self.everyone)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -231,12 +229,6 @@ class Run:
         """Return when the last checkpoint is written."""
         if self.learner:
             self.checkpointer.wait()
-
-    def finish(self, export: Callable[[Trainer, Config, Path], None]) -> None:
-        """Wait for the last checkpoint and write the model, with its tokenizer."""
-        self.wait()
-        if self.learner:
-            export(self.learner.trainer, self.config, self.folder)
 
     # -------------------------------------------------------------------------------------------------- parts of a step
 

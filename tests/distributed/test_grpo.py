@@ -273,7 +273,7 @@ def run(tree, folder, steps):
         numbers.append(line)
         if line["step"] in steps:
             whole.save(line)
-    whole.finish(lambda *_: None)
+    whole.wait()
     return numbers, snapshot(whole.learner.model.named_parameters()) if whole.learner else None
 
 
