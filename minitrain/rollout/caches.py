@@ -210,7 +210,8 @@ class Keys(Layer):
         """
         step, new = self.caches.step, [k[0]] if isinstance(v, int) else [k[0], v[0]]
         if not self.pools:
-            self.pools = [self.caches.pool(x.shape[0], x.shape[2], x.dtype, x.device) for x in new]
+            shape = self.caches.pages, self.caches.page_size
+            self.pools = [zeros((*shape, x.shape[0], x.shape[2]), x.dtype, x.device) for x in new]
         write(self.pools, step.places, new)
         if isinstance(step, PromptStep):
             outs = [self._attend_to_prompt(chunk, q, new, v, sinks) for chunk in step.chunks]
@@ -390,9 +391,6 @@ class Caches:
 
     def __getitem__(self, layer: int) -> Layer | None:
         return self.layers[layer]
-
-    def pool(self, heads: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return zeros((self.pages, self.page_size, heads, width), dtype, device)
 
     def copy(self, pages: list[tuple[int, int]], slots: list[tuple[int, int]], device: torch.device) -> None:
         """Copy pages and states, each (from, to), in all layers."""

@@ -183,7 +183,8 @@ class Sampler:
         tokens, positions = tokens + [0] * padding, positions + [0] * padding
         places += [(self.caches.null_page, 0)] * padding
         self.caches.step = PromptStep(on_device([*zip(*places, strict=True)], self.device).unbind(), chunks)
-        self.forward(on_device(tokens, self.device), on_device(positions, self.device), drop_hidden)
+        # the next token is chosen in a decoding step: the head does nothing
+        self.forward(on_device(tokens, self.device), on_device(positions, self.device), lambda hidden, *_: hidden)
         for prefill, count in prefills:
             self.scheduler.computed(prefill, count)
 
@@ -305,11 +306,6 @@ def expert_stacks(model: Decoder) -> list[Tensor]:
 
 def capability(tensor: Tensor) -> tuple[int, int]:
     return torch.cuda.get_device_capability(tensor.device)
-
-
-def drop_hidden(hidden: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
-    """A model's head for prompts, whose next token is chosen in a decoding step."""
-    return hidden
 
 
 def free_memory(device: torch.device) -> int:
