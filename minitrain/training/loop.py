@@ -94,15 +94,13 @@ class Trainer:
         for step in range(batches):
             micro_batches = self.micro_batches(dataset, step, rows_once)
             count += sum(map(self.objective.count, micro_batches))
-            total += self.loss_sum([to_device(batch, self.device) for batch in micro_batches])
+            inputs = [to_device(batch, self.device) for batch in micro_batches]
+            if isinstance(self.model, Pipeline):
+                total += self.model.evaluate(self.objective, inputs)
+            else:
+                total += sum(self.objective.loss(self.model, batch) for batch in inputs)
         total, count = sum_over(self.meshes.loss, torch.stack([total, torch.full_like(total, count)])).tolist()
         return total / max(count, 1)
-
-    def loss_sum(self, batches: list[dict[str, Tensor]]) -> Tensor:
-        """Of these micro-batches on this rank; in a pipeline, on all its ranks."""
-        if isinstance(self.model, Pipeline):
-            return self.model.evaluate(self.objective, batches)
-        return sum(self.objective.loss(self.model, batch) for batch in batches)
 
 
 def rows_once(dataset, numbers: range) -> dict[str, Tensor]:
