@@ -22,7 +22,7 @@ from minitrain.errors import InputError
 from minitrain.models.checkpoint_peft import adapter_config, adapter_shapes
 from minitrain.models.checkpoint_wan import config_to_json
 from minitrain.models.config_hf import config_to_hf
-from minitrain.models.lora import DTYPES
+from minitrain.models.lora import ADAPTER_DTYPES
 from minitrain.parallel.mesh import Meshes
 from minitrain.training.datasets import open_dataset
 from minitrain.training.loop import Trainer, to_device
@@ -168,7 +168,7 @@ def peft_rival(ours: Trainer) -> Rival:
     adapted = get_peft_model(model, LoraConfig(**settings), autocast_adapter_dtype=False)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.to(DTYPES[lora.dtype])
+            parameter.data = parameter.data.to(ADAPTER_DTYPES[lora.dtype])
     return Rival(ours, adapted, blocks_of(model), partial(transformers_loss, adapted))
 
 

@@ -49,14 +49,14 @@ from torch.nn import Module
 from minitrain.config import GRPO
 from minitrain.training.loss import IGNORE, linear_log_probs
 
-LARGEST = 20.0  # log-ratios are cut off at +- this before exp, which would overflow
+LOG_RATIO_LIMIT = 20.0  # log-ratios are cut off at +- this before exp, which would overflow
 
 
 # ------------------------------------------------------------------------------------------------------- the formulas
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-LARGEST, LARGEST)
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def k3(gap: Tensor) -> Tensor:

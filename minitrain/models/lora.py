@@ -36,7 +36,7 @@ from minitrain.errors import InputError
 from minitrain.models.moe import Experts, grouped_mm
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ADAPTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass
@@ -75,7 +75,7 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
         weight = getattr(module, name)
         *stack, out, into = weight.shape
         for adapter, shape in zip(adapter_names(name), ((lora.rank, into), (out, lora.rank)), strict=True):
-            values = torch.empty(*stack, *shape, dtype=DTYPES[lora.dtype], device=weight.device)
+            values = torch.empty(*stack, *shape, dtype=ADAPTER_DTYPES[lora.dtype], device=weight.device)
             module.register_parameter(adapter, nn.Parameter(values))
         module.lora = lora
         if isinstance(module, Experts):

@@ -86,11 +86,11 @@ class Checkpointer:
         """
         self.wait()
         tensors = state_tensors(model, optimizer)
-        about = {"optimizer": type(optimizer).__name__, "base": self._base(model), "extra": extra}
+        description = {"optimizer": type(optimizer).__name__, "base": self._base(model), "extra": extra}
         if self.thread is None:
-            self._write(step, tensors, about)
+            self._write(step, tensors, description)
         else:
-            self.pending = self.thread.submit(self._write, step, BlockingAsyncStager().stage(tensors), about)
+            self.pending = self.thread.submit(self._write, step, BlockingAsyncStager().stage(tensors), description)
 
     def wait(self) -> None:
         """Return when no save is pending. Raises OSError if the pending one failed."""
@@ -109,18 +109,18 @@ class Checkpointer:
         if step is None:
             return None
         folder = self._path(step)
-        about = self._together(lambda: read_description(folder))
-        reader = self._together(lambda: IndexedReader(folder, about["files"]))
+        description = self._together(lambda: read_description(folder))
+        reader = self._together(lambda: IndexedReader(folder, description["files"]))
         weights = changing(model)
         names = set().union(*self._gather(list(weights)))  # a rank of a pipeline has only some
         self._together(lambda: check_weights(folder, reader.index.state_dict_metadata, weights, names))
-        check_origin(folder, about, optimizer, self._base(model))
+        check_origin(folder, description, optimizer, self._base(model))
         state = prepare_optimizer(optimizer, model, reader.index.state_dict_metadata)
         try:
             dcp.load({**weights, **state}, storage_reader=reader, process_group=self.group)
         except dcp.CheckpointException as error:
             raise InputError(f"checkpoint {folder} cannot be read: {first_failure(error)}") from error
-        return about["extra"]
+        return description["extra"]
 
     def _newest_whole(self) -> int | None:
         """The newest step whose files are what was written, each rank looking at its share of them; None: no steps.
@@ -145,12 +145,12 @@ class Checkpointer:
             aside = set_aside(self._path(step))
             print(f"warning: checkpoint {self._path(step)} is damaged: {problem} (now {aside.name})", file=sys.stderr)
 
-    def _write(self, step: int, tensors: dict[str, Tensor], about: dict) -> None:
+    def _write(self, step: int, tensors: dict[str, Tensor], description: dict) -> None:
         temporary = self._path(step).with_suffix(".tmp")
         try:
             self._together(lambda: self.leads and make_empty(temporary))
             files = self._write_parts(temporary, tensors)
-            self._together(lambda: self.leads and self._publish(step, temporary, about | {"files": files}))
+            self._together(lambda: self.leads and self._publish(step, temporary, description | {"files": files}))
         except OSError:
             # a full disk needs the space; together, since the others' end would end the leader
             self._together(lambda: self.leads and shutil.rmtree(temporary, ignore_errors=True))
@@ -167,9 +167,9 @@ class Checkpointer:
         sums = self._together(lambda: {name: measure(folder / name) for name in names})
         return {name: value for each in self._gather(sums) for name, value in each.items()}
 
-    def _publish(self, step: int, temporary: Path, about: dict) -> None:
+    def _publish(self, step: int, temporary: Path, description: dict) -> None:
         """Give a complete folder its final name, then remove checkpoints that are no longer kept."""
-        write_description(temporary, about)
+        write_description(temporary, description)
         sync_folder(temporary)
         final = self._path(step)
         if final.exists():
@@ -337,10 +337,10 @@ def check_weights(folder: Path, saved: Saved, weights: dict[str, Tensor], names:
             raise InputError(f"{problem} its {entry} is {list(stored.size)}, and {name} {list(weights[name].shape)}")
 
 
-def check_origin(folder: Path, about: dict, optimizer: Optimizer, base: str) -> None:
+def check_origin(folder: Path, description: dict, optimizer: Optimizer, base: str) -> None:
     """Raises InputError if a checkpoint is of another kind of optimizer, or of adapters beside other frozen weights."""
     own = type(optimizer).__name__
-    if about["optimizer"] != own:
-        raise InputError(f"checkpoint {folder} holds the state of {about['optimizer']}, not of {own}")
-    if about["base"] != base:
+    if description["optimizer"] != own:
+        raise InputError(f"checkpoint {folder} holds the state of {description['optimizer']}, not of {own}")
+    if description["base"] != base:
         raise InputError(f"checkpoint {folder} was trained over another base model (use that one, or another out_dir)")

@@ -65,10 +65,10 @@ def reading(file: Path) -> Iterator[None]:
 
 def size_of(file: Path) -> int:
     """In bytes; raises Damaged for what may never come to an end, such as a pipe or a device."""
-    about = file.stat()
-    if not stat.S_ISREG(about.st_mode):
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode):
         raise Damaged(f"{file.name} is not a regular file")
-    return about.st_size
+    return found.st_size
 
 
 def check_file(file: Path, expected: Sum) -> None:
@@ -95,9 +95,9 @@ def find_damage(folder: Path, share: int, shares: int) -> str | None:
 # --------------------------------------------------------------------------------------------------------- description
 
 
-def write_description(folder: Path, about: dict) -> None:
-    """about: anything that JSON can hold, with `files`, the Sum of each file by its name."""
-    write_synced(folder / DESCRIPTION, json.dumps(about | {"crc32": own_sum(about)}))
+def write_description(folder: Path, description: dict) -> None:
+    """description: anything that JSON can hold, with `files`, the Sum of each file by its name."""
+    write_synced(folder / DESCRIPTION, json.dumps(description | {"crc32": own_sum(description)}))
 
 
 def read_description(folder: Path) -> dict:
@@ -106,20 +106,20 @@ def read_description(folder: Path) -> dict:
     try:
         with reading(file):
             size_of(file)
-            about = json.loads(file.read_text(encoding="utf-8"))
-        if about.pop("crc32") != own_sum(about):
+            description = json.loads(file.read_text(encoding="utf-8"))
+        if description.pop("crc32") != own_sum(description):
             raise ValueError("it has other content than when it was written (CRC-32)")
-        about = {key: about[key] for key in ("optimizer", "base", "extra", "files")}
-        check_description(about)
+        description = {key: description[key] for key in ("optimizer", "base", "extra", "files")}
+        check_description(description)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Damaged(f"{DESCRIPTION} is not the description of a checkpoint: {error!r}") from error
-    return about
+    return description
 
 
-def check_description(about: dict) -> None:
+def check_description(description: dict) -> None:
     """Raises ValueError unless `extra` is an object and `files` has the Sum of the index and of files beside it."""
-    files = about["files"]
-    if not isinstance(about["extra"], dict) or not isinstance(files, dict) or INDEX not in files:
+    files = description["files"]
+    if not isinstance(description["extra"], dict) or not isinstance(files, dict) or INDEX not in files:
         raise ValueError(f"extra and files must be objects, and files must have {INDEX}")
     for name, value in files.items():
         if Path(name).name != name or not name.isprintable():
@@ -128,8 +128,8 @@ def check_description(about: dict) -> None:
             raise ValueError(f"{name!r} has {value!r}, which is not a size and a checksum")
 
 
-def own_sum(about: dict) -> int:
-    return zlib.crc32(json.dumps(about, sort_keys=True).encode())
+def own_sum(description: dict) -> int:
+    return zlib.crc32(json.dumps(description, sort_keys=True).encode())
 
 
 # ---------------------------------------------------------------------------------------------- DCP's reader and writer

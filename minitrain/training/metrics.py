@@ -34,12 +34,12 @@ def open_log(config: Config, folder: Path, files: dict[str, str], first: int) ->
     log = MetricsLog(folder / "metrics.jsonl", config.steps, first, config.metrics.tensorboard)
     resumed = [f"resumed from step {first}"] * (first > 0)
     finished = ["no step is left to do (for more: steps=N; to begin anew: another out_dir)"] * (first >= config.steps)
-    for note in [about(config), *notes, *resumed, *finished]:
+    for note in [summary(config), *notes, *resumed, *finished]:
         log.say(note)
     return log
 
 
-def about(config: Config) -> str:
+def summary(config: Config) -> str:
     """What is trained, how, on what, and where it goes, in a line."""
     model, ranks = config.model, dist.get_world_size()
     size = sum(p.numel() for p in empty_model(model.config).parameters())

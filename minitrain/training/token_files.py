@@ -67,8 +67,8 @@ def kept_open(file: Path, stamp: tuple[int, int]) -> FileIO:
 
 def stamp_of(file: Path | int) -> tuple[int, int]:
     """Size and time of the last change of a file, or of an open one by its number."""
-    about = os.stat(file)
-    return about.st_size, about.st_mtime_ns
+    found = os.stat(file)
+    return found.st_size, found.st_mtime_ns
 
 
 def check_unchanged(name: Path, file: Path | int, stamp: tuple[int, int]) -> None:
