@@ -175,11 +175,11 @@ def record_step(trainer: Trainer, dataset, tracer: Tracer) -> None:
 def stand_ins(visible: float | None) -> Iterator[None]:
     """Attention that counts, compilation without kernels, and weights without values."""
     with ExitStack() as stack:
-        for room in ("attention", "mla", "wan") if visible is not None else ():
-            stack.enter_context(patch(f"minitrain.models.{room}.attention", attend))
-        for room in ("decoder", "wan") if visible is not None else ():
-            stack.enter_context(patch(f"minitrain.models.{room}.make_mask", partial(counting_mask, visible)))
         if visible is not None:
+            for room in ("attention", "mla", "wan"):
+                stack.enter_context(patch(f"minitrain.models.{room}.attention", attend))
+            for room in ("decoder", "wan"):
+                stack.enter_context(patch(f"minitrain.models.{room}.make_mask", partial(counting_mask, visible)))
             stack.enter_context(patch("minitrain.training.loss._add_product", add_product))
         for name in ("to_onednn", "initialize", "load_weights", "fill_adapters"):
             stack.enter_context(patch(f"minitrain.training.build.{name}", lambda *args: None))
