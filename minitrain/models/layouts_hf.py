@@ -71,14 +71,13 @@ def pieces(
         ]
     prefix, _, last = name.rpartition(".experts.")
     if not prefix:
-        return [matrix(stored_name(name, family), whole, stored)]
+        return [matrix(stored_name(name, family), shape, stored)]
     if family == "gpt_oss":
         return stacked_experts(name, shape, stored)
     found, parts = [], EXPERT_KEYS[last]
     for expert in range(shape[0]):
-        region = (slice(expert, expert + 1), slice(0, shape[1] // len(parts)), slice(0, shape[2]))
         keys = [expert_key(name, family, expert, part) for part in parts]
-        rows = [matrix(key, region, stored, stacked=True) for key in keys]
+        rows = [of_expert(expert, matrix(key, (shape[1] // len(parts), shape[2]), stored)) for key in keys]
         found.append(rows[0] if len(rows) == 1 else in_turn(*rows))
     return found
 
@@ -129,18 +128,20 @@ def is_ignored(key: str, config: DecoderConfig | WanConfig) -> bool:
 # ------------------------------------------------------------------------------------------------------ single tensors
 
 
-def matrix(key: str, region: Slices, stored: Mapping[str, str], stacked: bool = False) -> Piece:
-    """A stored tensor as it is, FP8 where it is stored so. stacked: it lacks the region's first dimension."""
-    shape = tuple(part.stop - part.start for part in region[stacked:])
+def matrix(key: str, shape: tuple[int, ...], stored: Mapping[str, str]) -> Piece:
+    """A stored tensor as it is, FP8 where it is stored so."""
+    region = tuple(slice(0, n) for n in shape)
     if stored.get(key) != "F8_E4M3":
-        return Piece(region, {key: (shape, FLOATS)}, partial(read_matrix, key, stacked))
+        return rows_from(0, key, shape, region)
     scales = tuple(-(-n // FP8_BLOCK) for n in shape)
     needs = {key: (shape, ("F8_E4M3",)), key + FP8_SCALE: (scales, FLOATS)}
-    return Piece(region, needs, partial(read_fp8, key, stacked))
+    return Piece(region, needs, partial(read_fp8, key))
 
 
-def read_matrix(key: str, stacked: bool, fetch: Fetch, slices: Slices) -> Tensor:
-    return fetch(key, slices[1:])[None] if stacked else fetch(key, slices)
+def of_expert(expert: int, piece: Piece) -> Piece:
+    """What is stored of one expert alone, as its part of a stack."""
+    region = (slice(expert, expert + 1), *piece.region)
+    return Piece(region, piece.needs, lambda fetch, slices: piece.read(fetch, slices[1:])[None])
 
 
 def in_turn(gate: Piece, up: Piece) -> Piece:
@@ -174,12 +175,12 @@ def rows_from(first: int, key: str, shape: tuple[int, ...], region: Slices, tran
     return Piece(region, {key: (shape[::-1] if transposed else shape, FLOATS)}, read)
 
 
-def read_fp8(key: str, stacked: bool, fetch: Fetch, slices: Slices) -> Tensor:
+def read_fp8(key: str, fetch: Fetch, slices: Slices) -> Tensor:
     """fp32: each block of 128 x 128 values times its own scale (DeepSeek-V3)."""
     scale = fetch(key + FP8_SCALE, ()).float()
-    for dim, part in enumerate(slices[stacked:]):
+    for dim, part in enumerate(slices):
         scale = scale.index_select(dim, torch.arange(part.start, part.stop) // FP8_BLOCK)
-    return read_matrix(key, stacked, fetch, slices).float() * scale
+    return fetch(key, slices).float() * scale
 
 
 # ---------------------------------------------------------------------------------------------------- stacks of GPT-OSS
@@ -187,9 +188,8 @@ def read_fp8(key: str, stacked: bool, fetch: Fetch, slices: Slices) -> Tensor:
 
 def stacked_experts(name: str, shape: tuple[int, ...], stored: Mapping[str, str]) -> list[Piece]:
     """One piece per expert, of which all rows are read; of biases one of all experts."""
-    whole = tuple(slice(0, n) for n in shape)
     if name.endswith("_bias"):
-        return [rows_from(0, name, shape, whole)]
+        return [matrix(name, shape, stored)]
     experts, out, into = shape
     if name + "_blocks" in stored:
         scales = (experts, out, into // MXFP4_BLOCK)
@@ -201,7 +201,8 @@ def stacked_experts(name: str, shape: tuple[int, ...], stored: Mapping[str, str]
     def read(expert: slice, fetch: Fetch, slices: Slices) -> Tensor:
         return read_expert(name, fetch, expert)[(slice(None), *slices[1:])]
 
-    return [Piece((slice(e, e + 1), *whole[1:]), needs, partial(read, slice(e, e + 1))) for e in range(experts)]
+    each, rest = [slice(e, e + 1) for e in range(experts)], (slice(0, out), slice(0, into))
+    return [Piece((expert, *rest), needs, partial(read, expert)) for expert in each]
 
 
 def read_transposed(name: str, fetch: Fetch, expert: slice) -> Tensor:
