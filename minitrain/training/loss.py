@@ -58,14 +58,12 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     return sum(fused(_loss_and_grad, weight)(matmul(x, weight.T), y, part)[0] for x, y in chunks)
 
 
+_compiled = cache(torch.compile)
+
+
 def fused(function: Callable, weight: Tensor) -> Callable:
     """`function`, as a kernel or two where the weight is on CUDA."""
     return _compiled(function) if weight.is_cuda else function
-
-
-@cache
-def _compiled(function: Callable) -> Callable:
-    return torch.compile(function)
 
 
 def local_part(weight: Tensor) -> tuple[Tensor, Part]:
