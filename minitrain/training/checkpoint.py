@@ -112,7 +112,7 @@ class Checkpointer:
         description = self._together(lambda: read_description(folder))
         reader = self._together(lambda: IndexedReader(folder, description["files"]))
         weights = changing(model)
-        names = set().union(*self._gather(list(weights)))  # a rank of a pipeline has only some
+        names = set().union(*gather(list(weights), self.group))  # a rank of a pipeline has only some
         self._together(lambda: check_weights(folder, reader.index.state_dict_metadata, weights, names))
         check_origin(folder, description, optimizer, self._base(model))
         state = prepare_optimizer(optimizer, model, reader.index.state_dict_metadata)
@@ -128,9 +128,9 @@ class Checkpointer:
         Damaged ones keep their names if none is whole: a restart must not take that for a run that has not begun.
         """
         damaged, share = {}, (self.group.rank(), self.group.size())
-        for step in reversed(self._gather(complete_steps(self.folder))[0]):
+        for step in reversed(gather(complete_steps(self.folder), self.group)[0]):
             problem = self._together(partial(find_damage, self._path(step), *share))
-            problems = [problem for problem in self._gather(problem) if problem]
+            problems = [problem for problem in gather(problem, self.group) if problem]
             if not problems:
                 self._together(lambda: self.leads and self._set_aside(damaged))
                 return step
@@ -165,7 +165,7 @@ class Checkpointer:
             raise OSError(f"checkpoint {folder} cannot be written: {first_failure(error)}") from error
         names = [*writer.files, INDEX] if self.leads else writer.files
         sums = self._together(lambda: {name: measure(folder / name) for name in names})
-        return {name: value for each in self._gather(sums) for name, value in each.items()}
+        return {name: value for each in gather(sums, self.group) for name, value in each.items()}
 
     def _publish(self, step: int, temporary: Path, description: dict) -> None:
         """Give a complete folder its final name, then remove checkpoints that are no longer kept."""
@@ -185,16 +185,12 @@ class Checkpointer:
         if model in self.bases:
             return self.bases[model]
         sums = {name: bit_sum(whole(tensor)) for name, tensor in frozen(model).items()}
-        everywhere = {name: value for each in self._gather(sums) for name, value in each.items()}
+        everywhere = {name: value for each in gather(sums, self.group) for name, value in each.items()}
         self.bases[model] = hashlib.sha256(json.dumps(everywhere, sort_keys=True).encode()).hexdigest()
         return self.bases[model]
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
-
-    def _gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
-        return gather(value, self.group)
 
     def _together(self, function: Callable[[], Any]) -> Any:
         """`function()` on all ranks; if it fails on some, all raise the first failure, so that none waits forever."""
@@ -203,7 +199,7 @@ class Checkpointer:
             result = function()
         except (InputError, OSError) as error:
             failure = error
-        failures = [error for error in self._gather(failure) if error]
+        failures = [error for error in gather(failure, self.group) if error]
         if failures:
             raise failures[0]
         return result
