@@ -156,13 +156,13 @@ def _fetch(stored: dict[str, StoredTensor], key: str, slices: Slices) -> Tensor:
 
 def _fill(local: Tensor, slices: Slices, piece: Piece, fetch: Callable[[str, Slices], Tensor]) -> None:
     """Read what a piece holds of `local`, which is the part `slices` of a parameter."""
-    pairs = list(zip(slices, piece.region, strict=True))
-    both = [(max(mine.start, its.start), min(mine.stop, its.stop)) for mine, its in pairs]
-    if any(start >= stop for start, stop in both):
-        return
-    target = tuple(slice(a - mine.start, b - mine.start) for (a, b), (mine, _) in zip(both, pairs, strict=True))
-    source = tuple(slice(a - its.start, b - its.start) for (a, b), (_, its) in zip(both, pairs, strict=True))
-    local[target].copy_(piece.read(fetch, source))
+    common = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(slices, piece.region, strict=True)]
+
+    def within(part: Slices) -> Slices:
+        return tuple(slice(c.start - p.start, c.stop - p.start) for c, p in zip(common, part, strict=True))
+
+    if all(each.start < each.stop for each in common):
+        local[within(slices)].copy_(piece.read(fetch, within(piece.region)))
 
 
 def stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
