@@ -150,7 +150,7 @@ def effective_length(documents: Iterable[int]) -> float:
     return sum(n * n for n in lengths) / sum(lengths)
 
 
-def flops_per_token(config: DecoderConfig, seq_len: float, convention: Convention = clean, adapters: int = 0) -> float:
+def flops_per_token(config: DecoderConfig, seq_len: float, convention: Convention, adapters: int = 0) -> float:
     """FLOPs of one training step, forward and backward, per token; x tokens/s = FLOP/s.
 
     seq_len: tokens per sequence, or slots per pack under `nemo_squad`. adapters: LoRA weights, from `lora_weights`.

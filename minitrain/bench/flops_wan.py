@@ -10,7 +10,7 @@ from minitrain.models.wan import WanConfig
 from minitrain.models.zoo import empty_model
 
 
-def forward_flops(config: WanConfig, tokens: int, text_tokens: int = 512) -> int:
+def forward_flops(config: WanConfig, tokens: int, text_tokens: int) -> int:
     """Of one video of `tokens` patches, and its text. The timestep's embedding is left out, as there."""
     d, layers, text_dim = config.dim, config.num_layers, config.text_dim
     frames, rows, columns = config.patch_size

@@ -66,7 +66,7 @@ def measure_sampling(config: Config, row: str, steps: int, warmup: int, versus: 
     return outcome
 
 
-def check_sampling(config: Config, versus: str | None = None) -> None:
+def check_sampling(config: Config, versus: str | None) -> None:
     """Raises InputError for a config that the sampler cannot run, or the library that it is compared with."""
     if config.task == "diffusion":
         raise InputError("--generate samples tokens, not videos (time its training, without --generate)")

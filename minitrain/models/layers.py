@@ -142,7 +142,7 @@ def rotary_magnitude(scaling: dict | None) -> float:
     return yarn_magnitude(factor)
 
 
-def rotary_tables(positions: Tensor, frequencies: Tensor, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
+def rotary_tables(positions: Tensor, frequencies: Tensor, magnitude: float) -> tuple[Tensor, Tensor]:
     """magnitude x cosines and sines of all angles, in fp32: [batch or 1, seq] -> 2 x [batch or 1, seq, 1, dim / 2]."""
     angles = (positions[..., None].float() * frequencies)[..., None, :]
     return angles.cos() * magnitude, angles.sin() * magnitude

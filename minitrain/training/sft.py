@@ -79,9 +79,7 @@ class Chats:
     numbered: do rows have `positions` and `documents`?
     """
 
-    def __init__(
-        self, samples: list[Sample], seq_len: int, seed: int, packed: bool, numbered: bool = True, note: str = ""
-    ):
+    def __init__(self, samples: list[Sample], seq_len: int, seed: int, packed: bool, numbered: bool, note: str = ""):
         self.samples, self.seq_len, self.seed, self.numbered = samples, seq_len, seed, numbered
         lengths = [len(sample.tokens) for sample in samples]
         self.rows = first_fit_decreasing(lengths, seq_len) if packed else [[i] for i in range(len(samples))]
