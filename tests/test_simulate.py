@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-import yaml
 
 from minitrain import config as configs
 from minitrain.bench import sweep
@@ -15,9 +14,9 @@ from minitrain.bench.flops import count_work
 from minitrain.bench.layout import micro_batches
 from minitrain.bench.measure import visible_share
 from minitrain.bench.replay import Replay
-from minitrain.bench.rows import CONFIGS, published_rows
+from minitrain.bench.rows import CONFIGS, constants, published_rows
 from minitrain.bench.simulate import Simulation, few_micro_batches, figures, record, representatives, timed
-from minitrain.bench.timeline import SYSTEMS, Span, Timeline, load_system
+from minitrain.bench.timeline import Span, Timeline, load_system
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_peft import save_adapter
 from minitrain.models.decoder import Decoder
@@ -182,5 +181,5 @@ def test_adapters_of_a_folder_are_simulated_without_their_values(tmp_path):
 
 
 def test_constants_were_fitted_to_at_most_a_third_of_the_rows():
-    fitted, rows = yaml.safe_load(SYSTEMS.read_text())["fitted_on"], published_rows()
+    fitted, rows = constants("fitted_on"), published_rows()
     assert set(fitted) <= rows.keys() and len(fitted) == len(set(fitted)) <= len(rows) // 3

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from minitrain.bench.timeline import SYSTEMS, System, load_system, play
+from minitrain.bench.rows import constants
+from minitrain.bench.timeline import System, load_system, play
 from minitrain.bench.trace import Event, Trace
 from minitrain.errors import InputError
 
@@ -146,9 +147,7 @@ def test_collectives(name, ranks, seconds):
 
 
 def test_systems_are_complete():
-    import yaml
-
-    names = set(yaml.safe_load(SYSTEMS.read_text())["systems"])
+    names = set(constants("systems"))
     assert names == {"dgx-h100", "dgx-b200", "dgx-gb200", "dgx-gb300", "h200"}
     for name in names:
         assert load_system(name).bf16 > 1e14

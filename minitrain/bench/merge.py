@@ -6,15 +6,11 @@ themselves, changed models, other systems, shrunk and other configs) has a table
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median, median_high
 
-import yaml
-
 from minitrain.bench.report import label, markdown, need, need_rates, number, on_own_system, read_lines
-from minitrain.bench.rows import row_trees
+from minitrain.bench.rows import constants, row_trees
 
-SYSTEMS = Path(__file__).with_name("systems.yaml")
 LIMIT = 0.35  # of a simulated figure's error, beyond which it is named
 KINDS = ("simulated", "recipe", "measured", "extrapolated")
 FIGURES = {"tokens_per_sec_per_gpu": "tokens/s/GPU", "tflops_per_gpu": "TFLOP/s/GPU"}
@@ -120,7 +116,7 @@ def summary(report: Report) -> str:
 
 def held_back(rows: list[Row]) -> list[Row]:
     """The simulated rows that no constant of the simulator was fitted to."""
-    fitted = yaml.safe_load(SYSTEMS.read_text(encoding="utf-8"))["fitted_on"]
+    fitted = constants("fitted_on")
     return [row for row in rows if "simulated" in row.results and row.name not in fitted]
 
 

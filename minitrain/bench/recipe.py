@@ -10,11 +10,10 @@ The config is our form of the row, and is predicted as it is; a published figure
 
 import dataclasses
 
-import yaml
-
+from minitrain.bench.rows import constants
 from minitrain.bench.simulate import Simulation, figures, record, timed
 from minitrain.bench.simulate_policy import Stack, policy_figures
-from minitrain.bench.timeline import SYSTEMS, System
+from minitrain.bench.timeline import System
 from minitrain.config import Config
 from minitrain.errors import InputError
 
@@ -41,7 +40,7 @@ def as_published(config: Config, row: str, system: System, simulation: Simulatio
 
 def named(section: str, name: str) -> dict[str, float]:
     """Constants of a section of systems.yaml. Raises InputError for an unknown name."""
-    known = yaml.safe_load(SYSTEMS.read_text(encoding="utf-8"))[section]
+    known = constants(section)
     if name not in known:
         raise InputError(f"{name!r} in reference.recipe is not one of {', '.join(known)}")
     return known[name]

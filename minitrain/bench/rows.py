@@ -1,13 +1,20 @@
-"""The published rows: which config stands for which, and what was published."""
+"""The published rows: which config stands for which, and what was published; and what is known of their systems."""
 
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from minitrain.bench.report import markdown, number
 
+SYSTEMS = Path(__file__).with_name("systems.yaml")
 CONFIGS = Path(__file__).parents[2] / "configs"
 TABLES = ("automodel", "nemo/h100", "nemo/b200", "nemo/gb200", "rl", "dfm")  # folders, in the order of the tables
+
+
+def constants(section: str) -> Any:
+    """A section of systems.yaml."""
+    return yaml.safe_load(SYSTEMS.read_text(encoding="utf-8"))[section]
 
 
 def row_trees() -> dict[str, dict]:

@@ -18,15 +18,12 @@ before has been copied out, which bounds how far it runs ahead.
 from collections import defaultdict
 from dataclasses import dataclass, field, fields
 from math import ceil
-from pathlib import Path
 from typing import NamedTuple
 
-import yaml
-
+from minitrain.bench.rows import constants
 from minitrain.bench.trace import SHARDS, Event, Trace
 from minitrain.errors import InputError
 
-SYSTEMS = Path(__file__).with_name("systems.yaml")
 TILE = 128, 256  # of a matrix product's result, per multiprocessor
 READS_GATHERED = ("split_with_sizes_copy", "embedding")  # the latter from one rank, where nothing is copied out
 RECOVERED = 0.6  # how much of an incomplete last wave smaller tiles and split products recover
@@ -107,7 +104,7 @@ class System:
 
 def load_system(name: str) -> System:
     """A system of systems.yaml by name. Raises InputError for an unknown one."""
-    known = yaml.safe_load(SYSTEMS.read_text(encoding="utf-8"))["systems"]
+    known = constants("systems")
     if name not in known:
         raise InputError(f"--system={name} is not one of {', '.join(known)}")
     return System(name, **{f.name: float(known[name][f.name]) for f in fields(System) if f.name != "name"})
