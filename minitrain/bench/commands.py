@@ -35,6 +35,7 @@ from minitrain.config import Config
 from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
 from minitrain.parallel.mesh import pick_device, start, world_size
+from minitrain.runtime.failures import rank
 
 UNSTEADY = "steps were not of one speed, or faster than the machine's matrix products: was it busy with other things?"
 
@@ -142,7 +143,7 @@ def run_all(cases: list[Case], options) -> None:
                 raise  # the other ranks may not have failed, and would wait for this one
             failed.append(case.row)
             tell(case.row, error, options.debug)
-    if len(results) > 1 and is_first_rank():
+    if len(results) > 1 and rank() == 0:
         print(growth(results) if options.sweep else table(results), flush=True)
     if failed:
         raise InputError(f"{len(failed)} of {len(cases)} configs failed: {', '.join(failed)}")
@@ -226,7 +227,7 @@ def announce_memory(row: str, config: Config) -> dict[str, float]:
 
     Under torchrun for the first config alone, whose process group stays up.
     """
-    if not is_first_rank():
+    if rank() != 0:
         return {}
     if dist.is_initialized():  # by an earlier config, but the estimate has a group of its own
         if "WORLD_SIZE" in os.environ:
@@ -242,14 +243,14 @@ def announce_memory(row: str, config: Config) -> dict[str, float]:
 def show_calibration(config: Config, file: str | None) -> None:
     """Every rank measures its device; the first one's figures are shown."""
     outcome = calibrate(pick_device(config.device))
-    if is_first_rank():
+    if rank() == 0:
         print(calibration_line(outcome), flush=True)
         append(outcome, file)
 
 
 def write_result(outcome: dict, file: str | None) -> None:
     """Print it and append it to the file of results, at once: what comes later may fail."""
-    if is_first_rank():
+    if rank() == 0:
         print(table([outcome]), flush=True)
         if "breakdown_s" in outcome:
             print(details(outcome), flush=True)
@@ -274,10 +275,6 @@ def tell(row: str, error: Exception, debug: bool) -> None:
     """Report the error in one line, as the command line reports its own."""
     if debug:
         traceback.print_exception(error)
-    if is_first_rank():
+    if rank() == 0:
         kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
         print(f"error: {row}: {kind}{(str(error).splitlines() or [''])[0]}", file=sys.stderr, flush=True)
-
-
-def is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
