@@ -96,30 +96,27 @@ class Weights:
 
         parameters: gives their (weight, bias), all with biases or none.
         """
-        return products(self.pack(owner, parameters), x, parameters)
+        return multiply(self.pack(owner, parameters), x, parameters)
 
     def pack(self, owner: object, parameters: Callable) -> Packed | None:
-        """The packed copy for `products`, made if there is none."""
+        """The packed copy for `products`, made if there is none yet."""
         if self.packs and owner not in self.packed:
-            self.packed[owner] = pack(parameters())
+            weights, biases = zip(*parameters(), strict=True)
+            small = sum(weight.numel() for weight in weights) < LEAST
+            if small or any((weight.device.type, weight.dtype) != ("cpu", torch.float32) for weight in weights):
+                self.packed[owner] = None
+            else:
+                packed = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights))
+                bias = None if biases[0] is None else torch.cat(biases)
+                self.packed[owner] = packed, bias, [len(weight) for weight in weights]
         return self.packed.get(owner)
 
 
-def products(packed: Packed | None, x: Tensor, parameters: Callable) -> Sequence[Tensor]:
+def multiply(packed: Packed | None, x: Tensor, parameters: Callable) -> Sequence[Tensor]:
     if packed is None:
         return [F.linear(x, weight, bias) for weight, bias in parameters()]
     weight, bias, rows = packed
     return torch.ops.minitrain.onednn_linear(x, weight, bias).split(rows, dim=-1)
-
-
-def pack(parameters: list[tuple[Tensor, Tensor | None]]) -> Packed | None:
-    """None for matrices that are too small together, or not in fp32 on the CPU."""
-    weights, biases = zip(*parameters, strict=True)
-    kinds = {(weight.device.type, weight.dtype) for weight in weights}
-    if kinds != {("cpu", torch.float32)} or sum(weight.numel() for weight in weights) < LEAST:
-        return None
-    bias = None if biases[0] is None else torch.cat(biases)
-    return torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights)), bias, [len(weight) for weight in weights]
 
 
 class Group:
@@ -140,7 +137,7 @@ class Group:
             if self.packed is None and not compiling:  # too few weights to pack: each as it trains
                 self.outs = [type(linear).forward(linear, x) for linear in self.linears]
             else:
-                self.outs = products(self.packed, x, self.parameters)
+                self.outs = multiply(self.packed, x, self.parameters)
             self.x = x
         out = self.outs[number]
         if number == len(self.linears) - 1:
