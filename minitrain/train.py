@@ -31,7 +31,7 @@ from minitrain.runtime.agreement import rank_0_says
 from minitrain.runtime.failures import rank, record_flights, recorded
 from minitrain.runtime.lock import locked
 from minitrain.runtime.watch import until_sigterm
-from minitrain.tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer
+from minitrain.tokenizer import CHAT_TEMPLATE, load_tokenizer
 from minitrain.training.chat_templates import Template, choose_template
 from minitrain.training.checkpoint import Checkpointer, resume, save_step, saved_despite_errors
 from minitrain.training.datasets import open_dataset
@@ -136,7 +136,9 @@ def export(trainer: Trainer, config: Config, folder: Path) -> None:
         tokenizer = load_tokenizer(config.data.tokenizer)
         tokenizer.save(folder)
         if config.task in ("sft", "lora", "grpo"):
-            keep_template(config.data.template, tokenizer, folder)
+            template = choose_template(config.data.template, tokenizer)
+            if isinstance(template, Template):  # else it came with the tokenizer
+                (folder / CHAT_TEMPLATE).write_text(template.jinja(tokenizer), encoding="utf-8")
         if shape.eos_token_id is None:  # where transformers ends a text
             shape = replace(shape, eos_token_id=tokenizer.eos_id)
     if config.lora:
@@ -145,13 +147,6 @@ def export(trainer: Trainer, config: Config, folder: Path) -> None:
         save_tensors(tensors, shape, next(model.parameters()).dtype, folder)
         if config.model.path:
             copy_generation_config(config.model.path, folder)
-
-
-def keep_template(name: str, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the chat template of training beside the tokenizer, unless it came with it."""
-    template = choose_template(name, tokenizer)
-    if isinstance(template, Template):
-        (folder / CHAT_TEMPLATE).write_text(template.jinja(tokenizer), encoding="utf-8")
 
 
 def has_tokenizer(config: Config) -> bool:

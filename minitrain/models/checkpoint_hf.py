@@ -118,7 +118,9 @@ def find_weights(config: DecoderConfig | WanConfig, path: str | Path) -> Weights
             for key, (shape, allowed) in piece.needs.items():
                 check_stored(stored, key, shape, allowed, path)
                 needed.add(key)
-    _check_places(stored, needed, config)
+    for key, tensor in stored.items():
+        if key not in needed and not is_ignored(key, config):
+            raise InputError(f"{tensor.file}: tensor {key} has no place in the model that config.json describes")
     weights = Weights(stored, sources)
     if isinstance(config, DecoderConfig) and config.tie_word_embeddings and TIED_HEAD in stored:
         _check_tied_head(weights, config.vocab_size)
@@ -206,12 +208,6 @@ def check_stored(
     if tensor.dtype not in dtypes:
         expected = ", ".join(dtypes)
         raise InputError(f"{tensor.file}: tensor {key} is stored as {tensor.dtype}, expected one of {expected}")
-
-
-def _check_places(stored: dict[str, StoredTensor], needed: set[str], config: DecoderConfig | WanConfig) -> None:
-    for key, tensor in stored.items():
-        if key not in needed and not is_ignored(key, config):
-            raise InputError(f"{tensor.file}: tensor {key} has no place in the model that config.json describes")
 
 
 def _check_tied_head(weights: Weights, vocab: int) -> None:
