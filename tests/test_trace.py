@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minitrain.bench.trace import Trace, Tracer, work
 
@@ -33,6 +34,15 @@ def meta(*shape: int) -> torch.Tensor:
 )
 def test_products(op, operands, out, expected):
     assert work(op.default, op.__name__, [meta(*shape) for shape in operands], {}, meta(*out)) == expected
+
+
+def test_a_product_is_as_fast_as_its_factors_are_narrow():
+    """Whatever it is added to: a weight's gradient adds up in fp32."""
+    with FakeTensorMode():
+        a, b, total = torch.ones(3, 4, dtype=torch.bfloat16), torch.ones(4, 5, dtype=torch.bfloat16), torch.zeros(3, 5)
+        (event,) = traced(lambda: torch.ops.minitrain.add_product(total, a, b)).events
+    assert (event.name, event.kind, event.sizes, event.element) == ("add_product", "gemm", (1, 3, 5, 4), 2)
+    assert event.flops == 2 * 3 * 4 * 5 and [size for _, size in event.writes] == [3 * 5 * 4]
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -268,7 +268,8 @@ class Tracer(TorchDispatchMode):
         most = max(writes.values(), default=0)
         reads = {self.number(x): min(traffic(x), most) if name in ROWS_READ else traffic(x) for x in inputs}
         flops, kind, sizes = work(op, name, args, kwargs, out)
-        element = next((x.element_size() for x in inputs if x.is_floating_point()), 2)
+        # of the factors, not of what their product is added to
+        element = min((x.element_size() for x in inputs if x.is_floating_point()), default=2)
         self.record(Event(name, kind, flops, list(reads.items()), list(writes.items()), sizes, element))
 
     def record_collective(self, op, args, inputs, outputs) -> None:

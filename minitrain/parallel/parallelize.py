@@ -60,6 +60,7 @@ def parallelize(model: Module, config: Config, meshes: Meshes) -> None:
 
         torch._dynamo.config.recompile_limit = GRAPHS
         inductor.realize_acc_reads_threshold = READS
+        inductor.comprehensive_padding = False  # Mamba-2's padded gradients would be copied for their matrix product
         dynamic = None if config.data.kind == "latents" else False  # None: when another length comes
         for block in model.blocks:
             block.compile(fullgraph=True, dynamic=dynamic)
