@@ -202,6 +202,20 @@ def test_products_add_up_the_gradient_of_their_input(family, targets):
     torch.testing.assert_close(x.grad, expected)
 
 
+def test_weights_beside_adapters_can_learn_too():
+    """If someone thaws them."""
+    model, tokens = adapted()
+    linear = model.blocks[0].mlp.up_proj
+    linear.weight.requires_grad_(True)
+    model(tokens).square().sum().backward()
+    with torch.no_grad():
+        linear.weight += 1e-2 * linear.weight.grad / linear.weight.grad.norm()
+        rise = model(tokens).square().sum()
+        linear.weight -= 2e-2 * linear.weight.grad / linear.weight.grad.norm()
+        rise -= model(tokens).square().sum()
+    assert rise.item() == pytest.approx(2e-2 * linear.weight.grad.norm().item(), rel=1e-2)
+
+
 def test_hooks_of_adapted_linears_run():
     """Those of others too: such a Linear does not share the product of its neighbours."""
     model, tokens = adapted()

@@ -191,14 +191,20 @@ def adapted_linears(linears: list[nn.Linear], x: Tensor) -> list[Tensor]:
     if not adapted:
         return [linear(x) for linear in linears]
     lora, a = adapted[0].lora, torch.cat([linear.lora_A for linear in adapted]).to(x.dtype)
-    if drops(lora, "pre") or any(type(linear) is not nn.Linear for linear in linears):
-        inner, outputs = F.linear(drop(lora, x, "pre"), a), [type(linear).forward(linear, x) for linear in linears]
-    else:
+    if all(map(is_frozen, linears)) and not drops(lora, "pre"):
         frozen = [tensor for linear in linears for tensor in (linear.weight, linear.bias)]
         inner, *outputs = BesideFrozen.apply(x, a, *frozen)
+    else:
+        inner, outputs = F.linear(drop(lora, x, "pre"), a), [type(linear).forward(linear, x) for linear in linears]
     inner = dict(zip(adapted, inner.split(lora.rank, dim=-1), strict=True))
     outputs = zip(linears, outputs, strict=True)
     return [y + expand(linear, inner[linear]) if linear in inner else y for linear, y in outputs]
+
+
+def is_frozen(linear: nn.Linear) -> bool:
+    """Is it just a product with a matrix that does not learn?"""
+    learns = linear.weight.requires_grad or (linear.bias is not None and linear.bias.requires_grad)
+    return type(linear) is nn.Linear and not learns
 
 
 class BesideFrozen(torch.autograd.Function):
@@ -251,9 +257,9 @@ def expand(linear: nn.Linear, inner: Tensor) -> Tensor:
     return drop(linear.lora, F.linear(inner, b), "post")
 
 
-def drops(lora: Lora, *positions: str) -> bool:
-    """Is something dropped, there? Dropout is for training only: while gradients are computed."""
-    return lora.dropout > 0 and torch.is_grad_enabled() and (not positions or lora.dropout_position in positions)
+def drops(lora: Lora, position: str | None = None) -> bool:
+    """Is anything dropped, here or anywhere? Dropout is for training only: while gradients are computed."""
+    return lora.dropout > 0 and torch.is_grad_enabled() and position in (None, lora.dropout_position)
 
 
 def update_scale(lora: Lora) -> float:

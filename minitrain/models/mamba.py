@@ -272,8 +272,8 @@ def _carry(added: Tensor, decay: Tensor, last: Tensor, before: Tensor) -> Tensor
     """The state at the start of each chunk: the sum of what earlier ones added, decayed since. [..., G, R, P, N]
 
     decay: [batch, chunks, G, R], of whole chunks. A state survives if its document is still alive at the chunk before.
-    In the type of `added`: states in fp32 would be two fifths of the scan's memory traffic, and rounding their weights
-    as states are anyway adds a twentieth to the error of the whole at most.
+    In the type of `added`: in fp32 it would move twice the bytes, and to round the weights as states are rounded anyway
+    adds a twentieth to the error of the whole scan at most.
     """
     chunks = decay.shape[1]
     earlier = torch.ones(chunks, chunks, dtype=torch.bool, device=decay.device).tril(-1)
