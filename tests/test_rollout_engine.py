@@ -372,6 +372,23 @@ def test_what_is_not_finite_spoils_no_later_sample(value, family):
     assert sampler.generate([short, long], params) == expected
 
 
+def test_what_is_computed_after_a_samples_end_spoils_no_later_one():
+    """Of several steps at once the last ones may be for nothing, but their tokens are in the caches."""
+    model, settings = make("qwen3-32b", tie_word_embeddings=False), Rollout(slots=4, page_size=4, pages=12, steps=8)
+    greedy = SamplingParams(temperature=0.0, max_tokens=8)
+    prompts = prompts_of((10, 5))
+    first, second, third = Sampler(model, settings=settings).generate([[5, 6, 7]], greedy)[0].tokens[:3]
+    expected = Sampler(model, settings=settings).generate(prompts, greedy)
+    assert len({first, second, third, *prompts[0], *prompts[1], *expected[0].tokens, *expected[1].tokens}) > 3
+    sampler = Sampler(model, settings=settings)
+    kept = model.model.embed_tokens.weight[third].clone()
+    model.model.embed_tokens.weight[third] = torch.nan
+    ended = sampler.generate([[5, 6, 7]] * 3, dataclasses.replace(greedy, stop_tokens=(second,)))
+    assert [answer.tokens for answer in ended] == [[first, second]] * 3
+    model.model.embed_tokens.weight[third] = kept
+    assert sampler.generate(prompts, greedy) == expected
+
+
 @pytest.mark.parametrize(
     ("setting", "line"),
     [
@@ -581,6 +598,25 @@ def test_linears_that_train_by_onednn_are_packed_too(monkeypatch):
     assert [c.tokens for c in sampler.generate(prompts, greedy)] == [uncached(model, p, 6) for p in prompts]
     packed = {linear for owner in sampler.weights.packed if isinstance(owner, tuple) for linear in owner}
     assert packed == {module for block in model.blocks for module in block.modules() if isinstance(module, nn.Linear)}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("targets", [["q_proj", "up_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"]], ids=str)
+def test_linears_with_adapters_are_packed_too(targets):
+    model, prompts = make("qwen3-32b"), prompts_of((9, 3))
+    add_adapters(model, Lora(targets=targets))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) / 10)
+    expected = [uncached(model, prompt, 6) for prompt in prompts]
+    sampler = Sampler(model, settings=Rollout(slots=4, page_size=4, pages=100))
+    greedy = SamplingParams(temperature=0.0, max_tokens=6)
+    with mock.patch.object(weights, "multiply", wraps=weights.multiply) as products:
+        assert [c.tokens for c in sampler.generate(prompts, greedy)] == expected
+    assert products.call_count > 4 * len(model.blocks)
+    packed = {linear for owner in sampler.weights.packed if isinstance(owner, tuple) for linear in owner}
+    assert packed == {module for block in model.blocks for module in block.modules() if isinstance(module, nn.Linear)}
+    assert [uncached(model, prompt, 6) for prompt in prompts] == expected  # adapters are still there
 
 
 def test_linears_that_are_not_packed_multiply_as_in_training(monkeypatch):

@@ -191,14 +191,20 @@ def adapted_linears(linears: list[nn.Linear], x: Tensor) -> list[Tensor]:
     if not adapted:
         return [linear(x) for linear in linears]
     lora, a = adapted[0].lora, torch.cat([linear.lora_A for linear in adapted]).to(x.dtype)
-    if all(map(is_frozen, linears)) and not drops(lora, "pre"):
+    compiled = torch.compiler.is_compiling() and torch.is_grad_enabled()  # else a pipeline may split the backward pass
+    if compiled and all(map(is_frozen, linears)) and not drops(lora, "pre"):
         frozen = [tensor for linear in linears for tensor in (linear.weight, linear.bias)]
         inner, *outputs = BesideFrozen.apply(x, a, *frozen)
     else:
-        inner, outputs = F.linear(drop(lora, x, "pre"), a), [type(linear).forward(linear, x) for linear in linears]
+        inner, outputs = F.linear(drop(lora, x, "pre"), a), [product(linear, x) for linear in linears]
     inner = dict(zip(adapted, inner.split(lora.rank, dim=-1), strict=True))
     outputs = zip(linears, outputs, strict=True)
     return [y + expand(linear, inner[linear]) if linear in inner else y for linear, y in outputs]
+
+
+def product(linear: nn.Linear, x: Tensor) -> Tensor:
+    """x W^T + bias, as the Linear's class computes it, or whoever put a `product` of its own there (the sampler)."""
+    return linear.product(x) if hasattr(linear, "product") else type(linear).forward(linear, x)
 
 
 def is_frozen(linear: nn.Linear) -> bool:
@@ -211,7 +217,8 @@ class BesideFrozen(torch.autograd.Function):
     """x A^T, and x W^T + bias of each of some frozen Linears. Inputs: x [..., in], a [ranks, in], weight, bias, ...
 
     The gradient of x, dx = du A + dy W + ..., is one tensor to which each large product adds its own: a matrix product
-    hides that behind its arithmetic. As tensors of their own all terms would be read once more.
+    hides that behind its arithmetic. As tensors of their own all terms would be read once more. For compiled blocks: a
+    pipeline that computes gradients of inputs first, which only runs others, cannot split this.
     """
 
     @staticmethod

@@ -196,8 +196,8 @@ class Sampler:
         news = []
         for sample, tokens, logprobs in zip(work.samples, *batch.produced(work.steps), strict=False):
             count, reason = self._end(sample, tokens)
+            self.spoiled |= not math.isfinite(sum(logprobs))  # also what comes after the sample's end is cached
             if not math.isfinite(sum(logprobs[:count])):
-                self.spoiled = True
                 raise InputError("the model's logits are not finite: weights hold NaN or infinity, or are too large")
             self.scheduler.decoded(sample, tokens[:count], logprobs[:count], reason)
             news.append((sample, tokens[:count]))

@@ -63,7 +63,8 @@ class Weights:
             for group in chain(*self.groups.values()):
                 for number, linear in enumerate(group.linears):
                     # not a closure: the compiler, which follows, would make a graph for each
-                    linear.group, linear.number, linear.forward = group, number, MethodType(forward_in_group, linear)
+                    linear.group, linear.number = group, number
+                    setattr(linear, forward_of(linear), MethodType(forward_in_group, linear))
             yield
         finally:
             self.entered = False
@@ -73,7 +74,8 @@ class Weights:
                 block.forward = forward
             for group in chain(*self.groups.values()):
                 for linear in group.linears:
-                    del linear.group, linear.number, linear.forward
+                    del linear.group, linear.number
+                    delattr(linear, forward_of(linear))
             self.groups = {}  # they hold packed copies
             for module in joined:
                 del module.joint, module.project
@@ -153,9 +155,15 @@ def forward_in_group(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear.group.product(linear.number, x)
 
 
+def forward_of(linear: nn.Linear) -> str:
+    """The name of what multiplies by the Linear's matrix: adapters have a `forward` of their own, around `product`."""
+    return "product" if hasattr(linear, "lora_A") else "forward"
+
+
 def linears_by_input(block: nn.Module) -> list[tuple[nn.Linear, ...]]:
     """All Linears of `block` that just multiply, those with the same input together."""
-    plain = {m: None for m in block.modules() if type(m) in (nn.Linear, OnednnLinear) and "forward" not in m.__dict__}
+    linears = (module for module in block.modules() if type(module) in (nn.Linear, OnednnLinear))
+    plain = {m: None for m in linears if "forward" not in m.__dict__ or hasattr(m, "lora_A")}
     groups = []
     for module in block.modules():
         linears = tuple(getattr(module, name, None) for name in getattr(module, "same_input", ()))

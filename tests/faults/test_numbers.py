@@ -25,6 +25,7 @@ from minitrain.training.checkpoint_files import Writer
 from minitrain.training.datasets import open_dataset
 from minitrain.training.health import Health, batch_origin
 from minitrain.training.loop import Trainer
+from minitrain.training.metrics import MetricsLog
 from tests.distributed.test_grpo import TREE as GRPO
 from tests.distributed.test_grpo import made_up_groups
 
@@ -254,6 +255,16 @@ def test_a_step_is_skipped_if_none_of_its_updates_changed_the_weights():
     health.updates = 1
     with pytest.raises(InputError, match="number 2 in a row"):
         list(health.watch({**numbers, "skipped": 1} for numbers in steps))
+
+
+def test_only_steps_without_any_update_count_as_skipped(tmp_path):
+    start(configs.from_dict(TINY))
+    file = tmp_path / "metrics.jsonl"
+    numbers = [{"step": i + 1, "loss": 1.0, "skipped": n} for i, n in enumerate([2, 1, 2, 2])]
+    file.write_text("".join(json.dumps(line) + "\n" for line in numbers))
+    log = MetricsLog(file, steps=10, start=4)
+    assert (log.skipped_steps(2), log.skipped_steps(1)) == (2, 0)
+    log.close()
 
 
 def noisy_run(out, steps: int) -> dict[int, str]:
