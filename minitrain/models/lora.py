@@ -186,7 +186,8 @@ def has_hooks(linear: nn.Linear) -> bool:
 
 
 def adapted_linears(linears: list[nn.Linear], x: Tensor) -> list[Tensor]:
-    """The outputs [..., out] of Linears, not all of which need have adapters, for the same x [..., in]."""
+    """The outputs [..., out] of Linears, not all of which need have adapters, for the same x [..., in]. x A^T of all is
+    one product, so that x is read once for it, and its gradient gets one more term, not one of each Linear."""
     adapted = [linear for linear in linears if hasattr(linear, "lora_A")]
     if not adapted:
         return [linear(x) for linear in linears]
@@ -222,7 +223,7 @@ class BesideFrozen(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, *inputs):  # torch 2.11's compiler miscounts where some have names and some have not
+    def forward(ctx, *inputs):  # the compiler miscounts where some have names and some have not
         x, a, *frozen = inputs
         weights, biases = frozen[::2], frozen[1::2]
         ctx.save_for_backward(x, a, *weights)
