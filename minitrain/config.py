@@ -127,6 +127,8 @@ class Fp8:
 
     fast_accumulation: Literal["none", "forward", "all"] = "forward"  # which products Hopper sums with fewer bits
     experts: bool = False  # routed experts too: saves time where a rank has one of them (parallel.ep = their number)
+    # weights are kept transposed, too, a byte for each of a rank's, unsharded: spares transposing for each micro-batch
+    keep_transposed: bool = False
 
 
 @dataclass

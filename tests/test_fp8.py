@@ -9,8 +9,11 @@ from torch import nn
 from minitrain.bench.versus import check_versus
 from minitrain.config import from_dict
 from minitrain.errors import InputError
+from minitrain.models import fp8
+from minitrain.models.attention import GroupedQueryAttention
 from minitrain.models.decoder import Decoder
 from minitrain.models.fp8 import E4M3, E5M2, Fp8Experts, Fp8Linear, cast, quantize, to_fp8
+from minitrain.models.lora import Lora, add_adapters, is_adapter
 from minitrain.models.moe import Experts
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
@@ -177,6 +180,71 @@ def test_compiled_as_one_graph(backend):
         assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("frozen", [None, "k_proj"])
+def test_linears_with_the_same_input_round_and_transpose_it_once(bias, frozen):
+    """And compute what each does for itself."""
+    torch.manual_seed(0)
+    config = model_config("llama3-8b-tiny", qkv_bias=bias)
+    attention, x = GroupedQueryAttention(config), torch.randn(5, 7, config.hidden_size, requires_grad=True)
+    to_fp8([attention], "forward")
+    if frozen:
+        attention.get_parameter(f"{frozen}.weight").requires_grad_(False)
+    linears = [getattr(attention, name) for name in attention.same_input]
+    grads = [torch.randn(5, 7, len(linear.weight)) for linear in linears]
+    inputs = [x, *(p for linear in linears for p in linear.parameters() if p.requires_grad)]
+    expected = [linear(x) for linear in linears]
+    expected += torch.autograd.grad(expected, inputs, grads)
+    with (
+        mock.patch.object(fp8, "quantize", wraps=quantize) as rounded,
+        mock.patch.object(fp8, "transposed", wraps=fp8.transposed) as transposed,
+    ):
+        actual = attention.project(x)
+        actual += torch.autograd.grad(actual, inputs, grads)
+    assert rounded.call_count == 1 + 2 * len(linears)  # x, weights and gradients
+    assert transposed.call_count == 1
+    for number, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        if number == len(linears):  # the gradient of x is a sum, in another order
+            torch.testing.assert_close(ours, theirs)
+        else:
+            assert torch.equal(ours, theirs)
+
+
+def test_hooks_of_linears_with_the_same_input_run():
+    attention, seen = GroupedQueryAttention(model_config("llama3-8b-tiny")), []
+    to_fp8([attention], "forward")
+    attention.k_proj.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    outputs = attention.project(torch.randn(1, 16, 64))
+    assert len(seen) == 1 and torch.equal(seen[0], outputs[1])
+
+
+def test_adapters_of_linears_with_the_same_input_stay():
+    """Whether they are added before or after."""
+    torch.manual_seed(0)
+    models, x = [Decoder(model_config("llama3-8b-tiny", num_layers=1)) for _ in range(2)], torch.randn(1, 16, 64)
+    models[1].load_state_dict(models[0].state_dict())
+    for model, steps in zip(models, ((add, convert), (convert, add)), strict=True):
+        for step in steps:
+            step(model)
+        for name, parameter in model.named_parameters():
+            if is_adapter(name):
+                nn.init.constant_(parameter, 0.1)
+    attentions = [model.blocks[0].self_attn for model in models]
+    plain = [linear.weight @ x[0].T for linear in (attentions[0].q_proj, attentions[0].k_proj)]
+    for ours, theirs, without in zip(*(attention.project(x) for attention in attentions), [*plain, None], strict=True):
+        assert torch.equal(ours, theirs)
+        if without is not None:
+            assert (ours[0].T - without).norm() > 0.5 * without.norm()
+
+
+def add(model: nn.Module) -> None:
+    add_adapters(model, Lora(rank=4))
+
+
+def convert(model: nn.Module) -> None:
+    to_fp8(model.blocks, "forward")
+
+
 # ------------------------------------------------------------------------------------------------------------- experts
 
 
@@ -308,6 +376,9 @@ def test_training_curve_stays_within_2_percent_of_bf16():
     ({"parallel": {"pp": 2, "vp": 2, "schedule": "ZBVZeroBubble"}}, "precision=fp8 all of it would run twice"),
     ({"fp8": {"fast_accumulation": "backward"}}, "fp8.fast_accumulation"),
     ({"fp8": {"experts": True}}, "fp8.experts=true needs precision=fp8 and a model with experts"),
+    ({"fp8": {"keep_transposed": True}}, "parallel.reshard_after_forward=false"),
+    ({"fp8": {"keep_transposed": True}, "precision": "bf16", "parallel": {"reshard_after_forward": False}},
+     "fp8.keep_transposed=true needs precision=fp8"),
     ({"fp8": {"experts": True}, "model": "mixtral-8x7b-tiny", "precision": "bf16"}, "fp8.experts=true needs precision"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_settings_that_do_not_go(changes, message):

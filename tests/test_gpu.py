@@ -16,6 +16,7 @@ from minitrain.config import Rollout, from_dict
 from minitrain.grpo.memory import Memory
 from minitrain.models.attention import Mask, attention
 from minitrain.models.fp8 import E4M3, E5M2, dequantize, quantize, to_fp8
+from minitrain.models.layers import GatedMLP
 from minitrain.models.moe import Experts
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
@@ -183,16 +184,23 @@ def test_fp8_training_is_as_exact_as_on_the_cpu(changes):
 
 
 def fp8_passes(device: str, fast: str, dtype: torch.dtype, compiled: bool) -> list[torch.Tensor]:
-    """Output and gradients of an FP8 Linear, the same on all devices but for the order of sums."""
+    """Outputs and gradients of an MLP's FP8 Linears, two with one input, one with another: the same on all devices but
+    for the order of sums."""
     generator = torch.Generator().manual_seed(0)
-    x, grad, weight = (torch.randn(size, generator=generator) for size in ((4, 250, 256), (4, 250, 128), (128, 256)))
-    linear = torch.nn.Linear(256, 128, bias=False, device=device)
-    to_fp8([torch.nn.ModuleList([linear])], fast)
-    linear.load_state_dict({"weight": weight})
-    x = x.to(device, dtype).requires_grad_()
-    y = (torch.compile(linear, fullgraph=True, dynamic=False) if compiled else linear)(x)
-    gradients = torch.autograd.grad(y, [x, linear.weight], grad.to(device, dtype))
-    return [each.detach().cpu().float() for each in (y, *gradients)]
+    x, z, *grads = (torch.randn(4, 250, size, generator=generator) for size in (256, 128, 128, 128, 256))
+    mlp = GatedMLP(256, 128)
+    for weight in mlp.parameters():
+        torch.nn.init.normal_(weight, generator=generator)
+    to_fp8([mlp.to(device)], fast)
+    x, z = (each.to(device, dtype).requires_grad_() for each in (x, z))
+
+    def products(x, z):
+        return *mlp.project(x), mlp.down_proj(z)
+
+    outputs = (torch.compile(products, fullgraph=True, dynamic=False) if compiled else products)(x, z)
+    grads = [grad.to(device, dtype) for grad in grads]
+    gradients = torch.autograd.grad(outputs, [x, z, *mlp.parameters()], grads)
+    return [each.detach().cpu().float() for each in (*outputs, *gradients)]
 
 
 @has_fp8

@@ -16,6 +16,10 @@ differ, get the same FP8 numbers but for those 2^14 times smaller than the large
 Of the forward pass the FP8 input is kept, half the bytes of bf16's. A Linear's weight stays a parameter as before;
 where FSDP gathers it in FP8 already (parallel/fp8.py), that copy comes in as `gathered`.
 
+FP8 units sum along the rows of both factors, so the gradients' products take the weight, x and g transposed: copies,
+byte by byte, which are a fifth of all that such a block does in memory. So Linears that have the same input round and
+transpose it once, and transposed weights can be kept for all micro-batches.
+
 FP8 units take sizes that are multiples of 16. A Linear whose sizes are not, on any tensor-parallel rank, stays as it
 is; tokens are padded with zeros in the one product that sums over them. Embedding, head and router stay too. On CPU,
 torch multiplies what the FP8 numbers stand for, slower than in bf16, and on some CPUs with AMX 1,000 times slower.
@@ -30,18 +34,21 @@ products, which on Hopper refuse e5m2, and save 10 % of a step with two experts 
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minitrain.models.layers import has_hooks
 from minitrain.models.moe import Experts, grouped_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ALIGNMENT = 16
 EXPONENT = 0x7F800000  # these bits of an fp32
 SMALLEST = 2.0**-100  # a largest element below this is taken for this, so that no scale overflows
+READ_NO_NORM = ("o_proj", "down_proj")  # how the names of Linears end whose input comes from an activation or attention
 
 
 def to_fp8(blocks: list[nn.Module], fast_accumulation: str, tp: int = 1, experts: bool = False) -> None:
@@ -51,46 +58,66 @@ def to_fp8(blocks: list[nn.Module], fast_accumulation: str, tp: int = 1, experts
     tp: into how many parts tensor parallelism will split a weight.
     experts: whether routed experts multiply in FP8, too.
     """
-    for module in (module for block in blocks for module in block.modules()):
+    for name, module in (named for block in blocks for named in block.named_modules()):
         if type(module) is nn.Linear and fits(module.weight, ALIGNMENT * tp):
             module.__class__ = Fp8Linear
+            module.reads_norm = not name.endswith(READ_NO_NORM)
         elif type(module) is Experts and experts:
             module.__class__ = Fp8Experts
         else:
             continue
         module.fast, module.gathered = (fast_accumulation != "none", fast_accumulation == "all"), {}
+    for module in (module for block in blocks for module in block.modules()):
+        linears = [getattr(module, name) for name in getattr(module, "same_input", ())]
+        if linears and all(type(linear) is Fp8Linear and not hasattr(linear, "lora") for linear in linears):
+            module.project = partial(project, linears)
 
 
 def fits(matrix: Tensor, multiple: int) -> bool:
     return not any(size % multiple for size in matrix.shape[-2:])
 
 
-def in_fp8(module: nn.Module, name: str) -> tuple[Tensor, Tensor]:
-    """A matrix of the module and its inverse scale, as from `quantize`: as they were gathered, or rounded now.
+def in_fp8(module: nn.Module, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A matrix of the module and its inverse scale, as from `quantize`, and its column-major copy, if one is kept: as
+    they were gathered, or rounded now.
 
-    module.gathered: by a matrix's name, both. They count while the parameter is a `placeholder`.
+    module.gathered: by a matrix's name, all three. They count while the parameter is a `placeholder`.
     """
     matrix = getattr(module, name)
-    return module.gathered[name] if is_placeholder(matrix) else quantize(matrix, E4M3, each=matrix.ndim == 3)
+    if is_placeholder(matrix):
+        return module.gathered[name]
+    return *quantize(matrix, E4M3, each=matrix.ndim == 3), None
 
 
 class Fp8Linear(nn.Linear):
     """x: [..., in] in any floating type, which y: [..., out] gets."""
 
     def forward(self, x: Tensor) -> Tensor:
-        product = Fp8Product.apply(x.flatten(0, -2), self.weight, *in_fp8(self, "weight"), *self.fast, True)
-        y = product.unflatten(0, x.shape[:-1])
-        return y if self.bias is None else y + self.bias
+        return products([self], x)[0]
 
 
 class Fp8Experts(Experts):
     """As `Experts`, but for its products."""
 
     def _product(self, name: str, x: Tensor, offsets: Tensor) -> Tensor:
-        stack, (stack8, inverses) = getattr(self, name), in_fp8(self, name)
+        stack, (stack8, inverses, copy8) = getattr(self, name), in_fp8(self, name)
         if len(stack) == 1 and fits(stack, ALIGNMENT):
-            return Fp8Product.apply(x, stack.squeeze(0), stack8[0], inverses.squeeze(), *self.fast, False)
+            weight = stack.squeeze(0), stack8[0], inverses.squeeze(), copy8
+            return Fp8Products.apply(x, *self.fast, False, True, *weight)[0]
         return Fp8GroupedProduct.apply(x, stack, stack8, inverses, offsets)
+
+
+def project(linears: list[Fp8Linear], x: Tensor) -> list[Tensor]:
+    """In place of a module's own `project`, which calls its Linears one by one, as is done here for hooks of others."""
+    return [linear(x) for linear in linears] if any(map(has_hooks, linears)) else products(linears, x)
+
+
+def products(linears: list[Fp8Linear], x: Tensor) -> list[Tensor]:
+    """The outputs [..., out] of Linears for the same x [..., in]."""
+    first, weights = linears[0], [(linear.weight, *in_fp8(linear, "weight")) for linear in linears]
+    outputs = Fp8Products.apply(x.flatten(0, -2), *first.fast, True, first.reads_norm, *chain(*weights))
+    outputs = [y.unflatten(0, x.shape[:-1]) for y in outputs]
+    return [y if linear.bias is None else y + linear.bias for linear, y in zip(linears, outputs, strict=True)]
 
 
 def placeholder(shape: torch.Size, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -102,36 +129,48 @@ def is_placeholder(parameter: Tensor) -> bool:
     return parameter.ndim > 1 and not any(parameter.stride())
 
 
-class Fp8Product(torch.autograd.Function):
-    """x w^T of x [tokens, in] and a weight that is given in FP8, [out, in]; `weight` itself only gets its gradient.
+class Fp8Products(torch.autograd.Function):
+    """x w^T of x [tokens, in] and each of some weights [out, in].
 
-    fast_forward, fast_backward: whether to sum up faster. rows_known: whether a compiler knows how many tokens there
-    are: not those of experts.
+    Inputs: x; fast_forward, fast_backward: whether to sum up faster; rows_known: whether a compiler knows how many
+    tokens there are: not those of experts; reads_norm: see `transposed`; and four of each weight: itself, which only
+    gets its gradient, and what `in_fp8` gives.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, weight8, weight_inverse, fast_forward, fast_backward, rows_known):
-        x8, x_inverse = quantize(x, E4M3, rows_known=rows_known)
-        ctx.save_for_backward(*((x8, x_inverse) if ctx.needs_input_grad[1] else (None, None)), weight8, weight_inverse)
-        ctx.dtypes, ctx.fast, ctx.rows_known = (x.dtype, weight.dtype), fast_backward, rows_known
-        multiply = scaled_mm if rows_known else opaque_scaled_mm
-        return multiply(x8, weight8.t(), x_inverse, weight_inverse, x.dtype, fast_forward)
+    def forward(ctx, *inputs):  # the compiler miscounts where some have names and some have not
+        x, fast_forward, ctx.fast, ctx.rows_known, ctx.reads_norm, *given = inputs
+        weights, weights8, inverses, copies8 = (given[n::4] for n in range(4))
+        ctx.needs_x, *ctx.need_weights = ctx.needs_input_grad[0], *ctx.needs_input_grad[5::4]
+        ctx.dtypes = [x.dtype, *(weight.dtype for weight in weights)]
+        x8, x_inverse = quantize(x, E4M3, rows_known=ctx.rows_known)
+        kept = (x8, x_inverse) if any(ctx.need_weights) else (None, None)
+        later = (w8 if copy8 is None else copy8 for w8, copy8 in zip(weights8, copies8, strict=True))
+        ctx.save_for_backward(*kept, *later, *inverses)
+        multiply = scaled_mm if ctx.rows_known else opaque_scaled_mm
+        matrices = zip(weights8, inverses, strict=True)
+        return tuple(multiply(x8, w8.t(), x_inverse, inverse, x.dtype, fast_forward) for w8, inverse in matrices)
 
     @staticmethod
-    def backward(ctx, grad):
-        x8, x_inverse, weight8, weight_inverse = ctx.saved_tensors
-        grad8, grad_inverse = quantize(grad, E5M2, rows_known=ctx.rows_known)
-        multiply = scaled_mm if ctx.rows_known else opaque_scaled_mm
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            weight8 = column_major(not_before(grad_inverse, weight8))
-            dx = multiply(grad8, weight8, grad_inverse, weight_inverse, ctx.dtypes[0], ctx.fast)
-        if ctx.needs_input_grad[1]:
+    def backward(ctx, *grads):
+        x8, x_inverse, *weights = ctx.saved_tensors
+        multiply, dx, dws = scaled_mm if ctx.rows_known else opaque_scaled_mm, None, [None] * len(grads)
+        grads = [quantize(grad, E5M2, rows_known=ctx.rows_known) for grad in grads]
+        if ctx.needs_x:
+            weights8, inverses = weights[: len(grads)], weights[len(grads) :]
+            for (grad8, grad_inverse), weight8, inverse in zip(grads, weights8, inverses, strict=True):
+                weight8 = column_major(weight8, grad_inverse)
+                term = multiply(grad8, weight8, grad_inverse, inverse, ctx.dtypes[0], ctx.fast)
+                dx = term if dx is None else dx + term
+        if any(ctx.need_weights):
             tokens = len(x8) + -len(x8) % ALIGNMENT
-            x8, grad8 = pad_rows(x8, tokens, ctx.rows_known), pad_rows(grad8, tokens, ctx.rows_known)
-            x8 = transposed(not_before(grad_inverse, x8)).t()
-            dw = multiply(grad8.t().contiguous(), x8, grad_inverse, x_inverse, ctx.dtypes[1], ctx.fast)
-        return dx, dw, *[None] * 5
+            x8 = not_before(grads[0][1], pad_rows(x8, tokens, ctx.rows_known))
+            x8 = transposed(x8) if ctx.reads_norm else x8.t().contiguous()
+            for n, (grad8, grad_inverse) in enumerate(grads):
+                if ctx.need_weights[n]:
+                    grad8 = pad_rows(grad8, tokens, ctx.rows_known).t().contiguous()
+                    dws[n] = multiply(grad8, x8.t(), grad_inverse, x_inverse, ctx.dtypes[1 + n], ctx.fast)
+        return dx, *[None] * 4, *chain(*((dw, None, None, None) for dw in dws))
 
 
 class Fp8GroupedProduct(torch.autograd.Function):
@@ -183,16 +222,17 @@ def _(a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype: torch.d
     return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
 
-def column_major(x: Tensor) -> Tensor:
-    return x.t().contiguous().t()
+def column_major(weight8: Tensor, grad_inverse: Tensor) -> Tensor:
+    """A copy, unless it is so already."""
+    return weight8 if weight8.stride(0) == 1 else not_before(grad_inverse, weight8).t().contiguous().t()
 
 
 @torch.library.custom_op("minitrain::transposed", mutates_args=())
 def transposed(x: Tensor) -> Tensor:
     """x [n, m] of FP8 -> [m, n], by a kernel of its own.
 
-    The backward pass computes inputs' FP8 again, inside a norm's: there the compiler would store each row's bytes n
-    apart, and once for each product.
+    For inputs that come from a norm: the backward pass computes their FP8 again, inside the norm's, where the compiler
+    would store each row's bytes n apart. Other computations it does in tiles, and transposes these in passing.
     """
     return (compiled_transpose() if x.is_cuda else transpose)(x.view(torch.uint8)).view(x.dtype)
 

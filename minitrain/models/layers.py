@@ -44,8 +44,8 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
-        """The outputs of `same_input`'s Linears. LoRA and the sampler put a method that computes them at once in its
-        place."""
+        """The outputs of `same_input`'s Linears. LoRA, FP8 and the sampler put in its place what computes them
+        at once."""
         return self.gate_proj(x), self.up_proj(x)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -75,6 +75,11 @@ class GeluMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    forward = module._forward_pre_hooks or module._forward_hooks
+    return bool(forward or module._backward_pre_hooks or module._backward_hooks)
 
 
 NORMS = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm, "layernorm1p": LayerNorm1P}

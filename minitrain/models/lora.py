@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from minitrain.errors import InputError
+from minitrain.models.layers import has_hooks
 from minitrain.models.moe import Experts, grouped_mm
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -178,11 +179,6 @@ def project(linears: list[nn.Linear], x: Tensor) -> list[Tensor]:
     if any(has_hooks(linear) or (hasattr(linear, "lora") and drops(linear.lora, "pre")) for linear in linears):
         return [linear(x) for linear in linears]
     return adapted_linears(linears, x)
-
-
-def has_hooks(linear: nn.Linear) -> bool:
-    forward = linear._forward_pre_hooks or linear._forward_hooks
-    return bool(forward or linear._backward_pre_hooks or linear._backward_hooks)
 
 
 def adapted_linears(linears: list[nn.Linear], x: Tensor) -> list[Tensor]:

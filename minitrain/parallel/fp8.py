@@ -12,7 +12,9 @@ which only the ranks that have parts of this expert compare. Unsplit ones are ga
 Activations are compared over ranks only where tensor parallelism gathers them (parallel/tensor.py). Elsewhere each rank
 scales what it multiplies, which costs nothing and loses nothing.
 
-Memory: a byte more for each parameter that the rank holds, a byte less for each that is gathered.
+Memory: a byte more for each parameter that the rank holds, a byte less for each that is gathered. The backward pass
+needs weights transposed; to spare that for every micro-batch, copies of whole weights can be kept until they change, of
+frozen ones for ever, a byte for each parameter before sharding. That is for layouts that keep weights gathered anyway.
 
 FSDP asks a shard for two methods, in torchao those of a tensor subclass. A plain tensor can have them as attributes,
 and so optimizers, checkpoints and DTensor see plain tensors in fp32. What stands in the parameter's place while it is
@@ -39,16 +41,17 @@ from minitrain.models.fp8 import (
     pad_rows,
     placeholder,
     power_of_two_scale,
+    transposed,
 )
 
 
-def gather_in_fp8(model: Module) -> None:
+def gather_in_fp8(model: Module, keep_transposed: bool) -> None:
     """Make FSDP gather weights in FP8 that are multiplied so. To be called when they are sharded and have storage."""
     linears = [(module, "weight") for module in model.modules() if isinstance(module, Fp8Linear)]
     split = [module for module in model.modules() if isinstance(module, Fp8Experts) and are_split(module)]
     stacks = [(module, name) for module in split for name in (module.first, "down_proj")]
     for owners in filter(None, (linears, stacks)):
-        shards = Fp8Shards([module.get_parameter(name) for module, name in owners])
+        shards = Fp8Shards([module.get_parameter(name) for module, name in owners], keep_transposed)
         for number, (module, name) in enumerate(owners):
             module.shards = getattr(module, "shards", {}) | {name: (shards, number)}
             shard = shards.weights[number]._local_tensor  # FSDP asks this very object, which to_local() may not give
@@ -69,10 +72,11 @@ class Fp8Shards:
     one: a `foreach` operation on DTensors outside of an optimizer leaves no trace.
     """
 
-    def __init__(self, weights: list[DTensor]):
-        self.weights, self.steps = weights, 0
+    def __init__(self, weights: list[DTensor], keep_transposed: bool):
+        self.weights, self.keep_transposed, self.steps = weights, keep_transposed, 0
         self.seen: list[tuple | None] = [None] * len(weights)
         self.shards: list[tuple[Tensor, Tensor] | None] = [None] * len(weights)
+        self.copies: list[Tensor | None] = [None] * len(weights)
         hook = register_optimizer_step_post_hook(partial(count_step, weakref.ref(self)))
         weakref.finalize(self, hook.remove)
 
@@ -98,8 +102,16 @@ class Fp8Shards:
                 dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(dim))
         scales = power_of_two_scale(amax, E4M3)
         for number, part, scale, inverse in zip(changed, parts, scales, 1 / scales, strict=True):
-            self.shards[number] = cast(part, scale, E4M3), inverse
+            self.shards[number], self.copies[number] = (cast(part, scale, E4M3), inverse), None
             self.seen[number] = self.state(number)
+
+    def copy_of(self, number: int, weight8: Tensor) -> Tensor | None:
+        """A column-major copy of the matrix in `weight8`, as gathered, that lasts until its next change, if one is to
+        be kept and `weight8` is not the stack of several experts, which are multiplied otherwise."""
+        matrix = weight8.squeeze(0)
+        if self.keep_transposed and self.copies[number] is None and matrix.ndim == 2:
+            self.copies[number] = transposed(matrix).t()
+        return self.copies[number]
 
 
 def count_step(shards: weakref.ref, *step) -> None:
@@ -129,7 +141,8 @@ def after_gather(gathered: tuple[Tensor], notes: tuple, dtype: torch.dtype, *, o
     nothing reads, and which only gets the gradient."""
     module, name, size, inverse = notes
     own_rows = getattr(module, "own_rows", slice(size[0]))  # which tensor parallelism may say
-    module.gathered[name] = gathered[0].view(E4M3).view(-1, *size[1:])[own_rows], inverse
+    weight8, (shards, number) = gathered[0].view(E4M3).view(-1, *size[1:])[own_rows], module.shards[name]
+    module.gathered[name] = weight8, inverse, shards.copy_of(number, weight8)
     return None if out is not None else (placeholder(size, inverse, dtype).as_subclass(Standing), [])
 
 

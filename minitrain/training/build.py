@@ -35,7 +35,7 @@ def build_model(config: Config, meshes: Meshes) -> Decoder | Wan | Pipeline:
     if device.type == "cpu":
         to_onednn(model)
     if config.precision == "fp8":
-        gather_in_fp8(model)
+        gather_in_fp8(model, config.fp8.keep_transposed)
     if config.model.path:
         load_weights(model, config.model.path, owned)
         initialize(model, config.seed, is_adapter)

@@ -158,8 +158,12 @@ def check_gathered_after_changes(tree):
     seen = {}
 
     def look(name, module, inputs):
-        for key, (rounded, inverse) in module.gathered.items():
+        for key, (rounded, inverse, copy) in module.gathered.items():
             seen[f"{name}.{key}"] = rounded.clone(), inverse
+            kept = trainer.config.fp8.keep_transposed and (rounded.ndim == 2 or len(rounded) == 1)
+            assert (copy is not None) == kept
+            if kept:
+                assert copy.t().is_contiguous() and torch.equal(copy.float(), rounded.squeeze(0).float())
 
     for name, module in modules.items():
         module.register_forward_pre_hook(partial(look, name))
@@ -196,18 +200,60 @@ def own_part(name, module, meshes, tensor):
     return tensor.chunk(meshes.tp.size(), by)[meshes.tp.get_local_rank()]
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("world_size, tp, heads", [(3, 1, 4), (4, 2, 4), (4, 4, 2)])
-def test_gathered_weights_are_those_of_one_process_after_every_change(pool, world_size, tp, heads):
+def test_gathered_weights_are_those_of_one_process_after_every_change(pool, world_size, tp, heads, keep):
     """Of a head that two ranks have, too."""
-    model = TREE["model"] | {"num_key_value_heads": heads, "head_dim": 32}
-    pool.run(world_size, check_gathered_after_changes, TREE | {"parallel": {"tp": tp}, "model": model})
+    settings = {
+        "parallel": {"tp": tp, "reshard_after_forward": not keep},
+        "model": TREE["model"] | {"num_key_value_heads": heads, "head_dim": 32},
+        "fp8": {"keep_transposed": keep},
+    }
+    pool.run(world_size, check_gathered_after_changes, TREE | settings)
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize(("ep", "experts"), [(2, 2), (2, 8), (4, 4)])  # two halves of stacks of one, of four; whole
-def test_gathered_experts_are_those_of_one_process_after_every_change(pool, ep, experts):
-    model = TREE["model"] | {"name": "mixtral-8x7b-tiny", "num_experts": experts}
-    settings = {"parallel": {"ep": ep}, "model": model, "fp8": {"experts": True}}
+def test_gathered_experts_are_those_of_one_process_after_every_change(pool, ep, experts, keep):
+    settings = {
+        "parallel": {"ep": ep, "reshard_after_forward": not keep},
+        "model": TREE["model"] | {"name": "mixtral-8x7b-tiny", "num_experts": experts},
+        "fp8": {"experts": True, "keep_transposed": keep},
+    }
     pool.run(4, check_gathered_after_changes, TREE | {"batch": TREE["batch"] | {"global": 8}} | settings)
+
+
+def train_counting_copies(tree):
+    """The gradients of two steps, and how many weights were transposed to be kept, and how many to be multiplied."""
+    with (
+        mock.patch.object(gathering, "transposed", wraps=fp8.transposed) as kept,
+        mock.patch.object(fp8, "column_major", wraps=fp8.column_major) as used,
+    ):
+        trace = train(tree, 2)
+    passed = sum(call.args[0].stride(0) == 1 for call in used.call_args_list)
+    return trace.gradients, kept.call_count, passed, used.call_count
+
+
+@pytest.mark.parametrize("changes, transposed_per_step", [
+    ({}, 14),
+    ({"task": "lora", "lora": {"rank": 4}}, 7),  # once for ever
+    ({"parallel": {"pp": 2, "reshard_after_forward": False}}, 7),
+    ({"parallel": {"ep": 2, "reshard_after_forward": False}, "fp8": {"keep_transposed": True, "experts": True},
+      "model": TREE["model"] | {"name": "mixtral-8x7b-tiny", "num_experts": 2}}, 12),
+], ids=str)  # fmt: skip
+def test_kept_copies_change_no_bit_and_are_made_once_per_step(pool, changes, transposed_per_step):
+    whole = {"parallel": {"reshard_after_forward": False}, "fp8": {"keep_transposed": True}}
+    batch = {"batch": TREE["batch"] | {"global": 8}}
+    tree = TREE | whole | batch | changes
+    without = tree | {"fp8": tree["fp8"] | {"keep_transposed": False}}
+    (ours, kept, passed, used), (expected, none, not_passed, _) = (
+        pool.run(2, train_counting_copies, settings)[0] for settings in (tree, without)
+    )
+    assert kept == 2 * transposed_per_step and passed == used > kept
+    assert none == not_passed == 0
+    for step, gradients in enumerate(ours):
+        for name, gradient in gradients.items():
+            assert torch.equal(gradient, expected[step][name]), name
 
 
 def count_work(tree, steps):
