@@ -148,17 +148,40 @@ def rotary_magnitude(scaling: dict | None) -> float:
 
 
 def rotary_tables(positions: Tensor, frequencies: Tensor, magnitude: float) -> tuple[Tensor, Tensor]:
-    """magnitude x cosines and sines of all angles, in fp32: [batch or 1, seq] -> 2 x [batch or 1, seq, 1, dim / 2]."""
+    """magnitude x cosines and sines, in fp32, for `apply_rotary`: [batch or 1, seq] -> 2 x [batch or 1, seq, 1, dim].
+
+    A pair of channels has twice the same cosine, and the sine with both signs.
+    """
     angles = (positions[..., None].float() * frequencies)[..., None, :]
-    return angles.cos() * magnitude, angles.sin() * magnitude
+    cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channel i against channel i + dim / 2 (the "rotate half" pairing of Llama and most others).
+    """Rotate channel i against channel i + dim / 2 (the "rotate half" pairing of Llama and most others), in fp32.
 
-    x: [batch, seq, heads, head_dim]; cos, sin: [batch or 1, seq, 1, dim / 2]. Only a head's first `dim` channels turn.
+    x: [batch, seq, heads, head_dim]; cos, sin: from `rotary_tables`. Only a head's first `dim` channels turn.
     """
-    half = cos.shape[-1]
-    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat([*(part.to(x.dtype) for part in rotated), rest], dim=-1)
+    dim = cos.shape[-1]
+    turning, rest = x.split([dim, x.shape[-1] - dim], dim=-1)
+    rotated = Rotation.apply(turning, cos, sin)
+    return torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated
+
+
+class Rotation(torch.autograd.Function):
+    """The gradient of a rotation is rotated back."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return rotate(grad, cos, -sin), None, None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    return torch.addcmul(x * cos, swapped, sin).type_as(x)
