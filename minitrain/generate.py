@@ -24,8 +24,8 @@ from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import SamplingParams
 from minitrain.rollout.scheduler import Sample
 from minitrain.tokenizer import Tokenizer, load_tokenizer, stream, tokenizer_folder
-from minitrain.training.chat import encode_question
-from minitrain.training.chat_templates import Message, choose_template
+from minitrain.training.chat import encode_question, end_of_reply
+from minitrain.training.chat_templates import ChatTemplate, Message, choose_template
 
 
 def main(arguments: list[str]) -> None:
@@ -60,8 +60,10 @@ def main(arguments: list[str]) -> None:
     config = read_config(options.model)  # raises InputError where there is no language model
     tokenizer = load_tokenizer(options.tokenizer or tokenizer_folder(options.model, options.adapter))
     unseen = [text for text in options.stop if not tokenizer.decode(tokenizer.encode(text))]  # special tokens
-    ends = find_ends(options.model, config.eos_token_id, tokenizer.eos_id, *map(tokenizer.token_id, unseen))
-    prompt = encode(text_of(options.prompt), tokenizer, options.chat)
+    template = choose_template("auto", tokenizer) if options.chat else None
+    replied = template and end_of_reply(template, tokenizer)
+    ends = find_ends(options.model, config.eos_token_id, tokenizer.eos_id, replied, *map(tokenizer.token_id, unseen))
+    prompt = encode(text_of(options.prompt), tokenizer, template)
     if not prompt:
         raise InputError("--prompt is empty: give at least one character")
     params = SamplingParams(
@@ -93,11 +95,11 @@ def text_of(prompt: str) -> str:
     return prompt
 
 
-def encode(prompt: str, tokenizer: Tokenizer, chat: bool) -> list[int]:
+def encode(prompt: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[int]:
     """The tokens that the text of a model begins with: those of the prompt, or what asks for a reply to it."""
-    if not chat:
+    if template is None:
         return tokenizer.encode_prompt(prompt)
-    return encode_question([Message("user", prompt)], choose_template("auto", tokenizer), tokenizer, "--prompt")
+    return encode_question([Message("user", prompt)], template, tokenizer, "--prompt")
 
 
 def find_ends(folder: str, *known: int | list[int] | None) -> tuple[int, ...]:

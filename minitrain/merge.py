@@ -4,15 +4,19 @@
 a model like any other, in the base model's type, with the adapter's tokenizer and chat template, or else its own.
 """
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from minitrain import cli
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import load_pretrained, save_pretrained
 from minitrain.models.checkpoint_peft import load_adapter
-from minitrain.models.config_hf import copy_generation_config
+from minitrain.models.config_hf import copy_generation_config, with_end
 from minitrain.models.lora import merge_adapters
-from minitrain.tokenizer import load_tokenizer, tokenizer_folder
+from minitrain.tokenizer import CHAT_TEMPLATE, load_tokenizer, tokenizer_folder
+from minitrain.training.chat import end_of_reply
+from minitrain.training.chat_templates import choose_template
 
 
 def main(arguments: list[str]) -> None:
@@ -28,10 +32,16 @@ def main(arguments: list[str]) -> None:
     model = load_pretrained(options.model)
     load_adapter(model, options.adapter)
     merge_adapters(model)
+    template = Path(source, CHAT_TEMPLATE)
+    chats = tokenizer and (tokenizer.chat_template or template.exists())
+    end = end_of_reply(choose_template("auto", tokenizer), tokenizer) if chats else None
+    model.config = replace(model.config, eos_token_id=with_end(model.config.eos_token_id, end))
     save_pretrained(model, options.out)
-    copy_generation_config(options.model, options.out)
+    copy_generation_config(options.model, options.out, end)
     if tokenizer:
         tokenizer.save(options.out)
+    if template.exists():
+        shutil.copyfile(template, Path(options.out, CHAT_TEMPLATE))  # of bytes, too
     print(f"{options.out} holds the model with the adapters merged into it")
 
 

@@ -23,7 +23,7 @@ from minitrain.generate_video import draw_shapes
 from minitrain.grpo.loop import train_policy
 from minitrain.models.checkpoint_hf import find_weights, save_tensors
 from minitrain.models.checkpoint_peft import save_adapter
-from minitrain.models.config_hf import copy_generation_config
+from minitrain.models.config_hf import copy_generation_config, with_end
 from minitrain.models.lora import is_adapter
 from minitrain.parallel.mesh import checkpoint_group, start, whole_tensors, world_size
 from minitrain.parallel.pipeline import Pipeline
@@ -32,6 +32,7 @@ from minitrain.runtime.failures import rank, record_flights, recorded
 from minitrain.runtime.lock import locked
 from minitrain.runtime.watch import until_sigterm
 from minitrain.tokenizer import CHAT_TEMPLATE, load_tokenizer
+from minitrain.training.chat import end_of_reply
 from minitrain.training.chat_templates import Template, choose_template
 from minitrain.training.checkpoint import Checkpointer, resume, save_step, saved_despite_errors
 from minitrain.training.datasets import open_dataset
@@ -131,22 +132,23 @@ def export(trainer: Trainer, config: Config, folder: Path) -> None:
             if trainer.device.type == "cuda":
                 torch.cuda.synchronize()  # wait for rank 0: NCCL's patience with a message begins when it is queued
         return
-    shape = config.model.config
+    shape, end = config.model.config, None
     if has_tokenizer(config):
         tokenizer = load_tokenizer(config.data.tokenizer)
         tokenizer.save(folder)
         if config.task in ("sft", "lora", "grpo"):
             template = choose_template(config.data.template, tokenizer)
+            end = end_of_reply(template, tokenizer)
             if isinstance(template, Template):  # else it came with the tokenizer
                 (folder / CHAT_TEMPLATE).write_text(template.jinja(tokenizer), encoding="utf-8")
-        if shape.eos_token_id is None:  # where transformers ends a text
-            shape = replace(shape, eos_token_id=tokenizer.eos_id)
+        known = tokenizer.eos_id if shape.eos_token_id is None else shape.eos_token_id
+        shape = replace(shape, eos_token_id=with_end(known, end))  # where transformers ends a text
     if config.lora:
         save_adapter(tensors, shape, config.lora, folder, config.model.path or config.model.name)
     else:
         save_tensors(tensors, shape, next(model.parameters()).dtype, folder)
         if config.model.path:
-            copy_generation_config(config.model.path, folder)
+            copy_generation_config(config.model.path, folder, end)
 
 
 def has_tokenizer(config: Config) -> bool:

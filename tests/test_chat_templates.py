@@ -14,7 +14,7 @@ import torch
 import transformers.utils.chat_template_utils
 import trl
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from minitrain import generate, merge, save_pretrained
 from minitrain.config import from_dict
@@ -25,8 +25,9 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.lora import Lora
 from minitrain.models.zoo import model_config
 from minitrain.tokenizer import ByteTokenizer, load_tokenizer
-from minitrain.training.chat import encode_chat, encode_question
+from minitrain.training.chat import encode_chat, encode_question, end_of_reply
 from minitrain.training.chat_templates import CHATML, DATE, LLAMA3, PLAIN, Message, choose_template
+from tests.commands import command
 from tests.distributed.test_grpo import TREE
 
 # what ends a reply in each; what TRL's form of it for training has the model say besides, of what is given or follows
@@ -315,6 +316,62 @@ def test_adapters_are_asked_and_merged_in_the_template_that_they_were_tuned_in(t
     (folders["adapter"] / "tokenizer.json").unlink()
     merge.main([*words, "--out", str(folders["out"])])
     assert load_tokenizer(folders["out"]).chat_template == jinja["model"]
+
+
+def test_a_reply_ends_with_the_token_of_its_template(tokenizers):
+    name, ours, _ = tokenizers
+    assert end_of_reply(choose_template("auto", ours), ours) == ours.token_id(PUBLISHED[name][0])
+
+
+def test_a_template_that_does_not_show_where_a_reply_ends_has_no_end(tmp_path):
+    ours, _ = tokenizer_with(tmp_path, "{{ messages[0]['content'] }}", ["<s>", "</s>"])
+    assert end_of_reply(choose_template("auto", ours), ours) is None
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("stored, in_all", [(None, None), (257, [257, 263]), ([257, 260], [257, 260, 263])])
+def test_what_is_tuned_in_a_template_ends_where_its_replies_end(tmp_path, lora, stored, in_all):
+    """In transformers, too, which asks generation_config.json first; a merged adapter like a tuned model."""
+    base, out, merged = (tmp_path / name for name in ("base", "out", "merged"))
+    base.mkdir()
+    tokenizer_with(base, "", ["<s>", "</s>", "<|begin_of_text|>", "<|end_header_id|>", *LLAMA3.special])
+    save_pretrained(Decoder(model_config("llama3-8b-tiny", vocab_size=320, eos_token_id=257)), base)
+    if stored:
+        (base / "generation_config.json").write_text(json.dumps({"eos_token_id": stored, "top_k": 7}))
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"prompt": "a", "response": "b"}))
+    settings = f"model={base} data.kind=jsonl data.path={tmp_path}/chats.jsonl data.tokenizer={base} out_dir={out}"
+    task = "task=lora lora.rank=2" if lora else "task=sft"
+    size = "steps=1 batch.global=1 batch.micro=1 batch.seq_len=32 device=cpu"
+    config = tmp_path / "empty.yaml"
+    config.touch()
+    done = command("-m", "minitrain.train", "--config", config, *f"{task} {settings} {size}".split())
+    assert done.returncode == 0, done.stderr
+    if lora:
+        merge.main(["--model", str(base), "--adapter", str(out), "--out", str(merged)])
+    end, tuned = 263, merged if lora else out
+    assert json.loads((tuned / "config.json").read_text())["eos_token_id"] == [257, end]
+    if stored:
+        generation = GenerationConfig.from_pretrained(tuned)
+        assert generation.eos_token_id == in_all and generation.top_k == 7
+    assert (tuned / "chat_template.jinja").exists()
+    words = ["--model", str(base if lora else out), *(["--adapter", str(out)] if lora else [])]
+    with mock.patch.object(generate, "SamplingParams", side_effect=generate.SamplingParams) as params:
+        generate.main([*words, "--chat", "--prompt", "a", "--max-tokens", "1", "--device", "cpu"])
+        generate.main([*words, "--prompt", "a", "--max-tokens", "1", "--device", "cpu"])
+    asked, continued = (call.args[6] for call in params.call_args_list)
+    assert end in asked and (end in continued) == (not lora)
+
+
+def test_a_merged_model_of_bytes_keeps_the_chat_template(tmp_path):
+    model, lora = Decoder(model_config("llama3-8b-tiny", vocab_size=320)), Lora(rank=2, targets=["q_proj"])
+    save_pretrained(model, tmp_path / "model")
+    zeros = ((name, torch.zeros(shape)) for name, shape in adapter_shapes(model.config, lora).items())
+    save_adapter(zeros, model.config, lora, tmp_path / "adapter")
+    ByteTokenizer().save(tmp_path / "adapter")
+    (tmp_path / "adapter" / "chat_template.jinja").write_text(PLAIN.jinja(ByteTokenizer()))
+    words = ["--model", tmp_path / "model", "--adapter", tmp_path / "adapter", "--out", tmp_path / "out"]
+    merge.main(list(map(str, words)))
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == PLAIN.jinja(ByteTokenizer())
 
 
 def test_bos_comes_first_where_the_tokenizer_puts_it(monkeypatch):

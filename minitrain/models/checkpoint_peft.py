@@ -9,8 +9,8 @@
     ...experts.gate_up_proj_lora_A                 the same, and where both are adapted ...experts.base_layer.lora_A.weight
 
 The names are those of transformers' modules, which for some families differ from the hub's tensors. Experts are what
-PEFT calls `target_parameters`. Where a model has experts, PEFT takes gate_proj, up_proj and down_proj for their stacks:
-adapters of DeepSeek's dense layers and shared experts can be read here only. Left out: GPT-3, whose q, k and v are one
+PEFT calls `target_parameters`. Some of what can be adapted has no form in PEFT, see `UNREADABLE`: such adapters can be
+read here only, and a run says so when it begins. Left out: GPT-3, whose q, k and v are one
 matrix on the hub; all variants of LoRA.
 """  # noqa: E501
 
@@ -36,6 +36,10 @@ LARGEST_RANK, LARGEST_ALPHA = 1 << 16, 10**9
 TARGETS = ("target_modules", "target_parameters")  # keys of adapter_config.json
 MIXERS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mamba": ("in_proj", "out_proj")}  # the rest: mlp
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+UNREADABLE = {
+    "deepseek_v3": ("gate_proj", "up_proj", "down_proj"),  # PEFT takes them for the stacks of experts
+    "nemotron_h": ("out_proj",),  # PEFT refuses it: the kernels of Mamba go around it
+}
 VARIANTS = (
     "use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "use_qalora",
     "layers_to_transform", "layer_replication", "trainable_token_indices", "alora_invocation_tokens", "use_bdlora",
@@ -158,6 +162,14 @@ def adapter_config(config, lora: Lora, names: Iterable[str], base: str) -> dict:
         fan_in_fan_out=False,
         inference_mode=True,
     )
+
+
+def unreadable_note(config, lora: Lora) -> list[str]:
+    """A line for the user where PEFT cannot read adapters of such a model's, none otherwise."""
+    paths = [name[: -len(".lora_A")] for name in adapter_shapes(config, lora) if not is_stack(name)]
+    lost = sorted({name for name in UNREADABLE.get(config.family, ()) for path in paths if matches(path, name)})
+    note = f"PEFT cannot read adapters of this model's {', '.join(lost)}, but minitrain.merge and generate can"
+    return [note] if lost else []
 
 
 def refuse_gpt2(config) -> None:

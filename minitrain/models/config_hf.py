@@ -6,7 +6,6 @@ not compute exactly is refused by name.
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -203,11 +202,23 @@ def read_json(file: Path) -> dict:
     return raw
 
 
-def copy_generation_config(source: str | Path, folder: str | Path) -> None:
-    """How the model in folder `source` is to generate, and at which tokens to end, holds for what is made of it."""
+def copy_generation_config(source: str | Path, folder: str | Path, end: int | None = None) -> None:
+    """How the model in folder `source` is to generate, and at which tokens to end, holds for what is made of it.
+
+    end: a token that ends a text besides.
+    """
     file = Path(source, GENERATION)
     if file.exists():
-        shutil.copyfile(file, Path(folder, GENERATION))
+        tree = read_json(file)
+        if "eos_token_id" in tree:
+            tree["eos_token_id"] = with_end(tree["eos_token_id"], end)
+        Path(folder, GENERATION).write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+
+
+def with_end(ends: int | list[int] | None, end: int | None) -> int | list[int] | None:
+    """The tokens at which to end a text, as `eos_token_id` has them, and one more, if that is not among them."""
+    known = ends if isinstance(ends, list) else [ends] * (ends is not None)
+    return ends if end is None or end in known else [*known, end] if known else end
 
 
 def _find_family(raw: dict, file: Path) -> str:

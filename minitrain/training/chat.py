@@ -47,6 +47,17 @@ def encode_question(messages: list[Message], template: ChatTemplate, tokenizer: 
         return encode_pieces(template.question(messages), template, tokenizer)[0].tolist()
 
 
+def end_of_reply(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
+    """The token that ends a reply; None of a template that does not show where one ends."""
+    try:
+        tokens, said = encode_pieces(
+            template.pieces([Message("user", "?"), Message("assistant", "!")]), template, tokenizer
+        )
+    except InputError:
+        return None
+    return int(tokens[said][-1])
+
+
 def encode_pieces(pieces: Pieces, template: ChatTemplate, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     tokens, said, before = [], [], ""
     for text, is_reply in pieces:

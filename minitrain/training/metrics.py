@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from minitrain.config import Config, to_dict
 from minitrain.config_yaml import to_yaml
+from minitrain.models.checkpoint_peft import unreadable_note
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.mesh import pick_device
 from minitrain.runtime.agreement import broadcast
@@ -34,7 +35,8 @@ def open_log(config: Config, folder: Path, files: dict[str, str], first: int) ->
     log = MetricsLog(folder / "metrics.jsonl", config.steps, first, config.metrics.tensorboard)
     resumed = [f"resumed from step {first}"] * (first > 0)
     finished = ["no step is left to do (for more: steps=N; to begin anew: another out_dir)"] * (first >= config.steps)
-    for note in [summary(config), *notes, *resumed, *finished]:
+    adapters = unreadable_note(config.model.config, config.lora) if config.lora else []
+    for note in [summary(config), *adapters, *notes, *resumed, *finished]:
         log.say(note)
     return log
 

@@ -8,8 +8,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from minitrain import InputError, load_adapter, load_pretrained, merge_adapters
-from minitrain.models.checkpoint_peft import adapter_shapes, read_adapter_config, save_adapter
-from minitrain.models.lora import Lora, add_adapters, is_adapter
+from minitrain.models.checkpoint_peft import adapter_shapes, read_adapter_config, save_adapter, unreadable_note
+from minitrain.models.lora import TARGETS, Lora, add_adapters, is_adapter
 from minitrain.models.zoo import model_config
 from tests.parity import hf_models, test_hybrid, test_wan
 from tests.parity.hf_models import compare_and_differentiate, random_tokens, reload
@@ -174,3 +174,16 @@ def test_what_cannot_be_loaded(tmp_path):
         load_adapter(model, tmp_path / "base")
     with pytest.raises(InputError, match="GPT-3's q_proj"):
         save_adapter([], model_config("gpt3-175b-tiny"), lora, tmp_path / "gpt3")
+
+
+@pytest.mark.parametrize("name, targets, said", [
+    ("deepseek-v3-tiny", list(TARGETS), "this model's down_proj, gate_proj, up_proj, but"),
+    ("deepseek-v3-tiny", ["q_a_proj", "experts.down_proj"], None),
+    ("kimi-k2-tiny", ["mlp.gate_proj"], "this model's gate_proj, but"),
+    ("nemotron3-nano-30b-a3b-tiny", ["in_proj", "out_proj"], "this model's out_proj, but"),
+    ("qwen3-30b-a3b-tiny", list(TARGETS), None),
+    ("llama3-8b-tiny", list(TARGETS), None),
+], ids=str)  # fmt: skip
+def test_a_run_says_which_adapters_peft_cannot_read(name, targets, said):
+    notes = unreadable_note(model_config(name), Lora(rank=2, targets=targets))
+    assert [said in note for note in notes] == [True] * bool(said)
