@@ -126,10 +126,10 @@ def _validate_fp8(config: "Config") -> None:
         )
     if config.fp8.experts and (config.precision != "fp8" or not getattr(model, "num_experts", 0)):
         raise InputError("fp8.experts=true needs precision=fp8 and a model with experts (use false)")
-    if config.fp8.keep_transposed and (config.precision != "fp8" or config.parallel.reshard_after_forward):
+    if config.fp8.keep_transposed and config.precision == "fp8" and config.parallel.reshard_after_forward:
         raise InputError(
-            "fp8.keep_transposed=true needs precision=fp8, and weights that stay whole between forward and backward "
-            "passes: parallel.reshard_after_forward=false (use that, or fp8.keep_transposed=false)"
+            "fp8.keep_transposed=true needs weights that stay whole between forward and backward passes (use "
+            "parallel.reshard_after_forward=false, or fp8.keep_transposed=false)"
         )
 
 

@@ -377,8 +377,6 @@ def test_training_curve_stays_within_2_percent_of_bf16():
     ({"fp8": {"fast_accumulation": "backward"}}, "fp8.fast_accumulation"),
     ({"fp8": {"experts": True}}, "fp8.experts=true needs precision=fp8 and a model with experts"),
     ({"fp8": {"keep_transposed": True}}, "parallel.reshard_after_forward=false"),
-    ({"fp8": {"keep_transposed": True}, "precision": "bf16", "parallel": {"reshard_after_forward": False}},
-     "fp8.keep_transposed=true needs precision=fp8"),
     ({"fp8": {"experts": True}, "model": "mixtral-8x7b-tiny", "precision": "bf16"}, "fp8.experts=true needs precision"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_settings_that_do_not_go(changes, message):
