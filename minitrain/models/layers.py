@@ -184,4 +184,4 @@ class Rotation(torch.autograd.Function):
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-    return torch.addcmul(x * cos, swapped, sin).type_as(x)
+    return (x * cos).addcmul_(swapped, sin).type_as(x)
