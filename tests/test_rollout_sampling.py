@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from minitrain.config import Rollout
 from minitrain.errors import InputError
-from minitrain.hashing import mix
+from minitrain.hashing import ROUNDS, mix, mix_int
 from minitrain.models.decoder import Block, Decoder
 from minitrain.models.zoo import model_config
 from minitrain.rollout import compiled as compiled_blocks
@@ -95,6 +95,57 @@ def test_noise_is_never_nothing():
     """Where all bits of a number are 0: of a token's key that is the hash of an id."""
     ids = torch.arange(8, dtype=torch.int32)
     assert waiting_times(mix(ids.clone()), 0, 8).diagonal().tolist() == pytest.approx([2.0**-32] * 8, rel=1e-6)
+
+
+def unmix(x):
+    """Of which number `mix_int` makes x."""
+    x ^= x >> 16
+    for shift, factor in reversed(ROUNDS):
+        x = x * pow(factor, -1, 1 << 32) % (1 << 32)
+        x ^= x >> shift ^ x >> 2 * shift
+    return x
+
+
+def seed_of_bits(bits, token, position):
+    """A seed for which the noise of the first row's `token` at `position` is made of these 31 bits."""
+    x = unmix(unmix(bits) ^ mix_int(token)) ^ mix_int(position)  # the sample's key
+    for _ in range(4):
+        x = unmix((x - 0x9E3779B9) % (1 << 32))
+    return x
+
+
+def test_the_longest_waiting_times_are_finite():
+    """Of the 64 largest of 2^31 hashes, which fp32 rounds to 2^31; those of all others are as they are without this."""
+    bits = torch.tensor([0x7FFFFFFF - 64 * i - j for i in range(8) for j in (0, 63)])
+    keys = torch.tensor([unmix(number) for number in bits.tolist()]).to(torch.int32) ^ mix(torch.tensor([3]).int())
+    noise = waiting_times(keys, 3, 1)[:, 0]
+    expected = -torch.log1p(-(bits.float() + 0.5) * 2**-31)
+    assert expected[:2].isinf().all() and noise[:2].tolist() == [expected[2]] * 2
+    assert torch.equal(noise[2:], expected[2:])
+
+
+LONE = [{"top_k": 1}, {"top_p": 0.1}, {"min_p": 1.0}, {"temperature": 0.01}]
+
+
+def lone_token():
+    """Logits, and for the longest waiting time of the likeliest token, next to which others have no chance, a seed."""
+    return torch.full((1, 300), -1.0).index_fill(1, torch.tensor(170), 3.0), seed_of_bits(0x7FFFFFFF, 170, 5)
+
+
+@pytest.mark.parametrize("params", LONE, ids=str)
+def test_a_token_that_waits_longest_is_drawn_if_it_is_the_only_one(params):
+    logits, seed = lone_token()
+    tokens, logprobs = choose(logits, choice(1, seed=seed, **params), torch.tensor([5]), Part())
+    assert tokens.tolist() == [170] and logprobs.tolist() == [0]
+
+
+def test_a_sampler_draws_the_only_token_whatever_the_seed():
+    """The first of these seeds used to be told that the logits are not finite."""
+    torch.manual_seed(0)
+    sampler = Sampler(Decoder(model_config("qwen3-32b-tiny")))
+    token = sampler.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=1))[0].tokens[0]
+    for seed in (seed_of_bits(0x7FFFFFFF, token, 3), seed_of_bits(0x7FFFFFC0, token, 3), 0):
+        assert sampler.generate([[1, 2, 3]], SamplingParams(top_k=1, max_tokens=1, seed=seed))[0].tokens == [token]
 
 
 def test_samples_whose_keys_are_neighbours_share_no_noise():
@@ -211,6 +262,13 @@ def test_a_split_vocabulary_gives_the_same_tokens(pool, params):
         assert torch.equal(found[0], tokens)
         torch.testing.assert_close(found[1], logprobs)
         assert found[2] == ([150] if "top_k" in params else [5])  # without filters never the logits
+
+
+@pytest.mark.parametrize("params", LONE, ids=str)
+def test_a_split_vocabulary_draws_the_only_token(pool, params):
+    logits, seed = lone_token()
+    for found in pool.run(2, chosen_over_ranks, logits, params | {"seed": seed}, torch.tensor([5])):
+        assert found[0].tolist() == [170] and found[1].tolist() == [0]
 
 
 @pytest.mark.parametrize(

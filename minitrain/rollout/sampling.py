@@ -96,12 +96,12 @@ def token_keys(keys: Tensor, positions: Tensor) -> Tensor:
 def waiting_times(keys: Tensor, first: int, size: int) -> Tensor:
     """Exponential random numbers, fp32 [rows, size], for ids first, first + 1, ... keys: see `token_keys`.
 
-    The least of them divided by the probabilities falls on a token with just its probability: that is the Gumbel-max
-    trick, with one logarithm less.
+    All are finite and above 0: a token that has all the probability always wins. The least of them divided by the
+    probabilities falls on a token with just its probability: that is the Gumbel-max trick, with one logarithm less.
     """
     ids = _vocabulary.__wrapped__ if torch.compiler.is_compiling() else _vocabulary  # of caches the compiler warns
     bits = mix(keys[:, None] ^ ids(first, size, keys.device)).bitwise_and_(0x7FFFFFFF)
-    uniform = bits.float().add_(0.5).mul_(-(2.0**-31))
+    uniform = bits.float().add_(0.5).mul_(-(2.0**-31)).clamp_(min=2.0**-24 - 1)  # fp32 rounds the last 64 to -1
     return uniform.log1p_().neg_()  # exact for small numbers, which win
 
 
