@@ -6,7 +6,8 @@ is a safetensors file with `latents` [videos, channels, frames, height, width], 
 `--prompts shapes` are those of the toy world (training/shapes.py): the result is a PNG, a video a row, and a score.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -59,7 +60,8 @@ def main(arguments: list[str]) -> None:
         raise InputError("--size is missing: frames, height and width of the latents, such as 21 60 104")
     prompts = read_prompts(Path(options.prompts), options.text_tokens)
     check_prompts(prompts, model, options.size, options.prompts)
-    latents = generate(model, prompts, options.size, **way)
+    with enough_memory("--size " + " ".join(map(str, options.size))):
+        latents = generate(model, prompts, options.size, **way)
     if not latents.isfinite().all():
         raise InputError("the latents are not finite (use less --guidance, or another --model)")
     write_tensors({"latents": latents}, options.out)
@@ -75,6 +77,18 @@ def generate(
     noise = torch.randn(len(prompts["text"]), model.config.out_channels, *size, generator=random)
     velocity = guided(model, scale=guidance, **{key: value.to(device) for key, value in prompts.items()})
     return SAMPLERS[sampler](velocity, noise.to(device), sigma_schedule(steps, shift)).cpu()
+
+
+@contextmanager
+def enough_memory(option: str) -> Iterator[None]:
+    """Raises InputError, naming the option, where torch cannot allocate what is asked for."""
+    try:
+        yield
+    except RuntimeError as error:
+        told = "DefaultCPUAllocator: can't allocate memory", "Storage size calculation overflowed"  # without a class
+        if not isinstance(error, torch.OutOfMemoryError) and not any(words in str(error) for words in told):
+            raise
+        raise InputError(f"{option} takes more memory than there is (use a smaller one, or fewer prompts)") from error
 
 
 def read_prompts(path: Path, text_tokens: int) -> dict[str, Tensor]:

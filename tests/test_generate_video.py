@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from minitrain import save_pretrained
 from minitrain.errors import InputError
 from minitrain.flow_sampling import sigma_schedule
-from minitrain.generate_video import main
+from minitrain.generate_video import enough_memory, main
 from minitrain.models.decoder import Decoder
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
@@ -70,6 +70,9 @@ def test_shapes_end_in_a_picture_and_a_score(tmp_path, capsys):
     ({"text": torch.zeros(1, 3, 64)}, ["--size", "1", "4", "4", "--shift", "1e6"], "from pure noise (use euler, or"),
     ({"text": torch.randn(1, 3, 64)}, ["--size", "1", "4", "4", "--guidance", "1e38"], "the latents are not finite"),
     ({"text": torch.zeros(1, 3, 64)}, ["--size", "1", "4", "9" * 30], "must be above 0, and at most 1,048,576"),
+    ({"text": torch.zeros(1, 3, 64)}, ["--size", *["100000"] * 3],
+     "--size 100000 100000 100000 takes more memory than there is (use a smaller one"),
+    ({"text": torch.zeros(1, 3, 64)}, ["--size", *["1048576"] * 3], "takes more memory than there is"),
     ({"text": torch.zeros(1, 3, 64)}, ["--steps", "9" * 30], "must be above 0, and at most 1,048,576"),
     ({"text": torch.zeros(1, 3, 64)}, ["--text-tokens", "9" * 30], "must be above 0, and at most 1,048,576"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
@@ -95,6 +98,13 @@ def test_mistakes_with_images(tmp_path, changes, message):
     with pytest.raises(InputError) as error:
         run(tmp_path, "--size", "1", "4", "4")
     assert message in str(error.value)
+
+
+def test_only_memory_is_told_as_memory():
+    with pytest.raises(InputError, match="--size 9 takes more memory than there is"), enough_memory("--size 9"):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), enough_memory("--size 9"):
+        torch.ones(2, 3) @ torch.ones(2, 3)
 
 
 def test_a_folder_that_is_not_there(tmp_path):
