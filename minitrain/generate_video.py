@@ -19,11 +19,11 @@ from minitrain.cli import positive
 from minitrain.errors import InputError
 from minitrain.flow_sampling import SAMPLERS, guided, sigma_schedule
 from minitrain.models.checkpoint_hf import load_pretrained
-from minitrain.models.tensor_files import open_tensors, write_tensors
+from minitrain.models.tensor_files import write_tensors
 from minitrain.models.wan import Wan
 from minitrain.parallel.mesh import pick_device
 from minitrain.training import shapes
-from minitrain.training.latents import check_shapes, model_shapes
+from minitrain.training.latents import check_shapes, model_shapes, read_video
 
 
 def main(arguments: list[str]) -> None:
@@ -93,9 +93,7 @@ def enough_memory(option: str) -> Iterator[None]:
 
 def read_prompts(path: Path, text_tokens: int) -> dict[str, Tensor]:
     """What the file holds of text, condition and image, in fp32, the text padded with zeros."""
-    with open_tensors(path) as file:
-        keys = set(file.keys()) & {"text", "condition", "image"}
-        prompts = {key: file.get_tensor(key).float() for key in keys}
+    prompts = read_video(path, ["text", "condition", "image"])
     if "text" not in prompts or prompts["text"].ndim != 3 or not len(prompts["text"]):
         raise InputError(f"{path} must hold a tensor `text` [videos, tokens, text_dim], of one video at least")
     if prompts["text"].shape[1] > text_tokens:

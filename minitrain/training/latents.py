@@ -13,7 +13,7 @@ code.
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
@@ -200,15 +200,22 @@ def read_shapes(path: Path) -> dict[str, Shape]:
     for name, shape in shapes.items():
         if len(shape) != DIMENSIONS[name] or 0 in shape:
             raise InputError(f"{path}: tensor {name} has shape {list(shape)}, expected {DIMENSIONS[name]} dimensions")
-        if headers[name][1] not in FLOATS:
-            raise InputError(f"{path}: tensor {name} is stored as {headers[name][1]}, not one of {', '.join(FLOATS)}")
+        check_stored(path, name, headers[name][1])
     return shapes
 
 
-def read_video(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file in fp32. Raises InputError for values that are not finite."""
+def check_stored(path: Path, name: str, dtype: str) -> None:
+    if dtype not in FLOATS:
+        raise InputError(f"{path}: tensor {name} is stored as {dtype}, not one of {', '.join(FLOATS)}")
+
+
+def read_video(path: Path, names: Iterable[str] = tuple(DIMENSIONS)) -> dict[str, Tensor]:
+    """Those of the named tensors that a file holds, in fp32. Raises InputError for what is not finite, or no floats."""
+    video = {}
     with open_tensors(path) as file:
-        video = {name: file.get_tensor(name).float() for name in DIMENSIONS if name in file.keys()}  # noqa: SIM118
+        for name in (name for name in names if name in file.keys()):  # noqa: SIM118
+            check_stored(path, name, file.get_slice(name).get_dtype())
+            video[name] = file.get_tensor(name).float()
     for name, tensor in video.items():
         if not tensor.isfinite().all():
             raise InputError(f"{path}: tensor {name} holds values that are not finite")
