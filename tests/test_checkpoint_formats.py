@@ -292,7 +292,7 @@ def test_a_missing_expert(tmp_path):
         ("deepseek-v3", dict(rope_interleave=False), ["rope_interleave=False"]),
         ("deepseek-v3", dict(scoring_func="softmax"), ["scoring_func='softmax'", "sigmoid"]),
         ("deepseek-v3", dict(q_lora_rank=None), ["q_lora_rank", "missing"]),
-        ("deepseek-v3", dict(n_group=5), ["n_group=5", "num_experts=16"]),
+        ("deepseek-v3", dict(n_group=5), ["n_group=5", "n_routed_experts=16"]),
         ("gpt-oss", dict(layer_types=["full_attention"] * 3), ["layer_types"]),
         ("gpt-oss", dict(swiglu_limit=5.0), ["swiglu_limit=5.0", "must be 7.0"]),
         ("gpt-oss", dict(attention_bias=False), ["attention_bias=False", "must be True"]),

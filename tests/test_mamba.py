@@ -224,7 +224,7 @@ def test_layers_follow_the_pattern():
         (dict(layer_pattern="ME*X"), r"'ME\*X': letter 'X' is not one of M \* E -"),
         (dict(layer_pattern="ME*"), "'ME\\*' has 3 letters, expected num_layers=4"),
         (dict(num_layers=5), "has 4 letters, expected num_layers=5"),
-        (dict(num_experts=0, moe_latent_size=0), "has layers of experts, but num_experts is 0"),
+        (dict(num_experts=0, moe_latent_size=0), "has layers of experts, but num_experts=0"),
         (dict(mamba_n_groups=3), "mamba_n_groups=3 does not divide mamba_num_heads=8"),
         (dict(ssm_state_size=0), "ssm_state_size=0 must be at least 1"),
         (dict(time_step_min=-0.1), "time_step_min=-0.1 must be at least 0"),

@@ -34,17 +34,16 @@ NAMES = {  # of modules: ours -> GPT-2's
 }
 
 
-def from_gpt2_keys(raw: dict) -> dict:
-    """config.json with Llama's keys in place of GPT-2's, and what GPT-2 has where a key is absent."""
-    ours = {theirs: key for key, theirs in KEYS.items()}
-    raw = {"tie_word_embeddings": True} | {ours.get(key, key): value for key, value in raw.items()}
-    if raw.get("intermediate_size") is None and isinstance(raw.get("hidden_size"), int):
-        raw["intermediate_size"] = 4 * raw["hidden_size"]
+def with_defaults(raw: dict) -> dict:
+    """config.json with what GPT-2 has where a key is absent; a key may have Llama's name, as in transformers."""
+    raw = {"tie_word_embeddings": True} | {KEYS.get(key, key): value for key, value in raw.items()}
+    if raw.get("n_inner") is None and isinstance(raw.get("n_embd"), int):
+        raw["n_inner"] = 4 * raw["n_embd"]
     return raw
 
 
 def to_gpt2_keys(settings: dict) -> dict:
-    """The other way round."""
+    """config.json with GPT-2's keys in place of Llama's."""
     return {KEYS.get(key, key): value for key, value in settings.items() if key not in DERIVED}
 
 

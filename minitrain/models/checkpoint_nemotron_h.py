@@ -16,7 +16,6 @@ KEYS = {  # of config.json: as in Llama's, or a field of ours -> as in Nemotron-
     "rms_norm_eps": "layer_norm_epsilon",
     "layer_pattern": "hybrid_override_pattern",
 }
-ALIASES = KEYS | {"time_step_min": "mamba_dt_min"}  # an older name, which outranks the newer one
 LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "moe": "E", "mlp": "-"}
 NO_EXPERTS = dict(
     n_routed_experts=0, num_experts_per_tok=1, moe_intermediate_size=0, moe_shared_expert_intermediate_size=0,
@@ -25,25 +24,20 @@ NO_EXPERTS = dict(
 LEAST_DT = 1e-30  # stands for none: transformers takes its logarithm
 
 
-def from_nemotron_h_keys(raw: dict, file: Path) -> dict:
-    """config.json with Llama's keys; the layer pattern is read in both its spellings.
-
-    `time_step_min` is read as transformers 5 means it, dt is at least so much. In NVIDIA's own code it is a setting of
-    the initialisation alone, so that to compute like that code is to set it to 0.
-    """
-    renamed = {key: raw[theirs] for key, theirs in ALIASES.items() if theirs in raw}
-    raw = {key: value for key, value in raw.items() if key not in KEYS} | renamed
+def with_pattern(raw: dict, file: Path) -> dict:
+    """config.json with the layer pattern, which has two spellings, in that of letters, and what follows from it."""
+    raw = dict(raw)
     layers = raw.pop("layers_block_type", None)
     if layers is not None:
         layers = layers if isinstance(layers, list) else [layers]
         unknown = [layer for layer in layers if not isinstance(layer, str) or layer not in LETTERS]
         if unknown:
             raise InputError(f"{file}: layers_block_type has {unknown[0]!r}, which is none of {', '.join(LETTERS)}")
-        raw["layer_pattern"] = "".join(LETTERS[layer] for layer in layers)
-    if not isinstance(raw.get("layer_pattern"), str) or not raw["layer_pattern"]:
+        raw["hybrid_override_pattern"] = "".join(LETTERS[layer] for layer in layers)
+    pattern = raw.get("hybrid_override_pattern")
+    if not isinstance(pattern, str) or not pattern:
         raise InputError(f"{file}: key hybrid_override_pattern or layers_block_type is missing or empty")
-    absent = {} if "E" in raw["layer_pattern"] else NO_EXPERTS
-    return absent | raw | {"num_hidden_layers": len(raw["layer_pattern"])}
+    return ({} if "E" in pattern else NO_EXPERTS) | raw | {"num_hidden_layers": len(pattern)}
 
 
 def to_nemotron_h_keys(settings: dict, config: DecoderConfig) -> dict:

@@ -6,6 +6,7 @@ not compute exactly is refused by name.
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,13 +38,14 @@ class Family(NamedTuple):
     """What an architecture's name says.
 
     values: settings of config.json of which the decoder knows one value only; they may be absent. sizes: further whole
-    numbers, ours -> theirs. fixed: fields of `DecoderConfig`, where they are not its defaults. quantised: the
-    quant_method that is read.
+    numbers, ours -> theirs. keys: other names of keys that most families share, those -> its own. fixed: fields of
+    `DecoderConfig`, where they are not its defaults. quantised: the quant_method that is read.
     """
 
     architecture: str
     values: dict[str, Any] = {}  # noqa: RUF012
     sizes: dict[str, str] = {}  # noqa: RUF012
+    keys: dict[str, str] = {}  # noqa: RUF012
     fixed: dict[str, Any] = {}  # noqa: RUF012
     quantised: str | None = None
     rope_theta: float = 10000.0  # where config.json gives none
@@ -56,6 +58,10 @@ class Family(NamedTuple):
     def field(self, name: str) -> Any:
         """Of `DecoderConfig`: as the family fixes it, or the default."""
         return self.fixed.get(name, getattr(DecoderConfig, name))
+
+    def key(self, name: str) -> str:
+        """What most families call `name`, as this one does."""
+        return self.keys.get(name, name)
 
 
 FAMILIES = {
@@ -113,12 +119,14 @@ FAMILIES = {
             num_experts="n_routed_experts", shared_expert_intermediate_size="moe_shared_expert_intermediate_size",
             mamba_n_groups="n_groups", mamba_chunk_size="chunk_size",
         ),
+        keys=checkpoint_nemotron_h.KEYS,
         fixed=dict(mlp="relu2", scoring_func="sigmoid", position_embedding="none", scaled_residual_init=True),
         norm_topk=True, can_tie=False,
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",
         dict(scale_attn_by_inverse_layer_idx=False, add_cross_attention=False, scale_attn_weights=True),
+        keys=checkpoint_gpt2.KEYS,
         fixed=dict(
             norm="layernorm", mlp="gelu", qkv_bias=True, o_bias=True, position_embedding="learned",
             scaled_residual_init=True,
@@ -142,17 +150,19 @@ def config_from_hf(raw: dict, file: Path) -> DecoderConfig:
     name = _find_family(raw, file)
     family = FAMILIES[name]
     if name == "gpt2":
-        raw = checkpoint_gpt2.from_gpt2_keys(raw)
+        raw = checkpoint_gpt2.with_defaults(raw)
     if name == "nemotron_h":
-        raw = checkpoint_nemotron_h.from_nemotron_h_keys(raw, file)
+        raw = checkpoint_nemotron_h.with_pattern(raw, file)
     _refuse_unsupported(raw, family, file)
     rope = _read_rope(raw, family, file)
-    sizes = {ours: read_number(raw, theirs, file) for ours, theirs in (SIZES | family.sizes).items()}
+    keys = {ours: family.key(theirs) for ours, theirs in (SIZES | family.sizes).items()}
+    sizes = {ours: read_number(raw, key, file) for ours, key in keys.items()}
+    keys |= family.keys | {"norm_eps": family.key(EPS_KEYS[family.field("norm")])}
     hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     fields = dict(
         num_key_value_heads=read_number(raw, "num_key_value_heads", file, default=heads),
         head_dim=read_number(raw, "head_dim", file, default=hidden // max(heads, 1)),
-        norm_eps=read_number(raw, EPS_KEYS[family.field("norm")], file, float),
+        norm_eps=read_number(raw, keys["norm_eps"], file, float),
         rope_theta=read_number(rope, "rope_theta", file, float, default=family.rope_theta),
         rope_scaling=_rope_scaling(rope, file),
         partial_rotary_factor=_partial_rotary(rope, family, file),
@@ -168,14 +178,18 @@ def config_from_hf(raw: dict, file: Path) -> DecoderConfig:
         fields |= _nemotron_h_fields(raw, file)
     try:
         return DecoderConfig(family=name, **sizes, **fields, **family.fixed)
-    except InputError as error:
-        raise InputError(f"{file}: {error}") from None
+    except InputError as error:  # with our names
+        told = re.sub(r"(?:model\.)?([\w.]+)(?==)", lambda name: keys.get(name[1], name[1]), str(error))
+        raise InputError(f"{file}: {told}") from None
 
 
 def _nemotron_h_fields(raw: dict, file: Path) -> dict:
-    least_dt = read_number(raw, "time_step_min", file, float, default=0.001)
+    """`time_step_min` is read as transformers 5 means it, dt is at least so much. In NVIDIA's own code it is a setting
+    of the initialisation alone, so that to compute like that code is to set it to 0."""
+    key = "mamba_dt_min" if "mamba_dt_min" in raw else "time_step_min"  # an older name, which outranks the newer one
+    least_dt = read_number(raw, key, file, float, default=0.001)
     return dict(
-        layer_pattern=raw["layer_pattern"],
+        layer_pattern=raw["hybrid_override_pattern"],
         moe_latent_size=read_number(raw, "moe_latent_size", file, default=0),
         routed_scaling_factor=read_number(raw, "routed_scaling_factor", file, float, default=1.0),
         time_step_min=0.0 if least_dt == checkpoint_nemotron_h.LEAST_DT else least_dt,
@@ -241,9 +255,9 @@ def _find_family(raw: dict, file: Path) -> str:
 def _refuse_unsupported(raw: dict, family: Family, file: Path) -> None:
     refuse_other_values(raw, family.values, family.architecture, file)
     _refuse_other_layers(raw, family, file)
-    activation, expected = raw.get("hidden_act"), ACTIVATIONS[family.field("mlp")]
-    if activation not in (None, expected):
-        raise InputError(f"{file}: hidden_act={activation!r} is not supported (must be {expected!r})")
+    key, expected = family.key("hidden_act"), ACTIVATIONS[family.field("mlp")]
+    if raw.get(key) not in (None, expected):
+        raise InputError(f"{file}: {key}={raw[key]!r} is not supported (must be {expected!r})")
     _refuse_other_quantisation(raw.get("quantization_config") or {}, family, file)
 
 

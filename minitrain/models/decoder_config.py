@@ -196,7 +196,7 @@ class DecoderConfig:
                 f"(M Mamba-2, * attention, E experts, - MLP)"
             )
         if "E" in pattern and not self.num_experts:
-            raise InputError(f"model.layer_pattern={pattern!r} has layers of experts, but num_experts is 0")
+            raise InputError(f"model.layer_pattern={pattern!r} has layers of experts, but num_experts=0")
         if pattern and len(pattern) != self.num_layers:
             raise InputError(
                 f"model.layer_pattern={pattern!r} has {len(pattern)} letters, expected num_layers={self.num_layers}"

@@ -210,18 +210,24 @@ def test_models_of_the_zoo_can_be_saved(name, tmp_path):
     [
         ("nemotron_h", dict(layers_block_type=["moe", "conv"]), ["layers_block_type", "'conv'"]),
         ("nemotron_h", dict(layers_block_type=None), ["hybrid_override_pattern", "missing"]),
-        ("nemotron_h", dict(layers_block_type=None, hybrid_override_pattern="MXM"), ["'X'", "M * E -"]),
+        ("nemotron_h", dict(layers_block_type=None, hybrid_override_pattern="MXM"), ["hybrid_override_pattern='MXM'"]),
         ("nemotron_h", dict(use_bias=True), ["use_bias"]),
         ("nemotron_h", dict(use_conv_bias=False), ["use_conv_bias"]),
-        ("nemotron_h", dict(mlp_hidden_act="silu"), ["silu", "relu2"]),
-        ("nemotron_h", dict(n_groups=3), ["mamba_n_groups=3", "mamba_num_heads=8"]),
-        ("nemotron_h", dict(num_experts_per_tok=9), ["num_experts_per_tok=9", "num_experts=8"]),
+        ("nemotron_h", dict(mlp_hidden_act="silu"), [": mlp_hidden_act='silu'", "relu2"]),
+        ("nemotron_h", dict(layer_norm_epsilon=None), [": key layer_norm_epsilon is missing"]),
+        ("nemotron_h", dict(mamba_dt_min="no"), [": mamba_dt_min='no'"]),
+        ("nemotron_h", dict(n_groups=3), [": n_groups=3", "mamba_num_heads=8"]),
+        ("nemotron_h", dict(num_experts_per_tok=9), ["num_experts_per_tok=9", "n_routed_experts=8"]),
         ("gpt2", dict(scale_attn_weights=False), ["scale_attn_weights"]),
         ("gpt2", dict(add_cross_attention=True), ["add_cross_attention"]),
-        ("gpt2", dict(activation_function="relu"), ["relu", "gelu_new"]),
+        ("gpt2", dict(activation_function="relu"), [": activation_function='relu'", "gelu_new"]),
+        ("gpt2", dict(n_layer=None), [": key n_layer is missing"]),
+        ("gpt2", dict(n_layer=0), [": n_layer=0 must be at least 1"]),
+        ("gpt2", dict(layer_norm_epsilon=-1), [": layer_norm_epsilon=-1.0 must be at least 0"]),
     ],
 )
 def test_configs_that_the_decoder_cannot_compute(family, changes, parts, tmp_path):
+    """What is wrong is told by the names that the file has for it."""
     build(family).save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text()) | changes
     (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
