@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, help="... that hold this share of the probability")
     parser.add_argument("--min-p", type=float, default=0.0, help="... at least this share as likely as the likeliest")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end after it (may be repeated)")
-    parser.add_argument("--n", type=positive(int), default=1, help="how many samples")
+    parser.add_argument("--n", type=positive(int, most=1 << 16), default=1, help="how many samples")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     options = parser.parse_args(rest)

@@ -240,6 +240,7 @@ def test_a_run_without_resuming_needs_a_fresh_folder(config_file, tmp_path):
         (["--model", "/nowhere", "--prompt", "x", "--temperature", "inf"], "inf must be at least 0, and finite"),
         (["--model", "/nowhere", "--prompt", "x", "--max-tokens", "0"], "0 must be above 0"),
         (["--model", "/nowhere", "--prompt", "x", "--max-tokens", "ten"], "invalid int value: 'ten'"),
+        (["--model", "/nowhere", "--prompt", "x", "--n", "100000000"], "100000000 must be above 0, and at most 65,536"),
     ],
 )
 def test_generation_mistakes(arguments, line):
