@@ -14,11 +14,12 @@ from pathlib import Path
 from minitrain import cli, generate_video
 from minitrain.cli import positive
 from minitrain.errors import InputError
-from minitrain.models.checkpoint_hf import load_pretrained
+from minitrain.models.checkpoint_hf import load_pretrained, read_any_config
 from minitrain.models.checkpoint_peft import load_adapter
-from minitrain.models.config_hf import GENERATION, read_config, read_json
+from minitrain.models.config_hf import GENERATION, read_json
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import merge_adapters
+from minitrain.models.wan import WanConfig
 from minitrain.parallel.mesh import pick_device
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import SamplingParams
@@ -57,7 +58,9 @@ def main(arguments: list[str]) -> None:
             raise InputError(
                 f"--{name} {folder} is no folder (give one in Hugging Face layout, such as a run's out_dir)"
             )
-    config = read_config(options.model)  # raises InputError where there is no language model
+    config = read_any_config(options.model)
+    if isinstance(config, WanConfig):
+        raise InputError(f"--model {options.model} is a diffusion model, which needs --task diffusion")
     tokenizer = load_tokenizer(options.tokenizer or tokenizer_folder(options.model, options.adapter))
     unseen = [text for text in options.stop if not tokenizer.decode(tokenizer.encode(text))]  # special tokens
     template = choose_template("auto", tokenizer) if options.chat else None

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from minitrain import save_pretrained
+from minitrain import generate, save_pretrained
 from minitrain.errors import InputError
 from minitrain.flow_sampling import sigma_schedule
 from minitrain.generate_video import enough_memory, main
@@ -136,3 +136,9 @@ def test_a_language_model_is_refused(tmp_path):
         run(tmp_path)
     with files_up_to(0), pytest.raises(InputError, match="--out=/proc/out cannot be written: "):
         main(["--model", "nowhere", "--prompts", "x", "--out", "/proc/out"])
+
+
+def test_texts_are_not_asked_of_a_diffusion_model(tmp_path):
+    save_model(tmp_path)
+    with pytest.raises(InputError, match=r"--model .* is a diffusion model, which needs --task diffusion"):
+        generate.main(["--model", str(tmp_path), "--prompt", "a"])
