@@ -223,10 +223,11 @@ def copy_generation_config(source: str | Path, folder: str | Path, end: int | No
     """
     file = Path(source, GENERATION)
     if file.exists():
-        tree = read_json(file)
-        if "eos_token_id" in tree:
-            tree["eos_token_id"] = with_end(tree["eos_token_id"], end)
-        Path(folder, GENERATION).write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+        tree, text = read_json(file), file.read_text(encoding="utf-8")
+        ends = with_end(tree.get("eos_token_id"), end)
+        if "eos_token_id" in tree and ends != tree["eos_token_id"]:
+            text = json.dumps(tree | {"eos_token_id": ends}, indent=2) + "\n"
+        Path(folder, GENERATION).write_text(text, encoding="utf-8")
 
 
 def with_end(ends: int | list[int] | None, end: int | None) -> int | list[int] | None:
