@@ -196,6 +196,43 @@ def test_a_step_can_be_saved_again(pool, tmp_path):
     assert not equal(pool.run(1, load_newest, tmp_path)[0][1], first)
 
 
+def move_and_link(folder, place, number):
+    """As someone does whose disk gets full."""
+    shutil.move(folder / f"step-{number:08d}", place)
+    (folder / f"step-{number:08d}").symlink_to(place)
+
+
+def save_beside_links(folder, elsewhere):
+    save_many(folder, [1, 2, 3], 3)
+    for number in (1, 2, 3):
+        move_and_link(folder, elsewhere / str(number), number)
+    (folder / "step-00000002").rename(folder / "step-00000002.tmp")  # as a run leaves it that is killed meanwhile
+    assert load_newest(folder)[0] == {"step": 3}
+    save_many(folder, [3, 4], 1)
+
+
+def test_a_checkpoint_may_be_a_link_whose_target_stays(pool, tmp_path):
+    for name in ("run", "elsewhere"):
+        (tmp_path / name).mkdir()
+    pool.run(1, save_beside_links, tmp_path / "run", tmp_path / "elsewhere")
+    assert names(tmp_path / "run") == ["step-00000004"]
+    assert [names(tmp_path / "elsewhere" / number) for number in "123"] == [
+        [".metadata", "__0_0.distcp", "extra.json"]
+    ] * 3
+
+
+def test_other_names_and_files_are_no_checkpoints(pool, tmp_path):
+    strays = ["step-0", "step-5", "step-\u0663", "step-000000005"]
+    pool.run(1, save_many, tmp_path, [1, 2], 2)
+    for name in strays:
+        (tmp_path / name).mkdir()
+    for name in ("step-00000002.old", "step-00000003.old", "step-00000003.tmp", "step-00000004.tmp"):
+        (tmp_path / name).write_text("a file")
+    assert pool.run(1, load_newest, tmp_path)[0][0] == {"step": 2}
+    pool.run(1, save_many, tmp_path, [3, 4], 1)
+    assert names(tmp_path) == sorted([*strays, "step-00000004"])
+
+
 # ------------------------------------------------------------------------------------------------------------- failures
 
 

@@ -41,6 +41,7 @@ from minitrain.training.checkpoint_files import (
     Writer,
     clean,
     complete_steps,
+    delete,
     find_damage,
     first_failure,
     make_empty,
@@ -176,7 +177,8 @@ class Checkpointer:
             final.replace(final.with_suffix(".old"))  # `clean` brings it back should the next line not be reached
         temporary.replace(final)
         sync_folder(self.folder)
-        shutil.rmtree(final.with_suffix(".old"), ignore_errors=True)
+        with suppress(OSError):
+            delete(final.with_suffix(".old"))
         for old in [n for n in complete_steps(self.folder) if n <= step][: -self.keep]:
             remove(self._path(old))
 

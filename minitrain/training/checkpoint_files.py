@@ -210,36 +210,42 @@ def first_failure(error: dcp.CheckpointException) -> str:
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """The steps of all complete checkpoints, ascending."""
+    """The steps of all complete checkpoints, ascending; a name that no checkpoint gets, such as step-5, is none."""
     numbers = [path.name.removeprefix("step-") for path in folder.glob("step-*")]
-    return sorted(int(number) for number in numbers if number.isdecimal())
+    return sorted(int(number) for number in numbers if number.isdecimal() and number == f"{int(number):08d}")
 
 
 def clean(folder: Path) -> None:
     """Make the folder, or remove what a killed run left in it."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("step-*.old"):
-        if not old.with_suffix("").exists():
+        if old.is_dir() and not old.with_suffix("").exists():
             old.replace(old.with_suffix(""))
     for leftover in [*folder.glob("step-*.tmp"), *folder.glob("step-*.old")]:
-        shutil.rmtree(leftover)
+        delete(leftover)
 
 
 def make_empty(folder: Path) -> None:
     """An empty folder, whatever was there."""
-    if folder.exists():
-        shutil.rmtree(folder)
+    delete(folder)
     folder.mkdir()
 
 
 def remove(folder: Path) -> None:
     """Delete a checkpoint, which is never half gone under its final name."""
-    shutil.rmtree(folder.replace(folder.with_suffix(".tmp")))
+    delete(folder.replace(folder.with_suffix(".tmp")))
+
+
+def delete(path: Path) -> None:
+    """Whatever is there: a folder with all in it, a file, nothing; of a link not what it leads to, which stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def set_aside(folder: Path) -> Path:
     """Rename a damaged checkpoint, for someone to look at: it counts as one no more. Returns its new name."""
     aside = folder.with_suffix(".damaged")
-    if aside.exists():
-        shutil.rmtree(aside)
+    delete(aside)
     return folder.replace(aside)
