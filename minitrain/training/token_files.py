@@ -85,7 +85,9 @@ def open_tokens(file: Path, raw_dtype: str, vocab_size: int, document_end: int) 
                 tokens = np.lib.format.open_memmap(file, mode="r")
             else:
                 tokens = np.memmap(file, np.dtype(raw_dtype).newbyteorder("<"), mode="r")
-    except (ValueError, EOFError) as error:
+    except InputError:
+        raise
+    except Exception as error:  # NumPy's parser of a damaged header can raise nearly anything
         raise InputError(f"{file} does not hold tokens as {file.suffix or raw_dtype}: {error}") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise InputError(f"{file} must hold integers [n], not {tokens.dtype} {list(tokens.shape)}")

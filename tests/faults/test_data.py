@@ -18,7 +18,7 @@ from minitrain.grpo.problems import open_problems
 from minitrain.training.data import rows
 from minitrain.training.datasets import open_dataset
 from minitrain.training.latents import read_video, save_video
-from minitrain.training.token_files import OPEN, TokenFile, kept_open
+from minitrain.training.token_files import OPEN, TokenFile, kept_open, open_tokens
 
 GOOD = {
     "pretrain": [{"text": "a document"}, {"text": "another document"}, {"text": "a third one, which is longer"}],
@@ -142,6 +142,25 @@ def test_token_files_that_are_none(tmp_path, name, array, message):
     array.tofile(tmp_path / name) if name.endswith("bin") else np.save(tmp_path / name, array)
     clean = config_of("pretrain", tmp_path / "a.npy", kind="tokens")
     check(config_of("pretrain", tmp_path, kind="tokens"), clean, rf"{name} .*{message}")
+
+
+def test_damaged_headers(tmp_path):
+    """Wherever a bit of one has flipped, the file gives tokens, or is refused like other bad data."""
+    np.save(tmp_path / "good.npy", np.arange(4000, dtype=np.uint16) % 250)
+    whole, bad = (tmp_path / "good.npy").read_bytes(), tmp_path / "bad.npy"
+    refused = 0
+    for place in range(128):
+        for mask in (1, 4, 32, 64):
+            bad.write_bytes(whole[:place] + bytes([whole[place] ^ mask]) + whole[place + 1 :])
+            try:
+                assert len(open_tokens(bad, "uint16", 258, -1)) <= 4000
+            except InputError as error:
+                assert str(error).startswith(f"{bad} ") and str(error).isprintable()
+                refused += 1
+    assert refused > 400
+    bad.write_bytes(whole.replace(b"(4000,)", b"(True,)"))
+    clean = config_of("pretrain", tmp_path / "good.npy", kind="tokens")
+    check(config_of("pretrain", tmp_path, kind="tokens"), clean, r"bad\.npy does not hold tokens as \.npy")
 
 
 def test_rows_with_tokens_outside_the_vocabulary(tmp_path):
