@@ -1,6 +1,7 @@
 """Datasets against brute force: every row is rebuilt token by token from the documents."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from minitrain.config import Data
 from minitrain.errors import InputError
 from minitrain.tokenizer import ByteTokenizer
-from minitrain.training.data import hold_out, open_data, rows, shuffled
+from minitrain.training.data import find_files, hold_out, open_data, rows, shuffled
 
 EOS = ByteTokenizer.eos_id
 unhurried = settings(deadline=None, database=None, max_examples=60)  # a shared machine may pause anywhere
@@ -409,6 +410,36 @@ def test_a_file_of_many_names_is_one_document(tree, monkeypatch):
     monkeypatch.chdir(tree / "sub")
     paths = ["b.py", "./b.py", "test/../*.py", str(tree / "sub/b.py")]
     assert texts_found(Data(kind="text", path=paths)) == Counter("b")
+
+
+def test_folders_are_read_through_links_each_once(tree, tmp_path_factory):
+    """By their own names, whatever leads back to them."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "e.txt").write_text("e")
+    (elsewhere / "back").symlink_to(tree)
+    for name, target in (
+        ("0", "sub"),
+        ("sub/loop", "."),
+        ("sub/test/up", "../.."),
+        ("out", elsewhere),
+        ("out2", "out"),
+    ):
+        (tree / name).symlink_to(target)
+    data = Data(kind="text", path=str(tree))
+    found = [str(file.relative_to(tree)) for file in find_files(data)]
+    assert found == ["a.txt", "out/e.txt", "sub/b.py", "sub/test/c.py", "sub/test/deep/d.txt"]
+    assert texts_found(data) == Counter("abcde")
+    assert texts_found(Data(kind="text", path=str(tree / "0"))) == Counter("bcdae")  # itself a link
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "tokens", "latents"])
+def test_pipes_in_folders_are_no_data(tmp_path, kind):
+    """Nor are links to them: reading one may never end."""
+    suffix = {"text": ".txt", "jsonl": ".jsonl", "tokens": ".npy", "latents": ".safetensors"}[kind]
+    (tmp_path / f"a{suffix}").write_text("a")
+    os.mkfifo(tmp_path / f"b{suffix}")
+    (tmp_path / f"c{suffix}").symlink_to(tmp_path / f"b{suffix}")
+    assert find_files(Data(kind=kind, path=str(tmp_path))) == [tmp_path / f"a{suffix}"]
 
 
 def test_home_and_standard_library_in_paths(tree, monkeypatch):

@@ -460,6 +460,21 @@ def find_files(data: Data) -> list[Path]:
 def _expand(pattern: str, kind: str) -> list[str]:
     pattern = os.path.expanduser(pattern)
     if os.path.isdir(pattern):
-        walk = [os.path.join(folder, name) for folder, _, names in os.walk(pattern) for name in names]
-        return [file for file in walk if file.endswith(_SUFFIXES[kind])]
+        files = [file for file in _files_below(pattern) if file.endswith(_SUFFIXES[kind])]
+        # no pipes, which may never end; a link to nothing stays, as an error when it is read
+        return [file for file in files if os.path.isfile(file) or not os.path.exists(file)]
     return [file for file in [pattern, *glob.glob(pattern, recursive=True)] if os.path.isfile(file)]
+
+
+def _files_below(top: str) -> Iterator[str]:
+    """Through links to folders too, those after all else: each folder once, by its own name if it has one below top."""
+    tops, seen = [top], set()
+    for start in tops:
+        for folder, folders, names in os.walk(start):
+            if os.path.realpath(folder) in seen:
+                folders.clear()
+                continue
+            seen.add(os.path.realpath(folder))
+            folders.sort()
+            tops += filter(os.path.islink, [os.path.join(folder, name) for name in folders])
+            yield from (os.path.join(folder, name) for name in names)
