@@ -28,3 +28,13 @@ def readable(file: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+@contextmanager
+def naming(file: str | Path) -> Iterator[None]:
+    """An OSError gets the name of the file that is written, which the system leaves out where a disk is full."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(file)
+        raise

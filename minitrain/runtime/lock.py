@@ -12,10 +12,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import TextIO
 
-from minitrain.errors import InputError
+from minitrain.errors import InputError, naming
 
 PATIENCE = 100.0  # seconds; NFS 4 forgets the locks of a machine after 90
 
@@ -29,17 +29,18 @@ def locked(folder: Path, leads: bool) -> Iterator[None]:
     if not leads:
         yield
         return
-    with (folder / ".lock").open("a+", encoding="utf-8") as file:
-        wait_for(file)
+    with (folder / ".lock").open("a+b", buffering=0) as file:
+        with naming(file.name):
+            wait_for(file)
         yield
 
 
-def wait_for(file: TextIO) -> None:
+def wait_for(file: FileIO) -> None:
     """Take the lock, and leave one's name in the file."""
     began, told = time.monotonic(), False
     while not take(file):
         file.seek(0)
-        holder = file.read().strip() or "another process"
+        holder = file.read().decode(errors="replace").strip() or "another process"
         if time.monotonic() - began > PATIENCE:
             folder = Path(file.name).parent
             raise InputError(f"{holder} is training in out_dir={str(folder)!r} (wait for it, or use another out_dir)")
@@ -48,11 +49,10 @@ def wait_for(file: TextIO) -> None:
         told = True
         time.sleep(0.1)
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
+    file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
 
 
-def take(file: TextIO) -> bool:
+def take(file: FileIO) -> bool:
     """Take the lock unless another process has it."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

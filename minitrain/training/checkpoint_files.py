@@ -147,7 +147,10 @@ class Writer(dcp.FileSystemWriter):
         self.files: set[str] = set()
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future:
-        written = super().write_data(plan, planner)
+        try:
+            written = super().write_data(plan, planner)
+        except RuntimeError as error:  # in which torch.save hides what the disk said
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
         self.files = {part.storage_data.relative_path for part in written.value()}
         return written
 

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from minitrain.errors import naming
+
 
 def write_durably(file: Path, text: str) -> None:
     """Give a file this content, all at once. Raises OSError if that fails, with the file as it was."""
@@ -14,7 +16,7 @@ def write_durably(file: Path, text: str) -> None:
 
 def write_synced(file: Path, text: str) -> None:
     """Write a file, and return when the disk has it."""
-    with file.open("w", encoding="utf-8") as stream:
+    with naming(file), file.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())

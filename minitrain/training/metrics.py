@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from minitrain.config import Config, to_dict
 from minitrain.config_yaml import to_yaml
+from minitrain.errors import naming
 from minitrain.models.checkpoint_peft import unreadable_note
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.mesh import pick_device
@@ -88,12 +89,9 @@ class MetricsLog:
     def step(self, numbers: dict) -> None:
         """Store one step's numbers, with every digit of their floats, and show the most telling ones."""
         if self.enabled:
-            try:
+            with naming(self.file.name):
                 self.file.write(to_line(numbers))
                 self.file.flush()
-            except OSError as error:
-                error.filename = self.file.name  # which the system does not tell
-                raise
             self.losses.append(numbers["loss"])
             self.skips.append(numbers["skipped"])
             for name, value in numbers.items():

@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import re
 import resource
 import shutil
 import signal
@@ -21,6 +22,7 @@ from minitrain.models.checkpoint_peft import read_adapter_config, save_adapter
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import Lora, add_adapters, is_adapter
 from minitrain.models.zoo import model_config
+from minitrain.runtime.lock import locked
 from minitrain.training import checkpoint_files
 from minitrain.training.checkpoint import Checkpointer, resume_point, saved_despite_errors
 from minitrain.training.checkpoint_files import Writer, find_damage, measure, write_description
@@ -279,15 +281,16 @@ def files_up_to(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def fill_disk(folder, asynchronous, size):
-    """The last of two ranks may write `size` bytes into each file; a checkpoint takes some 9 kB."""
+def fill_disk(folder, asynchronous, size, width):
+    """The last of two ranks may write `size` bytes into each file; a checkpoint takes some 9 kB, or of width 64 85."""
     expected = save_many(folder, [1], 1)
-    model, optimizer = make()
+    model, optimizer = make(width)
     checkpointer = Checkpointer(folder, 1, asynchronous)
-    checkpointer.load(model, optimizer)
-    step(model, optimizer)
+    if width == 8:
+        checkpointer.load(model, optimizer)
+        step(model, optimizer)
     limit = size if dist.get_rank() == 1 else resource.RLIM_INFINITY
-    with files_up_to(limit), pytest.raises(OSError, match="File too large") as caught:
+    with files_up_to(limit), pytest.raises(OSError, match=r"OSError\(27, 'File too large'\)") as caught:
         checkpointer.save(2, model, optimizer, {"step": 2})
         checkpointer.wait()
     assert "\n" not in str(caught.value) and "step-00000002" in str(caught.value)
@@ -296,9 +299,11 @@ def fill_disk(folder, asynchronous, size):
     assert equal(load(folder)[1], expected)
 
 
-@pytest.mark.parametrize(("asynchronous", "size"), [(False, 0), (False, 6000), (True, 3000)])
-def test_a_full_disk_ends_the_save_and_destroys_nothing(pool, tmp_path, asynchronous, size):
-    pool.run(2, fill_disk, tmp_path, asynchronous, size)
+@pytest.mark.parametrize(("asynchronous", "size", "width"), [
+    (False, 0, 8), (False, 6000, 8), (True, 3000, 8), (False, 10000, 64),
+])  # fmt: skip
+def test_a_full_disk_ends_the_save_and_destroys_nothing(pool, tmp_path, asynchronous, size, width):
+    pool.run(2, fill_disk, tmp_path, asynchronous, size, width)
 
 
 def test_models_and_adapters_need_a_disk_with_room(tmp_path):
@@ -348,6 +353,15 @@ def test_a_file_is_replaced_once_the_disk_has_the_new_one(tmp_path):
     ):
         write_durably(file, "old")
     assert calls == ["fsync", "replace", "fsync"]
-    with files_up_to(1000), pytest.raises(OSError, match="File too large"):
+    with files_up_to(1000), pytest.raises(OSError, match=rf"File too large: '{tmp_path}/a\.tmp'$"):
         write_durably(file, "new" * 1000)
     assert file.read_text() == "old"
+
+
+def test_a_lock_needs_a_disk_with_room(tmp_path):
+    name = re.escape(f"{tmp_path}/.lock")
+    with files_up_to(0), pytest.raises(OSError, match=rf"File too large: '{name}'$"):
+        locked(tmp_path, leads=True).__enter__()
+    # what fails later has a name of its own, or none
+    with pytest.raises(OSError, match="full$"), locked(tmp_path, leads=True):
+        raise OSError(errno.ENOSPC, "full")
