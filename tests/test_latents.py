@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from minitrain.config import Data
+from minitrain.config import from_dict
 from minitrain.errors import InputError
 from minitrain.training.data import Skips
 from minitrain.training.flow import Diffusion
@@ -24,9 +24,15 @@ def folder(tmp_path):
     return tmp_path
 
 
-def open_cache(folder: Path, group: int = 1) -> LatentCache:
-    data = Data(kind="latents", path=str(folder), text_tokens=4)
-    return LatentCache(find_buckets(data, Skips()), text_tokens=4, group=group, seed=0)
+def config_of(path, exclude=(), **model):
+    """Of a model that takes those videos, in patches of (1, 2, 2)."""
+    model = {"name": "wan2.1-1.3b-tiny", "in_channels": 2, "out_channels": 2, "text_dim": 6} | model
+    data = {"kind": "latents", "path": path, "exclude": list(exclude), "text_tokens": 4}
+    return from_dict({"task": "diffusion", "model": model, "data": data, "batch": {"seq_len": 14}})
+
+
+def open_cache(folder: Path, group: int = 1, **model) -> LatentCache:
+    return LatentCache(find_buckets(config_of(str(folder), **model), Skips()), text_tokens=4, group=group, seed=0)
 
 
 def number(row: dict) -> int:
@@ -63,7 +69,7 @@ def test_rows_are_fp32_and_texts_padded_with_zeros(folder):
 def test_image_to_video_files(tmp_path):
     more = {"condition": torch.randn(3, 1, 2, 4), "image": torch.randn(5, 7)}
     save_video(tmp_path / "a.safetensors", torch.randn(2, 1, 2, 4), torch.randn(2, 6), **more)
-    row = open_cache(tmp_path).row(0)
+    row = open_cache(tmp_path, in_channels=5, image_dim=7).row(0)
     assert all(torch.equal(row[key], more[key]) for key in more)
 
 
@@ -82,10 +88,10 @@ def test_mock_latents_are_normal_and_reproducible():
     ({"latents": torch.zeros(2, 1, 2, 4)}, "tensor text is missing"),
     ({"text": torch.zeros(2, 6)}, "tensor latents is missing"),
     ({"latents": torch.zeros(1, 2, 1, 2, 4), "text": torch.zeros(2, 6)}, "tensor latents has shape [1, 2, 1, 2, 4]"),
-    ({"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(0, 6)}, "tensor text has shape [0, 6]"),
+    ({"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(0, 6)}, "shape [0, 6], expected 2 dimensions, none of"),
     ({"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(9, 6)}, "text has 9 tokens, more than the 4 of a row"),
-    ({"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(2, 5)}, "mixes videos with different text_dim"),
-    ({"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(2, 6), "image": torch.zeros(1, 1)}, "different tensors"),
+    ({"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(2, 5)}, "x.safetensors: text is [2, 5], the model takes"),
+    ({"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(2, 6), "image": torch.zeros(1, 1)}, "image is [1, 1]"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_files_that_are_refused(folder, tensors, message):
     save_file(tensors, folder / "x.safetensors")
@@ -104,7 +110,7 @@ def test_folders_that_are_refused(tmp_path):
 
 def test_paths_and_exclude_are_those_of_all_kinds_of_data(folder):
     path, exclude = [f"{folder}/[0-3].safetensors", f"{folder}/8.safetensors"], ["*/2.safetensors", "*/8.*"]
-    buckets = find_buckets(Data(kind="latents", path=path, exclude=exclude, text_tokens=4), Skips())
+    buckets = find_buckets(config_of(path, exclude), Skips())
     assert [file.stem for files in buckets for file in files] == ["0", "1", "3"]
 
 

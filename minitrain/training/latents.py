@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitrain.config import Config, Data
+from minitrain.config import Config
 from minitrain.errors import InputError
 from minitrain.models.tensor_files import FLOATS, open_tensors, read_headers, write_tensors
 from minitrain.models.wan import WanConfig
@@ -54,9 +54,7 @@ def open_latents(config: Config) -> "tuple[Noised, Noised] | tuple[Packs, Packs]
         check_fit({name: tuple(x.shape) for name, x in videos.row(0).items()}, config, f"data.kind={data.kind}")
         return noised(videos), noised(videos, held_out=True)
     skips = Skips(data.on_error == "skip")
-    buckets = find_buckets(data, skips)
-    for files in buckets:
-        check_fit(read_shapes(files[0]), config, str(files[0]))
+    buckets = find_buckets(config, skips)
     sides = split_buckets(buckets, data.validation, seed) if data.validation else (buckets, buckets)
     train, held = (LatentCache(side, data.text_tokens, config.batch.micro, seed) for side in sides)
     if data.packed:
@@ -154,22 +152,19 @@ class LatentCache:
         return row
 
 
-def find_buckets(data: Data, skips: Skips) -> list[list[Path]]:
+def find_buckets(config: Config, skips: Skips) -> list[list[Path]]:
     """The files of data.path, by the shapes of what they hold, text apart; all headers are checked.
 
-    Raises InputError for a file that is not a video, and a text longer than data.text_tokens.
+    Raises InputError for a file that is not a video, or not one that the config's model takes.
     """
     buckets: dict[tuple, list[Path]] = {}
-    for path in find_files(data):
-        shapes = skips.read(read_usable, path, data.text_tokens, skips.allowed)
-        if shapes is None:
-            continue
-        key = tuple((name, shape) for name, shape in shapes.items() if name != "text")
-        buckets.setdefault((*key, shapes["text"][1]), []).append(path)
+    for path in find_files(config.data):
+        shapes = skips.read(read_usable, path, config, skips.allowed)
+        if shapes is not None:
+            key = tuple((name, shape) for name, shape in shapes.items() if name != "text")
+            buckets.setdefault(key, []).append(path)
     if not buckets:
-        raise InputError(f"data.path={data.path!r} holds no usable videos{skips.aside}")
-    if len({(key[-1], len(key)) for key in buckets}) > 1:
-        raise InputError(f"data.path={data.path!r} mixes videos with different text_dim or different tensors")
+        raise InputError(f"data.path={config.data.path!r} holds no usable videos{skips.aside}")
     return [files for _, files in sorted(buckets.items())]
 
 
@@ -180,11 +175,12 @@ def split_buckets(buckets: list[list[Path]], share: float, seed: int) -> Iterato
         yield [files for files in kept if files]
 
 
-def read_usable(path: Path, text_tokens: int, with_values: bool) -> dict[str, Shape]:
-    """`read_shapes` of a file whose text fits, and, if asked for, whose values are finite."""
-    shapes = read_shapes(path)
+def read_usable(path: Path, config: Config, with_values: bool) -> dict[str, Shape]:
+    """`read_shapes` of a file that the config's model takes, and, if asked for, whose values are finite."""
+    shapes, text_tokens = read_shapes(path), config.data.text_tokens
     if shapes["text"][0] > text_tokens:
         raise InputError(f"{path}: text has {shapes['text'][0]} tokens, more than the {text_tokens} of a row")
+    check_fit(shapes, config, str(path))
     if with_values:
         read_video(path)
     return shapes
@@ -199,7 +195,8 @@ def read_shapes(path: Path) -> dict[str, Shape]:
             raise InputError(f"{path}: tensor {name} is missing")
     for name, shape in shapes.items():
         if len(shape) != DIMENSIONS[name] or 0 in shape:
-            raise InputError(f"{path}: tensor {name} has shape {list(shape)}, expected {DIMENSIONS[name]} dimensions")
+            expected = f"expected {DIMENSIONS[name]} dimensions, none of them 0"
+            raise InputError(f"{path}: tensor {name} has shape {list(shape)}, {expected}")
         check_stored(path, name, headers[name][1])
     return shapes
 

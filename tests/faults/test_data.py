@@ -249,6 +249,12 @@ def video(number: int = 0, **changes) -> dict:
     ({"latents": torch.zeros(16, 4, 4)}, r"tensor latents has shape \[16, 4, 4\]", True),
     ({"text": torch.zeros(999, 64)}, "text has 999 tokens, more than", True),
     ({"text": None}, "tensor text is missing", True),
+    ({"latents": torch.zeros(16, 1, 8, 12)}, r"24 patches are more than batch\.seq_len=16", True),
+    ({"latents": torch.zeros(16, 1, 3, 3)}, r"latents \[1, 3, 3\] do not divide into patches", True),
+    ({"latents": torch.zeros(17, 1, 4, 4)}, r"latents is \[17, 1, 4, 4\], the model takes \[16, 1, 4, 4\]", True),
+    ({"latents": torch.zeros(16, 0, 4, 4)}, "expected 4 dimensions, none of them 0", True),
+    ({"text": torch.zeros(2, 63)}, r"text is \[2, 63\], the model takes \[tokens, 64\]", True),
+    ({"image": torch.zeros(2, 3)}, r"image is \[2, 3\], the model takes none", True),
     (None, "cannot be read as safetensors", True),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_videos(tmp_path, changes, message, header):
