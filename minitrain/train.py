@@ -7,6 +7,7 @@ On SIGTERM it writes a checkpoint and ends (watch.py).
 """
 
 import math
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -75,17 +76,16 @@ def train_on_rows(config: Config, folder: Path) -> None:
     disks = checkpoint_group(config, range(dist.get_world_size()))
     checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous, disks)
     first, last_numbers = resume(checkpointer, config, trainer.model, trainer.optimizer, "loss", "tokens_per_sec")
-    log = open_log(config, folder, files, first)
-    if about := getattr(data, "about", None):
-        log.say(about)
-    if config.data.kind == "shapes" and not first:
-        log.say(draw_shapes(trainer.model, folder / "before.png", write=dist.get_rank() == 0))
-    if rank_0_says(log.lacks_last):
-        finish_step(trainer, log, last_numbers, held_out)
-    origin = partial(batch_origin, data, config.batch.global_)
-    health = Health(config, log.say, origin, past=log.losses, skipped=log.skipped_steps())
-    steps = health.watch(recorded_steps(training_steps(trainer, data, first), config.profile, folder, first))
-    with saved_despite_errors(checkpointer.wait):
+    with closing(open_log(config, folder, files, first)) as log, saved_despite_errors(checkpointer.wait):
+        if about := getattr(data, "about", None):
+            log.say(about)
+        if config.data.kind == "shapes" and not first:
+            log.say(draw_shapes(trainer.model, folder / "before.png", write=dist.get_rank() == 0))
+        if rank_0_says(log.lacks_last):
+            finish_step(trainer, log, last_numbers, held_out)
+        origin = partial(batch_origin, data, config.batch.global_)
+        health = Health(config, log.say, origin, past=log.losses, skipped=log.skipped_steps())
+        steps = health.watch(recorded_steps(training_steps(trainer, data, first), config.profile, folder, first))
         for numbers, stopping in until_sigterm(steps):
             step = numbers["step"]
             if stopping or is_due(step, config.checkpoint.every, config.steps):  # before anything else that may fail
@@ -94,12 +94,11 @@ def train_on_rows(config: Config, folder: Path) -> None:
                 checkpointer.wait()
                 return log.stop(step)
             finish_step(trainer, log, numbers, held_out)
-    checkpointer.wait()
-    if config.data.kind == "shapes":
-        log.say(draw_shapes(trainer.model, folder / "after.png", write=dist.get_rank() == 0))
-    export(trainer, config, folder)
-    log.say(f"{folder} holds the {'adapters' if config.lora else 'model'}")
-    log.close()
+        checkpointer.wait()
+        if config.data.kind == "shapes":
+            log.say(draw_shapes(trainer.model, folder / "after.png", write=dist.get_rank() == 0))
+        export(trainer, config, folder)
+        log.say(f"{folder} holds the {'adapters' if config.lora else 'model'}")
 
 
 def finish_step(trainer: Trainer, log: MetricsLog, numbers: dict[str, float], held_out) -> None:

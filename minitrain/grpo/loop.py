@@ -14,7 +14,7 @@ All ranks know all responses and compute from them what is cheap; only the model
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -69,18 +69,17 @@ def train_policy(config: Config, folder: Path, export: Callable[[Trainer, Config
     """
     run = Run(config, folder)
     first = run.begin()
-    log = open_log(config, folder, run.files, first)
-    if not first:
-        log.say(run.problems.about)
-    if config.validation.every and not first:
-        log.say(curve(0, run.evaluate()))
-    if rank_0_says(log.lacks_last):
-        finish_step(run, log, run.resumed)
-    updates = config.grpo.prompts * config.grpo.group // config.batch.global_
-    origin, skipped = lambda step: f"responses in {run.rollouts(step - 1)}", log.skipped_steps(updates)
-    health = Health(config, log.say, origin, updates, log.losses, skipped)
-    steps = health.watch(recorded_steps(run.steps(first), config.profile, folder, first))
-    with saved_despite_errors(run.wait):
+    with closing(open_log(config, folder, run.files, first)) as log, saved_despite_errors(run.wait):
+        if not first:
+            log.say(run.problems.about)
+        if config.validation.every and not first:
+            log.say(curve(0, run.evaluate()))
+        if rank_0_says(log.lacks_last):
+            finish_step(run, log, run.resumed)
+        updates = config.grpo.prompts * config.grpo.group // config.batch.global_
+        origin, skipped = lambda step: f"responses in {run.rollouts(step - 1)}", log.skipped_steps(updates)
+        health = Health(config, log.say, origin, updates, log.losses, skipped)
+        steps = health.watch(recorded_steps(run.steps(first), config.profile, folder, first))
         for numbers, stopping in until_sigterm(steps):
             if stopping or is_due(numbers["step"], config.checkpoint.every, config.steps):
                 run.save(numbers)
@@ -88,11 +87,10 @@ def train_policy(config: Config, folder: Path, export: Callable[[Trainer, Config
                 run.wait()
                 return log.stop(numbers["step"])
             finish_step(run, log, numbers)
-    run.wait()
-    if run.learner:
-        export(run.learner.trainer, run.config, folder)
-    log.say(f"{folder} holds the {'adapters' if config.lora else 'model'}")
-    log.close()
+        run.wait()
+        if run.learner:
+            export(run.learner.trainer, run.config, folder)
+        log.say(f"{folder} holds the {'adapters' if config.lora else 'model'}")
 
 
 def finish_step(run: "Run", log: MetricsLog, numbers: dict[str, Any]) -> None:

@@ -208,7 +208,8 @@ def say_once(line: str) -> None:
         if _watch is not None and _watch.rank:
             _watch.thread.join(3 * VERDICT)  # the thread ends this process when it hears of it
     if first:
-        print(line, file=sys.stderr, flush=True)
+        # rank 0 has ended its own progress bar's line, but on another rank's terminal it may still stand
+        print(line if dist.get_rank() == 0 else f"\n{line}", file=sys.stderr, flush=True)
     with suppress(RuntimeError):
         if first:
             store.set(done, "")

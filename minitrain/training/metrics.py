@@ -113,14 +113,15 @@ class MetricsLog:
             self.bar.write(text)
 
     def stop(self, step: int) -> None:
-        """Close because of SIGTERM."""
+        """Say that the run ends because of SIGTERM."""
         self.say(f"SIGTERM: stopped after step {step}, with a checkpoint from which the same command continues")
-        self.close()
 
     def close(self) -> None:
+        """End the progress bar's line, so that an error has one of its own, and the files."""
         if self.enabled:
             self.bar.close()
-            self.file.close()
+            with naming(self.file.name):
+                self.file.close()
             if self.board:
                 self.board.close()
 

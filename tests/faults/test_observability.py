@@ -275,6 +275,29 @@ def test_numbers_survive_a_crash(tmp_path):
     assert [line["step"] for line in lines(tmp_path / "out")] == [1, 2, 3]
 
 
+def fail_in_step_4(folder):
+    """On the last rank."""
+    update = Trainer.update
+
+    def fail(trainer, batches, step):
+        if step == 3 and dist.get_rank() == dist.get_world_size() - 1:
+            raise InputError("this was wrong")
+        return update(trainer, batches, step)
+
+    Trainer.update = fail
+    train.train(configs.from_dict(TINY | {"out_dir": str(folder)}))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_error_has_a_line_of_its_own_below_the_progress_bar(tmp_path, world):
+    """Whichever rank tells it; in one process the bar is not drawn again below."""
+    ranks = Ranks(world, tmp_path / "log", fail_in_step_4, tmp_path / "out")
+    assert ranks.wait(LIMIT) and ranks.codes() == [2] * world
+    found = ranks.log.read_bytes().decode().split("\n")  # at no \r
+    assert any("/6 [" in line for line in found) and found.count("error: this was wrong") == 1, found
+    assert world == 2 or found[-2:] == ["error: this was wrong", ""]
+
+
 @pytest.mark.parametrize("change, kept, told", [
     (lambda text: text.replace(b"\n", b"\r\n\n", 1), [1, 2], ""),
     (lambda text: b"\xef\xbb\xbf" + text.replace(b'"lr"', b'"x": [NaN], "lr"', 1), [1, 2], ""),
