@@ -231,8 +231,8 @@ def save_step(checkpointer: Checkpointer, numbers: dict[str, Any], model: Module
 def resume_point(folder: Path, extra: dict | None, steps: int, *names: str) -> tuple[int, dict]:
     """The last step of a run and its numbers, from `extra` of a checkpoint in `folder`; 0 and none if there is none.
 
-    Raises InputError if `extra` is not {"step": n, "numbers": {"step": n, ...}} with numbers of these names, or n is
-    more than the `steps` that the run is to have.
+    Raises InputError if `extra` is not {"step": n, "numbers": {"step": n, ...}} with numbers of these names, n is more
+    than the `steps` that the run is to have, or just one of that run and this is GRPO's.
     """
     if extra is None:
         return 0, {}
@@ -242,6 +242,9 @@ def resume_point(folder: Path, extra: dict | None, steps: int, *names: str) -> t
         raise InputError(f"a checkpoint in {folder} holds the numbers of step {known.get('step')!r} as step {step!r}")
     if step > steps:
         raise InputError(f"steps={steps}, but the run in {folder} has done {step} (use more, or another out_dir)")
+    if ("reward" in known) != ("reward" in names):  # which GRPO alone has
+        task = "of task=grpo" if "reward" in known else "not of task=grpo"
+        raise InputError(f"a checkpoint in {folder} is {task} (use another out_dir, or its run's task)")
     for name in names:
         if not isinstance(known.get(name), float):
             raise InputError(f"a checkpoint in {folder} holds {name}={known.get(name)!r}, which is not a number")

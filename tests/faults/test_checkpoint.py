@@ -232,12 +232,15 @@ def test_a_description_that_never_ends_is_damage(tmp_path, put):
     ({"step": 2, "numbers": {"step": 1}}, "holds the numbers of step 1 as step 2"),
     ({"step": -1, "numbers": {"step": -1}}, "as step -1"),
     ({"step": 2, "numbers": {"step": 2, "loss": "low"}}, "holds loss='low', which is not a number"),
+    ({"step": 2, "numbers": {"step": 2, "loss": 1.0, "reward": 0.5}}, r"^a checkpoint in \S+ is of task=grpo \(use"),
     ({"step": 3, "numbers": {"step": 3, "loss": 1.0}}, r"^steps=2, but the run in \S+ has done 3 \(use more, or"),
 ])  # fmt: skip
 def test_a_run_is_not_resumed_from_who_knows_where(tmp_path, extra, problem):
     assert resume_point(tmp_path, None, 2, "loss") == (0, {})
     numbers = {"step": 2, "loss": float("nan")}
     assert resume_point(tmp_path, {"step": 2, "numbers": numbers}, 2, "loss") == (2, numbers)
+    with pytest.raises(InputError, match="is not of task=grpo"):
+        resume_point(tmp_path, {"step": 2, "numbers": numbers}, 2, "loss", "reward")
     with pytest.raises(InputError, match=problem):
         resume_point(tmp_path, extra, 2, "loss")
 
