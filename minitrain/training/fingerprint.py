@@ -83,9 +83,9 @@ def data_change(before: dict, now: dict) -> str | None:
     changed = [file for file in changed if file in before["files"] or Path(file).name not in tokenizer]
     if not changed or NAMES_DATA & {*differing(before["settings"], now["settings"])}:
         return None
-    first, more = changed[0], f" and {len(changed) - 1} more files" if len(changed) > 1 else ""
+    first, more = changed[0], f" ({len(changed)} files differ)" if len(changed) > 1 else ""
     how = "is new" if first not in before["files"] else "is gone" if first not in now["files"] else "has changed"
-    return f"{first}{more} {how} since the run began: it cannot continue (restore it, or use another out_dir)"
+    return f"{first} {how} since the run began{more}: it cannot continue (restore it, or use another out_dir)"
 
 
 def other_settings(before: dict, now: dict) -> list[str]:
