@@ -12,15 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from minitrain.config_checks import validate
-from minitrain.config_yaml import (
-    MAX_CHARACTERS,
-    apply_override,
-    check_known,
-    convert,
-    describe,
-    name_or_path,
-    read_yaml,
-)
+from minitrain.config_yaml import apply_override, check_known, convert, describe, name_or_path, read_tree
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import read_any_config
 from minitrain.models.checkpoint_peft import adapter_shapes, read_adapter_config
@@ -260,18 +252,7 @@ class Config:
 
 def load(path: str | Path, overrides: list[str] = ()) -> Config:
     """Read a YAML file, apply `key=value` words (dotted keys) over it, check all that needs no world size."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(MAX_CHARACTERS + 1)
-    except FileNotFoundError:
-        raise InputError(f"config file {path} does not exist") from None
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a zero byte
-        raise InputError(f"config file {path} cannot be read: {error}") from error
-    tree = read_yaml(text, str(path))
-    if tree is None:
-        tree = {}
-    if not isinstance(tree, dict):
-        raise InputError(f"{path}: a config must be a mapping of keys to values, not {describe(tree)}")
+    tree = read_tree(path)
     for word in overrides:
         apply_override(tree, word)
     return from_dict(tree)

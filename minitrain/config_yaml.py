@@ -11,6 +11,7 @@ import re
 import sys
 import types
 import typing
+from pathlib import Path
 from typing import Any, Literal
 
 import yaml
@@ -113,6 +114,23 @@ def read_yaml(text: str, where: str) -> Any:
         raise InputError(f"{place}: {error.problem or error.context}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise InputError(f"{where}: not valid YAML: {str(error).splitlines()[0]}") from error
+
+
+def read_tree(path: str | Path) -> dict:
+    """What a config file says, as nested dicts. Raises InputError."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS + 1)
+    except FileNotFoundError:
+        raise InputError(f"config file {path} does not exist") from None
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a zero byte
+        raise InputError(f"config file {path} cannot be read: {error}") from error
+    tree = read_yaml(text, str(path))
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise InputError(f"{path}: a config must be a mapping of keys to values, not {describe(tree)}")
+    return tree
 
 
 def apply_override(tree: dict, word: str) -> None:

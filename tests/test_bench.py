@@ -85,14 +85,17 @@ def test_no_reference_no_ratio():
 
 @pytest.mark.parametrize("reference, line", [
     ("convention: guess", r"reference\.convention='guess' is not one of clean, automodel"),
-    ("convention: [clean]", r"reference\.convention=\['clean'\] is not one of clean, automodel"),
-    ("tokens_per_sec_per_gpu: 1k", r"reference\.tokens_per_sec_per_gpu='1k' must be a number above 0"),
+    ("convention: [clean]", r"reference\.convention must be text, not list \['clean'\]"),
+    ("tokens_per_sec_per_gpu: 1k", r"reference\.tokens_per_sec_per_gpu must be a finite number, not str '1k'"),
     ("tflops_per_gpu: 0", r"reference\.tflops_per_gpu=0 must be a number above 0"),
-    ("gpus: null", r"reference\.gpus=None must be a number above 0"),
+    ("gpus: null", r"reference\.gpus must be a whole number, not NoneType None"),
     ("mean_response: 8, gpus: 1", "reference.mean_response needs reference.step_time_s too"),
-    ("system: 200", r"reference\.system=200 must be the name of a system"),
-    ("recipe: nemo-rl", "reference.recipe='nemo-rl' must have keys, such as stack: nemo-rl"),
-    ("recipe: {micro_batches: all}", "reference.recipe.micro_batches='all' must be a whole number"),
+    ("system: 200", r"reference\.system must be text, not int 200"),
+    ("changed: 5", r"reference\.changed must be a list, not int 5"),
+    ("recipe: nemo-rl", "reference.recipe must be a mapping, not str 'nemo-rl'"),
+    ("recipe: {micro_batches: all}", "reference.recipe.micro_batches must be a whole number, not str 'all'"),
+    ("recipe: {compile: maybe}", "reference.recipe.compile must be true or false, not str 'maybe'"),
+    ("recipe: {compiled: true}", r"unknown key reference.recipe.compiled \(nearest: compile\)"),
 ])  # fmt: skip
 def test_wrong_published_figures_are_refused_before_a_run(reference, line, tmp_path):
     file = tmp_path / "row.yaml"

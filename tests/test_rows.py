@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from minitrain.bench.rows import CONFIGS, list_rows, published_rows
+from minitrain.bench.rows import CONFIGS, list_rows, published_rows, read_row
 from minitrain.config import load
 from minitrain.config_checks import check_layout
+from minitrain.errors import InputError
 from minitrain.models.zoo import model_config
 from minitrain.training.build import make_model
 
@@ -85,3 +86,30 @@ def test_the_list_has_them_all():
         line = next(line for line in listing.splitlines() if f"configs/{name}.yaml" in line)
         assert str(reference["gpus"]) in line
         assert line.rstrip(" |").endswith("*") == ("known_error" in reference)
+
+
+ROW = "{batch: {global: 8, micro: 1, seq_len: 64}, parallel: {tp: 2}, reference: {source: x, system: y, gpus: 2, %s}}"
+
+
+@pytest.mark.parametrize("text, line", [
+    ("", "row.yaml needs reference, a mapping"),
+    ("batch: [", "row.yaml:1:9: "),
+    ("- x", "row.yaml: a config must be a mapping"),
+    ("reference: {}", "row.yaml needs batch, a mapping"),
+    (ROW.replace("global: 8, ", "") % "tflops_per_gpu: 5", "row.yaml: batch needs global, a number above 0"),
+    (ROW.replace("source: x, ", "") % "tflops_per_gpu: 5", "row.yaml: reference needs source, text"),
+    (ROW.replace("gpus: 2", "gpus: two") % "tflops_per_gpu: 5", "needs gpus, a number above 0, not str 'two'"),
+    (ROW % "id: z", "row.yaml: reference needs tokens_per_sec_per_gpu or tflops_per_gpu"),
+    (ROW % "tflops_per_gpu: 5, step_time_s: fast", "row.yaml: reference.step_time_s must be a finite number, not str"),
+])  # fmt: skip
+def test_rows_that_no_table_can_show(tmp_path, text, line):
+    file = tmp_path / "row.yaml"
+    file.write_text(text)
+    with pytest.raises(InputError, match=line):
+        read_row(file)
+
+
+def test_figures_of_rows_are_numbers_as_configs_have_them(tmp_path):
+    file = tmp_path / "row.yaml"
+    file.write_text(ROW % "tokens_per_sec_per_gpu: 1.2e4")
+    assert read_row(file)["reference"]["tokens_per_sec_per_gpu"] == 12000

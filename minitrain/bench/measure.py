@@ -1,6 +1,5 @@
 """Time a config's real training steps and turn them into the figures of the published tables."""
 
-import math
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,7 @@ from minitrain.bench.hardware import (
     timed,
 )
 from minitrain.bench.memory import working_memory
+from minitrain.bench.rows import read_reference
 from minitrain.config import Config, load
 from minitrain.errors import InputError
 from minitrain.models.wan import WanConfig
@@ -39,11 +39,6 @@ from minitrain.training.datasets import open_dataset
 from minitrain.training.loop import Trainer, forward_backward
 
 CONVENTIONS = {convention.__name__: convention for convention in (clean, automodel, nemo_pretrain, nemo_squad)}
-
-FIGURES = (  # of `reference`, that are numbers
-    "tokens_per_sec_per_gpu", "corrected_tokens_per_sec_per_gpu", "tflops_per_gpu", "step_time_s", "gpus",
-    "mean_response", "generation_tp",
-)  # fmt: skip
 
 
 def measure(config: Config, row: str, meshes: Meshes, steps: int, warmup: int, profile: bool = False) -> dict:
@@ -203,7 +198,7 @@ def count_flops(config: Config, convention, visible: float = 1.0) -> float:
 def table_convention(config: Config):
     """How the row's table counts FLOPs; `clean` for a config that stands in no table."""
     name = config.reference.get("convention", "clean")
-    if not isinstance(name, str) or name not in CONVENTIONS:
+    if name not in CONVENTIONS:
         raise InputError(f"reference.convention={name!r} is not one of {', '.join(CONVENTIONS)}")
     return CONVENTIONS[name]
 
@@ -212,7 +207,8 @@ def load_row(file: str | Path, overrides: list[str]) -> tuple[str, Config]:
     """A config and its row's name. If overrides change what a token costs, `reference["changed"]` says which settings
     did, and nothing is compared with the published figures; layout, batch and optimizer are free."""
     config = load(file, overrides)
-    check_reference(config)
+    config.reference = read_reference(config.reference)
+    table_convention(config)  # before anything is measured
     if config.reference and overrides:
         published = load(file)
         theirs, ours = work(published), work(config)
@@ -221,25 +217,6 @@ def load_row(file: str | Path, overrides: list[str]) -> tuple[str, Config]:
         if "mean_response" in config.reference:  # the published tokens are those of so many responses
             config.reference |= {"responses": published.grpo.prompts * published.grpo.group}
     return row_name(file), config
-
-
-def check_reference(config: Config) -> None:
-    """Raises InputError for published figures that nothing could be compared with, before anything is measured."""
-    table_convention(config)
-    for key, value in config.reference.items():
-        if key in FIGURES and not (type(value) in (int, float) and 0 < value < math.inf):
-            raise InputError(f"reference.{key}={value!r} must be a number above 0")
-    lengths = {"tokens_per_sec_per_gpu", "gpus", "step_time_s"}  # of prompts follow from these
-    if "mean_response" in config.reference and (missing := lengths - config.reference.keys()):
-        raise InputError(f"reference.mean_response needs reference.{min(missing)} too")
-    system = config.reference.get("system", "")
-    if not isinstance(system, str):
-        raise InputError(f"reference.system={system!r} must be the name of a system")
-    recipe = config.reference.get("recipe", {})
-    if not isinstance(recipe, dict):
-        raise InputError(f"reference.recipe={recipe!r} must have keys, such as stack: {recipe}")
-    if (at_once := recipe.get("micro_batches", 0)) and type(at_once) is not int:
-        raise InputError(f"reference.recipe.micro_batches={at_once!r} must be a whole number")
 
 
 def work(config: Config) -> dict:

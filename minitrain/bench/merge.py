@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from statistics import median, median_high
 
 from minitrain.bench.report import label, markdown, need, need_rates, number, on_own_system, read_lines
-from minitrain.bench.rows import constants, row_trees
+from minitrain.bench.rows import FIGURES, constants, row_trees
 
 LIMIT = 0.35  # of a simulated figure's error, beyond which it is named
 KINDS = ("simulated", "recipe", "measured", "extrapolated")
-FIGURES = {"tokens_per_sec_per_gpu": "tokens/s/GPU", "tflops_per_gpu": "TFLOP/s/GPU"}
 
 
 @dataclass

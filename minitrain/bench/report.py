@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from minitrain.config_yaml import describe
 from minitrain.errors import InputError
 
 
@@ -30,7 +31,8 @@ def need(where: str, values: dict, kind: type, *names: str) -> None:
     for name in names:
         value = values.get(name)
         if not (isinstance(value, int | float) and value > 0 if kind is float else isinstance(value, kind)):
-            raise InputError(f"{where} has no usable {name}, as every line that --json writes")
+            wanted = {float: "a number above 0", str: "text", dict: "a mapping"}[kind]
+            raise InputError(f"{where} needs {name}, {wanted}" + f", not {describe(value)}" * (name in values))
 
 
 def need_rates(where: str, outcome: dict) -> None:

@@ -5,11 +5,23 @@ from typing import Any
 
 import yaml
 
-from minitrain.bench.report import markdown, number
+from minitrain.bench.report import markdown, need, number
+from minitrain.config_yaml import check_known, convert, read_tree
+from minitrain.errors import InputError
 
 SYSTEMS = Path(__file__).with_name("systems.yaml")
 CONFIGS = Path(__file__).parents[2] / "configs"
 TABLES = ("automodel", "nemo/h100", "nemo/b200", "nemo/gb200", "rl", "dfm")  # folders, in the order of the tables
+
+FIGURES = {"tokens_per_sec_per_gpu": "tokens/s/GPU", "tflops_per_gpu": "TFLOP/s/GPU"}  # one of which is compared
+REFERENCE = {  # kinds of what a config's `reference` may say
+    **dict.fromkeys(("source", "system", "convention", "known_error", "differs"), str),
+    **dict.fromkeys((*FIGURES, *(f"corrected_{name}" for name in FIGURES), "step_time_s", "mean_response"), float),
+    **dict.fromkeys(("gpus", "generation_tp", "responses"), int),
+    "changed": list[str],
+    "recipe": dict,
+}
+RECIPE = {"compile": bool, "attention": str, "micro_batches": int, "stack": str}  # see recipe.py
 
 
 def constants(section: str) -> Any:
@@ -20,10 +32,42 @@ def constants(section: str) -> Any:
 def row_trees() -> dict[str, dict]:
     """What every row's config says, by the row's name: its file under configs/, without the ending."""
     files = [file for folder in TABLES for file in sorted((CONFIGS / folder).glob("*.yaml"))]
-    return {
-        str(file.relative_to(CONFIGS).with_suffix("")): yaml.safe_load(file.read_text(encoding="utf-8"))
-        for file in files
-    }
+    return {str(file.relative_to(CONFIGS).with_suffix("")): read_row(file) for file in files}
+
+
+def read_row(file: Path) -> dict:
+    """What a row's config says. Raises InputError if it lacks what the tables show of every row."""
+    tree = read_tree(file)
+    need(str(file), tree, dict, "reference", "batch", "parallel")
+    need(f"{file}: batch", tree["batch"], float, "global", "micro", "seq_len")
+    need(f"{file}: reference", tree["reference"], str, "source", "system")
+    need(f"{file}: reference", tree["reference"], float, "gpus")
+    if not FIGURES.keys() & tree["reference"].keys():
+        raise InputError(f"{file}: reference needs {' or '.join(FIGURES)}")
+    return tree | {"reference": read_reference(tree["reference"], f"{file}: reference")}
+
+
+def read_reference(reference: dict, where: str = "reference") -> dict:
+    """`reference` of a config, its values as their kinds. Raises InputError for what nothing could be compared with."""
+    found = typed(reference, REFERENCE, where)
+    missing = {"tokens_per_sec_per_gpu", "gpus", "step_time_s"} - found.keys()  # of prompts follow from these
+    if "mean_response" in found and missing:
+        raise InputError(f"{where}.mean_response needs {where}.{min(missing)} too")
+    if "recipe" in found:
+        for key in found["recipe"]:
+            check_known(key, RECIPE, f"{where}.recipe")
+        found["recipe"] = typed(found["recipe"], RECIPE, f"{where}.recipe")
+    return found
+
+
+def typed(values: dict, kinds: dict[str, Any], where: str) -> dict:
+    """`values`, those of `kinds` as their kind, numbers above 0. Raises InputError."""
+    found = dict(values)
+    for key in filter(kinds.get, values):
+        found[key] = convert(kinds[key], values[key], f"{where}.{key}")
+        if kinds[key] in (int, float) and found[key] <= 0:
+            raise InputError(f"{where}.{key}={values[key]} must be a number above 0")
+    return found
 
 
 def published_rows() -> dict[str, dict]:
