@@ -170,13 +170,36 @@ def test_files_that_are_no_results(tmp_path):
     bad = [{key: value for key, value in good.items() if key != lost} for lost in ("step_time_s", "device", "mfu")]
     bad += [good | wrong for wrong in ({"ratio": "1"}, {"reference": None}, {"tflops_per_gpu": 0}, {"mfu": math.nan})]
     for text in ("not json", "[1]", '{"row": 1}', '{"mode": "calibration", "row": "x"}', *map(json.dumps, bad),
-                 json.dumps(good)[:99]):  # fmt: skip
+                 json.dumps(good)[:99], "[" * 100_000):  # fmt: skip
         file.write_text(json.dumps(good) + "\n\n" + text)
-        with pytest.raises(InputError, match="--report .*x, line 3 "):
+        with pytest.raises(InputError, match="--report .*x, line 3[: ]"):
             write_report([str(file)], str(tmp_path / "out"))
     with pytest.raises(InputError, match="--report .*none"):
         write_report([str(tmp_path / "none")], str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("wrong, part", [
+    ({"system": 5}, "system must be text, not int 5"),
+    ({"peak_memory_gib": "x"}, "peak_memory_gib must be a finite number, not str 'x'"),
+    ({"capacity_gib": "x"}, "capacity_gib must be a finite number"),
+    ({"memory_gib": [1]}, "memory_gib must be a mapping, not list"),
+    ({"breakdown_s": [1]}, "breakdown_s must be a mapping, not list"),
+    ({"breakdown_s": {"gemm": "x"}}, "breakdown_s.gemm must be a finite number, not str 'x'"),
+    ({"timeline": [1]}, r"timeline\[0\] must be text, not int 1"),
+    ({"as_published": 5}, "as_published must be a mapping"),
+    ({"as_published": {"ratio": "x"}}, "ratio must be a finite number"),
+    ({"step_time_s": 10**400}, " needs step_time_s, a number above 0, not int 1000"),
+    ({"reference": {"system": 5}}, "reference.system must be text"),
+    ({"reference": {"changed": 5}}, "reference.changed must be a list"),
+    ({"proxy": True}, " needs full_layers, a number above 0"),
+    ({"mode": "extrapolated", "layers": 4}, " needs layers, a list, not int 4"),
+])  # fmt: skip
+def test_damaged_values_of_results(tmp_path, wrong, part):
+    file = tmp_path / "x"
+    file.write_text(json.dumps(line(DENSE, "simulated", 1.0, breakdown_s={"gemm": 1.25}) | wrong))
+    with pytest.raises(InputError, match=f"--report .*x, line 1(: )?{part}"):
+        write_report([str(file)], str(tmp_path / "out"))
 
 
 def test_lanes_show_what_each_rank_does():

@@ -9,9 +9,16 @@ from dataclasses import dataclass, field
 from statistics import median, median_high
 
 from minitrain.bench.report import label, markdown, need, need_rates, number, on_own_system, read_lines
-from minitrain.bench.rows import FIGURES, constants, row_trees
+from minitrain.bench.rows import FIGURES, constants, read_reference, row_trees, typed
 
 LIMIT = 0.35  # of a simulated figure's error, beyond which it is named
+OPTIONAL = {  # kinds of what a result may have, or have as null
+    **dict.fromkeys(("ratio", "peak_memory_gib", "capacity_gib", "decode_tokens_per_sec_per_gpu", "decode_mbu"), float),
+    **dict.fromkeys(("memory_gib", "breakdown_s"), dict[str, float]),
+    "system": str,
+    "timeline": list[str],
+    "as_published": dict,
+}
 KINDS = ("simulated", "recipe", "measured", "extrapolated")
 
 
@@ -56,11 +63,22 @@ def read_results(file: str) -> list[dict]:
         if result["mode"] == "calibration":
             need_rates(where, result)
             continue
-        need(where, result, dict, "reference")
-        need(where, result, float, "world_size", *FIGURES, "step_time_s", "clean_tflops_per_gpu", "mfu")
-        if result.get("ratio") is not None:
-            need(where, result, float, "ratio")
+        check_figures(where, result)
+        check_figures(where, result | (result.get("as_published") or {}))  # whose figures are shown, too
     return [result for _, result in lines]
+
+
+def check_figures(where: str, result: dict) -> None:
+    """Raises InputError for what the tables cannot show."""
+    need(where, result, dict, "reference")
+    need(where, result, float, "world_size", *FIGURES, "step_time_s", "clean_tflops_per_gpu", "mfu")
+    typed({key: value for key, value in result.items() if value is not None}, OPTIONAL, f"{where}: ")
+    read_reference(result["reference"], f"{where}: reference")
+    if result.get("proxy"):
+        need(where, result, float, "full_layers")
+    if result["mode"] == "extrapolated":
+        need(where, result, list, "layers")
+        need(where, result, str, "left_out")
 
 
 def merge(results: list[dict], day: str) -> Report:

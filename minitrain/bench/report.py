@@ -1,6 +1,7 @@
 """Results as lines of JSON, as --json writes them, and as a table for the terminal, in Markdown."""
 
 import json
+import sys
 from pathlib import Path
 
 from minitrain.config_yaml import describe
@@ -20,7 +21,7 @@ def read_lines(option: str, file: str) -> list[tuple[str, dict]]:
         where = f"{option} {file}, line {number}"
         try:
             found.append((where, json.loads(line)))
-        except ValueError:
+        except (ValueError, RecursionError):
             raise InputError(f"{where} is not JSON, as --json writes (was it cut short?)") from None
         need(where, {"result": found[-1][1]}, dict, "result")
     return found
@@ -30,8 +31,9 @@ def need(where: str, values: dict, kind: type, *names: str) -> None:
     """Raises InputError if one of these is missing, not of the kind, or for float no number above 0."""
     for name in names:
         value = values.get(name)
-        if not (isinstance(value, int | float) and value > 0 if kind is float else isinstance(value, kind)):
-            wanted = {float: "a number above 0", str: "text", dict: "a mapping"}[kind]
+        number = isinstance(value, int | float) and 0 < value <= sys.float_info.max
+        if not (number if kind is float else isinstance(value, kind)):
+            wanted = {float: "a number above 0", str: "text", dict: "a mapping", list: "a list"}[kind]
             raise InputError(f"{where} needs {name}, {wanted}" + f", not {describe(value)}" * (name in values))
 
 

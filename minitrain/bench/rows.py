@@ -49,24 +49,24 @@ def read_row(file: Path) -> dict:
 
 def read_reference(reference: dict, where: str = "reference") -> dict:
     """`reference` of a config, its values as their kinds. Raises InputError for what nothing could be compared with."""
-    found = typed(reference, REFERENCE, where)
+    found = typed(reference, REFERENCE, f"{where}.")
     missing = {"tokens_per_sec_per_gpu", "gpus", "step_time_s"} - found.keys()  # of prompts follow from these
     if "mean_response" in found and missing:
         raise InputError(f"{where}.mean_response needs {where}.{min(missing)} too")
     if "recipe" in found:
         for key in found["recipe"]:
             check_known(key, RECIPE, f"{where}.recipe")
-        found["recipe"] = typed(found["recipe"], RECIPE, f"{where}.recipe")
+        found["recipe"] = typed(found["recipe"], RECIPE, f"{where}.recipe.")
     return found
 
 
-def typed(values: dict, kinds: dict[str, Any], where: str) -> dict:
+def typed(values: dict, kinds: dict[str, Any], prefix: str) -> dict:
     """`values`, those of `kinds` as their kind, numbers above 0. Raises InputError."""
     found = dict(values)
     for key in filter(kinds.get, values):
-        found[key] = convert(kinds[key], values[key], f"{where}.{key}")
+        found[key] = convert(kinds[key], values[key], f"{prefix}{key}")
         if kinds[key] in (int, float) and found[key] <= 0:
-            raise InputError(f"{where}.{key}={values[key]} must be a number above 0")
+            raise InputError(f"{prefix}{key}={values[key]} must be a number above 0")
     return found
 
 
