@@ -323,6 +323,8 @@ def test_a_config_that_is_swept_need_not_be_possible_by_itself():
         (["--simulate", "--shrink"], "--shrink starts its own processes"),
         (["--simulate", "--generate"], "--simulate is for training"),
         (["--simulate", "--sweep", "foo=1,2"], "none of 2 combination"),
+        (["--simulate", "--system", "nope"], "^--system=nope is not one of dgx-h100, "),
+        (["--simulate", "reference={system: nope}"], "^reference.system=nope is not one of dgx-h100, "),
         (["--generate", "--versus", "transformers", "lora.rank=4"], "samples whole models, and the config has"),
         (["--simulate", "--versus", "transformers"], "--simulate is for training"),
         (["--json", "/none/x.jsonl"], "--json=/none/x.jsonl cannot be written: No such file"),

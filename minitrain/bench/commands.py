@@ -29,6 +29,7 @@ from minitrain.bench.report import calibration_line, details, table
 from minitrain.bench.shrink import run_shrunk, shrink
 from minitrain.bench.simulate_policy import predicted_row
 from minitrain.bench.sweep import combinations, growth, ranking, sweep
+from minitrain.bench.timeline import System, load_system
 from minitrain.bench.versus import check_installed, check_versus, versus
 from minitrain.cli import check_writable
 from minitrain.config import Config
@@ -157,7 +158,7 @@ def combination_cases(file: str, overrides: list[str], options) -> list[Case]:
 
 def simulate_combinations(file: str, overrides: list[str], options) -> None:
     """Every combination of `--sweep`: a ranking of those that can run, and why the others cannot."""
-    system = find_system(options.system or system_of(load_row(file, overrides)[1]))
+    system = chosen_system(load_row(file, overrides)[1], options)
     results = []
     for result in sweep(file, overrides, options.sweep, system):
         results.append(result)
@@ -209,13 +210,18 @@ def run(row: str, config: Config, options) -> dict:
 
 
 def simulate(row: str, config: Config, options) -> dict:
-    system = find_system(options.system or system_of(config))
+    system = chosen_system(config, options)
     simulation, outcome = predicted_row(config, row, system)
     if "recipe" in config.reference and system.name == system_of(config) and outcome["ratio"] is not None:
         outcome["as_published"] = as_published(config, row, system, simulation)
     if options.trace:
         write_trace(simulation, options.trace)
     return outcome
+
+
+def chosen_system(config: Config, options) -> System:
+    """What to simulate on: --system, or what the config's published row ran on. Raises InputError."""
+    return find_system(options.system) if options.system else load_system(system_of(config), "reference.system")
 
 
 def system_of(config: Config) -> str:

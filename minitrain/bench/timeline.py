@@ -102,11 +102,11 @@ class System:
         return sum(rank // self.domain == ranks[0] // self.domain for rank in ranks)
 
 
-def load_system(name: str) -> System:
-    """A system of systems.yaml by name. Raises InputError for an unknown one."""
+def load_system(name: str, setting: str = "--system") -> System:
+    """A system of systems.yaml by name. Raises InputError, which names the setting, for an unknown one."""
     known = constants("systems")
     if name not in known:
-        raise InputError(f"--system={name} is not one of {', '.join(known)}")
+        raise InputError(f"{setting}={name} is not one of {', '.join(known)}")
     return System(name, **{f.name: float(known[name][f.name]) for f in fields(System) if f.name != "name"})
 
 
