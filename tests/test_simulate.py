@@ -134,6 +134,8 @@ def test_layouts_are_ranked_and_those_that_cannot_run_are_told(tmp_path, monkeyp
     assert ["memory budget" in errors[0], "is not one of none" in errors[1]] == [True, True]  # of the same key
     lists = sweep.parse("optim.betas=[0.9,0.95],[0.9,0.99]")
     assert lists == ("optim.betas", ["[0.9,0.95]", "[0.9,0.99]"])
+    mappings = sweep.parse("data={kind: mock, size: [1,2]},{size: [3,4], kind: mock}")
+    assert mappings == ("data", ["{kind: mock, size: [1,2]}", "{size: [3,4], kind: mock}"])
     for words, line in (("tp", "'tp' is not of the form"), ("tp=1 tp=2", "a key twice"), ("dp_shard=2", "sweep those")):
         with pytest.raises(InputError, match=f"--sweep.*{line}"):
             list(sweep.sweep(str(file), [], words.split(), load_system("dgx-h100")))

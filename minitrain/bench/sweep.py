@@ -2,7 +2,6 @@
 measured, and compared with how the arithmetic grows.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import fields
 from itertools import product
@@ -58,11 +57,23 @@ def combinations(choices: list[str]) -> list[tuple[str, list[str]]]:
 
 def parse(word: str) -> tuple[str, list[str]]:
     name, equals, values = word.partition("=")
-    values = re.split(r",(?![^\[]*\])", values)  # but not within a list
+    values = split(values)
     if not equals or not all(values):
         raise InputError(f"--sweep {word!r} is not of the form key=value,value (such as tp=1,2,4)")
     dimension = name in (field.name for field in fields(Parallel))
     return (f"parallel.{name}" if dimension else name), values
+
+
+def split(text: str) -> list[str]:
+    """At commas, but not within a list or a mapping."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
 
 
 def ranking(results: list[dict]) -> str:
