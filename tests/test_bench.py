@@ -362,6 +362,13 @@ def test_mistakes(arguments, line):
         main(arguments)
 
 
+def test_a_full_disk_is_told_with_the_file():
+    if not Path("/dev/full").exists():
+        pytest.skip("needs Linux's /dev/full")
+    with pytest.raises(InputError, match="^--json=/dev/full cannot be written: No space left on device$"):
+        commands.append({"row": "row"}, "/dev/full")
+
+
 def rival_memory(library, recompute):
     tree = {"model": "llama3-8b-tiny", "batch": {"global": 2, "micro": 2, "seq_len": 256}, "recompute": recompute}
     config = from_dict(tree | {"device": "cpu"} | ({"lora": {"rank": 4}} if library == "peft" else {}))

@@ -271,10 +271,14 @@ def is_unsteady(outcome: dict) -> bool:
 
 
 def append(outcome: dict, file: str | None) -> None:
-    if file:
+    if not file:
+        return
+    note = {"date": date.today().isoformat(), "command": " ".join(["python", *sys.argv])}
+    try:
         with open(file, "a", encoding="utf-8") as results:
-            note = {"date": date.today().isoformat(), "command": " ".join(["python", *sys.argv])}
             results.write(json.dumps(outcome | note) + "\n")
+    except OSError as error:  # of a full disk does not say which file
+        raise InputError(f"--json={file} cannot be written: {error.strerror}") from error
 
 
 def tell(row: str, error: Exception, debug: bool) -> None:
