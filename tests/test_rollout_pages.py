@@ -292,6 +292,17 @@ def test_a_prompt_waits_until_there_are_pages_to_go_on_and_a_row(pages, rows):
     assert not scheduler.resident and not work.chunks and work.samples == [first] and scheduler.preemptions == 0
 
 
+def test_no_more_steps_than_some_sample_has_left():
+    scheduler = Scheduler(Pages(40, 4), rows=4, chunk=100, steps=5)
+    samples = [Sample([1], SamplingParams(), 0, limit=limit) for limit in (4, 8)]
+    for sample in samples:
+        scheduler.submit([sample])
+    assert scheduler.plan().steps == 5  # of 3 and 7
+    scheduler.decoded(samples[0], [0] * 3, [0.0] * 3, "length")
+    scheduler.decoded(samples[1], [0] * 5, [0.0] * 5, None)
+    assert scheduler.plan().steps == 2
+
+
 def test_who_was_interrupted_goes_on_before_those_who_came_later():
     scheduler = Scheduler(Pages(8, 1), rows=2, chunk=100, steps=1)
     samples = [Sample([number] * 3, SamplingParams(), 0, limit=8) for number in range(3)]

@@ -73,7 +73,8 @@ class Work:
 
 
 class Scheduler:
-    """rows: how many samples are decoded at once. chunk: prompt tokens computed at once. steps: decoded in a row.
+    """rows: how many samples are decoded at once. chunk: prompt tokens computed at once. steps: decoded in a row
+    at most, and no more than some sample has left.
 
     reuse: do new prompts look for pages of earlier ones? Not where layers have states besides pages.
     """
@@ -115,7 +116,9 @@ class Scheduler:
         self.chunks_last = bool(work.chunks)
         if not work.chunks:
             self._admit(work)
-            work.samples, work.steps = self._grow(), self.steps
+            work.samples = self._grow()
+            left = max((sample.limit - 1 - sample.cached for sample in work.samples), default=0)
+            work.steps = min(self.steps, left)
         return work
 
     def computed(self, prefill: Prefill, tokens: int) -> None:
