@@ -248,6 +248,21 @@ def test_a_pool_keeps_its_size_while_that_fits(monkeypatch):
     assert counts == [5 * 10**5 // page] * 3 + [2 * 10**5 // page]
 
 
+def test_pages_that_memory_has_no_room_for(monkeypatch):
+    page = 4 * 2 * 4 * 16 * 4 * 4  # bytes, as above
+    model = make("qwen3-32b", num_key_value_heads=4, head_dim=16, num_layers=4)
+    monkeypatch.setattr(engine, "free_memory", lambda device: 20 * page)
+    Sampler(model, settings=Rollout(page_size=4, pages=20)).generate([[1, 2]], SamplingParams(max_tokens=1))
+    with pytest.raises(InputError, match=r"^rollout.pages=21 are more than .* has room for \(use at most 20, or 0\)"):
+        Sampler(model, settings=Rollout(page_size=4, pages=21)).generate([[1, 2]], SamplingParams(max_tokens=1))
+
+
+def test_steps_in_a_row_take_buffers_for_no_more_than_there_are_positions():
+    sampler = Sampler(make("qwen3-32b", max_position_embeddings=16), settings=Rollout(page_size=4, steps=1 << 20))
+    sampler.generate([[1, 2]], SamplingParams(max_tokens=3))
+    assert sampler.batches[1].new_tokens.shape == (16, 1)
+
+
 def test_free_memory(monkeypatch, tmp_path):
     cpu = torch.device("cpu")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -395,6 +410,8 @@ def test_what_is_computed_after_a_samples_end_spoils_no_later_one():
         ({"temperature": 1e-9}, "rollout.temperature=1e-09 must be 0, or at least 1e-06"),
         ({"slots": 0}, "rollout.slots=0 must be at least 1"),
         ({"pages": -1}, "rollout.pages=-1 must be at least 0"),
+        ({"pages": 2**63 - 1}, "rollout.pages=9223372036854775807 must be at most 16,777,216"),
+        ({"steps": 2**63 - 1}, "rollout.steps=9223372036854775807 must be at most 1,048,576"),
         ({"memory": 0}, "rollout.memory=0.0 must be above 0 and at most 1"),
         ({"memory": 1.5}, "rollout.memory=1.5 must be above 0 and at most 1"),
     ],

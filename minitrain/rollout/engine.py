@@ -59,7 +59,8 @@ class Sampler:
         self.device = model.head_weight.device
         if self.device.type == "cuda":
             check_page_size(self.settings.page_size, self.config, model.sequence_split)
-        self.steps = self.settings.steps or (16 if self.device.type == "cuda" else 1)
+        steps = self.settings.steps or (16 if self.device.type == "cuda" else 1)
+        self.steps = min(steps, self.config.max_position_embeddings)  # there are buffers for so many
         self.scheduler: Scheduler | None = None
         self.page_count = 0  # of the pool, from when it is first allocated
         self.spoiled = False  # do caches hold NaN or infinity? Times a weight of 0 that would reach other samples
@@ -230,7 +231,7 @@ class Sampler:
     def _allocate(self) -> None:
         settings, hybrid = self.settings, "M" in self.config.layer_pattern
         size, longest = settings.page_size, self.config.max_position_embeddings
-        self.page_count = settings.pages or self._page_count()
+        self.page_count = self._page_count()
         pages = Pages(self.page_count, size)
         self.scheduler = Scheduler(pages, self.slots, settings.chunk, self.steps, reuse=not hybrid)
         # a slot for each sample that is decoded, and one for a prefill that waits
@@ -249,10 +250,18 @@ class Sampler:
         return self.batches[rows]
 
     def _page_count(self) -> int:
-        """As many as last time, if they fit, since kernels are compiled for the pool's size.
+        """rollout.pages; or as many as last time, if they fit, since kernels are compiled for the pool's size.
 
-        Else what fits into rollout.memory, a share of the free memory, but no more than all slots could fill.
+        Else what fits into rollout.memory, a share of the free memory, but no more than all slots could fill. Raises
+        InputError for more rollout.pages than fit.
         """
+        if pages := self.settings.pages:
+            if pages > (fitting := self._fitting_pages(1.0)):
+                raise InputError(
+                    f"rollout.pages={pages} are more than the free memory, or a kernel's index, has room for "
+                    f"(use at most {fitting}, or 0)"
+                )
+            return pages
         if self.page_count and self._fitting_pages(1.0) >= self.page_count:
             return self.page_count
         most = self.slots * -(-self.config.max_position_embeddings // self.settings.page_size)
