@@ -77,8 +77,9 @@ def _validate_sizes(c: "Config") -> None:
     _at_least(c, 1, "data.text_tokens")
     _at_most(c, 1 << 30, "batch.seq_len", "rollout.max_tokens", "rollout.chunk")
     _at_most(c, 1 << 24, "batch.global", "grpo.prompts", "grpo.group", "rollout.pages")
-    _at_most(c, 1 << 20, "data.text_tokens", "rollout.slots", "rollout.page_size", "rollout.steps")
-    _at_most(c, 1000, "grpo.mock_digits")
+    _at_most(c, 1 << 20, "data.text_tokens", "rollout.slots", "rollout.page_size", "rollout.steps",
+             "grpo.eval_samples", "grpo.warmup_steps")  # fmt: skip
+    _at_most(c, 1000, "grpo.mock_digits", "grpo.generations")
     if max(c.data.size, default=0) > 1 << 20:
         raise InputError(f"data.size={c.data.size} must be numbers of at most {1 << 20:,}")
 
