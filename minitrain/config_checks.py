@@ -365,6 +365,8 @@ def _validate_grpo(config: "Config") -> None:
     _at_least(config, 0, "grpo.clip_low", "grpo.clip_high", "grpo.kl", "grpo.importance_low", "grpo.importance_high",
               "grpo.overlong_buffer", "grpo.overlong_penalty", "grpo.generation_ranks", "grpo.warmup_steps",
               "grpo.warmup_lr")  # fmt: skip
+    # above any ratio (e^20, see objective.py), below what fp32 holds
+    _at_most(config, 10**9, "grpo.clip_low", "grpo.clip_high", "grpo.importance_low", "grpo.importance_high")
     if config.data.kind not in ("mock", "jsonl"):
         raise InputError(f"data.kind={config.data.kind} holds no problems, as task=grpo needs (use jsonl or mock)")
     if g.prompts * g.group % b.global_:
