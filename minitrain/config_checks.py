@@ -179,6 +179,11 @@ def _validate_diffusion(config: "Config") -> None:
         raise InputError(f"data.kind={data.kind} holds no videos (for task=diffusion use latents, shapes or mock)")
     if p.pp > 1 or p.async_tp:
         raise InputError(f"parallel.pp={p.pp}, async_tp={str(p.async_tp).lower()} are not for diffusion (use 1, false)")
+    if model.in_channels < model.out_channels:
+        raise InputError(
+            f"model.in_channels={model.in_channels} must be at least out_channels={model.out_channels}: the noisy "
+            f"latents, and behind them an image-to-video model's condition"
+        )
     if data.kind == "mock":
         _validate_video_size(data.size, list(model.patch_size), length)
     heads = p.cp * p.tp if p.context == "ulysses" else p.tp

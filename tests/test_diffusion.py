@@ -52,6 +52,7 @@ def with_settings(**settings) -> dict:
     ({"parallel": {"cp": 2, "tp": 4, "context": "ulysses"}}, "tp=4 x cp=2 with context=ulysses does not divide num_a"),
     ({"parallel": {"cp": 8, "tp": 4}}, "parallel.tp=4 x cp=8 with context=allgather does not divide batch.seq_len=16"),
     ({"model": {"name": "wan2.1-1.3b-tiny", "ffn_dim": 54}, "parallel": {"tp": 4}}, "does not divide ffn_dim=54"),
+    ({"model": {"name": "wan2.1-1.3b-tiny", "in_channels": 8}}, "model.in_channels=8 must be at least out_channels=16"),
     ({"parallel": {"vp": 2}}, "parallel.vp=2, layers_per_stage=None, head_layers=1 need parallel.pp above 1"),
     ({"parallel": {"tp": 3}}, "parallel.tp=3 x cp=1 with context=allgather does not divide num_attention_heads=4"),
     ({"parallel": {"cp": 8, "context": "ulysses"}}, "context=ulysses does not divide num_attention_heads=4"),
