@@ -138,10 +138,10 @@ def test_any_config_json(folders, tmp_path_factory, name, edits):
 
 
 @pytest.mark.parametrize("name, changes, message", [
-    ("llama3.1-8b", {"num_hidden_layers": 10**12}, "model.num_layers=1000000000000 must be at most 1,000"),
+    ("llama3.1-8b", {"num_hidden_layers": 10**12}, "json: num_hidden_layers=1000000000000 must be at most 1,000"),
     ("llama3.1-8b", {"num_hidden_layers": 1000}, "config.json claims 1000 layers, the files hold"),
     ("llama3.1-8b", {"vocab_size": 1 << 24}, r"embed_tokens.weight has shape \[512, 64\], expected \[16777216, 64\]"),
-    ("llama3.1-8b", {"num_attention_heads": -8}, "model.num_attention_heads=-8 must be at least 1"),
+    ("llama3.1-8b", {"num_attention_heads": -8}, "json: num_attention_heads=-8 must be at least 1"),
     ("llama3.1-8b", {"hidden_size": None}, "hidden_size=None must be a whole number"),
     ("llama3.1-8b", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be finite"),
     ("deepseek-v3", {"n_routed_experts": 1 << 16}, r"mlp.gate.weight has shape \[16, 64\], expected \[65536, 64\]"),
