@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from minitrain.models import attention as models_attention
 from minitrain.models.attention import Mask, attention, attention_with_sinks, block_pairs, dense_pairs, make_mask
 from minitrain.models.decoder import Decoder
+from minitrain.models.layers import apply_rotary, rotary_frequencies, rotary_tables
 from minitrain.models.zoo import model_config
 from minitrain.training.build import initialize
 
@@ -214,3 +215,29 @@ def test_sinks_on_cuda_equal_those_on_the_cpu(window):
         results.append([out, *torch.autograd.grad(out.square().sum(), there)])
     for oracle, mine in zip(*results, strict=True):
         assert (mine.cpu() - oracle).norm() / oracle.norm() < 5e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("channels", [8, 16])  # of which 8 turn
+def test_compiled_rotation_has_the_gradient_of_the_formula(dtype, channels):
+    """torch 2.11's compiler loses that of a Function which ends in a `to` that does nothing, or in place."""
+    torch.manual_seed(0)
+    x, grad = (torch.randn(2, 5, 3, channels, dtype=dtype) for _ in range(2))
+    frequencies = rotary_frequencies(8, 100.0)
+    positions = torch.arange(5)[None]
+    angles = (positions[..., None] * frequencies)[..., None, :]
+    theirs = x.clone().requires_grad_()
+    halves = theirs[..., :4], theirs[..., 4:8]
+    cos, sin = 1.5 * angles.cos(), 1.5 * angles.sin()
+    turned = halves[0] * cos - halves[1] * sin, halves[1] * cos + halves[0] * sin
+    expected = torch.cat([*(half.to(dtype) for half in turned), theirs[..., 8:]], dim=-1)
+    expected.backward(grad)
+    tables = rotary_tables(positions, frequencies, 1.5)
+    for function in (apply_rotary, torch.compile(apply_rotary, backend="aot_eager", fullgraph=True)):
+        ours = x.clone().requires_grad_()
+        y = function(ours, *tables)
+        y.backward(grad)
+        assert y.dtype == ours.grad.dtype == dtype
+        rough = dict(rtol=2**-6, atol=2**-6) if dtype == torch.bfloat16 else dict(rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(y, expected, **rough)
+        torch.testing.assert_close(ours.grad, theirs.grad, **rough)

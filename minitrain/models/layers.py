@@ -184,4 +184,5 @@ class Rotation(torch.autograd.Function):
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-    return (x * cos).addcmul_(swapped, sin).type_as(x)
+    turned = torch.addcmul(x * cos, swapped, sin)
+    return turned if turned.dtype == x.dtype else turned.to(x.dtype)  # 2.11 loses gradients behind an empty `to`
