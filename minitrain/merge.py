@@ -14,7 +14,7 @@ from minitrain.models.checkpoint_hf import load_pretrained, save_pretrained
 from minitrain.models.checkpoint_peft import load_adapter
 from minitrain.models.config_hf import copy_generation_config, with_end
 from minitrain.models.lora import merge_adapters
-from minitrain.tokenizer import CHAT_TEMPLATE, load_tokenizer, tokenizer_folder
+from minitrain.tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer, tokenizer_folder
 from minitrain.training.chat import end_of_reply
 from minitrain.training.chat_templates import choose_template
 
@@ -29,20 +29,32 @@ def main(arguments: list[str]) -> None:
             raise InputError(f"--out {options.out} is --{name}, which would be overwritten (use another folder)")
     source = tokenizer_folder(options.model, options.adapter)
     tokenizer = load_tokenizer(source) if Path(source, "tokenizer.json").exists() else None
+    template = Path(source, CHAT_TEMPLATE)
+    end = chat_end(tokenizer, template)
     model = load_pretrained(options.model)
     load_adapter(model, options.adapter)
     merge_adapters(model)
-    template = Path(source, CHAT_TEMPLATE)
-    chats = tokenizer and (tokenizer.chat_template or template.exists())
-    end = end_of_reply(choose_template("auto", tokenizer), tokenizer) if chats else None
-    model.config = replace(model.config, eos_token_id=with_end(model.config.eos_token_id, end))
+    known = model.config.eos_token_id
+    if known is None and tokenizer:
+        known = tokenizer.eos_id
+    model.config = replace(model.config, eos_token_id=with_end(known, end))
     save_pretrained(model, options.out)
-    copy_generation_config(options.model, options.out, end)
+    copy_generation_config(options.model, options.out, model.config.eos_token_id, end)
     if tokenizer:
         tokenizer.save(options.out)
     if template.exists():
         shutil.copyfile(template, Path(options.out, CHAT_TEMPLATE))  # of bytes, too
     print(f"{options.out} holds the model with the adapters merged into it")
+
+
+def chat_end(tokenizer: Tokenizer | None, template: Path) -> int | None:
+    """The token that ends a reply in the chat template of a tokenizer, if there is one that serves."""
+    if tokenizer is None or not (tokenizer.chat_template or template.exists()):
+        return None
+    try:
+        return end_of_reply(choose_template("auto", tokenizer), tokenizer)
+    except (InputError, ImportError):  # what merges weights need not understand it
+        return None
 
 
 if __name__ == "__main__":

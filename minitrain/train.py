@@ -147,7 +147,7 @@ def export(trainer: Trainer, config: Config, folder: Path) -> None:
     else:
         save_tensors(tensors, shape, next(model.parameters()).dtype, folder)
         if config.model.path:
-            copy_generation_config(config.model.path, folder, end)
+            copy_generation_config(config.model.path, folder, shape.eos_token_id, end)
 
 
 def has_tokenizer(config: Config) -> bool:

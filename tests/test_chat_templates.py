@@ -5,6 +5,7 @@
 import datetime
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -329,15 +330,18 @@ def test_a_template_that_does_not_show_where_a_reply_ends_has_no_end(tmp_path):
 
 
 @pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("stored, in_all", [(None, None), (257, [257, 263]), ([257, 260], [257, 260, 263])])
+@pytest.mark.parametrize("stored, in_all", [
+    (None, None), ({}, [257, 263]), ({"eos_token_id": None}, [257, 263]), ({"eos_token_id": 257}, [257, 263]),
+    ({"eos_token_id": [257, 260]}, [257, 260, 263]),
+], ids=str)  # fmt: skip
 def test_what_is_tuned_in_a_template_ends_where_its_replies_end(tmp_path, lora, stored, in_all):
     """In transformers, too, which asks generation_config.json first; a merged adapter like a tuned model."""
     base, out, merged = (tmp_path / name for name in ("base", "out", "merged"))
     base.mkdir()
     tokenizer_with(base, "", ["<s>", "</s>", "<|begin_of_text|>", "<|end_header_id|>", *LLAMA3.special])
     save_pretrained(Decoder(model_config("llama3-8b-tiny", vocab_size=320, eos_token_id=257)), base)
-    if stored:
-        (base / "generation_config.json").write_text(json.dumps({"eos_token_id": stored, "top_k": 7}))
+    if stored is not None:
+        (base / "generation_config.json").write_text(json.dumps(stored | {"top_k": 7}))
     (tmp_path / "chats.jsonl").write_text(json.dumps({"prompt": "a", "response": "b"}))
     settings = f"model={base} data.kind=jsonl data.path={tmp_path}/chats.jsonl data.tokenizer={base} out_dir={out}"
     task = "task=lora lora.rank=2" if lora else "task=sft"
@@ -350,7 +354,7 @@ def test_what_is_tuned_in_a_template_ends_where_its_replies_end(tmp_path, lora, 
         merge.main(["--model", str(base), "--adapter", str(out), "--out", str(merged)])
     end, tuned = 263, merged if lora else out
     assert json.loads((tuned / "config.json").read_text())["eos_token_id"] == [257, end]
-    if stored:
+    if stored is not None:
         generation = GenerationConfig.from_pretrained(tuned)
         assert generation.eos_token_id == in_all and generation.top_k == 7
     assert (tuned / "chat_template.jinja").exists()
@@ -360,6 +364,21 @@ def test_what_is_tuned_in_a_template_ends_where_its_replies_end(tmp_path, lora, 
         generate.main([*words, "--prompt", "a", "--max-tokens", "1", "--device", "cpu"])
     asked, continued = (call.args[6] for call in params.call_args_list)
     assert end in asked and (end in continued) == (not lora)
+
+
+@pytest.mark.parametrize("jinja", ["{% if %}", "", "{{ messages[0]['content'] }}"])
+def test_adapters_are_merged_whatever_their_template(tmp_path, jinja):
+    model, lora = Decoder(model_config("llama3-8b-tiny", vocab_size=320)), Lora(rank=2, targets=["q_proj"])
+    model.config = replace(model.config, eos_token_id=None)
+    save_pretrained(model, tmp_path / "model")
+    zeros = ((name, torch.zeros(shape)) for name, shape in adapter_shapes(model.config, lora).items())
+    save_adapter(zeros, model.config, lora, tmp_path / "adapter")
+    tokenizer_with(tmp_path / "adapter", "", ["<s>", "</s>"])
+    (tmp_path / "adapter" / "chat_template.jinja").write_text(jinja)
+    words = ["--model", tmp_path / "model", "--adapter", tmp_path / "adapter", "--out", tmp_path / "out"]
+    merge.main(list(map(str, words)))
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == jinja
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 259  # the tokenizer's
 
 
 def test_a_merged_model_of_bytes_keeps_the_chat_template(tmp_path):

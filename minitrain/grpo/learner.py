@@ -134,7 +134,8 @@ class Learner:
         """
         if self.config.lora is not None:
             return
-        self.reference = build_model(self.config, self.meshes)
+        fp8 = dataclasses.replace(self.config.fp8, keep_transposed=False)  # it has no backward pass
+        self.reference = build_model(dataclasses.replace(self.config, fp8=fp8), self.meshes)
         optimizer = make_optimizer(self.reference, self.config.optim)  # has no state, but belongs into a checkpoint
         if resumed:
             if checkpointer.latest() is None:

@@ -216,18 +216,24 @@ def read_json(file: Path) -> dict:
     return raw
 
 
-def copy_generation_config(source: str | Path, folder: str | Path, end: int | None = None) -> None:
+def copy_generation_config(
+    source: str | Path, folder: str | Path, eos: int | list[int] | None, end: int | None
+) -> None:
     """How the model in folder `source` is to generate, and at which tokens to end, holds for what is made of it.
 
-    end: a token that ends a text besides.
+    eos: where that ends a text by its config.json, which counts only where this file says nothing. end: a token that
+    ends one besides, if not None.
     """
     file = Path(source, GENERATION)
-    if file.exists():
-        tree, text = read_json(file), file.read_text(encoding="utf-8")
-        ends = with_end(tree.get("eos_token_id"), end)
-        if "eos_token_id" in tree and ends != tree["eos_token_id"]:
-            text = json.dumps(tree | {"eos_token_id": ends}, indent=2) + "\n"
-        Path(folder, GENERATION).write_text(text, encoding="utf-8")
+    if not file.exists():
+        return
+    text = file.read_text(encoding="utf-8")
+    if end is not None:
+        tree = read_json(file)
+        own = tree.get("eos_token_id")
+        ends = with_end(eos if own is None else own, end)
+        text = text if ends == own else json.dumps(tree | {"eos_token_id": ends}, indent=2) + "\n"
+    Path(folder, GENERATION).write_text(text, encoding="utf-8")
 
 
 def with_end(ends: int | list[int] | None, end: int | None) -> int | list[int] | None:

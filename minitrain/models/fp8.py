@@ -17,8 +17,9 @@ Of the forward pass the FP8 input is kept, half the bytes of bf16's. A Linear's 
 where FSDP gathers it in FP8 already (parallel/fp8.py), that copy comes in as `gathered`.
 
 FP8 units sum along the rows of both factors, so the gradients' products take the weight, x and g transposed: copies,
-byte by byte, which are a fifth of all that such a block does in memory. So Linears that have the same input round and
-transpose it once, and transposed weights can be kept for all micro-batches.
+byte by byte, which are a fifth of all that such a block does in memory. So q, k and v, and gate and up, which have the
+same input, round and transpose it once, unless they have adapters; and transposed weights can be kept for all
+micro-batches.
 
 FP8 units take sizes that are multiples of 16. A Linear whose sizes are not, on any tensor-parallel rank, stays as it
 is; tokens are padded with zeros in the one product that sums over them. Embedding, head and router stay too. On CPU,
@@ -48,7 +49,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ALIGNMENT = 16
 EXPONENT = 0x7F800000  # these bits of an fp32
 SMALLEST = 2.0**-100  # a largest element below this is taken for this, so that no scale overflows
-READ_NO_NORM = ("o_proj", "down_proj")  # how the names of Linears end whose input comes from an activation or attention
+READ_NO_NORM = ("o_proj", "down_proj")  # how names of decoders' Linears end that read attention or an activation
 
 
 def to_fp8(blocks: list[nn.Module], fast_accumulation: str, tp: int = 1, experts: bool = False) -> None:
@@ -68,7 +69,7 @@ def to_fp8(blocks: list[nn.Module], fast_accumulation: str, tp: int = 1, experts
             continue
         module.fast, module.gathered = (fast_accumulation != "none", fast_accumulation == "all"), {}
     for module in (module for block in blocks for module in block.modules()):
-        linears = [getattr(module, name) for name in getattr(module, "same_input", ())]
+        linears = [getattr(module, name) for name in module.same_input] if hasattr(module, "project") else []
         if linears and all(type(linear) is Fp8Linear and not hasattr(linear, "lora") for linear in linears):
             module.project = partial(project, linears)
 
@@ -103,7 +104,7 @@ class Fp8Experts(Experts):
         stack, (stack8, inverses, copy8) = getattr(self, name), in_fp8(self, name)
         if len(stack) == 1 and fits(stack, ALIGNMENT):
             weight = stack.squeeze(0), stack8[0], inverses.squeeze(), copy8
-            return Fp8Products.apply(x, *self.fast, False, True, *weight)[0]
+            return Fp8Products.apply(x, *self.fast, False, True, *weight)[0]  # x is sorted, by a kernel of its own
         return Fp8GroupedProduct.apply(x, stack, stack8, inverses, offsets)
 
 
@@ -262,7 +263,7 @@ def not_before(grad_inverse: Tensor, x8: Tensor) -> Tensor:
 def pad_rows(x: Tensor, rows: int, rows_known: bool = True) -> Tensor:
     """FP8 [n, m] with zeros below: [rows, m]. Zero is zero as a byte, too, which can be padded.
 
-    rows_known: see `Fp8Product`; a compiler that does not know n cannot ask whether any row is missing.
+    rows_known: see `Fp8Products`; a compiler that does not know n cannot ask whether any row is missing.
     """
     missing = rows - len(x)
     return x if rows_known and not missing else F.pad(x.view(torch.uint8), (0, 0, 0, missing)).view(x.dtype)
@@ -274,7 +275,7 @@ def pad_rows(x: Tensor, rows: int, rows_known: bool = True) -> Tensor:
 def quantize(x: Tensor, dtype: torch.dtype, each: bool = False, rows_known: bool = True) -> tuple[Tensor, Tensor]:
     """x in FP8, and its inverse scale in fp32, a scalar: x is about x8.float() * inverse.
 
-    each: whether each matrix of a stack has a scale of its own; they are [len(x), 1, 1]. rows_known: see `Fp8Product`.
+    each: whether each matrix of a stack has a scale of its own; they are [len(x), 1, 1]. rows_known: see `Fp8Products`.
     """
     scale = power_of_two_scale(largest(x, each, rows_known), dtype)
     return cast(x, scale, dtype), 1 / scale
