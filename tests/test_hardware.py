@@ -96,7 +96,7 @@ def test_peak_memory_rises_by_what_is_allocated_above_it_and_stays():
 @pytest.mark.skipif(not LINUX_STATUS.exists(), reason="needs Linux's /proc")
 def test_peak_memory_leaves_out_the_process_that_started_this_one():
     """On Linux, getrusage charges a new program with the memory of the one that it was started from."""
-    large = torch.ones(2**29, dtype=torch.uint8)
+    large = torch.ones(2**30, dtype=torch.uint8)
     code = "import torch, minitrain.bench.hardware as here; print(here.peak_memory_bytes(torch.device('cpu')))"
     root = Path(hardware.__file__).parents[2]
     assert int(subprocess.check_output([sys.executable, "-c", code], cwd=root)) < large.nbytes
