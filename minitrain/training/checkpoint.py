@@ -299,10 +299,9 @@ def prepare_optimizer(optimizer: Optimizer, model: Module, saved: Saved) -> dict
     """Replace the optimizer's state by empty tensors for all that is saved, and return them by `parameter name/key`.
 
     What has its parameter's shape is sharded like it, and of the type that this optimizer keeps, which reading converts
-    to; the rest are scalars, such as Adam's step.
+    to; the rest are scalars, such as Adam's step, which fused kernels read beside the weights.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    steps_on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
     optimizer.state.clear()
     tensors = {}
     for entry, stored in saved.items():
@@ -313,8 +312,7 @@ def prepare_optimizer(optimizer: Optimizer, model: Module, saved: Saved) -> dict
                 dtype = optimizer.defaults.get("states", parameter.dtype)
                 tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
             else:
-                device = parameter.device if steps_on_device else "cpu"
-                tensor = torch.empty(stored.size, dtype=stored.properties.dtype, device=device)
+                tensor = torch.empty(stored.size, dtype=stored.properties.dtype, device=parameter.device)
             tensors[entry] = optimizer.state[parameter][key] = tensor
     return tensors
 
