@@ -14,7 +14,7 @@ from typing import Any, Literal
 from minitrain.config_checks import validate
 from minitrain.config_yaml import apply_override, check_known, convert, describe, name_or_path, read_tree
 from minitrain.errors import InputError
-from minitrain.models.checkpoint_hf import read_any_config
+from minitrain.models.checkpoint_hf import read_config
 from minitrain.models.checkpoint_peft import adapter_shapes, read_adapter_config
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.lora import Lora
@@ -304,7 +304,7 @@ def _read_model(value: Any, kind: type) -> Model:
     for key in value:
         check_known(key, ["name", "path", *hints], "model")
     overrides = {key: convert(hints[key], v, f"model.{key}") for key, v in value.items()}
-    shape = read_any_config(path) if path else model_config(name) if name else kind()
+    shape = read_config(path) if path else model_config(name) if name else kind()
     if not isinstance(shape, kind):
         wanted = "not a diffusion model, as task=diffusion needs" if kind is WanConfig else "for task=diffusion alone"
         raise InputError(f"model={name or path!r} is {wanted}")

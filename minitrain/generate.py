@@ -14,7 +14,7 @@ from pathlib import Path
 from minitrain import cli, generate_video
 from minitrain.cli import positive
 from minitrain.errors import InputError
-from minitrain.models.checkpoint_hf import load_pretrained, read_any_config
+from minitrain.models.checkpoint_hf import load_pretrained, read_config
 from minitrain.models.checkpoint_peft import load_adapter
 from minitrain.models.config_hf import GENERATION, read_json
 from minitrain.models.decoder import Decoder
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> None:
             raise InputError(
                 f"--{name} {folder} is no folder (give one in Hugging Face layout, such as a run's out_dir)"
             )
-    config = read_any_config(options.model)
+    config = read_config(options.model)
     if isinstance(config, WanConfig):
         raise InputError(f"--model {options.model} is a diffusion model, which needs --task diffusion")
     tokenizer = load_tokenizer(options.tokenizer or tokenizer_folder(options.model, options.adapter))

@@ -9,8 +9,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from minitrain import InputError, load_pretrained
 from minitrain.models import checkpoint_hf
-from minitrain.models.checkpoint_hf import load_weights
-from minitrain.models.config_hf import read_config
+from minitrain.models.checkpoint_hf import load_weights, read_config
 from minitrain.models.decoder import Decoder
 from tests.parity.hf_models import MOE_CONFIGS, build
 

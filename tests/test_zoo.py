@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from minitrain import InputError
-from minitrain.models.config_hf import read_config
+from minitrain.models.checkpoint_hf import read_config
 from minitrain.models.decoder import Decoder
 from minitrain.models.layers import rotary_frequencies
 from minitrain.models.zoo import ZOO, model_config

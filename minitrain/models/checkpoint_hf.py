@@ -39,7 +39,7 @@ def load_pretrained(path: str | Path, dtype: torch.dtype | None = None, device=N
     dtype: of the weights. By default the checkpoint's own, as in transformers: what config.json says, or, where it says
     nothing, what the embedding is stored in. Raises InputError for anything that is wrong with the folder.
     """
-    config = read_any_config(path)
+    config = read_config(path)
     weights = find_weights(config, path)
     dtype = dtype or _stored_dtype(Path(path), weights)
     model = empty_model(config).to(dtype).to_empty(device=device or "cpu")
@@ -47,7 +47,7 @@ def load_pretrained(path: str | Path, dtype: torch.dtype | None = None, device=N
     return model
 
 
-def read_any_config(path: str | Path) -> DecoderConfig | WanConfig:
+def read_config(path: str | Path) -> DecoderConfig | WanConfig:
     """The shape of the model in folder `path`, of either kind."""
     file = Path(path) / "config.json"
     raw = read_json(file)

@@ -139,14 +139,8 @@ FAMILIES = {
 # ------------------------------------------------------------------------------------------------------------------ in
 
 
-def read_config(path: str | Path) -> DecoderConfig:
-    """The shape of the model in folder `path`. Raises InputError for what the decoder would not compute exactly."""
-    file = Path(path) / "config.json"
-    return config_from_hf(read_json(file), file)
-
-
 def config_from_hf(raw: dict, file: Path) -> DecoderConfig:
-    """What config.json `raw` says. Raises InputError as `read_config` does, naming `file`."""
+    """What config.json `raw` says. Raises InputError, naming `file`, for what the decoder would not compute exactly."""
     name = _find_family(raw, file)
     family = FAMILIES[name]
     if name == "gpt2":

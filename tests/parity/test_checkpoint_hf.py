@@ -14,8 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from minitrain import InputError, load_pretrained, save_pretrained
-from minitrain.models.checkpoint_hf import load_weights, save_tensors
-from minitrain.models.config_hf import read_config
+from minitrain.models.checkpoint_hf import load_weights, read_config, save_tensors
 from minitrain.models.decoder import Decoder
 from tests.parity.hf_models import CONFIGS, build, random_tokens, reload
 

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, NemotronHConfig
 
 from minitrain import InputError, load_pretrained, save_pretrained
-from minitrain.models.checkpoint_hf import load_weights, save_tensors
+from minitrain.models.checkpoint_hf import load_weights, read_config, save_tensors
 from minitrain.models.checkpoint_nemotron_h import NO_EXPERTS
-from minitrain.models.config_hf import config_to_hf, read_config
+from minitrain.models.config_hf import config_to_hf
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import ZOO, model_config
 from tests.parity import hf_models
