@@ -67,16 +67,10 @@ def save_pretrained(
     """
     if any(map(is_adapter, model.state_dict())):
         raise InputError("a model with adapters cannot be saved as one model (use merge_adapters first)")
+    if original_names and not isinstance(model, Wan):
+        raise InputError("original_names=True is for Wan models: others have one spelling")
     dtype = next(model.parameters()).dtype
-    if original_names:
-        if not isinstance(model, Wan):
-            raise InputError("original_names=True is for Wan models: others have one spelling")
-        settings = checkpoint_wan.config_to_original_json(model.config)
-        tensors = ((checkpoint_wan.original_name(name), parameter) for name, parameter in model.named_parameters())
-        fp32 = kept_in_fp32(model.config, checkpoint_wan.original_name)
-        _write_checkpoint(tensors, settings, checkpoint_wan.STEM, dtype, fp32, path, max_shard_bytes)
-    else:
-        save_tensors(model.state_dict().items(), model.config, dtype, path, max_shard_bytes)
+    save_tensors(model.state_dict().items(), model.config, dtype, path, max_shard_bytes, original_names)
 
 
 # ---------------------------------------------------------------------------------------------------------- weights, in
@@ -247,16 +241,18 @@ def save_tensors(
     dtype: torch.dtype,
     path: str | Path,
     max_shard_bytes: int = 5 * 10**9,
+    original_names: bool = False,
 ) -> None:
     """Write full tensors, named as the model's parameters, as a Hugging Face checkpoint in `dtype`, but for what the
-    model keeps in fp32.
+    model keeps in fp32. original_names: of Wan's own code, in place of diffusers'.
 
     `tensors` is consumed lazily, and each shard leaves memory as soon as it is full. The folder keeps what it had until
     everything is on disk; config.json comes last, so a folder that has one is complete.
     """
     if isinstance(config, WanConfig):
-        settings, stem = checkpoint_wan.config_to_json(config), checkpoint_wan.STEM
-        spell = checkpoint_wan.diffusers_name
+        spell = checkpoint_wan.original_name if original_names else checkpoint_wan.diffusers_name
+        to_json = checkpoint_wan.config_to_original_json if original_names else checkpoint_wan.config_to_json
+        settings, stem = to_json(config), checkpoint_wan.STEM
         tensors = ((spell(name), x) for name, x in tensors)
     else:
         settings, stem = config_to_hf(config, dtype), STEMS[0]
