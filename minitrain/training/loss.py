@@ -106,7 +106,8 @@ def _gradients(
     gradient grad_of(logits, chunk). The logits are computed here and may be overwritten."""
     need_hidden, need_weight, *_ = needed
     grad_hidden = torch.empty_like(hidden) if need_hidden else None
-    grad_weight = _new_gradient(weight, len(hidden)) if need_weight else None
+    new = torch.empty if len(hidden) else torch.zeros  # the first product overwrites it, if there is one
+    grad_weight = new(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
     for start in range(0, len(hidden), CHUNK):
         chunk = slice(start, start + CHUNK)
         grad_logits = grad_of(matmul(hidden[chunk], weight.T), chunk)
@@ -142,11 +143,6 @@ def _find(labels: Tensor, part: Part, size: int) -> tuple[Tensor, Tensor, Tensor
     columns = labels[:, None] - part.first
     mine = valid & (columns >= 0) & (columns < size)
     return valid, mine, columns * mine
-
-
-def _new_gradient(weight: Tensor, tokens: int) -> Tensor:
-    """In fp32, without values, as the first product overwrites them; with none to come, zero."""
-    return (torch.empty if tokens else torch.zeros)(weight.shape, dtype=torch.float32, device=weight.device)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
