@@ -284,9 +284,7 @@ def quantize(x: Tensor, dtype: torch.dtype, each: bool = False, rows_known: bool
 def dequantize(x8: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
     """Exact in bf16 and fp32."""
     wide = x8.float() * inverse
-    return (
-        wide if dtype == wide.dtype else wide.to(dtype)
-    )  # torch 2.11 loses a Function's gradient behind an empty `to`
+    return wide if wide.dtype == dtype else wide.to(dtype)  # 2.11 loses gradients behind an empty `to`
 
 
 def largest(x: Tensor, each: bool = False, rows_known: bool = True) -> Tensor:
