@@ -15,7 +15,6 @@ import torch
 from minitrain.errors import InputError
 from minitrain.models import checkpoint_gpt2, checkpoint_nemotron_h
 from minitrain.models.decoder_config import LATENT, YARN, DecoderConfig
-from minitrain.models.wan import WanConfig
 
 GENERATION = "generation_config.json"
 EPS_KEYS = {"rmsnorm": "rms_norm_eps", "layernorm": "layer_norm_epsilon", "layernorm1p": "norm_eps"}
@@ -365,8 +364,6 @@ def _token_ids(raw: dict, key: str, file: Path) -> int | list[int] | None:
 
 def check_exportable(config: DecoderConfig) -> None:
     """Raises InputError for a model that its family's config.json cannot describe: read again, that says another."""
-    if isinstance(config, WanConfig):
-        raise InputError("model: a Wan model generates video: it cannot be trained as a language model")
     family = FAMILIES.get(config.family)
     if family is None:
         raise InputError(f"model.family={config.family!r} cannot be saved (known: {', '.join(FAMILIES)})")
