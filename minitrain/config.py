@@ -281,8 +281,8 @@ def _read_lora(config: Config, given: dict) -> Lora | None:
         ours, theirs = getattr(lora, key), getattr(stored, key)
         if key in given and ours != theirs and not (key == "targets" and _adapt_the_same(config, lora, stored)):
             raise InputError(f"lora.{key}={ours} cannot be changed: lora.path={lora.path} has {theirs}")
-    ours = {key: getattr(lora, key) for key in ("dropout", "dropout_position", "dtype", "path")}
-    return dataclasses.replace(stored, **ours)
+    kept = {key: getattr(lora, key) for key in ("dropout", "dropout_position", "dtype", "path")}
+    return dataclasses.replace(stored, **kept)
 
 
 def _adapt_the_same(config: Config, *loras: Lora) -> bool:

@@ -22,7 +22,7 @@ from minitrain import config as configs
 from minitrain.config import Config
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import add_adapters
-from minitrain.parallel.context import split
+from minitrain.parallel.context import own_tokens
 from minitrain.parallel.mesh import local, start, whole
 from minitrain.training.build import build_model, initialize
 from minitrain.training.loop import forward_backward
@@ -77,7 +77,7 @@ def train(tree: dict, steps: int = 2, batch: Callable = ragged_batch) -> Trace:
     trace = Trace(weights=[copies(model.named_parameters())])
     for step in range(steps):
         rows = micro_batches(batch(config, step), config, meshes.batch)
-        rows = [split(each, meshes.cp, config.parallel.context) for each in rows]
+        rows = [own_tokens(each, meshes.cp, config.parallel.context) for each in rows]
         loss = forward_backward(model, LanguageModeling(), rows, meshes, torch.device("cpu"))
         trace.losses.append(loss.item())
         trace.gradients.append(copies((name, p.grad) for name, p in model.named_parameters() if p.requires_grad))

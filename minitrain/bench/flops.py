@@ -8,8 +8,8 @@ FLOPs.
 In the formulas N is `work.weights`, d L is `work.attention`, S is `work.state` and s is `seq_len`. A weight costs a
 token 2 FLOPs in each of three products: output, gradient of the input, gradient of the weight. Attention has two
 products per key (scores, values), hence 4 d L FLOPs forward and twice that backward: 12 d L per key; with a window,
-there are fewer keys. Of the experts only those count that a token goes to. A Mamba-2 state
-has two per element whatever the length (what a token adds, what it reads): 12 S.
+there are fewer keys. Of the experts only those count that a token goes to. A Mamba-2 state has two products per element
+whatever the length (what a token adds, what it reads): 12 S.
 
 These are model FLOPs: recomputed activations, norms, rotary embeddings, softmax and the optimizer do not count.
 """
@@ -61,9 +61,8 @@ Convention = Callable[[Work, float], float]
 def clean(work: Work, seq_len: float) -> float:
     """What a step has to compute: 6 N + 6 d L s, the causal half, + 12 S; LoRA: 4 per frozen weight, 6 per adapter's.
 
-    Routers count as weights.
-    Frozen weights still pass gradients on to their inputs, so attention's backward is whole. For packed documents,
-    seq_len is their `effective_length`.
+    Routers count as weights. Frozen weights still pass gradients on to their inputs, so attention's backward is whole.
+    For packed documents, seq_len is their `effective_length`.
     """
     weights = work.weights + work.routers
     trained, frozen = (work.adapters, weights) if work.adapters else (weights, 0)

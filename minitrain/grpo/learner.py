@@ -19,7 +19,7 @@ from minitrain.grpo.problems import Problems
 from minitrain.grpo.refit import Parts
 from minitrain.grpo.rollouts import Group, rewards
 from minitrain.models.lora import Lora, adapter_names, is_adapter, merged
-from minitrain.parallel.context import split
+from minitrain.parallel.context import own_tokens
 from minitrain.parallel.mesh import Meshes, local, owned, sum_over, whole
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.training.build import build_model
@@ -80,7 +80,7 @@ class Learner:
         """
         ranks, cp = self.meshes.batch, self.meshes.cp
         batches = micro_batches(samples, self.config, ranks.get_local_rank(), ranks.size())
-        return [split(each, cp, self.config.parallel.context) for each in batches]
+        return [own_tokens(each, cp, self.config.parallel.context) for each in batches]
 
     @torch.no_grad()
     def add_log_probs(self, name: str, model: Module, batches: list[Batch]) -> None:

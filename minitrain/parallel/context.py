@@ -42,7 +42,7 @@ _all_gather = getattr(collectives, "all_gather_single_autograd", None) or collec
 
 
 def context_parallel(model: Module, mesh: DeviceMesh, form: str) -> None:
-    """Make `model` attend over whole rows while every rank of the 1-D `mesh` holds only the tokens that `split` gives.
+    """Make `model` attend over whole rows while every rank of the 1-D `mesh` holds only its `own_tokens`.
 
     form: `allgather` or `ulysses`. Replaces `model.make_mask`, and `attend` or `mix` of every module that has one. A
     model with `split_cp` and `gather` takes and returns whole rows, and attends to all of them: tokens stay in order.
@@ -79,7 +79,7 @@ def places(length: int, mesh: DeviceMesh, zigzag: bool, device: torch.device | s
     return cut_row(torch.arange(length, device=device), 0, mesh.size(), zigzag)[mesh.get_local_rank()]
 
 
-def split(batch: dict[str, Tensor], mesh: DeviceMesh, form: str) -> dict[str, Tensor]:
+def own_tokens(batch: dict[str, Tensor], mesh: DeviceMesh, form: str) -> dict[str, Tensor]:
     """This rank's tokens of a micro-batch: every value [rows, seq] becomes [rows, seq / cp].
 
     seq must be a multiple of 2 cp (allgather) or cp (ulysses). A batch without `positions` gets them: 0, 1, 2, ... is

@@ -19,7 +19,7 @@ from torch.nn import Module
 from minitrain.errors import InputError
 from minitrain.hashing import seed_of
 
-GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
+GOLDEN_RATIO = (math.sqrt(5) - 1) / 2  # its multiples modulo 1 lie evenly, however many there are
 
 
 @dataclass(frozen=True)

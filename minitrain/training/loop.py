@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from minitrain.config import Config
 from minitrain.models.moe import Router, update_selection_bias
-from minitrain.parallel.context import split
+from minitrain.parallel.context import own_tokens
 from minitrain.parallel.data import set_gradient_sync
 from minitrain.parallel.mesh import Meshes, local, pick_device, sum_over
 from minitrain.parallel.pipeline import Pipeline
@@ -60,7 +60,7 @@ class Trainer:
         share = batch.global_ // ranks.size()
         first = step * batch.global_ + ranks.get_local_rank() * share
         batches = (read(dataset, range(n, n + batch.micro)) for n in range(first, first + share, batch.micro))
-        return [split(each, self.meshes.cp, self.config.parallel.context) for each in batches]
+        return [own_tokens(each, self.meshes.cp, self.config.parallel.context) for each in batches]
 
     def step(self, dataset, step: int) -> dict[str, Tensor]:
         """One optimizer step on the rows of `step`. Returns loss and grad_norm, without waiting for the device."""
@@ -113,7 +113,8 @@ def rows_once(dataset, numbers: range) -> dict[str, Tensor]:
 
 def dropout_seed(seed: int, step: int, meshes: Meshes) -> int:
     """Ranks with other tokens or other layers draw other masks; those of a tensor-parallel group must draw the same."""
-    return hash((seed, step, meshes.loss.get_local_rank(), meshes.pp.get_local_rank())) & (2**63 - 1)
+    numbers = seed, step, meshes.loss.get_local_rank(), meshes.pp.get_local_rank()
+    return hash(numbers) & (2**63 - 1)  # Python salts the hashes of texts, not those of whole numbers
 
 
 def forward_backward(

@@ -12,7 +12,7 @@ from minitrain.config import from_dict
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.parallel.context import context_parallel, places, split
+from minitrain.parallel.context import context_parallel, own_tokens, places
 from minitrain.parallel.mesh import start
 from minitrain.training.data import rows
 from minitrain.training.loop import Trainer
@@ -264,7 +264,7 @@ def test_collectives_of_mamba(pool, form):
 
 
 def split_rows(form, batch):
-    return split(batch, init_device_mesh("cpu", (2,)), form)
+    return own_tokens(batch, init_device_mesh("cpu", (2,)), form)
 
 
 @pytest.mark.parametrize("form, held", [
