@@ -25,8 +25,8 @@ class Batch:
         # on CUDA without graphs the compiled parts' own calls would cost what they save
         self.compiles = sampler.compiles and (graphs or device.type == "cpu")
 
-        def numbers(*shape, dtype=torch.int64, value=0):
-            return torch.full(shape, value, dtype=dtype, device=device)
+        def numbers(*shape, dtype=torch.int64):
+            return torch.zeros(shape, dtype=dtype, device=device)
 
         self.tokens, self.positions, self.turn = numbers(rows), numbers(rows), numbers(1)
         self.last_position = min(sampler.width * caches.page_size, sampler.config.max_position_embeddings) - 1
