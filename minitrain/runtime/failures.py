@@ -21,6 +21,7 @@ import torch.distributed as dist
 from minitrain.errors import InputError
 
 PACKAGE = Path(__file__).parents[1]
+WAITING_FOR_CALLERS = ("agreement.py", "mesh.py")  # files whose collectives say nothing of what was waited for
 
 
 @contextmanager
@@ -69,7 +70,7 @@ def where_in_collective(error: Exception) -> str:
     caller = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file, name = Path(frame.f_code.co_filename), frame.f_code.co_qualname.split(".<locals>")[0]
-        if file.is_relative_to(PACKAGE) and file.name != "agreement.py":  # which waits for its callers
+        if file.is_relative_to(PACKAGE) and file.name not in WAITING_FOR_CALLERS:
             caller = f" in {name} ({file.relative_to(PACKAGE)}:{line})"
     return pending_operation() + caller
 

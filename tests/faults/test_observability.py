@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,12 +23,13 @@ from minitrain.grpo import loop
 from minitrain.parallel import mesh
 from minitrain.parallel.mesh import set_timeout, start
 from minitrain.runtime.agreement import difference
-from minitrain.runtime.failures import recorded
+from minitrain.runtime.failures import recorded, where_in_collective
 from minitrain.tokenizer import ByteTokenizer
 from minitrain.training import fingerprint
 from minitrain.training.fingerprint import agreed_fingerprint, file_digest
-from minitrain.training.loop import Trainer
+from minitrain.training.loop import Trainer, global_count
 from minitrain.training.metrics import to_line
+from minitrain.training.objectives import LanguageModeling
 from minitrain.training.optim import clip_gradients
 from minitrain.training.profiling import recorded_steps
 from tests.distributed.test_grpo import TREE as GRPO
@@ -226,6 +228,14 @@ def test_a_collective_that_waits_in_vain_is_one_line(tmp_path):
     assert line.removeprefix(begin).split(end)[0] == "all_reduce in clip_gradients"
     log = (tmp_path / "logs/rank-0.log").read_text()
     assert "Traceback" in log and "clip_gradients" in log and not (tmp_path / "logs/rank-1.log").exists()
+
+
+def test_of_a_sum_over_ranks_the_caller_is_named():
+    """A step's first collective, in which the others wait for a rank that hangs in its data."""
+    meshes = SimpleNamespace(loss=SimpleNamespace(size=lambda: 2, get_group=lambda: None))
+    with patch("torch.distributed.all_reduce", side_effect=RuntimeError), pytest.raises(RuntimeError) as caught:
+        global_count(LanguageModeling(), [], meshes, torch.device("cpu"))
+    assert " in global_count (training/loop.py:" in where_in_collective(caught.value)
 
 
 begin_to_lose_patience = []  # what sets the groups' time-outs
