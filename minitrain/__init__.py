@@ -1,4 +1,4 @@
-"""minitrain: the modern large-model training stack in plain PyTorch, small enough to read in an afternoon."""
+"""minitrain: the modern large-model training stack in plain PyTorch, with a core that reads in an afternoon or two."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
