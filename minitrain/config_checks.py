@@ -10,7 +10,7 @@ from functools import reduce
 from typing import TYPE_CHECKING
 
 from minitrain.errors import InputError
-from minitrain.models.checkpoint_peft import LARGEST_ALPHA, LARGEST_RANK, adapter_shapes, refuse_gpt2
+from minitrain.models.checkpoint_peft import LARGEST_ALPHA, LARGEST_RANK, adapter_shapes
 from minitrain.models.config_hf import check_exportable
 
 if TYPE_CHECKING:
@@ -145,7 +145,8 @@ def _validate_lora(config: "Config") -> None:
     _at_most(config, LARGEST_ALPHA, "lora.alpha")
     if not 0 <= lora.dropout < 1:
         raise InputError(f"lora.dropout={lora.dropout} must be at least 0 and below 1")
-    refuse_gpt2(config.model.config)
+    if config.model.config.family == "gpt2":
+        raise InputError("lora: adapters of GPT-3's q_proj, k_proj and v_proj have no form in PEFT: there they are one")
     speed = getattr(config.model.config, "bias_update_speed", 0)
     if speed and config.task != "grpo":  # which never moves it
         raise InputError(f"model.bias_update_speed={speed}: lora freezes the model, no adapter has the bias (use 0)")

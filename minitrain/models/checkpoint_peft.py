@@ -10,8 +10,8 @@
 
 The names are those of transformers' modules, which for some families differ from the hub's tensors. Experts are what
 PEFT calls `target_parameters`. Some of what can be adapted has no form in PEFT, see `UNREADABLE`: such adapters can be
-read here only, and a run says so when it begins. Left out: GPT-3, whose q, k and v are one
-matrix on the hub; all variants of LoRA.
+read here only, and a run says so when it begins. Left out: GPT-3, whose q, k and v are one matrix on the hub; all
+variants of LoRA.
 """  # noqa: E501
 
 import json
@@ -125,7 +125,6 @@ def save_adapter(tensors: Iterable[tuple[str, Tensor]], config, lora: Lora, path
 
     config: the model's. base: its name or folder, as peft's Auto classes want to know it.
     """
-    refuse_gpt2(config)
     folder, shapes = Path(path), adapter_shapes(config, lora)
     stored = {
         stored_name(name, shapes, config): to_stored(name, tensor.detach().cpu(), config).contiguous()
@@ -170,12 +169,6 @@ def unreadable_note(config, lora: Lora) -> list[str]:
     lost = sorted({name for name in UNREADABLE.get(config.family, ()) for path in paths if matches(path, name)})
     note = f"PEFT cannot read adapters of this model's {', '.join(lost)}, but minitrain.merge and generate can"
     return [note] if lost else []
-
-
-def refuse_gpt2(config) -> None:
-    """Raises InputError for the one family whose adapters have no form in PEFT."""
-    if config.family == "gpt2":
-        raise InputError("lora: adapters of GPT-3's q_proj, k_proj and v_proj have no form in PEFT: there they are one")
 
 
 # ------------------------------------------------------------------------------------------------- one tensor at a time

@@ -172,8 +172,6 @@ def test_what_cannot_be_loaded(tmp_path):
     refused(f"tensor {name} .*is missing", weights={key: x for key, x in tensors.items() if key != name})
     with pytest.raises(InputError, match="adapter_config.json"):
         load_adapter(model, tmp_path / "base")
-    with pytest.raises(InputError, match="GPT-3's q_proj"):
-        save_adapter([], model_config("gpt3-175b-tiny"), lora, tmp_path / "gpt3")
 
 
 @pytest.mark.parametrize("name, targets, said", [
