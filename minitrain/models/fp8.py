@@ -284,7 +284,7 @@ def quantize(x: Tensor, dtype: torch.dtype, each: bool = False, rows_known: bool
 def dequantize(x8: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
     """Exact in bf16 and fp32."""
     wide = x8.float() * inverse
-    return wide if wide.dtype == dtype else wide.to(dtype)  # 2.11 loses gradients behind an empty `to`
+    return wide if wide.dtype == dtype else wide.to(dtype)  # see `rotate` in layers.py
 
 
 def largest(x: Tensor, each: bool = False, rows_known: bool = True) -> Tensor:

@@ -185,4 +185,5 @@ class Rotation(torch.autograd.Function):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
     turned = torch.addcmul(x * cos, swapped, sin)
-    return turned if turned.dtype == x.dtype else turned.to(x.dtype)  # 2.11 loses gradients behind an empty `to`
+    # compiled by torch 2.11, a Function that ends in a `to` that changes nothing gives no gradient
+    return turned if turned.dtype == x.dtype else turned.to(x.dtype)

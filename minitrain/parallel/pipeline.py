@@ -82,7 +82,7 @@ def cut(layers: int, stages: int, layers_per_stage: list[int] | None = None, hea
     longer = {0, *range(stages - more + 1, stages)} if more else ()
     even = [each + (stage in longer) for stage in range(stages)]
     slots = layers_per_stage or [*even[:-1], even[-1] - (head - 1)]
-    ends = list(accumulate(slots))
+    ends = list(accumulate(slots))  # layer i is in slot i + 1
     return [
         dict(layers=range(max(end - n - 1, 0), min(end - 1, layers)), first=end == n, last=end == layers + 2)
         for n, end in zip(slots, ends, strict=True)

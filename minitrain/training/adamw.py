@@ -89,7 +89,7 @@ class AdamW(torch.optim.Optimizer):
 
     def update(self, pieces: list[Piece], group: dict) -> None:
         weights, gradients, averages, squares = (
-            [x.float() for x in column] for column in list(zip(*pieces, strict=True))[3:]
+            [getattr(piece, key).float() for piece in pieces] for key in ("weight", "gradient", "exp_avg", "exp_avg_sq")
         )
         beta1, beta2 = group["betas"]
         adamw(
@@ -100,10 +100,11 @@ class AdamW(torch.optim.Optimizer):
         for piece, *updated in zip(pieces, weights, averages, squares, strict=True):
             for key, value in zip(("weight", "exp_avg", "exp_avg_sq"), updated, strict=True):
                 stored = getattr(piece, key)
-                if stored.dtype == torch.bfloat16 and self.stochastic:
+                if stored.dtype != torch.bfloat16:
+                    continue  # fp32 was updated in place
+                if self.stochastic:
                     value = round_stochastically(value, random_bits(f"{piece.name}/{key}", piece.step, piece.place))
-                if stored.dtype == torch.bfloat16:  # fp32 was updated in place
-                    stored.copy_(value)
+                stored.copy_(value)
 
 
 def split_rows(name: str, place: Slices, step: Tensor, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
