@@ -13,6 +13,7 @@ from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import load_pretrained, save_pretrained
 from minitrain.models.checkpoint_peft import load_adapter
 from minitrain.models.config_hf import copy_generation_config, with_end
+from minitrain.models.decoder import Decoder
 from minitrain.models.lora import merge_adapters
 from minitrain.tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer, tokenizer_folder
 from minitrain.training.chat import end_of_reply
@@ -34,12 +35,14 @@ def main(arguments: list[str]) -> None:
     model = load_pretrained(options.model)
     load_adapter(model, options.adapter)
     merge_adapters(model)
-    known = model.config.eos_token_id
-    if known is None and tokenizer:
-        known = tokenizer.eos_id
-    model.config = replace(model.config, eos_token_id=with_end(known, end))
+    known = None
+    if isinstance(model, Decoder):  # of videos none has a token that ends it
+        known = model.config.eos_token_id
+        if known is None and tokenizer:
+            known = tokenizer.eos_id
+        model.config = replace(model.config, eos_token_id=with_end(known, end))
     save_pretrained(model, options.out)
-    copy_generation_config(options.model, options.out, model.config.eos_token_id, end)
+    copy_generation_config(options.model, options.out, known, end)
     if tokenizer:
         tokenizer.save(options.out)
     if template.exists():

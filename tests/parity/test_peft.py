@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from minitrain import InputError, load_adapter, load_pretrained, merge_adapters
+from minitrain import InputError, load_adapter, load_pretrained, merge, merge_adapters
 from minitrain.models.checkpoint_peft import adapter_shapes, read_adapter_config, save_adapter, unreadable_note
 from minitrain.models.lora import TARGETS, Lora, add_adapters, is_adapter
 from minitrain.models.zoo import model_config
@@ -107,6 +107,11 @@ def test_wan_adapters_are_those_of_peft_on_diffusers(tmp_path):
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[name], atol=1e-4 * expected[name].abs().max().item(), rtol=1e-3)
+    adapted = ours(**given)
+    test_wan.pair("i2v")[0].save_pretrained(tmp_path / "base")
+    words = {"--model": tmp_path / "base", "--adapter": tmp_path / "theirs", "--out": tmp_path / "merged"}
+    merge.main([str(word) for pair in words.items() for word in pair])
+    torch.testing.assert_close(load_pretrained(tmp_path / "merged")(**given), adapted, atol=1e-4, rtol=0)
 
 
 def test_targets_that_a_model_has_not_are_not_written(tmp_path):
