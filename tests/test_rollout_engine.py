@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import itertools
 import os
 import weakref
 from unittest import mock
@@ -554,6 +555,26 @@ def test_nothing_stays_queued_after_a_failure(monkeypatch):
         assert not sampler.busy and sampler.scheduler.pages.available == 30
     found = sampler.generate(prompts, params)
     assert [each.tokens for each in found] == [uncached(model, prompt, 4) for prompt in prompts]
+
+
+def test_an_interrupted_step_counts_for_nothing():
+    """Neither what layers before the interrupt have kept of its tokens, of a prompt's chunk or of decoding samples."""
+    model, prompts = make("nemotron3-nano-30b-a3b"), prompts_of((9, 6))
+    sampler = Sampler(model, settings=Rollout(slots=3, page_size=4, pages=30, chunk=4))
+    params, passes, interrupts = SamplingParams(temperature=0, max_tokens=6), itertools.count(), 0
+
+    def interrupt(*args):
+        if next(passes) in (1, 5, 8):
+            raise KeyboardInterrupt
+
+    model.blocks[-1].register_forward_pre_hook(interrupt)
+    samples = [sample for prompt in prompts for sample in sampler.submit(prompt, params)]
+    while sampler.busy:
+        try:
+            sampler.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts == 3 and [s.produced for s in samples] == [uncached(model, prompt, 6) for prompt in prompts]
 
 
 def test_pages_that_cuda_can_read():

@@ -118,15 +118,19 @@ class Sampler:
         """Do a piece of the work that there is; returns which samples went on, and by which tokens.
 
         Whoever takes many steps does so `with sampler.weights.in_use()`, as `generate` does: a step alone prepares the
-        model and puts it back.
+        model and puts it back. After an interrupt, steps go on as if there had been none.
         """
         with self.weights.in_use():
             work = self.scheduler.plan()
-            self.caches.copy(work.page_copies, work.slot_copies, self.device)
-            if work.chunks:
-                self._compute(work.chunks)
-                return []
-            return self._decode(work) if work.samples else []
+            try:
+                self.caches.copy(work.page_copies, work.slot_copies, self.device)
+                if work.chunks:
+                    self._compute(work.chunks)
+                    return []
+                return self._decode(work) if work.samples else []
+            except BaseException:  # states may have taken the step's tokens already, and would take them twice
+                self.scheduler.restart()
+                raise
 
     def cancel(self, *samples: Sample) -> None:
         """End samples, one or all that `submit` gave, between two steps; they keep what they have produced."""

@@ -148,6 +148,11 @@ class Scheduler:
                     self.queue.remove(prefill)
                 return
 
+    def restart(self) -> None:
+        """What is under way is to be computed again, from its tokens."""
+        while self.resident or self.running:
+            self._make_room()
+
     # --------------------------------------------------------------------------------------------------------- prefills
 
     def _start_prefills(self) -> None:
