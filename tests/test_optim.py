@@ -52,6 +52,16 @@ def test_clipping_equals_torch(max_norm):
         torch.testing.assert_close(a.grad, b.grad)
 
 
+def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16():
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.zeros(n, 3, dtype=d)) for n, d in ((9, torch.bfloat16), (2, torch.float32))]
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    whole = torch.cat([p.grad.flatten().double() for p in parameters])
+    assert clip_gradients(parameters, 1.0).item() == pytest.approx(whole.norm().item(), rel=1e-6)
+    assert clip_gradients(parameters, None).item() == pytest.approx(1.0, rel=4e-3)  # as all were scaled, and rounded
+
+
 def test_clipping_without_gradients():
     """As a pipeline's stage without adapters has it."""
     assert clip_gradients([torch.nn.Parameter(torch.zeros(2, 3))], 1.0) == 0

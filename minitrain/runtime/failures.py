@@ -66,7 +66,7 @@ def explain(error: Exception) -> str | None:
 
 
 def where_in_collective(error: Exception) -> str:
-    """The operation and its caller in this package, as `all_reduce in clip_gradients (training/optim.py:78)`."""
+    """The operation and its caller in this package, as `all_reduce in total_norm (training/optim.py:104)`."""
     caller = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file, name = Path(frame.f_code.co_filename), frame.f_code.co_qualname.split(".<locals>")[0]

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
-from torch.nn.utils import get_total_norm
 
 from minitrain.config import Optim
 from minitrain.parallel.mesh import local, whole
@@ -78,7 +77,7 @@ def clip_gradients(parameters: list[Parameter], max_norm: float | None, stages: 
     for parameter in parameters:
         if parameter.grad is not None:
             by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
-    norms = [whole(get_total_norm([p.grad for p in group])) for group in by_mesh.values()]
+    norms = [whole(total_norm([p.grad for p in group])) for group in by_mesh.values()]
     if not norms:  # a stage of a pipeline may have nothing to train
         norms = [torch.zeros((), device=parameters[0].device)]
     total = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
@@ -86,7 +85,26 @@ def clip_gradients(parameters: list[Parameter], max_norm: float | None, stages: 
         squares = total.double().square()  # one type for all stages, whatever they train
         dist.all_reduce(squares, group=stages.get_group())
         total = squares.sqrt()
-    gradients = [local(p.grad) for group in by_mesh.values() for p in group]
-    if gradients and max_norm is not None:
-        torch._foreach_mul_(gradients, (max_norm / (total + 1e-6)).clamp(max=1))
+    if max_norm is not None:
+        scale = (max_norm / (total + 1e-6)).clamp(max=1)
+        gradients = [local(p.grad) for group in by_mesh.values() for p in group]
+        for dtype, each in by_type(gradients).items():
+            torch._foreach_mul_(each, scale.to(dtype))  # of another type it would be a kernel for each
     return total
+
+
+def total_norm(gradients: list[Tensor]) -> Tensor:
+    """Their common 2-norm, in fp32 also where they are bf16: in that, a sum over more than 256 ranks stops growing."""
+    norms = [
+        norm
+        for dtype, group in by_type(gradients).items()
+        for norm in torch._foreach_norm(group, 2, torch.promote_types(dtype, torch.float32))
+    ]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def by_type(tensors: list[Tensor]) -> dict[torch.dtype, list[Tensor]]:
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return groups

@@ -225,7 +225,7 @@ def test_a_collective_that_waits_in_vain_is_one_line(tmp_path):
     (line,) = filter(None, (tmp_path / "log").read_text().splitlines())
     begin, end = "error: rank 0 waited in vain for others in ", " (training/optim.py:"
     assert line.startswith(begin) and end in line
-    assert line.removeprefix(begin).split(end)[0] == "all_reduce in clip_gradients"
+    assert line.removeprefix(begin).split(end)[0] == "all_reduce in total_norm"
     log = (tmp_path / "logs/rank-0.log").read_text()
     assert "Traceback" in log and "clip_gradients" in log and not (tmp_path / "logs/rank-1.log").exists()
 
