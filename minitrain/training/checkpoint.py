@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from minitrain.config import Config
 from minitrain.errors import InputError
-from minitrain.parallel.mesh import whole
+from minitrain.parallel.mesh import pieces, whole_piece
 from minitrain.runtime.agreement import gather
 from minitrain.training.checkpoint_files import (
     INDEX,
@@ -183,10 +183,13 @@ class Checkpointer:
             remove(self._path(old))
 
     def _base(self, model: Module) -> str:
-        """A digest of the frozen weights, however they are sharded; computed once, as they do not change."""
+        """A digest of the frozen weights, however they are sharded; computed once, as they do not change.
+
+        Gathered in pieces: a GPU that holds its share need not have room for a whole stack of experts.
+        """
         if model in self.bases:
             return self.bases[model]
-        sums = {name: bit_sum(whole(tensor)) for name, tensor in frozen(model).items()}
+        sums = {name: sum(bit_sum(whole_piece(x, where)) for where in pieces(x)) for name, x in frozen(model).items()}
         everywhere = {name: value for each in gather(sums, self.group) for name, value in each.items()}
         self.bases[model] = hashlib.sha256(json.dumps(everywhere, sort_keys=True).encode()).hexdigest()
         return self.bases[model]

@@ -1,6 +1,7 @@
 """Exact resume: the same run, bit for bit, as one that was never stopped; and the same values on other layouts."""
 
 from contextlib import nullcontext
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -11,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from minitrain import config as configs
 from minitrain.errors import InputError
-from minitrain.parallel.mesh import start
+from minitrain.parallel.mesh import pieces, start
+from minitrain.training import checkpoint
 from minitrain.training.build import build_model
 from minitrain.training.checkpoint import Checkpointer
 from minitrain.training.loop import forward_backward
@@ -116,6 +118,24 @@ def test_a_base_is_the_same_in_every_layout(pool, tmp_path):
         assert pool.run(2, same_base, TREE | {"parallel": parallel}, tmp_path) == [{"step": 1}] * 2
     assert pool.run(1, same_base, TREE, tmp_path) == [{"step": 1}]
     assert pool.run(2, same_base, TREE | {"seed": 1}, tmp_path) == [False, False]
+
+
+def same_base_in_pieces(tree, folder):
+    """Is the digest of small pieces that of whole tensors? And how many bytes the largest piece has."""
+    sizes, original = [], checkpoint.bit_sum
+
+    def bit_sum(tensor):
+        sizes.append(tensor.nbytes)
+        return original(tensor)
+
+    with mock.patch.multiple(checkpoint, pieces=partial(pieces, most=1024), bit_sum=bit_sum):
+        same_base(tree, folder)
+    return same_base(tree, folder), max(sizes)
+
+
+def test_no_rank_gathers_a_frozen_weight_whole(pool, tmp_path):
+    for found, most in pool.run(2, same_base_in_pieces, TREE, tmp_path):
+        assert found == {"step": 1} and most <= 1024
 
 
 def save_after_evaluation(tree, folder):
