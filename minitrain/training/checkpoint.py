@@ -343,6 +343,12 @@ def check_origin(folder: Path, description: dict, optimizer: Optimizer, base: st
     """Raises InputError if a checkpoint is of another kind of optimizer, or of adapters beside other frozen weights."""
     own = type(optimizer).__name__
     if description["optimizer"] != own:
-        raise InputError(f"checkpoint {folder} holds the state of {description['optimizer']}, not of {own}")
+        raise InputError(
+            f"checkpoint {folder} holds the state of {description['optimizer']}, not of {own} (use its run's "
+            f"optim.name, or another out_dir)"
+        )
     if description["base"] != base:
-        raise InputError(f"checkpoint {folder} was trained over another base model (use that one, or another out_dir)")
+        raise InputError(
+            f"checkpoint {folder} was trained over another base model, or the same stored in another precision (use "
+            f"that one, or another out_dir)"
+        )
