@@ -77,7 +77,7 @@ def recompute(blocks: list[Module], setting: str | int | float, random: bool = F
 @cache
 def name_expensive_operators() -> None:
     """For a budget: the compiler's own list lacks cuDNN's attention, experts' products and all operators of ours, which
-    it would compute again as if they cost nothing."""
+    it would compute again as if they cost nothing; and numbers that the host reads must be kept."""
     own_list = partitioners.get_default_op_list  # has no public name, and there is no way to add to it
 
     def with_ours() -> partitioners.OpTypes:
@@ -86,6 +86,15 @@ def name_expensive_operators() -> None:
         return types
 
     partitioners.get_default_op_list = with_ours
+    own_choice = partitioners.choose_saved_values_set
+
+    def with_sizes(joint_graph, *args, **kwargs):
+        # rows that expert parallelism receives: read once more, even to see what that costs, they are other symbols
+        for node in joint_graph.find_nodes(op="call_function", target=_ops._local_scalar_dense.default):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return own_choice(joint_graph, *args, **kwargs)
+
+    partitioners.choose_saved_values_set = with_sizes
 
 
 def wrap(block: Module, **context) -> None:

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,6 +68,24 @@ def test_compiled(pool, parallel, recompute):
 def test_compiled_sharded_with_a_memory_budget(pool):
     tree = TREE | {"compile": True, "recompute": 0.5}
     check_against_one_process(pool, 2, tree, steps=3, batch=packed_batch, run=train_compiled, double=True)
+
+
+def train_with_checked_graphs(*args):
+    """`train_compiled`, where graphs also pass the real compiler's first step, which finds sizes read twice."""
+    from torch._inductor.compile_fx import fake_tensor_prop
+
+    def compiler(graph, inputs):
+        fake_tensor_prop(graph, inputs)
+        return boxed_nop(graph, inputs)
+
+    with mock.patch("torch._dynamo.backends.debugging.get_nop_func", lambda: compiler):
+        return train_compiled(*args)
+
+
+def test_expert_parallelism_compiled_with_a_memory_budget(pool):
+    model = MODEL | {"name": "qwen3-30b-a3b-tiny", "num_layers": 1}
+    tree = TREE | {"model": model, "parallel": {"ep": 2}, "compile": True, "recompute": 0.5}
+    check_against_one_process(pool, 2, tree, steps=3, batch=packed_batch, run=train_with_checked_graphs)
 
 
 def compile_in_all_ways(tree):
