@@ -42,6 +42,21 @@ def test_few_micro_batches_stand_for_all_exactly():
     assert part.peak | {"activations": part.peak["activations"] + 2 * tokens} == whole.peak
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_weights_that_stay_gathered_are_no_activations(fp8):
+    """bf16: two bytes of each weight. FP8: one of the blocks', one more transposed, and one of each shard's, with a
+    scale for each of a block's seven."""
+    parallel = {"dp_shard": 2, "reshard_after_forward": False}
+    kind = {"precision": "fp8", "fp8": {"keep_transposed": True}} if fp8 else {"precision": "bf16"}
+    config = configs.from_dict(TREE | kind | {"parallel": parallel})
+    weights = dict(Decoder(config.model.config).named_parameters())
+    whole, in_blocks = (sum(p.numel() for n, p in weights.items() if p.dim() > least) for least in (0, 1))
+    in_blocks -= weights["model.embed_tokens.weight"].numel() + weights["lm_head.weight"].numel()
+    peak = trace_step(config, 2).peak
+    assert peak["gathered"] == 2 * whole + 4  # and the gradient's norm
+    assert peak["parameters"] == 4 * whole // 2 + (in_blocks // 2 + 7 * 4) * fp8
+
+
 def test_breakdown_adds_up_to_the_step():
     """Of four micro-batches two were traced: what belongs to the typical one happens three times."""
     config = configs.from_dict(TREE)

@@ -253,21 +253,26 @@ def marked_schedule(tracer: Tracer) -> Iterator[None]:
 
 @contextmanager
 def marked_passes(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
-    """Mark where each micro-batch's passes begin and where the last one ends, and count their gradients as such."""
+    """Mark where each micro-batch's passes begin and where the last one ends, and count what lasts beyond them as what
+    it is: gradients, and what FP8 keeps of weights."""
     loss, update = trainer.objective.loss, trainer.optimizer.step
+    fp8 = {shards for m in trainer.model.modules() for shards, _ in getattr(m, "shards", {}).values()}
 
-    def count_gradients() -> None:
+    def count_lasting() -> None:
         tracer.hold(parts(p.grad for p in trainer.model.parameters()), "gradients")
+        for kept in fp8:
+            tracer.hold((part for pair in filter(None, kept.shards) for part in pair), "parameters")
+            tracer.hold(parts(kept.copies), "gathered")
 
     def marked_loss(model: Module, batch) -> Tensor:
-        count_gradients()
+        count_lasting()
         tracer.mark("forward")
         terms = loss(model, batch)
         tracer.mark("backward")
         return terms
 
     def marked_update():
-        count_gradients()
+        count_lasting()
         tracer.mark("optimizer")
         return update()
 

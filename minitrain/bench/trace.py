@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # no public name finds a group
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam  # no public name says what it gathers into
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -69,7 +70,7 @@ class Trace:
 
     groups: by name of a process group, its mesh dimensions and its ranks. marks: (event index, label).
     peak: bytes by kind of memory at the moment when their sum was largest, after the event `peak_at`. `gathered`: what
-    collectives bring, and the weights that FSDP makes of it.
+    collectives bring, and the weights that FSDP and FP8 make of it.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -187,8 +188,13 @@ class Tracer(TorchDispatchMode):
     # -------------------------------------------------------------------------------------------------------- hooks
 
     def __enter__(self):
-        self.originals = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
-        resize, propagate = self.originals
+        patched = (
+            (torch.UntypedStorage, "resize_"),
+            (FSDPParam, "init_all_gather_outputs"),
+            (ShardingPropagator, "_propagate_tensor_meta_non_cached"),
+        )
+        self.originals = [(owner, name, getattr(owner, name)) for owner, name in patched]
+        resize, allocate, propagate = (original for *_, original in self.originals)
 
         def resize_and_count(storage, size):  # FSDP2 frees and brings back gathered weights so
             result = resize(storage, size)
@@ -201,18 +207,24 @@ class Tracer(TorchDispatchMode):
                 self.resize(number, size)
             return result
 
+        def allocate_and_count(parameter, *args, **kwargs):  # the first time; later it brings them back
+            allocate(parameter, *args, **kwargs)
+            self.hold(parameter.all_gather_outputs, "gathered")
+
         def propagate_muted(*args, **kwargs):  # DTensor infers shapes with tensors of global size
             with self.silent():
                 return propagate(*args, **kwargs)
 
         Tracer.active = self
-        torch.UntypedStorage.resize_ = resize_and_count
-        ShardingPropagator._propagate_tensor_meta_non_cached = propagate_muted
+        counting = resize_and_count, allocate_and_count, propagate_muted
+        for (owner, name), function in zip(patched, counting, strict=True):
+            setattr(owner, name, function)
         return super().__enter__()
 
     def __exit__(self, *exception):
         Tracer.active = None
-        torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached = self.originals
+        for owner, name, original in self.originals:
+            setattr(owner, name, original)
         return super().__exit__(*exception)
 
     @contextmanager
