@@ -57,6 +57,14 @@ def test_weights_that_stay_gathered_are_no_activations(fp8):
     assert peak["parameters"] == 4 * whole // 2 + (in_blocks // 2 + 7 * 4) * fp8
 
 
+@pytest.mark.parametrize("layout, share", [({"reshard_after_forward": False}, 1), ({"dp_replicate": 2}, 2)])
+def test_gradients_that_wait_for_other_ranks_are_no_activations(layout, share):
+    """In fp32, between micro-batches: whole ones, or a half that replicas have not summed yet."""
+    config = configs.from_dict(TREE | {"precision": "bf16", "parallel": {"dp_shard": 2} | layout})
+    whole = sum(p.numel() for p in Decoder(config.model.config).parameters())
+    assert trace_step(config, 2 * share).peak["gradients"] == 4 * whole // share
+
+
 def test_breakdown_adds_up_to_the_step():
     """Of four micro-batches two were traced: what belongs to the typical one happens three times."""
     config = configs.from_dict(TREE)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 from torch.testing._internal.distributed.fake_pg import FakeStore  # the one source of a fake process group
 
@@ -256,10 +257,15 @@ def marked_passes(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
     """Mark where each micro-batch's passes begin and where the last one ends, and count what lasts beyond them as what
     it is: gradients, and what FP8 keeps of weights."""
     loss, update = trainer.objective.loss, trainer.optimizer.step
-    fp8 = {shards for m in trainer.model.modules() for shards, _ in getattr(m, "shards", {}).values()}
+    modules = list(trainer.model.modules())
+    units = [m._get_fsdp_state()._fsdp_param_group for m in modules if isinstance(m, FSDPModule)]
+    fp8 = {shards for m in modules for shards, _ in getattr(m, "shards", {}).values()}
 
     def count_lasting() -> None:
         tracer.hold(parts(p.grad for p in trainer.model.parameters()), "gradients")
+        for unit in filter(None, units):  # what is not reduced yet, or not between copies
+            whole = (p.unsharded_accumulated_grad for p in unit.fsdp_params)
+            tracer.hold(parts([unit._partial_reduce_output, *whole]), "gradients")
         for kept in fp8:
             tracer.hold((part for pair in filter(None, kept.shards) for part in pair), "parameters")
             tracer.hold(parts(kept.copies), "gathered")
