@@ -78,10 +78,12 @@ def test_breakdown_adds_up_to_the_step():
     ]
     parts = {"gemm": 1.0, "memory": 3 * 0.5}
     alone = Simulation({0: trace}, {0: Timeline(spans)}, 4, 2, 5.0)
-    assert alone.breakdown() == parts | {"exposed communication": 3 * 0.5, "tail": 1.0}
+    assert alone.breakdown() == parts | {"exposed communication": 3 * 0.5, "tail": 1.0, "gaps": 0.0}
+    host = dataclasses.replace(alone, host=0.25).breakdown()
+    assert (host["tail"], host["gaps"]) == (0.75, 0.25)
     assert dataclasses.replace(alone, step=3.5).breakdown()["tail"] == 0.0
     staged = dataclasses.replace(alone, idle=[2.0])
-    assert staged.breakdown() == parts | {"exposed communication": 0.5, "bubble": 2.0}
+    assert staged.breakdown() == parts | {"exposed communication": 0.5, "bubble": 2.0, "gaps": 0.0}
 
 
 def test_few_micro_batches_of_a_pipeline_stand_for_all():

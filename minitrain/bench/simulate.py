@@ -36,8 +36,8 @@ from minitrain.training.datasets import open_dataset
 @dataclass
 class Simulation:
     """traces, lines: of the ranks that were run, by their place in the pipeline. micro_batches: of a rank's step, and
-    how many of them were run. step: seconds. pipeline: all stages' actions, or None. idle: seconds that each of its
-    ranks has nothing to do."""
+    how many of them were run. step: seconds, of which the device waits for the host in `host`. pipeline: all stages'
+    actions, or None. idle: seconds that each of its ranks waits for others."""
 
     traces: dict[int, Trace]
     lines: dict[int, Timeline]
@@ -46,6 +46,7 @@ class Simulation:
     step: float
     pipeline: Replay | None = None
     idle: list[float] | None = None
+    host: float = 0.0
 
     def times(self, place: int = 0) -> list[int]:
         """How often each traced event of a rank happens in a step: those of a typical micro-batch stand for others."""
@@ -62,7 +63,7 @@ class Simulation:
         return self.traces[0].collectives(self.times())
 
     def breakdown(self, place: int = 0) -> dict[str, float]:
-        """Seconds of a step of one rank: compute by kind, exposed communication, and in a pipeline its bubble.
+        """Seconds of a step of one rank: compute by kind, exposed communication, in a pipeline its bubble, and gaps.
 
         In a pipeline communication is what is left, as only its rank's actions take time (see `pipelined`), and not
         what its trace waits for between them.
@@ -72,11 +73,13 @@ class Simulation:
             if span.stream == "compute":
                 parts[span.kind] += times[span.event] * (span.end - span.begin)
                 waited += times[span.event] * span.waited
-        rest = self.step - sum(parts.values())
+        rest = self.step - self.host - sum(parts.values())
         if self.idle is None:
-            return dict(parts) | {"exposed communication": waited, "tail": max(0.0, rest - waited)}
-        bubble = min(self.idle[place], rest)
-        return dict(parts) | {"exposed communication": rest - bubble, "bubble": bubble}
+            others = {"exposed communication": waited, "tail": max(0.0, rest - waited)}
+        else:
+            bubble = min(self.idle[place], rest)
+            others = {"exposed communication": rest - bubble, "bubble": bubble}
+        return dict(parts) | others | {"gaps": self.host}
 
 
 def record(config: Config) -> dict[int, Trace]:
@@ -99,7 +102,7 @@ def timed(config: Config, traces: dict[int, Trace], system: System, at_once: int
     if config.parallel.pp > 1:
         return pipelined(config, traces, lines, system, min(at_once or count, count))
     step = accumulated(traces[0], lines[0], count) + system.step
-    return Simulation(traces, lines, count, few(config), step)
+    return Simulation(traces, lines, count, few(config), step, host=system.step)
 
 
 def trace_all(jobs: dict[int, tuple]) -> dict[int, Trace]:
@@ -268,8 +271,8 @@ def pipelined(
     times = micro_batches(config) / at_once  # the last time there may be fewer
     last = max(end + tail for end, tail in zip(replayed.finished, tails, strict=True))
     step = (times - 1) * max(replayed.finished) + last
-    idle = [step - times * b - tail + system.step for b, tail in zip(replayed.busy(), tails, strict=True)]
-    return Simulation(traces, lines, micro_batches(config), run, step + system.step, replayed, idle)
+    idle = [step - times * b - tail for b, tail in zip(replayed.busy(), tails, strict=True)]
+    return Simulation(traces, lines, micro_batches(config), run, step + system.step, replayed, idle, system.step)
 
 
 def action_spans(trace: Trace, line: Timeline) -> dict[Action, tuple[float, float]]:
