@@ -15,8 +15,17 @@ from minitrain.bench.layout import micro_batches
 from minitrain.bench.measure import visible_share
 from minitrain.bench.replay import Replay
 from minitrain.bench.rows import CONFIGS, constants, published_rows
-from minitrain.bench.simulate import Simulation, few_micro_batches, figures, record, representatives, timed
+from minitrain.bench.simulate import (
+    Simulation,
+    action_spans,
+    few_micro_batches,
+    figures,
+    record,
+    representatives,
+    timed,
+)
 from minitrain.bench.timeline import Span, Timeline, load_system
+from minitrain.bench.trace import Trace
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_peft import save_adapter
 from minitrain.models.decoder import Decoder
@@ -96,6 +105,12 @@ def test_few_micro_batches_of_a_pipeline_stand_for_all():
     whole, found = trace_step(config, 2), simulation.collectives()
     assert found["pp/send"] == found["pp/recv"] == [3 * 10, 3 * 10 * 64 * 64 * 4]
     assert found == whole.collectives() and simulation.flops() == whole.flops()
+
+
+def test_an_action_takes_what_its_rank_does_since_the_one_before():
+    trace = Trace(marks=[(1, (0, "F", 0)), (2, None), (3, (0, "F", 1)), (4, None)])
+    found = action_spans(trace, Timeline(at=[1.0, 3.0, 4.0, 6.0]))
+    assert found == {(0, "F", 0): (0.0, 3.0), (0, "F", 1): (3.0, 6.0)}
 
 
 def test_model_flops_of_packed_documents_are_those_that_run():

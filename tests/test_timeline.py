@@ -97,6 +97,13 @@ def test_fused_kernels_move_only_what_comes_from_outside_or_stays():
     assert play(trace, SECOND, fused=True).end == 8 + 4
 
 
+def test_what_a_pass_takes_has_its_last_kernel():
+    """Not the message behind it, nor the next pass."""
+    events = [elementwise({1: 4}, {2: 4}), collective("send", "stages", 8, [2]), elementwise({3: 4}, {4: 4})]
+    trace = Trace(events, groups=GROUPS, marks=[(0, (0, "F", 0)), (1, None), (2, (0, "F", 1)), (3, None)])
+    assert play(trace, SECOND, fused=True).at == [8, 8, 16]
+
+
 @pytest.mark.parametrize(("sizes", "seconds"), [
     ((1, 128, 256, 128), 2.0),  # k / (k + 128) is a half
     ((1, 129, 256, 128), 2.0),  # two tiles on one multiprocessor are two whole waves

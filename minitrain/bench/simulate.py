@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median_high
 
 import torch
@@ -276,9 +277,10 @@ def pipelined(
 
 
 def action_spans(trace: Trace, line: Timeline) -> dict[Action, tuple[float, float]]:
-    """When each action of a traced rank began and ended."""
-    times = [0.0, *line.at]
-    return {action: (times[first], times[end]) for action, first, end in actions(trace)}
+    """When each action of a traced rank began and ended. What comes before it, as weights that are gathered, is its."""
+    parts = list(actions(trace))
+    ends = [line.at[end - 1] for _, _, end in parts]
+    return {action: span for (action, _, _), span in zip(parts, pairwise([0.0, *ends]), strict=True)}
 
 
 def renamed(spans: dict[Action, tuple[float, float]], stages: list[int]) -> dict[Action, float]:

@@ -155,6 +155,7 @@ class _Player:
         self.run_start = 0
 
     def play(self) -> Timeline:
+        marked = {index for index, _ in self.trace.marks}
         for index, event in enumerate(self.trace.events):
             stream = self.stream_of(event)
             if event.kind == "wait":  # costs nothing by itself: its result is there when its input is
@@ -170,6 +171,8 @@ class _Player:
                     self.compute(index, event.name, event.kind, seconds, event.reads, event.writes)
                 else:
                     self.communicate(index, stream, event)
+            if index + 1 in marked:  # no kernel spans two passes, and what a pass takes has its last one
+                self.finish_run(index + 1)
             self.line.at.append(self.clock)
         self.finish_run(len(self.trace.events))
         self.line.end = max(self.clock, *self.free.values(), 0.0)
