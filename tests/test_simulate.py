@@ -107,6 +107,12 @@ def test_few_micro_batches_of_a_pipeline_stand_for_all():
     assert found == whole.collectives() and simulation.flops() == whole.flops()
 
 
+def test_a_pipeline_that_holds_all_micro_batches_at_once_runs_all():
+    pipeline = {"dp_shard": 1, "pp": 2, "schedule": "GPipe"}
+    config = configs.from_dict(TREE | {"model": {"name": "llama3-8b-tiny", "num_layers": 4}, "parallel": pipeline})
+    assert few_micro_batches(config).batch == config.batch
+
+
 def test_an_action_takes_what_its_rank_does_since_the_one_before():
     trace = Trace(marks=[(1, (0, "F", 0)), (2, None), (3, (0, "F", 1)), (4, None)])
     found = action_spans(trace, Timeline(at=[1.0, 3.0, 4.0, 6.0]))

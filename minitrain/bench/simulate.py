@@ -5,7 +5,7 @@ One rank's step (in a pipeline, one rank's of every stage) is run on fake tensor
 and replay.py puts a pipeline's ranks side by side. The seconds are a model, the rest is counted.
 
 Of many micro-batches a few are run: the first, one in the middle that stands for all others, and the last; in a
-pipeline, twice as many as ranks. Experts are chosen by the fake balanced gate.
+pipeline, twice as many as ranks, or all if it has them in memory at once. Experts are chosen by the fake balanced gate.
 """
 
 import dataclasses
@@ -32,6 +32,8 @@ from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
 from minitrain.parallel.pipeline import local_stages
 from minitrain.training.datasets import open_dataset
+
+ALL_AT_ONCE = ("GPipe", "LoopedBFS")  # schedules that run every forward pass before the first backward pass
 
 
 @dataclass
@@ -141,7 +143,10 @@ def few_micro_batches(config: Config) -> Config:
 
 def few(config: Config) -> int:
     """How many micro-batches of a rank are run."""
-    return min(micro_batches(config), 3 if config.parallel.pp == 1 else 2 * config.parallel.pp)
+    count, p = micro_batches(config), config.parallel
+    if p.schedule in ALL_AT_ONCE and p.pp > 1:
+        return count
+    return min(count, 3 if p.pp == 1 else 2 * p.pp)
 
 
 def representatives(config: Config) -> dict[int, int]:
