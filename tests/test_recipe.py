@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 
 from minitrain.bench import recipe
-from minitrain.bench.recipe import as_published, named
-from minitrain.bench.rows import RECIPE, published_rows
+from minitrain.bench.recipe import as_published
+from minitrain.bench.rows import NAMES, RECIPE, constants, published_rows
 from minitrain.bench.simulate import Simulation, timed
 from minitrain.bench.timeline import load_system, play
 from minitrain.bench.trace import MEMORY_KINDS, Event, Trace
 from minitrain.config import from_dict
-from minitrain.errors import InputError
 
 SYSTEM = replace(load_system("dgx-h100"), launch=0.0, latency=0.0, step=0.0)
 ATTENTION = Event("attention", "attention", 740 * 10**12, [], [])
@@ -39,7 +38,7 @@ def seconds(trace: Trace, **changes) -> float:
 
 def test_other_kernels():
     trace = trace_of(ATTENTION, BACKWARD, EXPERTS)
-    experts, theirs = SYSTEM.kernel_seconds(EXPERTS), named("attention", "flash2")
+    experts, theirs = SYSTEM.kernel_seconds(EXPERTS), constants("attention")["flash2"]
     slower = ATTENTION.flops / theirs["attention_forward"] + BACKWARD.flops / theirs["attention_backward"]
     assert seconds(trace, attention="flash2") == pytest.approx(slower + experts)
 
@@ -89,11 +88,6 @@ def test_a_pipeline_that_fills_and_drains_several_times():
 def test_rows_say_what_the_simulator_knows():
     recipes = [row["recipe"] for row in published_rows().values() if "recipe" in row]
     assert recipes and set().union(*recipes) == set(RECIPE)
-    for section, key in (("attention", "attention"), ("stacks", "stack")):
+    for key, section in NAMES.items():
         for name in {told[key] for told in recipes if key in told}:
-            assert all(value > 0 for value in named(section, name).values())
-
-
-def test_recipes_that_nobody_knows():
-    with pytest.raises(InputError, match=r"'flash5' in reference.recipe is not one of flash2"):
-        seconds(trace_of(MUL), attention="flash5")
+            assert all(value > 0 for value in constants(section)[name].values())

@@ -15,29 +15,20 @@ from minitrain.bench.simulate import Simulation, figures, record, timed
 from minitrain.bench.simulate_policy import Stack, policy_figures
 from minitrain.bench.timeline import System
 from minitrain.config import Config
-from minitrain.errors import InputError
 
 PREDICTED = ("step_time_s", "tokens_per_sec_per_gpu", "tflops_per_gpu", "peak_memory_gib", "ratio")
 
 
 def as_published(config: Config, row: str, system: System, simulation: Simulation) -> dict:
-    """What differs from the config's own figures, whose simulation is given. Raises InputError."""
+    """What differs from the config's own figures, whose simulation is given."""
     recipe = config.reference["recipe"]
     if "stack" in recipe:
-        return policy_figures(config, system, simulation, Stack(**named("stacks", recipe["stack"])))
+        return policy_figures(config, system, simulation, Stack(**constants("stacks")[recipe["stack"]]))
     traces = simulation.traces
     if recipe.get("compile", config.compile) != config.compile:
         config = dataclasses.replace(config, compile=recipe["compile"])
         traces = record(config)
     if "attention" in recipe:
-        system = dataclasses.replace(system, **named("attention", recipe["attention"]))
+        system = dataclasses.replace(system, **constants("attention")[recipe["attention"]])
     predicted = figures(config, row, system, timed(config, traces, system, recipe.get("micro_batches", 0)))
     return {key: predicted[key] for key in PREDICTED}
-
-
-def named(section: str, name: str) -> dict[str, float]:
-    """Constants of a section of systems.yaml. Raises InputError for an unknown name."""
-    known = constants(section)
-    if name not in known:
-        raise InputError(f"{name!r} in reference.recipe is not one of {', '.join(known)}")
-    return known[name]

@@ -22,6 +22,7 @@ REFERENCE = {  # kinds of what a config's `reference` may say
     "recipe": dict,
 }
 RECIPE = {"compile": bool, "attention": str, "micro_batches": int, "stack": str}  # see recipe.py
+NAMES = {"attention": "attention", "stack": "stacks"}  # sections of systems.yaml with what a recipe may name
 
 
 def constants(section: str) -> Any:
@@ -57,6 +58,10 @@ def read_reference(reference: dict, where: str = "reference") -> dict:
         for key in found["recipe"]:
             check_known(key, RECIPE, f"{where}.recipe")
         found["recipe"] = typed(found["recipe"], RECIPE, f"{where}.recipe.")
+        for key in NAMES.keys() & found["recipe"].keys():
+            name, known = found["recipe"][key], constants(NAMES[key])
+            if name not in known:
+                raise InputError(f"{where}.recipe.{key}={name} is not one of {', '.join(known)}")
     return found
 
 
