@@ -187,6 +187,7 @@ def test_files_that_are_no_results(tmp_path):
     ({"breakdown_s": [1]}, "breakdown_s must be a mapping, not list"),
     ({"breakdown_s": {"gemm": "x"}}, "breakdown_s.gemm must be a finite number, not str 'x'"),
     ({"timeline": [1]}, r"timeline\[0\] must be text, not int 1"),
+    ({"timeline": [""]}, "timeline has a lane without a letter"),
     ({"as_published": 5}, "as_published must be a mapping"),
     ({"as_published": {"ratio": "x"}}, "ratio must be a finite number"),
     ({"step_time_s": 10**400}, " needs step_time_s, a number above 0, not int 1000"),

@@ -10,6 +10,7 @@ from statistics import median, median_high
 
 from minitrain.bench.report import label, markdown, need, need_rates, number, on_own_system, read_lines
 from minitrain.bench.rows import FIGURES, constants, read_reference, row_trees, typed
+from minitrain.errors import InputError
 
 LIMIT = 0.35  # of a simulated figure's error, beyond which it is named
 OPTIONAL = {  # kinds of what a result may have, or have as null
@@ -73,6 +74,8 @@ def check_figures(where: str, result: dict) -> None:
     need(where, result, dict, "reference")
     need(where, result, float, "world_size", *FIGURES, "step_time_s", "clean_tflops_per_gpu", "mfu")
     typed({key: value for key, value in result.items() if value is not None}, OPTIONAL, f"{where}: ")
+    if "" in (result.get("timeline") or ()):
+        raise InputError(f"{where}: timeline has a lane without a letter")
     read_reference(result["reference"], f"{where}: reference")
     if result.get("proxy"):
         need(where, result, float, "full_layers")
