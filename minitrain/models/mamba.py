@@ -185,22 +185,22 @@ def causal_conv(
     """y_t = bias + sum_k weight[..., 0, -1 - k] x_(t - k), each channel by itself, over tokens of t's document.
 
     x: [batch, seq, groups, channels]; weight: [groups, channels, 1, taps]; bias: [groups, channels]. Shifted products
-    instead of a convolution: the compiler fuses them with what surrounds them, and documents cost nothing. Shifts are
-    views of one padded copy: several copies would all be kept for the backward pass.
+    instead of a convolution: the compiler fuses them with what surrounds them, and documents cost nothing. Products are
+    shifted, not inputs: the backward pass then needs x alone, and no copy of it that is padded.
     earlier: [batch, taps - 1, ...], the tokens before x, which is overwritten by the last ones of x.
     """
-    seq, taps = x.shape[1], weight.shape[-1]
-    padded = F.pad(x, (0, 0, 0, 0, taps - 1, 0)) if earlier is None else torch.cat([earlier, x], dim=1)
+    seq = x.shape[1]
     if earlier is not None:
-        earlier.copy_(padded[:, seq:])
-    y = bias
-    for k in range(taps):
-        shifted = padded[:, taps - 1 - k :][:, :seq]
-        if k and documents is not None:
+        x = torch.cat([earlier, x], dim=1)
+        earlier.copy_(x[:, seq:])
+    y = bias + x * weight[..., 0, -1]
+    for k in range(1, weight.shape[-1]):
+        product = F.pad(x * weight[..., 0, -1 - k], (0, 0, 0, 0, k, 0))[:, : x.shape[1]]
+        if documents is not None:
             same = documents == F.pad(documents, (k, 0))[:, :seq]
-            shifted = shifted * same[..., None, None]
-        y = y + shifted * weight[..., 0, -1 - k]
-    return y
+            product = product * same[..., None, None]
+        y = y + product
+    return y[:, -seq:]
 
 
 def scan(
@@ -230,7 +230,7 @@ def scan(
     decay = _running_sum(dts * a, 2)  # [batch, chunks, Q, G, R]: log of what is left of a chunk's initial state
     last = runs[:, :, -1]  # [batch, chunks]: the document alive at each chunk's end
     before = F.pad(last, (1, 0), value=-1 if initial is None else 0)[:, :-1]  # and at the end of the chunk before
-    inside = _inside(xs, dts, bs, cs, decay, runs)
+    inside = _inside((xs * dts[..., None]).to(x.dtype), bs, cs, decay, runs)
     added = _added(xs, dts, bs, decay, runs == last[..., None])
     carried = _carry(added if initial is None else added.float(), decay[:, :, -1], last, before)
     if initial is not None:
@@ -248,16 +248,17 @@ def _runs(documents: Tensor) -> Tensor:
 
 def _chunks(x: Tensor, chunk: int) -> Tensor:
     """[batch, seq, ...] -> [batch, chunks, Q, ...], filled up with zeros: with dt = 0 a token does nothing."""
-    x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, -x.shape[1] % chunk))
+    if missing := -x.shape[1] % chunk:  # padding by nothing would copy
+        x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, missing))
     return x.unflatten(1, (-1, chunk))
 
 
-def _inside(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, decay: Tensor, runs: Tensor) -> Tensor:
-    """What the tokens of a chunk get from each other: [batch, chunks, Q, G, R, P]."""
-    decay, dt = (tensor.permute(0, 1, 3, 4, 2) for tensor in (decay, dt))  # [batch, chunks, G, R, Q]
+def _inside(x: Tensor, b: Tensor, c: Tensor, decay: Tensor, runs: Tensor) -> Tensor:
+    """What the tokens of a chunk get from each other: [batch, chunks, Q, G, R, P]. x: times dt."""
+    decay = decay.permute(0, 1, 3, 4, 2)  # [batch, chunks, G, R, Q]
     causal = torch.ones(decay.shape[-1], decay.shape[-1], dtype=torch.bool, device=x.device).tril()
     seen = causal & (runs[..., :, None] == runs[..., None, :])  # [batch, chunks, Q, Q]
-    weight = _exp_where(seen[:, :, None, None], decay[..., :, None] - decay[..., None, :]) * dt[..., None, :]
+    weight = _exp_where(seen[:, :, None, None], decay[..., :, None] - decay[..., None, :])
     scores = torch.einsum("zkign,zkjgn->zkgij", c, b)
     return torch.einsum("zkgrij,zkjgrp->zkigrp", (scores[:, :, :, None] * weight).to(x.dtype), x)
 
@@ -265,7 +266,8 @@ def _inside(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, decay: Tensor, runs: Te
 def _added(x: Tensor, dt: Tensor, b: Tensor, decay: Tensor, alive: Tensor) -> Tensor:
     """The state that each chunk leaves behind on its own: [batch, chunks, G, R, P, N]. alive: until the chunk's end."""
     weight = (decay[:, :, -1:] - decay).exp() * dt * alive[..., None, None]
-    return torch.einsum("zkqgrp,zkqgn->zkgrpn", (x * weight[..., None]).to(x.dtype), b)
+    # in memory chunks come first: `_carry` then multiplies it as it lies
+    return torch.einsum("zkqgrp,zkqgn->kzgrpn", (x * weight[..., None]).to(x.dtype), b).transpose(0, 1)
 
 
 def _carry(added: Tensor, decay: Tensor, last: Tensor, before: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ gather and free weights around the compiled block.
 from collections.abc import Callable
 
 import torch
-import torch._dynamo.config  # the setting has no public name
+import torch._dynamo.config  # the settings have no public names
+import torch._functorch.config
 from torch.nn import Module
 
 from minitrain.config import Config
@@ -61,6 +62,7 @@ def parallelize(model: Module, config: Config, meshes: Meshes) -> None:
         torch._dynamo.config.recompile_limit = GRAPHS
         inductor.realize_acc_reads_threshold = READS
         inductor.comprehensive_padding = False  # Mamba-2's padded gradients would be copied for their matrix product
+        torch._functorch.config.ban_recompute_long_fusible_chains = False  # and its gate kept in fp32
         dynamic = None if config.data.kind == "latents" else False  # None: when another length comes
         for block in model.blocks:
             block.compile(fullgraph=True, dynamic=dynamic)
