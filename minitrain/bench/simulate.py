@@ -282,7 +282,8 @@ def pipelined(
 
 
 def action_spans(trace: Trace, line: Timeline) -> dict[Action, tuple[float, float]]:
-    """When each action of a traced rank began and ended. What comes before it, as weights that are gathered, is its."""
+    """When each action of a traced rank began and ended. What comes before it, as weights that are gathered, is its:
+    half a percent of a step too much at most, as later ranks gather for their first action while they wait for it."""
     parts = list(actions(trace))
     ends = [line.at[end - 1] for _, _, end in parts]
     return {action: span for (action, _, _), span in zip(parts, pairwise([0.0, *ends]), strict=True)}

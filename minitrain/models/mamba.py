@@ -189,18 +189,21 @@ def causal_conv(
     shifted, not inputs: the backward pass then needs x alone, and no copy of it that is padded.
     earlier: [batch, taps - 1, ...], the tokens before x, which is overwritten by the last ones of x.
     """
-    seq = x.shape[1]
+    seq, taps = x.shape[1], weight.shape[-1]
     if earlier is not None:
         x = torch.cat([earlier, x], dim=1)
         earlier.copy_(x[:, seq:])
-    y = bias + x * weight[..., 0, -1]
-    for k in range(1, weight.shape[-1]):
-        product = F.pad(x * weight[..., 0, -1 - k], (0, 0, 0, 0, k, 0))[:, : x.shape[1]]
-        if documents is not None:
+    y = bias
+    for k in range(taps):
+        if earlier is None:
+            product = F.pad(x * weight[..., 0, -1 - k], (0, 0, 0, 0, k, 0))[:, :seq]
+        else:
+            product = x[:, taps - 1 - k :][:, :seq] * weight[..., 0, -1 - k]
+        if k and documents is not None:
             same = documents == F.pad(documents, (k, 0))[:, :seq]
             product = product * same[..., None, None]
         y = y + product
-    return y[:, -seq:]
+    return y
 
 
 def scan(

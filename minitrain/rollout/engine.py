@@ -118,7 +118,8 @@ class Sampler:
         """Do a piece of the work that there is; returns which samples went on, and by which tokens.
 
         Whoever takes many steps does so `with sampler.weights.in_use()`, as `generate` does: a step alone prepares the
-        model and puts it back. After an interrupt, steps go on as if there had been none.
+        model and puts it back. After an interrupt while the model computes, steps go on as if there had been none; what
+        the broken one had chosen already stands in the samples, but no step returns it.
         """
         with self.weights.in_use():
             work = self.scheduler.plan()
