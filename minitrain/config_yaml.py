@@ -175,6 +175,8 @@ def convert(kind: Any, value: Any, where: str) -> Any:
         if not isinstance(value, list):
             raise InputError(f"{where} must be a list, not {describe(value)}")
         return [convert(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if origin is dict:
+        return {key: convert(arguments[1], v, f"{where}.{key}") for key, v in convert(dict, value, where).items()}
     return _convert_scalar(kind, value, where)
 
 
