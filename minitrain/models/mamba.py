@@ -195,10 +195,10 @@ def causal_conv(
         earlier.copy_(x[:, seq:])
     y = bias
     for k in range(taps):
-        if earlier is None:
-            product = F.pad(x * weight[..., 0, -1 - k], (0, 0, 0, 0, k, 0))[:, :seq]
-        else:
-            product = x[:, taps - 1 - k :][:, :seq] * weight[..., 0, -1 - k]
+        window = x if earlier is None else x[:, taps - 1 - k :][:, :seq]
+        product = window * weight[..., 0, -1 - k]
+        if k and earlier is None:
+            product = F.pad(product, (0, 0, 0, 0, k, 0))[:, :seq]
         if k and documents is not None:
             same = documents == F.pad(documents, (k, 0))[:, :seq]
             product = product * same[..., None, None]
