@@ -6,8 +6,8 @@ and replay.py puts a pipeline's ranks side by side. The seconds are a model, the
 
 Of many micro-batches a few are run: the first, one in the middle that stands for all others, and the last; in a
 pipeline, twice as many as ranks, or all if it has them in memory at once. Experts are chosen by the fake balanced gate.
-Where a pipeline of many stages a rank frees weights after each pass, gathers between passes are counted as often as they
-were run.
+Where a pipeline of many stages a rank frees weights after each pass, gathers between passes are counted as often as
+they were run.
 """
 
 import dataclasses
