@@ -70,8 +70,8 @@ def learning_rate(step: int, steps: int, optim: Optim) -> float:
 def clip_gradients(parameters: list[Parameter], max_norm: float | None, stages: DeviceMesh | None = None) -> Tensor:
     """Scale all gradients so that their common 2-norm is at most `max_norm`; returns the norm from before, a scalar.
 
-    The norm is that of the full gradients, wherever their shards live: one value for all ranks, as in one process. bf16
-    gradients are scaled by its rounding to bf16. stages: the ranks of a pipeline, which have different parameters.
+    The norm is that of the full gradients, wherever their shards live: one value for all ranks, as in one process. The
+    factor is rounded to the gradients' type. stages: the ranks of a pipeline, which have different parameters.
     """
     by_mesh: dict = {}
     for parameter in parameters:
