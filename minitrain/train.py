@@ -7,6 +7,7 @@ On SIGTERM it writes a checkpoint and ends (watch.py).
 """
 
 import math
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -86,14 +87,17 @@ def train_on_rows(config: Config, folder: Path) -> None:
         origin = partial(batch_origin, data, config.batch.global_)
         health = Health(config, log.say, origin, past=log.losses, skipped=log.skipped_steps())
         steps = health.watch(recorded_steps(training_steps(trainer, data, first), config.profile, folder, first))
-        for numbers, stopping in until_sigterm(steps):
-            step = numbers["step"]
-            if stopping or is_due(step, config.checkpoint.every, config.steps):  # before anything else that may fail
-                save_step(checkpointer, numbers, trainer.model, trainer.optimizer)
-            if stopping:  # the rest of the step is made up for when the run continues
-                checkpointer.wait()
-                return log.stop(step)
-            finish_step(trainer, log, numbers, held_out)
+        with until_sigterm() as stopping:
+            for numbers in steps:
+                step = numbers["step"]
+                saved = is_due(step, config.checkpoint.every, config.steps)
+                if saved:  # before anything else that may fail
+                    save_step(checkpointer, numbers, trainer.model, trainer.optimizer)
+                if stopping() or not finish_step(trainer, log, numbers, held_out, stopping):
+                    if not saved:
+                        save_step(checkpointer, numbers, trainer.model, trainer.optimizer)
+                    checkpointer.wait()
+                    return log.stop(step)  # the rest of the step is made up for when the run continues
         checkpointer.wait()
         if config.data.kind == "shapes":
             log.say(draw_shapes(trainer.model, folder / "after.png", write=dist.get_rank() == 0))
@@ -101,20 +105,25 @@ def train_on_rows(config: Config, folder: Path) -> None:
         log.say(f"{folder} holds the {'adapters' if config.lora else 'model'}")
 
 
-def finish_step(trainer: Trainer, log: MetricsLog, numbers: dict[str, float], held_out) -> None:
-    """Log a step's numbers, with those on held-out data where that is due."""
+def finish_step(
+    trainer: Trainer, log: MetricsLog, numbers: dict[str, float], held_out, stopping: Callable[[], bool] = lambda: False
+) -> bool:
+    """Log a step's numbers, with those on held-out data where that is due. False, and no line, if asked to stop."""
     config, step = trainer.config, numbers["step"]
     if is_due(step, config.validation.every, config.steps) and config.validation.every:
-        numbers |= validation_numbers(trainer, held_out)
+        loss = trainer.evaluate(held_out, stopping)
+        if loss is None:
+            return False
+        numbers |= validation_numbers(loss, held_out)
     if step == config.steps and config.validation.exact_match:
         numbers["val_exact_match"] = exact_match(trainer.model, held_out.questions(config.validation.exact_match))
         log.say(f"exact match on held-out chats: {numbers['val_exact_match']:.1%}")
     log.step(numbers)
+    return True
 
 
-def validation_numbers(trainer: Trainer, dataset) -> dict[str, float]:
+def validation_numbers(loss: float, dataset) -> dict[str, float]:
     """Mean loss per token on held-out rows, and in bits per byte where the data knows its bytes."""
-    loss = trainer.evaluate(dataset)
     numbers = {"val_loss": loss}
     if bytes_per_token := getattr(dataset, "bytes_per_token", None):
         numbers["val_bits_per_byte"] = loss / math.log(2) / bytes_per_token

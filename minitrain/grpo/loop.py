@@ -80,13 +80,15 @@ def train_policy(config: Config, folder: Path, export: Callable[[Trainer, Config
         origin, skipped = lambda step: f"responses in {run.rollouts(step - 1)}", log.skipped_steps(updates)
         health = Health(config, log.say, origin, updates, log.losses, skipped)
         steps = health.watch(recorded_steps(run.steps(first), config.profile, folder, first))
-        for numbers, stopping in until_sigterm(steps):
-            if stopping or is_due(numbers["step"], config.checkpoint.every, config.steps):
-                run.save(numbers)
-            if stopping:  # the rest of the step is made up for when the run continues
-                run.wait()
-                return log.stop(numbers["step"])
-            finish_step(run, log, numbers)
+        with until_sigterm() as stopping:
+            for numbers in steps:
+                stop = stopping()
+                if stop or is_due(numbers["step"], config.checkpoint.every, config.steps):
+                    run.save(numbers)
+                if stop:  # the rest of the step is made up for when the run continues
+                    run.wait()
+                    return log.stop(numbers["step"])
+                finish_step(run, log, numbers)
         run.wait()
         if run.learner:
             export(run.learner.trainer, run.config, folder)

@@ -1,10 +1,10 @@
 """What a run notices while it runs: that it is asked to stop, and ranks that die.
 
 SIGTERM, which schedulers send before they take a machine away: it may reach the ranks at different moments, or one
-alone; all finish the step they are at or the next, write a checkpoint, export nothing and end with code 0. torchrun
-passes it on, kills what is left after 30 seconds (`--shutdown-timeout`, from torch 2.13 on) and itself ends with code 1
-in any case. Before the first step and after the last it ends the run at once, as SIGINT (Ctrl-C) and SIGKILL always do:
-there is nothing to save then, and the last checkpoint stays.
+alone; all finish the step they are at or the next, but no validation, write a checkpoint, export nothing and end with
+code 0. torchrun passes it on, kills what is left after 30 seconds (`--shutdown-timeout`, from torch 2.13 on) and itself
+ends with code 1 in any case. Before the first step and after the last it ends the run at once, as SIGINT (Ctrl-C) and
+SIGKILL always do: there is nothing to save then, and the last checkpoint stays.
 
 Dead ranks: the kernel closes the connections of a process that dies, however it dies, and not those of one that is
 merely slow. So every rank has one to rank 0 over which nothing goes; when it ends without a word, rank 0 tells who it
@@ -21,11 +21,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import wait
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store  # no public name; the one that torchrun's ranks share
@@ -39,19 +38,23 @@ FAREWELL = 5.0  # seconds that rank 0, which has the store, stays for others tha
 # ------------------------------------------------------------------------------------------------------------- stopping
 
 
-def until_sigterm(steps: Iterator[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Steps' numbers, each with whether the run is to stop there because some rank has got SIGTERM.
+@contextmanager
+def until_sigterm() -> Iterator[Callable[[], bool]]:
+    """Within it SIGTERM ends nothing. Yields a function that says whether some rank has got one; all call it together.
 
-    That rank says so in the store, where rank 0 looks after every step and tells all: they stop at the same one.
+    That rank says so in the store, where rank 0 looks and tells all: they stop at the same place.
     """
     sigterm, store = threading.Event(), _get_default_store()
     name = f"minitrain/sigterm/{broadcast(secrets.token_hex(8))}"  # a store may see several runs
+
+    def stopping() -> bool:
+        if sigterm.is_set():
+            store.set(name, "")
+        return rank_0_says(dist.get_rank() == 0 and store.check([name]))
+
     before = signal.signal(signal.SIGTERM, lambda *_: sigterm.set())
     try:
-        for numbers in steps:
-            if sigterm.is_set():
-                store.set(name, "")
-            yield numbers, rank_0_says(dist.get_rank() == 0 and store.check([name]))
+        yield stopping
     finally:
         signal.signal(signal.SIGTERM, before)
 

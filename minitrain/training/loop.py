@@ -84,14 +84,17 @@ class Trainer:
         return {"loss": loss, "grad_norm": norm}
 
     @torch.no_grad()
-    def evaluate(self, dataset) -> float:
+    def evaluate(self, dataset, stopping: Callable[[], bool] = lambda: False) -> float | None:
         """Mean loss over the first `validation.batches` global batches of a dataset, or as many full ones as it has.
 
         A dataset smaller than one batch is repeated to fill it: tokens count once, videos each time, with other noise.
+        None where `stopping`, which all ranks ask before each batch, says to leave it.
         """
         batches = max(1, min(self.config.validation.batches, len(dataset) // self.config.batch.global_))
         total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
         for step in range(batches):
+            if stopping():
+                return None
             micro_batches = self.micro_batches(dataset, step, rows_once)
             count += sum(map(self.objective.count, micro_batches))
             inputs = [to_device(batch, self.device) for batch in micro_batches]

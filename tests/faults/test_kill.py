@@ -111,6 +111,24 @@ def test_sigterm_to_one_rank_stops_all_after_a_step_with_a_checkpoint(tmp_path, 
     assert run.finish(run.start()) == undisturbed.finish(undisturbed.start())
 
 
+@pytest.mark.parametrize("save", [0, 2], ids=["before its checkpoint", "after its checkpoint"])
+def test_sigterm_ends_a_long_validation(tmp_path, save):
+    tree = TINY | {"steps": 4, "checkpoint": {"every": save}}
+    endless = Case(2, tree | {"validation": {"every": 2, "batches": 10**9}})
+    run = Run(endless, tmp_path / "stopped")
+    ranks = run.start()
+    wait_for_lines(run, 1, lambda: None in ranks.codes())
+    time.sleep(0.5)  # for the second step
+    ranks.send(1, signal.SIGTERM)
+    assert ranks.wait(LIMIT) and not any(ranks.codes()), run.log.read_text()
+    (checkpoint,) = (run.out / "checkpoints").iterdir()
+    assert checkpoint.name == "step-00000002" and len(run.numbers()) == 1
+    assert run.log.read_text().count("SIGTERM: stopped after step 2") == 1
+    run.file.write_text(yaml.safe_dump(tree | {"out_dir": str(run.out)}))
+    undisturbed = Run(Case(2, tree), tmp_path / "undisturbed")
+    assert run.finish(run.start()) == undisturbed.finish(undisturbed.start())
+
+
 WAITING = """
 import os, time
 from minitrain import cli, train

@@ -147,10 +147,11 @@ def test_scripts_that_end_without_our_command_line(tmp_path, code):
 def stops(sent: bool) -> list[bool]:
     """After which of three steps a run is to stop, if SIGTERM is `sent` after the first."""
     found = []
-    for step, stopping in until_sigterm(iter(range(3))):
-        found.append(stopping)
-        if sent and step == 0:
-            signal.raise_signal(signal.SIGTERM)
+    with until_sigterm() as stopping:
+        for step in range(3):
+            found.append(stopping())
+            if sent and step == 0:
+                signal.raise_signal(signal.SIGTERM)
     return found
 
 
