@@ -46,6 +46,12 @@ def test_messages_delay_by_hand():
     assert result.lanes(step=6.0, columns=12) == ["FF......BBUU", "...FFBBUUUUU"]  # and an update from 5.0 on
 
 
+@pytest.mark.parametrize(("ready", "end"), [([0.25, 1.75], 5.25), ([0.0, 2.0], 5.5)])
+def test_a_rank_that_is_not_ready_delays_only_what_has_come(ready, end):
+    """As above: the second rank's input comes 1.5 after the first rank begins."""
+    assert max(replay(schedule_order("1F1B", 2, 1, 1), lambda action: 1.0, 0.5, ready).finished) == end
+
+
 def test_no_message_where_a_v_turns():
     """Two ranks, one micro-batch: stages 1 and 2 are on the second rank."""
     spans = replay(schedule_order("ZBVZeroBubble", 2, 4, 2), lambda action: 1.0, 0.5).spans

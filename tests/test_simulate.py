@@ -117,6 +117,8 @@ def test_an_action_takes_what_its_rank_does_since_the_one_before():
     trace = Trace(marks=[(1, (0, "F", 0)), (2, None), (3, (0, "F", 1)), (4, None)])
     found = action_spans(trace, Timeline(at=[1.0, 3.0, 4.0, 6.0]))
     assert found == {(0, "F", 0): (0.0, 3.0), (0, "F", 1): (3.0, 6.0)}
+    found = action_spans(trace, Timeline(at=[3.0, 5.0, 6.0, 8.0]))
+    assert found == {(0, "F", 0): (2.0, 5.0), (0, "F", 1): (5.0, 8.0)}  # 2 seconds of gathering come before all
 
 
 def test_model_flops_of_packed_documents_are_those_that_run():

@@ -74,11 +74,14 @@ def flatten(entry) -> list[Action]:
     return [(entry.stage_index, kind, entry.microbatch_index)] if kind else []
 
 
-def replay(order: list[list[Action]], seconds: Callable[[Action], float], message: float) -> Replay:
-    """seconds: what an action takes; message: how many of them a stage's result travels to another rank."""
+def replay(
+    order: list[list[Action]], seconds: Callable[[Action], float], message: float, ready: list[float] | None = None
+) -> Replay:
+    """seconds: what an action takes; message: how many of them a stage's result travels to another rank; ready: when
+    each rank can begin (by default, at once)."""
     ranks = {stage: rank for rank, actions in enumerate(order) for stage, _, _ in actions}
     spans: dict[Action, tuple[float, float]] = {}
-    clocks, places = [0.0] * len(order), [0] * len(order)
+    clocks, places = list(ready or [0.0] * len(order)), [0] * len(order)
     waiting = set(range(len(order)))
     while waiting:
         before = len(spans)

@@ -268,27 +268,32 @@ def pipelined(
     """All ranks' actions for `at_once` micro-batches side by side. A step lasts until the slowest rank has also reduced
     its gradients and updated its weights."""
     p, run = config.parallel, few(config)
-    measured, tails = {}, []
+    measured, tails, ready = {}, [], []
     for place, trace in traces.items():
         spans = action_spans(trace, lines[place])
+        ready.append(min(begin for begin, _ in spans.values()))
         measured |= renamed(spans, list(local_stages(p, config.model.config.num_layers, place)))
         tails.append(lines[place].end - max(end for _, end in spans.values()))
     order = schedule_order(p.schedule, p.pp, at_once, p.vp)
     seconds = action_seconds(measured, at_once, run)
-    replayed = replay(order, seconds, message_seconds(system, traces[0]))
+    replayed = replay(order, seconds, message_seconds(system, traces[0]), ready)
     times = micro_batches(config) / at_once  # the last time there may be fewer
     last = max(end + tail for end, tail in zip(replayed.finished, tails, strict=True))
     step = (times - 1) * max(replayed.finished) + last
-    idle = [step - times * b - tail for b, tail in zip(replayed.busy(), tails, strict=True)]
+    idle = [step - times * b - tail - r for b, tail, r in zip(replayed.busy(), tails, ready, strict=True)]
     return Simulation(traces, lines, micro_batches(config), run, step + system.step, replayed, idle, system.step)
 
 
 def action_spans(trace: Trace, line: Timeline) -> dict[Action, tuple[float, float]]:
-    """When each action of a traced rank began and ended. What comes before it, as weights that are gathered, is its:
-    half a percent of a step too much at most, as later ranks gather for their first action while they wait for it."""
+    """When each action of a traced rank began and ended. What comes before it, as weights that are gathered, is its,
+    but for the first: by what that outlasts the next of its kind, it gathers, which needs no input."""
     parts = list(actions(trace))
     ends = [line.at[end - 1] for _, _, end in parts]
-    return {action: span for (action, _, _), span in zip(parts, pairwise([0.0, *ends]), strict=True)}
+    spans = {action: span for (action, _, _), span in zip(parts, pairwise([0.0, *ends]), strict=True)}
+    first = parts[0][0]
+    alike = [end - begin for (stage, kind, _), (begin, end) in spans.items() if (stage, kind) == first[:2]]
+    spans[first] = max(0.0, alike[0] - alike[min(1, len(alike) - 1)]), ends[0]
+    return spans
 
 
 def renamed(spans: dict[Action, tuple[float, float]], stages: list[int]) -> dict[Action, float]:
