@@ -95,15 +95,18 @@ SAMPLERS = {"euler": euler, "unipc": unipc}
 
 
 def guided(
-    model: Module, text: Tensor, scale: float, image: Tensor | None = None, condition: Tensor | None = None
-) -> Velocity:
-    """The model's velocity for `text` [batch, tokens, text_dim], away from that for no text (Ho & Salimans 2022):
-    v(no text) + scale * (v(text) - v(no text)). A scale of 1 is the plain velocity, at half the work.
+    model: Module, text: Tensor, scale: float, negative: Tensor | None = None, image: Tensor | None = None,
+    condition: Tensor | None = None,
+) -> Velocity:  # fmt: skip
+    """The model's velocity v for `text` [batch, tokens, text_dim], away from that for `negative`, alike (Ho & Salimans
+    2022): v(negative) + scale * (v(text) - v(negative)). A scale of 1 is the plain velocity, at half the work.
 
-    image, condition: for image-to-video models, which see them with and without text; see FlowMatching.
+    negative: by default zeros, with which FlowMatching trains; published models know an empty prompt's embedding.
+    image, condition: for image-to-video models, which see them with both texts; see FlowMatching.
     """
+    negative = torch.zeros_like(text) if negative is None else negative
     copies = 1 if scale == 1 else 2
-    texts = text if scale == 1 else torch.cat([text, torch.zeros_like(text)])
+    texts = text if scale == 1 else torch.cat([text, negative])
     image, condition = (None if x is None else torch.cat([x] * copies) for x in (image, condition))
 
     def velocity(x: Tensor, sigma: float) -> Tensor:
@@ -112,7 +115,7 @@ def guided(
         out = model(noisy, torch.full((len(noisy),), 1000 * sigma, device=x.device), texts, image)
         if scale == 1:
             return out
-        with_text, without = out.chunk(2)
-        return without + scale * (with_text - without)
+        towards, away = out.chunk(2)
+        return away + scale * (towards - away)
 
     return velocity

@@ -1,8 +1,10 @@
 """Generate latents of videos: python -m minitrain.generate --task diffusion --model DIR --prompts FILE --out FILE.
 
 DIR is a Wan model, in diffusers' layout or the original one. The prompts are a safetensors file with `text`, embeddings
-[videos, tokens, text_dim]; for image-to-video models also `condition` and `image` (see training/latents.py). The result
-is a safetensors file with `latents` [videos, channels, frames, height, width], for the video autoencoder to decode.
+[videos, tokens, text_dim], and what guidance leads away from, `negative`, as many or one for all (without it, zeros;
+published models want the embedding of an empty prompt or of what is not to be seen); for image-to-video models also
+`condition` and `image` (see training/latents.py). The result is a safetensors file with `latents` [videos, channels,
+frames, height, width], for the video autoencoder to decode.
 `--prompts shapes` are those of the toy world (training/shapes.py): the result is a PNG, a video a row, and a score.
 """
 
@@ -92,13 +94,20 @@ def enough_memory(option: str) -> Iterator[None]:
 
 
 def read_prompts(path: Path, text_tokens: int) -> dict[str, Tensor]:
-    """What the file holds of text, condition and image, in fp32, the text padded with zeros."""
-    prompts = read_video(path, ["text", "condition", "image"])
+    """What the file holds of text, negative, condition and image, in fp32, texts padded with zeros."""
+    prompts = read_video(path, ["text", "negative", "condition", "image"])
     if "text" not in prompts or prompts["text"].ndim != 3 or not len(prompts["text"]):
         raise InputError(f"{path} must hold a tensor `text` [videos, tokens, text_dim], of one video at least")
-    if prompts["text"].shape[1] > text_tokens:
-        raise InputError(f"{path}: text has {prompts['text'].shape[1]} tokens, more than --text-tokens {text_tokens}")
-    prompts["text"] = F.pad(prompts["text"], (0, 0, 0, text_tokens - prompts["text"].shape[1]))
+    for name in ("text", "negative"):
+        if name in prompts and prompts[name].ndim == 3:
+            missing = text_tokens - prompts[name].shape[1]
+            if missing < 0:
+                raise InputError(
+                    f"{path}: {name} has {prompts[name].shape[1]} tokens, more than --text-tokens {text_tokens}"
+                )
+            prompts[name] = F.pad(prompts[name], (0, 0, 0, missing))
+    if "negative" in prompts and prompts["negative"].shape[:1] == (1,):
+        prompts["negative"] = prompts["negative"].expand(len(prompts["text"]), *prompts["negative"].shape[1:])
     return prompts
 
 
@@ -106,6 +115,8 @@ def check_prompts(prompts: dict[str, Tensor], model: Wan, size: Sequence[int], s
     """Raises InputError for prompts that are not what the model takes beside latents of `size`."""
     wanted = {name: (len(prompts["text"]), *shape) for name, shape in model_shapes(model.config, size).items()}
     del wanted["latents"]  # which are to be made
+    if "negative" in prompts:
+        wanted["negative"] = wanted["text"]
     check_shapes({name: tuple(tensor.shape) for name, tensor in prompts.items()}, wanted, f"--prompts {source}")
 
 

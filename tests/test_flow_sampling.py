@@ -66,13 +66,16 @@ def test_schedule():
     assert sigma_schedule(2, 3.0) == pytest.approx([1, 0.75, 0])
 
 
-def test_guidance_goes_beyond_the_text():
+@pytest.mark.parametrize("negative", [None, torch.ones(2, 3, 64)], ids=["zeros", "negative"])
+def test_guidance_goes_beyond_the_text(negative):
     torch.manual_seed(0)
     model = Wan(model_config("wan2.1-1.3b-tiny"))
     x, text = torch.randn(2, 16, 1, 4, 4), torch.randn(2, 3, 64)
     timestep = torch.full((2,), 700.0)
     with torch.no_grad():
-        with_text, without = model(x, timestep, text), model(x, timestep, torch.zeros_like(text))
+        with_text = model(x, timestep, text)
+        without = model(x, timestep, torch.zeros_like(text) if negative is None else negative)
         for scale, expected in ((0.0, without), (1.0, with_text), (5.0, 5 * with_text - 4 * without)):
-            torch.testing.assert_close(guided(model, text, scale)(x, 0.7), expected, atol=1e-5, rtol=1e-5)
+            found = guided(model, text, scale, negative)(x, 0.7)
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert (with_text - without).norm() > 1e-3 * with_text.norm()

@@ -30,10 +30,15 @@ def run(folder, *words: str) -> None:
           *words])  # fmt: skip
 
 
-def test_latents_are_eulers_of_the_model_with_padded_text(tmp_path):
+@pytest.mark.parametrize("negatives", [0, 1, 2])
+def test_latents_are_eulers_of_the_model_with_padded_text(tmp_path, negatives):
     """Image-to-video, so that everything is used; two steps, by hand."""
     model = save_model(tmp_path, in_channels=19, image_dim=6)
     prompts = {"text": torch.randn(2, 3, 64), "condition": torch.randn(2, 3, 1, 4, 4), "image": torch.randn(2, 5, 6)}
+    hide = torch.zeros(2, 7, 64)
+    if negatives:
+        prompts["negative"] = torch.randn(negatives, 5, 64)
+        hide[:, :5] = prompts["negative"]
     save_file(prompts, tmp_path / "prompts")
     run(tmp_path, "--size", "1", "4", "4", "--sampler", "euler", "--steps", "2", "--shift", "3", "--guidance", "2.5",
         "--text-tokens", "7", "--seed", "4")  # fmt: skip
@@ -43,7 +48,7 @@ def test_latents_are_eulers_of_the_model_with_padded_text(tmp_path):
     with torch.no_grad():
         for now, after in pairwise(sigmas):
             noisy, timestep = torch.cat([x, prompts["condition"]], dim=1), torch.full((2,), 1000 * now)
-            given, hidden = (model(noisy, timestep, each, prompts["image"]) for each in (text, 0 * text))
+            given, hidden = (model(noisy, timestep, each, prompts["image"]) for each in (text, hide))
             x = x + (after - now) * (hidden + 2.5 * (given - hidden))
     torch.testing.assert_close(load_file(tmp_path / "out")["latents"], x, atol=1e-4, rtol=1e-4)
 
@@ -68,6 +73,12 @@ def test_shapes_end_in_a_picture_and_a_score(tmp_path, capsys):
     ({"text": torch.zeros(1, 3, 64)}, ["--prompts", "shapes"], "latents have 8 channels, the model's 16"),
     ({"text": torch.zeros(1, 3, 60)}, ["--size", "1", "4", "4"], "60], the model takes [1, tokens, 64]"),
     ({"text": torch.zeros(1, 9, 64)}, ["--size", "1", "4", "4", "--text-tokens", "8"], "more than --text-tokens 8"),
+    ({"text": torch.zeros(1, 3, 64), "negative": torch.zeros(1, 9, 64)},
+     ["--size", "1", "4", "4", "--text-tokens", "8"], "negative has 9 tokens, more than --text-tokens 8"),
+    ({"text": torch.zeros(3, 3, 64), "negative": torch.zeros(2, 3, 64)}, ["--size", "1", "4", "4"],
+     "negative is [2, 512, 64], the model takes [3, tokens, 64]"),
+    ({"text": torch.zeros(1, 3, 64), "negative": torch.tensor(0.0)}, ["--size", "1", "4", "4"],
+     "negative is none, the model takes [1, tokens, 64]"),
     ({"text": torch.zeros(1, 3, 64), "condition": torch.zeros(1, 3, 1, 4, 4)}, ["--size", "1", "4", "4"],
      "condition is [1, 3, 1, 4, 4], the model takes none"),
     ({"text": torch.zeros(1, 3, 64)}, ["--size", "1", "5", "4"], "do not divide into patches"),
