@@ -275,6 +275,27 @@ def test_nobody_waits_longer_for_a_reward_that_hangs(tmp_path):
     assert len(re.findall(expected, ranks.log.read_text())) == 1
 
 
+def export_to_a_slow_disk(folder, pp):
+    """The last rank's patience is a second, and the first takes two before it writes anything."""
+    config = configs.from_dict(TINY | {"parallel": {"pp": pp}})
+    trainer = Trainer(config, start(config))
+    save = train.save_tensors
+
+    def save_slowly(tensors, *args):
+        time.sleep(2)
+        save(tensors, *args)
+
+    train.save_tensors = save_slowly
+    set_timeout(1.0)
+    train.export(trainer, config, folder)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_nobody_loses_patience_with_the_rank_that_writes_the_model(tmp_path, pp):
+    ranks = Ranks(2, tmp_path / "log", export_to_a_slow_disk, tmp_path, pp)
+    assert ranks.wait(LIMIT) and ranks.codes() == [0, 0], ranks.log.read_text()
+
+
 def die_in_step_4(folder):
     update = Trainer.update
     Trainer.update = lambda trainer, batches, step: os._exit(7) if step == 3 else update(trainer, batches, step)
