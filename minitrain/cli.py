@@ -119,15 +119,12 @@ def group_is_up() -> bool:
 def leave_group(code: int) -> None:
     """End a process whose group is still up. After an error the others are made to end too.
 
-    The interpreter's own teardown sometimes aborts after FSDP has run on gloo, making success a crash: hence _exit.
+    The interpreter's own teardown sometimes aborts after FSDP has run on gloo, making success a crash: hence _exit. Nor
+    is the group destroyed: NCCL would wait for ever for a sampler's CUDA graphs, which hold kernels of its.
     """
-    import torch.distributed as dist
-
     from minitrain.runtime import watch
 
     watch.leave(code)
-    if code == 0:
-        dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
