@@ -134,7 +134,11 @@ def build_meshes(config: Config, device_type: str) -> Meshes:
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     for_parameters = grid(pp=p.pp, dp_replicate=p.dp_replicate, dp_shard=shards, tp=p.tp)
-    for_parameters["dp_shard", "tp"]._flatten("shards")  # no public name; one all-reduce for the gradient norm, not two
+    # no public name; one all-reduce for the gradient norm, not two
+    loss, tokens = for_parameters["dp_shard"], for_parameters["dp_shard", "tp"]._flatten("shards")
+    if p.dp_replicate > 1:  # else these serve for both: each communicator takes memory of the GPU
+        loss = for_parameters["dp_replicate", "dp_shard"]._flatten("loss")
+        tokens = for_parameters["dp_replicate", "dp_shard", "tp"]._flatten("tokens")
     for_rows = grid(pp=p.pp, batch=rows, cp=p.cp, tp=p.tp)
     for_experts = None
     if p.ep > 1:
@@ -144,8 +148,8 @@ def build_meshes(config: Config, device_type: str) -> Meshes:
     return Meshes(
         parameters=for_parameters["dp_replicate", "dp_shard"],
         batch=for_rows["batch"],
-        loss=grid(pp=p.pp, loss=rows * p.cp, tp=p.tp)["loss"],
-        tokens=grid(pp=p.pp, tokens=rows * p.cp * p.tp)["tokens"],
+        loss=loss,
+        tokens=tokens,
         row=for_rows["cp", "tp"]._flatten("row"),
         cp=for_rows["cp"],
         tp=for_parameters["tp"],
