@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from minitrain import cli, generate, train
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
+from minitrain.parallel.mesh import pick_device
 from minitrain.tokenizer import ByteTokenizer
 from tests.commands import ROOT, command, torchrun
 
@@ -310,3 +312,15 @@ def test_half_of_what_torchrun_sets_is_one_line(config_file, monkeypatch, missin
     result = command("-m", "minitrain.train", "--config", str(config_file))
     assert result.returncode == 2
     assert result.stderr == f"error: WORLD_SIZE is set without {missing} (start with torchrun, or unset WORLD_SIZE)\n"
+
+
+def test_more_processes_than_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for name, value in {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert pick_device("auto") == torch.device("cuda", 3)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(InputError, match=re.escape("8 processes on this node, but torch sees 4 GPU(s) here")):
+        pick_device("auto")
+    assert pick_device("cpu") == torch.device("cpu")

@@ -57,6 +57,9 @@ def pick_device(setting: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise InputError("device=cuda, but torch finds no GPU here (use auto or cpu)")
+    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if processes > gpus:
+        raise InputError(f"{processes} processes on this node, but torch sees {gpus} GPU(s) here (start one for each)")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
