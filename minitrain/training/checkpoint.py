@@ -27,7 +27,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -91,7 +90,8 @@ class Checkpointer:
         if self.thread is None:
             self._write(step, tensors, description)
         else:
-            self.pending = self.thread.submit(self._write, step, BlockingAsyncStager().stage(tensors), description)
+            copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+            self.pending = self.thread.submit(self._write, step, copies, description)
 
     def wait(self) -> None:
         """Return when no save is pending. Raises OSError if the pending one failed."""
