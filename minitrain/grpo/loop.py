@@ -136,6 +136,7 @@ class Run:
             self.learner = Learner(config, meshes, self.phase)
             if folder is not None:
                 self.checkpointer = self.new_checkpointer("checkpoints", config.checkpoint.keep)
+        self.await_trainers()
         model, self.refit = self.connect(meshes.batch.device_type, rank in sampling)
         if model is not None:
             replica, replicas = (rank - sampling[0]) // config.rollout.tp, len(sampling) // config.rollout.tp
@@ -190,9 +191,15 @@ class Run:
             if self.config.grpo.kl:
                 kept = self.folder and self.new_checkpointer("reference", keep=1)
                 self.learner.keep_reference(kept, resumed=first > 0)
+        self.await_trainers()
         first, self.resumed = self.tell((first, self.resumed), 0)
         self.update_sampler()
         return first
+
+    def await_trainers(self) -> None:
+        """Return when they come here too: ranks that only sample must not lose patience with the others' disks."""
+        if not self.colocated:
+            wait_for_all()
 
     def new_checkpointer(self, name: str, keep: int) -> Checkpointer:
         return Checkpointer(self.folder / name, keep, self.config.checkpoint.asynchronous, self.trainers)
@@ -222,8 +229,7 @@ class Run:
             save_step(self.checkpointer, numbers, self.learner.model, self.learner.trainer.optimizer)
         if self.config.grpo.offload:
             self.update_sampler()  # the next thing to come may be an evaluation
-        if not self.colocated:
-            wait_for_all()  # those that only sample must not lose patience with the disk
+        self.await_trainers()
 
     def wait(self) -> None:
         """Return when the last checkpoint is written."""

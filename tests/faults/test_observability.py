@@ -275,6 +275,20 @@ def test_nobody_waits_longer_for_a_reward_that_hangs(tmp_path):
     assert len(re.findall(expected, ranks.log.read_text())) == 1
 
 
+def begin_with_a_slow_trainer(seconds):
+    """Loading weights takes longer than the sampler, on a rank of its own, has patience, and so does warming up."""
+    learner, warm_up = loop.Learner.__init__, loop.Learner.warm_up
+    loop.Learner.__init__ = lambda *args: (time.sleep(1.5 * seconds), learner(*args))[1]
+    loop.Learner.warm_up = lambda *args: (time.sleep(1.5 * seconds), warm_up(*args))[1]
+    apart = GRPO["grpo"] | {"lag": 1, "generation_ranks": 1}
+    loop.Run(configs.from_dict(GRPO | {"grpo": apart, "timeout_s": seconds}), folder=None).begin()
+
+
+def test_ranks_that_only_sample_are_patient_while_the_others_begin(tmp_path):
+    ranks = Ranks(2, tmp_path / "log", begin_with_a_slow_trainer, 4.0)
+    assert ranks.wait(LIMIT) and ranks.codes() == [0, 0], ranks.log.read_text()
+
+
 def export_to_a_slow_disk(folder, pp):
     """The last rank's patience is a second, and the first takes two before it writes anything."""
     config = configs.from_dict(TINY | {"parallel": {"pp": pp}})
