@@ -5,10 +5,20 @@ import resource
 import sys
 
 import pytest
+import torch.distributed as dist
 
+from minitrain.errors import InputError
 from minitrain.runtime import rendezvous
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads interfaces as Linux has them")
+
+
+def test_a_node_whose_gpus_are_not_found():
+    store = dist.HashStore()
+    for rank in range(2):
+        rendezvous.check_device_type(store, rank, "cuda")
+    with pytest.raises(InputError, match="rank 2 on .* has device=cpu, and rank 0 device=cuda "):
+        rendezvous.check_device_type(store, 2, "cpu")
 
 
 def test_the_interface_that_leads_to_a_host():

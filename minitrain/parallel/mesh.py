@@ -25,7 +25,7 @@ from minitrain.models.tensor_files import Slices, all_of
 from minitrain.runtime import watch
 from minitrain.runtime.agreement import check_same, code_digests, flatten
 from minitrain.runtime.determinism import be_deterministic
-from minitrain.runtime.rendezvous import join_store, prepare_connections
+from minitrain.runtime.rendezvous import check_device_type, join_store, prepare_connections
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ def start(config: Config) -> Meshes:
         prepare_connections()
         timeout = timedelta(minutes=10)  # to find each other
         store, rank, world = join_store(timeout)
+        check_device_type(store, rank, device.type)
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
         watch.begin()
     if dist.get_world_size() > 1:

@@ -38,6 +38,20 @@ def join_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     return store, rank, world
 
 
+def check_device_type(store: dist.Store, rank: int, device_type: str) -> None:
+    """Raises InputError if rank 0 has another: with device=auto, as where one node's driver fails.
+
+    It would be a group on gloo that waits for ranks on NCCL, and they for it.
+    """
+    if rank == 0:
+        store.set("minitrain/device", device_type)
+    elif (first := store.get("minitrain/device").decode()) != device_type:
+        raise InputError(
+            f"rank {rank} on {socket.gethostname()} has device={device_type}, and rank 0 device={first} (does torch "
+            f"find the GPUs of both?)"
+        )
+
+
 def prepare_connections() -> None:
     """To call before a process group starts. gloo connects every rank to every other, with a file for each.
 
