@@ -51,7 +51,8 @@ class Refit:
     def __init__(self, give: Callable[[], Parts], want: Callable[[], Parts], group: dist.ProcessGroup | None = None):
         self.give, self.want, self.rank = give, want, dist.get_rank()
         offers, wishes = gather(describe(give()), group), gather(describe(want()), group)
-        self.buckets = cut(plan(offers, wishes), BUCKET)
+        buckets = cut(plan(offers, wishes), BUCKET)
+        self.buckets = [[move for move in moves if self.rank in (move.source, move.target)] for moves in buckets]
         if dist.get_backend() == "nccl":  # where all ranks must take part in a group's first operation
             dist.all_reduce(torch.zeros((), device="cuda"))
 
@@ -62,7 +63,7 @@ class Refit:
             self.run(bucket, given, wanted)
 
     def run(self, moves: list[Move], given: Parts, wanted: Parts) -> None:
-        """Post all of a bucket's sends and receives at once, then wait for them."""
+        """Post all of this rank's sends and receives in a bucket at once, then wait for them."""
         operations, arrivals = [], []
         for move in moves:
             place = region(wanted[move.name], move.box) if move.target == self.rank else None
