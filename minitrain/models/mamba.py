@@ -232,7 +232,7 @@ def scan(
     xs, dts, bs, cs, runs = (_chunks(tensor, chunk) for tensor in (x, dt, b, c, runs))
     decay = _running_sum(dts * a, 2)  # [batch, chunks, Q, G, R]: log of what is left of a chunk's initial state
     last = runs[:, :, -1]  # [batch, chunks]: the document alive at each chunk's end
-    before = F.pad(last, (1, 0), value=-1 if initial is None else 0)[:, :-1]  # and at the end of the chunk before
+    before = F.pad(last, (1, 0))[:, :-1]  # and at the end of the chunk before
     inside = _inside((xs * dts[..., None]).to(x.dtype), bs, cs, decay, runs)
     added = _added(xs, dts, bs, decay, runs == last[..., None])
     carried = _carry(added if initial is None else added.float(), decay[:, :, -1], last, before)
