@@ -95,6 +95,13 @@ def test_low_precision_activations_keep_the_decay_in_full():
     assert (found - expected).norm() <= 2**-7 * expected.norm()
 
 
+def test_a_state_adds_up_in_fp32():
+    """From bf16, which has no odd numbers above 256: 40 chunks of 7 ones, none of which is forgotten."""
+    ones, state = torch.ones(1, 280, 1, 1, dtype=torch.bfloat16), torch.zeros(1, 1, 1, 1, 1)
+    scan(ones[..., None], ones.float(), torch.full((1, 1), -1e-12), torch.zeros(1, 1), ones, ones, 7, initial=state)
+    assert state.item() == 280
+
+
 def test_a_gated_norm_is_rounded_once():
     """bf16 has 8 digits, so rounding to the nearest is off by 2^-8 at most."""
     norm, (x, z) = GroupedRMSNorm(32, eps=1e-5), torch.randn(2, 3, 40, 2, 16).bfloat16()
