@@ -214,7 +214,14 @@ def test_advantages_by_hand(baseline, std_scaling):
                 expected / (std + 1e-6) if std_scaling and std else expected, abs=1e-7
             )
     assert has_signal(torch.tensor(rewards)).tolist() == [True, False, True]
-    assert result[1].tolist() == [0.0] * 4
+    assert result.dtype == torch.float64 and result[1].tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
+def test_rewards_that_are_all_alike_teach_nothing(baseline):
+    """Not even what the rounding of their mean would: 0.1 + 0.1 + 0.1 is not 0.3."""
+    alike = torch.full((1, 3), 0.1, dtype=torch.float64)
+    assert alike.mean() != 0.1 and advantages(alike, baseline, std_scaling=True).tolist() == [[0.0] * 3]
 
 
 # ------------------------------------------------------------------------------------------------------- what is logged
@@ -252,6 +259,10 @@ def test_numbers_are_means_over_response_tokens():
     }
     assert numbers == pytest.approx(expected, rel=1e-5)
     assert all(map(math.isnan, objective.metrics(lambda x: x).values()))  # each step starts anew, with no tokens
+    del batch["reference"]  # without one, how far the step has moved
+    *_, objective = ours(GRPO(), batch, log_probs)
+    moved = 2 * mean(lambda c, o, *_: math.exp(o - c) - 1 - o + c)
+    assert objective.metrics(lambda x: x)["kl"] == pytest.approx(moved, rel=1e-5)
 
 
 # -------------------------------------------------------------------------------------------------------- against TRL

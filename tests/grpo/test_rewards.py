@@ -54,6 +54,7 @@ math = load_reward("math")
     ("", "12", 0),
     (r"\boxed{1/0}", "0", 0),
     (r"\boxed{(1,2)}", "12", 0),
+    (r"\boxed{(1,2345)}", "(12345)", 0),  # a pair, too
     ("the year is 2", "-2", 0),
 ])  # fmt: skip
 def test_math(response, answer, reward):
