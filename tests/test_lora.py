@@ -26,6 +26,7 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.lora import Lora, add_adapters, drop, initialize_adapter, is_adapter, merge_adapters, merged
 from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import start
+from minitrain.parallel.parallelize import parallelize
 from minitrain.parallel.recompute import recompute
 from minitrain.tokenizer import load_tokenizer
 from minitrain.train import train
@@ -118,7 +119,8 @@ def test_recomputation_drops_the_same(setting, compiled):
     def gradients(setting):
         torch.compiler.reset()
         model, tokens = adapted({"dropout": 0.5})
-        recompute(model.blocks, setting, random=True)
+        config = from_dict(TREE | {"lora": {"dropout": 0.5}, "recompute": setting, "device": "cpu"})
+        parallelize(model, config, start(config))
         if compiled:
             for block in model.blocks:
                 block.forward = torch.compile(block.forward, backend="aot_eager")
