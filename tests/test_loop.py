@@ -44,10 +44,11 @@ def test_an_evaluation_counts_no_row_twice():
     torch.testing.assert_close(trainer.evaluate(data), expected.item(), atol=0, rtol=1e-6)
 
 
-def test_an_evaluation_reads_a_step_at_a_time():
-    config = configs.from_dict(TREE | {"validation": {"batches": 2}})
+@pytest.mark.parametrize(("batches", "size"), [(2, 100), (3, 11)])
+def test_an_evaluation_reads_full_batches_a_step_at_a_time(batches, size):
+    config = configs.from_dict(TREE | {"validation": {"batches": batches}})
     trainer, data = Trainer(config, start(config)), Few(16, 128, seed=0, split=1)
-    data.size, events = 100, []
+    data.size, events = size, []
     with (
         mock.patch.object(data, "row", side_effect=lambda n: events.append(n) or Few.row(data, n)),
         mock.patch.object(trainer.objective, "loss", side_effect=lambda *_: events.append("loss") or torch.ones(())),
@@ -85,7 +86,8 @@ def test_a_trial_step_leaves_nothing_behind():
 
 
 def draws(parallel):
-    """The first random number of steps 0, 1 and 0 again, drawn where the forward pass would draw."""
+    """The first random number of steps 0, 1 and 0 again, drawn where the forward pass would draw; and of another run's
+    step 0."""
     seen = []
 
     def forward_backward(*_):
@@ -97,6 +99,8 @@ def draws(parallel):
     with mock.patch("minitrain.training.loop.forward_backward", forward_backward):
         for step in (0, 1, 0):
             trainer.update([], step)
+        config.seed += 1
+        trainer.update([], 0)
     return seen
 
 
@@ -108,7 +112,7 @@ def draws(parallel):
 def test_steps_and_ranks_drop_elements_of_their_own_but_tensor_parallel_ranks_the_same(pool, parallel, same):
     """same: equal numbers for ranks that must draw the same."""
     ranks = pool.run(4, draws, parallel)
-    assert all(first == again != second for first, second, again in ranks)
+    assert all(first == again and len({first, second, other}) == 3 for first, second, again, other in ranks)
     first = [rank[0] for rank in ranks]
     assert [first.index(number) for number in first] == [same.index(group) for group in same]
 
