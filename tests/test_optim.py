@@ -218,6 +218,16 @@ def test_random_bits_are_uniform_and_of_their_own_place():
         assert (other == bits).double().mean() < 1e-3
 
 
+def test_weights_and_states_of_all_parameters_are_rounded_by_bits_of_their_own(monkeypatch):
+    keys, random_bits = [], adamw.random_bits
+    monkeypatch.setattr(adamw, "random_bits", lambda key, *rest: keys.append(key) or random_bits(key, *rest))
+    model = parameters_of((3, 2), (3, 2), dtype=torch.bfloat16)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    make_optimizer(model, Optim(states="bf16", stochastic_rounding=True)).step()
+    assert len(keys) == len(set(keys)) == 6
+
+
 def test_small_updates_survive_in_the_mean():
     """A thousand updates of 1/1000 of the last bit: rounded to the nearest all are lost, else none on average."""
     moved = {}
