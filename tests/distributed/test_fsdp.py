@@ -118,6 +118,19 @@ def test_weights_stay_gathered_and_gradients_add_up_whole_or_neither(pool, frees
     assert found == [(gathers, reductions, 0 if replicas == 1 else 3 + 1)] * ranks
 
 
+def types_of_sums(tree):
+    with count_calls("reduce_scatter") as reductions:
+        train(tree, steps=1)
+    given = [x for call in reductions.call_args_list for x in (*call.args, *call.kwargs.values())]
+    return {x.dtype for x in given if isinstance(x, torch.Tensor)}
+
+
+@pytest.mark.parametrize(("reduce", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_gradients_are_added_up_in_the_type_of_the_settings(pool, reduce, dtype):
+    tree = TREE | {"precision": "bf16", "parallel": {"reduce": reduce}}
+    assert pool.run(2, types_of_sums, tree) == [{dtype}] * 2
+
+
 def joined(tree, most):
     """Tensors made whole in pieces of so many bytes, and how many of them were cut, on rank 0; and by torch."""
     config = configs.from_dict(tree)
