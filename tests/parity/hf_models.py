@@ -30,13 +30,13 @@ def _theta(theta: float) -> dict:
 
 
 CONFIGS = {
-    "llama3": lambda: LlamaConfig(**_SIZES, rms_norm_eps=1e-5, rope_parameters=_theta(500.0)),
-    "llama3.1": lambda: LlamaConfig(**_SIZES, rms_norm_eps=1e-5, rope_parameters=dict(LLAMA3_ROPE)),
-    "llama3-tied": lambda: LlamaConfig(**_SIZES, rms_norm_eps=1e-5, tie_word_embeddings=True),
-    "qwen2.5": lambda: Qwen2Config(**_SIZES, rms_norm_eps=1e-6, rope_parameters=_theta(1000.0)),
-    "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=16, rms_norm_eps=1e-6, rope_parameters=_theta(1000.0)),
-    "qwen3-tied": lambda: Qwen3Config(**_SIZES, head_dim=16, rms_norm_eps=1e-6, tie_word_embeddings=True),
-    "nemotron": lambda: NemotronConfig(**_SIZES, norm_eps=1e-5, partial_rotary_factor=0.5),
+    "llama3": lambda: LlamaConfig(**_SIZES, rms_norm_eps=1e-3, rope_parameters=_theta(500.0)),
+    "llama3.1": lambda: LlamaConfig(**_SIZES, rms_norm_eps=1e-3, rope_parameters=dict(LLAMA3_ROPE)),
+    "llama3-tied": lambda: LlamaConfig(**_SIZES, rms_norm_eps=1e-3, tie_word_embeddings=True),
+    "qwen2.5": lambda: Qwen2Config(**_SIZES, rms_norm_eps=1e-3, rope_parameters=_theta(1000.0)),
+    "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=16, rms_norm_eps=1e-3, rope_parameters=_theta(1000.0)),
+    "qwen3-tied": lambda: Qwen3Config(**_SIZES, head_dim=16, rms_norm_eps=1e-3, tie_word_embeddings=True),
+    "nemotron": lambda: NemotronConfig(**_SIZES, norm_eps=1e-3, partial_rotary_factor=0.5),
 }
 
 _MOE = dict(num_experts_per_tok=3, moe_intermediate_size=32)
@@ -51,10 +51,10 @@ _DEEPSEEK = _SIZES | dict(
 )  # fmt: skip
 MOE_CONFIGS = {
     "mixtral": lambda: MixtralConfig(
-        **_SIZES, num_local_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-5, rope_parameters=_theta(500.0)
+        **_SIZES, num_local_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-3, rope_parameters=_theta(500.0)
     ),
     "qwen3-moe": lambda: Qwen3MoeConfig(
-        **_SIZES, **_MOE, num_experts=8, norm_topk_prob=True, head_dim=16, rms_norm_eps=1e-6,
+        **_SIZES, **_MOE, num_experts=8, norm_topk_prob=True, head_dim=16, rms_norm_eps=1e-3,
         rope_parameters=_theta(1000.0),
     ),
     "deepseek-v3": lambda: DeepseekV3Config(
@@ -67,7 +67,7 @@ MOE_CONFIGS = {
     ),
     "gpt-oss": lambda: GptOssConfig(
         **_SIZES | dict(num_hidden_layers=3), head_dim=16, num_local_experts=8, num_experts_per_tok=3, sliding_window=8,
-        rms_norm_eps=1e-5, rope_parameters=_YARN | dict(truncate=False),
+        rms_norm_eps=1e-3, rope_parameters=_YARN | dict(truncate=False),
     ),
 }  # fmt: skip
 
