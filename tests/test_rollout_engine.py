@@ -345,8 +345,9 @@ def test_a_stop_string_that_begins_with_a_space():
 def test_the_models_last_position():
     for name in ("gpt3-175b", "qwen3-32b"):
         model = make(name, max_position_embeddings=16)
-        sampler = Sampler(model, settings=Rollout(page_size=4, steps=5))
-        found = sampler.generate(prompts_of((12,)), SamplingParams(temperature=0, max_tokens=20))[0]
+        sampler = Sampler(model, settings=Rollout(page_size=4, steps=7))
+        # the second one makes steps go on beyond the first one's end
+        found = sampler.generate(prompts_of((12, 3)), SamplingParams(temperature=0, max_tokens=20))[0]
         assert found.tokens == uncached(model, prompts_of((12,))[0], 4) and found.finish_reason == "length"
         with pytest.raises(InputError, match="a prompt of 16 tokens: use 1 to 15"):
             sampler.generate(prompts_of((3, 16)), SamplingParams())

@@ -195,6 +195,13 @@ def test_the_compiled_choice_is_the_same(monkeypatch):
     compiled_choose.cache_clear()
 
 
+def test_bf16_logits_are_computed_with_in_fp32():
+    logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for params in ({}, {"temperature": [0.0, 0.7]}, {"top_p": 0.9}):
+        found, exact = (choose(x, choice(6, **params), torch.arange(6), Part()) for x in (logits, logits.float()))
+        assert torch.equal(found[0], exact[0]) and torch.equal(found[1], exact[1])
+
+
 def test_the_coldest_draw_is_the_likeliest():
     """With logits far from zero, whose quotients are near the end of fp32."""
     assert SamplingParams(temperature=COLDEST).temperature == COLDEST
