@@ -247,9 +247,7 @@ class Scheduler:
         sample = max(self.running, key=lambda sample: sample.arrival)
         self.preemptions += 1
         self._leave(sample)
-        prefill = Prefill(sample.tokens, [sample])
-        later = [i for i, other in enumerate(self.queue) if other.samples[0].arrival > sample.arrival]
-        self.queue.insert(later[0] if later else len(self.queue), prefill)
+        self.queue.insert(0, Prefill(sample.tokens, [sample]))  # all in the queue came later than all that run
 
     def _finish(self, sample: Sample, reason: str) -> None:
         sample.finish_reason = reason
