@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from minitrain.tokenizer import ByteTokenizer
 from minitrain.train import train
 from minitrain.training import arithmetic
 from minitrain.training.build import initialize
-from minitrain.training.chat import encode_chat, make_sample, read_messages, split_reply
+from minitrain.training.chat import encode_after, encode_chat, make_sample, read_messages, split_reply
 from minitrain.training.chat_templates import PLAIN, Message
 from minitrain.training.data import rows
 from minitrain.training.datasets import open_dataset
@@ -41,6 +42,11 @@ def test_plain_by_hand():
     assert split_reply(make_sample(tokens[:7], said[:7])) == ([*b"s\nq\n"], [*b"ab", 257])
 
 
+def test_a_text_whose_first_token_would_take_from_the_one_before_is_encoded_alone():
+    tokenizer = SimpleNamespace(encode={"a": [1], "b": [2], "ab": [3], "c": [4], "ac": [1, 5]}.get)
+    assert encode_after("a", "b", tokenizer) == [2] and encode_after("a", "c", tokenizer) == [5]
+
+
 # --------------------------------------------------------------------------------------------------------------- lines
 
 PAIR = [Message("user", "q"), Message("assistant", "a")]
@@ -51,6 +57,8 @@ PAIR = [Message("user", "q"), Message("assistant", "a")]
     [
         ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "id": 3}, PAIR),
         ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, PAIR),
+        ({"conversations": [{"from": "system", "value": ""}, {"from": "human", "value": "q"},
+                            {"from": "gpt", "value": "a"}]}, [Message("system", ""), *PAIR]),
         ({"prompt": "q", "completion": "a"}, PAIR),
         ({"problem": "q", "generated_solution": "a", "expected_answer": "5"}, PAIR),
         ({"instruction": "q", "input": "", "output": "a"}, PAIR),

@@ -231,7 +231,10 @@ def test_adapters_of_linears_with_the_same_input_stay():
                 nn.init.constant_(parameter, 0.1)
     attentions = [model.blocks[0].self_attn for model in models]
     plain = [linear.weight @ x[0].T for linear in (attentions[0].q_proj, attentions[0].k_proj)]
-    for ours, theirs, without in zip(*(attention.project(x) for attention in attentions), [*plain, None], strict=True):
+    with mock.patch("torch._scaled_mm", wraps=torch._scaled_mm) as products:
+        outputs = [attention.project(x) for attention in attentions]
+    assert products.call_count == 2 * 3
+    for ours, theirs, without in zip(*outputs, [*plain, None], strict=True):
         assert torch.equal(ours, theirs)
         if without is not None:
             assert (ours[0].T - without).norm() > 0.5 * without.norm()
