@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 
 from minitrain.errors import InputError
 from minitrain.training import checkpoint
-from minitrain.training.checkpoint import Checkpointer
+from minitrain.training.checkpoint import Checkpointer, save_step
 from minitrain.training.checkpoint_files import measure, read_description, read_index, write_description
 from tests.faults.processes import LIMIT, Ranks
 
@@ -111,10 +111,11 @@ def save_while_training(folder):
     model, optimizer = make()
     step(model, optimizer)
     saved = content(model, optimizer)
-    checkpointer = Checkpointer(folder, keep=2, asynchronous=True)
+    checkpointer, numbers = Checkpointer(folder, keep=2, asynchronous=True), {"step": 1, "loss": 0.5}
     write, disk = dcp.FileSystemWriter.write_data, threading.Semaphore(0)
     with mock.patch.object(dcp.FileSystemWriter, "write_data", lambda *args: disk.acquire() and write(*args)):
-        checkpointer.save(1, model, optimizer, {"step": 1})
+        save_step(checkpointer, numbers, model, optimizer)
+        numbers["validation_loss"] = 0.4
         dist.all_reduce(torch.ones(1))
         step(model, optimizer)
         assert checkpointer.latest() is None
@@ -125,8 +126,9 @@ def save_while_training(folder):
         assert checkpointer.load(model, optimizer) == {"step": 2}
     shutil.rmtree(folder / "step-00000002")
     other = make(seed=1)
-    assert checkpointer.load(*other) == {"step": 1}
-    assert equal(content(*other), saved)  # and not what training has made of it meanwhile
+    # and not what training and validation have made of it meanwhile
+    assert checkpointer.load(*other) == {"step": 1, "numbers": {"step": 1, "loss": 0.5}}
+    assert equal(content(*other), saved)
 
 
 def test_training_goes_on_while_a_thread_writes(pool, tmp_path):
