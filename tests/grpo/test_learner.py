@@ -22,7 +22,10 @@ from minitrain.training.loss import IGNORE
 from tests.distributed.test_grpo import TREE, made_up_groups
 from tests.oracle import check_close, snapshot
 
-PLAIN = TREE | {"grpo": {"prompts": 4, "group": 4, "clip_low": 0.05, "clip_high": 0.1}}
+PLAIN = TREE | {
+    "grpo": {"prompts": 4, "group": 4, "clip_low": 0.05, "clip_high": 0.1},
+    "rollout": TREE["rollout"] | {"temperature": 0.8},
+}
 
 
 def make_learner(tree):
@@ -30,10 +33,10 @@ def make_learner(tree):
     return Learner(config, start(config), lambda name: nullcontext())
 
 
-def log_probs(model, prompt, response):
+def log_probs(model, prompt, response, temperature=1.0):
     """Of a response alone, from the logits of the whole vocabulary."""
     tokens = torch.tensor([prompt + response])
-    distribution = model(tokens[:, :-1]).log_softmax(-1)
+    distribution = (model(tokens[:, :-1]) / temperature).log_softmax(-1)
     return distribution.gather(-1, tokens[:, 1:, None])[0, -len(response) :, 0]
 
 
@@ -58,11 +61,11 @@ def test_updates_equal_autograd_on_single_sequences(aggregation):
     rollouts = [rollout for group in groups for rollout in group]
     begun, losses = snapshot(model.named_parameters()), []
     with torch.no_grad():
-        old = [log_probs(model, rollout.prompt, rollout.response) for rollout in rollouts]
+        old = [log_probs(model, rollout.prompt, rollout.response, 0.8) for rollout in rollouts]
     for update in (range(8), range(8, 16)):
         total, tokens, sequences = 0.0, 0, 0
         for i in (i for i in update if not rollouts[i].truncated):
-            ratio = (log_probs(model, rollouts[i].prompt, rollouts[i].response) - old[i]).exp()
+            ratio = (log_probs(model, rollouts[i].prompt, rollouts[i].response, 0.8) - old[i]).exp()
             terms = -torch.minimum(ratio * values[i], ratio.clamp(0.95, 1.1) * values[i])
             total = total + (terms.mean() if aggregation == "sequence" else terms.sum())
             tokens, sequences = tokens + len(terms), sequences + 1
