@@ -13,6 +13,7 @@ from minitrain.models.checkpoint_hf import read_config
 from minitrain.models.decoder import Decoder
 from minitrain.models.layers import rotary_frequencies
 from minitrain.models.zoo import ZOO, model_config
+from minitrain.training.build import initialize
 
 PUBLISHED_PARAMETERS = {
     "llama3-8b": 8_030_261_248,
@@ -201,3 +202,14 @@ def test_overrides_and_unknown_names():
     assert config == dataclasses.replace(model_config("qwen3-32b"), num_layers=2)
     with pytest.raises(InputError, match=r"'llama3-8' is unknown \(nearest: 'llama3-8b'"):
         model_config("llama3-8")
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "nemotron4-15b", "gpt-oss-20b", "gpt3-175b"])
+def test_norms_start_as_the_identity_and_biases_at_zero(name):
+    """Nemotron-4 stores a norm's weight less 1; biases of experts have two dimensions, as matrices have."""
+    model = Decoder(model_config(f"{name}-tiny"))
+    initialize(model, seed=0)
+    for key, parameter in model.named_parameters():
+        if key.endswith(("norm.weight", "bias")):
+            one = key.endswith("weight") and model.config.norm != "layernorm1p"
+            assert (parameter == float(one)).all(), key
