@@ -241,3 +241,14 @@ def test_compiled_rotation_has_the_gradient_of_the_formula(dtype, channels):
         rough = dict(rtol=2**-6, atol=2**-6) if dtype == torch.bfloat16 else dict(rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(y, expected, **rough)
         torch.testing.assert_close(ours.grad, theirs.grad, **rough)
+
+
+def test_rotations_of_late_positions_are_exact():
+    """bf16 knows no odd number above 256."""
+    positions, frequencies = torch.arange(1000, 1100)[None], rotary_frequencies(8, 500.0)
+    angles = positions[0, :, None].double() * frequencies.double()
+    for table, sign, wave in zip(
+        rotary_tables(positions, frequencies, 1.0), (1, -1), (torch.cos, torch.sin), strict=True
+    ):
+        expected = torch.cat([sign * wave(angles), wave(angles)], dim=1)
+        torch.testing.assert_close(table[0, :, 0].double(), expected, atol=1e-4, rtol=0)
