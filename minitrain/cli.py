@@ -43,7 +43,7 @@ def positive(kind: type, zero: bool = False, most: float = sys.float_info.max):
 
 def check_writable(option: str, file: str | None) -> None:
     """Raises InputError if the file of an option cannot be written: what fills it takes minutes."""
-    if not file:
+    if file is None:
         return
     path, is_new = Path(file), not Path(file).exists()
     try:

@@ -295,6 +295,20 @@ def test_dry_run_lays_out_any_number_of_ranks():
     assert mine == pytest.approx(total / ranks, rel=1e-3)
 
 
+def test_a_config_that_is_wrong_is_told_by_name(tmp_path):
+    """One that says nonsense stops all, before any is run; one whose layout cannot be stops no other."""
+    good, wrong, huge = tmp_path / "good.yaml", tmp_path / "wrong.yaml", tmp_path / "huge.yaml"
+    good.write_text("model: llama3-8b-tiny\nbatch: {global: 4, micro: 2, seq_len: 64}\n")
+    wrong.write_text("model: llama3-8b-tiny\nbatch: {global: 3, micro: 2, seq_len: 64}\n")
+    huge.write_text(good.read_text() + "parallel: {dp_shard: 64}\n")
+    with pytest.raises(InputError, match=f"^{wrong}: batch.micro=2 does not divide batch.global=3$"):
+        main(["--dry-run", "--config", str(good), str(wrong)])
+    done = command("bench.py", "--dry-run", "--config", good, huge, good)
+    assert done.returncode == 2 and done.stdout.count("good: 311,872 parameters over 1 ranks") == 2
+    assert "error: huge: batch.global=4 is not a multiple of batch.micro=2 x 64" in done.stderr
+    assert done.stderr.endswith("error: 1 of 3 configs failed: huge\n")
+
+
 def test_dry_run_of_a_sweep_lays_out_every_combination():
     done = command("bench.py", "--dry-run", "--sweep", "parallel.dp_shard=1,2", "model.num_layers=2")
     lines = done.stdout.splitlines()
@@ -331,6 +345,10 @@ def test_a_config_that_is_swept_need_not_be_possible_by_itself():
         (["--simulate", "--versus", "transformers"], "--simulate is for training"),
         (["--json", "/none/x.jsonl"], "--json=/none/x.jsonl cannot be written: No such file"),
         (["--calibrate", "--json", "/none/x.jsonl"], "--json=/none/x.jsonl cannot be written"),
+        (["--json", ""], "--json= cannot be written"),
+        (["--proxy", ""], "--proxy= must be a number of layers"),
+        (["--simulate", "--system", ""], "--system= is not one of dgx-h100, "),
+        (["--simulate", "--sweep", "tp=1,2", "parallel.dp_shard=4"], "dp_shard=N stands before --sweep"),
         (["--calibrate", "--simulate"], "without --generate, --versus or --calibrate"),
         (["--calibrate", "--trace", "x.json"], "--trace and --system need --simulate"),
         (["--calibrate", "--dry-run"], "--calibrate measures this machine: without --shrink or --dry-run"),

@@ -6,9 +6,10 @@ from collections import Counter
 
 import pytest
 
+from minitrain.bench.commands import write_result
 from minitrain.bench.layout import micro_batches
 from minitrain.bench.measure import compare, load_row, published_step_time
-from minitrain.bench.proxy import cut, extrapolate, make_proxy, mixture, note, parse_counts
+from minitrain.bench.proxy import LEFT_OUT, cut, extrapolate, make_proxy, mixture, note, parse_counts
 from minitrain.bench.rows import CONFIGS
 from minitrain.config import load
 from minitrain.errors import InputError
@@ -81,6 +82,12 @@ def test_extrapolation_is_exact_for_a_machine_whose_layers_take_equally_long():
     assert found["seconds_per_layer"] == pytest.approx(0.25)
     assert found["mode"] == "extrapolated" and found["proxy"] is True
     assert found["layers"] == [4, 8] and found["full_layers"] == 80 and "communication" in found["left_out"]
+
+
+def test_what_an_extrapolation_knows_nothing_of_is_told(capsys):
+    config = load(DENSE)
+    write_result(extrapolate(config, fake(config, 4, 1.5), fake(config, 8, 2.5)), None)
+    assert capsys.readouterr().out.endswith(f"\nwithout {LEFT_OUT}\n")
 
 
 def test_extrapolation_needs_time_that_grows():

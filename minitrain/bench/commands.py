@@ -64,12 +64,10 @@ def bench(files: list, overrides: list[str], options) -> None:
     if options.sweep and (options.dry_run or not options.simulate):  # the config need not be possible by itself
         cases = combination_cases(files[0], overrides, options)
     else:
-        cases = [make_case(*load_row(file, overrides), options) for file in files]
+        cases = file_cases(files, overrides, options)
     check_options(cases, options)
     if options.dry_run:
-        for case in cases:
-            for config, _ in case.runs:
-                print(f"{case.row}: {dry_run(config)}")
+        run_all(cases, options)
         return
     check_writable("json", options.json)
     check_writable("trace", options.trace)
@@ -93,7 +91,7 @@ def make_case(row: str, config: Config, options) -> Case:
         )
     if options.shrink:
         return Case(row, config, [(shrink(config), {})])
-    if options.proxy:
+    if options.proxy is not None:
         counts = parse_counts(options.proxy)
         return Case(row, config, [(make_proxy(config, n), note(config, n)) for n in counts])
     return Case(row, config, [(config, {})])
@@ -138,7 +136,7 @@ def run_all(cases: list[Case], options) -> None:
     results, failed = [], []
     for case in cases:
         try:
-            results += run_case(case, options)
+            results += check_case(case) if options.dry_run else run_case(case, options)
         except Exception as error:
             if len(cases) == 1 or (world_size() > 1 and not isinstance(error, InputError)):
                 raise  # the other ranks may not have failed, and would wait for this one
@@ -148,6 +146,17 @@ def run_all(cases: list[Case], options) -> None:
         print(growth(results) if options.sweep else table(results), flush=True)
     if failed:
         raise InputError(f"{len(failed)} of {len(cases)} configs failed: {', '.join(failed)}")
+
+
+def file_cases(files: list, overrides: list[str], options) -> list[Case]:
+    """Every file's, all checked before the first runs; of several, a mistake is told with its file."""
+    cases = []
+    for file in files:
+        try:
+            cases.append(make_case(*load_row(file, overrides), options))
+        except InputError as error:
+            raise InputError(f"{file}: {error}" if len(files) > 1 else str(error)) from error
+    return cases
 
 
 def combination_cases(file: str, overrides: list[str], options) -> list[Case]:
@@ -167,6 +176,15 @@ def simulate_combinations(file: str, overrides: list[str], options) -> None:
     print(ranking(results))
     if all("error" in result for result in results):
         raise InputError(f"--sweep: none of {len(results)} combination(s) can run")
+
+
+def check_case(case: Case) -> list[dict]:
+    """Print what a dry run finds; there are no results."""
+    for config, _ in case.runs:
+        found = dry_run(config)
+        if rank() == 0:
+            print(f"{case.row}: {found}", flush=True)
+    return []
 
 
 def run_case(case: Case, options) -> list[dict]:
@@ -221,7 +239,9 @@ def simulate(row: str, config: Config, options) -> dict:
 
 def chosen_system(config: Config, options) -> System:
     """What to simulate on: --system, or what the config's published row ran on. Raises InputError."""
-    return find_system(options.system) if options.system else load_system(system_of(config), "reference.system")
+    if options.system is not None:
+        return find_system(options.system)
+    return load_system(system_of(config), "reference.system")
 
 
 def system_of(config: Config) -> str:
@@ -260,6 +280,8 @@ def write_result(outcome: dict, file: str | None) -> None:
         print(table([outcome]), flush=True)
         if "breakdown_s" in outcome:
             print(details(outcome), flush=True)
+        if outcome["mode"] == "extrapolated":
+            print(f"without {outcome['left_out']}", flush=True)
         if is_unsteady(outcome):
             print(f"warning: {outcome['row']}: {UNSTEADY}", file=sys.stderr, flush=True)
         append(outcome, file)

@@ -24,7 +24,10 @@ def sweep(file: str, overrides: list[str], choices: list[str], system: System) -
     A combination that cannot run gives {"settings", "error"} instead.
     """
     if any(parse(word)[0] == "parallel.dp_shard" for word in choices):
-        raise InputError("--simulate --sweep dp_shard: shards take the GPUs that others leave (sweep those)")
+        raise InputError(
+            "--simulate --sweep dp_shard: shards take the GPUs that others leave (sweep those; a fixed "
+            "parallel.dp_shard=N stands before --sweep)"
+        )
     gpus = stated_ranks(load(file, overrides))
     for settings, words in tqdm(combinations(choices), leave=False):
         try:
