@@ -389,6 +389,13 @@ def test_a_full_disk_is_told_with_the_file():
         commands.append({"row": "row"}, "/dev/full")
 
 
+def test_a_result_is_kept_though_nobody_reads_what_is_printed(tmp_path):
+    file, result = tmp_path / "results.jsonl", outcome({"model": "llama3-8b-tiny"}, [1.0])
+    with patch("builtins.print", side_effect=BrokenPipeError), pytest.raises(BrokenPipeError):
+        commands.write_result(result, str(file))
+    assert json.loads(file.read_text())["step_time_s"] == 1.0
+
+
 def rival_memory(library, recompute):
     tree = {"model": "llama3-8b-tiny", "batch": {"global": 2, "micro": 2, "seq_len": 256}, "recompute": recompute}
     config = from_dict(tree | {"device": "cpu"} | ({"lora": {"rank": 4}} if library == "peft" else {}))

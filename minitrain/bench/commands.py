@@ -275,8 +275,11 @@ def show_calibration(config: Config, file: str | None) -> None:
 
 
 def write_result(outcome: dict, file: str | None) -> None:
-    """Print it and append it to the file of results, at once: what comes later may fail."""
-    if rank() == 0:
+    """Print it and append it to the file of results, at once: what comes later may fail. Either is done though the
+    other cannot be, as where whoever read the output has gone, or a disk is full."""
+    if rank() != 0:
+        return
+    try:
         print(table([outcome]), flush=True)
         if "breakdown_s" in outcome:
             print(details(outcome), flush=True)
@@ -284,6 +287,7 @@ def write_result(outcome: dict, file: str | None) -> None:
             print(f"without {outcome['left_out']}", flush=True)
         if is_unsteady(outcome):
             print(f"warning: {outcome['row']}: {UNSTEADY}", file=sys.stderr, flush=True)
+    finally:
         append(outcome, file)
 
 
