@@ -133,7 +133,7 @@ def test_what_a_simulation_counted_is_told():
         "mode": "simulated",
         "clean_tflops_per_gpu": 5.0, "step_time_s": 2.0, "executed_flops_per_gpu": 12e12, "capacity_gib": 80.0,
         "collectives": {"tp/reduce": [3, 2**30], "dp/gather": [1000, 2**29]}, "memory_gib": {"gathered": 0.0, "x": 4},
-        "breakdown_s": {"gemm": 1.25, "bubble": 0.75},
+        "breakdown_s": {"gemm": 1.25, "bubble": 0.75, "tail": 4e-18},
     }  # fmt: skip
     assert details(found).splitlines() == [
         "FLOPs: executed 12 TFLOP, of the model 10",

@@ -107,7 +107,7 @@ def details(result: dict) -> str:
 
 
 def amounts(parts: dict[str, float]) -> str:
-    return ", ".join(f"{name} {amount:.3g}" for name, amount in parts.items() if amount)
+    return ", ".join(f"{name} {amount:.3g}" for name, amount in parts.items() if amount > 1e-9)  # less is rounding
 
 
 def label(result: dict) -> str:
