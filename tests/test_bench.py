@@ -396,6 +396,18 @@ def test_a_result_is_kept_though_nobody_reads_what_is_printed(tmp_path):
     assert json.loads(file.read_text())["step_time_s"] == 1.0
 
 
+def test_a_result_is_kept_though_the_other_library_fails(monkeypatch):
+    written = []
+    monkeypatch.setattr(commands, "run", lambda *_: {"row": "row"})
+    monkeypatch.setattr(commands, "start", lambda *_: None)
+    monkeypatch.setattr(commands, "write_result", lambda result, file: written.append((result, file)))
+    case = commands.Case("row", None, [(None, {"proxy": True})])
+    options = SimpleNamespace(versus="peft", generate=False, proxy=None, json="file", steps=1, warmup=0)
+    with patch.object(commands, "versus", side_effect=MemoryError), pytest.raises(MemoryError):
+        commands.run_case(case, options)
+    assert written == [({"row": "row", "proxy": True}, "file")]
+
+
 def rival_memory(library, recompute):
     tree = {"model": "llama3-8b-tiny", "batch": {"global": 2, "micro": 2, "seq_len": 256}, "recompute": recompute}
     config = from_dict(tree | {"device": "cpu"} | ({"lora": {"rank": 4}} if library == "peft" else {}))
@@ -492,7 +504,7 @@ def test_a_proxys_model_is_gone_before_the_next_is_made(monkeypatch):
     case = commands.Case("row", None, [(None, {}), (None, {}), (None, {})])
     gc.disable()
     try:
-        commands.run_case(case, SimpleNamespace(proxy=None, json=None))
+        commands.run_case(case, SimpleNamespace(versus=None, proxy=None, json=None))
     finally:
         gc.enable()
     assert len(models) == 3

@@ -193,7 +193,12 @@ def run_case(case: Case, options) -> list[dict]:
     for config, added in case.runs:
         free_memory()
         results.append(run(case.row, config, options) | added)
-        write_result(results[-1], options.json)
+        try:
+            if options.versus and not options.generate:  # which takes its turns with the other library from the start
+                free_memory()
+                results[-1] |= versus(config, start(config), case.row, options.steps, options.warmup, options.versus)
+        finally:  # ours is not lost where the other library fails, as where it needs more memory
+            write_result(results[-1], options.json)
     if options.proxy and len(results) == 2:
         results.append(extrapolate(case.config, *results))
         write_result(results[-1], options.json)
@@ -219,12 +224,7 @@ def run(row: str, config: Config, options) -> dict:
     if config.task == "grpo":
         return measure_policy(config, row, options.steps, options.warmup)
     estimate = announce_memory(row, config) if config.task == "diffusion" else {}
-    meshes = start(config)
-    outcome = measure(config, row, meshes, options.steps, options.warmup, options.profile) | estimate
-    if options.versus:
-        free_memory()
-        outcome |= versus(config, meshes, row, options.steps, options.warmup, options.versus)
-    return outcome
+    return measure(config, row, start(config), options.steps, options.warmup, options.profile) | estimate
 
 
 def simulate(row: str, config: Config, options) -> dict:
