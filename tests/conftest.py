@@ -1,6 +1,7 @@
 """Settings and fixtures of all tests."""
 
 import os
+from contextlib import suppress
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read once, when torch is imported, here and in the worker processes
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first matrix product on a GPU
@@ -8,14 +9,16 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, settings
 
 from tests.pool import Pool
 
 torch.set_num_threads(1)
-# the same cases each time, and no limits by the clock: a shared machine may pause anywhere
-settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("steady")
+with suppress(ModuleNotFoundError):  # the gpu tests, and most others, do without it
+    from hypothesis import HealthCheck, settings
+
+    # the same cases each time, and no limits by the clock: a shared machine may pause anywhere
+    settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("steady")
 
 
 def pytest_collection_modifyitems(items):

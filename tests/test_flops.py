@@ -29,6 +29,7 @@ from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import TARGETS
 from minitrain.models.zoo import ZOO, model_config
+from tests.oracle import count_grouped_mm
 
 ROWS = {row["id"]: row for row in yaml.safe_load((Path(__file__).parent / "published/tables.yaml").read_text())}
 DENSE = [
@@ -260,11 +261,6 @@ def test_expert_rows_are_all_there_and_the_exceptions_needed():
         if row["arch"] == CAUSAL:
             full = nemo_pretrain(experts_work(row["arch"]), row["seq_len"])
             assert row["tokens_per_sec_per_gpu"] * full / 1e12 / row["tflops_per_gpu"] > 1.3
-
-
-def count_grouped_mm(a, b, *args, out_shape=None, **kwargs) -> int:
-    """torch has no formula: rows x in x out, or, for the gradient of a stack, in x rows x out of all experts."""
-    return 2 * a[0] * a[1] * b[-1]
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b-tiny", "qwen3-30b-a3b-tiny", "deepseek-v3-tiny", "kimi-k2-tiny"])

@@ -33,8 +33,7 @@ from minitrain.train import train
 from minitrain.training.build import make_model
 from minitrain.training.checkpoint_files import read_index
 from minitrain.training.loop import Trainer
-from tests.oracle import plain_model, ragged_batch
-from tests.test_flops import count_grouped_mm
+from tests.oracle import count_grouped_mm, plain_model, ragged_batch
 
 TREE = {
     "model": {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 3},
