@@ -1,17 +1,16 @@
 """Bring the trainer's weights to the sampler, from any layout to any other, while both stay sharded.
 
 Every rank tells once which box (a range per dimension) of each whole tensor it has to give, and which it wants. Boxes
-that overlap make a plan, the same on all ranks: who sends which region of which tensor to whom. If several ranks have
-a region (replicas), the receiver itself is the first choice, and receivers take turns among the others. A refit then
-posts the plan's sends and receives, point to point and in one order everywhere, some tensors at a time; no rank ever
-holds more than its own parts and one such bucket, which is bounded for each rank by itself.
+that overlap make a plan: who sends which region of which tensor to whom. Each rank finds its own part of it by itself.
+If several ranks have a region (replicas), the receiver itself is the first choice, and receivers take turns among the
+others. A refit then posts the plan's sends and receives, point to point and in one order everywhere, some tensors at a
+time; no rank ever holds more than its own parts and one such bucket, which is bounded for each rank by itself.
 
 So a layout is nothing but boxes: FSDP, tensor, expert and pipeline parallel, on the same ranks or on others. Weights
 travel in the receiver's type. Left out: compression, and sampling on with the old weights while the new ones travel.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -51,8 +50,7 @@ class Refit:
     def __init__(self, give: Callable[[], Parts], want: Callable[[], Parts], group: dist.ProcessGroup | None = None):
         self.give, self.want, self.rank = give, want, dist.get_rank()
         offers, wishes = gather(describe(give()), group), gather(describe(want()), group)
-        buckets = cut(plan(offers, wishes), BUCKET)
-        self.buckets = [[move for move in moves if self.rank in (move.source, move.target)] for moves in buckets]
+        self.buckets = plan(self.rank, offers, wishes, BUCKET)
         if dist.get_backend() == "nccl":  # where all ranks must take part in a group's first operation
             dist.all_reduce(torch.zeros((), device="cuda"))
 
@@ -100,25 +98,41 @@ def describe(parts: Parts) -> dict[str, tuple[Box, torch.dtype]]:
     return {name: (tuple((s.start, s.stop) for s in where), part.dtype) for name, (part, where) in parts.items()}
 
 
-def plan(offers: list[dict], wishes: list[dict]) -> list[Move]:
-    """What has to move, in an order that all ranks find; offers, wishes: of each rank, as `describe` has them."""
+def plan(rank: int, offers: list[dict], wishes: list[dict], most: int) -> list[list[Move]]:
+    """What `rank` has to send, receive or copy, in buckets; offers, wishes: of each rank, as `describe` has them.
+
+    Every rank goes through the moves of all, in the same order, and so makes the same cuts: before a move by which some
+    rank would send and receive more than `most` elements in a bucket. They are millions on hundreds of ranks.
+    """
     holders: dict[str, dict[Box, list[int]]] = {}  # by tensor and box
-    for rank, boxes in enumerate(offers):
+    for holder, boxes in enumerate(offers):
         for name, (box, _) in boxes.items():
-            holders.setdefault(name, {}).setdefault(box, []).append(rank)
-    moves = []
+            holders.setdefault(name, {}).setdefault(box, []).append(holder)
+    buckets, load = [[]], [0] * len(wishes)
     for name in sorted(set().union(*wishes)):
-        receivers = [(rank, *boxes[name]) for rank, boxes in enumerate(wishes) if name in boxes]
-        for turn, (rank, wanted, dtype) in enumerate(receivers):
-            found = [
-                Move(name, rank if rank in ranks else ranks[turn % len(ranks)], rank, common, dtype)
-                for box, ranks in holders.get(name, {}).items()
-                if (common := overlap(box, wanted)) is not None
-            ]
-            if sum(volume(move.box) for move in found) != volume(wanted):
-                raise ValueError(f"rank {rank} wants {name} {wanted}, of which the trainer has {found}")
-            moves += found
-    return moves
+        receivers = [(target, *boxes[name]) for target, boxes in enumerate(wishes) if name in boxes]
+        pieces = {wanted: cut(wanted, holders.get(name, {})) for wanted in {wanted for _, wanted, _ in receivers}}
+        for turn, (target, wanted, dtype) in enumerate(receivers):
+            if sum(size for *_, size in pieces[wanted]) != volume(wanted):
+                raise ValueError(f"rank {target} wants {name} {wanted}, of which the trainer has {pieces[wanted]}")
+            for ranks, box, size in pieces[wanted]:
+                source = target if target in ranks else ranks[turn % len(ranks)]
+                if source != target:  # a copy needs no buffer
+                    busiest = max(load[source], load[target])
+                    if busiest and busiest + size > most:
+                        buckets.append([])
+                        load = [0] * len(wishes)
+                    load[source] += size
+                    load[target] += size
+                if rank in (source, target):
+                    buckets[-1].append(Move(name, source, target, box, dtype))
+    return buckets
+
+
+def cut(wanted: Box, held: dict[Box, list[int]]) -> list[tuple[list[int], Box, int]]:
+    """The regions of a box that some ranks hold, each with these ranks and its volume."""
+    common = [(ranks, overlap(box, wanted)) for box, ranks in held.items()]
+    return [(ranks, box, volume(box)) for ranks, box in common if box is not None]
 
 
 def overlap(a: Box, b: Box) -> Box | None:
@@ -129,17 +143,3 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 def volume(box: Box) -> int:
     return math.prod(end - first for first, end in box)
-
-
-def cut(moves: list[Move], most: int) -> list[list[Move]]:
-    """The moves in order, in buckets of which no rank sends and receives more than `most` elements, or one move."""
-    buckets, load = [], Counter()
-    for move in moves:
-        ends = (move.source, move.target) if move.source != move.target else ()  # a copy needs no buffer
-        size = volume(move.box)
-        if not buckets or any(load[rank] and load[rank] + size > most for rank in ends):
-            buckets.append([])
-            load = Counter()
-        buckets[-1].append(move)
-        load.update(dict.fromkeys(ends, size))
-    return buckets

@@ -16,7 +16,7 @@ from minitrain.grpo.batches import Response
 from minitrain.grpo.learner import Learner
 from minitrain.grpo.loop import Run, make_sampler_model
 from minitrain.grpo.memory import storages
-from minitrain.grpo.refit import Move, Refit, cut, parts_of, plan
+from minitrain.grpo.refit import Refit, parts_of, plan
 from minitrain.grpo.rollouts import Collector, read_rollouts
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.mesh import owned, start
@@ -139,26 +139,36 @@ def test_refit_is_exact(pool, model, parallel, apart, tp):
 
 def test_who_has_a_region_sends_none_and_the_others_take_turns():
     part = {"x": (((0, 4),), torch.float32)}
-    givers = [(move.target, move.source) for move in plan([part, part, {}, {}], [{}, part, part, part])]
-    assert givers == [(1, 1), (2, 1), (3, 0)]
+    wishes = [{}, part, part, part]
+    moves = {move for rank in range(4) for move in chain(*plan(rank, [part, part, {}, {}], wishes, most=100))}
+    assert sorted((move.target, move.source) for move in moves) == [(1, 1), (2, 1), (3, 0)]
     with pytest.raises(ValueError, match="rank 1 wants x"):
-        plan([{"x": (((0, 3),), torch.float32)}, {}], [{}, part])
+        plan(0, [{"x": (((0, 3),), torch.float32)}, {}], [{}, part], most=100)
+
+
+def sizes_of_buckets(offers: list[list[str]], wishes: list[list[str]], most: int) -> list[list[int]]:
+    """How much each rank sends and receives in each bucket, of tensors of 10 elements that some have and some want."""
+    box = ((0, 10),), torch.float32
+    offers, wishes = ([dict.fromkeys(names, box) for names in each] for each in (offers, wishes))
+    plans = [plan(rank, offers, wishes, most) for rank in range(len(wishes))]
+    for bucket in zip(*plans, strict=True):  # all ranks have as many, and a move is in the same one at both its ends
+        moves = list(chain(*bucket))
+        assert all(moves.count(move) == 1 + (move.source != move.target) for move in moves)
+    for buckets in plans:
+        names = [move.name for move in chain(*buckets)]
+        assert names == sorted(names)
+    return [[10 * sum(move.source != move.target for move in bucket) for bucket in buckets] for buckets in plans]
 
 
 def test_buckets_are_bounded_for_each_rank():
     """Not on average: all of this goes to one rank, from two."""
-    moves = [Move(str(i), i % 2, i // 8 * 2, ((0, 10),), torch.float32) for i in range(16)]
-    buckets = cut(moves, most=30)
-    assert [move for bucket in buckets for move in bucket] == moves
-    for bucket in buckets:
-        for rank in range(3):
-            moved = [move for move in bucket if move.source != move.target and rank in (move.source, move.target)]
-            assert 10 * len(moved) <= 30
-    assert len(buckets) < 8
-    assert [len(bucket) for bucket in cut(moves[8:10], most=5)] == [1, 1]  # larger than a bucket, but not lost
-    apart = [Move("", 0, 1, ((0, 10),), torch.float32), Move("", 2, 3, ((0, 10),), torch.float32)]
-    assert cut(apart, most=5) == [apart]  # no rank has two
-    assert [len(bucket) for bucket in cut(apart[:1] * 7, most=30)] == [3, 3, 1]
+    names = [f"{i:02}" for i in range(16)]
+    assert sizes_of_buckets([names[::2], names[1::2], []], [[], [], names], most=30) == [
+        [20, 10, 20, 10, 20, 0], [10, 20, 10, 20, 10, 10], [30, 30, 30, 30, 30, 10]
+    ]  # fmt: skip
+    assert sizes_of_buckets([["a", "b"], []], [[], ["a", "b"]], most=5) == [[10, 10]] * 2  # larger than a bucket
+    assert sizes_of_buckets([["a"], [], ["b"], []], [[], ["a"], [], ["b"]], most=5) == [[10]] * 4  # no rank has two
+    assert sizes_of_buckets([names[:7]] * 2, [names[:7]] * 2, most=5) == [[0]] * 2  # copies need no buffer
 
 
 # ----------------------------------------------------------------------------------------------------- shared samplers
