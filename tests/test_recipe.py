@@ -83,6 +83,11 @@ def test_a_pipeline_that_fills_and_drains_several_times():
         assert parts == {"attention": pytest.approx(8 * 3), "bubble": idle} | nothing
     waits = replace(SYSTEM, step=1.0)  # for the host, which is no bubble
     assert timed(config, traces, waits, 8).breakdown(place=1) == parts | {"bubble": pytest.approx(3), "gaps": 1}
+    for trace in traces.values():  # 2 s to gather weights, which then stay
+        trace.events.insert(0, replace(ATTENTION, flops=int(2 * SYSTEM.attention_forward)))
+        trace.marks = [(index + 1, label) for index, label in trace.marks]
+    gathers = timed(config, traces, SYSTEM, 4)
+    assert gathers.step == pytest.approx(2 + 2 * (4 + 1) * 3) and gathers.idle == pytest.approx([2 * 3] * 2)
 
 
 def test_rows_say_what_the_simulator_knows():

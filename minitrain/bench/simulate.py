@@ -275,11 +275,11 @@ def pipelined(
         measured |= renamed(spans, list(local_stages(p, config.model.config.num_layers, place)))
         tails.append(lines[place].end - max(end for _, end in spans.values()))
     order = schedule_order(p.schedule, p.pp, at_once, p.vp)
-    seconds = action_seconds(measured, at_once, run)
-    replayed = replay(order, seconds, message_seconds(system, traces[0]), ready)
+    seconds, message = action_seconds(measured, at_once, run), message_seconds(system, traces[0])
+    replayed = replay(order, seconds, message, ready)
     times = micro_batches(config) / at_once  # the last time there may be fewer
     last = max(end + tail for end, tail in zip(replayed.finished, tails, strict=True))
-    step = (times - 1) * max(replayed.finished) + last
+    step = (times - 1) * max(replay(order, seconds, message).finished) + last  # what is gathered once, stays
     idle = [step - times * b - tail - r for b, tail, r in zip(replayed.busy(), tails, ready, strict=True)]
     return Simulation(traces, lines, micro_batches(config), run, step + system.step, replayed, idle, system.step)
 
