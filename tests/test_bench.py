@@ -303,6 +303,8 @@ def test_a_config_that_is_wrong_is_told_by_name(tmp_path):
     huge.write_text(good.read_text() + "parallel: {dp_shard: 64}\n")
     with pytest.raises(InputError, match=f"^{wrong}: batch.micro=2 does not divide batch.global=3$"):
         main(["--dry-run", "--config", str(good), str(wrong)])
+    with pytest.raises(InputError, match=f"^config file {tmp_path}/none.yaml does not exist$"):  # named already
+        main(["--dry-run", "--config", str(good), f"{tmp_path}/none.yaml"])
     done = command("bench.py", "--dry-run", "--config", good, huge, good)
     assert done.returncode == 2 and done.stdout.count("good: 311,872 parameters over 1 ranks") == 2
     assert "error: huge: batch.global=4 is not a multiple of batch.micro=2 x 64" in done.stderr

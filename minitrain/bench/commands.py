@@ -155,7 +155,8 @@ def file_cases(files: list, overrides: list[str], options) -> list[Case]:
         try:
             cases.append(make_case(*load_row(file, overrides), options))
         except InputError as error:
-            raise InputError(f"{file}: {error}" if len(files) > 1 else str(error)) from error
+            named = len(files) == 1 or str(file) in str(error)
+            raise InputError(str(error) if named else f"{file}: {error}") from error
     return cases
 
 
