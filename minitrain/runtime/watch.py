@@ -1,10 +1,10 @@
 """What a run notices while it runs: that it is asked to stop, and ranks that die.
 
 SIGTERM, which schedulers send before they take a machine away: it may reach the ranks at different moments, or one
-alone; all finish the step they are at or the next, but no validation, write a checkpoint, export nothing and end with
-code 0. torchrun passes it on, kills what is left after 30 seconds (`--shutdown-timeout`, from torch 2.13 on) and itself
-ends with code 1 in any case. Before the first step and after the last it ends the run at once, as SIGINT (Ctrl-C) and
-SIGKILL always do: there is nothing to save then, and the last checkpoint stays.
+alone; all finish the step they are at or the next, but no validation other than GRPO's, write a checkpoint, export
+nothing and end with code 0. torchrun passes it on, kills what is left after 30 seconds (`--shutdown-timeout`, from
+torch 2.13 on) and itself ends with code 1 in any case. Before the first step and after the last it ends the run at
+once, as SIGINT (Ctrl-C) and SIGKILL always do: there is nothing to save then, and the last checkpoint stays.
 
 Dead ranks: the kernel closes the connections of a process that dies, however it dies, and not those of one that is
 merely slow. So every rank has one to rank 0 over which nothing goes; when it ends without a word, rank 0 tells who it
