@@ -26,9 +26,9 @@ from minitrain.models.checkpoint_hf import find_weights, save_tensors
 from minitrain.models.checkpoint_peft import save_adapter
 from minitrain.models.config_hf import copy_generation_config, with_end
 from minitrain.models.lora import is_adapter
-from minitrain.parallel.mesh import checkpoint_group, set_timeout, start, whole_tensors, world_size
+from minitrain.parallel.mesh import checkpoint_group, start, wait_for_ever, whole_tensors, world_size
 from minitrain.parallel.pipeline import Pipeline
-from minitrain.runtime.agreement import FOR_EVER, rank_0_says
+from minitrain.runtime.agreement import rank_0_says
 from minitrain.runtime.failures import rank, record_flights, recorded
 from minitrain.runtime.lock import locked
 from minitrain.runtime.watch import until_sigterm
@@ -134,7 +134,7 @@ def export(trainer: Trainer, config: Config, folder: Path) -> None:
     wanted = is_adapter if config.lora else lambda name: True
     model = trainer.model
     tensors = model.whole_tensors(wanted) if isinstance(model, Pipeline) else whole_tensors(model, wanted)
-    set_timeout(FOR_EVER.total_seconds())  # others wait while rank 0 writes; the watch sees those that die
+    wait_for_ever()  # others do while rank 0 writes; the watch sees those that die
     if dist.get_rank() != 0:
         for _ in tensors:
             pass

@@ -23,7 +23,7 @@ from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
 from minitrain.models.tensor_files import Slices, all_of
 from minitrain.runtime import watch
-from minitrain.runtime.agreement import check_same, code_digests, flatten
+from minitrain.runtime.agreement import FOR_EVER, check_same, code_digests, flatten
 from minitrain.runtime.determinism import be_deterministic
 from minitrain.runtime.rendezvous import check_device_type, join_store, prepare_connections
 
@@ -114,6 +114,15 @@ def set_timeout(seconds: float, groups: Iterable[dist.ProcessGroup] | None = Non
     """
     for group in list(c10d._world.pg_map) if groups is None else groups:  # no public name, nor for timeouts
         c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def wait_for_ever() -> None:
+    """Bound no wait from here on, neither in groups nor in the store.
+
+    There NCCL's ranks meet before one sends to another for the first time, to make a communicator for these two.
+    """
+    set_timeout(FOR_EVER.total_seconds())
+    c10d._get_default_store().set_timeout(FOR_EVER)
 
 
 def checkpoint_group(config: Config, ranks: Iterable[int]) -> dist.ProcessGroup:

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ from minitrain.errors import InputError
 from minitrain.grpo import loop
 from minitrain.parallel import mesh
 from minitrain.parallel.mesh import set_timeout, start
+from minitrain.parallel.pipeline import Pipeline
 from minitrain.runtime.agreement import difference
 from minitrain.runtime.failures import recorded, where_in_collective
 from minitrain.tokenizer import ByteTokenizer
@@ -290,17 +292,27 @@ def test_ranks_that_only_sample_are_patient_while_the_others_begin(tmp_path):
 
 
 def export_to_a_slow_disk(folder, pp):
-    """The last rank's patience is a second, and the first takes two before it writes anything."""
+    """The last rank's patience is a second, and the first takes two before it asks for a tensor, and after the first.
+    Before a stage's first send the two ranks meet in the store, as NCCL's do."""
     config = configs.from_dict(TINY | {"parallel": {"pp": pp}})
     trainer = Trainer(config, start(config))
-    save = train.save_tensors
+    save, move, store = train.save_tensors, Pipeline.move, c10d._get_default_store()
 
-    def save_slowly(tensors, *args):
+    def meet_and_move(pipeline, tensor, like, source, target):
+        if source != target:
+            store.set("met", "") if dist.get_rank() == 0 else store.get("met")
+        return move(pipeline, tensor, like, source, target)
+
+    def slowly(tensors):
         time.sleep(2)
-        save(tensors, *args)
+        yield next(tensors)
+        time.sleep(2)
+        yield from tensors
 
-    train.save_tensors = save_slowly
+    train.save_tensors = lambda tensors, *args: save(slowly(tensors), *args)
+    Pipeline.move = meet_and_move
     set_timeout(1.0)
+    store.set_timeout(timedelta(seconds=1))
     train.export(trainer, config, folder)
 
 
