@@ -71,7 +71,7 @@ def train_on_rows(config: Config, folder: Path) -> None:
     """Train on the rows of a dataset, as all tasks but grpo do."""
     data, held_out = open_dataset(config)
     meshes = start(config)
-    files = agreed_fingerprint(config.data)
+    files = agreed_fingerprint(config)
     trainer = Trainer(config, meshes)
     disks = checkpoint_group(config, range(dist.get_world_size()))
     checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous, disks)

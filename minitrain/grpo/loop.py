@@ -123,7 +123,7 @@ class Run:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, config=shape))
         self.config, self.folder, self.seconds = config, folder, dict.fromkeys(PHASES, 0.0)
         meshes = start(config)
-        self.files = agreed_fingerprint(config.data)
+        self.files = agreed_fingerprint(config)
         rank, world, apart = dist.get_rank(), dist.get_world_size(), config.grpo.generation_ranks
         training, sampling = range(world - apart), range(world - apart if apart else 0, world)
         self.colocated, self.first_sampler = not apart, sampling[0]  # colocated: all ranks train and sample

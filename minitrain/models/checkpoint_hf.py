@@ -52,7 +52,7 @@ def read_config(path: str | Path) -> DecoderConfig | WanConfig:
     file = Path(path) / "config.json"
     raw = read_json(file)
     if checkpoint_wan.is_wan(raw):
-        return checkpoint_wan.config_from_json(raw, file, stored_tensors(_weight_files(Path(path))))
+        return checkpoint_wan.config_from_json(raw, file, stored_tensors(weight_files(path)))
     return config_from_hf(raw, file)
 
 
@@ -96,7 +96,7 @@ def find_weights(config: DecoderConfig | WanConfig, path: str | Path) -> Weights
     Raises InputError for a tensor that is missing, unknown, misshapen or of an unknown type, and for a damaged file.
     """
     path = Path(path)
-    stored = stored_tensors(_weight_files(path))
+    stored = stored_tensors(weight_files(path))
     if len(stored) < config.num_layers:  # before so many are laid out
         raise InputError(f"{path}: config.json claims {config.num_layers} layers, the files hold {len(stored)} tensors")
     everything = empty_model(config).state_dict()
@@ -176,7 +176,9 @@ def _single_and_index(stem: str) -> tuple[str, str]:
     return f"{stem}.safetensors", f"{stem}.safetensors.index.json"
 
 
-def _weight_files(path: Path) -> list[Path]:
+def weight_files(path: str | Path) -> list[Path]:
+    """The safetensors files of folder `path` that hold its model."""
+    path = Path(path)
     stem = next((stem for stem in STEMS if any((path / file).exists() for file in _single_and_index(stem))), STEMS[0])
     single, index = (path / file for file in _single_and_index(stem))
     if single.exists() or not index.exists():

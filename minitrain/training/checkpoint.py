@@ -12,7 +12,9 @@ weights, beside which adapters are trained, but for a digest that tells whether 
 
 import hashlib
 import json
+import secrets
 import shutil
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,6 +40,7 @@ from minitrain.training.checkpoint_files import (
     INDEX,
     IndexedReader,
     Writer,
+    await_file,
     clean,
     complete_steps,
     delete,
@@ -61,6 +64,7 @@ class Checkpointer:
     keep: how many checkpoints stay on disk, the newest ones.
     group: the ranks that have the model, the first rank among them; a group on gloo that nothing else uses meanwhile.
     asynchronous: save() returns as soon as the state is copied to host memory, and a thread writes the copy.
+    Raises InputError, on all ranks alike, if some see another folder under this name, on a disk of their node.
     """
 
     def __init__(
@@ -74,6 +78,17 @@ class Checkpointer:
         self.pending: Future | None = None
         self.bases: WeakKeyDictionary[Module, str] = WeakKeyDictionary()
         self._together(lambda: self.leads and clean(self.folder))
+        self._check_shared()
+
+    def _check_shared(self) -> None:
+        name, node = gather((f"step-{secrets.token_hex(8)}.tmp", socket.gethostname()), self.group)[0]
+        probe = self.folder / name  # which `clean` removes should it stay
+        self._together(lambda: self.leads and probe.touch())
+        try:
+            self._together(lambda: await_file(probe, node))
+        finally:
+            if self.leads:
+                probe.unlink(missing_ok=True)
 
     def latest(self) -> int | None:
         """The step of the newest complete checkpoint; None if there is none."""

@@ -14,7 +14,9 @@ import errno
 import json
 import pickle
 import shutil
+import socket
 import stat
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +33,7 @@ from minitrain.training.durable import write_synced
 DESCRIPTION = "extra.json"
 INDEX = ".metadata"
 BLOCK = 1 << 22  # bytes that are read at once
+PATIENCE = 60.0  # seconds for which a node may go on seeing an older state of a folder on NFS (its acdirmax)
 LOST = (errno.ENOENT, errno.ENOTDIR, errno.EIO)
 
 Sum = list[int]  # a file's size in bytes and CRC-32
@@ -226,6 +229,18 @@ def clean(folder: Path) -> None:
             old.replace(old.with_suffix(""))
     for leftover in [*folder.glob("step-*.tmp"), *folder.glob("step-*.old")]:
         delete(leftover)
+
+
+def await_file(file: Path, node: str) -> None:
+    """Return once this rank sees what rank 0, on `node`, has just made. Raises InputError after PATIENCE."""
+    deadline = time.monotonic() + PATIENCE
+    while not file.exists():
+        if time.monotonic() > deadline:
+            raise InputError(
+                f"{file.parent} on {socket.gethostname()} is not the folder that {node} has under this name (use an "
+                f"out_dir that all nodes share: each rank writes its part of a checkpoint there)"
+            )
+        time.sleep(0.1)
 
 
 def make_empty(folder: Path) -> None:

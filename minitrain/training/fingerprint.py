@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from minitrain.config import Config, Data, to_dict
 from minitrain.errors import InputError, readable
+from minitrain.models.checkpoint_hf import weight_files
 from minitrain.runtime.agreement import broadcast, check_same, code_digests, flatten
 from minitrain.tokenizer import COMPANIONS, tokenizer_file, with_companions
 from minitrain.training.data import find_files
@@ -24,19 +25,30 @@ NAMES_DATA = {"data.kind", "data.path", "data.exclude", "data.tokenizer"}  # set
 CHOOSE_ROWS = {"seed", "task", "batch.global", "batch.seq_len", "grpo.prompts"}  # and all of data: which rows, and when
 
 
-def agreed_fingerprint(data: Data) -> dict[str, str]:
+def agreed_fingerprint(config: Config) -> dict[str, str]:
     """A digest of each file that the dataset is made from, its tokenizer too, by path; empty for data that is made up.
 
-    All ranks call it together. Raises InputError if they do not see the same files.
+    All ranks call it together. Raises InputError if they do not see the same files, those of the model to start from
+    among them: each node may have its own copy.
     """
+    path = config.model.path
+    model = [Path(path) / "config.json", *weight_files(path)] if path else []
+    data, model = digests(data_files(config.data)), digests(model)
+    check_same({"data": data, "model": model})
+    return data
+
+
+def data_files(data: Data) -> list[Path]:
     if data.kind in ("mock", "shapes"):
-        return {}
+        return []
     files = find_files(data)
     if data.kind in ("text", "jsonl") and (tokenizer := tokenizer_file(data.tokenizer)):
         files += with_companions(tokenizer)
-    digests = {str(file): file_digest(file) for file in files}
-    check_same({"data": digests})
-    return digests
+    return files
+
+
+def digests(files: list[Path]) -> dict[str, str]:
+    return {str(file): file_digest(file) for file in files}
 
 
 def file_digest(file: Path) -> str:

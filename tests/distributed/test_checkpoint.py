@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from minitrain import config as configs
 from minitrain.errors import InputError
 from minitrain.parallel.mesh import pieces, start
-from minitrain.training import checkpoint
+from minitrain.training import checkpoint, checkpoint_files
 from minitrain.training.build import build_model
 from minitrain.training.checkpoint import Checkpointer
 from minitrain.training.loop import forward_backward
@@ -96,6 +96,25 @@ def test_a_checkpoint_loads_into_another_layout(pool, tmp_path, before, after):
     losses, _ = pool.run(after[0], train, after[1], tmp_path, 4)[0]
     for step in (2, 3):
         assert losses[step] == pytest.approx(unbroken[step], rel=1e-6)
+
+
+def check_folder(folder, own_disks):
+    """The error of a checkpointer, if any, that has `folder`, or a folder of this name on each rank's own disk."""
+    start(configs.from_dict(TREE))
+    seen = folder / str(dist.get_rank()) if own_disks else folder
+    with mock.patch.object(checkpoint_files, "PATIENCE", 0.3):
+        try:
+            Checkpointer(seen, keep=2)
+        except InputError as error:
+            return str(error)
+    return list(folder.rglob("step-*"))
+
+
+def test_ranks_that_do_not_share_the_folder_are_refused(pool, tmp_path):
+    assert pool.run(2, check_folder, tmp_path, False) == [[], []]
+    first, second = pool.run(2, check_folder, tmp_path, True)
+    assert first == second and first.startswith(f"{tmp_path / '1'} on ") and "(use an out_dir that all nodes" in first
+    assert not list(tmp_path.rglob("step-*"))
 
 
 def same_base(tree, folder):

@@ -52,15 +52,18 @@ def what_differs(subject: str, folder) -> str:
         start(configs.from_dict(tree))
         file = folder / "here" / "a.txt"
         patch.setattr(fingerprint, "find_files", lambda data: [file])
-        patch.setattr(fingerprint, "file_digest", lambda file: f"digest {rank}")
-        agreed_fingerprint(configs.from_dict(TINY | {"data": {"kind": "text", "path": "here"}}).data)
+        patch.setattr(fingerprint, "file_digest", lambda file: f"digest {rank}" if subject in str(file) else "same")
+        config = configs.from_dict(tree | {"data": {"kind": "text", "path": "here"}})
+        config.model.path = str(folder)
+        agreed_fingerprint(config)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("subject, expected", [
     ("config", "rank 1 differs from rank 0 in config: optim.lr: 0.2, not 0.1 "),
     ("code", "rank 1 differs from rank 0 in code: training/loop.py: digest 1, not digest 0 "),
-    ("data", "rank 1 differs from rank 0 in data: FOLDER/here/a.txt: digest 1, not digest 0 "),
+    ("a.txt", "rank 1 differs from rank 0 in data: FOLDER/here/a.txt: digest 1, not digest 0 "),
+    ("model.safetensors", "rank 1 differs from rank 0 in model: FOLDER/model.safetensors: digest 1, not digest 0 "),
 ])  # fmt: skip
 def test_ranks_that_differ_all_say_in_what(pool, tmp_path, subject, expected):
     assert (
