@@ -3,6 +3,7 @@
 import os
 import resource
 import sys
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -23,12 +24,14 @@ def test_a_node_whose_gpus_are_not_found():
 
 def test_the_interface_that_leads_to_a_host():
     assert rendezvous.interface_towards("127.0.0.1") == "lo"
+    assert rendezvous.interface_towards("::1") == ("lo" if Path("/proc/net/if_inet6").exists() else None)
     assert rendezvous.interface_towards("no-such-host.invalid") is None
 
 
 @pytest.mark.parametrize(("environment", "ways", "chosen"), [
     ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, {"node0": "ib0", "192.0.2.1": "eth0"}, "ib0"),
     ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, {"node0": "lo", "192.0.2.1": "eth0"}, "eth0"),
+    ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, {"node0": "lo", "2001:db8::1": "eth1"}, "eth1"),
     ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, {"node0": "lo", "192.0.2.1": None}, None),
     ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "GLOO_SOCKET_IFNAME": "bond0"}, {"node0": "ib0"}, "bond0"),
     ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, {"node0": "ib0"}, None),  # all on one node

@@ -13,7 +13,10 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -66,30 +69,41 @@ def prepare_connections() -> None:
     ranks, here = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
     if here and here != ranks and "GLOO_SOCKET_IFNAME" not in os.environ:
         # rank 0's node may know itself by 127.0.1.1, too: then the interface by which packets leave for anywhere
-        found = (interface_towards(host) for host in (os.environ.get("MASTER_ADDR", ""), "192.0.2.1"))
+        hosts = (os.environ.get("MASTER_ADDR", "localhost"), "192.0.2.1", "2001:db8::1")
+        found = (interface_towards(host) for host in hosts)
         name = next((name for name in found if name not in (None, "lo")), None)
         if name:
             os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface that packets to `host` leave by, such as eth0; None if IPv4 has no way there."""
+    """The network interface that packets to `host` leave by, such as eth0; None if there is no way there."""
+    try:
+        targets = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, *_, target in targets:
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing
+            own = socket.inet_pton(family, probe.getsockname()[0].partition("%")[0])
+            if name := next((name for name, address in addresses(family) if address == own), None):
+                return name
+    return None
+
+
+def addresses(family: int) -> Iterator[tuple[str, bytes]]:
+    """The names of this host's network interfaces, with the address or addresses of each."""
     import fcntl
 
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))  # sends nothing
-        except OSError:
-            return None
-        own = socket.inet_aton(probe.getsockname()[0])
+    if family == socket.AF_INET6:
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            address, *_, name = line.split()
+            yield name, bytes.fromhex(address)
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode())
-            try:
-                if fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24] == own:
-                    return name
-            except OSError:
-                continue  # has no address
-    return None
+            with suppress(OSError):  # has no address
+                yield name, fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24]
 
 
 def ask(store: dist.Store, rank: int) -> str:
