@@ -28,7 +28,10 @@ NAMES = {
         "void cublasLt::splitKreduce_kernel<32, 16, int, float>", "triton_tem_fused_mm_4", "aten::mm", "aten::addmm",
     ),
     "grouped": ("void cutlass::device_kernel<GemmUniversal<GroupedProblemShape>>", "aten::_grouped_mm"),
-    "exposed communication": ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",),
+    "exposed communication": (
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "c10d::_allgather_base_",
+        "_c10d_functional::wait_tensor",
+    ),
     "memory": (
         "triton_poi_fused__scaled_mm__to_copy_add_silu_t_2", "Memcpy DtoD (Device -> Device)", "aten::mul",
         "triton_red_fused__scaled_dot_product_cudnn_attention_backward_add_7", "void at::native::elementwise_kernel",

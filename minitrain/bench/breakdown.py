@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 MESSAGES = "exposed communication"
 KINDS = {  # by what a name contains; the first that fits
-    MESSAGES: ("nccl", "c10d::", "gloo:"),
+    MESSAGES: ("nccl", "c10d", "gloo:"),
     "attention": ("sdpa", "flash", "fmha", "flex_attention", "scaled_dot_product", "dot_do_o", "convert_dq"),
     "grouped": ("grouped",),
     "gemm": ("gemm", "gemv", "nvjet", "cutlass", "splitk", "triton_tem", "linear_pointwise",
