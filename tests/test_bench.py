@@ -391,6 +391,18 @@ def test_a_full_disk_is_told_with_the_file():
         commands.append({"row": "row"}, "/dev/full")
 
 
+def test_a_result_begins_on_a_line_of_its_own(tmp_path):
+    """Also behind one that a kill has cut short."""
+    file = tmp_path / "results.jsonl"
+    commands.append({"row": "first"}, str(file))
+    file.write_text(file.read_text() + '{"row": "cut sh')
+    for row in ("second", "third"):
+        commands.append({"row": row}, str(file))
+    first, cut, *others = file.read_text().splitlines()
+    assert [json.loads(line)["row"] for line in (first, *others)] == ["first", "second", "third"]
+    assert cut == '{"row": "cut sh'
+
+
 def test_a_result_is_kept_though_nobody_reads_what_is_printed(tmp_path):
     file, result = tmp_path / "results.jsonl", outcome({"model": "llama3-8b-tiny"}, [1.0])
     with patch("builtins.print", side_effect=BrokenPipeError), pytest.raises(BrokenPipeError):

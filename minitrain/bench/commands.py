@@ -12,6 +12,7 @@ import sys
 import traceback
 from dataclasses import dataclass
 from datetime import date
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -298,12 +299,14 @@ def is_unsteady(outcome: dict) -> bool:
 
 
 def append(outcome: dict, file: str | None) -> None:
+    """A line of its own, though a kill may have cut the one before it short."""
     if not file:
         return
     note = {"date": date.today().isoformat(), "command": " ".join(["python", *sys.argv])}
     try:
+        cut_short = Path(file).is_file() and Path(file).read_bytes()[-1:] not in (b"", b"\n")
         with open(file, "a", encoding="utf-8") as results:
-            results.write(json.dumps(outcome | note) + "\n")
+            results.write("\n" * cut_short + json.dumps(outcome | note) + "\n")
     except OSError as error:  # of a full disk does not say which file
         raise InputError(f"--json={file} cannot be written: {error.strerror}") from error
 
