@@ -127,3 +127,12 @@ def test_packs_hold_every_video_with_noise_of_its_own(folder):
         assert [e.shape for e in row["noise"]] == [x.shape for x in row["latents"]]
     sigmas = torch.cat([row["sigma"] for row in rows])
     assert len(sigmas.unique()) == 18
+
+
+def test_packed_images_must_have_as_many_tokens(tmp_path):
+    for i in range(3):
+        more = {"condition": torch.zeros(3, 1, 2, 4), "image": torch.zeros(4 + i // 2, 7)}
+        save_video(tmp_path / f"{i}.safetensors", torch.zeros(2, 1, 2, 4), torch.zeros(2, 6), **more)
+    cache = open_cache(tmp_path, in_channels=5, image_dim=7)
+    with pytest.raises(InputError, match=r"/2\.safetensors: image has 5 tokens, that of .*/0\.safetensors 4: data\.pa"):
+        Packs(cache, Diffusion(), budget=14, patch=(1, 2, 2), seed=0).row(0)

@@ -233,7 +233,7 @@ class Packs:
 
     Row n, a pure function of (seed, n), is a whole micro-batch for `FlowMatching`: several videos, each with its own
     noise and sigma (see flow.py, also on `held_out`). The packs are the same in every epoch, their order and noise are
-    not. patch: the model's patch_size.
+    not. patch: the model's patch_size. Raises InputError for images of different numbers of tokens.
     """
 
     def __init__(
@@ -242,8 +242,13 @@ class Packs:
     ):  # fmt: skip
         self.cache, self.settings, self.seed, self.held_out = cache, settings, seed, held_out
         self.files = list(chain(*cache.buckets))
-        sizes = [read_shapes(file)["latents"][1:] for file in self.files]
-        self.packs = first_fit_decreasing([math.prod(size) // math.prod(patch) for size in sizes], budget)
+        shapes = [read_shapes(file) for file in self.files]
+        for file, each in zip(self.files, shapes, strict=True):
+            if each.get("image") != shapes[0].get("image"):
+                pair = f"{each['image'][0]} tokens, that of {self.files[0]} {shapes[0]['image'][0]}"
+                raise InputError(f"{file}: image has {pair}: data.packed=true needs the same of all")
+        patches = [math.prod(each["latents"][1:]) // math.prod(patch) for each in shapes]
+        self.packs = first_fit_decreasing(patches, budget)
 
     def __len__(self) -> int:
         return len(self.packs)
