@@ -8,6 +8,7 @@ pytorch.org/memory_viz. What is not asked for costs nothing, and steps that are 
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,7 @@ def recorded_operations(folder: Path) -> Iterator[None]:
         yield
     finally:
         profiler.stop()
-        folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(folder / f"rank-{dist.get_rank()}.json"))
+        profiler.export_chrome_trace(own_file(folder, "rank-{}.json"))
 
 
 @contextmanager
@@ -58,6 +58,14 @@ def recorded_memory(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        folder.mkdir(parents=True, exist_ok=True)
-        memory._dump_snapshot(str(folder / f"memory-rank-{dist.get_rank()}.pickle"))
+        memory._dump_snapshot(own_file(folder, "memory-rank-{}.pickle"))
         memory._record_memory_history(enabled=None)
+
+
+def own_file(folder: Path, name: str) -> str:
+    """This rank's file of that name. Those of earlier recordings on more ranks go: they are none of this one's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if dist.get_rank() == 0:
+        for file in takewhile(Path.exists, (folder / name.format(rank) for rank in count(dist.get_world_size()))):
+            file.unlink()
+    return str(folder / name.format(dist.get_rank()))

@@ -392,6 +392,16 @@ def test_the_trace_has_the_steps_asked_for(run, steps):  # noqa: F811
     assert [path.name for path in (out / "profile").iterdir()] == ["rank-0.json"]
 
 
+def test_traces_of_ranks_that_are_no_more_go_with_the_next_recording(run):  # noqa: F811
+    out = run([], profile={"steps": [2, 2]})
+    for rank in (1, 2, 3):
+        (out / f"profile/rank-{rank}.json").write_text("of a run on four ranks")
+    run([], steps=9)
+    assert len(list((out / "profile").iterdir())) == 4  # nothing is recorded
+    run([], steps=10, profile={"steps": [10, 10]})
+    assert [path.name for path in (out / "profile").iterdir()] == ["rank-0.json"]
+
+
 def test_a_policy_is_recorded_and_watched_too(tmp_path):
     grpo = {"prompts": 2, "group": 4, "mock_digits": 1}
     tree = GRPO | {"grpo": grpo, "steps": 2, "out_dir": str(tmp_path), "profile": {"steps": [2, 2]}}
