@@ -432,6 +432,13 @@ def test_folders_are_read_through_links_each_once(tree, tmp_path_factory):
     assert texts_found(Data(kind="text", path=str(tree / "0"))) == Counter("bcdae")  # itself a link
 
 
+def test_a_glob_finds_each_file_once_though_links_go_round_in_circles(tree):
+    (tree / "sub/loop").symlink_to(".")
+    data = Data(kind="text", path=[f"{tree}/**/*.py", f"{tree}/sub/loop/*"], exclude=["*/sub/b.py"])
+    found = [str(file.relative_to(tree)) for file in find_files(data)]
+    assert found == ["sub/loop/b.py", "sub/test/c.py"]  # the first by the shortest name that is not left out
+
+
 @pytest.mark.parametrize("kind", ["text", "jsonl", "tokens", "latents"])
 def test_pipes_in_folders_are_no_data(tmp_path, kind):
     """Nor are links to them: reading one may never end."""

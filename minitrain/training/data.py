@@ -454,7 +454,9 @@ def find_files(data: Data) -> list[Path]:
     kept = [file for path, file in found.items() if not any(fnmatch.fnmatchcase(path, p) for p in unwanted)]
     if not kept:
         raise InputError(f"data.exclude={data.exclude} leaves no file of data.path={data.path}")
-    return sorted(map(Path, kept))
+    # links may lead to a folder by several names, in circles too: the shortest, which is the last here, counts
+    kept.sort(key=lambda file: (len(file), file), reverse=True)
+    return sorted(map(Path, {(os.path.realpath(os.path.dirname(x)), os.path.basename(x)): x for x in kept}.values()))
 
 
 def _expand(pattern: str, kind: str) -> list[str]:
