@@ -258,6 +258,21 @@ def chosen_over_ranks(logits, params, positions):
     return (*choose(mine, choice(len(logits), **params), positions, part), gathered)
 
 
+def test_top_p_keeps_the_same_tokens_in_whatever_order_probabilities_are_summed(monkeypatch):
+    """As CUDA does on each rank, in an order of its own; fp32 sums then fall on both sides of these limits."""
+    logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0))
+    limits = logits.softmax(-1).sort(-1, descending=True).values.cumsum(-1)[:, 100]
+    settings, plain = choice(64, top_p=limits.tolist()), torch.Tensor.cumsum
+    kept = keep_likely(logits, settings)
+
+    def in_blocks(x, dim, dtype=None):
+        blocks = plain(x.unflatten(dim, (-1, 50)), dim, dtype=dtype)
+        return (blocks + plain(blocks[..., -1:], -2) - blocks[..., -1:]).flatten(-2)
+
+    monkeypatch.setattr(torch.Tensor, "cumsum", in_blocks)
+    assert torch.equal(keep_likely(logits, settings), kept)
+
+
 @pytest.mark.parametrize("params", [
     {}, {"temperature": 0}, {"temperature": [0, 0.7] * 20}, {"top_k": 7, "top_p": 0.9},
 ], ids=["noisy", "greedy", "both", "filtered"])  # fmt: skip

@@ -21,6 +21,7 @@ from minitrain.models.attention import COMPILING
 from minitrain.training.loss import Part
 
 CHUNK = 1 << 17  # random numbers that are made at once, on the CPU: what stays in its caches
+UNITS = 2.0**40  # in a probability of 1, for top_p
 
 
 @dataclass(frozen=True)
@@ -199,9 +200,11 @@ def keep_likely(logits: Tensor, choice: Choice) -> Tensor:
     top_k = torch.where(choice.top_k == 0, logits.shape[1], choice.top_k)[:, None]
     ordered = ordered.masked_fill(rank >= top_k, -torch.inf)
     probability = ordered.softmax(-1)
-    before = probability.cumsum(-1) - probability
+    # whole numbers, whose sums fp64 holds exactly: CUDA adds in no fixed order, but ranks must keep the same tokens
+    units = (probability * UNITS).floor_()
+    before = units.cumsum(-1, dtype=torch.float64) - units
     top_p = torch.where(choice.top_p == 1, torch.inf, choice.top_p)[:, None]  # rounded sums reach 1 too early
-    kept = (before < top_p) & (probability >= choice.min_p[:, None] * probability[:, :1])
+    kept = (before < top_p * UNITS) & (probability >= choice.min_p[:, None] * probability[:, :1])
     kept &= ordered > -torch.inf
     last = kept.sum(-1, keepdim=True) - 1
     least = ordered.gather(1, last.clamp(min=0))  # of NaN nothing is kept
