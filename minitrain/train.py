@@ -91,9 +91,11 @@ def train_on_rows(config: Config, folder: Path) -> None:
                 step = numbers["step"]
                 saved = is_due(step, config.checkpoint.every, config.steps)
                 if saved:  # before anything else that may fail
+                    log.sync()
                     save_step(checkpointer, numbers, trainer.model, trainer.optimizer)
                 if stopping() or not finish_step(trainer, log, numbers, held_out, stopping):
                     if not saved:
+                        log.sync()
                         save_step(checkpointer, numbers, trainer.model, trainer.optimizer)
                     checkpointer.wait()
                     return log.stop(step)  # the rest of the step is made up for when the run continues

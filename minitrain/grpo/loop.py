@@ -84,6 +84,7 @@ def train_policy(config: Config, folder: Path, export: Callable[[Trainer, Config
             for numbers in steps:
                 stop = stopping()
                 if stop or is_due(numbers["step"], config.checkpoint.every, config.steps):
+                    log.sync()
                     run.save(numbers)
                 if stop:  # the rest of the step is made up for when the run continues
                     run.wait()

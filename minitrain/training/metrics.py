@@ -5,6 +5,7 @@ Rank 0 only.
 
 import json
 import math
+import os
 from collections import deque
 from itertools import takewhile
 from pathlib import Path
@@ -102,6 +103,12 @@ class MetricsLog:
                 shown["val"] = f"{numbers['val_loss']:.4f}"
             self.bar.set_postfix(shown, refresh=False)
             self.bar.update()
+
+    def sync(self) -> None:
+        """Return when the disk has all numbers so far: a power cut must not leave a checkpoint and take them."""
+        if self.enabled:
+            with naming(self.file.name):
+                os.fsync(self.file.fileno())
 
     def skipped_steps(self, updates: int = 1) -> int:
         """How many of the last steps skipped all their updates. All ranks call it together."""

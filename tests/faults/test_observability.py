@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -358,6 +359,27 @@ def test_an_error_has_a_line_of_its_own_below_the_progress_bar(tmp_path, world):
     found = ranks.log.read_bytes().decode().split("\n")  # at no \r
     assert any("/6 [" in line for line in found) and found.count("error: this was wrong") == 1, found
     assert world == 2 or found[-2:] == ["error: this was wrong", ""]
+
+
+@pytest.mark.parametrize("tree", [TINY | {"steps": 4}, GRPO | {"steps": 2}], ids=["rows", "policy"])
+def test_a_checkpoint_is_there_only_with_the_numbers_of_the_steps_before_it(tmp_path, monkeypatch, tree):
+    """After a power cut: what the disk has of metrics.jsonl when each checkpoint gets its name."""
+    fsync, replace, synced, found = os.fsync, Path.replace, [0], []
+
+    def note_sync(number):
+        fsync(number)
+        if os.readlink(f"/proc/self/fd/{number}").endswith("/metrics.jsonl"):
+            synced.append(len(lines(tmp_path)))
+
+    def note_replace(source, target):
+        if target.parent.name == "checkpoints" and not target.suffix:
+            found.append((int(target.name[5:]), synced[-1]))
+        return replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "replace", note_replace)
+    train.train(configs.from_dict(tree | {"out_dir": str(tmp_path), "checkpoint": {"every": 2}}))
+    assert found == [(step, step - 1) for step in range(2, tree["steps"] + 1, 2)]
 
 
 @pytest.mark.parametrize("change, kept, told", [
