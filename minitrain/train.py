@@ -156,7 +156,7 @@ def export(trainer: Trainer, config: Config, folder: Path) -> None:
         save_adapter(tensors, shape, config.lora, folder, config.model.path or config.model.name)
     else:
         save_tensors(tensors, shape, next(model.parameters()).dtype, folder)
-        if config.model.path:
+        if config.model.path and config.task != "diffusion":  # of videos none has a token that ends it
             copy_generation_config(config.model.path, folder, shape.eos_token_id, end)
 
 

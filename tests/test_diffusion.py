@@ -132,6 +132,15 @@ def test_a_run_logs_validates_resumes_and_exports(folder, packed):
     assert again[3]["val_loss"] == lines[3]["val_loss"]
 
 
+def test_a_model_that_was_read_from_files_is_trained_further(folder):
+    torch.manual_seed(0)
+    shape = dict(num_attention_heads=2, attention_head_dim=12, ffn_dim=40, num_layers=1, text_dim=64, freq_dim=16)
+    WanTransformer3DModel(**shape).save_pretrained(folder / "base")
+    run(latents(folder) | {"model": str(folder / "base"), "batch": {"global": 2, "micro": 1, "seq_len": 16}}, folder)
+    trained = WanTransformer3DModel.from_pretrained(folder / "out")
+    assert not torch.equal(trained.proj_out.weight, load_pretrained(folder / "base").proj_out.weight)
+
+
 def test_validation_noise_is_fixed_and_its_videos_are_held_out(folder):
     tree = latents(folder, validation=0.4) | {"batch": {"global": 2, "micro": 1, "seq_len": 16}}
     sides, again = (open_dataset(from_dict(tree)) for _ in range(2))
