@@ -11,6 +11,7 @@ before the first step, spread evenly over all files, and every row when it is re
 """
 
 import fnmatch
+import functools
 import glob
 import hashlib
 import json
@@ -456,7 +457,8 @@ def find_files(data: Data) -> list[Path]:
         raise InputError(f"data.exclude={data.exclude} leaves no file of data.path={data.path}")
     # links may lead to a folder by several names, in circles too: the shortest, which is the last here, counts
     kept.sort(key=lambda file: (len(file), file), reverse=True)
-    return sorted(map(Path, {(os.path.realpath(os.path.dirname(x)), os.path.basename(x)): x for x in kept}.values()))
+    real = functools.cache(os.path.realpath)  # there are far fewer folders than files
+    return sorted(map(Path, {(real(os.path.dirname(x)), os.path.basename(x)): x for x in kept}.values()))
 
 
 def _expand(pattern: str, kind: str) -> list[str]:
