@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from minitrain.errors import InputError
+from minitrain.errors import InputError, refused
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,12 +46,10 @@ def check_writable(option: str, file: str | None) -> None:
     if file is None:
         return
     path, is_new = Path(file), not Path(file).exists()
-    try:
+    with refused(f"--{option}={file} cannot be written"):
         path.open("ab").close()
         if is_new:
             path.unlink(missing_ok=True)  # other ranks do the same
-    except OSError as error:
-        raise InputError(f"--{option}={file} cannot be written: {error.strerror}") from None
 
 
 def use_huge_pages() -> None:

@@ -1,7 +1,7 @@
 """The one exception that means "the input is wrong, not the program"."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 
@@ -22,12 +22,25 @@ class InputError(Exception):
 
 
 @contextmanager
-def readable(file: Path) -> Iterator[None]:
-    """Raises InputError, with the file and the reason, where reading it raises OSError."""
+def located(where: str | Path) -> Iterator[None]:
+    """Puts `where` before the InputError that is raised inside."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
+
+
+@contextmanager
+def refused(problem: str) -> Iterator[None]:
+    """Raises InputError, with the problem and the system's reason, in place of an OSError."""
     try:
         yield
     except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror or error}") from error
+        raise InputError(f"{problem}: {error.strerror or error}") from error
+
+
+def readable(file: Path) -> AbstractContextManager[None]:
+    return refused(f"{file} cannot be read")
 
 
 @contextmanager

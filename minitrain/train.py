@@ -18,7 +18,7 @@ import torch.distributed as dist
 from minitrain import cli
 from minitrain.config import Config, load
 from minitrain.config_checks import check_layout
-from minitrain.errors import InputError
+from minitrain.errors import refused
 from minitrain.generate import exact_match
 from minitrain.generate_video import draw_shapes
 from minitrain.grpo.loop import train_policy
@@ -58,7 +58,9 @@ def train(config: Config) -> None:
     check_layout(config, world_size())
     if config.model.path:
         find_weights(config.model.config, config.model.path)  # before room is made for them
-    folder = make_folder(config.out_dir)
+    folder = Path(config.out_dir)
+    with refused(f"out_dir={config.out_dir!r} cannot be created"):
+        folder.mkdir(parents=True, exist_ok=True)
     record_flights(folder)
     with locked(folder, leads=rank() == 0), recorded(folder):
         if config.task == "grpo":
@@ -164,16 +166,6 @@ def has_tokenizer(config: Config) -> bool:
     """Is data.tokenizer what made the run's tokens? Files of tokens may be any other's, unless it is named."""
     kind = config.data.kind
     return kind in ("text", "jsonl") or config.task == "grpo" or (kind == "tokens" and config.data.tokenizer != "bytes")
-
-
-def make_folder(path: str) -> Path:
-    """Create out_dir; raises InputError where that is not possible."""
-    folder = Path(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"out_dir={path!r} cannot be created: {error.strerror}") from error
-    return folder
 
 
 if __name__ == "__main__":

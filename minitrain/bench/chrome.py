@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from minitrain.bench.simulate import Simulation
-from minitrain.errors import InputError
+from minitrain.errors import refused
 
 MICROSECONDS = 1e6
 
@@ -29,10 +29,8 @@ def write_trace(simulation: Simulation, path: str) -> None:
         events += [lane(number, stage, f"stage {stage}") for stage in stages]
         for (stage, kind, batch), (begin, end) in simulation.pipeline.spans.items():
             events.append(box(number, stage, f"{kind}{batch}", begin, end, stage=stage))
-    try:
+    with refused(f"--trace={path} cannot be written"):
         Path(path).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--trace={path} cannot be written: {error.strerror}") from error
 
 
 def box(process: int, lane: int, name: str, begin: float, end: float, **arguments) -> dict:

@@ -35,7 +35,7 @@ from minitrain.bench.versus import check_installed, check_versus, versus
 from minitrain.cli import check_writable
 from minitrain.config import Config
 from minitrain.config_checks import check_layout
-from minitrain.errors import InputError
+from minitrain.errors import InputError, refused
 from minitrain.parallel.mesh import pick_device, start, world_size
 from minitrain.runtime.failures import rank
 
@@ -303,12 +303,10 @@ def append(outcome: dict, file: str | None) -> None:
     if not file:
         return
     note = {"date": date.today().isoformat(), "command": " ".join(["python", *sys.argv])}
-    try:
+    with refused(f"--json={file} cannot be written"):
         cut_short = Path(file).is_file() and Path(file).read_bytes()[-1:] not in (b"", b"\n")
         with open(file, "a", encoding="utf-8") as results:
             results.write("\n" * cut_short + json.dumps(outcome | note) + "\n")
-    except OSError as error:  # of a full disk does not say which file
-        raise InputError(f"--json={file} cannot be written: {error.strerror}") from error
 
 
 def tell(row: str, error: Exception, debug: bool) -> None:

@@ -12,7 +12,7 @@ from string import Template
 
 from minitrain.bench import merge
 from minitrain.bench.report import calibration_line
-from minitrain.errors import InputError
+from minitrain.errors import refused
 
 MODES = {
     "published": "published",
@@ -93,12 +93,10 @@ def write_report(files: list[str], folder: str) -> None:
     """Write report.md and report.html into `folder`. Raises InputError for what cannot be read or written."""
     report = merge.merge([result for file in files for result in merge.read_results(file)], date.today().isoformat())
     target = Path(folder)
-    try:
+    with refused(f"--out={folder} cannot be written"):
         target.mkdir(parents=True, exist_ok=True)
         (target / "report.md").write_text(merge.as_markdown(report), encoding="utf-8")
         (target / "report.html").write_text(make_page(report), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--out={folder} cannot be written: {error.strerror}") from error
     print(f"{target / 'report.md'} and {target / 'report.html'}: {merge.summary(report)}")
 
 

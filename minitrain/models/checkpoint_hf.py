@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minitrain.errors import InputError
+from minitrain.errors import InputError, refused
 from minitrain.models import checkpoint_gpt2, checkpoint_wan
 from minitrain.models.config_hf import config_from_hf, config_to_hf, read_json
 from minitrain.models.decoder import Decoder
@@ -279,10 +279,8 @@ def _write_checkpoint(
     folder = Path(path)
     work = folder / ".incomplete"
     shutil.rmtree(work, ignore_errors=True)
-    try:
+    with refused(f"{folder} cannot be written"):
         work.mkdir(parents=True)
-    except OSError as error:
-        raise InputError(f"{folder} cannot be written: {error}") from None
     try:
         weight_map, total_size = _write_shards(tensors, dtype, fp32, work, stem, limit)
         if len(set(weight_map.values())) > 1:

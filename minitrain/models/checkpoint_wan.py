@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from minitrain.errors import InputError
+from minitrain.errors import InputError, located
 from minitrain.models.config_hf import read_number, refuse_other_values
 from minitrain.models.wan import WanConfig
 
@@ -92,10 +92,8 @@ def config_from_json(raw: dict, file: Path, stored: dict) -> WanConfig:
     Raises InputError, naming `file`, for what the network would not compute exactly.
     """
     fields = _from_diffusers(raw, file) if raw["_class_name"] == DIFFUSERS else _from_original(raw, file, stored)
-    try:
+    with located(file):
         return WanConfig(**fields)
-    except InputError as error:
-        raise InputError(f"{file}: {error}") from None
 
 
 def _from_diffusers(raw: dict, file: Path) -> dict:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minitrain.errors import InputError
+from minitrain.errors import InputError, located
 from minitrain.models import checkpoint_gpt2, checkpoint_nemotron_h
 from minitrain.models.decoder_config import LATENT, YARN, DecoderConfig
 
@@ -378,10 +378,8 @@ def check_exportable(config: DecoderConfig) -> None:
             f"model.num_attention_heads={config.num_attention_heads} cannot be saved as {family.architecture}: "
             f"it must divide hidden_size={config.hidden_size}"
         )
-    try:
+    with located(f"model cannot be saved as {family.architecture}"):
         again = config_from_hf(_settings(config, torch.float32), Path("config.json"))
-    except InputError as error:
-        raise InputError(f"model cannot be saved as {family.architecture}: {error}") from None
     free = UNSAVED | {"rope_theta", "rope_scaling"}  # of these two, reading refuses what it does not know
     free |= {"head_dim"} if config.kv_lora_rank else set()
     for key in (field.name for field in dataclasses.fields(config) if field.name not in free):

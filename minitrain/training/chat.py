@@ -5,13 +5,11 @@ A turn is tokenised apart from what stands before it, just as it follows the pro
 Text in a message that spells a special token becomes that token, as it does in transformers.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from minitrain.errors import InputError
+from minitrain.errors import InputError, located
 from minitrain.tokenizer import Tokenizer
 from minitrain.training.chat_templates import ChatTemplate, Message, Pieces
 from minitrain.training.data import text_of
@@ -78,15 +76,6 @@ def encode_after(before: str, text: str, tokenizer: Tokenizer) -> list[int]:
     """
     context, whole = tokenizer.encode(before), tokenizer.encode(before + text)
     return whole[len(context) :] if whole[: len(context)] == context else tokenizer.encode(text)
-
-
-@contextmanager
-def located(where: str) -> Iterator[None]:
-    """Puts `where` before the InputError that is raised inside."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from error
 
 
 def make_sample(tokens: np.ndarray, said: np.ndarray) -> Sample:
