@@ -62,7 +62,7 @@ def bench(files: list, overrides: list[str], options) -> None:
         raise InputError("--sweep takes one config at a time")
     if options.sweep and options.simulate and options.dry_run:
         raise InputError("--simulate --sweep says itself which combinations cannot run: leave --dry-run out")
-    if options.sweep and (options.dry_run or not options.simulate):  # the config need not be possible by itself
+    if options.sweep and not options.simulate:  # the config need not be possible by itself
         cases = combination_cases(files[0], overrides, options)
     else:
         cases = file_cases(files, overrides, options)

@@ -113,7 +113,10 @@ def count_work(config: DecoderConfig, adapters: int = 0) -> Work:
         weights += stacks * config.num_experts_per_tok // config.num_experts
     mixers = [config.parts(layer)[0] for layer in range(config.num_layers)]
     windowed = sum(mixers[layer] == "attention" and config.windowed(layer) for layer in range(config.num_layers))
-    width = _attention_width(config)
+    width = config.head_dim  # where keys and values differ, their mean
+    if config.kv_lora_rank:
+        width = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
+    width *= config.num_attention_heads
     return Work(
         weights=weights,
         attention=(mixers.count("attention") - windowed) * width,
@@ -124,13 +127,6 @@ def count_work(config: DecoderConfig, adapters: int = 0) -> Work:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         adapters=adapters,
     )
-
-
-def _attention_width(config: DecoderConfig) -> float:
-    """heads * head_dim, where keys and values differ their mean."""
-    if config.kv_lora_rank:
-        return config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
-    return config.num_attention_heads * config.head_dim
 
 
 def lora_weights(config: DecoderConfig, rank: int, targets: Iterable[str] = TARGETS) -> int:

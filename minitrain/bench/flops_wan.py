@@ -5,21 +5,22 @@ recomputed activations not at all. The published rows give TFLOP/s alone; these 
 Source: NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/diffusion/models/wan/wan_provider.py (pull request 5249).
 """
 
+import math
+
 from minitrain.models.lora import Lora, find_targets
 from minitrain.models.wan import WanConfig
 from minitrain.models.zoo import empty_model
 
 
-def forward_flops(config: WanConfig, tokens: int, text_tokens: int) -> int:
-    """Of one video of `tokens` patches, and its text. The timestep's embedding is left out, as there."""
-    d, layers, text_dim = config.dim, config.num_layers, config.text_dim
-    frames, rows, columns = config.patch_size
-    patch = frames * rows * columns
-    self_attention = 8 * tokens * d**2 + 4 * tokens**2 * d
-    cross_attention = 4 * tokens * d**2 + 4 * text_tokens * d**2 + 4 * tokens * text_tokens * d
-    mlp = 4 * tokens * d * config.ffn_dim
-    ends = 2 * tokens * d * patch * (config.in_channels + config.out_channels)
-    return layers * (self_attention + cross_attention + mlp) + ends + 2 * text_tokens * (text_dim * d + d**2)
+def forward_parts(config: WanConfig, tokens: int, text_tokens: int) -> dict[str, int]:
+    """FLOPs of one video of `tokens` patches and its text. The timestep's embedding is left out, as there."""
+    d, layers, patch = config.dim, config.num_layers, math.prod(config.patch_size)
+    return {
+        "attention": layers * 4 * tokens * (tokens + text_tokens) * d,
+        "patches": 2 * tokens * d * patch * config.in_channels,
+        "text": text_tokens * (layers * 4 * d**2 + 2 * (config.text_dim * d + d**2)),
+        "others": layers * tokens * (12 * d**2 + 4 * d * config.ffn_dim) + 2 * tokens * d * patch * config.out_channels,
+    }
 
 
 def training_flops(config: WanConfig, tokens: int, text_tokens: int = 512, lora: Lora | None = None) -> int:
@@ -28,15 +29,11 @@ def training_flops(config: WanConfig, tokens: int, text_tokens: int = 512, lora:
     lora: a frozen weight has two products, as its own gradient is not computed; and one where what it multiplies, the
     patches and the text, needs no gradient either. Attention's backward pass counts whole, as its kernels compute it.
     """
-    forward = forward_flops(config, tokens, text_tokens)
+    parts = forward_parts(config, tokens, text_tokens)
     if lora is None:
-        return 3 * forward
-    d, layers, (frames, rows, columns) = config.dim, config.num_layers, config.patch_size
-    attention = layers * 4 * tokens * (tokens + text_tokens) * d
-    patches = 2 * tokens * d * frames * rows * columns * config.in_channels
-    text = text_tokens * (layers * 4 * d**2 + 2 * (config.text_dim * d + d**2))
+        return 3 * sum(parts.values())
     adapters = adapter_flops(config, lora, tokens, text_tokens)
-    return 3 * attention + patches + text + 2 * (forward - attention - patches - text) + adapters
+    return 3 * parts["attention"] + parts["patches"] + parts["text"] + 2 * parts["others"] + adapters
 
 
 def adapter_flops(config: WanConfig, lora: Lora, tokens: int, text_tokens: int) -> int:

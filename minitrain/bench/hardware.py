@@ -106,17 +106,13 @@ def _seconds_per_call(function: Callable, device: torch.device) -> float:
 
 def timed(function: Callable, device: torch.device, count: int = 1) -> float:
     """Seconds for `count` calls of `function`, the device idle before and after."""
-    _synchronize(device)
+    synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    synchronize()
     start = time.perf_counter()
     for _ in range(count):
         function()
-    _synchronize(device)
+    synchronize()
     return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -142,15 +138,7 @@ def describe(device: torch.device) -> dict[str, str | int]:
         properties = torch.cuda.get_device_properties(device)
         name, cores = properties.name, properties.multi_processor_count
     else:
-        name, cores = _cpu_name(), _usable_cores()
+        found = re.search(r"model name\s*: (.*)", onednn.read_cpuinfo())  # where Linux tells
+        name = found[1].strip() if found else platform.processor() or platform.machine()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"device": name, "cores": cores, "torch": torch.__version__}
-
-
-def _cpu_name() -> str:
-    """As Linux tells it; elsewhere, and where Linux does not tell, the kind of processor."""
-    found = re.search(r"model name\s*: (.*)", onednn.read_cpuinfo())
-    return found[1].strip() if found else platform.processor() or platform.machine()
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

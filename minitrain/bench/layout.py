@@ -10,19 +10,16 @@ from minitrain.parallel.parallelize import lay_out
 from minitrain.training.build import make_model
 
 
-def stated_ranks(config: Config) -> int:
-    """The product of the parallel dimensions, and ranks that only sample.
-
-    An open dp_shard takes what this process was started with, at least 1.
-    """
+def training_ranks(config: Config) -> int:
+    """The product of the parallel dimensions. An open dp_shard takes what this process was started with, at least 1."""
     p, sampling = config.parallel, config.grpo.generation_ranks
     others = p.dp_replicate * p.tp * p.cp * p.pp
-    return others * (max(1, (world_size() - sampling) // others) if p.dp_shard == -1 else p.dp_shard) + sampling
+    return others * (max(1, (world_size() - sampling) // others) if p.dp_shard == -1 else p.dp_shard)
 
 
-def training_ranks(config: Config) -> int:
-    """Without those that only sample."""
-    return stated_ranks(config) - config.grpo.generation_ranks
+def stated_ranks(config: Config) -> int:
+    """With those that only sample."""
+    return training_ranks(config) + config.grpo.generation_ranks
 
 
 def row_ranks(config: Config) -> int:

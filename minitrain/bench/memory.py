@@ -29,14 +29,10 @@ def estimate_memory(config: Config, world_size: int) -> dict[str, float]:
 def working_memory(function: Callable[[], object], device: torch.device) -> int:
     """The most bytes on `device` that torch's allocator has lent during `function()`, beyond those lent before it."""
     if device.type == "cuda":
-        return _cuda_peak(function, device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        function()
+        return torch.cuda.max_memory_allocated(device) - before
     events = recorded(function, ProfilerActivity.CPU, profile_memory=True)
     memory = sorted((event for event in events if event["name"] == "[memory]"), key=lambda event: event["ts"])
     return max(accumulate((event["args"]["Bytes"] for event in memory), initial=0))  # releases are below 0
-
-
-def _cuda_peak(function: Callable[[], object], device: torch.device) -> int:
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    function()
-    return torch.cuda.max_memory_allocated(device) - before

@@ -91,7 +91,7 @@ def merge(results: list[dict], day: str) -> Report:
     for result in results:
         if result["mode"] == "calibration":
             calibrations.append(result)
-        elif result["mode"] in KINDS and result["row"] in rows and comparable(result):
+        elif result["mode"] in KINDS and result["row"] in rows and result.get("ratio") and on_own_system(result):
             found = rows[result["row"]].results
             found[result["mode"]] = result
             if result.get("as_published"):
@@ -105,11 +105,6 @@ def merge(results: list[dict], day: str) -> Report:
     for result in results:
         machines.setdefault(result["mode"], set()).add(f"{result['device']}, torch {result['torch']}")
     return Report(tables, others, calibrations, {mode: sorted(names) for mode, names in machines.items()}, day)
-
-
-def comparable(result: dict) -> bool:
-    """Does it stand beside the published figure? If simulated, the row's own system counts."""
-    return result.get("ratio") is not None and on_own_system(result)
 
 
 def table_of(reference: dict) -> str:

@@ -275,7 +275,9 @@ def pipelined(
         measured |= renamed(spans, list(local_stages(p, config.model.config.num_layers, place)))
         tails.append(lines[place].end - max(end for _, end in spans.values()))
     order = schedule_order(p.schedule, p.pp, at_once, p.vp)
-    seconds, message = action_seconds(measured, at_once, run), message_seconds(system, traces[0])
+    seconds = action_seconds(measured, at_once, run)
+    passed = next(event for event in traces[0].events if event.name in ("send", "recv"))  # between neighbouring stages
+    message = system.collective_seconds(passed, traces[0].groups[passed.group][1])
     replayed = replay(order, seconds, message, ready)
     times = micro_batches(config) / at_once  # the last time there may be fewer
     last = max(end + tail for end, tail in zip(replayed.finished, tails, strict=True))
@@ -319,9 +321,3 @@ def action_seconds(measured: dict[Action, float], micro_batches: int, traced: in
         return measured.get((stage, kind, batch), median.get((stage, kind), 0.0))
 
     return seconds
-
-
-def message_seconds(system: System, trace: Trace) -> float:
-    """How long what passes between stages takes from a stage's rank to a neighbour."""
-    event = next(event for event in trace.events if event.name in ("send", "recv"))
-    return system.collective_seconds(event, trace.groups[event.group][1])

@@ -159,7 +159,8 @@ class _Player:
         for index, event in enumerate(self.trace.events):
             stream = self.stream_of(event)
             if event.kind == "wait":  # costs nothing by itself: its result is there when its input is
-                self.written(event.writes, *self.source(event.reads))
+                number = event.reads[0][0]
+                self.written(event.writes, self.made_by.get(number, "compute"), self.ready.get(number, 0.0))
             elif stream == "compute" and event.kind == "memory" and self.fused:
                 if not self.run:
                     self.run_start = index
@@ -215,11 +216,6 @@ class _Player:
         self.free[stream] = begin + seconds
         self.line.spans.append(Span(stream, event.name, event.kind, begin, begin + seconds, 0.0, index))
         self.written(event.writes, stream, begin + seconds)
-
-    def source(self, reads) -> tuple[str, float]:
-        """Which stream made a tensor, and when it is there."""
-        number = reads[0][0]
-        return self.made_by.get(number, "compute"), self.ready.get(number, 0.0)
 
     def written(self, writes, stream: str, when: float) -> None:
         for number, _ in writes:

@@ -8,10 +8,11 @@ be counted in a real run too, and compared. Views and allocations cost nothing a
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
 from math import prod
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -188,13 +189,8 @@ class Tracer(TorchDispatchMode):
     # -------------------------------------------------------------------------------------------------------- hooks
 
     def __enter__(self):
-        patched = (
-            (torch.UntypedStorage, "resize_"),
-            (FSDPParam, "init_all_gather_outputs"),
-            (ShardingPropagator, "_propagate_tensor_meta_non_cached"),
-        )
-        self.originals = [(owner, name, getattr(owner, name)) for owner, name in patched]
-        resize, allocate, propagate = (original for *_, original in self.originals)
+        resize, allocate = torch.UntypedStorage.resize_, FSDPParam.init_all_gather_outputs
+        propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resize_and_count(storage, size):  # FSDP2 frees and brings back gathered weights so
             result = resize(storage, size)
@@ -215,16 +211,16 @@ class Tracer(TorchDispatchMode):
             with self.silent():
                 return propagate(*args, **kwargs)
 
-        Tracer.active = self
-        counting = resize_and_count, allocate_and_count, propagate_muted
-        for (owner, name), function in zip(patched, counting, strict=True):
-            setattr(owner, name, function)
+        Tracer.active, self.patches = self, ExitStack()
+        self.patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_and_count))
+        self.patches.enter_context(patch.object(FSDPParam, "init_all_gather_outputs", allocate_and_count))
+        name = "_propagate_tensor_meta_non_cached"
+        self.patches.enter_context(patch.object(ShardingPropagator, name, propagate_muted))
         return super().__enter__()
 
     def __exit__(self, *exception):
         Tracer.active = None
-        for owner, name, original in self.originals:
-            setattr(owner, name, original)
+        self.patches.close()
         return super().__exit__(*exception)
 
     @contextmanager
