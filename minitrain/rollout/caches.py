@@ -217,7 +217,10 @@ class Keys(Layer):
             outs = [self._attend_to_prompt(chunk, q, new, v, sinks) for chunk in step.chunks]
             out = torch.cat(outs, dim=2)
             return F.pad(out, (0, 0, 0, q.shape[2] - out.shape[2]))  # padding tokens
-        return self._attend_to_pool(q, v, sinks) if q.is_cuda else self._attend_to_rows(q, new, v, sinks)
+        if q.is_cuda:
+            return self._attend_to_pool(q, v, sinks)
+        attend = partial(attend_to_rows, step=step, window=self.window)
+        return write_and_attend(self.gather(), step.positions, q, new, v, sinks, attend)
 
     def _attend_to_prompt(self, chunk: Chunk, q: Tensor, new: list[Tensor], v: Tensor | int, sinks) -> Tensor:
         if chunk.earlier:
@@ -244,10 +247,6 @@ class Keys(Layer):
         if sinks is not None:
             out = apply_sinks(out, aux.lse, sinks.view(keys.shape[1], -1))
         return out.flatten(1, 2).transpose(0, 1)[None]
-
-    def _attend_to_rows(self, q: Tensor, new: list[Tensor], v: Tensor | int, sinks: Tensor | None) -> Tensor:
-        attend = partial(attend_to_rows, step=self.caches.step, window=self.window)
-        return write_and_attend(self.gather(), self.caches.step.positions, q, new, v, sinks, attend)
 
     def gather(self) -> list[Tensor]:
         """The buffers, brought up to date: larger if they must be, with the pages of samples that are new in a row."""

@@ -33,10 +33,7 @@ class Apart:
     output_unused = False  # decoding needs every layer's output
 
     def __init__(self, layer: Keys | States):
-        self.layer = layer
-
-    def once(self, make: Callable):
-        return self.layer.once(make)
+        self.layer, self.once = layer, layer.once
 
     @torch.compiler.disable
     def attend(self, *args) -> Tensor:
