@@ -333,15 +333,6 @@ def _validate_pipeline(config: "Config") -> None:
         )
 
 
-def _check_pipeline(config: "Config", micro_batches: int) -> None:
-    p = config.parallel
-    if needed := pipeline_needs(p, micro_batches):
-        raise InputError(
-            f"parallel.schedule={p.schedule} with pp={p.pp} needs {needed} micro-batches per rank and step, not "
-            f"{micro_batches} (batch.global={config.batch.global_} / batch.micro={config.batch.micro} / data ranks)"
-        )
-
-
 def pipeline_needs(p: "Parallel", micro_batches: int) -> str | None:
     """How many micro-batches a pipeline's schedule needs, if it cannot run so many."""
     least = {"1F1B": p.pp, "DualPipeV": 2 * p.pp}.get(p.schedule, 1)
@@ -491,4 +482,9 @@ def check_layout(config: "Config", world_size: int) -> None:
             f"batch.global={b.global_} is not a multiple of batch.micro={b.micro} x {data_ranks} data-parallel ranks "
             f"(use {smaller}a multiple of {b.micro * data_ranks})"
         )
-    _check_pipeline(config, b.global_ // (b.micro * data_ranks))
+    micro_batches = b.global_ // (b.micro * data_ranks)
+    if needed := pipeline_needs(p, micro_batches):
+        raise InputError(
+            f"parallel.schedule={p.schedule} with pp={p.pp} needs {needed} micro-batches per rank and step, not "
+            f"{micro_batches} (batch.global={b.global_} / batch.micro={b.micro} / data ranks)"
+        )

@@ -145,18 +145,14 @@ class Learner:
                 )
             checkpointer.load(self.reference, optimizer)
         else:
-            self.copy_to(self.reference)
+            weights = self.model.state_dict()
+            with torch.no_grad():
+                for name, tensor in self.reference.state_dict().items():
+                    local(tensor).copy_(local(weights[name]))
             if checkpointer is not None:
                 checkpointer.save(0, self.reference, optimizer, {})
                 checkpointer.wait()
         self.reference.requires_grad_(False)
-
-    @torch.no_grad()
-    def copy_to(self, other: Module) -> None:
-        """Give a model of the same layout the policy's weights."""
-        weights = self.model.state_dict()
-        for name, tensor in other.state_dict().items():
-            local(tensor).copy_(local(weights[name]))
 
     def weights(self) -> Parts:
         """This rank's parts of the policy's weights and buffers, adapters merged. All that train call it together."""

@@ -12,7 +12,7 @@ import socket
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -44,12 +44,10 @@ def write_log(file: Path, error: Exception) -> None:
     """Append when, where and what. A disk that is full must not hide the error itself."""
     when = time.strftime("%Y-%m-%d %H:%M:%S %z")
     head = f"{when} rank {rank()} on {socket.gethostname()}, process {os.getpid()}, torch {torch.__version__}\n"
-    try:
+    with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a", encoding="utf-8") as stream:
             stream.write(head + "".join(traceback.format_exception(error)) + "\n")
-    except OSError:
-        pass
 
 
 def explain(error: Exception) -> str | None:

@@ -342,20 +342,15 @@ def read_jsonl(files: list[Path], parse: Callable[[dict, str], Any], skips: Skip
     """parse(object, FILE:LINE) for every line that is not blank. A file without any is unusable."""
     for file in files:
         empty = True
-        for where, line in _numbered_lines(file):
-            empty = False
-            value = skips.read(_parse_line, line, where, parse)
-            if value is not None:
-                yield value
+        with readable(file), open(file, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    empty = False
+                    value = skips.read(_parse_line, line, f"{file}:{number}", parse)
+                    if value is not None:
+                        yield value
         if empty:
             skips.refuse(InputError(f"{file} is empty"))
-
-
-def _numbered_lines(file: Path) -> Iterator[tuple[str, bytes]]:
-    with readable(file), open(file, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield f"{file}:{number}", line
 
 
 def _parse_line(line: bytes, where: str, parse: Callable[[dict, str], Any]) -> Any:
