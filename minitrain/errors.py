@@ -32,11 +32,11 @@ def located(where: str | Path) -> Iterator[None]:
 
 @contextmanager
 def refused(problem: str) -> Iterator[None]:
-    """Raises InputError, with the problem and the system's reason, in place of an OSError."""
+    """Raises InputError, with the problem and its reason, in place of an OSError, or of an error about characters."""
     try:
         yield
-    except OSError as error:
-        raise InputError(f"{problem}: {error.strerror or error}") from error
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"{problem}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def readable(file: Path) -> AbstractContextManager[None]:

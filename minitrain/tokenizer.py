@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minitrain.errors import InputError
+from minitrain.errors import InputError, refused
 from minitrain.models.config_hf import read_json
 
 BOS, EOS = "<|bos|>", "<|eos|>"
@@ -132,7 +132,8 @@ class HuggingFaceTokenizer:
         """The template that came with the tokenizer, in Jinja; empty if none did."""
         file = self.file.with_name(CHAT_TEMPLATE)
         if file.exists():
-            return _read_text(file)
+            with refused(f"{file} cannot be read as text"):
+                return file.read_text(encoding="utf-8")
         file = self.file.with_name("tokenizer_config.json")
         stored = _read_json(file).get("chat_template") or ""
         if isinstance(stored, list):  # several, by name
@@ -229,13 +230,6 @@ def stream(tokenizer: Tokenizer, ids: Iterable[int], prompt: Iterable[int] = ())
 def _read_json(file: Path) -> dict:
     """The object in a JSON file; empty if there is no such file."""
     return read_json(file) if file.exists() else {}
-
-
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} cannot be read as text: {error}") from error
 
 
 def _byte_vocabulary() -> dict[str, int]:

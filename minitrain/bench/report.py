@@ -5,15 +5,13 @@ import sys
 from pathlib import Path
 
 from minitrain.config_yaml import describe
-from minitrain.errors import InputError
+from minitrain.errors import InputError, refused
 
 
 def read_lines(option: str, file: str) -> list[tuple[str, dict]]:
     """Each line's object in a file that --json wrote, behind its place for messages. Raises InputError."""
-    try:
+    with refused(f"{option} {file} cannot be read"):
         lines = Path(file).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{option} {file} cannot be read: {error}") from None
     found = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
