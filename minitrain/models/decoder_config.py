@@ -99,28 +99,26 @@ class DecoderConfig:
         for field in ("norm_eps", "initializer_range", "time_step_min", "first_k_dense_replace", "bias_update_speed",
                       "router_aux_loss_coef", "routed_scaling_factor"):  # fmt: skip
             if getattr(self, field) < 0:
-                raise InputError(f"model.{field}={getattr(self, field)} must be at least 0")
+                raise self._wrong(field, "must be at least 0")
         if self.rope_theta <= 1:
-            raise InputError(f"model.rope_theta={self.rope_theta} must be above 1")
+            raise self._wrong("rope_theta", "must be above 1")
         if self.num_attention_heads % self.num_key_value_heads:
-            raise InputError(
-                f"model.num_key_value_heads={self.num_key_value_heads} does not divide "
-                f"num_attention_heads={self.num_attention_heads}"
-            )
+            raise self._wrong("num_key_value_heads", f"does not divide num_attention_heads={self.num_attention_heads}")
         self._check_latent_attention()
         rotates = self.position_embedding == "rotary"
         if rotates and not (0 < self.partial_rotary_factor <= 1 and self.rotary_dim % 2 == 0 < self.rotary_dim):
-            raise InputError(
-                f"model.partial_rotary_factor={self.partial_rotary_factor} of head_dim={self.head_dim} "
-                f"must rotate an even number of channels, between 2 and head_dim"
-            )
+            why = f"of head_dim={self.head_dim} must rotate an even number of channels, between 2 and head_dim"
+            raise self._wrong("partial_rotary_factor", why)
         mlps = EXPERT_MLPS if self.num_experts else MLPS
         for field, known in (("norm", NORMS), ("mlp", mlps), ("position_embedding", POSITIONS)):
             if getattr(self, field) not in known:
-                raise InputError(f"model.{field}={getattr(self, field)!r} is not one of {', '.join(known)}")
+                raise self._wrong(field, f"is not one of {', '.join(known)}")
         self._check_rope_scaling()
         self._check_experts()
         self._check_pattern()
+
+    def _wrong(self, field: str, why: str) -> InputError:
+        return InputError(f"model.{field}={getattr(self, field)!r} {why}")
 
     def _check_rope_scaling(self):
         if self.rope_scaling is None:
@@ -144,27 +142,25 @@ class DecoderConfig:
             return
         for field in LATENT:
             if getattr(self, field) < 1:
-                raise InputError(f"model.{field}={getattr(self, field)} must be at least 1 in latent attention")
+                raise self._wrong(field, "must be at least 1 in latent attention")
         if self.qk_rope_head_dim % 2:
-            raise InputError(f"model.qk_rope_head_dim={self.qk_rope_head_dim} must be even")
+            raise self._wrong("qk_rope_head_dim", "must be even")
         if self.num_key_value_heads != self.num_attention_heads:
-            raise InputError(
-                f"model.num_key_value_heads={self.num_key_value_heads} must be num_attention_heads="
-                f"{self.num_attention_heads} in latent attention"
-            )
+            why = f"must be num_attention_heads={self.num_attention_heads} in latent attention"
+            raise self._wrong("num_key_value_heads", why)
 
     def _check_experts(self):
         experts, chosen = self.num_experts, self.num_experts_per_tok
         if experts == 0:
             return
         if not 1 <= chosen <= experts:
-            raise InputError(f"model.num_experts_per_tok={chosen} must be between 1 and num_experts={experts}")
+            raise self._wrong("num_experts_per_tok", f"must be between 1 and num_experts={experts}")
         for field in ("hidden_size", "moe_intermediate_size", "moe_latent_size"):
             size = getattr(self, field)
             if size % 8 or size < 8 * (field != "moe_latent_size"):
-                raise InputError(f"model.{field}={size} must be a multiple of 8 for grouped matrix products")
+                raise self._wrong(field, "must be a multiple of 8 for grouped matrix products")
         if self.scoring_func not in ("softmax", "sigmoid"):
-            raise InputError(f"model.scoring_func={self.scoring_func!r} is not one of softmax, sigmoid")
+            raise self._wrong("scoring_func", "is not one of softmax, sigmoid")
         if self.mlp not in MLPS and (self.first_k_dense_replace or "-" in self.layer_pattern):
             raise InputError(f"model.mlp={self.mlp} is for experts only: it needs first_k_dense_replace=0, no layer -")
         self._check_groups()
@@ -174,18 +170,15 @@ class DecoderConfig:
         softmax = self.scoring_func == "softmax"
         for field, needless in (("n_group", 1), ("routed_scaling_factor", 1), ("bias_update_speed", 0)):
             if softmax and getattr(self, field) != needless:
-                raise InputError(f"model.{field}={getattr(self, field)} needs scoring_func=sigmoid")
+                raise self._wrong(field, "needs scoring_func=sigmoid")
         if groups < 1 or experts % groups:
-            raise InputError(f"model.n_group={groups} does not divide num_experts={experts}")
+            raise self._wrong("n_group", f"does not divide num_experts={experts}")
         if not 1 <= kept <= groups:
-            raise InputError(f"model.topk_group={kept} must be between 1 and n_group={groups}")
+            raise self._wrong("topk_group", f"must be between 1 and n_group={groups}")
         if groups > 1 and experts // groups < 2:
-            raise InputError(f"model.n_group={groups} leaves 1 of num_experts={experts} to a group (at least 2)")
-        if kept * (experts // groups) < self.num_experts_per_tok:
-            raise InputError(
-                f"model.num_experts_per_tok={self.num_experts_per_tok} exceeds the {kept * (experts // groups)} "
-                f"experts of topk_group={kept} groups"
-            )
+            raise self._wrong("n_group", f"leaves 1 of num_experts={experts} to a group (at least 2)")
+        if (left := kept * (experts // groups)) < self.num_experts_per_tok:
+            raise self._wrong("num_experts_per_tok", f"exceeds the {left} experts of topk_group={kept} groups")
 
     def _check_pattern(self):
         pattern = self.layer_pattern
@@ -196,15 +189,11 @@ class DecoderConfig:
                 f"(M Mamba-2, * attention, E experts, - MLP)"
             )
         if "E" in pattern and not self.num_experts:
-            raise InputError(f"model.layer_pattern={pattern!r} has layers of experts, but num_experts=0")
+            raise self._wrong("layer_pattern", "has layers of experts, but num_experts=0")
         if pattern and len(pattern) != self.num_layers:
-            raise InputError(
-                f"model.layer_pattern={pattern!r} has {len(pattern)} letters, expected num_layers={self.num_layers}"
-            )
+            raise self._wrong("layer_pattern", f"has {len(pattern)} letters, expected num_layers={self.num_layers}")
         if self.mamba_num_heads % self.mamba_n_groups:
-            raise InputError(
-                f"model.mamba_n_groups={self.mamba_n_groups} does not divide mamba_num_heads={self.mamba_num_heads}"
-            )
+            raise self._wrong("mamba_n_groups", f"does not divide mamba_num_heads={self.mamba_num_heads}")
 
     @property
     def rotary_dim(self) -> int:
