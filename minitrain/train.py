@@ -117,20 +117,14 @@ def finish_step(
         loss = trainer.evaluate(held_out, stopping)
         if loss is None:
             return False
-        numbers |= validation_numbers(loss, held_out)
+        numbers["val_loss"] = loss
+        if bytes_per_token := getattr(held_out, "bytes_per_token", None):
+            numbers["val_bits_per_byte"] = loss / math.log(2) / bytes_per_token
     if step == config.steps and config.validation.exact_match:
         numbers["val_exact_match"] = exact_match(trainer.model, held_out.questions(config.validation.exact_match))
         log.say(f"exact match on held-out chats: {numbers['val_exact_match']:.1%}")
     log.step(numbers)
     return True
-
-
-def validation_numbers(loss: float, dataset) -> dict[str, float]:
-    """Mean loss per token on held-out rows, and in bits per byte where the data knows its bytes."""
-    numbers = {"val_loss": loss}
-    if bytes_per_token := getattr(dataset, "bytes_per_token", None):
-        numbers["val_bits_per_byte"] = loss / math.log(2) / bytes_per_token
-    return numbers
 
 
 def export(trainer: Trainer, config: Config, folder: Path) -> None:

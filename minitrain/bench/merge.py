@@ -100,17 +100,13 @@ def merge(results: list[dict], day: str) -> Report:
             others.append(result)
     tables: dict[str, list[Row]] = {}
     for row in rows.values():
-        tables.setdefault(table_of(row.reference), []).append(row)
+        source, system = row.reference["source"], row.reference["system"]
+        title = f"{source}, {system}" if source.startswith("NeMo Framework") else source  # which has one for each
+        tables.setdefault(title, []).append(row)
     machines: dict[str, set[str]] = {}
     for result in results:
         machines.setdefault(result["mode"], set()).add(f"{result['device']}, torch {result['torch']}")
     return Report(tables, others, calibrations, {mode: sorted(names) for mode, names in machines.items()}, day)
-
-
-def table_of(reference: dict) -> str:
-    """The published table's title; NeMo Framework's has one for each system."""
-    source = reference["source"]
-    return f"{source}, {reference['system']}" if source.startswith("NeMo Framework") else source
 
 
 def summary(report: Report) -> str:
