@@ -165,6 +165,12 @@ def test_a_missing_key_is_named(tmp_path):
         load_pretrained(tmp_path)
 
 
+def test_the_folder_of_a_pipeline(tmp_path):
+    save_pretrained(Wan(CONFIGS["t2v"]), tmp_path / "transformer")
+    with pytest.raises(InputError, match=rf"a pipeline of diffusers, not a model \(use {tmp_path}/transformer\)"):
+        load_pretrained(tmp_path)
+
+
 def test_what_has_no_original_spelling(tmp_path):
     with pytest.raises(InputError, match=r"model\.image_dim=20 cannot be saved as WanModel \(must be None or 1280\)"):
         save_pretrained(Wan(CONFIGS["i2v"]), tmp_path, original_names=True)
