@@ -88,9 +88,12 @@ def test_weights():
 @pytest.mark.parametrize("settings, message", [
     (dict(shift=0), "diffusion.shift=0 must be above 0"),
     (dict(std=-1), "diffusion.std=-1 must be above 0"),
+    (dict(shift=math.nan), "diffusion.shift=nan must be above 0"),
     (dict(text_dropout=1.1), "diffusion.text_dropout=1.1 must be between 0 and 1"),
     (dict(uniform_share=-0.1), "diffusion.uniform_share=-0.1 must be between 0 and 1"),
     (dict(mode_scale=2), "diffusion.mode_scale=2 must be between -1 and 1.75"),
+    (dict(mode_scale=-1.1), "diffusion.mode_scale=-1.1 must be between -1 and 1.75"),
+    (dict(sigma_min=-0.1), "must be between 0 and 1, the first below the second"),
     (dict(sigma_min=0.5, sigma_max=0.5), "must be between 0 and 1, the first below the second"),
     (dict(sigma_max=1000), "must be between 0 and 1, the first below the second"),
 ], ids=str)  # fmt: skip
@@ -130,9 +133,12 @@ def test_noise_and_sigma_have_their_distributions():
 
 
 def test_text_is_hidden_in_the_right_share():
-    kept = [Noised(Clips(), Diffusion(text_dropout=0.3), seed=0).row(n)["text"] for n in range(1000)]
-    assert all((text == 0).all() or (text == 1).all() for text in kept)
-    assert sum((text == 0).all().item() for text in kept) / 1000 == pytest.approx(0.3, abs=0.05)
+    """At all sigmas alike."""
+    rows = [Noised(Clips(), Diffusion(text_dropout=0.3, shift=1), seed=0).row(n) for n in range(1000)]
+    assert all((row["text"] == 0).all() or (row["text"] == 1).all() for row in rows)
+    hidden = [row["sigma"].item() for row in rows if (row["text"] == 0).all()]
+    assert len(hidden) / 1000 == pytest.approx(0.3, abs=0.05)
+    assert sum(hidden) / len(hidden) == pytest.approx(0.5, abs=0.06)
 
 
 def test_held_out_rows_show_their_text_and_cover_all_sigmas():
@@ -220,3 +226,4 @@ def test_packed_loss_is_the_sum_of_each_alone():
     batch |= {key: torch.stack(batch[key]) for key in ("sigma", "text")}
     assert objective.count(batch) == sum(math.prod(shape) for shape in shapes)
     torch.testing.assert_close(objective.loss(model, batch), alone)
+    assert not objective.totals.requires_grad  # which would keep the graphs of all micro-batches

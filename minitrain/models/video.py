@@ -54,7 +54,7 @@ def grid_angles(grid: tuple[int, int, int], head_dim: int, device) -> Tensor:
     third = head_dim // 6
     columns = []
     for axis, pairs in enumerate((head_dim // 2 - 2 * third, third, third)):
-        exponents = torch.arange(pairs, dtype=torch.float64, device=device) / max(pairs, 1)
+        exponents = torch.arange(pairs, dtype=torch.float64, device=device) / pairs
         places = torch.arange(grid[axis], dtype=torch.float64, device=device)
         shape = [1, 1, 1, pairs]
         shape[axis] = grid[axis]
@@ -71,7 +71,7 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def timestep_sinusoids(timestep: Tensor, dim: int) -> Tensor:
     """fp32 [batch] -> [batch, dim]: cosines, then sines, of dim / 2 frequencies from 1 down to almost 1 / 10000."""
     exponents = torch.arange(dim // 2, dtype=torch.float32, device=timestep.device) / (dim // 2)
-    angles = timestep.float()[:, None] * torch.exp(-math.log(THETA) * exponents)
+    angles = timestep[:, None] * torch.exp(-math.log(THETA) * exponents)
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 

@@ -111,8 +111,8 @@ def sigma_from_uniform(u: Tensor, settings: Diffusion) -> Tensor:
         u = 1 - u - settings.mode_scale * (torch.cos(math.pi / 2 * u) ** 2 - 1 + u)
     elif settings.sampling == "mixed":
         share = settings.uniform_share
-        rest = logit_normal(((u - share) / (1 - share)).clamp(0, 1), settings) if share < 1 else u
-        u = torch.where(u < share, u / max(share, 1e-12), rest)
+        rest = logit_normal(((u - share) / (1 - share)).clamp(0, 1), settings)
+        u = torch.where(u < share, u / share, rest)  # of a share of 0 or 1, what divides by 0 is not taken
     return shift_sigma(u, settings.shift).clamp(settings.sigma_min, settings.sigma_max)
 
 

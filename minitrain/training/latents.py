@@ -171,8 +171,7 @@ def find_buckets(config: Config, skips: Skips) -> list[list[Path]]:
 def split_buckets(buckets: list[list[Path]], share: float, seed: int) -> Iterator[list[list[Path]]]:
     """The buckets without, and with nothing but, a random `share` of all their files."""
     for side in map(set, split_off(list(chain(*buckets)), share, seed)):
-        kept = [[file for file in files if file in side] for files in buckets]
-        yield [files for files in kept if files]
+        yield [[file for file in files if file in side] for files in buckets]
 
 
 def read_usable(path: Path, config: Config, with_values: bool) -> dict[str, Shape]:

@@ -5,18 +5,20 @@ import dataclasses
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_wan import diffusers_name, rename_to_ours
+from minitrain.models.video import rotary_tables_3d
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import model_config
 from tests.distributed.test_wan import assert_same_gradients, relative
 
 TINY = dict(
     num_attention_heads=2, attention_head_dim=16, ffn_dim=48, num_layers=2, in_channels=4, out_channels=4, text_dim=24,
-    freq_dim=32, eps=1e-3,
+    freq_dim=32, eps=1e-3, patch_size=(1, 2, 2),
 )  # fmt: skip
-CONFIGS = {"t2v": WanConfig(**TINY), "i2v": WanConfig(**TINY | dict(in_channels=9, image_dim=20))}
+CONFIGS = {"t2v": WanConfig(**TINY), "i2v": WanConfig(**TINY | dict(in_channels=9, image_dim=20, patch_size=(1, 2, 1)))}
 PARAMETERS = {  # counted in the published checkpoints
     "wan2.1-14b": 14_288_491_584,
     "wan2.1-1.3b": 1_418_996_800,
@@ -76,6 +78,14 @@ def test_output_and_gradients_equal_diffusers(kind):
     assert expected.std() > 0.1
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert relative(given["latents"].grad, input_gradient) < 1e-5
+
+
+@pytest.mark.parametrize("head_dim", [4, 128])
+def test_rotations_equal_diffusers(head_dim):
+    """As far out as in published videos, where angles in fp32 would be off by 1e-5."""
+    cos, sin = WanRotaryPosEmbed(head_dim, (1, 2, 2), 1024)(torch.empty(1, 16, 21, 6, 160))
+    signed = torch.stack([-sin[..., ::2], sin[..., 1::2]], -1).flatten(-2)
+    torch.testing.assert_close(rotary_tables_3d([(21, 3, 80)], head_dim, "cpu"), (cos, signed), atol=1e-6, rtol=0)
 
 
 def test_packed_videos_equal_each_alone():
@@ -138,6 +148,9 @@ def test_initial_weights():
     }
     for parameter, expected in spreads.items():
         assert parameter.std().item() == pytest.approx(expected, rel=0.05)
+    model.config, weight = dataclasses.replace(config, embedder_std=0.1), embedder.text_embedder.linear_1.weight
+    model.initialize_parameter("condition_embedder.text_embedder.linear_1.weight", weight, generator)
+    assert weight.std().item() == pytest.approx(0.1, rel=0.05)
     assert (block.norm2.weight == 1).all() and (block.attn2.norm_k.weight == 1).all() and (block.norm2.bias == 0).all()
 
 
@@ -150,11 +163,21 @@ def test_mistakes():
         t2v(**given, image=torch.zeros(2, 5, 20))
     with pytest.raises(InputError, match="needs an image"):
         i2v(**inputs(CONFIGS["i2v"]) | dict(image=None))
-    with pytest.raises(InputError, match=r"model\.attention_head_dim=15 must be even"):
-        WanConfig(attention_head_dim=15)
-    with pytest.raises(InputError, match=r"model\.num_layers=0 must be at least 1"):
-        WanConfig(num_layers=0)
-    with pytest.raises(InputError, match=r"model\.patch_size=\[2, 2\] must be three numbers"):
-        WanConfig(patch_size=(2, 2))
-    with pytest.raises(InputError, match=r"model\.image_dim=0 must be at least 1"):
-        WanConfig(image_dim=0)
+
+
+@pytest.mark.parametrize("field, value, message", [
+    ("attention_head_dim", 15, "=15 must be even"),
+    ("freq_dim", 33, "=33 must be even"),
+    ("num_layers", 0, "=0 must be at least 1"),
+    ("num_attention_heads", 1 << 16, "model.dim=8388608 must be at most"),
+    ("patch_size", (2, 2), "=[2, 2] must be three numbers"),
+    ("patch_size", (0, 2, 2), "=[0, 2, 2] must be three numbers"),
+    ("patch_size", (1, 2, 257), "=[1, 2, 257] must be three numbers"),
+    ("image_dim", 0, "=0 must be at least 1"),
+    ("eps", -1e-6, "=-1e-06 must be at least 0"),
+    ("embedder_std", -1, "=-1 must be at least 0"),
+])  # fmt: skip
+def test_sizes_that_no_model_can_have(field, value, message):
+    with pytest.raises(InputError) as error:
+        WanConfig(**{field: value})
+    assert message in str(error.value)
