@@ -148,6 +148,20 @@ def test_validation_noise_is_fixed_and_its_videos_are_held_out(folder):
     assert len(trained) == 6 and len(held) == 4 and not trained & held
     for key, value in sides[1].row(3).items():
         assert torch.equal(value, again[1].row(3)[key])
+    _, other = open_dataset(from_dict(tree | {"seed": 1}))
+    assert held != {other.row(n)["latents"].flatten()[0].item() for n in range(4)}
+
+
+@pytest.mark.parametrize("data", [None, {}, {"packed": True}], ids=str)
+def test_validation_hides_no_text(folder, data):
+    """Of the videos to train on too, where none are held out."""
+    tree = TREE if data is None else latents(folder, **data)
+    train, held = open_dataset(from_dict(tree | {"diffusion": {"text_dropout": 1.0}}))
+    assert len(train) == len(held)
+    for side, shown in ((train, False), (held, True)):
+        row = side.row(0)
+        assert row["text"].any() == shown and row["text"].shape[-2:] == (6, 64)
+        assert not data or sum(x[0].numel() // 4 for x in row["latents"]) <= 16
 
 
 @pytest.mark.parametrize("settings, message", [
@@ -156,6 +170,7 @@ def test_validation_noise_is_fixed_and_its_videos_are_held_out(folder):
     ({"model": {"name": "wan2.1-14b-tiny", "text_dim": 32}}, "64], the model takes [tokens, 32]"),
     ({"model": {"name": "wan2.1-14b-tiny", "patch_size": [2, 2, 2]}}, "do not divide into patches [2, 2, 2]"),
     ({"parallel": {"cp": 16}}, "8 patches do not divide by parallel.cp=16 x tp=1"),
+    ({"parallel": {"cp": 4, "tp": 4}}, "8 patches do not divide by parallel.cp=4 x tp=4"),
 ], ids=str)  # fmt: skip
 def test_videos_that_do_not_fit(folder, settings, message):
     tree = latents(folder) | {"batch": TREE["batch"]} | settings

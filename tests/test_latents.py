@@ -17,10 +17,10 @@ SHAPES = [(2, 1, 2, 4), (2, 3, 4, 4)]
 
 @pytest.fixture
 def folder(tmp_path):
-    """Five videos of the first shape and four of the second, filled with their own number, texts of 1 to 3 tokens."""
+    """Five videos of the first shape and four of the second, filled with their own number, texts of 1 to 4 tokens."""
     for i in range(9):
         latents = torch.full(SHAPES[i >= 5], float(i), dtype=torch.float16)
-        save_video(tmp_path / f"{i}.safetensors", latents, torch.full((1 + i % 3, 6), 1.0 + i))
+        save_video(tmp_path / f"{i}.safetensors", latents, torch.full((1 + i % 4, 6), 1.0 + i))
     return tmp_path
 
 
@@ -31,8 +31,8 @@ def config_of(path, exclude=(), **model):
     return from_dict({"task": "diffusion", "model": model, "data": data, "batch": {"seq_len": 14}})
 
 
-def open_cache(folder: Path, group: int = 1, **model) -> LatentCache:
-    return LatentCache(find_buckets(config_of(str(folder), **model), Skips()), text_tokens=4, group=group, seed=0)
+def open_cache(folder: Path, group: int = 1, seed: int = 0, **model) -> LatentCache:
+    return LatentCache(find_buckets(config_of(str(folder), **model), Skips()), text_tokens=4, group=group, seed=seed)
 
 
 def number(row: dict) -> int:
@@ -49,7 +49,12 @@ def test_an_epoch_is_every_video_in_groups_of_one_shape(folder):
         assert set(orders[-1]) == set(range(9))
         for one, other in zip(rows[::2], rows[1::2], strict=True):
             assert one["latents"].shape == other["latents"].shape
-    assert orders[0] != orders[1]
+    other = open_cache(folder, group=2, seed=1)
+    visits = [*orders, [number(other.row(n)) for n in range(10)]]
+    groups = [sorted(sorted(order[n : n + 2]) for n in range(0, 10, 2)) for order in visits]
+    assert groups[0] != groups[1] and groups[2] not in groups[:2]  # each time others are together
+    kinds = [[i < 5 for i in order[::2]] for order in visits]
+    assert kinds[0] != kinds[1] and kinds[2] not in kinds[:2]
     again = open_cache(folder, group=2)
     assert [number(again.row(n)) for n in reversed(range(20))] == (orders[0] + orders[1])[::-1]
 
@@ -62,7 +67,7 @@ def test_rows_are_fp32_and_texts_padded_with_zeros(folder):
         assert row["latents"].dtype == torch.float32
         assert torch.equal(row["latents"], torch.full(SHAPES[i >= 5], float(i)))
         expected = torch.zeros(4, 6)
-        expected[: 1 + i % 3] = 1 + i
+        expected[: 1 + i % 4] = 1 + i
         assert torch.equal(row["text"], expected)
 
 
@@ -71,6 +76,9 @@ def test_image_to_video_files(tmp_path):
     save_video(tmp_path / "a.safetensors", torch.randn(2, 1, 2, 4), torch.randn(2, 6), **more)
     row = open_cache(tmp_path, in_channels=5, image_dim=7).row(0)
     assert all(torch.equal(row[key], more[key]) for key in more)
+    other = {"condition": more["condition"], "image": torch.randn(4, 7)}  # micro-batches stack images
+    save_video(tmp_path / "b.safetensors", torch.randn(2, 1, 2, 4), torch.randn(2, 6), **other)
+    assert [len(bucket) for bucket in open_cache(tmp_path, in_channels=5, image_dim=7).buckets] == [1, 1]
 
 
 def test_mock_latents_are_normal_and_reproducible():
@@ -79,7 +87,8 @@ def test_mock_latents_are_normal_and_reproducible():
     assert row["latents"].shape == (4, 2, 6, 8) and row["text"].shape == (5, 16)
     again = MockLatents({"latents": (4, 2, 6, 8), "text": (5, 16)}, seed=0)
     assert torch.equal(row["latents"], again.row(7)["latents"])
-    assert not torch.equal(row["latents"], dataset.row(8)["latents"])
+    for other in (dataset.row(8), MockLatents({"latents": (4, 2, 6, 8)}, seed=1).row(7)):
+        assert not torch.equal(row["latents"], other["latents"])
     values = torch.cat([dataset.row(n)["latents"].flatten() for n in range(20)])
     assert values.mean().abs() < 0.05 and values.std().item() == pytest.approx(1, abs=0.05)
 
@@ -115,18 +124,24 @@ def test_paths_and_exclude_are_those_of_all_kinds_of_data(folder):
 
 
 def test_packs_hold_every_video_with_noise_of_its_own(folder):
-    """2 and 12 tokens a video, by patches of (1, 2, 2)."""
-    packs = Packs(open_cache(folder), Diffusion(), budget=14, patch=(1, 2, 2), seed=0)
+    """2 and 12 tokens a video, by patches of (1, 2, 2). In another order each time, as with another seed."""
+    packs, other = (Packs(open_cache(folder), Diffusion(), 14, (1, 2, 2), seed) for seed in (0, 1))
     rows = [packs.row(n) for n in range(2 * len(packs))]
-    for epoch in (rows[: len(packs)], rows[len(packs) :]):
-        assert sorted(int(x.flatten()[0]) for row in epoch for x in row["latents"]) == list(range(9))
-    for row in rows:
+    orders = [[int(x.flatten()[0]) for row in epoch for x in row["latents"]] for epoch in (rows[:5], rows[5:])]
+    assert len(packs) == 5 and sorted(orders[0]) == sorted(orders[1]) == list(range(9)) and orders[0] != orders[1]
+    assert [int(x.flatten()[0]) for n in range(5) for x in other.row(n)["latents"]] not in orders
+    for n, row in enumerate(rows):
         videos = len(row["latents"])
+        names = [Path(name).stem for name in packs.origin(n).split(" and ")]
+        assert names == [str(int(x.flatten()[0])) for x in row["latents"]]
         assert sum(x[0].numel() // 4 for x in row["latents"]) <= 14
         assert row["sigma"].shape == (videos,) and row["text"].shape == (videos, 4, 6)
         assert [e.shape for e in row["noise"]] == [x.shape for x in row["latents"]]
     sigmas = torch.cat([row["sigma"] for row in rows])
     assert len(sigmas.unique()) == 18
+    assert not set(sigmas.tolist()) & set(torch.cat([other.row(n)["sigma"] for n in range(5)]).tolist())
+    joined = packs.collate(rows)
+    assert len(joined["latents"]) == 18 and torch.equal(joined["sigma"], sigmas) and joined["text"].shape == (18, 4, 6)
 
 
 def test_packed_images_must_have_as_many_tokens(tmp_path):
