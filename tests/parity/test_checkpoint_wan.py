@@ -85,8 +85,8 @@ def test_what_a_bf16_model_keeps_in_fp32_is_stored_in_fp32(original, tmp_path):
 
 ORIGINALS = {
     "wan2.1 t2v": CONFIGS["t2v"],
-    "wan2.1 i2v": dataclasses.replace(CONFIGS["i2v"], image_dim=1280),
-    "wan2.2 i2v": dataclasses.replace(CONFIGS["i2v"], image_dim=None),
+    "wan2.1 i2v": dataclasses.replace(CONFIGS["i2v"], image_dim=1280, patch_size=(1, 2, 2)),
+    "wan2.2 i2v": dataclasses.replace(CONFIGS["i2v"], image_dim=None, patch_size=(1, 2, 2)),
 }
 
 
@@ -99,6 +99,8 @@ def test_original_names_are_what_diffusers_converts(kind, size, tmp_path):
     for file in tmp_path.glob("diffusion_pytorch_model*.safetensors"):
         stored |= load_file(file)
     assert "blocks.0.self_attn.q.weight" in stored and "head.modulation" in stored
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["model_type"], written["text_dim"]) == (kind.split()[-1], ours.config.text_dim)
     assert_same_tensors(convert_wan_transformer_to_diffusers(dict(stored)), ours.state_dict())
     again = load_pretrained(tmp_path)
     assert again.config == ours.config
@@ -118,8 +120,9 @@ def test_published_original_config(tmp_path):
     assert {key: written[key] for key in published if key != "_diffusers_version"} == {
         key: value for key, value in (published | small).items() if key != "_diffusers_version"
     }
-    (tmp_path / "config.json").write_text(json.dumps(published | small))
-    assert load_pretrained(tmp_path).config == config
+    for changed in (published | small, {key: value for key, value in (published | small).items() if key != "eps"}):
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        assert load_pretrained(tmp_path).config == config
 
 
 def test_zoo_is_what_diffusers_defaults_to():
@@ -144,6 +147,8 @@ def test_zoo_is_what_diffusers_defaults_to():
     ("diffusers", dict(num_layers=1), "has no place in the model"),
     ("original", dict(model_type="flf2v"), "model_type='flf2v' is not supported"),
     ("original", dict(num_heads=3), "num_heads=3 does not divide dim=32"),
+    ("original", dict(num_heads=0), "num_heads=0 does not divide dim=32"),
+    ("original", dict(qk_norm=False), "qk_norm=False is not supported"),
     ("original", dict(ffn_dim=40), "blocks.0.ffn.net.0.proj.weight has shape [48, 32], expected [40, 32]"),
 ], ids=str)  # fmt: skip
 def test_configs_that_do_not_fit(spelling, changes, message, tmp_path):
@@ -174,5 +179,7 @@ def test_the_folder_of_a_pipeline(tmp_path):
 def test_what_has_no_original_spelling(tmp_path):
     with pytest.raises(InputError, match=r"model\.image_dim=20 cannot be saved as WanModel \(must be None or 1280\)"):
         save_pretrained(Wan(CONFIGS["i2v"]), tmp_path, original_names=True)
+    with pytest.raises(InputError, match=r"model\.patch_size=\(1, 2, 1\) cannot be saved as WanModel"):
+        save_pretrained(Wan(dataclasses.replace(CONFIGS["i2v"], image_dim=None)), tmp_path, original_names=True)
     with pytest.raises(InputError, match="original_names=True is for Wan models"):
         save_pretrained(Decoder(model_config("llama3-8b-tiny")), tmp_path, original_names=True)

@@ -135,12 +135,14 @@ def test_targets_that_a_model_has_not_are_not_written(tmp_path):
 def test_targets_inside_nemotron_h_mean_the_same_in_files(tmp_path):
     """Every part of it is a `mixer` there; `up_proj` alone would be the shared expert's too."""
     config = model_config("nemotron3-nano-30b-a3b-tiny", layer_pattern="ME*-")
-    targets = ["mlp.up_proj", "2.self_attn.q_proj", "mamba.in_proj", "1.mlp.experts.down_proj"]
+    targets = ["mlp.up_proj", "2.self_attn.q_proj", "self_attn.o_proj", "mamba.in_proj", "mamba.out_proj"]
+    targets.append("1.mlp.experts.down_proj")
     lora = Lora(rank=8, dropout=0.1, targets=targets)
     shapes = adapter_shapes(config, lora)
     save_adapter(((name, torch.ones(shape)) for name, shape in shapes.items()), config, lora, tmp_path)
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert settings["target_modules"] == ["mixer.up_proj", "2.mixer.q_proj", "mixer.in_proj"]
+    linears = ["mixer.up_proj", "2.mixer.q_proj", "mixer.o_proj", "mixer.in_proj", "mixer.out_proj"]
+    assert settings["target_modules"] == linears
     assert settings["lora_dropout"] == 0  # with any other number PEFT refuses experts
     assert adapter_shapes(config, read_adapter_config(tmp_path)) == shapes
 
@@ -164,7 +166,8 @@ def test_what_cannot_be_loaded(tmp_path):
             load_adapter(model, folder)
         assert not any(is_adapter(key) for key in model.state_dict())
 
-    refused("only plain LoRA is supported, not use_dora", {"use_dora": True})
+    for variant in ("use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save", "exclude_modules"):
+        refused(f"only plain LoRA is supported, not {variant}", {variant: True})
     refused("only plain LoRA is supported, not bias", {"bias": "all"})
     refused("only plain LoRA is supported, not init_lora_weights=pissa", {"init_lora_weights": "pissa"})
     refused("only plain LoRA is supported, not IA3", {"peft_type": "IA3"})
