@@ -16,7 +16,7 @@ from minitrain.grpo.batches import Response
 from minitrain.grpo.learner import Learner
 from minitrain.grpo.loop import Run, make_sampler_model
 from minitrain.grpo.memory import storages
-from minitrain.grpo.refit import Refit, parts_of, plan
+from minitrain.grpo.refit import Move, Refit, parts_of, plan
 from minitrain.grpo.rollouts import Collector, read_rollouts
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.mesh import owned, start
@@ -142,8 +142,11 @@ def test_who_has_a_region_sends_none_and_the_others_take_turns():
     wishes = [{}, part, part, part]
     moves = {move for rank in range(4) for move in chain(*plan(rank, [part, part, {}, {}], wishes, most=100))}
     assert sorted((move.target, move.source) for move in moves) == [(1, 1), (2, 1), (3, 0)]
-    with pytest.raises(ValueError, match="rank 1 wants x"):
-        plan(0, [{"x": (((0, 3),), torch.float32)}, {}], [{}, part], most=100)
+    halves = [{"x": (((0, 2),), torch.float32)}, {"x": (((2, 4),), torch.float32)}]
+    assert plan(1, halves, [{}, halves[0]], most=100) == [[Move("x", 0, 1, ((0, 2),), torch.float32)]]  # no empty one
+    for offer in ({"x": (((0, 3),), torch.float32)}, {}):
+        with pytest.raises(ValueError, match="rank 1 wants x"):
+            plan(0, [offer, {}], [{}, part], most=100)
 
 
 def sizes_of_buckets(offers: list[list[str]], wishes: list[list[str]], most: int) -> list[list[int]]:
@@ -161,11 +164,12 @@ def sizes_of_buckets(offers: list[list[str]], wishes: list[list[str]], most: int
 
 
 def test_buckets_are_bounded_for_each_rank():
-    """Not on average: all of this goes to one rank, from two."""
+    """Not on average: all of this goes to one rank, from two, and then from one, to two."""
     names = [f"{i:02}" for i in range(16)]
     assert sizes_of_buckets([names[::2], names[1::2], []], [[], [], names], most=30) == [
         [20, 10, 20, 10, 20, 0], [10, 20, 10, 20, 10, 10], [30, 30, 30, 30, 30, 10]
     ]  # fmt: skip
+    assert sizes_of_buckets([["a", "b"], [], []], [[], ["a"], ["b"]], most=10) == [[10, 10], [10, 0], [0, 10]]
     assert sizes_of_buckets([["a", "b"], []], [[], ["a", "b"]], most=5) == [[10, 10]] * 2  # larger than a bucket
     assert sizes_of_buckets([["a"], [], ["b"], []], [[], ["a"], [], ["b"]], most=5) == [[10]] * 4  # no rank has two
     assert sizes_of_buckets([names[:7]] * 2, [names[:7]] * 2, most=5) == [[0]] * 2  # copies need no buffer
