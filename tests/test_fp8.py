@@ -156,11 +156,16 @@ def test_fast_accumulation(setting, fast):
     with mock.patch("torch._scaled_mm", wraps=torch._scaled_mm) as product:
         passes(fp8_linear(32, 16, fast=setting), torch.randn(16, 32), torch.randn(16, 16))
     assert [call.kwargs["use_fast_accum"] for call in product.call_args_list] == fast
+    with mock.patch("torch._scaled_mm", wraps=torch._scaled_mm) as product:
+        fp8_linear(32, 16, fast=setting)(torch.randn(16, 32)).sum().backward()
+    assert product.call_count == 2  # nobody wants the gradient of x
 
 
 def test_products_get_the_layouts_that_hopper_has():
     with mock.patch("torch._scaled_mm", wraps=torch._scaled_mm) as product:
-        passes(fp8_linear(64, 48), torch.randn(3, 7, 64), torch.randn(3, 7, 48))
+        passes(fp8_linear(64, 48), torch.randn(3, 7, 64).bfloat16(), torch.randn(3, 7, 48).bfloat16())
+    types = [call.kwargs["out_dtype"] for call in product.call_args_list]
+    assert types == [torch.bfloat16, torch.bfloat16, torch.float32]  # rounded once, a weight's gradient to its type
     for (a, b, a_inverse, b_inverse), _ in product.call_args_list:
         assert a.is_contiguous() and b.t().is_contiguous() and not b.is_contiguous()
         assert not any(size % 16 for size in (a.shape[1], *b.shape))
@@ -201,8 +206,9 @@ def test_linears_with_the_same_input_round_and_transpose_it_once(bias, frozen):
     ):
         actual = attention.project(x)
         actual += torch.autograd.grad(actual, inputs, grads)
-    assert rounded.call_count == 1 + 2 * len(linears)  # x, weights and gradients
-    assert transposed.call_count == 1
+        assert rounded.call_count == 1 + 2 * len(linears)  # x, weights and gradients
+        attention.o_proj(torch.randn(16, attention.o_proj.in_features)).sum().backward()
+    assert transposed.call_count == 1  # o_proj's input comes from no norm
     for number, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
         if number == len(linears):  # the gradient of x is a sum, in another order
             torch.testing.assert_close(ours, theirs)
@@ -336,8 +342,8 @@ def test_which_linears_are_converted():
     attention, mlp = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
     assert ends(converted(dense)) == attention | mlp
     assert ends(converted(small)) == attention  # 200 is no multiple of 16
-    assert not any(isinstance(module, Fp8Experts) for module in deepseek.modules())
     names = converted(deepseek)
+    assert not any(isinstance(module, Fp8Experts) for module in deepseek.modules())
     assert not any("experts." in name and "shared" not in name for name in names) and "lm_head" not in names
     assert {"q_b_proj", "kv_b_proj", "o_proj"} <= ends(names)
     assert {name.partition(".")[0] for name in converted(wan)} == {"blocks"}
