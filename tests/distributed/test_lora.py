@@ -6,7 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from minitrain.config import from_dict
+from minitrain.models.checkpoint_peft import adapter_shapes, save_adapter
+from minitrain.models.lora import Lora, is_adapter
+from minitrain.parallel.mesh import start
 from minitrain.training.build import build_model
+from minitrain.training.loop import Trainer
 from tests.distributed.test_matrix import combine, ranks
 from tests.oracle import check_against_one_process, check_close, packed_batch, train
 
@@ -53,6 +58,24 @@ def test_experts(pool, random_adapters, model, names, lora):
     """In the last case only one stage of the pipeline has anything to train."""
     tree = combine(*names) | lora | {"model": model}
     check_against_one_process(pool, ranks(tree), tree, batch=packed_batch, run=train_adapters, tolerance=1e-5)
+
+
+def read_adapters(tree):
+    config = from_dict(tree | {"device": "cpu"})
+    return {name: p.detach() for name, p in Trainer(config, start(config)).model.named_parameters() if is_adapter(name)}
+
+
+@pytest.mark.parametrize("parallel", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 4, "ep": 2}], ids=str)
+def test_each_rank_reads_its_part_of_the_file(pool, parallel, tmp_path):
+    model = {"name": "mixtral-8x7b-tiny", "num_layers": 1}
+    lora = Lora(rank=8, targets=EXPERTS["lora"]["targets"])
+    config = from_dict({"model": model}).model.config
+    tensors = {name: torch.randn(shape) for name, shape in adapter_shapes(config, lora).items()}
+    save_adapter(tensors.items(), config, lora, tmp_path)
+    tree = {"task": "lora", "model": model, "parallel": parallel, "lora": {"path": str(tmp_path)}}
+    tree["batch"] = {"global": 4, "micro": 1, "seq_len": 16}
+    for found in pool.run(4, read_adapters, tree):
+        assert found.keys() == tensors.keys() and all(torch.equal(found[name], x) for name, x in tensors.items())
 
 
 def train_in_bf16(tree):

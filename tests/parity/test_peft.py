@@ -143,6 +143,7 @@ def test_targets_inside_nemotron_h_mean_the_same_in_files(tmp_path):
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     linears = ["mixer.up_proj", "2.mixer.q_proj", "mixer.o_proj", "mixer.in_proj", "mixer.out_proj"]
     assert settings["target_modules"] == linears
+    assert settings["target_parameters"] == ["1.mixer.experts.down_proj"]
     assert settings["lora_dropout"] == 0  # with any other number PEFT refuses experts
     assert adapter_shapes(config, read_adapter_config(tmp_path)) == shapes
 
@@ -169,10 +170,15 @@ def test_what_cannot_be_loaded(tmp_path):
     for variant in ("use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save", "exclude_modules"):
         refused(f"only plain LoRA is supported, not {variant}", {variant: True})
     refused("only plain LoRA is supported, not bias", {"bias": "all"})
-    refused("only plain LoRA is supported, not init_lora_weights=pissa", {"init_lora_weights": "pissa"})
+    for start in ("pissa", "loftq"):
+        refused(f"only plain LoRA is supported, not init_lora_weights={start}", {"init_lora_weights": start})
     refused("only plain LoRA is supported, not IA3", {"peft_type": "IA3"})
     refused(r"target_modules must be a list of names, not '\.\*q_proj'", {"target_modules": ".*q_proj"})
-    refused("r=None must be a whole number from 1 to 65,536", {"r": None})
+    for rank in (None, 0, True):
+        refused(f"r={rank} must be a whole number from 1 to 65,536", {"r": rank})
+    for alpha in (True, float("nan"), 2e9):
+        refused("lora_alpha=.* must be a number", {"lora_alpha": alpha})
+    refused("target_modules must be a list of names", {"target_modules": [1]})
     refused("the model has no to_q", {"target_modules": ["to_q"]})
     refused(r"tensor .*k_proj.lora_A.weight of shape \[4, 48\] is missing", {"target_modules": ["q_proj", "k_proj"]})
     refused(r"has shape \[4, 48\], expected \[8, 48\]", {"r": 8})
