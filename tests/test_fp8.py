@@ -203,10 +203,12 @@ def test_linears_with_the_same_input_round_and_transpose_it_once(bias, frozen):
     with (
         mock.patch.object(fp8, "quantize", wraps=quantize) as rounded,
         mock.patch.object(fp8, "transposed", wraps=fp8.transposed) as transposed,
+        mock.patch("torch._scaled_mm", wraps=torch._scaled_mm) as product,
     ):
         actual = attention.project(x)
         actual += torch.autograd.grad(actual, inputs, grads)
         assert rounded.call_count == 1 + 2 * len(linears)  # x, weights and gradients
+        assert product.call_count == 3 * len(linears) - bool(frozen)
         attention.o_proj(torch.randn(16, attention.o_proj.in_features)).sum().backward()
     assert transposed.call_count == 1  # o_proj's input comes from no norm
     for number, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):

@@ -116,14 +116,14 @@ def no(linear):
     return False
 
 
-LORA = {"task": "lora", "lora": {"rank": 4, "targets": ["down_proj"]}}
+LORA = {"task": "lora", "lora": {"rank": 4, "targets": ["k_proj", "down_proj"]}}
 
 
 @pytest.mark.parametrize("model, world_size, changes, per_batch", [
     ("llama3-8b-tiny", 2, {}, 8),  # inputs of attention and MLP, and gradients of their outputs
     ("llama3-8b-tiny", 4, {"recompute": "full"}, 12),
     ("gpt3-175b-tiny", 2, {}, 4),  # biases of the last Linears
-    ("llama3-8b-tiny", 2, LORA, 6),
+    ("llama3-8b-tiny", 2, LORA, 4),  # inputs of the MLP, gradients of attention's output
     ("nemotron3-super-120b-a12b-tiny", 2, {}, 7),  # attention, two shared experts, and what comes out of Mamba-2
     ("qwen2.5-7b-tiny", 2, {"compile": True}, None),
 ], ids=str)  # fmt: skip
