@@ -1,6 +1,7 @@
 """Wan under bf16, FSDP2 and the compiler: what stays fp32, and the gradients of one process. See test_diffusion too."""
 
 import warnings
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -114,6 +115,33 @@ def test_norms_are_rounded_once():
     norm, exact = model.blocks[0].norm2, make_model().blocks[0].norm2
     expected = F.layer_norm(x.float(), [CONFIG.dim], exact.weight, exact.bias, CONFIG.eps)
     assert torch.equal(wan.layer_norm(norm, x, CONFIG.eps), expected.bfloat16())
+
+
+def check_rounded_once(found: Tensor, exact: Tensor) -> None:
+    """But for few elements, which lie between two numbers of bf16 to fp32's last digits."""
+    assert found.dtype == torch.bfloat16 and (found == exact.bfloat16()).float().mean() > 0.999
+
+
+def test_modulations_and_rotations_are_rounded_once():
+    x, (shift, scale) = torch.randn(2, 50, CONFIG.dim).bfloat16(), torch.randn(2, 2, 1, CONFIG.dim)
+    exact = F.layer_norm(x.double(), [CONFIG.dim], eps=CONFIG.eps) * (1 + scale.double()) + shift
+    check_rounded_once(wan.modulate(x, shift, scale, CONFIG.eps), exact)
+    cos, sin = wan.rotary_tables_3d([(2, 5, 5)], 12, "cpu")
+    heads = x.view(2, 50, -1, 12)
+    check_rounded_once(wan.rotate_pairs(heads, cos, sin), wan.rotate_pairs(heads.double(), cos.double(), sin.double()))
+
+
+@pytest.mark.parametrize("part, gate", [("SelfAttention", 2), ("FeedForward", 5)])
+def test_gated_sums_are_rounded_once(part, gate):
+    block, (x, out) = make_model().bfloat16().blocks[0], torch.randn(2, 2, 50, CONFIG.dim).bfloat16()
+    modulation, patch = torch.randn(2, 6, CONFIG.dim), partial(mock.patch.object, attribute="forward")
+    with ExitStack() as stack:
+        for name in ("SelfAttention", "CrossAttention", "FeedForward"):
+            value = out if name == part else torch.zeros_like(x)
+            stack.enter_context(patch(getattr(wan, name), new=lambda *_, value=value: value))
+        found = block(x, modulation, *[None] * 5)
+    rows = (block.adaln.scale_shift_table + modulation).double()
+    check_rounded_once(found, x.double() + rows[:, gate, None] * out.double())
 
 
 def test_fsdp_gives_the_gradients_of_one_process(pool):
