@@ -226,8 +226,10 @@ def test_hooks_of_linears_with_the_same_input_run():
     assert len(seen) == 1 and torch.equal(seen[0], outputs[1])
 
 
-def test_adapters_of_linears_with_the_same_input_stay():
+@pytest.mark.parametrize("compiling", [False, True])
+def test_adapters_of_linears_with_the_same_input_stay(compiling, monkeypatch):
     """Whether they are added before or after."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     torch.manual_seed(0)
     models, x = [Decoder(model_config("llama3-8b-tiny", num_layers=1)) for _ in range(2)], torch.randn(1, 16, 64)
     models[1].load_state_dict(models[0].state_dict())

@@ -23,7 +23,18 @@ from minitrain.config import from_dict, to_dict
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_peft import adapter_config, adapter_shapes
 from minitrain.models.decoder import Decoder
-from minitrain.models.lora import Lora, add_adapters, drop, initialize_adapter, is_adapter, merge_adapters, merged
+from minitrain.models.lora import (
+    TARGETS,
+    Lora,
+    add_adapters,
+    check_targets,
+    drop,
+    initialize_adapter,
+    is_adapter,
+    merge_adapters,
+    merged,
+)
+from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import start
 from minitrain.parallel.parallelize import parallelize
@@ -199,9 +210,27 @@ def test_products_add_up_the_gradient_of_their_input(family, targets):
     torch.compiler.reset()
 
 
-def test_weights_beside_adapters_can_learn_too():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_adapters_of_the_same_input_drop_its_elements_each_for_itself(compiled):
+    torch.compiler.reset()
+    mlp = adapted({"dropout": 0.5, "targets": ["gate_proj", "up_proj"]})[0].blocks[0].mlp
+    gate, up, x = mlp.gate_proj, mlp.up_proj, torch.randn(50, mlp.gate_proj.in_features)
+    up.load_state_dict(gate.state_dict())
+    outputs = (torch.compile(mlp.project, backend="aot_eager") if compiled else mlp.project)(x)
+    updates = [y - F.linear(x, gate.weight) for y in outputs]
+    full = gate.lora.scale * F.linear(F.linear(x, gate.lora_A), gate.lora_B)
+    for one, other in ((updates[0], updates[1]), (updates[0], full), (updates[1], full)):
+        assert (one - other).norm() > 0.1 * full.norm()
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_beside_adapters_can_learn_too(compiled):
     """If someone thaws them."""
+    torch.compiler.reset()
     model, tokens = adapted()
+    for block in model.blocks if compiled else ():
+        block.compile(backend="aot_eager")
     linear = model.blocks[0].mlp.up_proj
     linear.weight.requires_grad_(True)
     model(tokens).square().sum().backward()
@@ -285,6 +314,9 @@ def test_scale_and_initial_values():
     assert not linear.lora_B.any()
     stack = torch.empty(8, 16, 200)
     initialize_adapter("experts.down_proj_lora_A", stack, torch.Generator().manual_seed(0))
+    again = torch.empty_like(stack)
+    initialize_adapter("experts.down_proj_lora_A", again, torch.Generator().manual_seed(0))
+    assert torch.equal(stack, again)
     for a in (linear.lora_A, stack):
         bound = a.shape[-1] ** -0.5
         assert a.abs().max() <= bound
@@ -303,6 +335,9 @@ def test_targets():
     assert "0.self_attn.q_proj" not in found("llama3-8b-tiny", "1.self_attn.q_proj")
     assert found("mixtral-8x7b-tiny", "q_proj", "down_proj") == found("mixtral-8x7b-tiny", "q_proj")
     assert "0.mlp.experts.down_proj" in found("mixtral-8x7b-tiny", "experts.down_proj")
+    assert "1.mlp.shared_experts.up_proj" in found("deepseek-v3-tiny", "up_proj")
+    with torch.device("meta"), pytest.raises(InputError, match="the model has no q_proj, k_proj"):
+        check_targets(Wan(model_config("wan2.1-1.3b-tiny")), list(TARGETS))  # else nothing at all would learn
 
 
 @pytest.mark.parametrize(("lora", "line"), [

@@ -18,7 +18,7 @@ from minitrain.models.wan import Wan, WanConfig
 from minitrain.parallel import tensor
 from minitrain.parallel.data import shard
 from minitrain.parallel.mesh import whole
-from minitrain.parallel.tensor_wan import tensor_parallel_wan
+from minitrain.parallel.tensor_wan import RMSNormOverHeads, tensor_parallel_wan
 
 CONFIG = WanConfig(
     num_attention_heads=4, attention_head_dim=12, ffn_dim=48, num_layers=3, in_channels=4, out_channels=4, text_dim=24,
@@ -122,13 +122,17 @@ def check_rounded_once(found: Tensor, exact: Tensor) -> None:
     assert found.dtype == torch.bfloat16 and (found == exact.bfloat16()).float().mean() > 0.999
 
 
-def test_modulations_and_rotations_are_rounded_once():
+def test_modulations_rotations_and_norms_over_heads_are_rounded_once():
     x, (shift, scale) = torch.randn(2, 50, CONFIG.dim).bfloat16(), torch.randn(2, 2, 1, CONFIG.dim)
     exact = F.layer_norm(x.double(), [CONFIG.dim], eps=CONFIG.eps) * (1 + scale.double()) + shift
     check_rounded_once(wan.modulate(x, shift, scale, CONFIG.eps), exact)
     cos, sin = wan.rotary_tables_3d([(2, 5, 5)], 12, "cpu")
     heads = x.view(2, 50, -1, 12)
     check_rounded_once(wan.rotate_pairs(heads, cos, sin), wan.rotate_pairs(heads.double(), cos.double(), sin.double()))
+    norm, of_one_rank = RMSNormOverHeads(CONFIG.dim, CONFIG.eps).bfloat16(), mock.Mock(apply=lambda x, name: x)
+    norm.group_name = ""
+    with mock.patch("minitrain.parallel.tensor_wan.AllReduce", of_one_rank):
+        check_rounded_once(norm(x), F.rms_norm(x.double(), [CONFIG.dim], eps=CONFIG.eps))
 
 
 @pytest.mark.parametrize("part, gate", [("SelfAttention", 2), ("FeedForward", 5)])
