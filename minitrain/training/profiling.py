@@ -6,6 +6,7 @@ up to the last of those steps, the run's end or a failure such as running out of
 pytorch.org/memory_viz. What is not asked for costs nothing, and steps that are not recorded run as fast as ever.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count, takewhile
@@ -54,6 +55,7 @@ def recorded_operations(folder: Path) -> Iterator[None]:
 @contextmanager
 def recorded_memory(folder: Path) -> Iterator[None]:
     memory = torch.cuda.memory  # whose functions are documented, but not public in name
+    os.environ.setdefault("TORCH_SYMBOLIZE_MODE", "dladdr")  # else torch runs addr2line, and fails where there is none
     memory._record_memory_history(max_entries=ALLOCATIONS)
     try:
         yield

@@ -454,7 +454,11 @@ def test_a_failure_leaves_a_memory_snapshot(tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_memory_snapshot(run):  # noqa: F811
+def test_a_memory_snapshot(run, tmp_path, monkeypatch):  # noqa: F811
+    """Also where addr2line is missing, as in slim images."""
+    (tmp_path / "addr2line").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "addr2line").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     out = run([], device="cuda", profile={"memory": True, "steps": [2, 2]})
     assert (out / "profile/memory-rank-0.pickle").stat().st_size > 10_000
 
