@@ -71,7 +71,7 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def timestep_sinusoids(timestep: Tensor, dim: int) -> Tensor:
     """fp32 [batch] -> [batch, dim]: cosines, then sines, of dim / 2 frequencies from 1 down to almost 1 / 10000."""
     exponents = torch.arange(dim // 2, dtype=torch.float32, device=timestep.device) / (dim // 2)
-    angles = timestep[:, None] * torch.exp(-math.log(THETA) * exponents)
+    angles = timestep.float()[:, None] * torch.exp(-math.log(THETA) * exponents)
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 

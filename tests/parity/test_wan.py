@@ -80,6 +80,13 @@ def test_output_and_gradients_equal_diffusers(kind):
     assert relative(given["latents"].grad, input_gradient) < 1e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_timesteps_of_other_types(dtype):
+    theirs, ours = pair("t2v")
+    given = inputs(CONFIGS["t2v"]) | {"timestep": torch.tensor([998, 20], dtype=dtype)}
+    torch.testing.assert_close(ours(**given), run_diffusers(theirs, **given), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("head_dim", [4, 128])
 def test_rotations_equal_diffusers(head_dim):
     """As far out as in published videos, where angles in fp32 would be off by 1e-5."""
