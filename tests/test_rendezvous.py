@@ -2,6 +2,7 @@
 
 import os
 import resource
+import socket
 import sys
 from pathlib import Path
 
@@ -28,6 +29,15 @@ def test_the_interface_that_leads_to_a_host():
     has_ipv6 = file.exists() and " lo\n" in file.read_text()
     assert rendezvous.interface_towards("::1") == ("lo" if has_ipv6 else None)
     assert rendezvous.interface_towards("no-such-host.invalid") is None
+
+
+def test_of_a_host_with_both_kinds_of_addresses_ipv4_counts(monkeypatch):
+    """For it is what gloo takes of an interface that has both, and need not lead to the host where IPv6 does."""
+    found = [socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0] for host in ("::1", "127.0.0.1")]
+    loopback = {socket.AF_INET6: ("eth6", b"\0" * 15 + b"\1"), socket.AF_INET: ("eth4", b"\x7f\0\0\1")}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    monkeypatch.setattr(rendezvous, "addresses", lambda family: [loopback[family]])
+    assert rendezvous.interface_towards("node0") == "eth4"
 
 
 @pytest.mark.parametrize(("environment", "ways", "chosen"), [

@@ -82,6 +82,7 @@ def interface_towards(host: str) -> str | None:
         targets = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
         return None
+    targets.sort(key=lambda target: target[0])  # IPv4 first, which is also what gloo takes of an interface with both
     for family, *_, target in targets:
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)  # sends nothing
