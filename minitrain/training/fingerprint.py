@@ -15,6 +15,7 @@ import torch.distributed as dist
 from minitrain.config import Config, Data, to_dict
 from minitrain.errors import InputError, readable
 from minitrain.models.checkpoint_hf import weight_files
+from minitrain.models.checkpoint_peft import WEIGHTS
 from minitrain.runtime.agreement import broadcast, check_same, code_digests, flatten
 from minitrain.tokenizer import COMPANIONS, tokenizer_file, with_companions
 from minitrain.training.data import find_files
@@ -31,9 +32,7 @@ def agreed_fingerprint(config: Config) -> dict[str, str]:
     All ranks call it together. Raises InputError if they do not see the same files, those of the model to start from
     among them: each node may have its own copy.
     """
-    path = config.model.path
-    model = [Path(path) / "config.json", *weight_files(path)] if path else []
-    data, model = digests(data_files(config.data)), digests(model)
+    data, model = digests(data_files(config.data)), digests(model_files(config))
     check_same({"data": data, "model": model})
     return data
 
@@ -45,6 +44,13 @@ def data_files(data: Data) -> list[Path]:
     if data.kind in ("text", "jsonl") and (tokenizer := tokenizer_file(data.tokenizer)):
         files += with_companions(tokenizer)
     return files
+
+
+def model_files(config: Config) -> list[Path]:
+    """Of the weights to start from, adapters too; what their own config says is among the settings."""
+    path, lora = config.model.path, config.lora
+    files = [Path(path) / "config.json", *weight_files(path)] if path else []
+    return files + ([Path(lora.path) / WEIGHTS] if lora and lora.path else [])
 
 
 def digests(files: list[Path]) -> dict[str, str]:

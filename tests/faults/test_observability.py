@@ -22,6 +22,7 @@ from minitrain import config as configs
 from minitrain import train
 from minitrain.errors import InputError
 from minitrain.grpo import loop
+from minitrain.models.lora import Lora
 from minitrain.parallel import mesh
 from minitrain.parallel.mesh import set_timeout, start
 from minitrain.parallel.pipeline import Pipeline
@@ -55,7 +56,7 @@ def what_differs(subject: str, folder) -> str:
         patch.setattr(fingerprint, "find_files", lambda data: [file])
         patch.setattr(fingerprint, "file_digest", lambda file: f"digest {rank}" if subject in str(file) else "same")
         config = configs.from_dict(tree | {"data": {"kind": "text", "path": "here"}})
-        config.model.path = str(folder)
+        config.model.path, config.lora = str(folder), Lora(path=str(folder / "lora"))
         agreed_fingerprint(config)
     return str(caught.value)
 
@@ -64,7 +65,8 @@ def what_differs(subject: str, folder) -> str:
     ("config", "rank 1 differs from rank 0 in config: optim.lr: 0.2, not 0.1 "),
     ("code", "rank 1 differs from rank 0 in code: training/loop.py: digest 1, not digest 0 "),
     ("a.txt", "rank 1 differs from rank 0 in data: FOLDER/here/a.txt: digest 1, not digest 0 "),
-    ("model.safetensors", "rank 1 differs from rank 0 in model: FOLDER/model.safetensors: digest 1, not digest 0 "),
+    ("/model.safetensors", "rank 1 differs from rank 0 in model: FOLDER/model.safetensors: digest 1, not digest 0 "),
+    ("adapter", "rank 1 differs from rank 0 in model: FOLDER/lora/adapter_model.safetensors: digest 1, not digest 0 "),
 ])  # fmt: skip
 def test_ranks_that_differ_all_say_in_what(pool, tmp_path, subject, expected):
     assert (
