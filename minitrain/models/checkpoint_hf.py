@@ -50,8 +50,9 @@ def load_pretrained(path: str | Path, dtype: torch.dtype | None = None, device=N
 def read_config(path: str | Path) -> DecoderConfig | WanConfig:
     """The shape of the model in folder `path`, of either kind."""
     file = Path(path) / "config.json"
-    if not file.exists() and (inner := file.parent / "transformer" / file.name).exists():
-        raise InputError(f"{path} holds a pipeline of diffusers, not a model (use {inner.parent})")
+    inner = Path(path) / "transformer"
+    if os.path.exists(inner / file.name) and not os.path.exists(file):  # unlike Path's, never an error by itself
+        raise InputError(f"{path} holds a pipeline of diffusers, not a model (use {inner})")
     raw = read_json(file)
     if checkpoint_wan.is_wan(raw):
         return checkpoint_wan.config_from_json(raw, file, stored_tensors(weight_files(path)))

@@ -298,6 +298,10 @@ def test_configs_that_the_decoder_cannot_compute(family, changes, parts, tmp_pat
     refused(lambda: read_config(tmp_path), tmp_path / "config.json", *parts)
 
 
+def test_a_folder_whose_config_the_system_does_not_give():
+    refused(lambda: read_config("a" * 300), "config.json cannot be read", "File name too long")
+
+
 @pytest.mark.parametrize("theta", [None, 50.0])
 def test_of_both_spellings_of_rotary_settings_the_old_one_counts(theta, tmp_path):
     """As where a card's yarn for long texts is added to what transformers 5 has written."""
