@@ -74,9 +74,9 @@ def train_on_rows(config: Config, folder: Path) -> None:
     data, held_out = open_dataset(config)
     meshes = start(config)
     files = agreed_fingerprint(config)
-    trainer = Trainer(config, meshes)
     disks = checkpoint_group(config, range(dist.get_world_size()))
     checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous, disks)
+    trainer = Trainer(config, meshes)
     first, last_numbers = resume(checkpointer, config, trainer.model, trainer.optimizer, "loss", "tokens_per_sec")
     with closing(open_log(config, folder, files, first)) as log, saved_despite_errors(checkpointer.wait):
         if about := getattr(data, "about", None):

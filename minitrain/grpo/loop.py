@@ -134,9 +134,9 @@ class Run:
         self.everyone = dist.new_group(timeout=timeout, backend="gloo")
         self.learner = self.collector = None
         if rank in training:
-            self.learner = Learner(config, meshes, self.phase)
             if folder is not None:
                 self.checkpointer = self.new_checkpointer("checkpoints", config.checkpoint.keep)
+            self.learner = Learner(config, meshes, self.phase)
         self.await_trainers()
         model, self.refit = self.connect(meshes.batch.device_type, rank in sampling)
         if model is not None:
