@@ -129,11 +129,9 @@ class Learner:
         """Make the reference model: the weights as they are now, for which a checkpoint is written, or if the run has
         been resumed, those that it wrote when it began.
 
-        With adapters there is nothing to keep: the reference is the model without them. Raises InputError for a run
-        that began without a reference.
+        Not for adapters, whose reference is the model without them. Raises InputError for a run that began without a
+        reference.
         """
-        if self.config.lora is not None:
-            return
         fp8 = dataclasses.replace(self.config.fp8, keep_transposed=False)  # it has no backward pass
         self.reference = build_model(dataclasses.replace(self.config, fp8=fp8), self.meshes)
         optimizer = make_optimizer(self.reference, self.config.optim)  # has no state, but belongs into a checkpoint

@@ -65,7 +65,7 @@ def train_policy(config: Config, folder: Path, export: Callable[[Trainer, Config
     """Train by GRPO as the config says, from the newest checkpoint in `folder` if there is one.
 
     Besides what other tasks write there: rollouts/step-*.jsonl, every response with its reward; and with a KL term
-    reference/, the weights from which divergence is measured.
+    reference/, the weights from which divergence is measured (with adapters, the model's own).
     """
     run = Run(config, folder)
     first = run.begin()
@@ -189,7 +189,7 @@ class Run:
                 first, self.resumed = resume(self.checkpointer, self.config, trainer.model, trainer.optimizer, *names)
             if not first:
                 self.learner.warm_up(self.problems)
-            if self.config.grpo.kl:
+            if self.config.grpo.kl and self.config.lora is None:  # adapters diverge from the model without them
                 kept = self.folder and self.new_checkpointer("reference", keep=1)
                 self.learner.keep_reference(kept, resumed=first > 0)
         self.await_trainers()

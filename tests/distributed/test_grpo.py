@@ -337,14 +337,17 @@ def test_ranks_that_share_a_sampler_count_each_response_once(pool, tmp_path, spl
     assert [[r.response for r in group] for group in one] == [[r.response for r in group] for group in two]
 
 
-def test_resume_is_exact_with_ranks_apart(pool, tmp_path):
-    tree = LAGGING | {"grpo": LAGGING["grpo"] | {"generation_ranks": 2, "kl": 0.1}, "optim": {"lr": 1e-3}}
+@pytest.mark.parametrize("adapters", [{}, {"lora": {"rank": 4}}], ids=str)
+def test_resume_is_exact_with_ranks_apart(pool, tmp_path, adapters):
+    grpo = LAGGING["grpo"] | {"generation_ranks": 2, "kl": 0.1}
+    tree = LAGGING | {"grpo": grpo, "optim": {"lr": 1e-3}} | adapters
     at_once, *_ = pool.run(4, run, tree, tmp_path, [2])
     resumed, *_ = pool.run(4, run, tree, tmp_path, [])  # from step 2, with what step 3 was to train on
     assert [line["step"] for line in resumed[0]] == [3, 4]
     for before, after in zip(at_once[0][2:], resumed[0], strict=True):
         assert all(before[key] == after[key] for key in before if not key.endswith(("_s", "_sec", "_gpu")))
     assert all(torch.equal(tensor, resumed[1][name]) for name, tensor in at_once[1].items())
+    assert (tmp_path / "reference").exists() == (not adapters)
 
 
 # -------------------------------------------------------------------------------------------- memory, of one at a time

@@ -216,7 +216,6 @@ def make_adapted(tmp_path):
 
 def test_the_reference_is_the_model_without_adapters(tmp_path):
     learner = make_adapted(tmp_path)
-    learner.keep_reference(None)
     base = make_learner(PLAIN)
     base.model.load_state_dict(learner.model.state_dict(), strict=False)
     config = learner.config
