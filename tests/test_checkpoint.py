@@ -1,5 +1,6 @@
 """Checkpoints of one process: what is stored, what a kill leaves, what is refused."""
 
+import io
 import json
 import os
 import pickle
@@ -20,7 +21,13 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 from minitrain.errors import InputError
 from minitrain.training import checkpoint
 from minitrain.training.checkpoint import Checkpointer, save_step
-from minitrain.training.checkpoint_files import measure, read_description, read_index, write_description
+from minitrain.training.checkpoint_files import (
+    IndexUnpickler,
+    measure,
+    read_description,
+    read_index,
+    write_description,
+)
 from tests.faults.processes import LIMIT, Ranks
 
 
@@ -392,6 +399,11 @@ def test_the_index_names_no_functions(tmp_path, code):
     file.write_bytes(code)
     with refused(str(file), "system"):
         read_index(file)
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_an_index_of_any_python_is_read(module):
+    assert IndexUnpickler(io.BytesIO(f"c{module}\nPosixPath\n(Vsteps\ntR.".encode())).load() == Path("steps")
 
 
 def test_nothing_but_the_index_is_a_pickle(pool, tmp_path):

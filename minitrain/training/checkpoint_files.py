@@ -188,6 +188,8 @@ class IndexUnpickler(pickle.Unpickler):
     """Admits what an index of tensors consists of; not BytesStorageMetadata, which DCP would go and unpickle."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # what Python 3.13, and no other, calls it
+            module = "pathlib"
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if is_dtype or (module, name) in ADMITTED:
             return super().find_class(module, name)
