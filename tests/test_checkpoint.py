@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties, TensorStorageMetadata
 
 from minitrain.errors import InputError
 from minitrain.training import checkpoint
@@ -393,17 +393,29 @@ def test_hostile_checkpoints_are_refused(pool, tmp_path):
     assert proof.exists()  # so the pickle is one that could
 
 
-@pytest.mark.parametrize("code", [b"cos\nsystem\n(S'true'\ntR.", b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93."])
-def test_the_index_names_no_functions(tmp_path, code):
+@pytest.mark.parametrize(("code", "part"), [
+    (b"cos\nsystem\n(S'true'\ntR.", "system"), (b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93.", "system"),
+    (b"cbuiltins\ngetattr\n(cpathlib\nPosixPath\nVtouch\ntR.", "PosixPath"),
+])  # fmt: skip
+def test_the_index_names_no_functions(tmp_path, code, part):
     file = tmp_path / ".metadata"
     file.write_bytes(code)
-    with refused(str(file), "system"):
+    with refused(str(file), part):
         read_index(file)
 
 
-@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
-def test_an_index_of_any_python_is_read(module):
-    assert IndexUnpickler(io.BytesIO(f"c{module}\nPosixPath\n(Vsteps\ntR.".encode())).load() == Path("steps")
+MEMORY_FORMAT = _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
+
+
+@pytest.mark.parametrize(("code", "value"), [
+    (b"cpathlib\nPosixPath\n(Vsteps\ntR.", Path("steps")),
+    (b"cpathlib._local\nPosixPath\n(Vsteps\ntR.", Path("steps")),
+    (pickle.dumps(MEMORY_FORMAT), MEMORY_FORMAT),
+    (b"cbuiltins\ngetattr\n(c%s\n_MEM_FORMAT_ENCODING\nV%s\ntR."
+     % (_MEM_FORMAT_ENCODING.__module__.encode(), MEMORY_FORMAT.name.encode()), MEMORY_FORMAT),
+])  # fmt: skip
+def test_an_index_is_read_as_any_python_writes_it(code, value):
+    assert IndexUnpickler(io.BytesIO(code)).load() == value
 
 
 def test_nothing_but_the_index_is_a_pickle(pool, tmp_path):

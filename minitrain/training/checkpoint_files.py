@@ -190,6 +190,8 @@ class IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "pathlib._local":  # what Python 3.13, and no other, calls it
             module = "pathlib"
+        if (module, name) == ("builtins", "getattr"):  # as Python 3.11.2 writes an Enum's member; of nothing else
+            return lambda kind, member: kind.__members__[member]
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if is_dtype or (module, name) in ADMITTED:
             return super().find_class(module, name)
