@@ -47,6 +47,7 @@ CHATS = {
     "a question left": [USER, REPLY, USER],
     "two replies": [USER, REPLY, REPLY, USER],
     "thoughts": [USER, Message("assistant", "<think>\nhm\n</think>\n\nme"), USER, Message("assistant", "</think>you")],
+    "markup": [USER, Message("assistant", "<b>me</b>"), USER, Message("assistant", "<t>you</t>")],
 }
 MIXTRAL = (  # mistralai/Mixtral-8x7B-Instruct-v0.1, without its check of the roles
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + "

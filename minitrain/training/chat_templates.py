@@ -142,7 +142,7 @@ class JinjaTemplate:
         if not text.startswith(asked):  # some ask for a thought, <think>, where they write a reply without one
             if not text.startswith(self.render(messages[:i])):
                 raise self.unclear(i)
-            start = len(commonprefix([text, asked]))  # noqa: RUF071 (of characters it is)
+            start = len(commonprefix([text, asked, before]))  # noqa: RUF071 (of characters it is)
             start = min(start, *(m.start() for m in self.added_token.finditer(text) if m.end() > start))
         return start, len(text) - len(after[0]) + end.end()
 
