@@ -21,6 +21,7 @@ NO_EXPERTS = dict(
     n_routed_experts=0, num_experts_per_tok=1, moe_intermediate_size=0, moe_shared_expert_intermediate_size=0,
     n_group=1, topk_group=1,
 )  # fmt: skip
+HEAD_DIM = 128  # where config.json has none, as Nemotron-H's before Nemotron 3, whatever the other sizes are
 LEAST_DT = 1e-30  # stands for none: transformers takes its logarithm
 
 
@@ -37,7 +38,8 @@ def with_pattern(raw: dict, file: Path) -> dict:
     pattern = raw.get("hybrid_override_pattern")
     if not isinstance(pattern, str) or not pattern:
         raise InputError(f"{file}: key hybrid_override_pattern or layers_block_type is missing or empty")
-    return ({} if "E" in pattern else NO_EXPERTS) | raw | {"num_hidden_layers": len(pattern)}
+    absent = dict(head_dim=HEAD_DIM) | ({} if "E" in pattern else NO_EXPERTS)
+    return absent | raw | {"num_hidden_layers": len(pattern)}
 
 
 def to_nemotron_h_keys(settings: dict, config: DecoderConfig) -> dict:

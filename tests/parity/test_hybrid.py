@@ -28,6 +28,7 @@ CONFIGS = {
     "nemotron_h": lambda: NemotronHConfig(**_HYBRID, n_groups=2, time_step_min=1e-30, layer_norm_epsilon=1e-3),
     "nemotron_h-latent": lambda: NemotronHConfig(**_HYBRID, n_groups=4, moe_latent_size=24, n_group=2, topk_group=1),
     "nemotron_h-least-dt": lambda: NemotronHConfig(**_HYBRID, n_groups=2, time_step_min=0.6, norm_topk_prob=False),
+    "nemotron_h-wide-heads": lambda: NemotronHConfig(**_HYBRID | dict(head_dim=128), n_groups=2),
     "gpt2": lambda: GPT2Config(
         vocab_size=96, n_embd=48, n_layer=3, n_head=16, n_positions=64, n_inner=80, layer_norm_epsilon=1e-3,
     ),
@@ -303,6 +304,16 @@ def test_a_pattern_without_experts_needs_no_keys_of_them(tmp_path):
     assert again.config.num_experts == 0
     with torch.no_grad():
         torch.testing.assert_close(again(tokens), reload(tmp_path)(tokens).logits, atol=1e-4, rtol=0)
+
+
+def test_heads_have_a_width_of_their_own_where_config_json_does_not_say(tmp_path):
+    """As in Nemotron-H 4B, whose file has another key for it: hidden_size / num_attention_heads would be 96."""
+    theirs, tokens = build("nemotron_h-wide-heads"), random_tokens(1, 20)
+    theirs.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    raw = json.loads(file.read_text())
+    file.write_text(json.dumps({"attention_head_dim": raw.pop("head_dim")} | raw))
+    torch.testing.assert_close(load_pretrained(tmp_path)(tokens), reload(tmp_path)(tokens).logits, atol=1e-4, rtol=0)
 
 
 def test_every_model_survives_its_config_json(tmp_path):
