@@ -28,7 +28,7 @@ def all_of(tensor: Tensor) -> tuple[Tensor, Slices]:
 
 
 def open_tensors(file: str | Path) -> safe_open:
-    """The file, to be used in a `with`. Raises InputError for one that is missing, damaged or no safetensors."""
+    """The file, to be used in a `with`. Raises InputError for one that is missing, damaged or too large to map."""
     try:
         with open(file, "rb") as raw:
             header = int.from_bytes(raw.read(8), "little")
@@ -36,7 +36,8 @@ def open_tensors(file: str | Path) -> safe_open:
             claim = f"its header claims {header:,} bytes, more than {LONGEST_HEADER:,}"
             raise InputError(f"{file} cannot be read as safetensors: {claim}")
         return safe_open(file, framework="pt")
-    except (OSError, ValueError, SafetensorError) as error:  # ValueError: a zero byte in the name
+    except (OSError, ValueError, SafetensorError, MemoryError, RuntimeError) as error:
+        # ValueError: a zero byte in the name; RuntimeError: torch's own, for want of memory
         raise InputError(f"{file} cannot be read as safetensors: {error}") from None
 
 

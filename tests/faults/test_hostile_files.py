@@ -286,6 +286,17 @@ def test_headers(folders, tmp_path, header, claimed, message):
     assert str(caught.value).isprintable() and time.process_time() - start < 5
 
 
+@pytest.mark.parametrize("room", [1 << 30, 5 << 30])  # the package maps it, and then torch does once more
+def test_a_file_that_memory_has_no_room_to_map(folders, tmp_path, room):
+    shutil.copy(folders["llama3.1-8b"] / "config.json", tmp_path)
+    header = b'{"a": {"dtype": "F32", "shape": [1073741824], "data_offsets": [0, 4294967296]}}'
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + (4 << 30))  # a hole: no disk is used
+    with pytest.raises(InputError, match="cannot be read as safetensors: .*allocate memory"), little_memory(room):
+        load_pretrained(tmp_path)
+
+
 # ------------------------------------------------------------------------------------------------ adapters, tokenizers
 
 
