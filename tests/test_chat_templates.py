@@ -47,7 +47,7 @@ CHATS = {
     "a question left": [USER, REPLY, USER],
     "two replies": [USER, REPLY, REPLY, USER],
     "thoughts": [USER, Message("assistant", "<think>\nhm\n</think>\n\nme"), USER, Message("assistant", "</think>you")],
-    "markup": [USER, Message("assistant", "<b>me</b>"), USER, Message("assistant", "<t>you</t>")],
+    "markup": [USER, Message("assistant", "<b>me</b>"), USER, Message("assistant", "<t><think>you")],
 }
 MIXTRAL = (  # mistralai/Mixtral-8x7B-Instruct-v0.1, without its check of the roles
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + "
@@ -141,8 +141,8 @@ def test_published_templates_are_rendered_as_in_transformers(tokenizers, chat):
         assert start == given
         last = {"<|return|>": "<|end|>"} if i < len(chat) - 1 else {}
         assert tokens[end] == ours.token_id(last.get(PUBLISHED[name][0], PUBLISHED[name][0]))
-        words = chat[i].content.split("</think>")[-1].strip()
-        assert ours.decode(tokens[start:end].tolist()).endswith(words)
+        words = ours.encode(chat[i].content.split("</think>")[-1].strip())
+        assert ours.decode(tokens[start:end].tolist()).endswith(ours.decode(words))
 
 
 @pytest.mark.parametrize("name", [name for name, (_, more) in PUBLISHED.items() if more is not None])

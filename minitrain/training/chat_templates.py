@@ -143,7 +143,8 @@ class JinjaTemplate:
             if not text.startswith(self.render(messages[:i])):
                 raise self.unclear(i)
             start = len(commonprefix([text, asked, before]))  # noqa: RUF071 (of characters it is)
-            start = min(start, *(m.start() for m in self.added_token.finditer(text) if m.end() > start))
+            tokens = (m for whole in (text, asked) for m in self.added_token.finditer(whole))
+            start = min(start, *(m.start() for m in tokens if m.end() > start))
         return start, len(text) - len(after[0]) + end.end()
 
     def unclear(self, i: int) -> InputError:
