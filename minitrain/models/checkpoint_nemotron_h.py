@@ -5,6 +5,7 @@ families. That rows of Mamba-2 layers are in another order there is told in mamb
 themselves is in checkpoint_hf.py.
 """
 
+import math
 import re
 from pathlib import Path
 
@@ -22,7 +23,7 @@ NO_EXPERTS = dict(
     n_group=1, topk_group=1,
 )  # fmt: skip
 HEAD_DIM = 128  # where config.json has none, as Nemotron-H's before Nemotron 3, whatever the other sizes are
-LEAST_DT = 1e-30  # stands for none: transformers takes its logarithm
+LEAST_DT = 1e-30  # a time_step_min that bounds nothing: transformers takes its logarithm
 
 
 def with_pattern(raw: dict, file: Path) -> dict:
@@ -43,7 +44,10 @@ def with_pattern(raw: dict, file: Path) -> dict:
 
 
 def to_nemotron_h_keys(settings: dict, config: DecoderConfig) -> dict:
+    """Where dt is bounded, `time_step_limit` says so, and `time_step_min` for transformers, see `config_hf.py`."""
     settings = {KEYS.get(key, key): value for key, value in settings.items()}
+    if config.time_step_min:
+        settings["time_step_limit"] = [config.time_step_min, math.inf]
     return settings | dict(
         hybrid_override_pattern=config.layer_pattern,
         moe_latent_size=config.moe_latent_size or None,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -22,12 +23,13 @@ _HYBRID = dict(
     layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
     max_position_embeddings=256, ssm_state_size=16, mamba_num_heads=8, mamba_head_dim=12, conv_kernel=3, chunk_size=32,
     n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, moe_shared_expert_intermediate_size=56,
-    routed_scaling_factor=2.5, bos_token_id=1, eos_token_id=2,
+    routed_scaling_factor=2.5, bos_token_id=1, eos_token_id=2, time_step_min=1e-30,
 )  # fmt: skip
+BOUNDED = dict(time_step_min=0.6, time_step_limit=(0.6, math.inf))  # transformers 5.24 looks at the former alone
 CONFIGS = {
-    "nemotron_h": lambda: NemotronHConfig(**_HYBRID, n_groups=2, time_step_min=1e-30, layer_norm_epsilon=1e-3),
+    "nemotron_h": lambda: NemotronHConfig(**_HYBRID, n_groups=2, layer_norm_epsilon=1e-3),
     "nemotron_h-latent": lambda: NemotronHConfig(**_HYBRID, n_groups=4, moe_latent_size=24, n_group=2, topk_group=1),
-    "nemotron_h-least-dt": lambda: NemotronHConfig(**_HYBRID, n_groups=2, time_step_min=0.6, norm_topk_prob=False),
+    "nemotron_h-least-dt": lambda: NemotronHConfig(**_HYBRID | BOUNDED, n_groups=2, norm_topk_prob=False),
     "nemotron_h-wide-heads": lambda: NemotronHConfig(**_HYBRID | dict(head_dim=128), n_groups=2),
     "gpt2": lambda: GPT2Config(
         vocab_size=96, n_embd=48, n_layer=3, n_head=16, n_positions=64, n_inner=80, layer_norm_epsilon=1e-3,
@@ -148,13 +150,26 @@ def test_both_spellings_of_the_pattern(family, tmp_path):
     assert read_config(tmp_path) == expected
 
 
-@pytest.mark.parametrize("more", [dict(rms_norm_eps=0.1), dict(hidden_act="silu"), dict(mamba_dt_min=0.5)], ids=str)
+@pytest.mark.parametrize("more", [dict(rms_norm_eps=0.1), dict(hidden_act="silu")], ids=str)
 def test_keys_mean_what_transformers_takes_them_for(more, tmp_path):
     """Of two spellings it reads one: other families' names say nothing there."""
     build("nemotron_h").save_pretrained(tmp_path)
     file, tokens = tmp_path / "config.json", random_tokens(1, 24)
     file.write_text(json.dumps(json.loads(file.read_text()) | more))
     torch.testing.assert_close(load_pretrained(tmp_path)(tokens), reload(tmp_path)(tokens).logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("key", ["time_step_limit", "mamba_dt_limit"])
+@pytest.mark.parametrize("limit", [None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]], ids=str)
+def test_dt_is_bounded_by_its_limit_and_not_by_what_it_starts_from(key, limit, tmp_path):
+    """As in NVIDIA's code; `time_step_min` is 0.001 in the published files."""
+    theirs, tokens = build("nemotron_h"), random_tokens(1, 40)
+    theirs.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    raw = json.loads(file.read_text()) | dict(time_step_min=0.6)
+    del raw["time_step_limit"]
+    file.write_text(json.dumps(raw | ({} if limit is None else {key: limit})))
+    torch.testing.assert_close(load_pretrained(tmp_path)(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
 
 
 def test_weights_of_further_predictions_are_ignored(tmp_path):
@@ -216,7 +231,9 @@ def test_models_of_the_zoo_can_be_saved(name, tmp_path):
         ("nemotron_h", dict(use_conv_bias=False), ["use_conv_bias"]),
         ("nemotron_h", dict(mlp_hidden_act="silu"), [": mlp_hidden_act='silu'", "relu2"]),
         ("nemotron_h", dict(layer_norm_epsilon=None), [": key layer_norm_epsilon is missing"]),
-        ("nemotron_h", dict(mamba_dt_min="no"), [": mamba_dt_min='no'"]),
+        ("nemotron_h", dict(time_step_limit=["no", math.inf]), [": time_step_limit='no' must be a number"]),
+        ("nemotron_h", dict(time_step_limit=[0.0, 0.1]), [": time_step_limit=[0.0, 0.1] is not supported"]),
+        ("nemotron_h", dict(time_step_limit=0.1), [": time_step_limit=0.1 is not supported"]),
         ("nemotron_h", dict(n_groups=3), [": n_groups=3", "mamba_num_heads=8"]),
         ("nemotron_h", dict(num_experts_per_tok=9), ["num_experts_per_tok=9", "n_routed_experts=8"]),
         ("gpt2", dict(scale_attn_weights=False), ["scale_attn_weights"]),
