@@ -80,13 +80,15 @@ class HuggingFaceTokenizer:
         self.file = file
         self.vocab_size = max(self.tokenizer.get_vocab().values(), default=-1) + 1  # ids may have gaps
         self.eos_id = self._eos_id()
+        self.bos_id = self._bos_id()
 
     def encode(self, text: str) -> list[int]:
         return self._encode(text, add_special_tokens=False)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """With what the file itself puts around a text, such as bos: what transformers gives a model to continue."""
-        return self._encode(text, add_special_tokens=True)
+        """With what the files put around a text, such as bos: what a model is given to continue."""
+        ids = self._encode(text, add_special_tokens=True)
+        return ids if self.bos_id is None or ids[:1] == [self.bos_id] else [self.bos_id, *ids]
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
@@ -122,7 +124,7 @@ class HuggingFaceTokenizer:
 
     @property
     def beginning(self) -> str:
-        """What the file itself puts before a text, such as bos, as it is written."""
+        """What the files put before a text, such as bos, as it is written."""
         whole, text = self.encode_prompt("x"), self.encode("x")
         count = next((i for i in range(len(whole)) if whole[i : i + len(text)] == text), 0)
         return "".join(map(self.tokenizer.id_to_token, whole[:count]))
@@ -168,6 +170,13 @@ class HuggingFaceTokenizer:
         if type(first) not in (int, type(None)):
             raise InputError(f"{file}: eos_token_id must be a token id, not {ids!r}")
         return first
+
+    def _bos_id(self) -> int | None:
+        """The token before a text, if tokenizer_config.json wants one. DeepSeek's tokenizer.json, which has none there,
+        relies on that; transformers 4 heeds it, 5 does not."""
+        file = self.file.with_name(NAMING_FILES[0])
+        token = self.special_tokens().get("bos_token")
+        return self._known_id(token, file) if token and _read_json(file).get("add_bos_token") is True else None
 
     def _known_id(self, token: str, file: Path) -> int:
         """The id of a token that `file` names."""

@@ -143,8 +143,20 @@ def test_only_prompts_get_specials(bpe_folder):
     write_json(bpe_folder, "tokenizer.json", tree)
     ours, theirs = load_tokenizer(bpe_folder), Tokenizer.from_file(str(bpe_folder / "tokenizer.json"))
     assert [1, *ours.encode("the cat")] == ours.encode_prompt("the cat") == theirs.encode("the cat").ids
+    write_json(bpe_folder, "tokenizer_config.json", {"bos_token": "<s>", "add_bos_token": True})
+    assert load_tokenizer(bpe_folder).encode_prompt("the cat") == ours.encode_prompt("the cat")  # once is enough
     assert AutoTokenizer.from_pretrained(bpe_folder)("the cat").input_ids == ours.encode_prompt("the cat")
     assert ours.decode([1, *ours.encode("the cat"), 2]) == "the cat"
+
+
+@pytest.mark.parametrize("add, expected", [(True, [1]), (False, []), (None, [])])
+def test_bos_is_put_where_only_the_file_beside_says_so(bpe_folder, add, expected):
+    """As in DeepSeek's, whose tokenizer.json has no place for it: transformers 4 puts it, 5 reads it and forgets it."""
+    about = {"tokenizer_class": "LlamaTokenizerFast", "bos_token": {"content": "<s>"}, "add_bos_token": add}
+    write_json(bpe_folder, "tokenizer_config.json", about)
+    ours = load_tokenizer(bpe_folder)
+    assert ours.encode_prompt("the cat") == [*expected, *ours.encode("the cat")]
+    assert ours.beginning == "<s>" * len(expected)
 
 
 def test_texts_are_neither_cut_nor_padded(bpe_folder):
