@@ -1,7 +1,5 @@
 """The Mamba-2 mixer against the recurrence, one token at a time, and against transformers' mixer."""
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -137,7 +135,7 @@ def mixers(dt_min=0.0):
     torch.manual_seed(0)
     config = NemotronHConfig(
         hidden_size=20, mamba_num_heads=6, mamba_head_dim=4, n_groups=2, ssm_state_size=8, conv_kernel=4, chunk_size=32,
-        time_step_min=dt_min, time_step_limit=(dt_min, math.inf), layers_block_type=["linear_attention"],
+        time_step_min=dt_min, layers_block_type=["linear_attention"],
     )  # fmt: skip
     theirs = NemotronHMamba2Mixer(config, layer_idx=0).train()
     for parameter in theirs.parameters():

@@ -29,7 +29,7 @@ LEAST_DT = 1e-30  # a time_step_min that bounds nothing: transformers takes its 
 def with_pattern(raw: dict, file: Path) -> dict:
     """config.json with the layer pattern, which has two spellings, in that of letters, and what follows from it."""
     raw = dict(raw)
-    layers = raw.pop("layers_block_type", None)
+    layers = raw.get("layers_block_type")
     if layers is not None:
         layers = layers if isinstance(layers, list) else [layers]
         unknown = [layer for layer in layers if not isinstance(layer, str) or layer not in LETTERS]

@@ -31,7 +31,7 @@ SIZES = _keys("vocab_size", "hidden_size", "intermediate_size", "num_attention_h
               num_layers="num_hidden_layers")  # fmt: skip
 ALSO_CALLED = {"num_experts": "num_local_experts"}  # by transformers 5
 MODEL_TYPES = {"kimi_k2": "deepseek_v3"}  # other names of families
-ENDLESS = (math.inf, {"__float__": "Infinity"})  # infinity as Python writes it, and as transformers 5 does
+ENDLESS = (math.inf, {"__float__": "Infinity"})  # as Python's JSON writes infinity, and as transformers 5 does
 UNSAVED = {"bias_update_speed", "router_aux_loss_coef", "seq_aux", "fake_balanced_gate"}  # settings of training alone
 
 
@@ -188,10 +188,18 @@ def _nemotron_h_fields(raw: dict, file: Path) -> dict:
 
 
 def _least_dt(raw: dict, file: Path) -> float:
-    """The lower bound of dt; an upper one is refused. `time_step_min` is not it: in NVIDIA's code, by which published
-    models were trained, that is a setting of the initialisation alone. transformers 5.24 bounds dt by it all the same
-    (its pull request 48989), which costs Nemotron 3 Nano and Super 1 to 6 % of their perplexity (mlx-lm's 1026)."""
-    key = "mamba_dt_limit" if "mamba_dt_limit" in raw else "time_step_limit"  # an older name, which outranks the newer
+    """The lower bound of dt; an upper one is refused.
+
+    In NVIDIA's code, by which the published models were trained, it is that of `time_step_limit`; `time_step_min` is a
+    setting of the initialisation alone. transformers 5.24 bounds dt by the latter all the same (its pull request 48989;
+    for Nemotron 3 Nano and Super 1 to 6 % of perplexity, says mlx-lm's 1026). What it has written itself, with its own
+    names of layers, computes as it does there.
+    """
+    if "linear_attention" in (raw.get("layers_block_type") or []):
+        key = "mamba_dt_min" if "mamba_dt_min" in raw else "time_step_min"  # an older name, which outranks the newer
+        least = read_number(raw, key, file, float, default=0.001)
+        return 0.0 if least == checkpoint_nemotron_h.LEAST_DT else least
+    key = "mamba_dt_limit" if "mamba_dt_limit" in raw else "time_step_limit"
     limit = raw.get(key, [0.0, math.inf])
     if not isinstance(limit, list) or len(limit) != 2 or limit[1] not in ENDLESS:
         raise InputError(f"{file}: {key}={limit!r} is not supported (must be [a number, Infinity])")

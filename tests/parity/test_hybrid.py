@@ -150,7 +150,7 @@ def test_both_spellings_of_the_pattern(family, tmp_path):
     assert read_config(tmp_path) == expected
 
 
-@pytest.mark.parametrize("more", [dict(rms_norm_eps=0.1), dict(hidden_act="silu")], ids=str)
+@pytest.mark.parametrize("more", [dict(rms_norm_eps=0.1), dict(hidden_act="silu"), dict(mamba_dt_min=0.5)], ids=str)
 def test_keys_mean_what_transformers_takes_them_for(more, tmp_path):
     """Of two spellings it reads one: other families' names say nothing there."""
     build("nemotron_h").save_pretrained(tmp_path)
@@ -159,16 +159,23 @@ def test_keys_mean_what_transformers_takes_them_for(more, tmp_path):
     torch.testing.assert_close(load_pretrained(tmp_path)(tokens), reload(tmp_path)(tokens).logits, atol=1e-4, rtol=0)
 
 
+PUBLISHED = [
+    dict(layers_block_type=None, hybrid_override_pattern="ME*-ME"),
+    dict(layers_block_type=["mamba", "moe", "attention", "mlp", "mamba", "moe"]),
+]
+
+
 @pytest.mark.parametrize("key", ["time_step_limit", "mamba_dt_limit"])
-@pytest.mark.parametrize("limit", [None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]], ids=str)
-def test_dt_is_bounded_by_its_limit_and_not_by_what_it_starts_from(key, limit, tmp_path):
-    """As in NVIDIA's code; `time_step_min` is 0.001 in the published files."""
+@pytest.mark.parametrize("endless", [None, math.inf, {"__float__": "Infinity"}], ids=str)
+@pytest.mark.parametrize("layers", PUBLISHED, ids=["letters", "names"])
+def test_dt_of_published_models_is_bounded_by_its_limit(key, layers, endless, tmp_path):
+    """As in NVIDIA's code, and not by `time_step_min`, from which dt starts there: 0.001 in the files."""
     theirs, tokens = build("nemotron_h"), random_tokens(1, 40)
     theirs.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
-    raw = json.loads(file.read_text()) | dict(time_step_min=0.6)
+    raw = json.loads(file.read_text()) | layers | dict(time_step_min=0.6)
     del raw["time_step_limit"]
-    file.write_text(json.dumps(raw | ({} if limit is None else {key: limit})))
+    file.write_text(json.dumps(raw | ({} if endless is None else {key: [0.0, endless]})))
     torch.testing.assert_close(load_pretrained(tmp_path)(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
 
 
@@ -231,9 +238,10 @@ def test_models_of_the_zoo_can_be_saved(name, tmp_path):
         ("nemotron_h", dict(use_conv_bias=False), ["use_conv_bias"]),
         ("nemotron_h", dict(mlp_hidden_act="silu"), [": mlp_hidden_act='silu'", "relu2"]),
         ("nemotron_h", dict(layer_norm_epsilon=None), [": key layer_norm_epsilon is missing"]),
-        ("nemotron_h", dict(time_step_limit=["no", math.inf]), [": time_step_limit='no' must be a number"]),
-        ("nemotron_h", dict(time_step_limit=[0.0, 0.1]), [": time_step_limit=[0.0, 0.1] is not supported"]),
-        ("nemotron_h", dict(time_step_limit=0.1), [": time_step_limit=0.1 is not supported"]),
+        ("nemotron_h", dict(mamba_dt_min="no"), [": mamba_dt_min='no'"]),
+        ("nemotron_h", PUBLISHED[0] | dict(time_step_limit=["no", math.inf]), [": time_step_limit='no' must be"]),
+        ("nemotron_h", PUBLISHED[0] | dict(time_step_limit=[0, 1]), [": time_step_limit=[0, 1] is not supported"]),
+        ("nemotron_h", PUBLISHED[1] | dict(mamba_dt_limit=0.1), [": mamba_dt_limit=0.1 is not supported"]),
         ("nemotron_h", dict(n_groups=3), [": n_groups=3", "mamba_num_heads=8"]),
         ("nemotron_h", dict(num_experts_per_tok=9), ["num_experts_per_tok=9", "n_routed_experts=8"]),
         ("gpt2", dict(scale_attn_weights=False), ["scale_attn_weights"]),
