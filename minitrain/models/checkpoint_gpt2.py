@@ -18,7 +18,6 @@ KEYS = {  # of config.json: as in Llama's -> as in GPT-2's
     "max_position_embeddings": "n_positions",
     "hidden_act": "activation_function",
 }
-DERIVED = ("num_key_value_heads", "head_dim")  # keys that GPT-2 does not have
 FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 NAMES = {  # of modules: ours -> GPT-2's
     "model.embed_tokens": "transformer.wte",
@@ -40,11 +39,6 @@ def with_defaults(raw: dict) -> dict:
     if raw.get("n_inner") is None and isinstance(raw.get("n_embd"), int):
         raw["n_inner"] = 4 * raw["n_embd"]
     return raw
-
-
-def to_gpt2_keys(settings: dict) -> dict:
-    """config.json with GPT-2's keys in place of Llama's."""
-    return {KEYS.get(key, key): value for key, value in settings.items() if key not in DERIVED}
 
 
 def full_name(key: str) -> str:

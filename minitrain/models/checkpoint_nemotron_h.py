@@ -43,12 +43,11 @@ def with_pattern(raw: dict, file: Path) -> dict:
     return absent | raw | {"num_hidden_layers": len(pattern)}
 
 
-def to_nemotron_h_keys(settings: dict, config: DecoderConfig) -> dict:
-    """Where dt is bounded, `time_step_limit` says so, and `time_step_min` for transformers, see `config_hf.py`."""
-    settings = {KEYS.get(key, key): value for key, value in settings.items()}
-    if config.time_step_min:
-        settings["time_step_limit"] = [config.time_step_min, math.inf]
-    return settings | dict(
+def own_settings(config: DecoderConfig) -> dict:
+    """What config.json says besides what all families' do. Where dt is bounded, `time_step_limit` says so, and
+    `time_step_min` for transformers, see `config_hf.py`."""
+    bounded = dict(time_step_limit=[config.time_step_min, math.inf]) if config.time_step_min else {}
+    return bounded | dict(
         hybrid_override_pattern=config.layer_pattern,
         moe_latent_size=config.moe_latent_size or None,
         routed_scaling_factor=config.routed_scaling_factor,

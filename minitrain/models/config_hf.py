@@ -300,7 +300,7 @@ def _refuse_other_quantisation(settings: Any, family: Family, file: Path) -> Non
 def _refuse_other_layers(raw: dict, family: Family, file: Path) -> None:
     given = raw.get("layer_types") or []
     given = given if isinstance(given, list) else [given]
-    kinds = ["sliding_attention", "full_attention"] if family.field("sinks") else ["full_attention"]
+    kinds = ["sliding_attention", "full_attention"] if "sliding_window" in family.sizes else ["full_attention"]
     expected = [kinds[i % len(kinds)] for i in range(len(given))]
     if given != expected:
         raise InputError(f"{file}: layer_types other than {', '.join(kinds)} in turn are not supported")
@@ -415,6 +415,9 @@ def _settings(config: DecoderConfig, dtype: torch.dtype) -> dict:
     family = FAMILIES[config.family]
     optional = {} if family.partial_rotary is None else dict(partial_rotary_factor=config.partial_rotary_factor)
     optional |= {} if family.norm_topk is None else dict(norm_topk_prob=config.norm_topk_prob)
+    if "sliding_window" in family.sizes:
+        kinds = ("full_attention", "sliding_attention")
+        optional["layer_types"] = [kinds[config.windowed(layer)] for layer in range(config.num_layers)]
     settings = dict(
         architectures=[family.architecture],
         model_type=config.family,
@@ -424,7 +427,7 @@ def _settings(config: DecoderConfig, dtype: torch.dtype) -> dict:
         hidden_act=ACTIVATIONS[family.field("mlp")],
         **{EPS_KEYS[family.field("norm")]: config.norm_eps},
         rope_theta=config.rope_theta,
-        rope_scaling=config.rope_scaling,
+        rope_scaling=config.rope_scaling or (dict(rope_type="default") if family.rope else None),  # null: family.rope
         **optional,
         **family.values,
         tie_word_embeddings=config.tie_word_embeddings,
@@ -442,11 +445,7 @@ def _settings(config: DecoderConfig, dtype: torch.dtype) -> dict:
     if config.position_embedding != "rotary":
         del settings["rope_theta"], settings["rope_scaling"]
     if config.family == "nemotron_h":
-        return checkpoint_nemotron_h.to_nemotron_h_keys(settings, config)
+        settings |= checkpoint_nemotron_h.own_settings(config)
     if config.family == "gpt2":
-        return checkpoint_gpt2.to_gpt2_keys(settings)
-    if config.sinks:
-        kinds = ("full_attention", "sliding_attention")
-        settings["layer_types"] = [kinds[config.windowed(layer)] for layer in range(config.num_layers)]
-        settings["rope_scaling"] = config.rope_scaling or dict(rope_type="default")  # null means its own yarn there
-    return settings
+        del settings["num_key_value_heads"], settings["head_dim"]  # keys that GPT-2 does not have
+    return {family.key(key): value for key, value in settings.items()}
