@@ -1,8 +1,8 @@
 """The training side: groups of rewarded responses in, better weights out."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import chain
 
 import torch
@@ -18,7 +18,7 @@ from minitrain.grpo.objective import LogProbs, PolicyGradient
 from minitrain.grpo.problems import Problems
 from minitrain.grpo.refit import Parts
 from minitrain.grpo.rollouts import Group, rewards
-from minitrain.models.lora import Lora, adapter_names, is_adapter, merged
+from minitrain.models.lora import adapter_names, is_adapter, merged, without_adapters
 from minitrain.parallel.context import own_tokens
 from minitrain.parallel.mesh import Meshes, local, owned, sum_over, whole
 from minitrain.parallel.pipeline import Pipeline
@@ -164,13 +164,3 @@ class Learner:
                 a, b = a[(*stack, slice(None), columns)], b[(*stack, rows)]
                 parts[name] = merged(part, a, b, self.config.lora), where
         return parts
-
-
-@contextmanager
-def without_adapters(lora: Lora) -> Iterator[None]:
-    """The model whose adapters share these settings computes as if it had none."""
-    alpha, lora.alpha = lora.alpha, 0.0
-    try:
-        yield
-    finally:
-        lora.alpha = alpha

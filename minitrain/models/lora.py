@@ -21,7 +21,8 @@ Left out: adapters of the embedding, the head and what else is outside the block
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
@@ -166,6 +167,16 @@ def initialize_adapter(name: str, tensor: Tensor, generator: torch.Generator) ->
 
 
 # ------------------------------------------------------------------------------------------------------------ computing
+
+
+@contextmanager
+def without_adapters(lora: Lora) -> Iterator[None]:
+    """The model whose adapters share these settings computes as if it had none."""
+    alpha, lora.alpha = lora.alpha, 0.0
+    try:
+        yield
+    finally:
+        lora.alpha = alpha
 
 
 def adapted_linear(linear: nn.Linear, x: Tensor) -> Tensor:

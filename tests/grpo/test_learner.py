@@ -10,11 +10,11 @@ from minitrain import config as configs
 from minitrain.errors import InputError
 from minitrain.grpo.advantages import advantages
 from minitrain.grpo.batches import enough_for_pipeline, micro_batches, reply_sample, response_sample
-from minitrain.grpo.learner import Learner, without_adapters
+from minitrain.grpo.learner import Learner
 from minitrain.grpo.loop import Run
 from minitrain.grpo.problems import open_problems
 from minitrain.grpo.rollouts import rewards
-from minitrain.models.lora import merge_adapters
+from minitrain.models.lora import merge_adapters, without_adapters
 from minitrain.parallel.mesh import start
 from minitrain.training.checkpoint import Checkpointer
 from minitrain.training.loop import forward_backward
