@@ -66,14 +66,19 @@ def save_pretrained(
     for Wan, `diffusers.WanTransformer3DModel`, or, with `original_names`, Wan's own code.
 
     An older checkpoint in the folder is replaced; other files (a tokenizer's) stay. Raises InputError for a config that
-    the family's architecture in transformers cannot express, and for a model with adapters.
+    the family's architecture in transformers cannot express, and for a model that is sharded or has adapters.
     """
-    if any(map(is_adapter, model.state_dict())):
+    tensors = model.state_dict()
+    if any(map(is_adapter, tensors)):
         raise InputError("a model with adapters cannot be saved as one model (use merge_adapters first)")
+    if any(hasattr(tensor, "full_tensor") for tensor in tensors.values()):
+        raise InputError(
+            "a sharded model cannot be saved as it is (as train.export does: save_tensors of whole_tensors)"
+        )
     if original_names and not isinstance(model, Wan):
         raise InputError("original_names=True is for Wan models: others have one spelling")
     dtype = next(model.parameters()).dtype
-    save_tensors(model.state_dict().items(), model.config, dtype, path, max_shard_bytes, original_names)
+    save_tensors(tensors.items(), model.config, dtype, path, max_shard_bytes, original_names)
 
 
 # ---------------------------------------------------------------------------------------------------------- weights, in

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from minitrain import config as configs
+from minitrain import save_pretrained
+from minitrain.errors import InputError
 from minitrain.models.mamba import scan
 from minitrain.parallel.mesh import join, pieces, start, whole, whole_piece
 from minitrain.training.build import build_model
@@ -36,6 +38,17 @@ def test_other_families(pool, model):
 @pytest.mark.parametrize("model", ["gpt-oss-20b-tiny", "deepseek-v3-tiny", "nemotron3-nano-30b-a3b-tiny"])
 def test_experts_and_hybrids(pool, model):
     check_against_one_process(pool, 2, TREE | {"model": model}, steps=2)
+
+
+def save_sharded(folder):
+    config = configs.from_dict(TREE)
+    with pytest.raises(InputError, match="^a sharded model cannot be saved as it is"):
+        save_pretrained(build_model(config, start(config)), folder)
+
+
+def test_shards_are_not_saved_as_a_model(pool, tmp_path):
+    pool.run(2, save_sharded, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_uneven_shards(pool):
