@@ -145,12 +145,10 @@ def _validate_lora(config: "Config") -> None:
     _at_most(config, LARGEST_ALPHA, "lora.alpha")
     if not 0 <= lora.dropout < 1:
         raise InputError(f"lora.dropout={lora.dropout} must be at least 0 and below 1")
-    if config.model.config.family == "gpt2":
-        raise InputError("lora: adapters of GPT-3's q_proj, k_proj and v_proj have no form in PEFT: there they are one")
     speed = getattr(config.model.config, "bias_update_speed", 0)
     if speed and config.task != "grpo":  # which never moves it
         raise InputError(f"model.bias_update_speed={speed}: lora freezes the model, no adapter has the bias (use 0)")
-    adapter_shapes(config.model.config, lora)  # says which targets the model has not
+    adapter_shapes(config.model.config, lora)  # says which targets the model has not, or PEFT no form for
 
 
 def _validate_states(config: "Config") -> None:

@@ -114,6 +114,8 @@ def _read_tensors(config, lora: Lora, path: Path) -> dict[str, Tensor]:
 
 def adapter_shapes(config, lora: Lora) -> dict[str, torch.Size]:
     """Name and shape of every adapter's parameters in the model of `config`. Raises InputError: see `check_targets`."""
+    if config.family == "gpt2":
+        raise InputError("lora: adapters of GPT-3's q_proj, k_proj and v_proj have no form in PEFT: there they are one")
     model = empty_model(config)
     check_targets(model, lora.targets)
     add_adapters(model, lora)
