@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from minitrain import InputError
 from minitrain.models.checkpoint_hf import read_config
 from minitrain.models.decoder import Decoder
+from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layers import rotary_frequencies
 from minitrain.models.zoo import ZOO, model_config
 from minitrain.training.build import initialize
@@ -120,9 +121,8 @@ PUBLISHED_CONFIGS = {
         vocab_size=201088,
     ),
 }  # fmt: skip
-QUIRKS = ("family", "norm", "norm_eps", "mlp", "qkv_bias", "o_bias", "qk_norm", "rope_theta", "partial_rotary_factor",
-          "tie_word_embeddings", "max_position_embeddings", "position_embedding", "scaled_residual_init",
-          "scoring_func", "routed_scaling_factor", "sinks", "expert_bias", "conv_kernel")  # fmt: skip
+QUIRKS = {field.name for field in dataclasses.fields(DecoderConfig) if field.type in (bool, str, float)}
+QUIRKS = QUIRKS - {"layer_pattern", "initializer_range"} | {"max_position_embeddings", "conv_kernel"}
 
 
 def build_meta(name: str) -> Decoder:
