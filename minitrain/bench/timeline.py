@@ -16,7 +16,7 @@ before has been copied out, which bounds how far it runs ahead.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from math import ceil
 from typing import NamedTuple
 
@@ -107,7 +107,7 @@ def load_system(name: str, setting: str = "--system") -> System:
     known = constants("systems")
     if name not in known:
         raise InputError(f"{setting}={name} is not one of {', '.join(known)}")
-    return System(name, **{f.name: float(known[name][f.name]) for f in fields(System) if f.name != "name"})
+    return System(name, **{rate: float(value) for rate, value in known[name].items()})
 
 
 class Span(NamedTuple):
