@@ -141,7 +141,7 @@ def export(trainer: Trainer, config: Config, folder: Path) -> None:
     if has_tokenizer(config):
         tokenizer = load_tokenizer(config.data.tokenizer)
         tokenizer.save(folder)
-        if config.task in ("sft", "lora", "grpo"):
+        if config.task != "pretrain":
             template = choose_template(config.data.template, tokenizer)
             end = end_of_reply(template, tokenizer)
             if isinstance(template, Template):  # else it came with the tokenizer
