@@ -66,7 +66,7 @@ class Lora:
 
 
 def add_adapters(model: nn.Module, lora: Lora) -> None:
-    """Freeze `model` in place and give it adapters, without values if it is on the meta device.
+    """Freeze `model` in place and give it adapters, whose values are still to be set: see `initialize_adapter`.
 
     Raises InputError for a model that has some: both would be added.
     """

@@ -81,7 +81,8 @@ def tensor_parallel(model: Module, mesh: DeviceMesh) -> None:
     """Split a decoder, or one of its pipeline stages, in place over the 1-D `mesh`. To be followed by FSDP.
 
     Between blocks, and between stages, hidden states are [batch, seq / tp, hidden] afterwards. Tokens, labels,
-    positions and the head's input stay whole; the head's weight is a DTensor, split by vocabulary.
+    positions and the head's input stay whole; the head's weight is a DTensor, split by vocabulary, so the model
+    needs a `head` that takes one (training/loss.py).
     """
     gather, scatter = collectives(mesh)
     for block in model.blocks:

@@ -316,8 +316,9 @@ def bit_sum(tensor: Tensor) -> int:
 def prepare_optimizer(optimizer: Optimizer, model: Module, saved: Saved) -> dict[str, Tensor]:
     """Replace the optimizer's state by empty tensors for all that is saved, and return them by `parameter name/key`.
 
-    What has its parameter's shape is sharded like it, and of the type that this optimizer keeps, which reading converts
-    to; the rest are scalars, such as Adam's step, which fused kernels read beside the weights.
+    What has its parameter's shape is sharded like it, and of the type in `optimizer.defaults["states"]`, or else the
+    parameter's, which reading converts to; the rest are scalars, such as Adam's step, which fused kernels read beside
+    the weights.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer.state.clear()

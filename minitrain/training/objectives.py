@@ -1,9 +1,10 @@
 """What is minimised. An objective is an object with three methods, and the loop knows nothing else of the task:
 
-    count(batch)         how many terms of `batch` the loss sums over, an int; the loop divides by the step's count
+    count(batch)         how many terms of `batch` the loss sums over, an int; the loop divides by the step's count. A
+                         row whose labels are all IGNORE has none: with such, validation fills its last batch
     loss(model, batch)   the sum of the terms, a scalar that can be differentiated
-    metrics(sum_over)    what else the log should say of the micro-batches since the last call, a dict of floats;
-                         sum_over(tensor) adds up what ranks with other rows have, so all ranks must call it
+    metrics(sum_over)    what else the log should say of the micro-batches with gradients since the last call, a dict of
+                         floats; sum_over(tensor) adds up what ranks with other rows have: all ranks must call it
 
 In a pipeline every stage calls `loss` with itself as the model, and only the last one gives a scalar: so `loss` returns
 what the model does, unchanged, and leaves what follows the hidden states to the model's `head`.
