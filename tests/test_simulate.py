@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from minitrain import config as configs
 from minitrain.bench import sweep
 from minitrain.bench.chrome import write_trace
-from minitrain.bench.fake_world import counting_mask, trace_step
+from minitrain.bench.fake_world import attend, counting_mask, stand_ins, trace_step
 from minitrain.bench.flops import count_work
 from minitrain.bench.layout import micro_batches
 from minitrain.bench.measure import visible_share
@@ -27,6 +29,7 @@ from minitrain.bench.simulate import (
 from minitrain.bench.timeline import Span, Timeline, load_system
 from minitrain.bench.trace import Trace
 from minitrain.errors import InputError
+from minitrain.models.attention import attention
 from minitrain.models.checkpoint_peft import save_adapter
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import Lora, add_adapters, is_adapter
@@ -148,6 +151,15 @@ def test_stages_with_other_windows_do_not_stand_for_each_other(layers, alike):
     """GPT-OSS: of layers 2, 3, 4 two see a window, of 5, 6, 7 one; of 3 to 6 and of 7 to 10 two each."""
     tree = {"model": {"name": "gpt-oss-20b-tiny", "num_layers": layers}, "parallel": {"dp_shard": 1, "pp": 4}}
     assert representatives(configs.from_dict(TREE | tree)) == alike
+
+
+def test_attention_counts_in_whatever_file_a_model_is(monkeypatch):
+    mine = ModuleType("minitrain.models.mine")
+    mine.attention = attention
+    monkeypatch.setitem(sys.modules, mine.__name__, mine)
+    with stand_ins(1.0):
+        assert mine.attention is attend
+    assert mine.attention is attention
 
 
 def test_experts_in_fp32_are_refused():

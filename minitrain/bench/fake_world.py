@@ -10,6 +10,7 @@ Left out of memory: what is just being sent between pipeline stages.
 """
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -33,7 +34,7 @@ from minitrain.bench.trace import (
     attention_pairs,
 )
 from minitrain.config import Config
-from minitrain.models.attention import Mask, apply_sinks
+from minitrain.models.attention import Mask, apply_sinks, attention, make_mask
 from minitrain.models.fp8 import is_placeholder
 from minitrain.parallel import mesh as parallel_mesh
 from minitrain.parallel.mesh import Meshes, build_meshes, local
@@ -177,10 +178,10 @@ def stand_ins(visible: float | None) -> Iterator[None]:
     """Attention that counts, compilation without kernels, and weights without values."""
     with ExitStack() as stack:
         if visible is not None:
-            for room in ("attention", "mla", "wan"):
-                stack.enter_context(patch(f"minitrain.models.{room}.attention", attend))
-            for room in ("decoder", "wan"):
-                stack.enter_context(patch(f"minitrain.models.{room}.make_mask", partial(counting_mask, visible)))
+            models = [module for name, module in sys.modules.items() if name.startswith("minitrain.models.")]
+            for real, stand_in in ((attention, attend), (make_mask, partial(counting_mask, visible))):
+                for module in (module for module in models if vars(module).get(real.__name__) is real):
+                    stack.enter_context(patch.object(module, real.__name__, stand_in))
             stack.enter_context(patch("minitrain.training.loss._add_product", add_product))
         for name in ("to_onednn", "initialize", "load_weights", "fill_adapters"):
             stack.enter_context(patch(f"minitrain.training.build.{name}", lambda *args: None))
