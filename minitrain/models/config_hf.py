@@ -15,7 +15,7 @@ import torch
 
 from minitrain.errors import InputError, located
 from minitrain.models import checkpoint_gpt2, checkpoint_nemotron_h
-from minitrain.models.decoder_config import LATENT, YARN, DecoderConfig
+from minitrain.models.decoder_config import LATENT, ROPE_SCALINGS, YARN, DecoderConfig
 
 GENERATION = "generation_config.json"
 EPS_KEYS = {"rmsnorm": "rms_norm_eps", "layernorm": "layer_norm_epsilon", "layernorm1p": "norm_eps"}
@@ -327,11 +327,10 @@ def _rope_scaling(rope: dict, file: Path) -> dict | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
-    if kind not in ("llama3", "yarn"):
-        raise InputError(f"{file}: rope_type {kind!r} is not supported (known: 'default', 'llama3', 'yarn')")
-    keys = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
-    scaling = dict(rope_type=kind) | {key: read_number(rope, key, file, float) for key in keys}
-    scaling["original_max_position_embeddings"] = read_number(rope, "original_max_position_embeddings", file)
+    if kind not in list(ROPE_SCALINGS):
+        raise InputError(f"{file}: rope_type {kind!r} is not supported (known: default, {', '.join(ROPE_SCALINGS)})")
+    kinds = {"original_max_position_embeddings": int}
+    scaling = dict(rope_type=kind) | {x: read_number(rope, x, file, kinds.get(x, float)) for x in ROPE_SCALINGS[kind]}
     if kind == "yarn":
         scaling |= {key: read_number(rope, key, file, float) for key in YARN if rope.get(key) is not None}
         scaling |= {} if _switch(rope, "truncate", file, default=True) else dict(truncate=False)

@@ -15,8 +15,8 @@ EXPERT_MLPS = ("swiglu", "clamped_swiglu", "relu2")  # see moe.py
 POSITIONS = ("rotary", "learned", "none")
 LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 ROPE_SCALINGS = {  # what each kind must have
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-    "yarn": {"factor", "original_max_position_embeddings"},
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
 }
 YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # what yarn may have too, and `truncate`
 PARTS = {  # what a layer consists of, by its letter in a pattern
@@ -125,7 +125,7 @@ class DecoderConfig:
             return
         given = dict(self.rope_scaling)
         kind, _ = given.pop("rope_type", None), given.pop("truncate", None)
-        if not isinstance(kind, str) or kind not in ROPE_SCALINGS or ROPE_SCALINGS[kind] - given.keys():
+        if not isinstance(kind, str) or kind not in ROPE_SCALINGS or set(ROPE_SCALINGS[kind]) - given.keys():
             wanted = " or ".join(f"rope_type {kind} and {', '.join(sorted(x))}" for kind, x in ROPE_SCALINGS.items())
             raise InputError(f"model.rope_scaling={self.rope_scaling} is not supported: it must have {wanted}")
         for key, value in given.items():
