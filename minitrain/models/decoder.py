@@ -146,7 +146,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill `tensor`, the whole parameter called `name`, with its initial value."""
+        """Fill `tensor`, the whole parameter called `name`: matrices at random, norms with 1, all else with 0."""
         if ".mamba." in name and initialize_mamba(name.rpartition(".mamba.")[2], tensor, generator):
             return
         if tensor.ndim > 1 and not name.endswith("bias"):
