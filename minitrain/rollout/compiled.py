@@ -87,8 +87,9 @@ def compiled_forward() -> Callable:
     return config.patch(recompile_limit=LIMIT)(torch.compile(Block.forward))
 
 
-def run(block: Block, groups: list, x: Tensor, rotary, mask, documents, window_mask, layer: Keys | States | None):
-    """What `block` returns. What replaces its forward to save memory is left out. groups: its Linears', see weights.py.
+def run(block: Block, groups: list, *inputs) -> Tensor:
+    """What `block` returns for the inputs of its forward, the last of which is its layer's cache. What replaces that to
+    save memory is left out. groups: its Linears', see weights.py.
 
     Hooks of ranks that share the model give them plain tensors, this rank's parts, that hide the parameters.
     """
@@ -96,4 +97,4 @@ def run(block: Block, groups: list, x: Tensor, rotary, mask, documents, window_m
         hook(block, ())
     for group in groups:
         group.pack()
-    return compiled_forward()(block, x, rotary, mask, documents, window_mask, for_compiler(layer))
+    return compiled_forward()(block, *inputs[:-1], for_compiler(inputs[-1]))
