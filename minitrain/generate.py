@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> None:
     if options.adapter:
         load_adapter(model, options.adapter)
         merge_adapters(model)
-    sampler = Sampler(model, tokenizer, samples=options.n)
+    sampler = Sampler(model, tokenizer, samples=options.n, longest=len(prompt) + options.max_tokens)
     for number, sample in enumerate(sampler.submit(prompt, params), 1):
         if options.n > 1:
             print(f"--- sample {number} of {options.n}")
@@ -134,7 +134,9 @@ def exact_match(model: Decoder, questions: list[tuple[list[int], list[int]]]) ->
     if not questions:
         return math.nan
     params = [SamplingParams(temperature=0, max_tokens=len(reply)) for _, reply in questions]
-    answers = Sampler(model, samples=len(questions)).generate([prompt for prompt, _ in questions], params)
+    longest = max(len(prompt) + len(reply) for prompt, reply in questions)
+    sampler = Sampler(model, samples=len(questions), longest=longest)
+    answers = sampler.generate([prompt for prompt, _ in questions], params)
     right = sum(answer.tokens == reply for answer, (_, reply) in zip(answers, questions, strict=True))
     return right / len(questions)
 

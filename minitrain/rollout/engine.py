@@ -46,21 +46,26 @@ INDEXED = 2**31 - 1  # elements of a pool: for more, FlexAttention's kernel for 
 class Sampler:
     """`generate` continues prompts with `model`, whose weights it uses in place.
 
-    tokenizer: for stop strings. samples: how many it will be asked for at once, if that is known: it takes no memory
-    for more. After the weights have changed, call `refresh`. Not to be used while the model trains.
+    tokenizer: for stop strings. samples: how many it will be asked for at once, and longest: the tokens of the longest
+    with its prompt, if that is known: it takes no memory for more. After the weights have changed, call `refresh`. Not
+    to be used while the model trains.
     """
 
-    def __init__(self, model: Decoder, tokenizer=None, settings: Rollout | None = None, samples: int | None = None):
+    def __init__(
+        self, model: Decoder, tokenizer=None, settings: Rollout | None = None, samples: int | None = None,
+        longest: int | None = None,
+    ):  # fmt: skip
         self.model, self.tokenizer, self.settings = model, tokenizer, settings or Rollout()
         self.slots = min(samples or self.settings.slots, self.settings.slots)
         self.config, self.weights = model.config, Weights(model)
+        self.longest = min(longest or self.config.max_position_embeddings, self.config.max_position_embeddings)
         # with FSDP or expert parallelism the host's work differs from step to step, and no graph could be used again
         self.compiles = self.settings.compile and not (isinstance(model, FSDPModule) or sends_tokens(model))
         self.device = model.head_weight.device
         if self.device.type == "cuda":
             check_page_size(self.settings.page_size, self.config, model.sequence_split)
         steps = self.settings.steps or (16 if self.device.type == "cuda" else 1)
-        self.steps = min(steps, self.config.max_position_embeddings)  # there are buffers for so many
+        self.steps = min(steps, self.longest)  # there are buffers for so many
         self.scheduler: Scheduler | None = None
         self.page_count = 0  # of the pool, from when it is first allocated
         self.spoiled = False  # do caches hold NaN or infinity? Times a weight of 0 that would reach other samples
@@ -94,9 +99,9 @@ class Sampler:
 
         number: of the request; with params.seed, what its random numbers come from.
         """
-        limit = self.config.max_position_embeddings
+        limit = self.longest
         if not 1 <= len(prompt) < limit:
-            raise InputError(f"a prompt of {len(prompt)} tokens: use 1 to {limit - 1}, the model has {limit} positions")
+            raise InputError(f"a prompt of {len(prompt)} tokens: use 1 to {limit - 1}, there are {limit} positions")
         prompt, vocabulary = list(map(int, prompt)), self.config.vocab_size
         if not 0 <= min(prompt) <= max(prompt) < vocabulary:
             wrong = next(token for token in prompt if not 0 <= token < vocabulary)
@@ -235,13 +240,13 @@ class Sampler:
 
     def _allocate(self) -> None:
         settings, hybrid = self.settings, "M" in self.config.layer_pattern
-        size, longest = settings.page_size, self.config.max_position_embeddings
+        size = settings.page_size
         self.page_count = self._page_count()
         pages = Pages(self.page_count, size)
         self.scheduler = Scheduler(pages, self.slots, settings.chunk, self.steps, reuse=not hybrid)
         # a slot for each sample that is decoded, and one for a prefill that waits
         self.caches = Caches(self.config, pages.count, size, self.slots + 1)
-        self.width = min(pages.needed(longest), pages.count) + 1  # of a table of pages; the last is the null page
+        self.width = min(pages.needed(self.longest), pages.count) + 1  # of a table of pages; the last is the null page
         self.batches: dict[int, Batch] = {}
         self.graph_pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
@@ -269,7 +274,7 @@ class Sampler:
             return pages
         if self.page_count and self._fitting_pages(1.0) >= self.page_count:
             return self.page_count
-        most = self.slots * -(-self.config.max_position_embeddings // self.settings.page_size)
+        most = self.slots * -(-self.longest // self.settings.page_size)
         return max(1, min(most, self._fitting_pages(self.settings.memory)))
 
     def _fitting_pages(self, share: float) -> int:
