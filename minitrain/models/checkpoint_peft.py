@@ -67,6 +67,10 @@ def read_adapter_config(path: str | Path) -> Lora:
 
 def _names(raw: dict, key: str, file: Path) -> list[str]:
     names = raw.get(key) or []
+    if key == "target_modules" and isinstance(names, str):  # a regular expression: what it found, the tensors tell
+        stored = stored_tensors([file.with_name(WEIGHTS)])
+        found = (re.fullmatch(r"base_model\.model\.(.*)\.lora_A\.weight", tensor) for tensor in stored)
+        return [match[1] for match in found if match and not match[1].endswith((".experts", ".experts.base_layer"))]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InputError(f"{file}: {key} must be a list of names, not {names!r}")
     return names

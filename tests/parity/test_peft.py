@@ -19,10 +19,12 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 CASES = {  # family: Linears, parameters
     "llama3-tied": (LINEARS, None),
     "qwen2.5": (["q_proj", "self_attn.v_proj"], None),
+    "qwen3": (r"model\.layers\.(0\.self_attn\.q|1\.mlp\.down)_proj", None),
     "mixtral": (["q_proj"], EXPERTS),
     "gpt-oss": ([], EXPERTS),
     "qwen3-moe": (["o_proj"], ["mlp.experts.down_proj"]),
     "deepseek-v3": (["kv_a_proj_with_mqa", "q_b_proj"], ["experts.gate_up_proj"]),
+    "nemotron_h": (r".*\.(q_proj|in_proj)", ["experts.up_proj", "experts.down_proj"]),
     "nemotron_h-latent": (["q_proj", "in_proj", "fc1_latent_proj"], ["experts.up_proj", "experts.down_proj"]),
 }
 
@@ -173,13 +175,13 @@ def test_what_cannot_be_loaded(tmp_path):
     for start in ("pissa", "loftq"):
         refused(f"only plain LoRA is supported, not init_lora_weights={start}", {"init_lora_weights": start})
     refused("only plain LoRA is supported, not IA3", {"peft_type": "IA3"})
-    refused(r"target_modules must be a list of names, not '\.\*q_proj'", {"target_modules": ".*q_proj"})
     for rank in (None, 0, True):
         refused(f"r={rank} must be a whole number from 1 to 65,536", {"r": rank})
     for alpha in (True, float("nan"), 2e9):
         refused("lora_alpha=.* must be a number", {"lora_alpha": alpha})
     refused("target_modules must be a list of names", {"target_modules": [1]})
     refused("the model has no to_q", {"target_modules": ["to_q"]})
+    refused("the model has no target", {"target_modules": ".*q_proj"}, weights={"more": torch.ones(1)})
     refused(r"tensor .*k_proj.lora_A.weight of shape \[4, 48\] is missing", {"target_modules": ["q_proj", "k_proj"]})
     refused(r"has shape \[4, 48\], expected \[8, 48\]", {"r": 8})
     refused("tensor more has no place", weights=tensors | {"more": torch.ones(1)})
