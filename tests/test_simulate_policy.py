@@ -6,9 +6,10 @@ from statistics import NormalDist
 
 import pytest
 
-from minitrain.bench.decoding import Reads
+from minitrain.bench.decoding import Reads, model_reads
 from minitrain.bench.layout import stated_ranks
 from minitrain.bench.rows import CONFIGS
+from minitrain.bench.simulate import Simulation
 from minitrain.bench.simulate_policy import (
     HOST_LINK,
     SPREAD,
@@ -18,14 +19,14 @@ from minitrain.bench.simulate_policy import (
     generation_seconds,
     held_besides,
     log_normal_location,
+    phase_seconds,
     refit_seconds,
     training_config,
     waiting_seconds,
 )
 from minitrain.config import from_dict, load
 from minitrain.config_checks import check_layout
-from minitrain.models.zoo import model_config
-from minitrain.training.build import make_model
+from minitrain.models.zoo import empty_model, model_config
 from minitrain.training.datasets import open_dataset
 from tests.test_timeline import SECOND
 
@@ -132,7 +133,7 @@ def test_what_is_held_besides_the_trainer(changes, reference, sampler):
     }  # fmt: skip
     grpo = tree["grpo"] | changes.get("grpo", {})
     config = from_dict(tree | changes | {"grpo": grpo})
-    count = sum(p.numel() for p in make_model(config).parameters())
+    count = sum(p.numel() for p in empty_model(config.model.config).parameters())
     assert held_besides(config, {"parameters": 7}) == {"reference": reference, "sampler": sampler * count}
 
 
@@ -146,7 +147,7 @@ def test_offloading_costs_time_and_saves_memory(states, kl, size):
     }  # fmt: skip
     config = from_dict(tree)
     kept = replace(config, grpo=replace(config.grpo, offload=False))
-    count = sum(p.numel() for p in make_model(config).parameters())
+    count = sum(p.numel() for p in empty_model(config.model.config).parameters())
     more = refit_seconds(config, SECOND, None) - refit_seconds(kept, SECOND, None)
     assert more == pytest.approx(2 * size * count / 8 / HOST_LINK)
     for optimizer, sampler in ((count, count), (3 * count, 0)):
@@ -169,9 +170,72 @@ def test_what_a_published_stack_pays_for():
     # 3 micro-batches fill and drain two stages of two layers each, whose forward passes run twice
     assert waiting_seconds(config, 3, stack) == pytest.approx((3 + 1) * 2 * 4 / 3)
     assert waiting_seconds(config, 3, None) == 0
-    weights = dict(make_model(config).named_parameters())
+    weights = dict(empty_model(config.model.config).named_parameters())
     size = sum(p.numel() for p in weights.values())
     experts = [name for name in weights if ".experts." in name]
     tensors = len(weights) - len(experts) + 8 * len(experts)
     assert refit_seconds(config, SECOND, stack) == 2 * size + tensors + 10 + 12 * size / 16
     assert refit_seconds(apart, SECOND, stack) == 2 * size
+
+
+POLICY = {
+    "model": "llama3-8b-tiny", "task": "grpo", "data": {"kind": "mock"}, "precision": "bf16",
+    "batch": {"global": 4, "micro": 1, "seq_len": 64}, "parallel": {"dp_shard": 8},
+    "grpo": {"prompts": 4, "group": 2, "reward": "math", "mock_digits": 7}, "rollout": {"max_tokens": 12, "tp": 2},
+}  # fmt: skip
+
+
+def policy(rollout=(), grpo=(), **changes):
+    """Two updates of four responses of 12 tokens to prompts of 8, on 8 GPUs in pairs."""
+    sections = {"rollout": POLICY["rollout"] | dict(rollout), "grpo": POLICY["grpo"] | dict(grpo)}
+    return from_dict(POLICY | sections | changes)
+
+
+AT_ONCE = POLICY["batch"] | {"global": 8}
+STACK = Stack(expert_layer=0, gather=1, tensor=0, offload=1, wake=0, prepare=5, far_step=3)
+
+
+@pytest.mark.parametrize(("changes", "stack", "updates", "passes"), [
+    ({}, None, 2, 1), ({"grpo": {"kl": 0.1}}, None, 2, 2), ({"batch": AT_ONCE}, None, 1, 0),
+    ({}, STACK, 2, 2), ({"batch": AT_ONCE}, STACK, 1, 2), ({"grpo": {"lag": 1, "generation_ranks": 8}}, None, 2, 1),
+], ids=str)  # fmt: skip
+def test_a_step_is_the_sum_of_its_phases_unless_ranks_sample_beside_it(changes, stack, updates, passes):
+    """Of an optimizer step of 99 s a forward pass is a third."""
+    config = policy(**changes)
+    for system in (SECOND, replace(SECOND, memory=1e12)):  # on which sampling takes longer, and less
+        found = phase_seconds(config, system, Simulation({}, {}, 1, 1, step=99.0), stack)
+        assert found["training_s"] == updates * 99 and found["logprobs_s"] == pytest.approx(passes * updates * 33)
+        parts = found["generation_s"], found["training_s"] + found["logprobs_s"]
+        beside = max(parts) if config.grpo.generation_ranks else sum(parts)
+        assert found["step_time_s"] == pytest.approx(beside + found["refit_s"] + (stack.prepare if stack else 0))
+        assert found["generation_s"] == generation_seconds(config, system, stack)
+        assert found["refit_s"] == refit_seconds(config, system, stack) > 0
+    assert training_config(config).batch.global_ == 8  # a row for each rank, of which an update fills 1.25 or 2.5
+
+
+def test_responses_are_decoded_by_as_many_samplers_as_there_are():
+    """All are 12 tokens long: what a pair of GPUs reads for its share, of 8 responses, of each token's turn."""
+    shape = model_config("llama3-8b-tiny")
+
+    def seconds(samples, tp):
+        steps = [decoding_seconds(SECOND, shape, model_reads(shape), samples, 8 + n, tp) for n in range(12)]
+        return pytest.approx(sum(steps), rel=1e-3)
+
+    assert generation_seconds(policy(), SECOND, None) == seconds(8 / 4, tp=2)
+    apart = policy(grpo={"lag": 1, "generation_ranks": 4})
+    assert generation_seconds(apart, SECOND, None) == seconds(8 / 2, tp=2)
+    few = policy(rollout={"slots": 1})  # which a published stack is not known to have
+    assert generation_seconds(few, SECOND, STACK) == generation_seconds(policy(), SECOND, None)
+    between = replace(SECOND, domain=1)
+    late = generation_seconds(policy(), between, STACK) - generation_seconds(policy(), between, None)
+    assert late == pytest.approx(12 * STACK.far_step)
+
+
+def test_a_refit_sends_weights_in_bf16_over_the_slowest_link():
+    size = 2 * sum(p.numel() for p in empty_model(policy().model.config).parameters())
+    assert refit_seconds(policy(), SECOND, None) == size / 2 / SECOND.nvlink
+    assert refit_seconds(policy(parallel={"dp_shard": 16}), SECOND, None) == size / 2 / SECOND.network
+    for changes, held in (({"precision": "bf16-pure"}, 8 + 2), ({"lora": {}}, 0)):  # bytes of states and reference
+        offload = policy(grpo={"offload": True, "kl": 0.1}, **changes)
+        moved = 2 * held * size / 2 / 8 / HOST_LINK
+        assert refit_seconds(offload, replace(SECOND, nvlink=1e12), None) == pytest.approx(moved + size / 2e12)

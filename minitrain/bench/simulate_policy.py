@@ -31,7 +31,7 @@ from minitrain.bench.timeline import System
 from minitrain.config import GRPO, Config, Data
 from minitrain.grpo.batches import enough_for_pipeline
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.training.build import make_model
+from minitrain.models.zoo import empty_model
 
 HOST_LINK = 50e9  # bytes/s between a GPU and its host's memory, each way: assumed of PCIe 5 x16
 SPREAD = 0.8  # standard deviation of the logarithm of responses' lengths
@@ -115,7 +115,7 @@ def held_besides(config: Config, peak: dict[str, int]) -> dict[str, int]:
     training."""
     sampler, shared = 0, stated_ranks(config) == config.rollout.tp == 1
     if not (shared or config.grpo.generation_ranks):
-        count = sum(p.numel() for p in make_model(config).parameters())
+        count = sum(p.numel() for p in empty_model(config.model.config).parameters())
         sampler = count * (4 if config.precision == "fp32" else 2) // config.rollout.tp
     reference = peak["parameters"] if config.grpo.kl and not config.lora else 0
     if config.grpo.offload:
@@ -207,12 +207,12 @@ def share_longer(length: float, location: float) -> float:
 
 
 def refit_seconds(config: Config, system: System, stack: Stack | None) -> float:
-    """Each GPU of a sampler receives 1 / tp of the weights, over the network unless all GPUs share a domain.
+    """Each GPU of a sampler receives 1 / tp of the merged weights, over the network unless all GPUs share a domain.
 
     A published stack gathers all weights on every GPU. Where these sample too, it hands them over tensor by tensor, and
     optimizer states leave the GPU and come back.
     """
-    parameters, gpus = list(make_model(config).named_parameters()), stated_ranks(config)
+    parameters, gpus = list(empty_model(config.model.config).named_parameters()), stated_ranks(config)
     count = sum(p.numel() for _, p in parameters)
     if stack is None:
         weights = 2 * count / config.rollout.tp / (system.nvlink if gpus <= system.domain else system.network)
