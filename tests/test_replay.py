@@ -52,6 +52,11 @@ def test_a_rank_that_is_not_ready_delays_only_what_has_come(ready, end):
     assert max(replay(schedule_order("1F1B", 2, 1, 1), lambda action: 1.0, 0.5, ready).finished) == end
 
 
+def test_a_schedule_that_waits_for_itself_is_told():
+    with pytest.raises(RuntimeError, match="the schedule waits for itself"):
+        replay([[(0, "B", 0), (0, "F", 0)], [(1, "F", 0), (1, "B", 0)]], lambda action: 1.0, 0.0)
+
+
 def test_no_message_where_a_v_turns():
     """Two ranks, one micro-batch: stages 1 and 2 are on the second rank."""
     spans = replay(schedule_order("ZBVZeroBubble", 2, 4, 2), lambda action: 1.0, 0.5).spans

@@ -103,16 +103,13 @@ def replay(
 
 
 def arrival(action: Action, spans: dict, ranks: dict[int, int], message: float) -> float | None:
-    """When an action's input is there; None if that is not known yet. ranks: of the stages."""
+    """When an action's input from another stage is there; None if that is not known yet. ranks: of the stages.
+
+    What its own stage has done is there: the same rank did it before.
+    """
     stage, kind, batch = action
-    if kind == "W":
-        needed = [[(stage, "I", batch)]]
-    elif kind == "F":
-        needed = [[(stage - 1, "F", batch)]] if stage else []
-    else:
-        needed = [[(stage, "F", batch)]]
-        if stage + 1 in ranks:
-            needed.append([(stage + 1, "B", batch), (stage + 1, "I", batch)])
-    done = {a: spans[a][1] + message * (ranks[a[0]] != ranks[stage]) for any_of in needed for a in any_of if a in spans}
-    times = [next((done[a] for a in any_of if a in done), None) for any_of in needed]
-    return None if None in times else max(times, default=0.0)
+    source, kinds = (stage - 1, "F") if kind == "F" else (stage + 1, "BI")
+    if kind == "W" or source not in ranks:
+        return 0.0
+    span = next((spans[source, k, batch] for k in kinds if (source, k, batch) in spans), None)
+    return None if span is None else span[1] + message * (ranks[source] != ranks[stage])
