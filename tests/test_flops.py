@@ -216,8 +216,8 @@ def test_one_document_is_a_sequence():
 
 def test_packs_too_short_for_squad_are_refused():
     work = count_work(model_config("llama3-8b-tiny"))
-    with pytest.raises(InputError, match=r"seq_len=64 is too short .*at least 225"):
-        nemo_squad(work, 64)
+    with pytest.raises(InputError, match=r"seq_len=224 is too short .*at least 225"):
+        nemo_squad(work, 224)
     assert nemo_squad(work, 225) > 0
 
 
@@ -302,6 +302,13 @@ def test_experts_by_hand():
     assert work.routers == 24 * 32 * h
     adapted = lora_weights(config, 16, ["experts.down_proj", "q_proj"])
     assert adapted == 24 * 16 * (4 * (h + h) + (h + 64 * 64))
+
+
+def test_of_a_hybrids_layers_only_attention_has_a_window():
+    """Layers 0, 2, 4, ... see one; of these, layer 4 alone is attention, beside layer 3, which sees all."""
+    layers = {"layer_pattern": "MEM**E", "num_layers": 6, "sliding_window": 16}
+    work = count_work(model_config("nemotron3-nano-30b-a3b-tiny", **layers))
+    assert work.windowed == work.attention > 0 and work.window == 16
 
 
 @given(st.integers(1, 300), st.integers(1, 200))

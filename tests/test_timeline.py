@@ -67,6 +67,16 @@ def test_the_next_weights_are_gathered_while_a_block_runs():
     assert [(s.begin, s.end) for s in line.spans if s.name == "mm"] == [(0, 3), (3, 13), (13, 23)]
 
 
+def test_whoever_reads_gathered_weights_where_they_lie_is_no_stream_of_fsdp():
+    """As from one rank, where nothing is copied out: what reads them first, and an embedding, which does so again."""
+    trace = Trace([
+        collective("allgather_base", "shards", 0, writes=[1]),
+        elementwise({1: 16}, {2: 16}),
+        Event("embedding", "memory", 0, [(1, 16)], [(3, 16)]),
+    ], groups=GROUPS)  # fmt: skip
+    assert [s.stream for s in play(trace, SECOND, fused=False).spans] == ["dp_shard", "compute", "compute"]
+
+
 def test_gradients_are_reduced_beside_compute():
     trace = Trace([
         kernel(writes=[1, 4], flops=2),
@@ -98,10 +108,11 @@ def test_fused_kernels_move_only_what_comes_from_outside_or_stays():
 
 
 def test_what_a_pass_takes_has_its_last_kernel():
-    """Not the message behind it, nor the next pass."""
-    events = [elementwise({1: 4}, {2: 4}), collective("send", "stages", 8, [2]), elementwise({3: 4}, {4: 4})]
-    trace = Trace(events, groups=GROUPS, marks=[(0, (0, "F", 0)), (1, None), (2, (0, "F", 1)), (3, None)])
-    assert play(trace, SECOND, fused=True).at == [8, 8, 16]
+    """Not its first, which becomes one with it, nor the message behind it, nor the next pass."""
+    events = [elementwise({1: 4}, {2: 4}), elementwise({2: 4}, {3: 4})]
+    events += [collective("send", "stages", 8, [3]), elementwise({3: 4}, {4: 4})]
+    trace = Trace(events, groups=GROUPS, marks=[(0, (0, "F", 0)), (2, None), (3, (0, "F", 1)), (4, None)])
+    assert play(trace, SECOND, fused=True).at == [0, 12, 12, 20]
 
 
 @pytest.mark.parametrize(("sizes", "seconds"), [
@@ -118,6 +129,14 @@ def test_matrix_products(sizes, seconds):
     assert SECOND.kernel_seconds(dataclasses.replace(event, kind="grouped")) == pytest.approx(seconds)  # of one group
     several = dataclasses.replace(event, kind="grouped", sizes=(2, *sizes[1:]))
     assert SECOND.kernel_seconds(several) == pytest.approx(seconds * 2)
+
+
+@pytest.mark.parametrize(("kind", "flops", "moved", "seconds"), [
+    ("gemm", 8, 5, 8), ("gemm", 4, 9, 9), ("attention", 8, 5, 8), ("memory", 0, 5, 5),
+])  # fmt: skip
+def test_a_kernel_takes_its_work_or_its_traffic_and_a_launch(kind, flops, moved, seconds):
+    event = Event("x", kind, flops, [(1, moved - 1)], [(2, 1)])
+    assert dataclasses.replace(SECOND, launch=3).kernel_seconds(event) == seconds + 3
 
 
 def test_attention_has_a_rate_for_each_direction():
@@ -151,6 +170,8 @@ def test_the_last_wave():
 def test_collectives(name, ranks, seconds):
     event = Event(name, "collective", 0, [], [], payload=64)
     assert SECOND.collective_seconds(event, list(ranks)) == pytest.approx(seconds)
+    late = dataclasses.replace(SECOND, latency=3)
+    assert late.collective_seconds(event, list(ranks)) == pytest.approx(seconds + 3)
 
 
 def test_systems_are_complete():
