@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -12,7 +13,7 @@ import torch
 from minitrain.bench import hardware
 from minitrain.bench.calibrate import calibrate, find_system
 from minitrain.bench.hardware import measure_attention, measure_memory
-from minitrain.bench.page import write_report
+from minitrain.bench.page import bar, path, write_report
 from minitrain.bench.replay import Replay
 from minitrain.bench.rows import published_rows
 from minitrain.bench.timeline import load_system
@@ -83,7 +84,7 @@ def test_report_merges_results_with_the_published_tables(tmp_path):
         line(DENSE, "extrapolated", 1.5, layers=[4, 8], **proxies),
         line(DENSE, "measured", None, layers=4, **proxies | {"peak_memory_gib": 9.0}),
         line(WAN, "measured", 0.75, breakdown_s={"gemm": 1.5, "gaps": 0.375}),
-        line("<quick>", "measured", None),
+        line("<quick>", "measured", None, device="<cpu>"),
     ]
     text, html = written(tmp_path, lines)
     page = Page(html)
@@ -94,15 +95,46 @@ def test_report_merges_results_with_the_published_tables(tmp_path):
         assert text.count(f"| {stem} ") >= 1 and stem in page.text
     row = next(x for x in text.splitlines() if x.startswith("| llama3-70b-pretrain-64gpu") and "1.250" in x)
     columns = [cell.strip() for cell in row.split("|")]
+    assert columns[2:12] == ["DGX-H100", "64", "128", "1", "8192", "4", "8", "1", "5", "1"]
+    titles = {x for x in text.splitlines() if x.startswith("## ")}
+    assert {f"## {name}" for name in ("NeMo Framework 25.04 performance summary, pretraining, DGX-H100",
+                                      "NeMo AutoModel performance summary, pretraining")} <= titles  # fmt: skip
     assert {"1,621", "2,026", "1.250", "2,432", "1.500", "780", "40.0"} <= set(columns)  # 1.25 and 1.5 times 1621
     assert next(x for x in text.splitlines() if x.startswith("| wan2.1-14b-pretrain-h100-128gpu")).count("0.750") == 1
     for part in ("published 1,621", "simulated 2,026 (125%)", "extrapolated 2,432 (150%)", "measured 244.3 (75%)",
                  "parameters 10 GiB", "matrix products 1.25 s", "bubble 0.25 s", "matrix products 1.5 s",
-                 "device waits for the host 0.375 s", "<quick>", "2.13.0",
+                 "device waits for the host 0.375 s", "<quick>", "<cpu>, torch ", "2.13.0",
                  "extrapolated by proxy on one dgx-h100 from 4 and 8 of 80 layers, without communication",
                  f"{DENSE} (proxy, 4 of 80 layers)", "the TFLOP/s cell is blank"):  # fmt: skip
         assert part in page.text, part
     assert "simulated 810" not in page.text
+
+
+def test_bars_end_with_their_track(tmp_path):
+    """Of figures up to 1.5 times the published one, which is two thirds of it; of parts that are more than there is
+    room for, with the last of them."""
+    for ratio, width, beyond in ((0.75, "50.0", False), (1.2, "80.0", False), (3.0, "100.0", True)):
+        drawn = bar("simulated", 5.0, ratio)
+        assert f'class="simulated" style="width:{width}%"' in drawn and ("→" in drawn) == beyond
+    parts = dict(
+        memory_gib={"parameters": 10.0, "gradients": 5.0, "optimizer": 8.0, "gathered": 2.0, "activations": 15.0},
+        capacity_gib=20.0, fits=False, breakdown_s={"gemm": 3.0, "attention": 1.0}, step_time_s=2.0,
+    )  # fmt: skip
+    _, html = written(tmp_path, [line(DENSE, "simulated", 1.0, **parts)])
+    assert "which does not fit into 20 GiB" in html
+    assert re.findall(r'<i class="c\d" style="width:(.*?)%', html) == [
+        "25.00",
+        "12.50",
+        "20.00",
+        "5.00",
+        "37.50",
+        "75.00",
+        "25.00",
+    ]
+
+
+def test_lanes_are_drawn_where_things_happen():
+    assert 'd="M40 7h2v14h-2zM45 7h1v14h-1z"' in path("FF.BBF", "F", 7, "c0")
 
 
 def test_sampling_is_not_taken_for_training(tmp_path):
@@ -141,6 +173,8 @@ def test_accuracy_is_told_of_rows_that_nothing_was_fitted_to(tmp_path):
     assert ["all but GRPO and those whose published runs differ", "2", "35.0%", "50%", WAN] in rows
     assert sum(row[1:] == ["1", "20.0%", "20%", DENSE] for row in rows) == 1
     differs = PUBLISHED[KIMI]["differs"]
+    assert "known_error" not in PUBLISHED[KIMI] and [row[-1] for row in rows if row[0] == KIMI[10:]] == ["*"]
+    assert text.index(f"{KIMI}: 2.00") < text.index(f"{WAN}: 1.50")
     for part in (f"{KIMI}: 2.00 of the published figure; its published run {differs}",
                  f"{WAN}: 1.50 of the published figure; unexplained",
                  f"{FITTED}: its simulated memory does not fit"):  # fmt: skip

@@ -39,7 +39,7 @@ class Health:
     ):  # fmt: skip
         self.most, self.factor = config.optim.max_skipped, config.metrics.spike
         self.say, self.batch, self.updates = say, batch, updates
-        self.losses = deque(filter(math.isfinite, past), maxlen=WINDOW)
+        self.losses = deque(past, maxlen=WINDOW)
         self.in_a_row = skipped
 
     def watch(self, steps: Iterator[dict]) -> Iterator[dict]:

@@ -6,6 +6,7 @@ import os
 import random
 import time
 from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -23,7 +24,7 @@ from minitrain.parallel.mesh import owned, start
 from minitrain.runtime.failures import recorded
 from minitrain.training.checkpoint_files import Writer
 from minitrain.training.datasets import open_dataset
-from minitrain.training.health import Health, batch_origin
+from minitrain.training.health import Health, batch_origin, is_finite
 from minitrain.training.loop import Trainer
 from minitrain.training.metrics import MetricsLog
 from tests.distributed.test_grpo import TREE as GRPO
@@ -99,7 +100,7 @@ def train_with_a_bad_step(tree: dict, kind: str) -> tuple[list[float], bool]:
 def test_a_step_that_is_not_finite_changes_nothing(kind, extra):
     (loss, norm), as_without = train_with_a_bad_step(TINY | extra, kind)
     assert math.isfinite(loss) == (kind == "gradient") and math.isfinite(norm) == (kind == "loss")
-    assert as_without
+    assert as_without and not is_finite({"loss": loss, "grad_norm": norm})
 
 
 LAYOUTS = [
@@ -244,6 +245,7 @@ def test_spikes_stand_out_of_noise_and_trends_do_not():
     assert watch([-2.0] * 100 + [-1.99, -1.97]) == [101]
     assert watch([2.0] * 19 + [9.0]) == [] and watch([2.0] * 20 + [9.0]) == [20]
     assert watch([2.0] * 20 + [math.nan] * 30 + [9.0]) == [50]
+    assert watch([1.0, 3.0] * 10 + [10.89]) == [] and watch([1.0, 3.0] * 10 + [10.9]) == [20]  # 2 + 6 x 1.4826
 
 
 def test_a_step_is_skipped_if_none_of_its_updates_changed_the_weights():
@@ -298,6 +300,13 @@ def test_batches_are_identified_by_file_and_place(kind, tmp_path):
     if kind == "tokens":
         first = dataset.row(2)["tokens"]
         assert f"{tmp_path / 'a.npy'} tokens {first[0]} to {first[-1]}, " in text
+
+
+@pytest.mark.parametrize("rows, shown", [(4, "document 2, document 3"), (5, "document 2, document 3, document 4, ...")])
+def test_the_first_rows_of_a_batch_stand_for_it(rows, shown):
+    """Where documents fill two rows each; of five rows the last is not shown."""
+    dataset = SimpleNamespace(origin=lambda number: f"document {number // 2}")
+    assert batch_origin(dataset, rows, step=2) == f"rows {rows} to {2 * rows - 1} of the data: {shown}"
 
 
 # ---------------------------------------------------------------------------------------------------------- determinism

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +15,15 @@ from minitrain.grpo import loop, rollouts
 from minitrain.grpo.loop import Run
 from minitrain.grpo.problems import open_problems, reversals
 from minitrain.grpo.rewards import exact
-from minitrain.grpo.rollouts import Collector, most_samples, pass_at, read_rollouts, rewards, write_rollouts
+from minitrain.grpo.rollouts import (
+    Collector,
+    most_samples,
+    pass_at,
+    read_rollouts,
+    rewards,
+    sampling_settings,
+    write_rollouts,
+)
 from minitrain.parallel.mesh import start
 from minitrain.rollout.sampling import Completion
 from tests.distributed.test_grpo import TREE, made_up_groups
@@ -147,6 +156,8 @@ def test_rewards_and_ends():
     groups = sampling.collect(problems, step=0)
     assert [[r.reward for r in group] for group in groups] == [[1.0, 1.0, 1.0, 0.0]] * 2
     assert [r.truncated for r in groups[0]] == [False] * 3 + [True]
+    sampling.tokenizer = SimpleNamespace(decode=lambda tokens: f"{tokens}")  # some show the token that ends a response
+    assert not any("257" in r.text for r in sampling.collect(problems, step=0)[0])
     assert groups[0][0].text == groups[0][0].answer and [r.group for r in groups[1]] == [1] * 4
 
 
@@ -171,6 +182,8 @@ def test_length_costs():
     sampling, problems = collector([2], overlong_buffer=4, overlong_penalty=0.5)  # from 4 of 8 tokens on
     assert [r.reward for r in sampling.collect(problems, 0)[0]] == [1 - 0.5 / 4] * 2 + [0.0] * 2
     assert sampling.evaluate(problems, 2)["pass@1"] == 2 / 8  # right is right
+    sampling.reward = lambda *_: 0.5  # and in part right is not
+    assert set(sampling.evaluate(problems, 2).values()) == {0}
 
 
 def test_rewards_keep_all_digits():
@@ -241,6 +254,26 @@ def test_samples_that_are_asked_for_at_once(replicas, every, most):
         asked.sample(problems.take(0, 6), 0, config.grpo.eval_samples)
         counts.append(sum(request.n for request in sampler.requests))
     assert most_samples(config, replicas) == max(counts[: 1 + bool(every)]) == most
+
+
+def test_settings_that_decide_which_responses_a_step_has():
+    """All that say what is sampled, from which prompts and for which reward, and none of those that train."""
+    deciding = {
+        "seed": 1, "data.path": "x", "batch.seq_len": 16, "rollout.temperature": 0.5, "rollout.max_tokens": 4,
+        "grpo.prompts": 8, "grpo.group": 2, "grpo.generations": 2, "grpo.prompt_key": "q", "grpo.answer_key": "a",
+        "grpo.mock_digits": 3, "grpo.reward": "math", "grpo.overlong_buffer": 4, "grpo.overlong_penalty": 0.5,
+    }  # fmt: skip
+
+    def digest(setting=None, value=None):
+        config = configs.from_dict(TREE)
+        if setting:
+            section, _, name = setting.rpartition(".")
+            setattr(getattr(config, section) if section else config, name, value)
+        return sampling_settings(config)
+
+    assert len({digest(), *(digest(*change) for change in deciding.items())}) == 1 + len(deciding)
+    for setting, value in {"steps": 9, "grpo.kl": 0.5, "optim.lr": 0.1, "batch.global_": 4}.items():
+        assert digest(setting, value) == digest()
 
 
 def test_rollouts_on_disk_are_exact(tmp_path):
