@@ -31,7 +31,6 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.flop_counter import register_flop_formula
 
 from minitrain.errors import InputError
 from minitrain.models.layers import has_hooks
@@ -259,11 +258,6 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 torch.library.register_fake("minitrain::add_product", lambda total, a, b: None)
-
-
-@register_flop_formula(torch.ops.minitrain.add_product)
-def _(total_shape: torch.Size, a_shape: torch.Size, b_shape: torch.Size, *_, **__) -> int:
-    return 2 * a_shape.numel() * b_shape[1]
 
 
 def expand(linear: nn.Linear, inner: Tensor) -> Tensor:
