@@ -51,7 +51,6 @@ def own_settings(config: DecoderConfig) -> dict:
         hybrid_override_pattern=config.layer_pattern,
         moe_latent_size=config.moe_latent_size or None,
         routed_scaling_factor=config.routed_scaling_factor,
-        rescale_prenorm_residual=True,
         time_step_min=max(config.time_step_min, LEAST_DT),
     )
 
