@@ -128,6 +128,23 @@ def test_results_of_several_machines_say_so():
     assert "| large x 8 |" in text and "| small x 4 |" in text and "large x" not in table([large, large])
 
 
+def test_a_table_says_what_is_known_and_no_more():
+    measured = outcome({"model": "llama3-8b-tiny"}, [1.0]) | {"ratio": None}
+    measured["reference"] = {"changed": ["precision"], "tokens_per_sec_per_gpu": 4321.0}
+    text = table([measured])
+    assert "MFU is of the matmul rate measured here" in text and "row (changed: precision)" in text
+    assert not any(word in text for word in ("fits", "compile s", "published", "4,321"))
+    simulated = measured | {"mode": "simulated", "system": "x", "fits": False}
+    extrapolated = measured | {"mode": "extrapolated", "extrapolated_from": "simulated"}
+    proxy = simulated | {"fits": True, "proxy": True, "layers": 4, "full_layers": 80}
+    for result in (simulated, extrapolated, proxy):
+        assert "MFU is of the matmul rate of large products there" in table([result])
+    lines = [line for line in table([measured, simulated, proxy]).splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines]
+    assert [row[3] for row in rows if row[1].startswith("row")] == ["fits", "", "no", "yes"]
+    assert rows[-1][1] == "row (simulated; proxy, 4 of 80 layers)"
+
+
 def test_what_a_simulation_counted_is_told():
     found = {
         "mode": "simulated",

@@ -336,16 +336,20 @@ def ends(names: set[str]) -> set[str]:
 
 def test_which_linears_are_converted():
     with torch.device("meta"):
-        dense, small, deepseek, wan = (
+        dense, small, narrow, deepseek, wan = (
             (Wan if "wan" in name else Decoder)(model_config(name, **changes))
             for name, changes in (
                 ("llama3-8b-tiny", {}), ("llama3-8b-tiny", {"intermediate_size": 200, "head_dim": 8}),
+                ("llama3-8b-tiny", {"num_key_value_heads": 1, "head_dim": 8}),
                 ("deepseek-v3-tiny", {}), ("wan2.1-1.3b-tiny", {}),
             )
         )  # fmt: skip
     attention, mlp = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
     assert ends(converted(dense)) == attention | mlp
     assert ends(converted(small)) == attention  # 200 is no multiple of 16
+    for model, fits in ((dense, True), (small, True), (narrow, False)):  # all three, which then round their input once
+        names = converted(model)
+        assert ("k_proj" in ends(names)) == fits == ("project" in vars(model.blocks[0].self_attn))
     names = converted(deepseek)
     assert not any(isinstance(module, Fp8Experts) for module in deepseek.modules())
     assert not any("experts." in name and "shared" not in name for name in names) and "lm_head" not in names

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from safetensors.torch import load_file
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -26,9 +27,11 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.lora import (
     TARGETS,
     Lora,
+    adapted_linear,
     add_adapters,
     check_targets,
     drop,
+    expand,
     initialize_adapter,
     is_adapter,
     merge_adapters,
@@ -305,6 +308,15 @@ def test_frozen_weights_are_kept_in_bf16(precision):
     assert types == {False: torch.bfloat16, True: torch.float32}
     config = from_dict(TREE | {"precision": precision, "lora": {"dtype": "bf16"}})
     assert {p.dtype for p in make_model(config).parameters()} == {torch.bfloat16}
+
+
+def test_updates_are_rounded_once():
+    """In bf16 beside adapters in fp32: the scaled B, which an identity in place of x A^T shows."""
+    linear = nn.Linear(8, 6, bias=False).bfloat16()
+    linear.lora = Lora(rank=4, alpha=5.0)
+    linear.lora_A, linear.lora_B = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(6, 4))
+    assert torch.equal(expand(linear, torch.eye(4).bfloat16()).T, (1.25 * linear.lora_B.double()).bfloat16())
+    assert adapted_linear(linear, torch.ones(2, 8).bfloat16()).dtype == torch.bfloat16
 
 
 def test_scale_and_initial_values():

@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from minitrain.config import from_dict
 from minitrain.models import onednn
@@ -53,7 +54,9 @@ def test_linears(forced, bias, frozen):
     x = torch.randn(2, 9, 24, requires_grad=True)
     results = []
     for _ in range(2):
-        y = linear(x)
+        with FlopCounterMode(display=False) as counter:
+            y = linear(x)
+        assert counter.get_total_flops() == 2 * 18 * 24 * 40
         leaves = [x] if frozen else [x, *linear.parameters()]
         results.append([y, *torch.autograd.grad(y.square().sum(), leaves, retain_graph=True)])
         onednn.to_onednn(linear)
@@ -123,5 +126,8 @@ def test_only_where_it_is_faster():
             assert kinds == {onednn.OnednnLinear if faster else nn.Linear}
     with mock.patch.object(onednn, "FASTER", True):
         assert not onednn.multiplies(big[:16, :16], big[:16])
+        other = type("Other", (nn.Linear,), {})(4, 4)  # of a class that multiplies otherwise, as in FP8
+        onednn.to_onednn(other)
+        assert type(other).__name__ == "Other"
         assert not onednn.multiplies(big.bfloat16(), big.bfloat16()) and not onednn.multiplies(big.to("meta"), big)
         assert not onednn.multiplies(big.T, big[:, :128])  # would copy more than it saves

@@ -4,7 +4,10 @@ import os
 import resource
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -21,6 +24,21 @@ def test_a_node_whose_gpus_are_not_found():
         rendezvous.check_device_type(store, rank, "cuda")
     with pytest.raises(InputError, match="rank 2 on .* has device=cpu, and rank 0 device=cuda "):
         rendezvous.check_device_type(store, 2, "cpu")
+
+
+def test_ranks_agree_on_a_prefix_whatever_dead_ones_have_asked():
+    store = dist.HashStore()
+    store.set("ask/1", "dead")
+    with ThreadPoolExecutor() as threads:
+        asked = [threads.submit(rendezvous.ask, store, rank) for rank in (1, 2)]
+        prefix = rendezvous.answer(store, 3, timedelta(seconds=60))
+        assert [each.result() for each in asked] == [prefix] * 2
+
+
+def test_ranks_that_do_not_start_are_named():
+    store = Mock(check=Mock(side_effect=[False] * 8))
+    with pytest.raises(TimeoutError, match=r"^ranks \[1, 2\] have not started within 0:00:00$"):
+        rendezvous.answer(store, 3, timedelta(0))
 
 
 def test_the_interface_that_leads_to_a_host():

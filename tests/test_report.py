@@ -155,8 +155,8 @@ def test_sampling_is_not_taken_for_training(tmp_path):
 def test_corrected_figures_are_what_bars_compare_with(tmp_path):
     row = "nemo/gb200/llama3-70b-lora-8gpu"
     corrected = PUBLISHED[row]["corrected_tokens_per_sec_per_gpu"]
-    page = Page(written(tmp_path, [line(row, "simulated", 1.0)])[1])
-    assert f"published {corrected:,.0f}" in page.text
+    page = Page(written(tmp_path, [line(row, "simulated", 1.0, tokens_per_sec_per_gpu=corrected)])[1])
+    assert f"published {corrected:,.0f}" in page.text and f"simulated {corrected:,.0f} (100%)" in page.text
 
 
 def test_accuracy_is_told_of_rows_that_nothing_was_fitted_to(tmp_path):

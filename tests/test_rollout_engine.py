@@ -488,6 +488,8 @@ def test_rows_that_outgrow_their_buffers():
     sampler = Sampler(model, settings=Rollout(page_size=4, pages=50, steps=3))
     (found,) = sampler.generate([[1]], SamplingParams(temperature=0, max_tokens=20))
     assert found.tokens == uncached(model, [1], 20)
+    several = sampler.generate([[1], [2], [3]], SamplingParams(temperature=0, max_tokens=4))  # no longer ones
+    assert [each.tokens for each in several] == [uncached(model, [n], 4) for n in (1, 2, 3)]
 
 
 def test_a_sample_that_comes_back_to_its_row():

@@ -49,6 +49,17 @@ def test_quirks_of_the_model_stay():
     assert small.family == "qwen3" and small.qk_norm and small.tie_word_embeddings
 
 
+def test_sizes_that_are_small_already_stay_and_odd_ones_go():
+    tree = {"model": {"name": "llama3-8b", "num_layers": 12}, "recompute": 0.5, "compile": True}
+    batch, split = {"global": 4, "micro": 4, "seq_len": 20}, {"dp_shard": 1, "pp": 2, "layers_per_stage": [6, 8]}
+    small = shrink(from_dict(tree | {"batch": batch | {"global": 8}, "parallel": split}))
+    assert (small.batch.micro, small.batch.seq_len, small.recompute, small.compile) == (2, 16, "none", False)
+    assert small.parallel.layers_per_stage is None
+    assert shrink(from_dict({"batch": {"global": 1, "micro": 1, "seq_len": 5}})).batch.seq_len == 8
+    packed = load(ROOT / "configs/nemo/h100/llama3-8b-sft-8gpu.yaml")
+    assert packed.reference["convention"] == "nemo_squad" and "convention" not in shrink(packed).reference
+
+
 def test_weights_of_files_stay_with_the_real_model():
     config = from_dict({"model": "llama3-8b-tiny", "task": "lora", "lora": {"rank": 4}})
     config.lora.path = config.model.path = "somewhere"
@@ -68,6 +79,15 @@ def test_weights_of_files_stay_with_the_real_model():
 def test_an_open_number_of_shards(parallel, reference, shards):
     config = from_dict({"parallel": parallel | {"dp_shard": parallel.get("dp_shard", -1)}, "reference": reference})
     assert shrink_parallel(config).dp_shard == shards
+
+
+@pytest.mark.parametrize("parallel, shards", [
+    ({"dp_shard": 8, "ep": 8}, 2), ({"dp_shard": 8, "ep": 4}, 4), ({"dp_shard": 8, "tp": 2, "ep": 4}, 2),
+    ({"dp_shard": 4, "tp": 2, "ep": 8}, 2),
+])  # fmt: skip
+def test_ranks_that_have_the_same_experts(parallel, shards):
+    """Two of them, as there are more, beside two that have others."""
+    assert shrink_parallel(from_dict({"model": "mixtral-8x7b", "parallel": parallel})).dp_shard == shards
 
 
 @pytest.mark.parametrize("parallel, rows, expected", [

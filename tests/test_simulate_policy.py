@@ -49,6 +49,8 @@ def test_a_decoding_step_reads_weights_and_caches():
     """A byte takes a second. Of 8 experts, of which a token chooses 2, three tokens miss each with (3/4)^3."""
     dense, experts = model_config("llama3-8b-tiny"), model_config("mixtral-8x7b-tiny")
     assert decoding_seconds(SECOND, dense, READS, samples=3, context=10, tp=1) == 1000 + 3 * 10 * 2
+    system = replace(SECOND, latency=2.0, decode_weights=0.5, decode_caches=0.25, decode_step=7.0)
+    assert decoding_seconds(system, dense, READS, 3, 10, tp=1) == 1000 / 0.5 + 60 / 0.25 + 7  # and no message
     assert (experts.num_experts, experts.num_experts_per_tok) == (8, 2)
     chosen = 8 * (1 - (3 / 4) ** 3)
     assert decoding_seconds(SECOND, experts, READS, 3, 10, tp=1) == pytest.approx(1060 + chosen * 100)

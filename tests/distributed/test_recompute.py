@@ -125,6 +125,12 @@ def activations(pool, **settings):
     return size
 
 
+def test_every_kth_block_is_counted_from_the_first():
+    blocks = [torch.nn.Identity() for _ in range(7)]
+    recompute(blocks, 3)
+    assert ["forward" in block.__dict__ for block in blocks] == [True, False, False] * 2 + [True]
+
+
 def test_the_less_is_kept_the_less_memory(pool):
     none, every_third, every_second, selective, full = (
         activations(pool, recompute=setting) for setting in ("none", 3, 2, "selective", "full")
@@ -142,7 +148,7 @@ def test_what_is_kept_of_each_block(pool, setting, kept):
 
 
 def test_budget(pool):
-    none, half, least = (activations(pool, compile=True, recompute=setting) for setting in ("none", 0.5, 0.05))
+    least, half, none = (activations(pool, compile=True, recompute=setting) for setting in (0.05, 0.5, "none"))
     assert least < half < none
 
 

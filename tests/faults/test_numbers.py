@@ -208,9 +208,12 @@ def test_the_same_command_is_allowed_no_more_skipped_steps(run, tmp_path):
 
 def test_lines_that_a_log_lost_are_told(run, tmp_path, capsys):
     log = run([]) / "metrics.jsonl"
-    log.write_text("".join(log.open().readlines()[:2]))  # as a machine without power leaves it
+    run([])
+    assert "no step is left to do" in capsys.readouterr().out
+    first, second, *_ = log.open().readlines()
+    log.write_text(first + second + second)  # as a machine without power leaves it, and somebody's editor
     found = lines(run([], steps=7))
-    assert [line["step"] for line in found] == [1, 2, 6, 7]
+    assert [line["step"] for line in found] == [1, 2, 2, 6, 7]
     assert "metrics.jsonl lacks 3 of the 6 steps that are done" in capsys.readouterr().out
 
 
@@ -302,11 +305,11 @@ def test_batches_are_identified_by_file_and_place(kind, tmp_path):
         assert f"{tmp_path / 'a.npy'} tokens {first[0]} to {first[-1]}, " in text
 
 
-@pytest.mark.parametrize("rows, shown", [(4, "document 2, document 3"), (5, "document 2, document 3, document 4, ...")])
+@pytest.mark.parametrize("rows, shown", [(4, "document 4, document 5"), (5, "document 5, document 6, ...")])
 def test_the_first_rows_of_a_batch_stand_for_it(rows, shown):
     """Where documents fill two rows each; of five rows the last is not shown."""
     dataset = SimpleNamespace(origin=lambda number: f"document {number // 2}")
-    assert batch_origin(dataset, rows, step=2) == f"rows {rows} to {2 * rows - 1} of the data: {shown}"
+    assert batch_origin(dataset, rows, step=3) == f"rows {2 * rows} to {3 * rows - 1} of the data: {shown}"
 
 
 # ---------------------------------------------------------------------------------------------------------- determinism
@@ -344,14 +347,15 @@ def test_a_deterministic_run_on_cuda(extra):
     assert all(map(torch.equal, first, second))
 
 
-def test_an_operation_without_a_deterministic_form_is_one_line(tmp_path):
+def test_an_operation_without_a_deterministic_form_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "3")  # as before a group has started
     torch.use_deterministic_algorithms(True)
     expected = r"^deterministic=true: \S+ does not have a deterministic implementation \(use deterministic=false\)$"
     try:
         for times in (1, 2):
             with pytest.raises(InputError, match=expected), recorded(tmp_path):
                 torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
-            assert (tmp_path / "logs/rank-0.log").read_text().count("Traceback") == times
+            assert (tmp_path / "logs/rank-3.log").read_text().count("Traceback") == times
     finally:
         torch.use_deterministic_algorithms(False)
 

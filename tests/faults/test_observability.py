@@ -27,7 +27,7 @@ from minitrain.parallel import mesh
 from minitrain.parallel.mesh import set_timeout, start
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.runtime.agreement import difference
-from minitrain.runtime.failures import recorded, where_in_collective
+from minitrain.runtime.failures import pending_operation, record_flights, recorded, where_in_collective
 from minitrain.tokenizer import ByteTokenizer
 from minitrain.training import fingerprint
 from minitrain.training.fingerprint import agreed_fingerprint, file_digest
@@ -246,6 +246,25 @@ def test_of_a_sum_over_ranks_the_caller_is_named():
     assert " in global_count (training/loop.py:" in where_in_collective(caught.value)
 
 
+@pytest.mark.parametrize("entries, operation", [
+    ([(True, "gloo:broadcast"), (False, "gloo:all_reduce"), (False, "gloo:barrier")], "all_reduce"),  # the oldest
+    ([(True, "gloo:broadcast"), (True, "gloo:all_gather")], "all_gather"),
+    ([], "a collective"),
+])  # fmt: skip
+def test_the_operation_that_has_not_ended_is_named_or_the_last(entries, operation):
+    record = json.dumps({"entries": [{"retired": ended, "profiling_name": name} for ended, name in entries]})
+    with patch("torch._C._distributed_c10d._dump_fr_trace_json", lambda: record):
+        assert pending_operation() == operation
+
+
+def test_what_the_user_says_of_flight_records_stays(tmp_path, monkeypatch):
+    names = "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE"
+    for given, expected in (([], ["1", f"{tmp_path}/logs/nccl-rank-"]), (["0", "here"], ["0", "here"])):
+        monkeypatch.setattr(os, "environ", dict(zip(names, given, strict=False)))
+        record_flights(tmp_path)
+        assert [os.environ[name] for name in names] == expected and (tmp_path / "logs").is_dir()
+
+
 begin_to_lose_patience = []  # what sets the groups' time-outs
 
 
@@ -387,12 +406,14 @@ def test_a_checkpoint_is_there_only_with_the_numbers_of_the_steps_before_it(tmp_
 @pytest.mark.parametrize("change, kept, told", [
     (lambda text: text.replace(b"\n", b"\r\n\n", 1), [1, 2], ""),
     (lambda text: b"\xef\xbb\xbf" + text.replace(b'"lr"', b'"x": [NaN], "lr"', 1), [1, 2], ""),
+    (lambda text: text.replace(b'"skipped": 0, ', b"", 1), [1, 2], ""),
     (lambda text: b"a remark\n3\n{}\n" + text, [1, 2], "are gone: 3"),
+    (lambda text: b'{"step": true}\n' + b"[" * 100_000 + b"\n" + text, [1, 2], "are gone: 2"),
     (lambda text: text.replace(b'"step": 1', b'"step": "one"'), [2], "are gone: 1"),
     (lambda text: b"caf\xe9\n" + text, [1, 2], "are gone: 1"),
     (lambda text: text[:-9], [1, 2], "are gone: 1"),  # the checkpoint knows the last one too
     (lambda text: b"", [2], ""),
-], ids=["blank", "mark", "others", "step", "encoding", "cut", "empty"])  # fmt: skip
+], ids=["blank", "mark", "less", "others", "hostile", "step", "encoding", "cut", "empty"])  # fmt: skip
 def test_numbers_edited_by_hand(run, capsys, change, kept, told):  # noqa: F811
     file = run([], steps=2) / "metrics.jsonl"
     before = lines(file.parent)
@@ -471,16 +492,16 @@ def test_tensorboard_gets_all_numbers(run, monkeypatch):  # noqa: F811
     class Writer:
         def __init__(self, folder, purge_step):
             told.append((folder, purge_step))
-            self.add_scalar, self.close = lambda *scalar: shown.append(scalar), lambda: None
+            self.add_scalar, self.close = lambda *scalar: shown.append(scalar), lambda: told.append("closed")
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     out = run([2], metrics={"tensorboard": True})
-    assert told == [(str(out / "tensorboard"), 1)]
+    assert told == [(str(out / "tensorboard"), 1), "closed"]
     for line in lines(out):
         for name in line.keys() - {"step", "batch"}:  # which is no number, and those of step 2 are not finite
             assert (name, line[name], line["step"]) in shown or line[name] is None
-    assert "batch" not in {name for name, *_ in shown}
+    assert {"step", "batch"}.isdisjoint(name for name, *_ in shown)
 
 
 def test_numbers_that_json_has_not_are_null():

@@ -92,6 +92,16 @@ def end_without_cli(code):
     os._exit(code)
 
 
+def lose_torchrun():
+    """Its first rank has another parent all at once."""
+    start(configs.from_dict(TREE | {"batch": {"global": 2, "micro": 1}}))
+    dist.barrier()
+    os.environ |= {"TORCHELASTIC_RUN_ID": "a", "LOCAL_RANK": str(dist.get_rank())}
+    if dist.get_rank() == 0:
+        os.getppid = lambda: 1
+    time.sleep(1000)
+
+
 def on_nccl(ready, victim):
     """As far as that goes without GPUs: with a group for control messages beside the default one."""
     with patch("torch.distributed.get_backend", lambda *_: "nccl"):
@@ -145,6 +155,13 @@ def test_scripts_that_end_without_our_command_line(tmp_path, code):
     ranks = Ranks(3, tmp_path / "log", end_without_cli, code)
     assert ranks.wait(LIMIT) and ranks.codes() == [code] * 3
     assert errors(tmp_path / "log") == []
+
+
+def test_ranks_without_torchrun_end(tmp_path):
+    ranks = Ranks(2, tmp_path / "log", lose_torchrun)
+    assert ranks.wait(LIMIT) and ranks.codes() == [1, 1]
+    (line,) = errors(tmp_path / "log")
+    assert line.startswith("error: torchrun is gone; ")
 
 
 def stops(sent: bool) -> list[bool]:
