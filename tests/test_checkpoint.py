@@ -62,13 +62,13 @@ def equal(left, right):
 
 
 def test_steps_are_counted_where_fused_kernels_want_them_and_nothing_older_stays():
-    model = nn.Linear(3, 3, bias=False, device="meta")
+    model = nn.Linear(3, 3, bias=False, device="meta", dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.state[model.weight]["momentum"] = torch.zeros(3, 3, device="meta")
     stored = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(), [])
     tensors = checkpoint.prepare_optimizer(optimizer, model, {"weight/step": stored})
     assert optimizer.state == {model.weight: {"step": tensors["weight/step"]}}
-    assert tensors["weight/step"].device.type == "meta"
+    assert (tensors["weight/step"].device.type, tensors["weight/step"].dtype) == ("meta", torch.float32)
 
 
 def store_trained_only(folder):
@@ -228,7 +228,7 @@ def test_a_checkpoint_may_be_a_link_whose_target_stays(pool, tmp_path):
 
 
 def test_other_names_and_files_are_no_checkpoints(pool, tmp_path):
-    strays = ["step-0", "step-5", "step-\u0663", "step-000000005"]
+    strays = ["step-0", "step-5", "step-\u0663", "step-0000000\u00b2", "step-000000005"]
     pool.run(1, save_many, tmp_path, [1, 2], 2)
     for name in strays:
         (tmp_path / name).mkdir()

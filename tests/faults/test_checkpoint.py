@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import time
+import zlib
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from unittest import mock
@@ -25,7 +26,7 @@ from minitrain.models.zoo import model_config
 from minitrain.runtime.lock import locked
 from minitrain.training import checkpoint_files
 from minitrain.training.checkpoint import Checkpointer, resume_point, saved_despite_errors
-from minitrain.training.checkpoint_files import Writer, find_damage, measure, write_description
+from minitrain.training.checkpoint_files import Writer, find_damage, make_empty, measure, remove, write_description
 from minitrain.training.durable import write_durably
 from tests.test_checkpoint import content, equal, make, names, save_many, step
 
@@ -104,6 +105,8 @@ def go_on_after_damage(folder):
     assert names(folder)[0] == "step-00000001"  # though two newer ones are there: one may be of what went wrong
     flip_a_bit(folder / "step-00000003" / PART)
     assert load(folder)[0] == {"step": 2}
+    flip_a_bit(folder / "step-00000002" / PART)  # again, and one is aside already
+    assert load(folder)[0] == {"step": 1}
 
 
 def test_damaged_checkpoints_do_not_count_as_kept(pool, tmp_path):
@@ -216,6 +219,32 @@ def test_a_description_without_an_index_is_damage(tmp_path, files):
     describe(tmp_path)
     write_description(tmp_path, {"optimizer": "", "base": "", "extra": {}, "files": files})
     assert "files must have .metadata" in find_damage(tmp_path, 0, 1)
+
+
+@pytest.mark.parametrize("lost", ["optimizer", "base", "extra", "files"])
+def test_a_description_that_lacks_a_part_is_damage(tmp_path, lost):
+    about = {"optimizer": "", "base": "", "extra": {}, "files": {}}
+    del about[lost]
+    write_description(tmp_path, about)
+    assert lost in find_damage(tmp_path, 0, 1)
+
+
+def test_all_of_a_file_is_summed_up(tmp_path, monkeypatch):
+    """Which is read block by block."""
+    monkeypatch.setattr(checkpoint_files, "BLOCK", 4)
+    (tmp_path / "a").write_bytes(b"nine bytes")
+    assert measure(tmp_path / "a") == [10, zlib.crc32(b"nine bytes")]
+
+
+def test_folders_are_emptied_and_removed_whole(tmp_path):
+    """One whose removal is interrupted has its final name no more."""
+    folder = tmp_path / "step-00000001"
+    (folder / "inside").mkdir(parents=True)
+    with mock.patch.object(shutil, "rmtree", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        remove(folder)
+    assert names(tmp_path) == ["step-00000001.tmp"]
+    make_empty(folder.with_suffix(".tmp"))
+    assert not names(folder.with_suffix(".tmp"))
 
 
 @pytest.mark.parametrize("put", [os.mkfifo, lambda file: file.write_text("[" * 200_000)], ids=["pipe", "nested"])

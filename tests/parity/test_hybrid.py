@@ -145,9 +145,13 @@ def test_both_spellings_of_the_pattern(family, tmp_path):
     raw = json.loads((tmp_path / "config.json").read_text())
     expected = read_config(tmp_path)
     assert expected.layer_pattern == "ME*-ME"
-    del raw["layers_block_type"]
-    (tmp_path / "config.json").write_text(json.dumps(raw | dict(hybrid_override_pattern="ME*-ME", num_hidden_layers=6)))
-    assert read_config(tmp_path) == expected
+    older = dict(layers_block_type=["mamba", "moe", "attention", "mlp", "mamba", "moe"])
+    letters = dict(
+        layers_block_type=None, hybrid_override_pattern="ME*-ME", num_hidden_layers=9
+    )  # it is as long as it is
+    for spelling in (older, letters):
+        (tmp_path / "config.json").write_text(json.dumps(raw | spelling))
+        assert read_config(tmp_path) == expected
 
 
 @pytest.mark.parametrize("more", [dict(rms_norm_eps=0.1), dict(hidden_act="silu"), dict(mamba_dt_min=0.5)], ids=str)
@@ -232,6 +236,8 @@ def test_models_of_the_zoo_can_be_saved(name, tmp_path):
     "family, changes, parts",
     [
         ("nemotron_h", dict(layers_block_type=["moe", "conv"]), ["layers_block_type", "'conv'"]),
+        ("nemotron_h", dict(layers_block_type=[["moe"]]), ["layers_block_type has ['moe'], which is none of"]),
+        ("nemotron_h", dict(layers_block_type=5), ["layers_block_type has 5, which is none of"]),
         ("nemotron_h", dict(layers_block_type=None), ["hybrid_override_pattern", "missing"]),
         ("nemotron_h", dict(layers_block_type=None, hybrid_override_pattern="MXM"), ["hybrid_override_pattern='MXM'"]),
         ("nemotron_h", dict(use_bias=True), ["use_bias"]),
@@ -248,6 +254,7 @@ def test_models_of_the_zoo_can_be_saved(name, tmp_path):
         ("gpt2", dict(add_cross_attention=True), ["add_cross_attention"]),
         ("gpt2", dict(activation_function="relu"), [": activation_function='relu'", "gelu_new"]),
         ("gpt2", dict(n_layer=None), [": key n_layer is missing"]),
+        ("gpt2", dict(n_embd=None, n_inner=None), [": key n_embd is missing"]),
         ("gpt2", dict(n_layer=0), [": n_layer=0 must be at least 1"]),
         ("gpt2", dict(layer_norm_epsilon=-1), [": layer_norm_epsilon=-1.0 must be at least 0"]),
     ],
@@ -268,6 +275,7 @@ def test_gpt2_as_openai_published_it(tmp_path):
     theirs, tokens = build("gpt2"), random_tokens(1, 20)
     tensors = {name: tensor.contiguous() for name, tensor in theirs.transformer.state_dict().items()}
     tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+    tensors["lm_head.weight"] = tensors["wte.weight"].clone()  # which some files have, under its own name
     theirs.save_pretrained(tmp_path)
     expected = load_pretrained(tmp_path)(tokens)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -279,10 +287,12 @@ def test_gpt2_defaults(tmp_path):
     build("gpt2").save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     del raw["n_inner"], raw["tie_word_embeddings"], raw["scale_attn_weights"]
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    config = read_config(tmp_path)
-    assert config.intermediate_size == 4 * 48
-    assert config.tie_word_embeddings
+    raw["hidden_size"] = raw.pop("n_embd")  # as in Llama's files, which transformers takes too
+    for absent in ({}, {"n_inner": None}):
+        (tmp_path / "config.json").write_text(json.dumps(raw | absent))
+        config = read_config(tmp_path)
+        assert (config.hidden_size, config.intermediate_size) == (48, 4 * 48)
+        assert config.tie_word_embeddings
 
 
 @pytest.mark.parametrize(
@@ -324,6 +334,7 @@ def test_a_pattern_without_experts_needs_no_keys_of_them(tmp_path):
     save_pretrained(ours, tmp_path)
     file, tokens = tmp_path / "config.json", random_tokens(1, 24)
     raw = json.loads(file.read_text())
+    assert ours.config.time_step_min == 0 < raw["time_step_min"]  # whose logarithm transformers takes
     file.write_text(json.dumps({key: raw[key] for key in raw.keys() - NO_EXPERTS.keys()}))
     again = load_pretrained(tmp_path)
     assert again.config.num_experts == 0
