@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitrain.config import from_dict
@@ -221,6 +222,14 @@ def test_gathered_experts_are_those_of_one_process_after_every_change(pool, ep, 
         "fp8": {"experts": True, "keep_transposed": keep},
     }
     pool.run(4, check_gathered_after_changes, TREE | {"batch": TREE["batch"] | {"global": 8}} | settings)
+
+
+def test_shards_that_are_gone_hear_of_no_step():
+    before = len(_global_optimizer_post_hooks)
+    shards = gathering.Fp8Shards([], keep_transposed=False)
+    assert len(_global_optimizer_post_hooks) == before + 1
+    del shards
+    assert len(_global_optimizer_post_hooks) == before
 
 
 def train_counting_copies(tree):

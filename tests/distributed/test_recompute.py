@@ -232,12 +232,12 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def products(setting, name, compiling=False, fp8=False, by_onednn=False):
+def products(setting, name, compiling=False, fp8=False, by_onednn=False, **shape):
     """Those of a forward and a backward pass. compiling: in the form that the compiler gets."""
-    config = from_dict({"model": {"name": name, "vocab_size": 128, "num_layers": 4}})
+    config = from_dict({"model": {"name": name, "vocab_size": 128, "num_layers": 4, **shape}})
     model = plain_model(config)
     if fp8:
-        to_fp8(model.blocks, "none")
+        to_fp8(model.blocks, "none", experts=True)
     if by_onednn:
         onednn.to_onednn(model)
     recompute(model.blocks, setting)
@@ -253,6 +253,7 @@ def products(setting, name, compiling=False, fp8=False, by_onednn=False):
     (["_grouped_mm"], {"name": "mixtral-8x7b-tiny"}),
     (["grouped_mm"], {"name": "mixtral-8x7b-tiny", "compiling": True}),
     (["_scaled_mm"], {"name": "qwen2.5-7b-tiny", "fp8": True}),
+    (["scaled_mm"], {"name": "mixtral-8x7b-tiny", "fp8": True, "num_experts": 1, "num_experts_per_tok": 1}),
     (["onednn_linear"], {"name": "llama3-8b-tiny", "by_onednn": True}),
 ], ids=str)  # fmt: skip
 def test_selective_computes_no_product_again(kinds, settings, monkeypatch):
