@@ -28,10 +28,11 @@ def test_a_node_whose_gpus_are_not_found():
 
 def test_ranks_agree_on_a_prefix_whatever_dead_ones_have_asked():
     store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=30))
     store.set("ask/1", "dead")
     with ThreadPoolExecutor() as threads:
         asked = [threads.submit(rendezvous.ask, store, rank) for rank in (1, 2)]
-        prefix = rendezvous.answer(store, 3, timedelta(seconds=60))
+        prefix = rendezvous.answer(store, 3, timedelta(seconds=30))
         assert [each.result() for each in asked] == [prefix] * 2
 
 

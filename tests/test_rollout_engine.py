@@ -620,13 +620,15 @@ def test_matrices_of_one_input_are_one_product(name, joined, tmp_path):
     """Read as one where they lie, whatever changes them; and to all others they are what they were."""
     model, prompts = make(name), prompts_of((9, 3))
     parameters = {key: (p, p.clone()) for key, p in model.named_parameters()}
-    sampler = Sampler(model, settings=Rollout(slots=4, page_size=4, pages=100))
+    sampler, places = Sampler(model, settings=Rollout(slots=4, page_size=4, pages=100)), []
     for factor in (1.0, 1.1):
         for parameter in model.parameters():
             parameter.mul_(factor)
         sampler.refresh()
         greedy = SamplingParams(temperature=0.0, max_tokens=6)
         assert [c.tokens for c in sampler.generate(prompts, greedy)] == [uncached(model, p, 6) for p in prompts]
+        places.append([parameter.data_ptr() for parameter in model.parameters()])
+    assert places[0] == places[1]  # which CUDA graphs rely on
     attention = model.blocks[0].self_attn
     products = []
     with sampler.weights.in_use(), mock.patch.object(F, "linear", side_effect=F.linear) as linear:
@@ -634,6 +636,11 @@ def test_matrices_of_one_input_are_one_product(name, joined, tmp_path):
             attention.project(torch.zeros(1, 1, model.config.hidden_size))
             products = linear.call_args_list
     assert len(products) == (name != "deepseek-v3") and "project" not in attention.__dict__
+    if name != "deepseek-v3":
+        hook = attention.k_proj.register_forward_hook(lambda *_: None)
+        with sampler.weights.in_use():
+            assert "project" not in attention.__dict__  # a hook of others runs
+        hook.remove()
     for key, parameter in model.named_parameters():
         assert parameter is parameters[key][0]
         torch.testing.assert_close(parameter, parameters[key][1] * 1.1)
@@ -672,6 +679,12 @@ def test_linears_with_adapters_are_packed_too(targets):
     packed = {linear for owner in sampler.weights.packed if isinstance(owner, tuple) for linear in owner}
     assert packed == {module for block in model.blocks for module in block.modules() if isinstance(module, nn.Linear)}
     assert [uncached(model, prompt, 6) for prompt in prompts] == expected  # adapters are still there
+
+
+def test_other_types_than_fp32_are_not_packed():
+    sampler = Sampler(make("qwen3-32b").bfloat16())
+    sampler.generate(prompts_of((9,)), SamplingParams(max_tokens=2))
+    assert set(sampler.weights.packed.values()) == {None}
 
 
 def test_linears_that_are_not_packed_multiply_as_in_training(monkeypatch):
