@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from minitrain.bench.fake_world import fake_world
 from minitrain.bench.trace import Trace, Tracer, work
 
 aten = torch.ops.aten
@@ -65,6 +67,24 @@ def test_bytes_that_a_kernel_moves():
     assert sorted(size for _, size in embedding.reads) == [3 * 8, 3 * 4 * 4] and embedding.element == 4
     assert sorted(size for _, size in add.reads) == [4 * 4, 3 * 4 * 4] and add.writes == embedding.writes
     assert trace.events[-1] is add
+
+
+@pytest.mark.filterwarnings("ignore:.* is deprecated")  # from torch 2.13 on; 2.11 does not know the later names
+def test_messages_are_as_large_as_what_is_gathered_or_not_yet_reduced():
+    """Four ranks have a quarter each of 16 numbers; what is sent as it is, stays of the kind that it was."""
+    whole, part = torch.zeros(16), torch.zeros(4)
+
+    def function():
+        dist.all_gather_into_tensor(whole, part)
+        dist.reduce_scatter_tensor(part, whole)
+        dist.all_reduce(part)
+
+    with fake_world(4):
+        trace = traced(function, gradients=[part])
+    found = [([size for _, size in e.reads], [size for _, size in e.writes], e.payload) for e in trace.events]
+    assert found == [([16], [64], 64), ([64], [16], 64), ([16], [16], 16)]
+    assert (trace.peak["gradients"], trace.peak["gathered"]) == (16, 64)
+    assert list(trace.collectives([2, 1, 0]).values()) == [[2, 128], [1, 64], [0, 0]]
 
 
 def test_who_holds_memory_at_its_peak():
