@@ -87,6 +87,17 @@ def test_messages_are_as_large_as_what_is_gathered_or_not_yet_reduced():
     assert list(trace.collectives([2, 1, 0]).values()) == [[2, 128], [1, 64], [0, 0]]
 
 
+@pytest.mark.parametrize("names", [["tp", "dp_shard"], ["dp_shard", "tp"]])
+def test_of_dimensions_with_the_same_ranks_shards_are_fsdps(names):
+    """Whose messages are not functional ones."""
+    with fake_world(4):
+        group, x = dist.group.WORLD.group_name, torch.zeros(4)
+        with Tracer({group: (names, list(range(4)))}) as tracer:
+            dist.all_reduce(x)
+            torch.ops._c10d_functional.all_reduce(x, "sum", group)
+    assert [event.dimension for event in tracer.trace.events] == ["dp_shard", "tp"]
+
+
 def test_who_holds_memory_at_its_peak():
     """A weight of 400 bytes, and two tensors at once of three."""
     weight = torch.zeros(100)
