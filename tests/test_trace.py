@@ -94,8 +94,9 @@ def test_of_dimensions_with_the_same_ranks_shards_are_fsdps(names):
         group, x = dist.group.WORLD.group_name, torch.zeros(4)
         with Tracer({group: (names, list(range(4)))}) as tracer:
             dist.all_reduce(x)
-            torch.ops._c10d_functional.all_reduce(x, "sum", group)
-    assert [event.dimension for event in tracer.trace.events] == ["dp_shard", "tp"]
+            functional = torch.ops._c10d_functional
+            functional.wait_tensor(functional.all_reduce(x, "sum", group))
+    assert [e.dimension for e in tracer.trace.events if e.kind == "collective"] == ["dp_shard", "tp"]
 
 
 def test_who_holds_memory_at_its_peak():

@@ -269,6 +269,8 @@ def test_only_steps_without_any_update_count_as_skipped(tmp_path):
     file.write_text("".join(json.dumps(line) + "\n" for line in numbers))
     log = MetricsLog(file, steps=10, start=4)
     assert (log.skipped_steps(2), log.skipped_steps(1)) == (2, 0)
+    log.step({"step": 5, "loss": 2.0, "skipped": 2, "tokens_per_sec": 1.0})
+    assert (list(log.losses), log.skipped_steps(2)) == ([1.0] * 4 + [2.0], 3)
     log.close()
 
 
