@@ -89,14 +89,15 @@ def test_messages_are_as_large_as_what_is_gathered_or_not_yet_reduced():
 
 @pytest.mark.parametrize("names", [["tp", "dp_shard"], ["dp_shard", "tp"]])
 def test_of_dimensions_with_the_same_ranks_shards_are_fsdps(names):
-    """Whose messages are not functional ones."""
-    with fake_world(4):
+    """Whose messages are not functional ones; of these all is gathered, a fake one's copy too."""
+    with fake_world(4), FakeTensorMode():
         group, x = dist.group.WORLD.group_name, torch.zeros(4)
         with Tracer({group: (names, list(range(4)))}) as tracer:
             dist.all_reduce(x)
             functional = torch.ops._c10d_functional
             functional.wait_tensor(functional.all_reduce(x, "sum", group))
     assert [e.dimension for e in tracer.trace.events if e.kind == "collective"] == ["dp_shard", "tp"]
+    assert (tracer.trace.peak["activations"], tracer.trace.peak["gathered"]) == (0, 3 * 16)
 
 
 def test_who_holds_memory_at_its_peak():
