@@ -14,6 +14,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from minitrain.bench import commands
+from minitrain.bench import versus as rivals
 from minitrain.bench.decoding import bytes_read, model_reads
 from minitrain.bench.flops import clean, count_work, flops_per_token, nemo_pretrain
 from minitrain.bench.measure import load_row, row_name, training_result
@@ -509,6 +510,44 @@ def test_the_other_library_keeps_packed_documents_apart(pool, model, documents):
     """And has every family: GPT-OSS, of which it has no scaled_dot_product_attention, and GPT-3 as its GPT-2."""
     ((packed, alone),) = pool.run(1, rival_losses, model, documents)
     assert packed == pytest.approx(alone, rel=1e-5)
+
+
+def test_steps_to_warm_up_count_for_nothing(monkeypatch):
+    seconds = iter([9.0, 1.0, 2.0, 4.0, 2.0, 8.0, 4.0, 4.0])  # ours and theirs in turns
+    monkeypatch.setattr(rivals, "timed", lambda *_: next(seconds))
+    monkeypatch.setattr(rivals, "Trainer", lambda *_: SimpleNamespace(device="cpu"))
+    monkeypatch.setattr(rivals, "progress", lambda steps, text: range(steps))
+    monkeypatch.setitem(RIVALS, "transformers", lambda ours: None)
+    assert rivals.versus(from_dict({}), None, "row", steps=3, warmup=1, library="transformers") == {
+        "versus": "transformers", "versus_ratio": 2.0, "versus_ratio_range": [1.0, 4.0],
+        "versus_step_time_s": [2.0, 4.0],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
+def test_the_other_library_casts_where_we_do(precision):
+    model, seen = torch.nn.Linear(2, 2), []
+    ours = SimpleNamespace(
+        config=from_dict({"precision": precision}), device=torch.device("cpu"),
+        micro_batches=lambda dataset, step: [{}, {}], objective=SimpleNamespace(count=lambda batch: 1),
+    )  # fmt: skip
+
+    def loss(batch, count):
+        seen.append((count, torch.is_autocast_enabled("cpu")))
+        return model.weight.sum()
+
+    rivals.Rival(ours, model, [], loss).step(None, 0)
+    assert seen == [(2, precision == "bf16")] * 2
+
+
+def test_what_is_frozen_has_no_gradient(monkeypatch):
+    """Ten numbers that are trained, with a gradient and a state of 20; five that are not; nothing besides."""
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(10)), torch.zeros(5)])
+    model[1].requires_grad_(False)
+    optimizer = SimpleNamespace(state={model[0]: {"sum": torch.zeros(20)}})
+    monkeypatch.setattr(rivals, "activation_bytes", lambda *_: 0)
+    trainer = SimpleNamespace(model=model, optimizer=optimizer, config=from_dict({}))
+    assert rivals.training_bytes(trainer) == 4 * (2 * 10 + 5 + 20)
 
 
 def test_sampling_asks_for_huge_pages_before_torch_is_there(monkeypatch):

@@ -1,5 +1,6 @@
 """What the training loop does besides steps: evaluation, trial steps, and pictures that one rank writes."""
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -11,7 +12,7 @@ from minitrain.generate_video import draw_shapes
 from minitrain.parallel.mesh import start
 from minitrain.training.build import build_model
 from minitrain.training.data import Mock, rows
-from minitrain.training.loop import Trainer, is_due
+from minitrain.training.loop import Trainer, is_due, training_steps
 from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import LanguageModeling
 from tests.test_diffusion import ROOT
@@ -65,6 +66,25 @@ def test_a_step_with_nothing_to_predict_is_one_of_zeros():
     with mock.patch.object(data, "row", side_effect=lambda n: Mock.row(data, n) | row):
         numbers = trainer.step(data, 0)
     assert {key: value.item() for key, value in numbers.items()} == {"loss": 0, "grad_norm": 0}
+
+
+def test_what_happens_between_steps_is_none_of_their_time(monkeypatch):
+    """As a validation, or a checkpoint."""
+    clock = [0.0]
+
+    def step(dataset, number):
+        clock[0] += 2
+        return {"loss": torch.tensor(1.0), "grad_norm": torch.tensor(1.0)}
+
+    monkeypatch.setattr("minitrain.training.loop.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    trainer = SimpleNamespace(
+        config=configs.from_dict(TREE | {"steps": 3}), step=step, optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}]),
+        meshes=SimpleNamespace(batch=None), objective=SimpleNamespace(metrics=lambda total: {}),
+    )  # fmt: skip
+    for numbers in training_steps(trainer, None, start=1):
+        clock[0] += 100
+        assert (numbers["step_time_s"], numbers["tokens_per_sec"]) == (2, 4 * 16 / 2)
+    assert (numbers["step"], numbers["tokens"]) == (3, 3 * 4 * 16)
 
 
 def test_what_is_due_now_and_then_is_always_due_at_the_end():

@@ -53,11 +53,12 @@ def descend(model, loss, lr):
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 def test_updates_equal_autograd_on_single_sequences(aggregation):
     """Two updates of 8 responses each, clipped against the weights before both; some responses are filtered."""
-    grpo = PLAIN["grpo"] | {"aggregation": aggregation, "overlong_filter": True}
+    scaled = aggregation != "sequence"
+    grpo = PLAIN["grpo"] | {"aggregation": aggregation, "std_scaling": scaled, "overlong_filter": True}
     learner = make_learner(PLAIN | {"grpo": grpo})
     groups, model = made_up_groups(), learner.model
     groups[1][2].truncated = groups[3][0].truncated = True
-    values = advantages(rewards(groups), "leave_one_out", True).flatten().tolist()
+    values = advantages(rewards(groups), "leave_one_out", scaled).flatten().tolist()
     rollouts = [rollout for group in groups for rollout in group]
     begun, losses = snapshot(model.named_parameters()), []
     with torch.no_grad():
@@ -86,6 +87,12 @@ def test_one_update_asks_for_no_log_probabilities_before_it():
     learner = make_learner(PLAIN | {"batch": PLAIN["batch"] | {"global": 16}})
     learner.add_log_probs = None
     assert learner.learn(made_up_groups(), step=0)["clip_fraction"] == 0
+
+
+def test_all_updates_of_a_step_have_its_learning_rate():
+    learner = make_learner(PLAIN | {"optim": PLAIN["optim"] | {"warmup": 4}})
+    learner.learn(made_up_groups(), step=1)
+    assert learner.trainer.optimizer.param_groups[0]["lr"] == 2 / 4
 
 
 def test_warm_up_learns_the_answers():

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from statistics import stdev
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -176,6 +177,18 @@ def test_a_response_fills_its_row_at_most():
 def test_another_seed_draws_other_responses():
     seeds = [[collector([0], seed=seed)[0].seed(number) for number in range(3)] for seed in (0, 1)]
     assert len({*seeds[0], *seeds[1]}) == 6
+
+
+def test_what_is_said_of_a_steps_responses():
+    groups = made_up_groups()[:2]  # of 1 + (3 g + 5 n) % 8 tokens; every third is right
+    groups[0][1].truncated = True
+    for rollout in itertools.chain(*groups):
+        rollout.no_signal = 0.25
+    right, lengths = [1, 0, 0, 1, 0, 1, 0, 0], [1, 6, 3, 8, 4, 1, 6, 3]
+    assert loop.describe(groups) == {
+        "reward": 3 / 8, "reward_std": pytest.approx(stdev(right)), "no_signal": 0.25,
+        "length": sum(lengths) / 8, "longest": 8, "truncated": 1 / 8,
+    }  # fmt: skip
 
 
 def test_length_costs():
