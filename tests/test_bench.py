@@ -7,7 +7,7 @@ import runpy
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -440,15 +440,19 @@ def test_a_result_is_kept_though_the_other_library_fails(monkeypatch):
     assert written == [({"row": "row", "proxy": True}, "file")]
 
 
+VIDEOS = {"model": "wan2.1-1.3b-tiny", "task": "diffusion", "data": {"size": [4, 16, 16], "text_tokens": 8}}
+
+
 def rival_memory(library, recompute):
     tree = {"model": "llama3-8b-tiny", "batch": {"global": 2, "micro": 2, "seq_len": 256}, "recompute": recompute}
-    config = from_dict(tree | {"device": "cpu"} | ({"lora": {"rank": 4}} if library == "peft" else {}))
+    more = {"peft": {"lora": {"rank": 4}}, "diffusers": VIDEOS}.get(library, {})
+    config = from_dict(tree | {"device": "cpu"} | more)
     ours = Trainer(config, start(config))
     rival = RIVALS[library](ours)
     return working_memory(lambda: rival.step(open_dataset(config)[0], 0), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("library", ["transformers", "peft"])
+@pytest.mark.parametrize("library", ["transformers", "peft", "diffusers"])
 def test_the_other_library_recomputes_as_we_do(pool, library):
     none, full = (pool.run(1, rival_memory, library, setting)[0] for setting in ("none", "full"))
     assert full < none / 2
@@ -524,6 +528,23 @@ def test_steps_to_warm_up_count_for_nothing(monkeypatch):
     }  # fmt: skip
 
 
+def rival_types(tree):
+    """Of its parameters, and how much less of a mean over two micro-batches one of them is than of one over itself."""
+    config = from_dict({"batch": {"global": 1, "micro": 1, "seq_len": 256}, "device": "cpu"} | tree)
+    ours = Trainer(config, start(config))
+    rival = RIVALS["diffusers" if config.task == "diffusion" else "transformers"](ours)
+    (batch,) = ours.micro_batches(open_dataset(config)[0], 0)
+    one, half = (rival.loss(batch, count).item() for count in (1, 2))
+    return {p.dtype for p in rival.model.parameters()}, one / half
+
+
+@pytest.mark.parametrize("tree", [{"model": "llama3-8b-tiny"}, VIDEOS], ids=["transformers", "diffusers"])
+def test_the_other_library_has_weights_in_our_type_and_shares_of_a_mean(pool, tree):
+    for precision, dtype in (("bf16-pure", torch.bfloat16), ("bf16", torch.float32)):
+        ((types, ratio),) = pool.run(1, rival_types, tree | {"precision": precision})
+        assert types == {dtype} and ratio == pytest.approx(2, rel=0.01)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
 def test_the_other_library_casts_where_we_do(precision):
     model, seen = torch.nn.Linear(2, 2), []
@@ -536,8 +557,19 @@ def test_the_other_library_casts_where_we_do(precision):
         seen.append((count, torch.is_autocast_enabled("cpu")))
         return model.weight.sum()
 
-    rivals.Rival(ours, model, [], loss).step(None, 0)
-    assert seen == [(2, precision == "bf16")] * 2
+    block = Mock()
+    rivals.Rival(ours, model, [block], loss).step(None, 0)
+    assert seen == [(2, precision == "bf16")] * 2 and not block.compile.called
+    ours.config.compile = True
+    rivals.Rival(ours, model, [block], loss)
+    block.compile.assert_called_once_with(dynamic=False)
+
+
+def test_what_is_said_of_other_libraries_is_not_said_of_ours():
+    config = from_dict({"lora": {}, "recompute": "selective"})
+    rivals.check_versus(config, "full")
+    with pytest.raises(InputError, match="peft has no recompute=selective"):
+        rivals.check_versus(config, "peft")
 
 
 def test_what_is_frozen_has_no_gradient(monkeypatch):

@@ -184,6 +184,8 @@ def diffusers_rival(ours: Trainer) -> Rival:
         model.enable_gradient_checkpointing()
 
     def velocity(latents, timestep, text, image=None):
+        # it casts none of them itself
+        latents, text, image = (x if x is None else x.to(model.dtype) for x in (latents, text, image))
         return model(latents, timestep, text, encoder_hidden_states_image=image, return_dict=False)[0]
 
     return Rival(ours, model, model.blocks, lambda batch, count: ours.objective.loss(velocity, batch) / count)
