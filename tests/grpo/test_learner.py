@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -235,7 +236,10 @@ def test_the_reference_is_the_model_without_adapters(tmp_path):
     for batch in batches:
         torch.testing.assert_close(batch["reference"], batch["expected"])
         assert (batch["adapted"] - batch["expected"]).abs().max() > 0.01
-    assert learner.learn(made_up_groups(), step=0)["kl"] > 1e-3
+    with mock.patch.object(learner.trainer, "update", wraps=learner.trainer.update) as update:
+        assert learner.learn(made_up_groups(), step=0)["kl"] > 1e-3
+    updates = [call.args[0] for call in update.call_args_list]
+    assert len(updates) == 2 and all("reference" in batch for batches in updates for batch in batches)
 
 
 def test_adapters_are_back_after_an_error(tmp_path):
