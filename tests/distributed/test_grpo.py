@@ -16,6 +16,7 @@ from minitrain.grpo.batches import Response
 from minitrain.grpo.learner import Learner
 from minitrain.grpo.loop import Run, make_sampler_model
 from minitrain.grpo.memory import storages
+from minitrain.grpo.problems import open_problems
 from minitrain.grpo.refit import Move, Refit, parts_of, plan
 from minitrain.grpo.rollouts import Collector, read_rollouts
 from minitrain.models.decoder import Decoder
@@ -59,16 +60,18 @@ def made_up_groups():
 
 
 def learn(tree, folder):
-    """Two updates from old weights and a reference; the change of the parameters that this rank knows, and the log."""
+    """A step to warm up, and two updates from old weights and a reference; the change of the parameters that this rank
+    knows, and the log."""
     config = configs.from_dict(tree)
     learner = Learner(config, start(config), lambda name: nullcontext())
+    before = snapshot(learner.model.named_parameters())
+    learner.warm_up(open_problems(config)[0])
     for parameter in learner.model.parameters():  # so that the policy is not its own reference
         parameter.data.mul_(1.1)
 
     learner.keep_reference(Checkpointer(folder, keep=1))
     for parameter in learner.model.parameters():
         parameter.data.mul_(1 / 1.1)
-    before = snapshot(learner.model.named_parameters())
     numbers = learner.learn(made_up_groups(), step=0)
     after = snapshot(learner.model.named_parameters())
     return {name: after[name] - before[name] for name in before}, numbers
@@ -79,7 +82,7 @@ def learn(tree, folder):
     ({"dp_shard": 2, "cp": 2}, {"aggregation": "sequence"}), ({"dp_shard": 4}, {}),
 ], ids=str)  # fmt: skip
 def test_updates_of_one_process(pool, tmp_path, parallel, grpo):
-    tree = TREE | {"grpo": TREE["grpo"] | grpo}
+    tree = TREE | {"grpo": TREE["grpo"] | {"warmup_steps": 1, "warmup_lr": 0.5} | grpo}
     (expected, numbers), *_ = pool.run(1, learn, tree, tmp_path / "one")
     results = pool.run(4, learn, tree | {"parallel": parallel}, tmp_path / "many")
     check_close([changes for changes, _ in results], expected, 2e-5, "weights after two updates")
