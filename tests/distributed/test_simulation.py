@@ -6,10 +6,10 @@ import pytest
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from minitrain import config as configs
-from minitrain.bench.fake_world import process_groups, record_step
+from minitrain.bench.fake_world import fake_world, process_groups, record_step, trace_step
 from minitrain.bench.simulate import trace_all
 from minitrain.bench.trace import Tracer
-from minitrain.parallel.mesh import start
+from minitrain.parallel.mesh import build_meshes, start
 from minitrain.training.datasets import open_dataset
 from minitrain.training.loop import Trainer
 
@@ -71,3 +71,21 @@ def test_a_simulated_rank_does_what_the_real_one_does(pool, simulated, name):
         assert sum(trace.peak.values()) == pytest.approx(sum(real[rank].peak.values()), rel=0.05)
         for kind in ("parameters", "gradients", "optimizer"):
             assert trace.peak[kind] == pytest.approx(real[rank].peak[kind], rel=0.05), kind
+
+
+def test_all_dimensions_of_a_group_are_known():
+    """Several have the same ranks: those that hold shards take other rows too."""
+    config = configs.from_dict({"parallel": {"dp_shard": 4}, "device": "cpu"})
+    with fake_world(4):
+        meshes = build_meshes(config, "cpu")
+        groups = process_groups(meshes)
+        for mesh in filter(None, vars(meshes).values()):
+            for dimension in mesh.mesh_dim_names:
+                assert dimension in groups[mesh.get_group(dimension).group_name][0]
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("attention", 1), ("selective", 1), ("full", 2)])
+def test_attention_that_is_kept_runs_once(recompute, times):
+    tree = {"model": {"name": "llama3-8b-tiny", "num_layers": 2}, "batch": {"global": 1, "micro": 1, "seq_len": 64}}
+    trace = trace_step(configs.from_dict(tree | {"recompute": recompute, "device": "cpu"}), 1)
+    assert sum(event.name == "attention" for event in trace.events) == 2 * times
