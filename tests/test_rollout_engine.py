@@ -17,6 +17,7 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
 from minitrain.rollout import batch, engine, weights
 from minitrain.rollout.caches import DecodingStep, States
+from minitrain.rollout.scheduler import Scheduler
 from minitrain.tokenizer import ByteTokenizer
 from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import LanguageModeling
@@ -278,8 +279,8 @@ def test_memory_is_for_the_samples_that_are_expected(name):
     assert [sampler.caches.slots - 2 for sampler in (roomy, small)] == [8, 2]
     roomy, small = (Sampler(make(name), settings=Rollout(page_size=4, slots=n), samples=2) for n in (8, 1))
     assert [sampler._page_count() * 4 for sampler in (roomy, small)] == [
-        2 * roomy.config.max_position_embeddings,
-        small.config.max_position_embeddings,
+        2 * roomy.config.max_position_embeddings + 4,
+        small.config.max_position_embeddings + 4,
     ]
 
 
@@ -290,11 +291,21 @@ def test_memory_is_for_samples_as_long_as_expected(name):
     roomy, short = Sampler(make(name), settings=settings), Sampler(make(name), settings=settings, longest=10)
     found, expected = ([each.tokens for each in s.generate(prompts, params)] for s in (short, roomy))
     assert found == expected
-    assert [short.page_count, short.width] == [4 * 3, 3 + 1]
+    assert [short.page_count, short.width] == [4 * 3 + 1, 3 + 1]
     with pytest.raises(InputError, match="a prompt of 10 tokens: use 1 to 9, there are 10 positions"):
         short.submit([1] * 10, params[0])
     (last,) = short.generate([[1] * 9], SamplingParams(max_tokens=5))
     assert len(last.tokens) == 1 and last.finish_reason == "length"
+
+
+@pytest.mark.parametrize("name", ["qwen3-32b", "nemotron3-nano-30b-a3b"])
+def test_a_prompt_is_computed_once_for_samples_that_take_turns(name, monkeypatch):
+    """Also where those that are decoded fill all pages of theirs: what they copy from has one more."""
+    lengths, computed = [], Scheduler.computed
+    monkeypatch.setattr(Scheduler, "computed", lambda self, *what: computed(self, *what) or lengths.append(what[1]))
+    sampler = Sampler(make(name), settings=Rollout(slots=2, page_size=16), longest=16)
+    sampler.generate([[1] * 10], SamplingParams(max_tokens=6, n=5))
+    assert lengths == [9] and sampler.scheduler.preemptions == 0
 
 
 def test_a_pool_has_no_more_elements_than_a_kernel_can_index(monkeypatch):

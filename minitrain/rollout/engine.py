@@ -262,8 +262,8 @@ class Sampler:
     def _page_count(self) -> int:
         """rollout.pages; or as many as last time, if they fit, since kernels are compiled for the pool's size.
 
-        Else what fits into rollout.memory, a share of the free memory, but no more than all slots could fill. Raises
-        InputError for more rollout.pages than fit.
+        Else what fits into rollout.memory, a share of the free memory, but no more than all slots could fill and one
+        more, the last of a prompt whose samples wait for a slot. Raises InputError for more rollout.pages than fit.
         """
         if pages := self.settings.pages:
             if pages > (fitting := self._fitting_pages(1.0)):
@@ -274,7 +274,7 @@ class Sampler:
             return pages
         if self.page_count and self._fitting_pages(1.0) >= self.page_count:
             return self.page_count
-        most = self.slots * -(-self.longest // self.settings.page_size)
+        most = self.slots * -(-self.longest // self.settings.page_size) + 1
         return max(1, min(most, self._fitting_pages(self.settings.memory)))
 
     def _fitting_pages(self, share: float) -> int:
