@@ -395,13 +395,20 @@ def test_hostile_checkpoints_are_refused(pool, tmp_path):
 
 @pytest.mark.parametrize(("code", "part"), [
     (b"cos\nsystem\n(S'true'\ntR.", "system"), (b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93.", "system"),
-    (b"cbuiltins\ngetattr\n(cpathlib\nPosixPath\nVtouch\ntR.", "PosixPath"),
+    (b"cbuiltins\ngetattr\n(ctorch\nSize\nVmro\ntR.", "Size"), (b"cpathlib\nPurePath\n.", "PurePath"),
 ])  # fmt: skip
 def test_the_index_names_no_functions(tmp_path, code, part):
     file = tmp_path / ".metadata"
     file.write_bytes(code)
     with refused(str(file), part):
         read_index(file)
+
+
+def test_an_index_changes_no_paths(monkeypatch):
+    monkeypatch.setattr(type(Path()), "parent", Path.parent)  # to be put back
+    code = b"cpathlib\nPosixPath\n(N}Vparent\ncpathlib\nPosixPath\n(Vhome\ntRstb."
+    IndexUnpickler(io.BytesIO(code)).load()
+    assert Path("out/steps").parent == Path("out")
 
 
 MEMORY_FORMAT = _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT

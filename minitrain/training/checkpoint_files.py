@@ -180,16 +180,18 @@ ADMITTED = {
     *((DCP + "metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata",
                                             "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING")),
     (DCP + "filesystem", "_StorageInfo"), ("torch", "Size"), ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"),
 }  # fmt: skip
+PATHS = {  # _local: in Python 3.13, and in no other
+    (module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")
+}
 
 
 class IndexUnpickler(pickle.Unpickler):
     """Admits what an index of tensors consists of; not BytesStorageMetadata, which DCP would go and unpickle."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "pathlib._local":  # what Python 3.13, and no other, calls it
-            module = "pathlib"
+        if (module, name) in PATHS:  # not the class itself, whose attributes a pickle could set, for the whole process
+            return lambda *parts: Path(*parts)
         if (module, name) == ("builtins", "getattr"):  # as Python 3.11.2 writes an Enum's member; of nothing else
             return lambda kind, member: kind.__members__[member]
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
