@@ -64,8 +64,8 @@ PHASES = ("generation", "logprobs", "training", "refit")
 def train_policy(config: Config, folder: Path, export: Callable[[Trainer, Config, Path], None]) -> None:
     """Train by GRPO as the config says, from the newest checkpoint in `folder` if there is one.
 
-    Besides what other tasks write there: rollouts/step-*.jsonl, every response with its reward; and with a KL term
-    reference/, the weights from which divergence is measured (with adapters, the model's own).
+    Besides what other tasks write there: rollouts/step-*.jsonl, every response with its reward; and with a KL term, but
+    without adapters, reference/, the weights from which divergence is measured.
     """
     run = Run(config, folder)
     first = run.begin()

@@ -72,9 +72,7 @@ def save_pretrained(
     if any(map(is_adapter, tensors)):
         raise InputError("a model with adapters cannot be saved as one model (use merge_adapters first)")
     if any(hasattr(tensor, "full_tensor") for tensor in tensors.values()):
-        raise InputError(
-            "a sharded model cannot be saved as it is (as train.export does: save_tensors of whole_tensors)"
-        )
+        raise InputError("a sharded model cannot be saved as it is (use save_tensors of whole_tensors, see train.py)")
     if original_names and not isinstance(model, Wan):
         raise InputError("original_names=True is for Wan models: others have one spelling")
     dtype = next(model.parameters()).dtype
