@@ -286,15 +286,16 @@ def test_memory_is_for_the_samples_that_are_expected(name):
 
 @pytest.mark.parametrize("name", ["qwen3-32b", "nemotron3-nano-30b-a3b"])
 def test_memory_is_for_samples_as_long_as_expected(name):
-    params = [SamplingParams(max_tokens=7, n=2, seed=i) for i in range(2)]
-    prompts, settings = [[1, 2, 3], [4]], Rollout(slots=4, page_size=4)
-    roomy, short = Sampler(make(name), settings=settings), Sampler(make(name), settings=settings, longest=10)
+    """But for their last tokens, which nothing is predicted from."""
+    params = [SamplingParams(max_tokens=count, n=2, seed=count) for count in (6, 8)]
+    prompts, settings = [[1, 2, 3], [4]], Rollout(slots=4, page_size=4, steps=4)
+    roomy, short = Sampler(make(name), settings=settings), Sampler(make(name), settings=settings, longest=9)
     found, expected = ([each.tokens for each in s.generate(prompts, params)] for s in (short, roomy))
     assert found == expected
-    assert [short.page_count, short.width] == [4 * 3 + 1, 3 + 1]
-    with pytest.raises(InputError, match="a prompt of 10 tokens: use 1 to 9, there are 10 positions"):
-        short.submit([1] * 10, params[0])
-    (last,) = short.generate([[1] * 9], SamplingParams(max_tokens=5))
+    assert [short.page_count, short.width] == [4 * 2 + 1, 2 + 1]
+    with pytest.raises(InputError, match="a prompt of 9 tokens: use 1 to 8, there are 9 positions"):
+        short.submit([1] * 9, params[0])
+    (last,) = short.generate([[1] * 8], SamplingParams(max_tokens=5))
     assert len(last.tokens) == 1 and last.finish_reason == "length"
 
 

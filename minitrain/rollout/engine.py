@@ -246,7 +246,8 @@ class Sampler:
         self.scheduler = Scheduler(pages, self.slots, settings.chunk, self.steps, reuse=not hybrid)
         # a slot for each sample that is decoded, and one for a prefill that waits
         self.caches = Caches(self.config, pages.count, size, self.slots + 1)
-        self.width = min(pages.needed(self.longest), pages.count) + 1  # of a table of pages; the last is the null page
+        # of a table of pages; the last is the null page
+        self.width = min(pages.needed(self.longest - 1), pages.count) + 1
         self.batches: dict[int, Batch] = {}
         self.graph_pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
@@ -274,7 +275,7 @@ class Sampler:
             return pages
         if self.page_count and self._fitting_pages(1.0) >= self.page_count:
             return self.page_count
-        most = self.slots * -(-self.longest // self.settings.page_size) + 1
+        most = self.slots * -(-(self.longest - 1) // self.settings.page_size) + 1  # no last token is cached
         return max(1, min(most, self._fitting_pages(self.settings.memory)))
 
     def _fitting_pages(self, share: float) -> int:
