@@ -292,6 +292,13 @@ def test_a_prompt_waits_until_there_are_pages_to_go_on_and_a_row(pages, rows):
     assert not scheduler.resident and not work.chunks and work.samples == [first] and scheduler.preemptions == 0
 
 
+def test_a_prompt_does_not_wait_for_those_who_have_all_their_pages():
+    scheduler = Scheduler(Pages(3, 4), rows=2, chunk=100, steps=1)
+    run_alone(scheduler, Sample([1] * 2, SamplingParams(), 0, limit=5))
+    scheduler.submit([Sample([2] * 4, SamplingParams(), 0, limit=5)])
+    assert scheduler.plan().chunks
+
+
 def test_no_more_steps_than_some_sample_has_left():
     scheduler = Scheduler(Pages(40, 4), rows=4, chunk=100, steps=5)
     samples = [Sample([1], SamplingParams(), 0, limit=limit) for limit in (4, 8)]

@@ -163,10 +163,11 @@ class Scheduler:
                 return
 
     def _start(self, prefill: Prefill) -> bool:
-        """Leave a page to each sample that runs: to be put back right after starting would be a waste."""
+        """Leave a page to each sample that will need one: to be put back right after starting would be a waste."""
         found = self.pages.match(prefill.tokens[: prefill.length]) if self.reuse else []
         missing = self.pages.needed(prefill.length) - len(found)
-        spare = len(self.running) + 1 if self.running or self.resident else 0
+        growing = sum(self.pages.needed(sample.limit - 1) > len(sample.pages) for sample in self.running)
+        spare = growing + 1 if self.running or self.resident else 0
         taken = self.pages.take(missing) if missing + spare <= self.pages.available else None
         if taken is None:
             self.pages.release(found)
