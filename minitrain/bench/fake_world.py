@@ -178,10 +178,10 @@ def stand_ins(visible: float | None) -> Iterator[None]:
     """Attention that counts, compilation without kernels, and weights without values."""
     with ExitStack() as stack:
         if visible is not None:
-            models = [module for name, module in sys.modules.items() if name.startswith("minitrain.models.")]
-            for real, stand_in in ((attention, attend), (make_mask, partial(counting_mask, visible))):
-                for module in (module for module in models if vars(module).get(real.__name__) is real):
-                    stack.enter_context(patch.object(module, real.__name__, stand_in))
+            for module in [module for name, module in sys.modules.items() if name.startswith("minitrain.models.")]:
+                for real, stand_in in ((attention, attend), (make_mask, partial(counting_mask, visible))):
+                    if vars(module).get(real.__name__) is real:
+                        stack.enter_context(patch.object(module, real.__name__, stand_in))
             stack.enter_context(patch("minitrain.training.loss._add_product", add_product))
         for name in ("to_onednn", "initialize", "load_weights", "fill_adapters"):
             stack.enter_context(patch(f"minitrain.training.build.{name}", lambda *args: None))

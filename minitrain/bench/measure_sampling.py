@@ -48,7 +48,8 @@ def measure_sampling(config: Config, row: str, steps: int, warmup: int, versus: 
     memory = measure_memory(pick_device(config.device))
     device, matmul = prepare(config)
     together = config.batch.global_ * config.grpo.group
-    sampler = Sampler(build_model(config, meshes), None, config.rollout, together, config.batch.seq_len)
+    model, longest = build_model(config, meshes), config.batch.seq_len
+    sampler = Sampler(model, settings=config.rollout, samples=together, longest=longest)
     firsts = []
     runs = [lambda prompts: firsts.append(sample(sampler, config, prompts))]
     if versus:

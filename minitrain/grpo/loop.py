@@ -141,9 +141,8 @@ class Run:
         model, self.refit = self.connect(meshes.batch.device_type, rank in sampling)
         if model is not None:
             replica, replicas = (rank - sampling[0]) // config.rollout.tp, len(sampling) // config.rollout.tp
-            sampler = Sampler(
-                model, self.tokenizer, config.rollout, most_samples(config, replicas), config.batch.seq_len + 1
-            )
+            samples, longest = most_samples(config, replicas), config.batch.seq_len + 1
+            sampler = Sampler(model, self.tokenizer, config.rollout, samples, longest)
             self.collector = Collector(config, sampler, self.tokenizer, end, reward, replica, replicas, samplers)
         kept, lost = {}, {}
         if config.grpo.offload:  # every rank trains and samples
