@@ -9,17 +9,20 @@
     ...experts.gate_up_proj_lora_A                 the same, and where both are adapted ...experts.base_layer.lora_A.weight
 
 The names are those of transformers' modules, which for some families differ from the hub's tensors. Experts are what
-PEFT calls `target_parameters`. Some of what can be adapted has no form in PEFT, see `UNREADABLE`: such adapters can be
-read here only, and a run says so when it begins. Left out: GPT-3, whose q, k and v are one matrix on the hub; all
-variants of LoRA.
+PEFT calls `target_parameters`. Asked for their gate_proj and up_proj, it gives the joint one twice the rank and alpha
+(`rank_pattern`): here all adapters then have the largest rank, the others filled up with zeros, which training leaves
+as they are. Some of what can be adapted has no form in PEFT, see `UNREADABLE`: such adapters can be read here only, and
+a run says so when it begins. Left out: GPT-3, whose q, k and v are one matrix on the hub; all variants of LoRA.
 """  # noqa: E501
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.errors import InputError
@@ -34,6 +37,7 @@ from minitrain.models.zoo import empty_model
 
 LARGEST_RANK, LARGEST_ALPHA = 1 << 16, 10**9
 TARGETS = ("target_modules", "target_parameters")  # keys of adapter_config.json
+PATTERNS = ("rank_pattern", "alpha_pattern")
 MIXERS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mamba": ("in_proj", "out_proj")}  # the rest: mlp
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 UNREADABLE = {
@@ -41,9 +45,8 @@ UNREADABLE = {
     "nemotron_h": ("out_proj",),  # PEFT refuses it: the kernels of Mamba go around it
 }
 VARIANTS = (
-    "use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "use_qalora",
-    "layers_to_transform", "layer_replication", "trainable_token_indices", "alora_invocation_tokens", "use_bdlora",
-    "exclude_modules",
+    "use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "use_qalora", "layers_to_transform",
+    "layer_replication", "trainable_token_indices", "alora_invocation_tokens", "use_bdlora", "exclude_modules",
 )  # fmt: skip
 
 
@@ -56,13 +59,26 @@ def read_adapter_config(path: str | Path) -> Lora:
         variants.append(f"init_lora_weights={start}")  # these change the base weights
     if raw.get("peft_type") != "LORA" or variants:
         raise InputError(f"{file}: only plain LoRA is supported, not {', '.join(variants) or raw.get('peft_type')}")
-    targets = [_our_target(target) for key in TARGETS for target in _names(raw, key, file)]
+    targets = [_our_target(target, key) for key in TARGETS for target in _names(raw, key, file)]
+    sizes = _sizes(raw, file)
+    for rank, alpha in sizes:
+        if type(rank) is not int or not 1 <= rank <= LARGEST_RANK:
+            raise InputError(f"{file}: r={rank!r} must be a whole number from 1 to {LARGEST_RANK:,}")
+        if type(alpha) not in (int, float) or not abs(alpha) <= LARGEST_ALPHA:  # nan is not
+            raise InputError(f"{file}: lora_alpha={alpha!r} must be a number")
+    settings = [Lora(rank, float(alpha), rslora=bool(raw.get("use_rslora")), targets=targets) for rank, alpha in sizes]
+    if len({lora.scale for lora in settings}) > 1:
+        raise InputError(f"{file}: only plain LoRA is supported, not a rank_pattern that changes the scale of updates")
+    return max(settings, key=lambda lora: lora.rank)
+
+
+def _sizes(raw: dict, file: Path) -> list[tuple]:
+    """Every (rank, alpha) of adapter_config.json: the usual ones, and those of patterns."""
+    ranks, alphas = (raw.get(key) or {} for key in PATTERNS)
+    if not isinstance(ranks, dict) or not isinstance(alphas, dict):
+        raise InputError(f"{file}: {' and '.join(PATTERNS)} must give numbers by name")
     rank, alpha = raw.get("r"), raw.get("lora_alpha")
-    if type(rank) is not int or not 1 <= rank <= LARGEST_RANK:
-        raise InputError(f"{file}: r={rank!r} must be a whole number from 1 to {LARGEST_RANK:,}")
-    if type(alpha) not in (int, float) or not abs(alpha) <= LARGEST_ALPHA:  # nan is not
-        raise InputError(f"{file}: lora_alpha={alpha!r} must be a number")
-    return Lora(rank, float(alpha), rslora=bool(raw.get("use_rslora")), targets=targets)
+    return [(rank, alpha)] + [(ranks.get(name, rank), alphas.get(name, alpha)) for name in ranks | alphas]
 
 
 def _names(raw: dict, key: str, file: Path) -> list[str]:
@@ -103,17 +119,33 @@ def _fill(model: nn.Module, stored: dict[str, Tensor], owned: Callable) -> None:
 
 
 def _read_tensors(config, lora: Lora, path: Path) -> dict[str, Tensor]:
-    """Every adapter's tensors by our names. config: the model's."""
+    """Every adapter's tensors by our names, those of a lower rank filled up with zeros. config: the model's."""
     file, shapes = path / WEIGHTS, adapter_shapes(config, lora)
     stored, keys = stored_tensors([file]), {name: stored_name(name, shapes, config) for name in shapes}
+    stated, own = {rank for rank, _ in _sizes(read_json(path / CONFIG), path / CONFIG)}, {}
     for name, key in keys.items():
-        expected = to_stored(name, torch.empty(shapes[name], device="meta"), config).shape
+        a = stored.get(keys[f"{name[:-1]}A"])
+        rank = a.shape[0] // math.prod(shapes[name][:-2]) if a and a.shape else 0
+        own[name] = with_rank(name, shapes[name], rank if rank in stated else lora.rank)
+        expected = to_stored(name, torch.empty(own[name], device="meta"), config).shape
         check_stored(stored, key, expected, FLOATS, file)
     places = set(keys.values())
     if extra := [key for key in stored if key not in places]:
         raise InputError(f"{file}: tensor {extra[0]} has no place in the model")
     with open_tensors(file) as contents:
-        return {name: from_stored(name, contents.get_tensor(key), shapes[name], config) for name, key in keys.items()}
+        tensors = {name: from_stored(name, contents.get_tensor(key), own[name], config) for name, key in keys.items()}
+    return {name: filled_up(tensor, shapes[name]) for name, tensor in tensors.items()}
+
+
+def with_rank(name: str, shape: torch.Size, rank: int) -> torch.Size:
+    """The shape of an adapter's parameter if it had this rank."""
+    *stack, rows, columns = shape
+    return torch.Size((*stack, rank, columns) if name.endswith("A") else (*stack, rows, rank))
+
+
+def filled_up(tensor: Tensor, shape: torch.Size) -> Tensor:
+    """With zeros, at the ends of its last two dimensions."""
+    return F.pad(tensor, (0, shape[-1] - tensor.shape[-1], 0, shape[-2] - tensor.shape[-2]))
 
 
 def adapter_shapes(config, lora: Lora) -> dict[str, torch.Size]:
@@ -196,9 +228,12 @@ def _module(path: str, config) -> str:
     return re.sub(r"\b(self_attn|mamba|mlp)\.", "mixer.", path) if config.family == "nemotron_h" else path
 
 
-def _our_target(target: str) -> str:
-    """The end of a module's path as it is here: which of Nemotron-H's mixers it is in, its own name tells."""
+def _our_target(target: str, key: str) -> str:
+    """The end of a path as it is here: which of Nemotron-H's mixers it is in, its own name tells. Parameters are those
+    of experts."""
     last = target.rpartition(".")[2]
+    if key == "target_parameters" and target == last:
+        return f"experts.{last}"
     part = next((part for part, names in MIXERS.items() if last in names), "mlp")
     return re.sub(r"\bmixer\.", f"{part}.", target)
 

@@ -89,6 +89,31 @@ def test_logits_gradients_and_files(pair, tmp_path):
         torch.testing.assert_close(ours(tokens), adapted, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "deepseek-v3"])
+def test_experts_of_another_rank(family, tmp_path, monkeypatch):
+    """So peft does what it is asked for gate_proj, up_proj and down_proj where transformers has stacks of experts."""
+    base = their_model(family, monkeypatch)
+    base.save_pretrained(tmp_path / "base")
+    asked = ["w1", "w2", "w3"] if family == "mixtral" else ["gate_proj", "up_proj", "down_proj"]
+    theirs = get_peft_model(base, LoraConfig(r=3, lora_alpha=6, target_modules=["o_proj", *asked])).eval()
+    assert theirs.peft_config["default"].rank_pattern
+    randomize(p for p in theirs.parameters() if p.requires_grad)
+    theirs.save_pretrained(tmp_path / "adapter")
+    ours = load_pretrained(tmp_path / "base")
+    load_adapter(ours, tmp_path / "adapter")
+    tokens = random_tokens(2, 24)
+    compare_and_differentiate(ours(tokens), theirs(tokens).logits)
+    adapters = {name: p for name, p in ours.named_parameters() if is_adapter(name)}
+    for name, p in adapters.items():
+        rank = 6 if "gate_up_proj" in name else 3
+        used, filled = p.grad.split([rank, 6 - rank], dim=-2 if name.endswith("A") else -1)
+        assert used.norm() > 0 and not filled.any()  # what is filled up stays so
+    save_ours(ours, adapters.items(), tmp_path / "ours", tmp_path / "adapter")
+    again = PeftModel.from_pretrained(reload(tmp_path / "base"), tmp_path / "ours").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens).logits, theirs(tokens).logits, atol=1e-5, rtol=0)
+
+
 def test_wan_adapters_are_those_of_peft_on_diffusers(tmp_path):
     base, ours = test_wan.pair("i2v")
     targets = ["to_q", "attn2.add_v_proj", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
@@ -169,7 +194,7 @@ def test_what_cannot_be_loaded(tmp_path):
             load_adapter(model, folder)
         assert not any(is_adapter(key) for key in model.state_dict())
 
-    for variant in ("use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save", "exclude_modules"):
+    for variant in ("use_dora", "lora_bias", "modules_to_save", "exclude_modules"):
         refused(f"only plain LoRA is supported, not {variant}", {variant: True})
     refused("only plain LoRA is supported, not bias", {"bias": "all"})
     for start in ("pissa", "loftq"):
@@ -179,6 +204,12 @@ def test_what_cannot_be_loaded(tmp_path):
         refused(f"r={rank} must be a whole number from 1 to 65,536", {"r": rank})
     for alpha in (True, float("nan"), 2e9):
         refused("lora_alpha=.* must be a number", {"lora_alpha": alpha})
+    for pattern in ("rank_pattern", "alpha_pattern"):
+        refused("rank_pattern and alpha_pattern must give numbers by name", {pattern: [1]})
+        refused("a rank_pattern that changes the scale of updates", {pattern: {"q_proj": 3}})
+    refused(r"r='3' must be a whole number", {"rank_pattern": {"q_proj": "3"}})
+    refused("lora_alpha=None must be a number", {"alpha_pattern": {"q_proj": None}})
+    refused(r"has shape \[4, 48\], expected \[6, 48\]", {"r": 3, "rank_pattern": {"q": 6}, "alpha_pattern": {"q": 64}})
     refused("target_modules must be a list of names", {"target_modules": [1]})
     refused("the model has no to_q", {"target_modules": ["to_q"]})
     refused("the model has no target", {"target_modules": ".*q_proj"}, weights={"more": torch.ones(1)})
