@@ -12,9 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from minitrain import config as configs
 from minitrain.errors import InputError
+from minitrain.models import moe
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.limits import OTHERS
+from minitrain.models.lora import Lora, add_adapters
 from minitrain.models.moe import Experts, MoE, Router, dispatch, grouped_mm, update_selection_bias
 from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import start
@@ -102,6 +104,38 @@ def test_an_expert_without_tokens_has_gradient_zero():
     dispatch(torch.randn(3, HIDDEN), indices, torch.rand(3, 2), experts).square().sum().backward()
     for parameter in experts.parameters():
         assert (parameter.grad[[1, 3]] == 0).all() and (parameter.grad[[0, 2]] != 0).any()
+
+
+class Garbage(TorchDispatchMode):
+    """Products of no rows are what Blackwell's kernel leaves there."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func == torch.ops.aten._grouped_mm.default and args[1].ndim == 2:
+            offsets = args[2] if len(args) > 2 else kwargs["offs"]
+            out[offsets.diff(prepend=offsets.new_zeros(1)) == 0] = torch.nan
+        return out
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_what_a_kernel_leaves_for_an_expert_without_tokens_is_no_gradient(adapted):
+    experts = nn.ModuleDict({"experts": Experts(4, HIDDEN, WIDTH, "swiglu", bias=True)})
+    experts.blocks = [experts]
+    if adapted:
+        add_adapters(experts, Lora(rank=2, targets=["experts.gate_up_proj", "experts.down_proj"]))
+    parameters = [p for p in fill(experts).parameters() if p.requires_grad]
+    x, indices, weights = torch.randn(3, HIDDEN), torch.tensor([[0, 2], [2, 0], [0, 2]]), torch.rand(3, 2)
+
+    def gradients():
+        loss = dispatch(x, indices, weights, experts.experts).square().sum()
+        return torch.autograd.grad(loss, parameters)
+
+    expected = gradients()
+    with Garbage():
+        assert not all(gradient.isfinite().all() for gradient in gradients())
+        with mock.patch.object(moe, "leaves_garbage", lambda device: True):
+            for mine, oracle in zip(gradients(), expected, strict=True):
+                assert torch.equal(mine, oracle) and mine.stride() == oracle.stride()
 
 
 def test_same_bits_every_time_whatever_order_tokens_come_in():

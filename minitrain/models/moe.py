@@ -330,20 +330,53 @@ class RowBiases(torch.autograd.Function):
         return grad_bias, grad_scale, None
 
 
-def grouped_mm(x: Tensor, stack: Tensor, offsets: Tensor) -> Tensor:
-    """[rows, out]: each row of x [rows, in] times its expert's matrix in stack [experts, in, out].
+def grouped_mm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """Rows that are sorted by expert, each expert's on their own. offsets: int32 [experts], where each one's rows end.
 
-    Rows are sorted by expert; offsets: int32 [experts], where each one's end. The compiler knows the shapes of torch's
-    operator in bf16 only, so in other types it gets ours, which is the same, or made of oneDNN's products.
+    x: [rows, in], y: a stack [experts, in, out]: each row times its expert's matrix, [rows, out]. Or x: [in, rows],
+    y: [rows, out]: the stack [experts, in, out] of the products of each expert's rows, 0 for an expert without any.
+    The compiler knows the shapes of torch's operator in bf16 only, so in other types it gets ours, which is the same,
+    or made of oneDNN's products.
     """
-    if (torch.compiler.is_compiling() and x.dtype != torch.bfloat16) or takes(x, 2 * x.numel() * stack.shape[-1]):
-        return _grouped_mm(x, stack, offsets)
-    return F.grouped_mm(x, stack, offs=offsets)
+    garbage = leaves_garbage(x.device.type)
+    if garbage and y.ndim == 3:
+        y = CleanGradient.apply(y, offsets)
+    ours = torch.compiler.is_compiling() and x.dtype != torch.bfloat16
+    product = _grouped_mm(x, y, offsets) if ours or _by_onednn(x, y) else F.grouped_mm(x, y, offs=offsets)
+    return zero_where_empty(product, offsets) if garbage and y.ndim == 2 else product
+
+
+@torch.compiler.assume_constant_result
+def leaves_garbage(device: str) -> bool:
+    """On Blackwell, torch's product of no rows is whatever was there before (pytorch's issue 172439, open in 2.13)."""
+    return device == "cuda" and torch.cuda.get_device_capability() >= (10, 0)
+
+
+def zero_where_empty(stack: Tensor, offsets: Tensor) -> Tensor:
+    empty = offsets.diff(prepend=offsets.new_zeros(1)) == 0
+    return torch.where(empty[:, None, None], 0, stack)  # which keeps the layout
+
+
+class CleanGradient(torch.autograd.Function):
+    """A stack whose gradient is 0 for experts without rows, whatever was written there."""
+
+    @staticmethod
+    def forward(ctx, stack, offsets):
+        ctx.save_for_backward(offsets)
+        return stack.view_as(stack)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return zero_where_empty(grad, *ctx.saved_tensors), None
+
+
+def _by_onednn(x: Tensor, y: Tensor) -> bool:
+    return takes(x, 2 * x.numel() * y.shape[-1])
 
 
 @torch.library.custom_op("minitrain::grouped_mm", mutates_args=())
 def _grouped_mm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    if takes(x, 2 * x.numel() * y.shape[-1]):
+    if _by_onednn(x, y):
         return grouped_matmul(x, y, offsets.tolist())
     return F.grouped_mm(x, y, offs=offsets)
 
