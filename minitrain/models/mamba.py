@@ -162,9 +162,9 @@ class Mamba2(nn.Module):
 
 
 def initialize_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> bool:
-    """Fill a mixer's parameter as mamba_ssm does; False, and nothing done, for one that has no rule of its own."""
+    """Fill a mixer's parameter as NeMo AutoModel does; False, and nothing done, for one without a rule of its own."""
     name = name.removeprefix("dynamics.")
-    if name == "A_log":  # A = -1, -2, ..., -H
+    if name == "A_log":  # A = -1, -2, ..., -H; mamba_ssm and Megatron draw it between -16 and -1
         tensor.copy_(torch.arange(1, len(tensor) + 1).log())
     elif name == "D":
         tensor.fill_(1)
