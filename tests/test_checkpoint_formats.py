@@ -7,36 +7,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from minitrain import InputError, load_pretrained
+from minitrain import load_pretrained
 from minitrain.models import checkpoint_hf
 from minitrain.models.checkpoint_hf import load_weights, read_config
 from minitrain.models.decoder import Decoder
-from tests.parity.hf_models import MOE_CONFIGS, build
+from tests.parity.hf_models import MOE_CONFIGS, build, edit_json, edit_weights, refused
 
 FP8_SETTINGS = dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128])
 MXFP4_SETTINGS = dict(quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"])
 NOT_FP8 = ("norm.weight", "gate.weight", "embed_tokens.weight", "lm_head.weight", "e_score_correction_bias")
-
-
-def edit_json(folder, **changes):
-    """Set keys of config.json; None removes one."""
-    tree = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in tree.items() if value is not None}))
-
-
-def edit_weights(folder, **changes):
-    """Set tensors; None removes one."""
-    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()} | changes
-    save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
-
-
-def refused(call, *parts):
-    with pytest.raises(InputError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message
-    for part in parts:
-        assert str(part) in message, message
 
 
 def to_fp8(weight):
@@ -69,7 +48,7 @@ def fp8(tmp_path):
     tensors |= {"model.layers.3.eh_proj.weight": torch.zeros(152, 304), "model.layers.3.enorm.weight": torch.ones(152)}
     save_file(tensors, tmp_path / "fp8/model.safetensors")
     save_file(plain, tmp_path / "fp32/model.safetensors")
-    edit_json(tmp_path / "fp8", quantization_config=FP8_SETTINGS, num_nextn_predict_layers=1)
+    edit_json(tmp_path / "fp8" / "config.json", quantization_config=FP8_SETTINGS, num_nextn_predict_layers=1)
     return tmp_path / "fp8", tmp_path / "fp32"
 
 
@@ -93,7 +72,7 @@ def mxfp4(tmp_path):
             assert plain[key].shape == weight.shape
     save_file(tensors, tmp_path / "mxfp4/model.safetensors")
     save_file(plain, tmp_path / "fp32/model.safetensors")
-    edit_json(tmp_path / "mxfp4", quantization_config=MXFP4_SETTINGS)
+    edit_json(tmp_path / "mxfp4" / "config.json", quantization_config=MXFP4_SETTINGS)
     return tmp_path / "mxfp4", tmp_path / "fp32"
 
 
@@ -167,6 +146,15 @@ def log(monkeypatch):
     return entries
 
 
+@pytest.fixture(params=[*MOE_CONFIGS, "fp8", "mxfp4"])
+def folder(request, tmp_path):
+    """Each family's checkpoint as transformers writes it, and those that are quantised."""
+    if request.param in MOE_CONFIGS:
+        build(request.param).save_pretrained(tmp_path)
+        return tmp_path
+    return request.getfixturevalue(request.param)[0]
+
+
 def load_parts(folder, cut):
     """Fill the parts `cut(shape)` of all parameters and buffers. Returns them by name, with their slices."""
     model, parts = Decoder(read_config(folder)), []
@@ -191,13 +179,7 @@ def columns_and_rows(shape):
 
 
 @pytest.mark.parametrize("cut", [second_rank_of_experts, columns_and_rows])
-@pytest.mark.parametrize("family", [*MOE_CONFIGS, "fp8", "mxfp4"])
-def test_parts_equal_parts_of_the_whole(family, cut, tmp_path, request):
-    folder = tmp_path
-    if family in MOE_CONFIGS:
-        build(family).save_pretrained(folder)
-    else:
-        folder, _ = request.getfixturevalue(family)
+def test_parts_equal_parts_of_the_whole(folder, cut):
     whole = load_pretrained(folder, dtype=torch.float32)
     for name, (part, slices) in load_parts(folder, all_dimensions(cut)).items():
         assert part.numel() > 0
@@ -208,13 +190,7 @@ def all_dimensions(cut):
     return lambda shape: (*cut(shape), *(slice(0, n) for n in shape[len(cut(shape)) :]))
 
 
-@pytest.mark.parametrize("family", [*MOE_CONFIGS, "fp8", "mxfp4"])
-def test_a_rank_reads_only_its_experts(family, tmp_path, request, log):
-    folder = tmp_path
-    if family in MOE_CONFIGS:
-        build(family).save_pretrained(folder)
-    else:
-        folder, _ = request.getfixturevalue(family)
+def test_a_rank_reads_only_its_experts(folder, log):
     stacks = [p for name, p in Decoder(read_config(folder)).named_parameters() if ".experts." in name and p.ndim == 3]
     log.clear()
     load_parts(folder, all_dimensions(second_rank_of_experts))
@@ -225,13 +201,7 @@ def test_a_rank_reads_only_its_experts(family, tmp_path, request, log):
     assert not any(".experts.0." in name or ".experts.5." in name for name, _ in log)
 
 
-@pytest.mark.parametrize("family", [*MOE_CONFIGS, "fp8", "mxfp4"])
-def test_one_expert_at_a_time(family, tmp_path, request, log):
-    folder = tmp_path
-    if family in MOE_CONFIGS:
-        build(family).save_pretrained(folder)
-    else:
-        folder, _ = request.getfixturevalue(family)
+def test_one_expert_at_a_time(folder, log):
     log.clear()
     model = load_pretrained(folder)
     largest = max(p.numel() // len(p) if ".experts." in name else p.numel() for name, p in model.named_parameters())
@@ -250,9 +220,9 @@ def test_bad_fp8(fp8):
     refused(lambda: load_pretrained(folder), key + "_scale_inv", "[2, 1]", "[2, 2]")
     edit_weights(folder, **{key + "_scale_inv": torch.ones(2, 2), key: torch.zeros(136, 152, dtype=torch.int8)})
     refused(lambda: load_pretrained(folder), key, "I8")
-    edit_json(folder, quantization_config=FP8_SETTINGS | dict(weight_block_size=[64, 64]))
+    edit_json(folder / "config.json", quantization_config=FP8_SETTINGS | dict(weight_block_size=[64, 64]))
     refused(lambda: load_pretrained(folder), "config.json", "weight_block_size=[64, 64]", "[128, 128]")
-    edit_json(folder, quantization_config=dict(quant_method="gptq"))
+    edit_json(folder / "config.json", quantization_config=dict(quant_method="gptq"))
     refused(lambda: load_pretrained(folder), "config.json", "gptq", "fp8")
 
 
@@ -304,7 +274,7 @@ def test_a_missing_expert(tmp_path):
 )
 def test_configs_that_the_decoder_cannot_compute(family, changes, parts, tmp_path):
     build(family).save_pretrained(tmp_path)
-    edit_json(tmp_path, **changes)
+    edit_json(tmp_path / "config.json", **changes)
     refused(lambda: load_pretrained(tmp_path), "config.json", *parts)
 
 
@@ -322,5 +292,5 @@ def test_a_null_says_false(family, must_be, tmp_path):
 def test_gpt_oss_has_biases_unless_it_says_otherwise(tmp_path):
     build("gpt-oss").save_pretrained(tmp_path)
     config = read_config(tmp_path)
-    edit_json(tmp_path, attention_bias=None)
+    edit_json(tmp_path / "config.json", attention_bias=None)
     assert config.qkv_bias and read_config(tmp_path) == config

@@ -1,6 +1,13 @@
-"""Tiny transformers models of every family, with nothing at its default: the oracles of the parity tests."""
+"""Tiny transformers models of every family, with nothing at its default: the oracles of the parity tests.
 
+And what these tests do with checkpoints: edit them, and look at what is said of a wrong one.
+"""
+
+import json
+
+import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -12,6 +19,8 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+
+from minitrain import InputError
 
 _SIZES = dict(
     vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
@@ -122,3 +131,28 @@ def compare_and_differentiate(found, expected):
     cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     expected.backward(cotangent)
     found.backward(cotangent)
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def edit_json(file, **changes):
+    """Set keys of a JSON file; None removes one."""
+    tree = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in tree.items() if value is not None}))
+
+
+def edit_weights(folder, **changes):
+    """Set tensors of model.safetensors; None removes one."""
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()} | changes
+    save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
+
+
+def refused(call, *parts):
+    """`call` must raise an InputError of one line that holds all `parts`."""
+    with pytest.raises(InputError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert str(part) in message, message

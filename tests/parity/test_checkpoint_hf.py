@@ -11,12 +11,12 @@ import textwrap
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from minitrain import InputError, load_pretrained, save_pretrained
+from minitrain import load_pretrained, save_pretrained
 from minitrain.models.checkpoint_hf import load_weights, read_config, save_tensors
 from minitrain.models.decoder import Decoder
-from tests.parity.hf_models import CONFIGS, build, random_tokens, reload
+from tests.parity.hf_models import CONFIGS, build, edit_json, edit_weights, random_tokens, refused, reload
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -26,29 +26,6 @@ def folder(tmp_path):
     """A small Llama as transformers writes it."""
     build("llama3").save_pretrained(tmp_path / "llama")
     return tmp_path / "llama"
-
-
-def edit_json(file, **changes):
-    """Set keys of a JSON file; None removes one."""
-    tree = json.loads(file.read_text()) | changes
-    file.write_text(json.dumps({key: value for key, value in tree.items() if value is not None}))
-
-
-def edit_weights(folder, **changes):
-    """Set tensors of model.safetensors; None removes one."""
-    tensors = load_file(folder / "model.safetensors")
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()} | changes
-    save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
-
-
-def refused(call, *parts):
-    """The one-line message of the InputError that `call` raises, which must hold all `parts`."""
-    with pytest.raises(InputError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message
-    for part in parts:
-        assert str(part) in message, message
 
 
 # ---------------------------------------------------------------------------------------------------------- round trips
