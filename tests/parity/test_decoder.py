@@ -5,10 +5,18 @@ import torch
 
 from minitrain import load_pretrained
 from minitrain.models.layers import rotary_frequencies
-from tests.parity.hf_models import CONFIGS, LLAMA3_ROPE, build, compare_and_differentiate, packed, random_tokens
+from tests.parity.hf_models import (
+    CONFIGS,
+    LLAMA3_ROPE,
+    MOE_CONFIGS,
+    build,
+    compare_and_differentiate,
+    packed,
+    random_tokens,
+)
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(params=[*CONFIGS, *MOE_CONFIGS])
 def pair(request, tmp_path):
     """The same weights in transformers and here, through a checkpoint on disk."""
     theirs = build(request.param)
@@ -16,8 +24,21 @@ def pair(request, tmp_path):
     return theirs, load_pretrained(tmp_path)
 
 
-def assert_same_gradients(ours, theirs):
-    expected = {name: p.grad for name, p in theirs.named_parameters()}
+def in_our_layout(name, gradient, gpt_oss):
+    """transformers stacks experts too, GPT-OSS's transposed, of all others gate rows first, then up rows."""
+    name = name.replace(".router.", ".gate.")
+    if gpt_oss and name.endswith(("gate_up_proj", "down_proj")):
+        gradient = gradient.transpose(1, 2)
+    if not gpt_oss and "gate_up_proj" in name:
+        gradient = torch.stack(gradient.chunk(2, dim=1), dim=2).flatten(1, 2)
+    return name, gradient
+
+
+def assert_same(found, expected, ours, theirs):
+    """The logits, and every gradient."""
+    compare_and_differentiate(found, expected)
+    gpt_oss = theirs.config.model_type == "gpt_oss"
+    expected = dict(in_our_layout(name, p.grad, gpt_oss) for name, p in theirs.named_parameters())
     found = {name: p.grad for name, p in ours.named_parameters()}
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
@@ -28,9 +49,7 @@ def assert_same_gradients(ours, theirs):
 def test_logits_and_gradients(pair):
     theirs, ours = pair
     tokens = random_tokens(2, 40)
-    expected, found = theirs(tokens).logits, ours(tokens)
-    compare_and_differentiate(found, expected)
-    assert_same_gradients(ours, theirs)
+    assert_same(ours(tokens), theirs(tokens).logits, ours, theirs)
 
 
 def test_packed_documents_equal_each_document_alone(pair):
@@ -38,10 +57,7 @@ def test_packed_documents_equal_each_document_alone(pair):
     rows = [[9, 1, 20, 10], [25, 15]]
     tokens = random_tokens(2, 40)
     expected, documents, positions = packed(theirs, tokens, rows)
-
-    found = ours(tokens, positions=positions, documents=documents)
-    compare_and_differentiate(found, expected)
-    assert_same_gradients(ours, theirs)
+    assert_same(ours(tokens, positions=positions, documents=documents), expected, ours, theirs)
 
 
 def test_positions_shift_the_rotation_of_the_scaled_family(tmp_path):

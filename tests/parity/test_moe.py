@@ -1,4 +1,4 @@
-"""Mixture-of-experts families against transformers: logits, every gradient, files; packed rows; the balancing loss."""
+"""Mixture-of-experts families against transformers: what test_decoder.py does not see, files, the balancing loss."""
 
 import json
 
@@ -13,54 +13,8 @@ from minitrain.models.checkpoint_hf import read_config
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layers import rotary_frequencies, rotary_magnitude
 from minitrain.models.moe import Router
-from tests.parity.hf_models import MOE_CONFIGS, build, compare_and_differentiate, packed, random_tokens, reload
-
-
-@pytest.fixture(params=MOE_CONFIGS)
-def pair(request, tmp_path):
-    """The same weights in transformers and here, through a checkpoint on disk."""
-    theirs = build(request.param)
-    theirs.save_pretrained(tmp_path)
-    return theirs, load_pretrained(tmp_path)
-
-
-def in_our_layout(name, gradient, gpt_oss):
-    """transformers stacks experts too, GPT-OSS's transposed, of all others gate rows first, then up rows."""
-    name = name.replace(".router.", ".gate.")
-    if gpt_oss and name.endswith(("gate_up_proj", "down_proj")):
-        gradient = gradient.transpose(1, 2)
-    if not gpt_oss and "gate_up_proj" in name:
-        gradient = torch.stack(gradient.chunk(2, dim=1), dim=2).flatten(1, 2)
-    return name, gradient
-
-
-def assert_same_gradients(ours, theirs):
-    gpt_oss = theirs.config.model_type == "gpt_oss"
-    expected = dict(in_our_layout(name, p.grad, gpt_oss) for name, p in theirs.named_parameters())
-    found = {name: p.grad for name, p in ours.named_parameters()}
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert gradient.norm() > 0, name
-        assert (found[name] - gradient).norm() <= 1e-3 * gradient.norm(), name
-
-
-def assert_same(found, expected, ours, theirs):
-    compare_and_differentiate(found, expected)
-    assert_same_gradients(ours, theirs)
-
-
-def test_logits_and_gradients(pair):
-    theirs, ours = pair
-    tokens = random_tokens(2, 40)
-    assert_same(ours(tokens), theirs(tokens).logits, ours, theirs)
-
-
-def test_packed_documents_equal_each_document_alone(pair):
-    theirs, ours = pair
-    rows = [[9, 1, 20, 10], [25, 15]]
-    tokens = random_tokens(2, 40)
-    expected, documents, positions = packed(theirs, tokens, rows)
-    assert_same(ours(tokens, positions=positions, documents=documents), expected, ours, theirs)
+from tests.parity.hf_models import MOE_CONFIGS, build, random_tokens, reload
+from tests.parity.test_decoder import assert_same
 
 
 # Each value of the oracle's config must matter, or the tests above would not see it wrong.
@@ -132,19 +86,6 @@ def test_corners_of_yarn(dim, theta, changes):
 
 
 # ---------------------------------------------------------------------------------------------------------- round trips
-
-
-@pytest.mark.parametrize("max_shard_bytes", [5 * 10**9, 40_000])
-@pytest.mark.parametrize("family", MOE_CONFIGS)
-def test_transformers_reads_what_we_write(family, max_shard_bytes, tmp_path):
-    theirs, tokens = build(family), random_tokens(2, 40)
-    theirs.save_pretrained(tmp_path / "theirs", max_shard_size=max_shard_bytes)
-    save_pretrained(load_pretrained(tmp_path / "theirs"), tmp_path / "ours", max_shard_bytes=max_shard_bytes)
-    again = reload(tmp_path / "ours")
-    assert type(again) is type(theirs)
-    with torch.no_grad():
-        assert torch.equal(again(tokens).logits, theirs(tokens).logits)
-    assert read_config(tmp_path / "ours") == read_config(tmp_path / "theirs")
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
