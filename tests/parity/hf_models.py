@@ -4,6 +4,7 @@ And what these tests do with checkpoints: edit them, and look at what is said of
 """
 
 import json
+import math
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    GPT2Config,
     GptOssConfig,
     LlamaConfig,
     MixtralConfig,
     NemotronConfig,
+    NemotronHConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -81,10 +84,30 @@ MOE_CONFIGS = {
 }  # fmt: skip
 
 
+_HYBRID = dict(
+    vocab_size=96, hidden_size=48, intermediate_size=80, num_attention_heads=6, num_key_value_heads=2, head_dim=16,
+    layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+    max_position_embeddings=256, ssm_state_size=16, mamba_num_heads=8, mamba_head_dim=12, conv_kernel=3, chunk_size=32,
+    n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, moe_shared_expert_intermediate_size=56,
+    routed_scaling_factor=2.5, bos_token_id=1, eos_token_id=2, time_step_min=1e-30,
+)  # fmt: skip
+BOUNDED = dict(time_step_min=0.6, time_step_limit=(0.6, math.inf))  # transformers 5.24 looks at the former alone
+HYBRID_CONFIGS = {
+    "nemotron_h": lambda: NemotronHConfig(**_HYBRID, n_groups=2, layer_norm_epsilon=1e-3),
+    "nemotron_h-latent": lambda: NemotronHConfig(**_HYBRID, n_groups=4, moe_latent_size=24, n_group=2, topk_group=1),
+    "nemotron_h-least-dt": lambda: NemotronHConfig(**_HYBRID | BOUNDED, n_groups=2, norm_topk_prob=False),
+    "nemotron_h-wide-heads": lambda: NemotronHConfig(**_HYBRID | dict(head_dim=128), n_groups=2),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=96, n_embd=48, n_layer=3, n_head=16, n_positions=64, n_inner=80, layer_norm_epsilon=1e-3,
+    ),
+}  # fmt: skip
+
+
 def build(family: str, seed: int = 0, **changes):
     """The transformers model in fp32 with eager attention, every parameter random."""
-    config = (CONFIGS | MOE_CONFIGS)[family]()
+    config = (CONFIGS | MOE_CONFIGS | HYBRID_CONFIGS)[family]()
     config.update(changes)
+    torch.manual_seed(seed)  # from which transformers draws the initial dt_bias of Mamba
     options = dict(attn_implementation="eager", experts_implementation="eager", dtype=torch.float32)
     model = AutoModelForCausalLM.from_config(config, **options).eval()
     generator = torch.Generator().manual_seed(seed)

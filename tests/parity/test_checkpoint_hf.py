@@ -18,6 +18,7 @@ from minitrain.models.checkpoint_hf import load_weights, read_config, save_tenso
 from minitrain.models.decoder import Decoder
 from tests.parity.hf_models import (
     CONFIGS,
+    HYBRID_CONFIGS,
     MOE_CONFIGS,
     build,
     edit_json,
@@ -41,7 +42,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("max_shard_bytes", [5 * 10**9, 40_000])
-@pytest.mark.parametrize("family", [*CONFIGS, *MOE_CONFIGS])
+@pytest.mark.parametrize("family", [*CONFIGS, *MOE_CONFIGS, *HYBRID_CONFIGS])
 def test_transformers_reads_what_we_write(family, max_shard_bytes, tmp_path):
     theirs, tokens = build(family), random_tokens(2, 40)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size=max_shard_bytes)

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, NemotronHConfig
 
 from minitrain import InputError, load_pretrained, save_pretrained
 from minitrain.models.checkpoint_hf import load_weights, read_config, save_tensors
@@ -15,45 +14,22 @@ from minitrain.models.checkpoint_nemotron_h import NO_EXPERTS
 from minitrain.models.config_hf import config_to_hf
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import ZOO, model_config
-from tests.parity import hf_models
-from tests.parity.hf_models import compare_and_differentiate, packed, random_tokens, reload
+from tests.parity.hf_models import (
+    HYBRID_CONFIGS,
+    build,
+    compare_and_differentiate,
+    edit_json,
+    packed,
+    random_tokens,
+    refused,
+    reload,
+)
 
-_HYBRID = dict(
-    vocab_size=96, hidden_size=48, intermediate_size=80, num_attention_heads=6, num_key_value_heads=2, head_dim=16,
-    layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
-    max_position_embeddings=256, ssm_state_size=16, mamba_num_heads=8, mamba_head_dim=12, conv_kernel=3, chunk_size=32,
-    n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, moe_shared_expert_intermediate_size=56,
-    routed_scaling_factor=2.5, bos_token_id=1, eos_token_id=2, time_step_min=1e-30,
-)  # fmt: skip
-BOUNDED = dict(time_step_min=0.6, time_step_limit=(0.6, math.inf))  # transformers 5.24 looks at the former alone
-CONFIGS = {
-    "nemotron_h": lambda: NemotronHConfig(**_HYBRID, n_groups=2, layer_norm_epsilon=1e-3),
-    "nemotron_h-latent": lambda: NemotronHConfig(**_HYBRID, n_groups=4, moe_latent_size=24, n_group=2, topk_group=1),
-    "nemotron_h-least-dt": lambda: NemotronHConfig(**_HYBRID | BOUNDED, n_groups=2, norm_topk_prob=False),
-    "nemotron_h-wide-heads": lambda: NemotronHConfig(**_HYBRID | dict(head_dim=128), n_groups=2),
-    "gpt2": lambda: GPT2Config(
-        vocab_size=96, n_embd=48, n_layer=3, n_head=16, n_positions=64, n_inner=80, layer_norm_epsilon=1e-3,
-    ),
-}  # fmt: skip
-HYBRIDS = [name for name in CONFIGS if name != "gpt2"]
-
-
-@pytest.fixture(autouse=True)
-def known(monkeypatch):
-    """hf_models builds these families too."""
-    monkeypatch.setattr(hf_models, "CONFIGS", CONFIGS)
-
-
-def build(family):
-    """The transformers model, with random selection biases too, and every expert computed by itself."""
-    torch.manual_seed(0)  # transformers draws the initial dt_bias from the global generator
-    model = hf_models.build(family)
-    model.set_experts_implementation("eager")
-    generator = torch.Generator().manual_seed(1)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.normal_(0, 0.3, generator=generator)
-    return model
+HYBRIDS = [name for name in HYBRID_CONFIGS if name != "gpt2"]
+PUBLISHED = [
+    dict(layers_block_type=None, hybrid_override_pattern="ME*-ME"),
+    dict(layers_block_type=["mamba", "moe", "attention", "mlp", "mamba", "moe"]),
+]
 
 
 def initial_twin(name):
@@ -64,7 +40,7 @@ def initial_twin(name):
     return model
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(params=HYBRID_CONFIGS)
 def pair(request, tmp_path):
     """The same weights in transformers and here, through a checkpoint on disk."""
     theirs = build(request.param)
@@ -102,19 +78,6 @@ def test_packed_documents_equal_each_document_alone(pair, tmp_path):
     assert_same_gradients(ours, theirs, tmp_path / "gradients")
 
 
-@pytest.mark.parametrize("max_shard_bytes", [5 * 10**9, 40_000])
-def test_transformers_reads_what_we_write(pair, max_shard_bytes, tmp_path):
-    theirs, ours = pair
-    tokens = random_tokens(2, 40)
-    save_pretrained(ours, tmp_path / "ours", max_shard_bytes=max_shard_bytes)
-    again = reload(tmp_path / "ours")
-    again.set_experts_implementation("eager")
-    assert type(again) is type(theirs)
-    with torch.no_grad():
-        assert torch.equal(again(tokens).logits, theirs(tokens).logits)
-    assert read_config(tmp_path / "ours") == ours.config
-
-
 def test_each_process_reads_only_its_slices(pair, tmp_path):
     """The last two thirds of the rows; of matrices, of those the first half of the columns."""
     _, full = pair
@@ -142,15 +105,10 @@ def test_tie_word_embeddings_has_no_meaning_for_nemotron_h(tmp_path):
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_both_spellings_of_the_pattern(family, tmp_path):
     build(family).save_pretrained(tmp_path)
-    raw = json.loads((tmp_path / "config.json").read_text())
     expected = read_config(tmp_path)
     assert expected.layer_pattern == "ME*-ME"
-    older = dict(layers_block_type=["mamba", "moe", "attention", "mlp", "mamba", "moe"])
-    letters = dict(
-        layers_block_type=None, hybrid_override_pattern="ME*-ME", num_hidden_layers=9
-    )  # it is as long as it is
-    for spelling in (older, letters):
-        (tmp_path / "config.json").write_text(json.dumps(raw | spelling))
+    for spelling in (PUBLISHED[1], PUBLISHED[0] | dict(num_hidden_layers=9)):  # letters: it is as long as it is
+        edit_json(tmp_path / "config.json", **spelling)
         assert read_config(tmp_path) == expected
 
 
@@ -158,15 +116,9 @@ def test_both_spellings_of_the_pattern(family, tmp_path):
 def test_keys_mean_what_transformers_takes_them_for(more, tmp_path):
     """Of two spellings it reads one: other families' names say nothing there."""
     build("nemotron_h").save_pretrained(tmp_path)
-    file, tokens = tmp_path / "config.json", random_tokens(1, 24)
-    file.write_text(json.dumps(json.loads(file.read_text()) | more))
+    tokens = random_tokens(1, 24)
+    edit_json(tmp_path / "config.json", **more)
     torch.testing.assert_close(load_pretrained(tmp_path)(tokens), reload(tmp_path)(tokens).logits, atol=1e-4, rtol=0)
-
-
-PUBLISHED = [
-    dict(layers_block_type=None, hybrid_override_pattern="ME*-ME"),
-    dict(layers_block_type=["mamba", "moe", "attention", "mlp", "mamba", "moe"]),
-]
 
 
 @pytest.mark.parametrize("key", ["time_step_limit", "mamba_dt_limit"])
@@ -176,10 +128,8 @@ def test_dt_of_published_models_is_bounded_by_its_limit(key, layers, endless, tm
     """As in NVIDIA's code, and not by `time_step_min`, from which dt starts there: 0.001 in the files."""
     theirs, tokens = build("nemotron_h"), random_tokens(1, 40)
     theirs.save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    raw = json.loads(file.read_text()) | layers | dict(time_step_min=0.6)
-    del raw["time_step_limit"]
-    file.write_text(json.dumps(raw | ({} if endless is None else {key: [0.0, endless]})))
+    limit = {} if endless is None else {key: [0.0, endless]}
+    edit_json(tmp_path / "config.json", **layers | dict(time_step_min=0.6, time_step_limit=None) | limit)
     torch.testing.assert_close(load_pretrained(tmp_path)(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
 
 
@@ -217,9 +167,7 @@ def test_casts_there_and_back(dtype):
 @pytest.mark.parametrize("name", ["nemotron3-nano-30b-a3b-tiny", "gpt3-175b-tiny"])
 def test_dtype_is_the_embeddings_where_config_json_has_none(name, tmp_path):
     save_pretrained(initial_twin(name).to(torch.bfloat16), tmp_path)
-    settings = json.loads((tmp_path / "config.json").read_text())
-    del settings["torch_dtype"]
-    (tmp_path / "config.json").write_text(json.dumps(settings))
+    edit_json(tmp_path / "config.json", torch_dtype=None)
     assert load_pretrained(tmp_path).head_weight.dtype == torch.bfloat16
 
 
@@ -262,12 +210,8 @@ def test_models_of_the_zoo_can_be_saved(name, tmp_path):
 def test_configs_that_the_decoder_cannot_compute(family, changes, parts, tmp_path):
     """What is wrong is told by the names that the file has for it."""
     build(family).save_pretrained(tmp_path)
-    raw = json.loads((tmp_path / "config.json").read_text()) | changes
-    (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
-    with pytest.raises(InputError) as caught:
-        read_config(tmp_path)
-    for part in [str(tmp_path / "config.json"), *parts]:
-        assert part in str(caught.value)
+    edit_json(tmp_path / "config.json", **changes)
+    refused(lambda: read_config(tmp_path), tmp_path / "config.json", *parts)
 
 
 def test_gpt2_as_openai_published_it(tmp_path):

@@ -11,8 +11,8 @@ from minitrain import InputError, load_adapter, load_pretrained, merge, merge_ad
 from minitrain.models.checkpoint_peft import adapter_shapes, read_adapter_config, save_adapter, unreadable_note
 from minitrain.models.lora import TARGETS, Lora, add_adapters, is_adapter
 from minitrain.models.zoo import model_config
-from tests.parity import hf_models, test_hybrid, test_wan
-from tests.parity.hf_models import compare_and_differentiate, random_tokens, reload
+from tests.parity import test_wan
+from tests.parity.hf_models import build, compare_and_differentiate, random_tokens, reload
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -29,13 +29,6 @@ CASES = {  # family: Linears, parameters
 }
 
 
-def their_model(family, monkeypatch):
-    if family in test_hybrid.CONFIGS:
-        monkeypatch.setattr(hf_models, "CONFIGS", test_hybrid.CONFIGS)
-        return test_hybrid.build(family)
-    return hf_models.build(family)
-
-
 def randomize(parameters):
     """B starts at zero, and would hide all mistakes."""
     generator = torch.Generator().manual_seed(2)
@@ -45,10 +38,10 @@ def randomize(parameters):
 
 
 @pytest.fixture(params=CASES)
-def pair(request, tmp_path, monkeypatch):
+def pair(request, tmp_path):
     """An adapted model in peft, and the same here: the base and the adapters through files."""
     modules, parameters = CASES[request.param]
-    base = their_model(request.param, monkeypatch)
+    base = build(request.param)
     base.save_pretrained(tmp_path / "base")
     settings = dict(target_modules=modules, target_parameters=parameters, use_rslora=request.param == "qwen2.5")
     rank = 3 if request.param == "mixtral" else 8  # grouped products by themselves take multiples of 8
@@ -143,7 +136,7 @@ def test_wan_adapters_are_those_of_peft_on_diffusers(tmp_path):
 
 def test_targets_that_a_model_has_not_are_not_written(tmp_path):
     """PEFT would take gate_proj of a model whose MLPs are all experts for their stacks."""
-    base = hf_models.build("qwen3-moe")
+    base = build("qwen3-moe")
     base.save_pretrained(tmp_path / "base")
     ours, lora = load_pretrained(tmp_path / "base"), Lora(rank=4, alpha=8, dropout=0.1)
     add_adapters(ours, lora)
@@ -176,7 +169,7 @@ def test_targets_inside_nemotron_h_mean_the_same_in_files(tmp_path):
 
 
 def test_what_cannot_be_loaded(tmp_path):
-    hf_models.build("llama3-tied").save_pretrained(tmp_path / "base")
+    build("llama3-tied").save_pretrained(tmp_path / "base")
     model = load_pretrained(tmp_path / "base")
     lora = Lora(rank=4, targets=["q_proj"])
     shapes = adapter_shapes(model.config, lora)
