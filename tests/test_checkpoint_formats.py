@@ -11,7 +11,7 @@ from minitrain import load_pretrained
 from minitrain.models import checkpoint_hf
 from minitrain.models.checkpoint_hf import load_weights, read_config
 from minitrain.models.decoder import Decoder
-from tests.parity.hf_models import MOE_CONFIGS, build, edit_json, edit_weights, refused
+from tests.parity.hf_models import CONFIGS, HYBRID_CONFIGS, MOE_CONFIGS, build, edit_json, edit_weights, refused
 
 FP8_SETTINGS = dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128])
 MXFP4_SETTINGS = dict(quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"])
@@ -146,13 +146,16 @@ def log(monkeypatch):
     return entries
 
 
-@pytest.fixture(params=[*MOE_CONFIGS, "fp8", "mxfp4"])
+EXPERTS = [*MOE_CONFIGS, "fp8", "mxfp4"]
+
+
+@pytest.fixture
 def folder(request, tmp_path):
-    """Each family's checkpoint as transformers writes it, and those that are quantised."""
-    if request.param in MOE_CONFIGS:
-        build(request.param).save_pretrained(tmp_path)
-        return tmp_path
-    return request.getfixturevalue(request.param)[0]
+    """A family's checkpoint as transformers writes it, or one that is quantised."""
+    if request.param in ("fp8", "mxfp4"):
+        return request.getfixturevalue(request.param)[0]
+    build(request.param).save_pretrained(tmp_path)
+    return tmp_path
 
 
 def load_parts(folder, cut):
@@ -179,6 +182,7 @@ def columns_and_rows(shape):
 
 
 @pytest.mark.parametrize("cut", [second_rank_of_experts, columns_and_rows])
+@pytest.mark.parametrize("folder", [*CONFIGS, *HYBRID_CONFIGS, *EXPERTS], indirect=True)
 def test_parts_equal_parts_of_the_whole(folder, cut):
     whole = load_pretrained(folder, dtype=torch.float32)
     for name, (part, slices) in load_parts(folder, all_dimensions(cut)).items():
@@ -190,6 +194,7 @@ def all_dimensions(cut):
     return lambda shape: (*cut(shape), *(slice(0, n) for n in shape[len(cut(shape)) :]))
 
 
+@pytest.mark.parametrize("folder", EXPERTS, indirect=True)
 def test_a_rank_reads_only_its_experts(folder, log):
     stacks = [p for name, p in Decoder(read_config(folder)).named_parameters() if ".experts." in name and p.ndim == 3]
     log.clear()
@@ -201,6 +206,7 @@ def test_a_rank_reads_only_its_experts(folder, log):
     assert not any(".experts.0." in name or ".experts.5." in name for name, _ in log)
 
 
+@pytest.mark.parametrize("folder", EXPERTS, indirect=True)
 def test_one_expert_at_a_time(folder, log):
     log.clear()
     model = load_pretrained(folder)

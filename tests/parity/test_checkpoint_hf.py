@@ -136,7 +136,7 @@ def test_what_is_saved_has_the_rights_of_any_other_file(mask, folder, tmp_path):
     assert rights == dict.fromkeys(["config.json", "model.safetensors"], 0o666 & ~mask)
 
 
-# ---------------------------------------------------------------------------------------------------- dtypes and slices
+# --------------------------------------------------------------------------------------------------------------- dtypes
 
 
 def test_dtype_is_the_checkpoints_unless_given(tmp_path):
@@ -164,22 +164,6 @@ def test_saved_in_the_models_dtype(folder):
     with safe_open(folder / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}  # transformers 4 refuses files without it
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
-
-
-def test_each_process_reads_only_its_slices(folder):
-    full = load_pretrained(folder)
-    parts = []
-
-    def owned(parameter):
-        """The last two thirds of the rows; of matrices, of those the first half of the columns."""
-        rows, columns = slice(parameter.shape[0] // 3, parameter.shape[0]), slice(0, parameter.shape[-1] // 2)
-        slices = (rows, columns) if parameter.ndim == 2 else (rows,)
-        parts.append((torch.full_like(parameter[slices], torch.nan), slices))
-        return parts[-1]
-
-    load_weights(Decoder(full.config), folder, owned)
-    for (local, slices), (name, parameter) in zip(parts, full.state_dict().items(), strict=True):
-        assert torch.equal(local, parameter[slices]), name
 
 
 # --------------------------------------------------------------------------------------------------------------- memory

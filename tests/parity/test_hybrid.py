@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minitrain import InputError, load_pretrained, save_pretrained
-from minitrain.models.checkpoint_hf import load_weights, read_config, save_tensors
+from minitrain.models.checkpoint_hf import read_config, save_tensors
 from minitrain.models.checkpoint_nemotron_h import NO_EXPERTS
 from minitrain.models.config_hf import config_to_hf
 from minitrain.models.decoder import Decoder
@@ -76,22 +76,6 @@ def test_packed_documents_equal_each_document_alone(pair, tmp_path):
     found = ours(tokens, positions=positions, documents=documents)
     compare_and_differentiate(found, expected)
     assert_same_gradients(ours, theirs, tmp_path / "gradients")
-
-
-def test_each_process_reads_only_its_slices(pair, tmp_path):
-    """The last two thirds of the rows; of matrices, of those the first half of the columns."""
-    _, full = pair
-    parts = []
-
-    def owned(parameter):
-        slices = (slice(parameter.shape[0] // 3, parameter.shape[0]), slice(0, parameter.shape[-1] // 2))
-        slices = slices[: parameter.ndim] + tuple(slice(0, n) for n in parameter.shape[2:])
-        parts.append((torch.full_like(parameter[slices], torch.nan), slices))
-        return parts[-1]
-
-    load_weights(Decoder(full.config), tmp_path / "theirs", owned)
-    for (local, slices), (name, parameter) in zip(parts, full.state_dict().items(), strict=True):
-        assert torch.equal(local, parameter[slices]), name
 
 
 def test_tie_word_embeddings_has_no_meaning_for_nemotron_h(tmp_path):
