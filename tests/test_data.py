@@ -23,7 +23,6 @@ from minitrain.tokenizer import ByteTokenizer
 from minitrain.training.data import find_files, hold_out, open_data, rows, shuffled
 
 EOS = ByteTokenizer.eos_id
-unhurried = settings(deadline=None, database=None, max_examples=60)  # a shared machine may pause anywhere
 
 
 def open_texts(folder: Path, texts: list[str], seq_len: int, seed=0, **fields):
@@ -83,7 +82,7 @@ def test_rows_by_hand(tmp_path):
     ]
 
 
-@unhurried
+@settings(max_examples=60)
 @given(st.lists(st.text(max_size=12), min_size=1, max_size=12), st.integers(1, 20), st.integers(0, 1 << 70))
 def test_every_epoch_is_the_corpus_cut_into_rows(tmp_path_factory, texts, seq_len, seed):
     documents = documents_of(texts)
@@ -202,7 +201,7 @@ def test_epochs_and_seeds_have_their_own_order(tmp_path):
     assert all(order != sorted(order) for order in orders)
 
 
-@unhurried
+@settings(max_examples=60)
 @given(st.integers(1, 300), st.integers(0, 1 << 70), st.integers(0, 1 << 40))
 def test_shuffled_is_a_permutation(length, seed, epoch):
     assert sorted(shuffled(i, length, seed, epoch) for i in range(length)) == list(range(length))
@@ -294,7 +293,7 @@ def test_npy_files_are_one_document_each(tmp_path, dtype):
     assert multiset(epoch_of(data)) == multiset(row for tokens in files for row in brute_force_rows([tokens], 4))
 
 
-@unhurried
+@settings(max_examples=60)
 @given(
     st.lists(st.lists(st.integers(0, 98), max_size=6).map(lambda ids: [*ids, 99]), min_size=1, max_size=10),
     st.integers(1, 12),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from minitrain.training.packing import first_fit_decreasing, pack_row
@@ -23,7 +23,6 @@ def literally(lengths: list[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-@settings(deadline=None, database=None)
 @given(cases)
 def test_it_is_the_rule_carried_out_literally(case):
     lengths, capacity = case

@@ -5,7 +5,7 @@ import json
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
@@ -14,7 +14,6 @@ from minitrain.errors import InputError
 from minitrain.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer, stream
 
 SENTENCES = ["the cat sat on the mat", "naïve café, 你好 🙂", "  two  spaces\n\tand\r\n\x00 control"]
-unhurried = settings(deadline=None, database=None)  # a shared machine may pause anywhere
 any_ids = st.lists(st.integers(0, 300) | st.integers(0x80, 0xFF), max_size=30)
 
 
@@ -53,7 +52,6 @@ def write_json(folder, name, tree):
 # ---------------------------------------------------------------------------------------------------------------- bytes
 
 
-@unhurried
 @given(st.text())
 def test_bytes_are_the_utf8_of_the_text(text):
     tokenizer = ByteTokenizer()
@@ -69,13 +67,11 @@ def test_decode_drops_specials_and_replaces_invalid_bytes():
     assert tokenizer.decode([0xE4, 0x61, 0xFF]) == "\ufffda\ufffd"
 
 
-@unhurried
 @given(st.text().filter(lambda text: "<|bos|>" not in text and "<|eos|>" not in text))
 def test_saved_bytes_encode_alike_in_transformers(auto_tokenizer, text):
     assert auto_tokenizer.encode(text, add_special_tokens=False) == ByteTokenizer().encode(text)
 
 
-@unhurried
 @given(any_ids)
 def test_saved_bytes_decode_alike_in_transformers(auto_tokenizer, ids):
     assert auto_tokenizer.decode(ids, skip_special_tokens=True) == ByteTokenizer().decode(ids)
@@ -228,14 +224,12 @@ def test_save_into_its_own_folder_changes_nothing(bpe_folder):
 # -------------------------------------------------------------------------------------------------------------- stream
 
 
-@unhurried
 @given(any_ids)
 def test_stream_joins_to_the_decoded_text(ids):
     tokenizer = ByteTokenizer()
     assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-@unhurried
 @given(st.text())
 def test_stream_shows_a_character_with_its_last_byte(text):
     """Python's incremental decoder shows each character as soon as it can; only a literal U+FFFD may come later."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitrain.config import Config, from_dict, load, to_dict
@@ -144,13 +144,7 @@ def fewer_layers(shape: DecoderConfig | WanConfig) -> DecoderConfig | WanConfig:
     return dataclasses.replace(shape, num_layers=layers, first_k_dense_replace=dense, layer_pattern=pattern)
 
 
-def unhurried(cases: int):
-    return settings(
-        max_examples=cases, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-    )
-
-
-@unhurried(CASES)
+@settings(max_examples=CASES)
 @given(st.sampled_from(TREES), edits, st.booleans())
 def test_an_edited_config_is_valid_or_refused_in_one_line(tmp_path_factory, tree, edits, as_words):
     file = tmp_path_factory.getbasetemp() / "edited.yaml"
@@ -165,7 +159,7 @@ def test_an_edited_config_is_valid_or_refused_in_one_line(tmp_path_factory, tree
     judge(lambda: load(file, words), NAMES | moved | {"key"})
 
 
-@unhurried(CASES // 4)
+@settings(max_examples=CASES // 4)
 @given(
     st.sampled_from(TEXTS),
     st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 9), st.text(max_size=6)), min_size=1, max_size=4),

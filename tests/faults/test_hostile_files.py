@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitrain.config import from_dict
@@ -47,12 +47,6 @@ VALUES = [
     {"quant_method": []},
 ]  # fmt: skip
 values = st.sampled_from(VALUES)
-
-
-def unhurried(cases: int):
-    return settings(
-        max_examples=cases, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-    )
 
 
 @contextlib.contextmanager
@@ -126,7 +120,7 @@ edits = st.lists(
 )
 
 
-@unhurried(CASES)
+@settings(max_examples=CASES)
 @given(st.sampled_from([*NAMES, "original"]), edits)
 def test_any_config_json(folders, tmp_path_factory, name, edits):
     folder = edited(folders[name], tmp_path_factory.getbasetemp() / "edited")
@@ -248,7 +242,7 @@ changes = st.lists(
 )  # fmt: skip
 
 
-@unhurried(CASES)
+@settings(max_examples=CASES)
 @given(st.sampled_from([*NAMES, "original"]), changes)
 def test_any_header(folders, tmp_path_factory, name, changes):
     folder = edited(folders[name], tmp_path_factory.getbasetemp() / "edited")
@@ -320,7 +314,7 @@ def adapted(model: Decoder, folder: Path) -> dict[str, torch.Tensor]:
     return {key: x for key, x in model.state_dict().items() if is_adapter(key)}
 
 
-@unhurried(CASES // 3)
+@settings(max_examples=CASES // 3)
 @given(st.integers(0, 1), edits, changes, st.booleans())
 def test_any_adapter(adapters, tmp_path_factory, which, edits, changes, of_config):
     model, original, expected = adapters[which]
@@ -371,7 +365,7 @@ def tokenizer_folder(tmp_path_factory):
     return folder
 
 
-@unhurried(CASES)
+@settings(max_examples=CASES)
 @given(
     st.sampled_from(["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json"]),
     edits,
@@ -400,7 +394,7 @@ def encode(chat, tokenizer):
 PARTS = re.findall(r"\{%-?|-?%\}|\{\{|\}\}|\w+|.", TEMPLATE)
 
 
-@unhurried(CASES)
+@settings(max_examples=CASES)
 @given(st.lists(st.tuples(st.integers(0, len(PARTS)), st.sampled_from(["", *PARTS])), min_size=1, max_size=4))
 def test_any_chat_template(tokenizer_folder, tmp_path_factory, edits):
     """A chat's tokens hold those of its messages, in order, or one line says why there are none."""
