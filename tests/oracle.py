@@ -4,6 +4,7 @@ Plain SGD, not Adam, which would hide a wrong scale; every parameter's gradient,
 mistakes. Each step is checked from the weights it started with, so that rounding does not add up over the steps.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import register_dataclass
 
 from minitrain import config as configs
@@ -101,6 +103,26 @@ def count_calls(collective: str):
     names = [f"{collective}_{form}" for form in ("single", "tensor", "into_tensor")]
     name = next(name for name in names if hasattr(dist, name))
     return mock.patch.object(dist, name, wraps=getattr(dist, name))
+
+
+class Count(TorchDispatchMode):
+    """Counts the operators that run inside, of plain tensors: by key(operator, arguments), but for those of None."""
+
+    def __init__(self, key: Callable):
+        super().__init__()
+        self.key, self.counts = key, Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # see the operators that it is made of instead
+        if (found := self.key(op, args)) is not None:
+            self.counts[found] += 1
+        return op(*args, **kwargs or {})
+
+
+def collective(op, args) -> str | None:
+    """The name of one between activations; FSDP's are other operators."""
+    return op._opname if op.namespace == "_c10d_functional" else None
 
 
 def train_compiled(*args) -> Trace:

@@ -6,7 +6,6 @@ from math import prod
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.debug import CommDebugMode
 
 from minitrain.config import from_dict
 from minitrain.errors import InputError
@@ -17,7 +16,9 @@ from minitrain.parallel.mesh import start
 from minitrain.training.data import rows
 from minitrain.training.loop import Trainer
 from tests.oracle import (
+    Count,
     check_against_one_process,
+    collective,
     initial_weights,
     packed_batch,
     plain_step,
@@ -233,13 +234,12 @@ def test_evaluation(pool, form):
 
 
 def count_collectives(tree):
-    """All-gathers, reduce-scatters and all-to-alls between activations in a step; FSDP's have other names."""
+    """All-gathers, reduce-scatters and all-to-alls between activations in a step."""
     config = from_dict(tree | {"device": "cpu"})
     trainer = Trainer(config, start(config))
-    with CommDebugMode() as communication:
+    with Count(collective) as counter:
         trainer.step(Packed(config), 0)
-    counts = {op.__name__: count for op, count in communication.get_comm_counts().items()}
-    return [counts.get(name, 0) for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")]
+    return [counter.counts[name] for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")]
 
 
 @pytest.mark.parametrize("recompute, form, expected", [

@@ -1,6 +1,5 @@
 """FP8 under every layout: the gradients of one process, weights rounded once a step and to the same bits."""
 
-from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 from unittest import mock
@@ -8,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitrain.config import from_dict
 from minitrain.models import fp8
@@ -19,7 +17,7 @@ from minitrain.parallel.mesh import start, whole
 from minitrain.training.data import Mock
 from minitrain.training.loop import Trainer
 from tests.distributed.test_expert import all_to_the_first
-from tests.oracle import check_against_one_process, count_calls, train, train_compiled
+from tests.oracle import Count, check_against_one_process, collective, count_calls, train, train_compiled
 
 TREE = {
     "model": {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 2, "initializer_range": 0.05},
@@ -92,23 +90,15 @@ def test_experts_of_ranks_without_tokens(pool, compiled):
 # ------------------------------------------------------------------------------- what tensor parallelism gathers
 
 
-class Gathers(TorchDispatchMode):
-    """How many all-gathers of each element's size there were between the modules of a model."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.name() == "_c10d_functional::all_gather_into_tensor":
-            self.counts[args[0].element_size()] += 1
-        return func(*args, **(kwargs or {}))
+def gathered(op, args):
+    """The size of an element that an all-gather between the modules of a model sends."""
+    return args[0].element_size() if collective(op, args) == "all_gather_into_tensor" else None
 
 
 def train_gathering_rounded(tree, rounded):
     """rounded: as it is, or all in the type of what is gathered."""
     decide = mock.patch.object(tensor, "only_multiplies_in_fp8", tensor.only_multiplies_in_fp8 if rounded else no)
-    with decide, nullcontext() if tree.get("compile") else Gathers() as gathers:  # not both can see the operators
+    with decide, nullcontext() if tree.get("compile") else Count(gathered) as gathers:  # not both can see the operators
         trace = train_compiled(tree, 1)
     return trace.gradients[0] | {"loss": torch.tensor(trace.losses[0])}, gathers and gathers.counts
 

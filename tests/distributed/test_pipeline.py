@@ -34,6 +34,7 @@ from tests.oracle import (
     count_calls,
     initial_weights,
     micro_batches,
+    packed_batch,
     plain_step,
     ragged_batch,
     snapshot,
@@ -133,15 +134,6 @@ def test_tied_embeddings(pool, schedule, world_size):
 @pytest.mark.parametrize("model", ["qwen2.5-7b-tiny", "qwen3-32b-tiny", "nemotron4-15b-tiny"])
 def test_other_families(pool, model):
     check_against_one_process(pool, 2, tree(schedule="InterleavedZeroBubble", model={"name": model}), steps=1)
-
-
-def packed_batch(config, step):
-    """Rows of documents of different lengths, with positions that start anew in each."""
-    batch = ragged_batch(config, step)
-    rows, length = batch["tokens"].shape
-    starts = torch.randint(1, length, (rows, 1), generator=torch.Generator().manual_seed(step))
-    place = torch.arange(length).expand(rows, length)
-    return batch | {"documents": (place >= starts).int(), "positions": place - starts * (place >= starts)}
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])

@@ -1,6 +1,5 @@
 """Recomputation: the same gradients whatever is kept, less memory the less is, and no collective more than needed."""
 
-from collections import Counter
 from functools import partial
 from unittest import mock
 
@@ -8,8 +7,6 @@ import pytest
 import torch
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.utils import counters
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitrain.bench.measure import activation_bytes
 from minitrain.bench.memory import working_memory
@@ -21,7 +18,7 @@ from minitrain.parallel.mesh import start
 from minitrain.parallel.recompute import recompute
 from minitrain.training.data import open_data
 from minitrain.training.loop import Trainer
-from tests.oracle import check_against_one_process, packed_batch, plain_model, train
+from tests.oracle import Count, check_against_one_process, collective, packed_batch, plain_model, train
 
 MODEL = {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 4, "initializer_range": 0.05}
 TREE = {
@@ -181,26 +178,11 @@ def test_working_memory_is_what_is_alive_at_once():
 # ---------------------------------------------------------------------------------------------------------- collectives
 
 
-class CollectiveCounter(TorchDispatchMode):
-    """Counts the collectives between activations, of forward and backward; FSDP's have other names."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented  # see the operations it is made of instead
-        if op.namespace == "_c10d_functional":
-            self.counts[op._opname] += 1
-        return op(*args, **kwargs or {})
-
-
 def count_collectives(tree):
     config = from_dict(tree | {"device": "cpu"})
     data, _ = open_data(config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed)
     trainer = Trainer(config, start(config))
-    with CollectiveCounter() as counter:
+    with Count(collective) as counter:
         trainer.step(data, 0)
     return [sum(n for name, n in counter.counts.items() if part in name) for part in ("reduce_scatter", "all_to_all")]
 
@@ -218,18 +200,10 @@ def test_selective_does_not_send_again_what_it_keeps(pool, parallel):
 # --------------------------------------------------------------------------------------------------------------- config
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products and attention, in whatever form."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        if name.endswith(("mm", "onednn_linear")) or "attention" in name:
-            self.counts[name] += 1
-        return function(*args, **(kwargs or {}))
+def product(op, args):
+    """Matrix products and attention, in whatever form."""
+    name = op.overloadpacket.__name__
+    return name if name.endswith(("mm", "onednn_linear")) or "attention" in name else None
 
 
 def products(setting, name, compiling=False, fp8=False, by_onednn=False, **shape):
@@ -242,7 +216,7 @@ def products(setting, name, compiling=False, fp8=False, by_onednn=False, **shape
         onednn.to_onednn(model)
     recompute(model.blocks, setting)
     tokens = torch.arange(32).view(2, 16)
-    with mock.patch.object(torch.compiler, "is_compiling", lambda: compiling), Products() as seen:
+    with mock.patch.object(torch.compiler, "is_compiling", lambda: compiling), Count(product) as seen:
         model(tokens).square().sum().backward()
     return seen.counts
 

@@ -42,7 +42,17 @@ from minitrain.training.data import open_data
 from minitrain.training.loop import Trainer
 from minitrain.training.loss import IGNORE, linear_cross_entropy
 from tests import oracle
-from tests.oracle import check_close, plain_model, plain_step, ragged_batch, relative_error, snapshot, train
+from tests.oracle import (
+    Count,
+    check_close,
+    collective,
+    plain_model,
+    plain_step,
+    ragged_batch,
+    relative_error,
+    snapshot,
+    train,
+)
 from tests.test_loss import one_graph
 
 MODEL = {"name": "llama3-8b-tiny", "vocab_size": 124, "num_layers": 2, "initializer_range": 0.05}
@@ -266,21 +276,8 @@ def test_no_rank_sees_all_logits_of_a_token(pool):
 # ------------------------------------------------------------------------------------------------------- collectives
 
 
-class Collectives(TorchDispatchMode):
-    """How often each of the functional collectives ran, which FSDP does not use for its own gathering and reducing."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "_c10d_functional":
-            self.counts[func.__name__.partition(".")[0]] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def collectives_of_a_step(tree):
-    return run_trainer(tree, Collectives()).counts
+    return run_trainer(tree, Count(collective)).counts
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -292,7 +289,8 @@ def test_collectives(pool, layers, recompute):
     for counts in pool.run(2, collectives_of_a_step, tree):
         assert counts["all_gather_into_tensor"] == 2 * (once + 2 * again + once) + 2 * once
         assert counts["reduce_scatter_tensor"] == 2 * (once + again + once) + 2 * once
-        assert counts["all_reduce"] == 2 * (2 * layers + 1)  # once per micro-batch, as FSDP frees what it gathered
+        # once per micro-batch, as FSDP frees what it gathered; and the gradients' norm
+        assert counts["all_reduce"] == 2 * (2 * layers + 1) + 1
 
 
 # ------------------------------------------------------------------------------------------------------- checkpoints
