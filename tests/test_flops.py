@@ -29,6 +29,7 @@ from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import TARGETS
 from minitrain.models.zoo import ZOO, model_config
+from minitrain.training.build import initialize
 from tests.oracle import count_grouped_mm
 
 ROWS = {row["id"]: row for row in yaml.safe_load((Path(__file__).parent / "published/tables.yaml").read_text())}
@@ -267,8 +268,7 @@ def test_expert_rows_are_all_there_and_the_exceptions_needed():
 def test_clean_is_what_torch_counts_with_experts(name):
     config, batch, seq_len = model_config(name), 2, 48
     model = Decoder(config)
-    for i, (key, parameter) in enumerate(model.named_parameters()):
-        model.initialize_parameter(key, parameter, torch.Generator().manual_seed(i))
+    initialize(model, seed=0)
     mapping = {torch.ops.aten._grouped_mm: count_grouped_mm}
     tokens = torch.zeros(batch, seq_len, dtype=torch.long)
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter, sdpa_kernel(SDPBackend.MATH):

@@ -44,7 +44,7 @@ from minitrain.parallel.parallelize import parallelize
 from minitrain.parallel.recompute import recompute
 from minitrain.tokenizer import load_tokenizer
 from minitrain.train import train
-from minitrain.training.build import make_model
+from minitrain.training.build import initialize, make_model
 from minitrain.training.checkpoint_files import read_index
 from minitrain.training.loop import Trainer
 from tests.oracle import count_grouped_mm, plain_model, ragged_batch
@@ -448,8 +448,7 @@ def run(out, *changes):
 def train_export_and_resume(folder):
     """On a rank of the pool: `train` needs a process group of its own."""
     model = Decoder(model_config("llama3-8b-tiny", vocab_size=320, num_layers=2))
-    for i, (name, parameter) in enumerate(model.named_parameters()):
-        model.initialize_parameter(name, parameter, torch.Generator().manual_seed(i))
+    initialize(model, seed=1)  # not what a run without them begins with
     save_pretrained(model, folder / "base")
     load_tokenizer("bytes").save(folder / "base")
     (folder / "base" / "generation_config.json").write_text('{"eos_token_id": [257, 10]}')

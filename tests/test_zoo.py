@@ -185,8 +185,7 @@ def test_tiny_twin_of_a_scaled_context_scales_in_all_zones():
 @pytest.mark.parametrize("name", ZOO)
 def test_tiny_twin_runs_forward_and_backward(name):
     model = Decoder(model_config(name + "-tiny"))
-    for i, (key, parameter) in enumerate(model.named_parameters()):
-        model.initialize_parameter(key, parameter, torch.Generator().manual_seed(i))
+    initialize(model, seed=0)
     tokens = torch.randint(0, 512, (2, 17), generator=torch.Generator().manual_seed(0))
     logits = model(tokens[:, :-1])
     assert logits.shape == (2, 16, 512)

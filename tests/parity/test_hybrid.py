@@ -14,6 +14,7 @@ from minitrain.models.checkpoint_nemotron_h import NO_EXPERTS
 from minitrain.models.config_hf import config_to_hf
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import ZOO, model_config
+from minitrain.training.build import initialize
 from tests.parity.hf_models import (
     HYBRID_CONFIGS,
     build,
@@ -35,8 +36,7 @@ PUBLISHED = [
 def initial_twin(name):
     """A tiny twin with initial weights."""
     model = Decoder(model_config(name))
-    for i, (key, parameter) in enumerate(model.named_parameters()):
-        model.initialize_parameter(key, parameter, torch.Generator().manual_seed(i))
+    initialize(model, seed=0)
     return model
 
 
