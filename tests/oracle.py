@@ -68,6 +68,19 @@ def packed_batch(config, step):
     return batch | {"documents": begins.cumsum(1), "positions": positions}
 
 
+class Batches:
+    """So many global batches, one after the other, as a dataset."""
+
+    def __init__(self, config: Config, steps: int, batch: Callable = ragged_batch):
+        self.batches, self.rows = [batch(config, step) for step in range(steps)], config.batch.global_
+
+    def __len__(self) -> int:
+        return len(self.batches) * self.rows
+
+    def row(self, n: int) -> Tensors:
+        return {key: value[n % self.rows] for key, value in self.batches[n // self.rows].items()}
+
+
 def train(tree: dict, steps: int = 2, batch: Callable = ragged_batch) -> Trace:
     """Train with plain SGD on this rank of the running group, on the product's own path. tree: a config, as in YAML.
 
@@ -148,6 +161,12 @@ def copies(named: Iterable[tuple[str, Tensor]]) -> Tensors:
 def snapshot(named: Iterable[tuple[str, Tensor]]) -> Tensors:
     """Copies of the full tensors; collective where they are sharded."""
     return {name: whole(tensor.detach()).clone() for name, tensor in named}
+
+
+def built(tree: dict) -> Tensors:
+    """This rank's weights, in full, as a run begins with them."""
+    config = configs.from_dict(tree | {"device": "cpu"})
+    return snapshot(build_model(config, start(config)).named_parameters())
 
 
 def initial_weights(config: Config) -> Tensors:

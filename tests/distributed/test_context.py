@@ -16,6 +16,7 @@ from minitrain.parallel.mesh import start
 from minitrain.training.data import rows
 from minitrain.training.loop import Trainer
 from tests.oracle import (
+    Batches,
     Count,
     check_against_one_process,
     collective,
@@ -205,30 +206,16 @@ def test_compiled_blocks(pool, form, recompute, batch):
     check_against_one_process(pool, 2, tree, batch=batch, run=train_compiled)
 
 
-class Packed:
-    """A dataset of `packed_batch`'s rows."""
-
-    def __init__(self, config):
-        self.batches = [packed_batch(config, step) for step in range(2)]
-
-    def __len__(self):
-        return sum(len(batch["tokens"]) for batch in self.batches)
-
-    def row(self, n):
-        size = len(self.batches[0]["tokens"])
-        return {key: value[n % size] for key, value in self.batches[n // size].items()}
-
-
 def evaluate(tree):
     config = from_dict(tree | {"device": "cpu"})
-    return Trainer(config, start(config)).evaluate(Packed(config))
+    return Trainer(config, start(config)).evaluate(Batches(config, 2, packed_batch))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_evaluation(pool, form):
     tree = with_parallel(cp=2, context=form)
     config = from_dict(tree)
-    dataset = Packed(config)
+    dataset = Batches(config, 2, packed_batch)
     expected, _ = plain_step(config, initial_weights(config), rows(dataset, range(len(dataset))))
     assert pool.run(4, evaluate, tree) == [pytest.approx(expected, rel=1e-6)] * 4
 
@@ -238,7 +225,7 @@ def count_collectives(tree):
     config = from_dict(tree | {"device": "cpu"})
     trainer = Trainer(config, start(config))
     with Count(collective) as counter:
-        trainer.step(Packed(config), 0)
+        trainer.step(Batches(config, 2, packed_batch), 0)
     return [counter.counts[name] for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")]
 
 

@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.overrides import TorchFunctionMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitrain import config as configs
+from minitrain.bench.fake_world import fake_world
 from minitrain.bench.shrink import shrink, shrink_parallel
 from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
@@ -30,6 +30,7 @@ from minitrain.parallel.mesh import start, whole
 from minitrain.training.build import build_model, initialize
 from minitrain.training.data import Mock
 from minitrain.training.loop import Trainer
+from tests.distributed.test_checkpoint import TREE as TRAINED
 from tests.distributed.test_checkpoint import assert_equal, load, train
 from tests.oracle import check_against_one_process, packed_batch
 from tests.oracle import train as train_to_trace
@@ -246,8 +247,7 @@ def test_one_wait(pool):
 
 def test_nothing_waits_with_the_fake_gate():
     """Fake tensors have no values: whatever asked the device for one would raise."""
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    try:
+    with fake_world(4, rank=1):
         mesh = init_device_mesh("cpu", (4,))
         get_sizes = sizes_of(make_router(fake=True), mesh)
         experts = local_experts(1, 4).to(torch.bfloat16)
@@ -257,8 +257,6 @@ def test_nothing_waits_with_the_fake_gate():
             output = dispatch(mesh, get_sizes, x, indices, weights.bfloat16(), experts)
             output.sum().backward()
         assert output.shape == x.grad.shape == (TOKENS, WIDTH)
-    finally:
-        dist.destroy_process_group()
 
 
 # -------------------------------------------------------------------------------------------------------------- balance
@@ -309,12 +307,7 @@ def test_a_block_compiles_as_one_graph(pool, fake, recompute):
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
-STORED = {
-    "model": {"name": "deepseek-v3-tiny", "num_layers": 2},
-    "batch": {"global": 4, "micro": 1, "seq_len": 16},
-    "optim": {"name": "adamw", "lr": 0.01},
-    "device": "cpu",
-}
+STORED = TRAINED | {"model": {"name": "deepseek-v3-tiny", "num_layers": 2}}
 
 
 def test_a_checkpoint_loads_into_another_layout(pool, tmp_path):

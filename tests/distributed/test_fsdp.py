@@ -13,7 +13,7 @@ from minitrain.errors import InputError
 from minitrain.models.mamba import scan
 from minitrain.parallel.mesh import join, pieces, start, whole, whole_piece
 from minitrain.training.build import build_model
-from minitrain.training.data import open_data
+from minitrain.training.datasets import open_dataset
 from minitrain.training.loop import Trainer
 from tests.oracle import check_against_one_process, count_calls, snapshot, train, train_compiled
 
@@ -177,7 +177,7 @@ def dynamics_seen(tree):
     """A_log and D before a step, and A and D as the scans of its micro-batches saw them."""
     config = configs.from_dict(tree | {"device": "cpu"})
     trainer = Trainer(config, start(config))
-    data, _ = open_data(config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed)
+    data, _ = open_dataset(config)
     weights = snapshot(trainer.model.model.layers["0"].mamba.dynamics.named_parameters())
     seen = []
 

@@ -2,18 +2,16 @@
 
 import re
 import warnings
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from minitrain import config as configs
+from minitrain.bench.fake_world import fake_world
 from minitrain.bench.layout import dry_run
 from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
@@ -24,12 +22,13 @@ from minitrain.parallel.parallelize import lay_out
 from minitrain.parallel.pipeline import V_SHAPED, cut, rank_of
 from minitrain.train import export
 from minitrain.training.build import build_model, make_model
-from minitrain.training.checkpoint import Checkpointer
 from minitrain.training.loop import Trainer, forward_backward
 from minitrain.training.objectives import LanguageModeling
-from minitrain.training.optim import make_optimizer
 from tests import oracle
+from tests.distributed.test_checkpoint import train
 from tests.oracle import (
+    Batches,
+    built,
     check_against_one_process,
     count_calls,
     initial_weights,
@@ -207,24 +206,11 @@ def test_bf16(pool, precision, schedule, count):
 # ---------------------------------------------------------------------------------------------------------- evaluation
 
 
-class Rows:
-    """The global batches of `ragged_batch`, one after the other, as a dataset."""
-
-    def __init__(self, config, batches):
-        self.batches, self.rows = [ragged_batch(config, step) for step in range(batches)], config.batch.global_
-
-    def __len__(self):
-        return len(self.batches) * self.rows
-
-    def row(self, n):
-        return {key: value[n % self.rows] for key, value in self.batches[n // self.rows].items()}
-
-
 def evaluate_and_train(settings):
     """Losses of evaluations before and after a training step, and that step's."""
     config = configs.from_dict(settings)
     trainer = Trainer(config, start(config))
-    data = Rows(config, 3)
+    data = Batches(config, 3)
     before = trainer.evaluate(data)
     step = trainer.step(data, 0)["loss"].item()
     assert not any(stage.sends for stage in trainer.model.scheduled)  # nor what they sent: all has arrived
@@ -237,7 +223,7 @@ def evaluate_and_train(settings):
 def test_evaluation(pool, schedule, tied):
     settings = tree(schedule=schedule, data_ranks=2, model={"tie_word_embeddings": tied}, validation={"batches": 3})
     config = configs.from_dict(settings)
-    batches = Rows(config, 3).batches
+    batches = Batches(config, 3).batches
     everything = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
     weights = initial_weights(config)
     before, _ = plain_step(config, weights, everything)
@@ -273,50 +259,27 @@ def test_export(pool, tmp_path, schedule, tied, world_size):
     assert set.union(*held) == set(expected) and all(names < set(expected) for names in held)
 
 
-def initial(settings):
-    config = configs.from_dict(settings)
-    return snapshot(build_model(config, start(config)).named_parameters())
-
-
 def test_stages_load_their_part_of_a_checkpoint(pool, tmp_path):
     settings = tree(model={"tie_word_embeddings": True})
     config = configs.from_dict(settings).model.config
     torch.manual_seed(1)
     model = Decoder(config)
     save_pretrained(model, tmp_path)
-    parts = pool.run(2, initial, settings | {"model": {"path": str(tmp_path)}})
+    parts = pool.run(2, built, settings | {"model": {"path": str(tmp_path)}})
     loaded = parts[0] | parts[1]
     assert not parts[0].keys() & parts[1].keys()
     assert loaded.keys() == dict(model.named_parameters()).keys()
     assert all(torch.equal(loaded[name], parameter) for name, parameter in model.named_parameters())
 
 
-def resume(settings, folder, steps):
-    """Train from the newest checkpoint, with AdamW, and save; returns the losses."""
-    config = configs.from_dict(settings)
-    meshes = start(config)
-    model = build_model(config, meshes)
-    optimizer = make_optimizer(model, config.optim)
-    checkpointer = Checkpointer(folder, keep=1)
-    first = (checkpointer.load(model, optimizer) or {"step": 0})["step"]
-    losses = []
-    for step in range(first, first + steps):
-        rows = micro_batches(ragged_batch(config, step), config, meshes.batch)
-        losses.append(forward_backward(model, LanguageModeling(), rows, meshes, torch.device("cpu")).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    checkpointer.save(first + steps, model, optimizer, {"step": first + steps})
-    return losses
-
-
 def test_a_checkpoint_continues_under_other_layouts(pool, tmp_path):
     settings = tree(optim={"name": "adamw", "lr": 0.01}, model={"tie_word_embeddings": True})
     layouts = [(2, {"pp": 2}), (2, {}), (4, {"pp": 2, "schedule": "DualPipeV", "vp": 2, "dp_shard": 2}), (2, {"pp": 2})]
     settings["batch"] = {"global": 8, "micro": 1, "seq_len": 16}
-    unbroken = pool.run(1, resume, settings | {"parallel": {}}, tmp_path / "unbroken", len(layouts))[0]
-    losses = []
-    for world_size, parallel in layouts:
-        losses += pool.run(world_size, resume, settings | {"parallel": parallel}, tmp_path / "moving", 1)[0]
+    unbroken, _ = pool.run(1, train, settings | {"parallel": {}}, tmp_path / "unbroken", len(layouts))[0]
+    losses = {}
+    for until, (world_size, parallel) in enumerate(layouts, 1):
+        losses |= pool.run(world_size, train, settings | {"parallel": parallel}, tmp_path / "moving", until)[0][0]
     assert losses == pytest.approx(unbroken, rel=1e-5)
 
 
@@ -397,20 +360,11 @@ def test_the_table_of_idle_time_and_memory(schedule, vp, idle, held, ranks, batc
         assert replay(schedule, ranks, batches, vp, *durations) == pytest.approx(expected)
 
 
-@contextmanager
-def fake_ranks(world_size, rank):
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("rank", [0, 31])
 def test_a_step_runs_on_fake_tensors_in_a_fake_world(schedule, rank):
     config = configs.from_dict(tree(4, schedule, layers=6, micro_batches=8, data_ranks=8))
-    with fake_ranks(32, rank):
+    with fake_world(32, rank):
         meshes = build_meshes(config, "cpu")
         model = lay_out(partial(make_model, config), config, meshes)
         rows = micro_batches(ragged_batch(config, 0), config, meshes.batch)

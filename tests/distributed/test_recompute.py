@@ -16,7 +16,7 @@ from minitrain.models import onednn
 from minitrain.models.fp8 import to_fp8
 from minitrain.parallel.mesh import start
 from minitrain.parallel.recompute import recompute
-from minitrain.training.data import open_data
+from minitrain.training.datasets import open_dataset
 from minitrain.training.loop import Trainer
 from tests.oracle import Count, check_against_one_process, collective, packed_batch, plain_model, train
 
@@ -112,7 +112,7 @@ def test_a_hybrids_kinds_of_layers_in_all_ways(pool):
 def measured_activations(tree):
     torch.compiler.reset()
     config = from_dict(tree | {"device": "cpu"})
-    data, _ = open_data(config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed)
+    data, _ = open_dataset(config)
     with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager_decomp_partition")):
         return activation_bytes(Trainer(config, start(config)), data)
 
@@ -180,7 +180,7 @@ def test_working_memory_is_what_is_alive_at_once():
 
 def count_collectives(tree):
     config = from_dict(tree | {"device": "cpu"})
-    data, _ = open_data(config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed)
+    data, _ = open_dataset(config)
     trainer = Trainer(config, start(config))
     with Count(collective) as counter:
         trainer.step(data, 0)

@@ -36,14 +36,14 @@ from minitrain.models.decoder import Decoder
 from minitrain.parallel.mesh import start
 from minitrain.parallel.tensor import check_overlap, tensor_parallel
 from minitrain.training import loss as losses
-from minitrain.training.build import build_model
-from minitrain.training.checkpoint import Checkpointer
-from minitrain.training.data import open_data
+from minitrain.training.datasets import open_dataset
 from minitrain.training.loop import Trainer
 from minitrain.training.loss import IGNORE, linear_cross_entropy
 from tests import oracle
+from tests.distributed.test_checkpoint import train as train_from
 from tests.oracle import (
     Count,
+    built,
     check_close,
     collective,
     plain_model,
@@ -254,7 +254,7 @@ def run_trainer(tree, watch):
     """One step and one evaluation on mock data under the context `watch`, which is returned."""
     config = configs.from_dict(tree | {"device": "cpu"})
     trainer = Trainer(config, start(config))
-    data, _ = open_data(config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed)
+    data, _ = open_dataset(config)
     with mock.patch.object(losses, "CHUNK", 10), watch:
         trainer.step(data, 0)
         trainer.evaluate(data)
@@ -296,33 +296,17 @@ def test_collectives(pool, layers, recompute):
 # ------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def train_and_save(tree, folder, until):
-    """Resume from `folder` if there is something, train to step `until`, save. Returns the losses of those steps."""
-    config = configs.from_dict(tree | {"device": "cpu"})
-    trainer = Trainer(config, start(config))
-    checkpointer = Checkpointer(folder, keep=2)
-    first = (checkpointer.load(trainer.model, trainer.optimizer) or {"step": 0})["step"]
-    data, _ = open_data(config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed)
-    steps = [trainer.step(data, step)["loss"].item() for step in range(first, until)]
-    checkpointer.save(until, trainer.model, trainer.optimizer, {"step": until})
-    return steps
-
-
 @pytest.mark.parametrize("other", [(2, {}), (4, {"tp": 2})], ids=str)
 def test_a_checkpoint_resumes_in_another_layout(pool, tmp_path, other):
-    tree = with_model(name="qwen3-32b-tiny") | {"optim": {"name": "adamw", "lr": 0.01}, "compile": False}
+    tree = with_model(name="qwen3-32b-tiny") | {"optim": {"name": "adamw", "lr": 0.01}, "device": "cpu"}
     tree["batch"] = TREE["batch"] | {"micro": 1}
-    unbroken = pool.run(2, train_and_save, tree, tmp_path / "unbroken", 3)[0]
+    unbroken, _ = pool.run(2, train_from, tree, tmp_path / "unbroken", 3)[0]
     for folder, (before, after) in {"there": ((2, {"tp": 2}), other), "back": (other, (2, {"tp": 2}))}.items():
-        losses = []
+        losses = {}
         for (world_size, parallel), until in ((before, 2), (after, 3)):
-            losses += pool.run(world_size, train_and_save, tree | {"parallel": parallel}, tmp_path / folder, until)[0]
+            run = pool.run(world_size, train_from, tree | {"parallel": parallel}, tmp_path / folder, until)
+            losses |= run[0][0]
         assert losses == pytest.approx(unbroken, rel=1e-6)
-
-
-def built(tree):
-    config = configs.from_dict(tree | {"device": "cpu"})
-    return snapshot(build_model(config, start(config)).named_parameters())
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "gpt-oss-20b-tiny", "deepseek-v3-tiny", "nemotron3-nano-30b-a3b-tiny"])
@@ -413,7 +397,7 @@ def test_the_compiler_finds_collectives_to_overlap():
 def train_asynchronously(tree):
     config = configs.from_dict(tree)
     trainer = Trainer(config, start(config))  # compares one step with the synchronous one
-    data, _ = open_data(config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed)
+    data, _ = open_dataset(config)
     return trainer.step(data, 0)["loss"].item()
 
 
