@@ -63,7 +63,8 @@ def bench(files: list, overrides: list[str], options) -> None:
     if options.sweep and options.simulate and options.dry_run:
         raise InputError("--simulate --sweep says itself which combinations cannot run: leave --dry-run out")
     if options.sweep and not options.simulate:  # the config need not be possible by itself
-        cases = combination_cases(files[0], overrides, options)
+        choices = combinations(options.sweep)
+        cases = [make_case(name, load_row(files[0], [*overrides, *words])[1], options) for name, words in choices]
     else:
         cases = file_cases(files, overrides, options)
     check_options(cases, options)
@@ -159,12 +160,6 @@ def file_cases(files: list, overrides: list[str], options) -> list[Case]:
             named = len(files) == 1 or str(file) in str(error)
             raise InputError(str(error) if named else f"{file}: {error}") from error
     return cases
-
-
-def combination_cases(file: str, overrides: list[str], options) -> list[Case]:
-    """Every combination of `--sweep`, all checked before the first runs."""
-    choices = combinations(options.sweep)
-    return [make_case(settings, load_row(file, [*overrides, *words])[1], options) for settings, words in choices]
 
 
 def simulate_combinations(file: str, overrides: list[str], options) -> None:
