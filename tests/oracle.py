@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import register_dataclass
+from torch.utils.flop_counter import FlopCounterMode
 
 from minitrain import config as configs
 from minitrain.config import Config
@@ -277,6 +279,14 @@ def relative_error(actual: Tensor, expected: Tensor, least: float = 0.0) -> floa
     return difference / size if size else float("inf")
 
 
-def count_grouped_mm(a, b, *args, out_shape=None, **kwargs) -> int:
+def count_flops(function: Callable) -> dict[str, int]:
+    """What torch counts in function(), by operator. Attention as plain products: on a CPU it counts no others."""
+    mapping = {torch.ops.aten._grouped_mm: grouped_mm_flops}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter, sdpa_kernel(SDPBackend.MATH):
+        function()
+    return {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+
+
+def grouped_mm_flops(a, b, *args, out_shape=None, **kwargs) -> int:
     """torch has no formula: rows x in x out, or, for the gradient of a stack, in x rows x out of all experts."""
     return 2 * a[0] * a[1] * b[-1]

@@ -10,8 +10,6 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, inject_adapter_in_model
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from minitrain.bench.flops import (
     Convention,
@@ -30,7 +28,7 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.lora import TARGETS
 from minitrain.models.zoo import ZOO, model_config
 from minitrain.training.build import initialize
-from tests.oracle import count_grouped_mm
+from tests.oracle import count_flops
 
 ROWS = {row["id"]: row for row in yaml.safe_load((Path(__file__).parent / "published/tables.yaml").read_text())}
 DENSE = [
@@ -136,9 +134,7 @@ def test_hybrid_by_hand():
 def counted_flops(model: Decoder, batch: int, seq_len: int) -> tuple[int, int]:
     """FLOPs of a forward and backward pass as torch counts them: linear layers; attention, which it counts in full."""
     tokens = torch.zeros(batch, seq_len, dtype=torch.long, device=model.head_weight.device)
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # math: attention as plain matmuls
-        model(tokens).sum().backward()
-    counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    counts = count_flops(lambda: model(tokens).sum().backward())
     assert counts.keys() == {"aten.mm", "aten.bmm"} or counts.keys() == {"aten.mm", "aten.bmm", "aten.addmm"}
     return counts["aten.mm"] + counts.get("aten.addmm", 0), counts["aten.bmm"]
 
@@ -269,11 +265,8 @@ def test_clean_is_what_torch_counts_with_experts(name):
     config, batch, seq_len = model_config(name), 2, 48
     model = Decoder(config)
     initialize(model, seed=0)
-    mapping = {torch.ops.aten._grouped_mm: count_grouped_mm}
     tokens = torch.zeros(batch, seq_len, dtype=torch.long)
-    with FlopCounterMode(display=False, custom_mapping=mapping) as counter, sdpa_kernel(SDPBackend.MATH):
-        model(tokens).sum().backward()
-    counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    counts = count_flops(lambda: model(tokens).sum().backward())
     assert counts.keys() == {"aten.mm", "aten.bmm", "aten._grouped_mm"}
     work = count_work(config)
     assert batch * seq_len * clean(work, 0) == counts["aten.mm"] + counts["aten._grouped_mm"]

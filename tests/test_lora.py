@@ -14,8 +14,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from minitrain import generate, load_pretrained, merge, save_pretrained
 from minitrain.bench.flops import clean, count_work, lora_weights
@@ -47,7 +45,7 @@ from minitrain.train import train
 from minitrain.training.build import initialize, make_model
 from minitrain.training.checkpoint_files import read_index
 from minitrain.training.loop import Trainer
-from tests.oracle import count_grouped_mm, plain_model, ragged_batch
+from tests.oracle import count_flops, plain_model, ragged_batch
 
 TREE = {
     "model": {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 3},
@@ -98,10 +96,7 @@ def test_the_gradients_of_frozen_weights_are_never_computed(targets):
     """Counted: a frozen weight costs two products, not three, and an adapter's three."""
     name = "mixtral-8x7b-tiny" if targets == EXPERTS else "llama3-8b-tiny"
     model, tokens = adapted({"targets": targets}, model=name)
-    mapping = {torch.ops.aten._grouped_mm: count_grouped_mm}
-    with FlopCounterMode(display=False, custom_mapping=mapping) as counter, sdpa_kernel(SDPBackend.MATH):
-        model(tokens).sum().backward()
-    counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    counts = count_flops(lambda: model(tokens).sum().backward())
     work = count_work(model.config, lora_weights(model.config, 8, targets))
     assert tokens.numel() * clean(work, 0) == sum(counts.values()) - counts["aten.bmm"]
     assert all((p.grad is not None) == is_adapter(name) for name, p in model.named_parameters())
