@@ -122,13 +122,20 @@ def test_the_longest_unused_goes_first_and_tails_before_heads():
     assert pages.take(1) is None and len(taken) == 1
 
 
+def plan_and_compute(scheduler: Scheduler):
+    """A step's work, of which the prompts are computed; decoding is for the caller."""
+    work = scheduler.plan()
+    for prefill, count in work.chunks:
+        scheduler.computed(prefill, count)
+    return work
+
+
 def test_a_request_that_fills_the_pool_is_finished():
     """No page is left for others, and none has to be."""
     scheduler = Scheduler(Pages(1, 4), rows=2, chunk=8, steps=1)
     sample = Sample([1, 2, 3, 4], SamplingParams(), key=0, limit=5)
     scheduler.submit([sample])
-    [(prefill, count)] = scheduler.plan().chunks
-    scheduler.computed(prefill, count)
+    assert len(plan_and_compute(scheduler).chunks) == 1
     assert scheduler.plan().samples == [sample]
     scheduler.decoded(sample, [5], [0.0], "length")
     assert not scheduler.busy
@@ -224,8 +231,7 @@ def test_samples_of_a_prompt_share_its_full_pages():
     scheduler = Scheduler(pages, rows=4, chunk=100, steps=1)
     samples = [Sample([1] * 11, SamplingParams(), 0, limit=20) for _ in range(3)]
     scheduler.submit(samples)
-    (prefill, count), *_ = scheduler.plan().chunks
-    scheduler.computed(prefill, count)
+    [(_, count)] = plan_and_compute(scheduler).chunks
     assert count == 10  # the last token is decoded
     work = scheduler.plan()
     assert len({tuple(sample.pages[:2]) for sample in samples}) == 1 and len({s.pages[2] for s in samples}) == 3
@@ -237,10 +243,7 @@ def test_only_the_first_prompt_of_a_chunk_is_cut():
     for length in (21, 9, 8):  # of which the last token is decoded
         scheduler.submit([Sample([length] * length, SamplingParams(), 0, limit=30)])
     for expected in ([16], [4, 8], [7]):
-        chunks = scheduler.plan().chunks
-        assert [count for _, count in chunks] == expected
-        for prefill, count in chunks:
-            scheduler.computed(prefill, count)
+        assert [count for _, count in plan_and_compute(scheduler).chunks] == expected
 
 
 def test_a_later_prompt_finds_the_pages_of_an_earlier_one():
@@ -248,10 +251,7 @@ def test_a_later_prompt_finds_the_pages_of_an_earlier_one():
     scheduler = Scheduler(pages, rows=4, chunk=100, steps=1)
     for prompt, computed in (([1] * 9 + [2] * 4, 12), ([1] * 9 + [3] * 4, 4), ([1] * 9, 0)):
         scheduler.submit([sample := Sample(prompt, SamplingParams(), 0, limit=14)])
-        work = scheduler.plan()
-        assert sum(count for _, count in work.chunks) == computed
-        for prefill, count in work.chunks:
-            scheduler.computed(prefill, count)
+        assert sum(count for _, count in plan_and_compute(scheduler).chunks) == computed
         scheduler.plan()
         scheduler.decoded(sample, [0], [0.0], "stop")
 
@@ -262,9 +262,7 @@ def test_long_prompts_take_turns_with_those_who_decode():
     for number in range(10):
         if number in (0, 2):
             scheduler.submit([Sample([number] * (2 if number == 0 else 17), SamplingParams(), 0, limit=30)])
-        work = scheduler.plan()
-        for prefill, count in work.chunks:
-            scheduler.computed(prefill, count)
+        work = plan_and_compute(scheduler)
         for sample in work.samples:
             scheduler.decoded(sample, [0], [0.0], None)
         kinds.append("prompts" if work.chunks else len(work.samples))
@@ -274,8 +272,7 @@ def test_long_prompts_take_turns_with_those_who_decode():
 def run_alone(scheduler: Scheduler, sample: Sample, steps: int = 1) -> None:
     """Submit a sample of which all but the last prompt token is computed at once, and decode it."""
     scheduler.submit([sample])
-    for prefill, count in scheduler.plan().chunks:
-        scheduler.computed(prefill, count)
+    plan_and_compute(scheduler)
     for _ in range(steps):
         assert scheduler.plan().samples == [sample]
         scheduler.decoded(sample, [0], [0.0], None)
@@ -316,9 +313,7 @@ def test_who_was_interrupted_goes_on_before_those_who_came_later():
     for sample in samples:
         scheduler.submit([sample])
     while not scheduler.preemptions:
-        work = scheduler.plan()
-        for prefill, count in work.chunks:
-            scheduler.computed(prefill, count)
+        work = plan_and_compute(scheduler)
         for sample in work.samples if not scheduler.preemptions else []:
             scheduler.decoded(sample, [0], [0.0], None)
     assert work.samples == samples[:1] and [prefill.samples for prefill in scheduler.queue] == [
