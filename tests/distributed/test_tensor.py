@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 import torch._dynamo.utils
-import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import detect_fake_mode
@@ -53,7 +52,7 @@ from tests.oracle import (
     snapshot,
     train,
 )
-from tests.test_loss import one_graph
+from tests.test_loss import materialised, one_graph
 
 MODEL = {"name": "llama3-8b-tiny", "vocab_size": 124, "num_layers": 2, "initializer_range": 0.05}
 TREE = {
@@ -191,11 +190,6 @@ def test_rounding_is_no_worse_than_in_one_process(pool, precision):
 
 
 # ---------------------------------------------------------------------------------------------------- head and loss
-
-
-def materialised(hidden, weight, labels):
-    logits = (hidden @ weight.T).flatten(0, 1)
-    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 def split_head(tp, chunk, scale, traced=False):
