@@ -203,11 +203,15 @@ def sample_twice(model, after_round=lambda: None, **settings):
     return found, sampler
 
 
-def sample_shared(tree):
+def shared_model(tree):
+    """One that the two ranks sample with together."""
     config = configs.from_dict(tree)
     start(config)
-    model = make_sampler_model(config, dist.init_device_mesh("cpu", (2,)))
-    found, sampler = sample_twice(model)
+    return make_sampler_model(config, dist.init_device_mesh("cpu", (2,)))
+
+
+def sample_shared(tree):
+    found, sampler = sample_twice(shared_model(tree))
     return found, sampler.scheduler.preemptions, len(sampler.weights.packed)
 
 
@@ -229,9 +233,7 @@ def test_ranks_that_share_a_model_sample_as_one(pool, model, ep):
 
 
 def sample_compiled(tree, on_cuda):
-    config, counter, counts = configs.from_dict(tree), Counter(), []
-    start(config)
-    model = make_sampler_model(config, dist.init_device_mesh("cpu", (2,)))
+    model, counter, counts = shared_model(tree), Counter(), []
     compiled.compiled_forward.cache_clear()
     with (
         patch.object(torch, "compile", partial(torch.compile, backend=counter)),
@@ -259,9 +261,7 @@ def test_ranks_that_share_a_model_compile_their_steps(pool, name, ep, on_cuda):
 
 
 def waits_after_sampling(tree):
-    config = configs.from_dict(tree)
-    start(config)
-    model = make_sampler_model(config, dist.init_device_mesh("cpu", (2,)))
+    model = shared_model(tree)
     for parameter in model.parameters():
         parameter.zero_()
     Sampler(model).generate([[1, 2]], SamplingParams(max_tokens=1))
