@@ -14,6 +14,7 @@ from minitrain.models.checkpoint_wan import diffusers_name
 from minitrain.models.decoder import Decoder
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import model_config
+from tests.parity.hf_models import edit_json, refused
 from tests.parity.test_wan import CONFIGS, diffusers_twin
 
 SHARDED = 20_000  # bytes: a handful of files
@@ -155,19 +156,13 @@ def test_configs_that_do_not_fit(spelling, changes, message, tmp_path):
     save_pretrained(Wan(CONFIGS["t2v"]), tmp_path, original_names=spelling == "original")
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    with pytest.raises(InputError) as error:
-        load_pretrained(tmp_path)
-    assert message in str(error.value) and str(tmp_path) in str(error.value)
+    refused(lambda: load_pretrained(tmp_path), message, tmp_path)
 
 
 def test_a_missing_key_is_named(tmp_path):
     save_pretrained(Wan(CONFIGS["t2v"]), tmp_path)
-    file = tmp_path / "config.json"
-    raw = json.loads(file.read_text())
-    del raw["ffn_dim"]
-    file.write_text(json.dumps(raw))
-    with pytest.raises(InputError, match=r"config.json: key ffn_dim is missing"):
-        load_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", ffn_dim=None)
+    refused(lambda: load_pretrained(tmp_path), "config.json: key ffn_dim is missing")
 
 
 def test_the_folder_of_a_pipeline(tmp_path):
