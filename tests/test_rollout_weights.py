@@ -16,13 +16,7 @@ from minitrain.parallel.mesh import start
 from minitrain.parallel.recompute import recompute
 from minitrain.rollout import weights
 from minitrain.training.build import build_model
-from tests.test_rollout_engine import NEW, make, prompts_of, uncached
-
-
-@pytest.fixture(autouse=True)
-def pack_everything(monkeypatch):
-    """Tiny matrices are multiplied as large ones are."""
-    monkeypatch.setattr(weights, "LEAST", 0)
+from tests.test_rollout_engine import NEW, make, pack_everything, prompts_of, uncached  # noqa: F401
 
 
 @pytest.fixture
