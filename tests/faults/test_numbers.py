@@ -279,8 +279,7 @@ def noisy_run(out, steps: int) -> dict[int, str]:
     model, batch = TINY["model"] | {"initializer_range": 0.2}, {"global": 1, "micro": 1, "seq_len": 16}
     settings = {"model": model, "batch": batch, "optim": {"lr": 0.0}, "metrics": {"spike": 0.1}}
     train.train(configs.from_dict(TINY | settings | {"steps": steps, "out_dir": str(out)}))
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line["batch"] for line in lines if "batch" in line}
+    return {line["step"]: line["batch"] for line in lines(out) if "batch" in line}
 
 
 def run_with_and_without_a_break(folder):
