@@ -5,7 +5,6 @@
 import datetime
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -299,17 +298,22 @@ def test_a_template_is_found_wherever_transformers_keeps_it(tmp_path):
         assert load_tokenizer(tmp_path / folder).chat_template == jinja
 
 
+def save_with_adapter(folder: Path, **fields) -> list[str]:
+    """A model in folder/model and adapters of zeros in folder/adapter; the words that say so on a command line."""
+    model, lora = Decoder(model_config("llama3-8b-tiny", vocab_size=320, **fields)), Lora(rank=2, targets=["q_proj"])
+    save_pretrained(model, folder / "model")
+    zeros = ((name, torch.zeros(shape)) for name, shape in adapter_shapes(model.config, lora).items())
+    save_adapter(zeros, model.config, lora, folder / "adapter")
+    return ["--model", str(folder / "model"), "--adapter", str(folder / "adapter")]
+
+
 def test_adapters_are_asked_and_merged_in_the_template_that_they_were_tuned_in(tmp_path):
     jinja = {name: f"{{{{ '{name}: ' + messages[0]['content'] }}}}" for name in ("model", "adapter")}
     folders = {name: tmp_path / name for name in (*jinja, "out")}
     for name, template in jinja.items():
         folders[name].mkdir()
         tokenizer_with(folders[name], template, ["<s>", "</s>"])
-    model, lora = Decoder(model_config("llama3-8b-tiny", vocab_size=320)), Lora(rank=2, targets=["q_proj"])
-    save_pretrained(model, folders["model"])
-    zeros = ((name, torch.zeros(shape)) for name, shape in adapter_shapes(model.config, lora).items())
-    save_adapter(zeros, model.config, lora, folders["adapter"])
-    words = ["--model", str(folders["model"]), "--adapter", str(folders["adapter"])]
+    words = save_with_adapter(tmp_path)
     merge.main([*words, "--out", str(folders["out"])])
     assert load_tokenizer(folders["out"]).chat_template == jinja["adapter"]
     with mock.patch.object(generate, "encode", side_effect=generate.encode) as encode:
@@ -369,28 +373,19 @@ def test_what_is_tuned_in_a_template_ends_where_its_replies_end(tmp_path, lora, 
 
 @pytest.mark.parametrize("jinja", ["{% if %}", "", "{{ messages[0]['content'] }}"])
 def test_adapters_are_merged_whatever_their_template(tmp_path, jinja):
-    model, lora = Decoder(model_config("llama3-8b-tiny", vocab_size=320)), Lora(rank=2, targets=["q_proj"])
-    model.config = replace(model.config, eos_token_id=None)
-    save_pretrained(model, tmp_path / "model")
-    zeros = ((name, torch.zeros(shape)) for name, shape in adapter_shapes(model.config, lora).items())
-    save_adapter(zeros, model.config, lora, tmp_path / "adapter")
+    words = save_with_adapter(tmp_path, eos_token_id=None)
     tokenizer_with(tmp_path / "adapter", "", ["<s>", "</s>"])
     (tmp_path / "adapter" / "chat_template.jinja").write_text(jinja)
-    words = ["--model", tmp_path / "model", "--adapter", tmp_path / "adapter", "--out", tmp_path / "out"]
-    merge.main(list(map(str, words)))
+    merge.main([*words, "--out", str(tmp_path / "out")])
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == jinja
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 259  # the tokenizer's
 
 
 def test_a_merged_model_of_bytes_keeps_the_chat_template(tmp_path):
-    model, lora = Decoder(model_config("llama3-8b-tiny", vocab_size=320)), Lora(rank=2, targets=["q_proj"])
-    save_pretrained(model, tmp_path / "model")
-    zeros = ((name, torch.zeros(shape)) for name, shape in adapter_shapes(model.config, lora).items())
-    save_adapter(zeros, model.config, lora, tmp_path / "adapter")
+    words = save_with_adapter(tmp_path)
     ByteTokenizer().save(tmp_path / "adapter")
     (tmp_path / "adapter" / "chat_template.jinja").write_text(PLAIN.jinja(ByteTokenizer()))
-    words = ["--model", tmp_path / "model", "--adapter", tmp_path / "adapter", "--out", tmp_path / "out"]
-    merge.main(list(map(str, words)))
+    merge.main([*words, "--out", str(tmp_path / "out")])
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == PLAIN.jinja(ByteTokenizer())
 
 
