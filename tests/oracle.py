@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import register_dataclass
+from torch.utils._pytree import register_dataclass, tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from minitrain import config as configs
@@ -133,6 +133,21 @@ class Count(TorchDispatchMode):
         if (found := self.key(op, args)) is not None:
             self.counts[found] += 1
         return op(*args, **kwargs or {})
+
+
+class Results(TorchDispatchMode):
+    """Shows every plain tensor that operators return inside to `look`."""
+
+    def __init__(self, look: Callable):
+        super().__init__()
+        self.look = look
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **kwargs or {})
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
+                self.look(tensor)
+        return out
 
 
 def collective(op, args) -> str | None:

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from minitrain import config as configs
@@ -26,7 +25,7 @@ from minitrain.training.data import open_data, rows
 from minitrain.training.loop import Trainer
 from minitrain.training.loss import IGNORE
 from minitrain.training.optim import make_optimizer
-from tests.oracle import check_against_one_process, ragged_batch
+from tests.oracle import Results, check_against_one_process, ragged_batch
 
 HIDDEN, WIDTH = 16, 24
 
@@ -431,32 +430,18 @@ def test_gradients_of_experts_come_in_the_layout_of_their_weights(compiling):
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
-class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.size = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes():
-                self.size = max(self.size, tensor.untyped_storage().nbytes() // tensor.element_size())
-        return result
-
-
 def test_no_tensor_of_tokens_by_experts_by_channels():
     """Forward and backward of a DeepSeek-V3-shaped block: at most one row per chosen expert, of both halves."""
     config = model_config("deepseek-v3-tiny", num_experts=128, n_group=8, topk_group=4, num_experts_per_tok=2)
     moe, tokens = fill(MoE(config)), 512
     x = torch.randn(1, tokens, config.hidden_size, requires_grad=True)
-    with Largest() as largest:
+    sizes = []
+    with Results(lambda result: sizes.append(result.untyped_storage().nbytes() // result.element_size())):
         moe(x).square().mean().backward()
     stacks = max(parameter.numel() for parameter in moe.parameters())
     rows = tokens * config.num_experts_per_tok * max(2 * config.moe_intermediate_size, config.hidden_size)
     channels = min(config.moe_intermediate_size, config.hidden_size)
-    assert tokens <= largest.size <= max(stacks, rows) < tokens * config.num_experts * channels
+    assert tokens <= max(sizes) <= max(stacks, rows) < tokens * config.num_experts * channels
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input

@@ -22,9 +22,7 @@ from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshap
 from torch._inductor.virtualized import V
 from torch.distributed._symmetric_memory import _test_mode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from minitrain import config as configs
 from minitrain import save_pretrained
@@ -42,6 +40,7 @@ from tests import oracle
 from tests.distributed.test_checkpoint import train as train_from
 from tests.oracle import (
     Count,
+    Results,
     built,
     check_close,
     collective,
@@ -229,21 +228,6 @@ def test_split_head_as_one_graph(pool):
         torch.testing.assert_close(actual, expected)
 
 
-class Shapes(TorchDispatchMode):
-    """Sizes of all dimensions of all plain tensors that operations return."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
-                self.sizes |= set(tensor.shape)
-        return out
-
-
 def run_trainer(tree, watch):
     """One step and one evaluation on mock data under the context `watch`, which is returned."""
     config = configs.from_dict(tree | {"device": "cpu"})
@@ -256,7 +240,10 @@ def run_trainer(tree, watch):
 
 
 def sizes_in_a_step(tree):
-    return run_trainer(tree, Shapes()).sizes
+    """Of all dimensions of all plain tensors that operators return."""
+    sizes = set()
+    run_trainer(tree, Results(lambda tensor: sizes.update(tensor.shape)))
+    return sizes
 
 
 def test_no_rank_sees_all_logits_of_a_token(pool):
