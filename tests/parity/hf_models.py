@@ -23,7 +23,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from minitrain import InputError
+from minitrain import InputError, load_pretrained
 
 _SIZES = dict(
     vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
@@ -129,6 +129,13 @@ def build(family: str, seed: int = 0, **changes):
 def reload(path, **options):
     options = dict(attn_implementation="eager", experts_implementation="eager") | options
     return AutoModelForCausalLM.from_pretrained(path, **options).eval()
+
+
+def compare_with_transformers(folder):
+    """The logits of a checkpoint, as both read it."""
+    tokens = random_tokens(2, 60)
+    with torch.no_grad():
+        torch.testing.assert_close(load_pretrained(folder)(tokens), reload(folder)(tokens).logits, atol=1e-4, rtol=0)
 
 
 def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
