@@ -2,11 +2,9 @@
 
 import dataclasses
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, inject_adapter_in_model
@@ -29,8 +27,8 @@ from minitrain.models.lora import TARGETS
 from minitrain.models.zoo import ZOO, model_config
 from minitrain.training.build import initialize
 from tests.oracle import count_flops
+from tests.test_rows import ROWS
 
-ROWS = {row["id"]: row for row in yaml.safe_load((Path(__file__).parent / "published/tables.yaml").read_text())}
 DENSE = [
     name
     for name, row in ROWS.items()

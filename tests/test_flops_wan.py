@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import yaml
 
 from minitrain.bench.flops_wan import forward_parts, training_flops
 from minitrain.bench.measure import published_step_time
@@ -14,8 +13,7 @@ from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import model_config
 from tests.commands import ROOT
 from tests.oracle import count_flops
-
-ROWS = {row["id"]: row for row in yaml.safe_load((ROOT / "tests/published/tables.yaml").read_text())}
+from tests.test_rows import ROWS
 
 
 @pytest.mark.parametrize("patch", [(1, 2, 2), (2, 1, 2)])

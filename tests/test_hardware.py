@@ -8,14 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
 from minitrain.bench import hardware
 from minitrain.bench.hardware import LINUX_STATUS, describe, measure_matmul, peak_flops, peak_memory_bytes
+from tests.test_rows import ROWS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-ROWS = yaml.safe_load((Path(__file__).parent / "published/tables.yaml").read_text())
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,7 @@ def test_unknown_devices_have_no_peak():
     assert peak_flops("NVIDIA H200", torch.int8) is None
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if "tflops_per_gpu" in row], ids=lambda row: row["id"])
+@pytest.mark.parametrize("row", [row for row in ROWS.values() if "tflops_per_gpu" in row], ids=lambda row: row["id"])
 def test_published_rows_reach_a_plausible_share_of_the_peak(row):
     fp8 = row.get("precision", "bf16").startswith("fp8")
     share = row["tflops_per_gpu"] * 1e12 / peak_flops(row["system"], torch.float8_e4m3fn if fp8 else torch.bfloat16)
