@@ -8,9 +8,11 @@ from minitrain.bench import recipe
 from minitrain.bench.recipe import as_published
 from minitrain.bench.rows import NAMES, RECIPE, constants, published_rows
 from minitrain.bench.simulate import Simulation, timed
+from minitrain.bench.simulate_policy import Stack, policy_figures
 from minitrain.bench.timeline import load_system, play
 from minitrain.bench.trace import MEMORY_KINDS, Event, Trace
 from minitrain.config import from_dict
+from tests.test_simulate_policy import policy
 
 SYSTEM = replace(load_system("dgx-h100"), launch=0.0, latency=0.0, step=0.0)
 ATTENTION = Event("attention", "attention", 740 * 10**12, [], [])
@@ -26,13 +28,14 @@ def config_with(**changes):
 
 
 def trace_of(*events: Event, died=()) -> Trace:
-    return Trace(list(events), died=dict(died), peak=dict.fromkeys(MEMORY_KINDS, 0))
+    return Trace(list(events), died=dict(died), peak=dict.fromkeys(MEMORY_KINDS, 2**30))
 
 
 def seconds(trace: Trace, **changes) -> float:
     simulation = Simulation({0: trace}, {0: play(trace, SYSTEM, True)}, 1, 1, 0.0)
     predicted = as_published(config_with(**changes), "row", SYSTEM, simulation)
     assert predicted["ratio"] == predicted["tokens_per_sec_per_gpu"] == 64 / predicted["step_time_s"]
+    assert predicted["peak_memory_gib"] == len(MEMORY_KINDS)
     return predicted["step_time_s"]
 
 
@@ -44,12 +47,12 @@ def test_other_kernels():
 
 
 def test_without_the_compiler_it_is_another_trace(monkeypatch):
-    """Two kernels in turn, of which the compiler makes one: the tensor between them dies."""
+    """Two kernels in turn, of which the compiler makes one: the tensor between them dies. A third one, without it."""
     again = replace(MUL, reads=MUL.writes, writes=[(3, 29 * 10**11)])
     trace = trace_of(MUL, again, died={2: 1})
-    monkeypatch.setattr(recipe, "record", lambda config: {0: trace} if not config.compile else {})
-    assert play(trace, SYSTEM, True).end == pytest.approx(2.0)
-    assert seconds(trace, compile=False) == pytest.approx(4.0)
+    monkeypatch.setattr(recipe, "record", lambda config: {0: trace_of(MUL, again, MUL)} if not config.compile else {})
+    assert seconds(trace, compile=True) == seconds(trace) == pytest.approx(2.0)
+    assert seconds(trace, compile=False) == pytest.approx(6.0)
 
 
 def test_a_pipeline_that_fills_and_drains_several_times():
@@ -88,6 +91,13 @@ def test_a_pipeline_that_fills_and_drains_several_times():
         trace.marks = [(index + 1, label) for index, label in trace.marks]
     gathers = timed(config, traces, SYSTEM, 4)
     assert gathers.step == pytest.approx(2 + 2 * (4 + 1) * 3) and gathers.idle == pytest.approx([2 * 3] * 2)
+
+
+def test_what_a_policy_was_trained_with():
+    """The seconds and the FLOPs of the same step on another stack."""
+    config, simulation = policy(reference={"gpus": 8, "recipe": {"stack": "nemo-rl"}}), Simulation({}, {}, 1, 1, 99.0)
+    theirs = policy_figures(config, SYSTEM, simulation, Stack(**constants("stacks")["nemo-rl"]))
+    assert as_published(config, "row", SYSTEM, simulation) == theirs != policy_figures(config, SYSTEM, simulation, None)
 
 
 def test_rows_say_what_the_simulator_knows():

@@ -15,7 +15,7 @@ SECOND = System(
     nvlink=2, domain=8, network=0.5, latency=0, far_latency=0, gemm_tiles=1, step=0, capacity=100,
     decode_weights=1, decode_caches=1, decode_step=0,
 )  # fmt: skip
-GROUPS = {"shards": (["dp_shard"], [0, 1]), "tensor": (["tp"], [0, 1]), "stages": (["pp"], [0, 1])}
+GROUPS = {"shards": (["dp_shard"], [0, 1]), "tensor": (["tp"], [0, 1, 2, 3]), "stages": (["pp"], [0, 1])}
 
 
 def kernel(reads=(), writes=(), flops=0, kind="gemm", name="mm") -> Event:
@@ -35,49 +35,60 @@ def spans(trace: Trace, system: System = SECOND, fused: bool = False) -> list[tu
     return [(s.stream, s.begin, s.end) for s in play(trace, system, fused).spans]
 
 
-def test_compute_waits_for_what_it_reads():
-    """An all-gather of 8 bytes over 2 ranks moves 4, at 2 bytes/s."""
+@pytest.mark.parametrize("fused", [False, True])
+def test_compute_waits_for_what_it_reads(fused):
+    """An all-gather of 8 bytes over 4 ranks moves 6, at 2 bytes/s."""
     trace = Trace([
         collective("allgather_base", "tensor", 8, reads=[1], writes=[2]),
         kernel(writes=[3], flops=1),
         Event("wait_tensor", "wait", 0, [(2, 8)], [(5, 8)]),
+        elementwise({5: 16}, {6: 0}),
         kernel(reads=[5, 3], writes=[4], flops=3),
     ], groups=GROUPS)  # fmt: skip
-    line = play(trace, SECOND, fused=False)
+    line = play(trace, SECOND, fused)
     assert [(s.stream, s.begin, s.end, s.waited) for s in line.spans] == [
-        ("tp", 0, 2, 0), ("compute", 0, 1, 0), ("compute", 2, 5, 1)
+        ("tp", 0, 3, 0), ("compute", 0, 1, 0), ("compute", 3, 19, 2), ("compute", 19, 22, 0)
     ]  # fmt: skip
-    assert line.end == 5
+    assert line.end == 22
 
 
 def test_the_next_weights_are_gathered_while_a_block_runs():
-    """But not before those of the block have been copied out: two blocks' all-gathers never lie ahead."""
+    """But not before those of the block have been copied out: two blocks' all-gathers never lie ahead. What is to be
+    gathered can be copied together meanwhile."""
     trace = Trace([
         collective("allgather_base", "shards", 4, writes=[1]),
         kernel(flops=3),
-        Event("split_with_sizes_copy", "memory", 0, [(1, 0)], [(2, 0)]),
+        Event("split_with_sizes_copy", "memory", 0, [(1, 1)], [(2, 1)]),
         kernel(reads=[2, 1], flops=10),
-        collective("allgather_base", "shards", 8, writes=[3]),
+        Event("all_gather_copy_in", "memory", 0, [(5, 1)], [(6, 1)]),
+        collective("allgather_base", "shards", 8, reads=[6], writes=[3]),
         Event("split_with_sizes_copy", "memory", 0, [(3, 0)], [(4, 0)]),
         kernel(reads=[4], flops=10),
     ], groups=GROUPS)  # fmt: skip
     line = play(trace, SECOND, fused=False)
     gathers = [(s.begin, s.end) for s in line.spans if s.stream == "dp_shard"]
-    assert gathers == [(0, 1), (3, 5)]
-    assert [(s.begin, s.end) for s in line.spans if s.name == "mm"] == [(0, 3), (3, 13), (13, 23)]
+    assert gathers == [(0, 1), (1, 3), (5, 7)]
+    assert [(s.begin, s.end) for s in line.spans if s.name == "mm"] == [(0, 3), (5, 15), (15, 25)]
 
 
 def test_whoever_reads_gathered_weights_where_they_lie_is_no_stream_of_fsdp():
-    """As from one rank, where nothing is copied out: what reads them first, and an embedding, which does so again."""
+    """As from one rank, where nothing is copied out: what reads them first, and an embedding, which does so again; as
+    products do. Nor is what copies them out when the next ones have been asked for already."""
     trace = Trace([
         collective("allgather_base", "shards", 0, writes=[1]),
         elementwise({1: 16}, {2: 16}),
         Event("embedding", "memory", 0, [(1, 16)], [(3, 16)]),
+        Event("mm", "gemm", 0, [(1, 16)], [(4, 16)]),
+        collective("allgather_base", "shards", 0, writes=[5]),
+        Event("split_with_sizes_copy", "memory", 0, [(1, 16)], [(6, 16)]),
     ], groups=GROUPS)  # fmt: skip
-    assert [s.stream for s in play(trace, SECOND, fused=False).spans] == ["dp_shard", "compute", "compute"]
+    streams = [s.stream for s in play(trace, SECOND, fused=False).spans]
+    assert streams == ["dp_shard", "compute", "compute", "compute", "dp_shard", "compute"]
 
 
-def test_gradients_are_reduced_beside_compute():
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_are_reduced_beside_compute(fused):
+    """One after the other; the update, which also reads what is not FSDP's, is compute's, and so is what reads that."""
     trace = Trace([
         kernel(writes=[1, 4], flops=2),
         collective("reduce_scatter_base", "shards", 8, reads=[1], writes=[2]),
@@ -85,11 +96,15 @@ def test_gradients_are_reduced_beside_compute():
         elementwise({2: 16, 3: 16, 4: 8}, {3: 16}),
         Event("_to_copy", "memory", 0, [(3, 16)], [(5, 8)]),  # from the type in which they were added up
         kernel(reads=[1], flops=5),
+        elementwise({5: 16, 6: 16}, {5: 16}),
+        kernel(flops=1),
+        elementwise({5: 16}, {7: 16}),
     ], groups=GROUPS)  # fmt: skip
-    trace.events.insert(0, collective("reduce_scatter_base", "shards", 0, writes=[3]))
-    line = play(trace, SECOND, fused=False)
-    assert [s.end for s in line.spans if s.stream == "compute"] == [2, 7]
-    assert line.end == 2 + 2 + 56 + 24
+    trace.events.insert(0, collective("reduce_scatter_base", "shards", 16, writes=[3]))
+    spans = play(trace, SECOND, fused).spans
+    reduced = 4 + 2 + 56 + 24
+    assert [s.end for s in spans if s.stream == "dp_shard"] == [4, 6, 62, reduced]
+    assert [s.end for s in spans if s.stream == "compute"] == [2, 7, reduced + 48, reduced + 49, reduced + 81]
 
 
 def test_messages_between_stages_take_no_time_here():
@@ -98,26 +113,31 @@ def test_messages_between_stages_take_no_time_here():
 
 
 def test_fused_kernels_move_only_what_comes_from_outside_or_stays():
-    """x -> a -> b -> c, where b is read again just behind them and a is not; then two that read of x all and a part."""
+    """x -> a -> b -> c, where b is read again just behind them and a is not; then two that read of x all and a part,
+    and write so."""
     events = [elementwise({1: 4}, {2: 4}), elementwise({2: 4}, {3: 4}), elementwise({3: 4}, {4: 4}), kernel([3, 4])]
     trace = Trace(events, died={2: 1, 3: 3}, groups=GROUPS)
     assert play(trace, SECOND, fused=False).end == 24
-    assert play(trace, SECOND, fused=True).end == 4 + 4 + 4
-    trace = Trace([elementwise({1: 8}, {2: 4}), elementwise({1: 4, 2: 4}, {3: 4})], died={2: 1}, groups=GROUPS)
-    assert play(trace, SECOND, fused=True).end == 8 + 4
+    line = play(trace, dataclasses.replace(SECOND, launch=3), fused=True)
+    assert line.end == 4 + 4 + 4 + 3 + 3
+    assert [(span.event, span.end) for span in line.spans] == [(0, 15), (3, 18)]
+    trace = Trace([elementwise({1: 8}, {2: 4, 3: 8}), elementwise({1: 4, 2: 4}, {3: 4})], died={2: 1}, groups=GROUPS)
+    assert play(trace, SECOND, fused=True).end == 8 + 8
 
 
 def test_what_a_pass_takes_has_its_last_kernel():
-    """Not its first, which becomes one with it, nor the message behind it, nor the next pass."""
+    """Not its first, which becomes one with it, nor the message behind it, nor the next pass. What the first
+    one makes dies with its last."""
     events = [elementwise({1: 4}, {2: 4}), elementwise({2: 4}, {3: 4})]
     events += [collective("send", "stages", 8, [3]), elementwise({3: 4}, {4: 4})]
-    trace = Trace(events, groups=GROUPS, marks=[(0, (0, "F", 0)), (2, None), (3, (0, "F", 1)), (4, None)])
-    assert play(trace, SECOND, fused=True).at == [0, 12, 12, 20]
+    trace = Trace(events, died={2: 1}, groups=GROUPS, marks=[(0, (0, "F", 0)), (2, None), (3, (0, "F", 1)), (4, None)])
+    assert play(trace, SECOND, fused=True).at == [0, 8, 8, 16]
 
 
 @pytest.mark.parametrize(("sizes", "seconds"), [
     ((1, 128, 256, 128), 2.0),  # k / (k + 128) is a half
     ((1, 129, 256, 128), 2.0),  # two tiles on one multiprocessor are two whole waves
+    ((1, 128, 257, 128), 2.0),
 ])  # fmt: skip
 def test_matrix_products(sizes, seconds):
     event = Event("mm", "gemm", 1, [], [], sizes)
@@ -132,7 +152,7 @@ def test_matrix_products(sizes, seconds):
 
 
 @pytest.mark.parametrize(("kind", "flops", "moved", "seconds"), [
-    ("gemm", 8, 5, 8), ("gemm", 4, 9, 9), ("attention", 8, 5, 8), ("memory", 0, 5, 5),
+    ("gemm", 8, 5, 8), ("gemm", 4, 9, 9), ("attention", 4, 9, 4), ("memory", 0, 5, 5),
 ])  # fmt: skip
 def test_a_kernel_takes_its_work_or_its_traffic_and_a_launch(kind, flops, moved, seconds):
     event = Event("x", kind, flops, [(1, moved - 1)], [(2, 1)])
@@ -152,20 +172,24 @@ def test_the_last_wave():
     assert system.kernel_seconds(event) == pytest.approx(1 / (0.5 * (1 - 0.25 * 0.4)))
     of_groups = dataclasses.replace(event, kind="grouped", sizes=(2, *event.sizes[1:]))  # as many rows, of two groups
     assert system.kernel_seconds(of_groups) == pytest.approx(2 * system.kernel_seconds(event))
+    of_batches = dataclasses.replace(event, sizes=(2, *event.sizes[1:]))  # of whole waves
+    assert system.kernel_seconds(of_batches) == pytest.approx(1 / 0.5)
 
 
 @pytest.mark.parametrize(("name", "ranks", "seconds"), [
     ("allgather_base", range(8), 64 * 7 / 8 / 2),  # within a domain
     ("allreduce", range(8), 2 * 64 * 7 / 8 / 2),
+    ("all_reduce", range(8), 2 * 64 * 7 / 8 / 2),
     ("reduce_scatter_base", range(16), 64 * 15 / 16 / 2),  # 8 adapters together are faster than NVLink
     ("allgather_base", range(0, 16, 4), 64 * 3 / 4 / 1),  # two adapters per domain
     ("allgather_base", range(0, 64, 8), 64 * 7 / 8 / 0.5),  # one
     ("allgather_base", range(8, 16), 64 * 7 / 8 / 2),  # within another domain
+    ("allgather_base", range(6, 10), 64 * 3 / 4 / 1),  # as many ranks, of two
     ("all_to_all_single", range(16), 64 / 2 / 0.5),  # half of it leaves the domain
-    ("all_to_all_single", range(9), 64 * 8 / 9 / 2),  # little of it, and what stays takes longer
+    ("alltoall_base", range(9), 64 * 8 / 9 / 2),  # little of it, and what stays takes longer
     ("send", [0, 8], 64 / 0.5),
     ("send", [0, 1], 64 / 2),
-    ("send", [0, 1, 8], 64 / 2),  # to the next stage, whatever lies behind
+    ("recv", [0, 1, 8], 64 / 2),  # to the next stage, whatever lies behind
 ])  # fmt: skip
 def test_collectives(name, ranks, seconds):
     event = Event(name, "collective", 0, [], [], payload=64)
