@@ -86,6 +86,16 @@ def test_whoever_reads_gathered_weights_where_they_lie_is_no_stream_of_fsdp():
     assert streams == ["dp_shard", "compute", "compute", "compute", "dp_shard", "compute"]
 
 
+def test_whoever_waits_for_a_message_of_shards_is_no_stream_of_fsdp():
+    """As the gradient's norm."""
+    trace = Trace([
+        collective("all_reduce", "shards", 0, writes=[1]),
+        Event("wait_tensor", "wait", 0, [(1, 16)], [(2, 16)]),
+        elementwise({2: 16}, {3: 16}),
+    ], groups=GROUPS)  # fmt: skip
+    assert [s.stream for s in play(trace, SECOND, fused=False).spans] == ["dp_shard", "compute"]
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradients_are_reduced_beside_compute(fused):
     """One after the other; the update, which also reads what is not FSDP's, is compute's, and so is what reads that."""

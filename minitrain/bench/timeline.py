@@ -158,9 +158,8 @@ class _Player:
         marked = {index for index, _ in self.trace.marks}
         for index, event in enumerate(self.trace.events):
             stream = self.stream_of(event)
-            if event.kind == "wait":  # costs nothing by itself: its result is there when its input is
-                number = event.reads[0][0]
-                self.written(event.writes, self.made_by.get(number, "compute"), self.ready.get(number, 0.0))
+            if event.kind == "wait":  # of compute; costs nothing by itself: its result is there when its input is
+                self.written(event.writes, "compute", self.ready.get(event.reads[0][0], 0.0))
             elif stream == "compute" and event.kind == "memory" and self.fused:
                 if not self.run:
                     self.run_start = index
@@ -197,7 +196,7 @@ class _Player:
         self.line.spans.append(Span("compute", name, kind, begin, begin + seconds, begin - self.clock, index))
         self.clock = begin + seconds
         for stream, numbers in self.waiting.items():
-            if numbers and not numbers.isdisjoint(number for number, _ in reads):
+            if not numbers.isdisjoint(number for number, _ in reads):
                 self.consumed[stream] = self.clock
                 numbers.clear()
         self.written(writes, "compute", self.clock)
@@ -210,7 +209,7 @@ class _Player:
             seconds = sum(n for _, n in event.reads + event.writes) / self.system.memory
         else:
             seconds = self.system.collective_seconds(event, self.trace.groups[event.group][1])
-            if "all_gather" in event.name or "allgather" in event.name:
+            if "allgather" in event.name:  # FSDP's; those that compute waits for are called all_gather
                 begin = max(begin, self.consumed[stream])
                 self.waiting[stream] = {number for number, _ in event.writes}
         self.free[stream] = begin + seconds
