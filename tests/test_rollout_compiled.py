@@ -54,7 +54,8 @@ def sampler_graphs(request, monkeypatch):
     else:
         monkeypatch.setattr(weights, "LEAST", 0)
     compiled.compiled_forward.cache_clear()
-    yield counter
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):  # else what is beyond it runs as it is
+        yield counter
     compiled.compiled_forward.cache_clear()
     torch.compiler.reset()
 
@@ -64,7 +65,7 @@ def kinds_of_layers(config) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"), [("qwen3-32b", (4, 2, 1)), ("deepseek-v3", (2, 1)), ("nemotron3-nano-30b-a3b", (2, 1))]
+    ("name", "sizes"), [("qwen3-32b", (4, 2, 1)), ("deepseek-v3", (2, 1)), ("nemotron3-nano-30b-a3b", (4, 2, 1))]
 )
 def test_few_graphs_give_the_same_tokens(name, sizes, sampler_graphs):
     """At several numbers of rows, and when weights change in place. No graph keeps the pools that it was made with."""
