@@ -26,8 +26,6 @@ class RepeatedGraph:
 
     def __call__(self, inputs: list) -> tuple:
         tracer = Tracer.active
-        if tracer is None:
-            return Interpreter(self.graph).boxed_run(inputs)
         numbers = [tracer.number(x) if isinstance(x, Tensor) else None for x in inputs]
         key = tuple(map(layout, inputs)), tuple(map(numbers.index, numbers))  # and which of them share a storage
         if key in self.recordings:
@@ -70,15 +68,14 @@ class Recording:
         number, seen = self.tracer.number(output), layout(output)
         if number not in self.inputs:
             return "new", number, seen
-        shared = [i for i, n in enumerate(self.inputs) if n == number and given[i][0] == seen[0]]
-        self.can_repeat &= bool(shared)  # else it is seen as another dtype
-        return "input", next((i for i in shared if given[i] == seen), shared[0] if shared else None), seen
+        place = next((i for i, n in enumerate(self.inputs) if n == number and given[i][0] == seen[0]), None)
+        self.can_repeat &= place is not None  # else it is seen as another dtype
+        return "input", place, seen
 
     def repeat(self, tracer: Tracer, inputs: list, numbers: list[int | None]) -> tuple:
         """A later call, on inputs with these numbers of storages."""
         now = dict(zip(self.inputs, numbers, strict=True))  # what the recorded numbers stand for
-        with tracer.silent():
-            outputs = [as_seen(inputs[x], seen) if kind == "input" else x for kind, x, seen in self.outputs]
+        outputs = [as_seen(inputs[x], seen) if kind == "input" else x for kind, x, seen in self.outputs]
         self.follow(tracer, inputs, now)
         made: dict[int, Tensor] = {}
         with tracer.silent():
@@ -124,7 +121,7 @@ class _Steps(Interpreter):
     def run_node(self, node: Node):
         result = super().run_node(node)
         self.holders[node] = addresses(result) & self.places.keys()
-        for value in self.user_to_last_uses.get(node, ()) if node.op != "output" else ():
+        for value in self.user_to_last_uses.get(node, ()):
             for address in self.holders.pop(value):
                 if not any(address in held for held in self.holders.values()):
                     self.steps.append(("dropped", self.places.pop(address)))
