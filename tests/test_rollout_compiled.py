@@ -84,12 +84,20 @@ def test_few_graphs_give_the_same_tokens(name, sizes, sampler_graphs):
         (found,) = sampler.generate([longer], SamplingParams(temperature=0, max_tokens=1))
         assert found.tokens == uncached(model, longer, 1)
         counts.append(sampler_graphs.graphs)
-    # up to four in a layer; for the first number of rows, for any number, and for one
-    assert 0 < counts[0] == counts[1] <= 4 * len(sizes) * kinds_of_layers(model.config)
+    # in a layer one, or up to four around caches; for the first number of rows, for any number, and for one
+    most = 4 if compiled.for_compiler is as_on_cuda or model.config.mamba else 1
+    assert 0 < counts[0] == counts[1] <= most * len(sizes) * kinds_of_layers(model.config)
     pools = [weakref.ref(pool) for layer in sampler.caches.layers for pool in getattr(layer, "pools", [])]
     sampler.free()
     gc.collect()
     assert pools and not any(pool() is not None for pool in pools)
+
+
+def test_a_first_prompt_of_one_token(sampler_graphs):
+    """No step of prompts has made the pools."""
+    model, (prompt,) = make("qwen3-32b"), prompts_of((1,))
+    (found,) = Sampler(model, settings=SETTINGS).generate([prompt], SamplingParams(temperature=0, max_tokens=NEW))
+    assert found.tokens == uncached(model, prompt, NEW)
 
 
 @pytest.mark.parametrize("name", ["qwen3-32b", "gpt-oss-20b"])
