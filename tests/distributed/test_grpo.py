@@ -260,6 +260,29 @@ def test_ranks_that_share_a_model_compile_their_steps(pool, name, ep, on_cuda):
             assert tokens == right and logprobs == pytest.approx(theirs, abs=2e-5)
 
 
+def sample_after_one_token(model, compile=False):
+    fill(model, 0)
+    sampler = Sampler(model, settings=Rollout(page_size=4, pages=9, compile=compile))
+    return sampler.generate([[1]], SamplingParams(temperature=0, max_tokens=4))[0].tokens
+
+
+def sample_after_one_token_shared(tree):
+    config = configs.from_dict(tree)
+    start(config)
+    with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
+        compiled.compiled_forward.cache_clear()
+        found = sample_after_one_token(make_sampler_model(config, dist.init_device_mesh("cpu", (2,))), compile=True)
+    compiled.compiled_forward.cache_clear()
+    return found
+
+
+def test_ranks_that_share_a_model_need_no_prompts_step_first(pool):
+    """In which hooks would have made each rank's parts of the weights, before compiled steps read them."""
+    tree = TREE | {"model": {"name": "qwen3-32b-tiny"}, "rollout": {"tp": 2}}
+    expected = sample_after_one_token(Decoder(configs.from_dict(tree).model.config).requires_grad_(False))
+    assert pool.run(2, sample_after_one_token_shared, tree) == [expected] * 2
+
+
 def waits_after_sampling(tree):
     model = shared_model(tree)
     for parameter in model.parameters():
