@@ -7,7 +7,9 @@ import re
 import shutil
 import sys
 import time
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -29,7 +31,7 @@ from minitrain.parallel.pipeline import Pipeline
 from minitrain.runtime.agreement import difference
 from minitrain.runtime.failures import pending_operation, record_flights, recorded, where_in_collective
 from minitrain.tokenizer import ByteTokenizer
-from minitrain.training import fingerprint
+from minitrain.training import fingerprint, profiling
 from minitrain.training.fingerprint import agreed_fingerprint, file_digest
 from minitrain.training.loop import Trainer, global_count
 from minitrain.training.metrics import to_line
@@ -461,7 +463,33 @@ def test_memory_is_recorded_on_gpus_only(run):  # noqa: F811
         run([], profile={"memory": True})
 
 
-def test_a_failure_leaves_a_memory_snapshot(tmp_path, monkeypatch):
+@pytest.mark.parametrize("steps", [[], [1, 1], [2, 3], [4, 4]], ids=str)
+@pytest.mark.parametrize("done", range(5))
+def test_what_is_recorded_in_which_of_four_steps(tmp_path, monkeypatch, done, steps):
+    """Operations of those asked for, memory until the last of them; also where the run continues after `done`."""
+    recorded, found = [], []
+
+    @contextmanager
+    def recording(name, folder):
+        recorded.append(name)
+        yield
+        recorded.remove(name)
+
+    def numbers():
+        for step in range(done + 1, 5):
+            found.append((step, *recorded))
+            yield {"step": step}
+
+    for name in ("memory", "operations"):
+        monkeypatch.setattr(profiling, f"recorded_{name}", partial(recording, name))
+    list(recorded_steps(numbers(), configs.Profile(steps=steps, memory=True), tmp_path, done))
+    first, last = steps or (5, 5)
+    assert recorded == [] and found == [
+        (step, *["memory"] * (step <= last), *["operations"] * (first <= step <= last)) for step in range(done + 1, 5)
+    ]
+
+
+def test_a_failure_leaves_what_was_recorded(tmp_path, monkeypatch):
     start(configs.from_dict(TINY))
 
     def steps():
@@ -472,7 +500,8 @@ def test_a_failure_leaves_a_memory_snapshot(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **settings: calls.append(list(settings)))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", calls.append)
     with pytest.raises(torch.OutOfMemoryError):
-        list(recorded_steps(steps(), configs.Profile(memory=True), tmp_path, done=0))
+        list(recorded_steps(steps(), configs.Profile(memory=True, steps=[1, 2]), tmp_path, done=0))
+    assert (tmp_path / "profile/rank-0.json").exists()
     assert calls == [["max_entries"], str(tmp_path / "profile/memory-rank-0.pickle"), ["enabled"]]
 
 

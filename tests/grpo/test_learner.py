@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain
 from unittest import mock
 
 import pytest
@@ -53,22 +54,32 @@ def descend(model, loss, lr):
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 def test_updates_equal_autograd_on_single_sequences(aggregation):
-    """Two updates of 8 responses each, clipped against the weights before both; some responses are filtered."""
-    scaled = aggregation != "sequence"
-    grpo = PLAIN["grpo"] | {"aggregation": aggregation, "std_scaling": scaled, "overlong_filter": True}
+    """Two updates of 8 responses each, clipped against the weights before both; some responses are filtered. One way
+    of adding up also pays for divergence from other weights."""
+    scaled, kl = aggregation != "sequence", 0.5 if aggregation == "token" else 0.0
+    grpo = PLAIN["grpo"] | {"aggregation": aggregation, "std_scaling": scaled, "overlong_filter": True, "kl": kl}
     learner = make_learner(PLAIN | {"grpo": grpo})
     groups, model = made_up_groups(), learner.model
+    if kl:
+        learner.keep_reference(None)
+        for parameter in learner.reference.parameters():
+            parameter.mul_(1.1)
     groups[1][2].truncated = groups[3][0].truncated = True
     values = advantages(rewards(groups), "leave_one_out", scaled).flatten().tolist()
     rollouts = [rollout for group in groups for rollout in group]
     begun, losses = snapshot(model.named_parameters()), []
     with torch.no_grad():
-        old = [log_probs(model, rollout.prompt, rollout.response, 0.8) for rollout in rollouts]
+        old, reference = (
+            [log_probs(each, rollout.prompt, rollout.response, 0.8) for rollout in rollouts]
+            for each in (model, learner.reference or model)
+        )
     for update in (range(8), range(8, 16)):
         total, tokens, sequences = 0.0, 0, 0
         for i in (i for i in update if not rollouts[i].truncated):
-            ratio = (log_probs(model, rollouts[i].prompt, rollouts[i].response, 0.8) - old[i]).exp()
+            now = log_probs(model, rollouts[i].prompt, rollouts[i].response, 0.8)
+            ratio, gap = (now - old[i]).exp(), reference[i] - now
             terms = -torch.minimum(ratio * values[i], ratio.clamp(0.95, 1.1) * values[i])
+            terms = terms + kl * ratio * (gap.exp() - 1 - gap)
             total = total + (terms.mean() if aggregation == "sequence" else terms.sum())
             tokens, sequences = tokens + len(terms), sequences + 1
         count = {"token": tokens, "sequence": sequences, "constant": sequences * 8}[aggregation]
@@ -239,7 +250,10 @@ def test_the_reference_is_the_model_without_adapters(tmp_path):
     with mock.patch.object(learner.trainer, "update", wraps=learner.trainer.update) as update:
         assert learner.learn(made_up_groups(), step=0)["kl"] > 1e-3
     updates = [call.args[0] for call in update.call_args_list]
-    assert len(updates) == 2 and all("reference" in batch for batches in updates for batch in batches)
+    assert len(updates) == 2
+    for batch in chain(*updates):
+        base.add_log_probs("expected", base.model, [batch])
+        torch.testing.assert_close(batch["reference"], batch["expected"])
 
 
 def test_adapters_are_back_after_an_error(tmp_path):
