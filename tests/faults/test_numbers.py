@@ -20,6 +20,7 @@ from minitrain import train
 from minitrain.config import Config
 from minitrain.errors import InputError
 from minitrain.grpo.learner import Learner
+from minitrain.grpo.problems import open_problems
 from minitrain.parallel.mesh import owned, start
 from minitrain.runtime.failures import recorded
 from minitrain.training.checkpoint_files import Writer
@@ -27,6 +28,7 @@ from minitrain.training.datasets import open_dataset
 from minitrain.training.health import Health, batch_origin, is_finite
 from minitrain.training.loop import Trainer
 from minitrain.training.metrics import MetricsLog
+from minitrain.training.objectives import LanguageModeling
 from tests.distributed.test_grpo import TREE as GRPO
 from tests.distributed.test_grpo import made_up_groups
 
@@ -128,6 +130,18 @@ def test_updates_of_a_policy_are_skipped_and_counted():
     numbers = learner.learn(made_up_groups(), 0)
     assert numbers["skipped"] == 1 and math.isnan(numbers["loss"])  # of two updates
     assert learner.learn(made_up_groups(), 1)["skipped"] == 0
+    learner.trainer.objective.loss = lambda model, batch: next(model.parameters()).sum() * math.nan
+    assert learner.learn(made_up_groups(), 2)["skipped"] == 2
+
+
+@pytest.mark.parametrize("kind", POISONS)
+def test_a_bad_step_to_warm_up_changes_nothing(kind):
+    config = configs.from_dict(GRPO | {"grpo": GRPO["grpo"] | {"warmup_steps": 1, "warmup_lr": 0.1}})
+    learner = Learner(config, start(config), lambda name: nullcontext())
+    before, loss = everything(learner.trainer), LanguageModeling.loss
+    with mock.patch.object(LanguageModeling, "loss", lambda *arguments: POISONS[kind](loss(*arguments))):
+        learner.warm_up(open_problems(config)[0])
+    assert all(map(torch.equal, before, everything(learner.trainer)))
 
 
 def poison_once(loss):

@@ -61,9 +61,11 @@ def test_updates_equal_autograd_on_single_sequences(aggregation):
     learner = make_learner(PLAIN | {"grpo": grpo})
     groups, model = made_up_groups(), learner.model
     if kl:
+        for parameter in model.parameters():
+            parameter.data.mul_(1.1)
         learner.keep_reference(None)
-        for parameter in learner.reference.parameters():
-            parameter.mul_(1.1)
+        for parameter in model.parameters():
+            parameter.data.div_(1.1)
     groups[1][2].truncated = groups[3][0].truncated = True
     values = advantages(rewards(groups), "leave_one_out", scaled).flatten().tolist()
     rollouts = [rollout for group in groups for rollout in group]
