@@ -9,10 +9,11 @@ import torch.distributed as dist
 
 from minitrain import config as configs
 from minitrain.generate_video import draw_shapes
+from minitrain.models.moe import Router
 from minitrain.parallel.mesh import start
 from minitrain.training.build import build_model
 from minitrain.training.data import Mock, rows
-from minitrain.training.loop import Trainer, is_due, training_steps
+from minitrain.training.loop import Trainer, is_due, tell_routers, training_steps
 from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import LanguageModeling
 from tests.test_diffusion import ROOT
@@ -59,13 +60,22 @@ def test_an_evaluation_reads_full_batches_a_step_at_a_time(batches, size):
 
 
 def test_a_step_with_nothing_to_predict_is_one_of_zeros():
-    """Neither a division by zero nor, for that, a step that is skipped."""
+    """Neither a division by zero nor, for that, a step that is skipped; nor does an evaluation fail."""
     config = configs.from_dict(TREE | {"batch": {"global": 2, "micro": 1, "seq_len": 16}})
     trainer, data = Trainer(config, start(config)), Few(16, 128, seed=0, split=0)
     row = {"labels": torch.full((16,), IGNORE)}
     with mock.patch.object(data, "row", side_effect=lambda n: Mock.row(data, n) | row):
         numbers = trainer.step(data, 0)
+        assert trainer.evaluate(data) == 0
     assert {key: value.item() for key, value in numbers.items()} == {"loss": 0, "grad_norm": 0}
+
+
+def test_routers_are_told_of_all_tokens_but_padding():
+    config = configs.from_dict(TREE | {"model": {"name": "mixtral-8x7b-tiny", "num_layers": 1}})
+    trainer, tokens = Trainer(config, start(config)), torch.zeros(1, 4, dtype=torch.int64)
+    batches = [{"tokens": tokens, "documents": torch.tensor([[0, 0, 1, -1]])}, {"tokens": tokens}]
+    tell_routers(trainer.model, batches, trainer.meshes, trainer.device)
+    assert [module.tokens_per_step for module in trainer.model.modules() if isinstance(module, Router)] == [3 + 4]
 
 
 def test_what_happens_between_steps_is_none_of_their_time(monkeypatch):

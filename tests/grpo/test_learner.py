@@ -60,21 +60,19 @@ def test_updates_equal_autograd_on_single_sequences(aggregation):
     grpo = PLAIN["grpo"] | {"aggregation": aggregation, "std_scaling": scaled, "overlong_filter": True, "kl": kl}
     learner = make_learner(PLAIN | {"grpo": grpo})
     groups, model = made_up_groups(), learner.model
-    if kl:
-        for parameter in model.parameters():
-            parameter.data.mul_(1.1)
-        learner.keep_reference(None)
-        for parameter in model.parameters():
-            parameter.data.div_(1.1)
     groups[1][2].truncated = groups[3][0].truncated = True
     values = advantages(rewards(groups), "leave_one_out", scaled).flatten().tolist()
     rollouts = [rollout for group in groups for rollout in group]
-    begun, losses = snapshot(model.named_parameters()), []
     with torch.no_grad():
-        old, reference = (
-            [log_probs(each, rollout.prompt, rollout.response, 0.8) for rollout in rollouts]
-            for each in (model, learner.reference or model)
-        )
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+        reference = [log_probs(model, rollout.prompt, rollout.response, 0.8) for rollout in rollouts]
+        if kl:
+            learner.keep_reference(None)
+        for parameter in model.parameters():
+            parameter.div_(1.1)
+        old = [log_probs(model, rollout.prompt, rollout.response, 0.8) for rollout in rollouts]
+    begun, losses = snapshot(model.named_parameters()), []
     for update in (range(8), range(8, 16)):
         total, tokens, sequences = 0.0, 0, 0
         for i in (i for i in update if not rollouts[i].truncated):
