@@ -13,7 +13,7 @@ from minitrain.models.moe import Router
 from minitrain.parallel.mesh import start
 from minitrain.training.build import build_model
 from minitrain.training.data import Mock, rows
-from minitrain.training.loop import Trainer, is_due, tell_routers, training_steps
+from minitrain.training.loop import Trainer, is_due, tell_routers, to_device, training_steps
 from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import LanguageModeling
 from tests.test_diffusion import ROOT
@@ -71,11 +71,18 @@ def test_a_step_with_nothing_to_predict_is_one_of_zeros():
 
 
 def test_routers_are_told_of_all_tokens_but_padding():
-    config = configs.from_dict(TREE | {"model": {"name": "mixtral-8x7b-tiny", "num_layers": 1}})
+    model = {"name": "mixtral-8x7b-tiny", "num_layers": 1, "router_aux_loss_coef": 0.1}
+    config = configs.from_dict(TREE | {"model": model})
     trainer, tokens = Trainer(config, start(config)), torch.zeros(1, 4, dtype=torch.int64)
     batches = [{"tokens": tokens, "documents": torch.tensor([[0, 0, 1, -1]])}, {"tokens": tokens}]
     tell_routers(trainer.model, batches, trainer.meshes, trainer.device)
     assert [module.tokens_per_step for module in trainer.model.modules() if isinstance(module, Router)] == [3 + 4]
+
+
+def test_all_of_a_batch_goes_to_the_device():
+    tensor = torch.zeros(2)
+    moved = to_device({"tokens": tensor, "latents": [tensor, tensor]}, torch.device("meta"))
+    assert all(each.is_meta for each in [moved["tokens"], *moved["latents"]])
 
 
 def test_what_happens_between_steps_is_none_of_their_time(monkeypatch):

@@ -208,13 +208,12 @@ class Run:
 
     def steps(self, first: int) -> Iterator[dict[str, Any]]:
         """Run the steps from `first` on, yielding the numbers of each, for the log."""
-        config, lag, coming = self.config, self.config.grpo.lag, None
+        config, lag = self.config, self.config.grpo.lag
         began = time.perf_counter()
-        if lag and first < config.steps:
-            coming = (first and self.kept(first)) or self.share(self.collect(first), first)
+        coming = self.kept(first) if lag and first else None
         for step in range(first, config.steps):
             ahead = lag and step + 1 < config.steps  # is the next step sampled while this one trains?
-            groups = coming if lag else self.share(self.collect(step), step)
+            groups = coming or self.share(self.collect(step), step)
             sampled = self.collect(step + 1) if ahead else None
             learned = self.learner.learn(groups, step) if self.learner else {}
             coming = self.share(sampled, step + 1) if ahead else None

@@ -336,6 +336,8 @@ def test_one_step_off_equals_its_replay_in_one_process(pool, tmp_path):
     grpo = LAGGING["grpo"] | {"generation_ranks": 2}
     (found, trained), (_, same), *others = pool.run(4, run, LAGGING | {"grpo": grpo}, tmp_path / "apart", [])
     assert [weights for _, weights in others] == [None, None]
+    for numbers, _ in others:  # by which they judge how it went, as all do
+        assert [line["loss"] for line in numbers] == [line["loss"] for line in found]
     check_close([trained, same], weights, 1e-5, "weights")
     for one, apart in zip(expected, found, strict=True):
         assert all(one[key] == apart[key] for key in ("reward", "length", "step_tokens"))
@@ -347,6 +349,17 @@ def test_one_step_off_equals_its_replay_in_one_process(pool, tmp_path):
         sides = [read_rollouts(tmp_path / side / name) for side in ("one", "apart")]
         one, apart = ([(r.prompt, r.response) for group in groups for r in group] for groups in sides)
         assert one == apart
+    assert len(list((tmp_path / "one/rollouts").iterdir())) == 4  # none for a step that will not be
+
+
+def test_a_run_that_begins_anew_samples_anew(tmp_path):
+    """Whatever another run, which had no checkpoint yet, has left in its folder."""
+    found = []
+    for scale in (0.05, 0.06):
+        begun = Run(configs.from_dict(LAGGING | {"model": MODEL | {"initializer_range": scale}}), tmp_path)
+        next(begun.steps(begun.begin()))
+        found.append(read_rollouts(begun.rollouts(0)))
+    assert found[0] != found[1]
 
 
 @pytest.mark.parametrize("split", [{}, {"ep": 2}], ids=str)
