@@ -193,8 +193,9 @@ def test_settings_stand_before_and_behind_options(config_file, monkeypatch):
     found = []
     monkeypatch.setattr(train, "train", found.append)
     train.main(words)
-    (config,) = found
-    assert (config.seed, config.steps, config.validation.every, config.deterministic) == (1, 3, 0, True)
+    train.main([word for word in words if word != "--deterministic"])
+    for config, deterministic in zip(found, (True, False), strict=True):
+        assert (config.seed, config.steps, config.validation.every, config.deterministic) == (1, 3, 0, deterministic)
 
 
 @pytest.mark.parametrize(

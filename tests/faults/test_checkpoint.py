@@ -378,16 +378,18 @@ def test_an_adapter_folder_never_mixes_two_runs(tmp_path):
 def test_a_file_is_replaced_once_the_disk_has_the_new_one(tmp_path):
     """And its name is on disk too, before anything relies on it."""
     calls, fsync, replace = [], os.fsync, Path.replace
-    file = tmp_path / "a.json"
+    file, open_files = tmp_path / "a.json", len(os.listdir("/proc/self/fd"))
     with (
-        mock.patch.object(os, "fsync", lambda number: calls.append("fsync") or fsync(number)),
+        mock.patch.object(os, "fsync", lambda number: calls.append(os.fstat(number).st_size) or fsync(number)),
         mock.patch.object(Path, "replace", lambda *names: calls.append("replace") or replace(*names)),
     ):
-        write_durably(file, "old")
-    assert calls == ["fsync", "replace", "fsync"]
+        write_durably(file, "öld")
+    assert calls == [len("öld".encode()), "replace", tmp_path.stat().st_size]
     with files_up_to(1000), pytest.raises(OSError, match=rf"File too large: '{tmp_path}/a\.tmp'$"):
         write_durably(file, "new" * 1000)
-    assert file.read_text() == "old"
+    assert file.read_text(encoding="utf-8") == "öld"
+    write_durably(file, "new")  # over what the failure has left
+    assert file.read_text() == "new" and len(os.listdir("/proc/self/fd")) == open_files
 
 
 def test_a_lock_needs_a_disk_with_room(tmp_path):
