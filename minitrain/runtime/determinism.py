@@ -13,11 +13,8 @@ import torch
 
 def be_deterministic() -> None:
     """To call before CUDA, NCCL or the compiler are used; what the user has set in the environment stays."""
-    from torch._inductor import config as compiler  # takes seconds to import, and has no public name
-
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS may pick other algorithms each time
     # sums inside a switch come in no fixed order; names match whole
     os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree,CollnetDirect,CollnetChain")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False  # would choose kernels by the clock
-    compiler.deterministic = True  # likewise
+    torch.use_deterministic_algorithms(True)  # of the compiler too, which would choose kernels by the clock
+    torch.backends.cudnn.benchmark = False  # likewise

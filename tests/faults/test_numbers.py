@@ -22,6 +22,7 @@ from minitrain.errors import InputError
 from minitrain.grpo.learner import Learner
 from minitrain.grpo.problems import open_problems
 from minitrain.parallel.mesh import owned, start
+from minitrain.runtime.determinism import be_deterministic
 from minitrain.runtime.failures import recorded
 from minitrain.training.checkpoint_files import Writer
 from minitrain.training.datasets import open_dataset
@@ -363,8 +364,8 @@ def test_a_deterministic_run_on_cuda(extra):
 
 
 def test_an_operation_without_a_deterministic_form_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "3")  # as before a group has started
-    torch.use_deterministic_algorithms(True)
+    monkeypatch.setattr(os, "environ", os.environ | {"RANK": "3"})  # as before a group has started
+    be_deterministic()
     expected = r"^deterministic=true: \S+ does not have a deterministic implementation \(use deterministic=false\)$"
     try:
         for times in (1, 2):
@@ -373,6 +374,15 @@ def test_an_operation_without_a_deterministic_form_is_one_line(tmp_path, monkeyp
             assert (tmp_path / "logs/rank-3.log").read_text().count("Traceback") == times
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_what_the_user_says_of_algorithms_stays(monkeypatch):
+    own = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS,NVLSTree,CollnetDirect,CollnetChain"}
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: None)
+    for given in ({}, dict.fromkeys(own, "the user's")):
+        monkeypatch.setattr(os, "environ", dict(given))
+        be_deterministic()
+        assert os.environ == own | given
 
 
 def test_a_log_that_cannot_be_written_does_not_hide_the_failure(tmp_path):

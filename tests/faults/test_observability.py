@@ -28,7 +28,7 @@ from minitrain.models.lora import Lora
 from minitrain.parallel import mesh
 from minitrain.parallel.mesh import set_timeout, start
 from minitrain.parallel.pipeline import Pipeline
-from minitrain.runtime.agreement import difference
+from minitrain.runtime.agreement import broadcast, difference, gather, rank_0_says
 from minitrain.runtime.failures import pending_operation, record_flights, recorded, where_in_collective
 from minitrain.tokenizer import ByteTokenizer
 from minitrain.training import fingerprint, profiling
@@ -75,6 +75,15 @@ def test_ranks_that_differ_all_say_in_what(pool, tmp_path, subject, expected):
         pool.run(2, what_differs, subject, tmp_path)
         == [expected.replace("FOLDER", str(tmp_path)) + "(all ranks must have the same)"] * 2
     )
+
+
+def what_is_said():
+    rank = dist.get_rank()
+    return rank_0_says(rank == 0), rank_0_says(rank == 1), broadcast(rank, source=1), gather(rank)
+
+
+def test_all_hear_the_one_who_speaks(pool):
+    assert pool.run(2, what_is_said) == [(True, False, 1, [0, 1])] * 2
 
 
 @pytest.mark.parametrize("size", [0, 10, 4096 * 16, 4096 * 16 + 1, 3_000_000])
