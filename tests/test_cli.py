@@ -83,7 +83,7 @@ def test_train_writes_metrics_checkpoints_and_a_model_that_generates(config_file
 
 def test_the_same_command_resumes_where_it_was(config_file, tmp_path):
     """Interrupted after step 4 of 6, and run again: the losses of an unbroken run, to the bit."""
-    train.main(["--config", str(config_file), f"out_dir={tmp_path / 'unbroken'}"])
+    train.main(["--config", str(config_file), f"out_dir={tmp_path / 'new/unbroken'}"])
     out = tmp_path / "broken"
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
         steps = train.training_steps
@@ -100,7 +100,7 @@ def test_the_same_command_resumes_where_it_was(config_file, tmp_path):
     train.main(["--config", str(config_file), f"out_dir={out}"])
     keys = ("step", "loss", "grad_norm", "lr", "tokens")
     assert [[line[k] for k in keys] for line in metrics(out)] == [
-        [line[k] for k in keys] for line in metrics(tmp_path / "unbroken")
+        [line[k] for k in keys] for line in metrics(tmp_path / "new/unbroken")
     ]
 
 

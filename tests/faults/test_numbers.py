@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import threading
 import time
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -233,11 +234,18 @@ def test_lines_that_a_log_lost_are_told(run, tmp_path, capsys):
 
 
 def test_an_error_waits_for_the_checkpoint_that_is_being_written(run, tmp_path, monkeypatch):
-    write = Writer.write_data
-    monkeypatch.setattr(Writer, "write_data", lambda *args: time.sleep(0.3) or write(*args))
+    write, threads = Writer.write_data, []
+
+    def write_slowly(*args):
+        threads.append(threading.current_thread())
+        time.sleep(0.3)
+        return write(*args)
+
+    monkeypatch.setattr(Writer, "write_data", write_slowly)
     with pytest.raises(InputError, match="step 2 is number 1 in a row"):
         run([2], optim={"max_skipped": 1}, checkpoint={"every": 2, "asynchronous": True})
     assert (tmp_path / "out/checkpoints/step-00000002").exists()
+    assert threads and threading.main_thread() not in threads
 
 
 # --------------------------------------------------------------------------------------------------------------- spikes
