@@ -201,11 +201,14 @@ def test_shapes_are_drawn_before_and_after(tmp_path, capsys):
     tree = yaml.safe_load((ROOT / "configs/train/shapes.yaml").read_text())
     tree["model"] |= {"num_layers": 1, "num_attention_heads": 2, "ffn_dim": 32}
     tree |= {"steps": 1, "out_dir": str(tmp_path / "out"), "device": "cpu"}
-    run(tree | {"optim": {}, "batch": {"global": 2, "micro": 2, "seq_len": 16}}, tmp_path)
+    tree |= {"optim": {}, "batch": {"global": 2, "micro": 2, "seq_len": 16}}
+    run(tree, tmp_path)
     printed = capsys.readouterr()
     for name in ("before", "after"):
         assert (tmp_path / f"out/{name}.png").exists()
         assert re.search(rf"{name}\.png: right in colour \d+%, shape \d+%, direction \d+%", printed.out + printed.err)
+    run(tree, tmp_path)
+    assert "before.png" not in capsys.readouterr().out  # of a run that continues it is no picture
     prompts = tmp_path / "prompts"
     save_file({"text": torch.zeros(1, 3, 64)}, prompts)
     generate.main(["--task", "diffusion", "--model", str(tmp_path / "out"), "--prompts", str(prompts), "--steps", "1",

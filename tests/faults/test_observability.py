@@ -28,7 +28,7 @@ from minitrain.models.lora import Lora
 from minitrain.parallel import mesh
 from minitrain.parallel.mesh import set_timeout, start
 from minitrain.parallel.pipeline import Pipeline
-from minitrain.runtime.agreement import broadcast, difference, gather, rank_0_says
+from minitrain.runtime.agreement import broadcast, code_digests, difference, flatten, gather, rank_0_says
 from minitrain.runtime.failures import pending_operation, record_flights, recorded, where_in_collective
 from minitrain.tokenizer import ByteTokenizer
 from minitrain.training import fingerprint, profiling
@@ -84,6 +84,11 @@ def what_is_said():
 
 def test_all_hear_the_one_who_speaks(pool):
     assert pool.run(2, what_is_said) == [(True, False, 1, [0, 1])] * 2
+
+
+def test_names_of_what_is_compared():
+    assert {"torch", "train.py", "runtime/agreement.py"} <= code_digests().keys()
+    assert flatten({"a": {"b": {"c": 1}}, "d": 2}) == {"a.b.c": 1, "d": 2}
 
 
 @pytest.mark.parametrize("size", [0, 10, 4096 * 16, 4096 * 16 + 1, 3_000_000])
