@@ -51,9 +51,14 @@ def test_an_evaluation_reads_full_batches_a_step_at_a_time(batches, size):
     config = configs.from_dict(TREE | {"validation": {"batches": batches}})
     trainer, data = Trainer(config, start(config)), Few(16, 128, seed=0, split=1)
     data.size, events = size, []
+
+    def loss(*_):
+        events.append("loss and gradients" if torch.is_grad_enabled() else "loss")  # with these elements are dropped
+        return torch.ones(())
+
     with (
         mock.patch.object(data, "row", side_effect=lambda n: events.append(n) or Few.row(data, n)),
-        mock.patch.object(trainer.objective, "loss", side_effect=lambda *_: events.append("loss") or torch.ones(())),
+        mock.patch.object(trainer.objective, "loss", side_effect=loss),
     ):
         trainer.evaluate(data)
     assert events == [0, 1, 2, 3, "loss", "loss", 4, 5, 6, 7, "loss", "loss"]
