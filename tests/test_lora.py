@@ -121,17 +121,20 @@ def test_blocks_compile_once(setting):
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("setting", ["full", "selective"])
-def test_recomputation_drops_the_same(setting, compiled):
+BY_BUDGET = "aot_eager_decomp_partition"  # without kernels, but what is kept is chosen as for them
+
+
+@pytest.mark.parametrize("setting, backend", [
+    ("full", None), ("full", "aot_eager"), ("selective", None), ("selective", "aot_eager"), (0.1, BY_BUDGET),
+])  # fmt: skip
+def test_recomputation_drops_the_same(setting, backend):
     def gradients(setting):
         torch.compiler.reset()
         model, tokens = adapted({"dropout": 0.5})
-        config = from_dict(TREE | {"lora": {"dropout": 0.5}, "recompute": setting, "device": "cpu"})
-        parallelize(model, config, start(config))
-        if compiled:
-            for block in model.blocks:
-                block.forward = torch.compile(block.forward, backend="aot_eager")
+        tree = TREE | {"lora": {"dropout": 0.5}, "recompute": setting, "device": "cpu"}
+        config = from_dict(tree | {"compile": backend is not None})
+        with mock.patch("torch.compile", partial(torch.compile, backend=backend)):
+            parallelize(model, config, start(config))
         torch.manual_seed(1)
         model(tokens).square().sum().backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

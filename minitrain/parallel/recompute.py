@@ -77,7 +77,7 @@ def recompute(blocks: list[Module], setting: str | int | float, random: bool = F
 @cache
 def name_expensive_operators() -> None:
     """For a budget: the compiler's own list lacks cuDNN's attention, experts' products and all operators of ours, which
-    it would compute again as if they cost nothing; and numbers that the host reads must be kept."""
+    it would compute again as if they cost nothing; and what a second time would be something else must be kept."""
     own_list = partitioners.get_default_op_list  # has no public name, and there is no way to add to it
 
     def with_ours() -> partitioners.OpTypes:
@@ -88,13 +88,17 @@ def name_expensive_operators() -> None:
     partitioners.get_default_op_list = with_ours
     own_choice = partitioners.choose_saved_values_set
 
-    def with_sizes(joint_graph, *args, **kwargs):
-        # rows that expert parallelism receives: read once more, even to see what that costs, they are other symbols
-        for node in joint_graph.find_nodes(op="call_function", target=_ops._local_scalar_dense.default):
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    def keeping_what_changes(joint_graph, *args, **kwargs):
+        # rows that expert parallelism receives: read once more, even to see what that costs, they are other symbols;
+        # random numbers and their seeds: drawn once more they would drop others (torch #190758), but for attention,
+        # which is tagged so for a dropout of its own that no model here has
+        for node in joint_graph.nodes:
+            random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            if node.target == _ops._local_scalar_dense.default or (random and node.target not in ATTENTION):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         return own_choice(joint_graph, *args, **kwargs)
 
-    partitioners.choose_saved_values_set = with_sizes
+    partitioners.choose_saved_values_set = keeping_what_changes
 
 
 def wrap(block: Module, **context) -> None:
