@@ -326,5 +326,8 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
 
 
 def select(table: Tensor, pack: Pack | None) -> list[Tensor]:
-    """The rows of table [videos, rows, dim], each [videos, 1, dim]; for a pack each token's own, [1, seq, dim]."""
+    """The rows of table [videos, rows, dim], each [videos, 1, dim]; for a pack each token's own, [1, seq, dim].
+
+    By unbind: of chunks, torch 2.11 to 2.13 compile a backward pass that leaves gradients unwritten (#193061).
+    """
     return [row[:, None] if pack is None else row[pack.video] for row in table.unbind(1)]
