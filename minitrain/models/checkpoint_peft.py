@@ -132,6 +132,8 @@ def _read_tensors(config, lora: Lora, path: Path) -> dict[str, Tensor]:
     places = set(keys.values())
     if extra := [key for key in stored if key not in places]:
         raise InputError(f"{file}: tensor {extra[0]} has no place in the model")
+    if all(own[name] != shape for name, shape in shapes.items()):  # all would be filled up, for nothing
+        raise InputError(f"{path / CONFIG}: no adapter has the largest rank, {lora.rank}")
     with open_tensors(file) as contents:
         tensors = {name: from_stored(name, contents.get_tensor(key), own[name], config) for name, key in keys.items()}
     return {name: filled_up(tensor, shapes[name]) for name, tensor in tensors.items()}

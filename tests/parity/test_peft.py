@@ -206,6 +206,8 @@ def test_what_cannot_be_loaded(tmp_path):
     refused(r"r='3' must be a whole number", {"rank_pattern": {"q_proj": "3"}})
     refused("lora_alpha=None must be a number", {"alpha_pattern": {"q_proj": None}})
     refused(r"has shape \[4, 48\], expected \[6, 48\]", {"r": 3, "rank_pattern": {"q": 6}, "alpha_pattern": {"q": 64}})
+    unused = {"rank_pattern": {"k_proj": 65536}, "alpha_pattern": {"k_proj": 8 * 65536}}
+    refused("no adapter has the largest rank, 65536", unused)
     refused("target_modules must be a list of names", {"target_modules": [1]})
     refused("the model has no to_q", {"target_modules": ["to_q"]})
     refused("the model has no target", {"target_modules": ".*q_proj"}, weights={"more": torch.ones(1)})
