@@ -77,11 +77,11 @@ def assert_equal(left, right):
 ])  # fmt: skip
 def test_resumed_runs_equal_an_unbroken_one(pool, tmp_path, world_size, tree, asynchronous):
     unbroken, state = pool.run(world_size, train, tree, tmp_path / "unbroken", 6)[0]
-    broken = {}
+    broken = []
     for until in (3, 5, 6):
         losses, resumed = pool.run(world_size, train, tree, tmp_path / "broken", until, asynchronous)[0]
-        broken |= losses
-    assert broken == unbroken and len(unbroken) == 6
+        broken += losses.items()
+    assert broken == list(unbroken.items()) and len(unbroken) == 6
     assert_equal(resumed, state)
 
 

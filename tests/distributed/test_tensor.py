@@ -283,11 +283,9 @@ def test_a_checkpoint_resumes_in_another_layout(pool, tmp_path, other):
     tree["batch"] = TREE["batch"] | {"micro": 1}
     unbroken, _ = pool.run(2, train_from, tree, tmp_path / "unbroken", 3)[0]
     for folder, (before, after) in {"there": ((2, {"tp": 2}), other), "back": (other, (2, {"tp": 2}))}.items():
-        losses = {}
-        for (world_size, parallel), until in ((before, 2), (after, 3)):
-            run = pool.run(world_size, train_from, tree | {"parallel": parallel}, tmp_path / folder, until)
-            losses |= run[0][0]
-        assert losses == pytest.approx(unbroken, rel=1e-6)
+        for (world_size, parallel), steps in ((before, [0, 1]), (after, [2])):
+            run = pool.run(world_size, train_from, tree | {"parallel": parallel}, tmp_path / folder, steps[-1] + 1)
+            assert run[0][0] == {step: pytest.approx(unbroken[step], rel=1e-6) for step in steps}
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "gpt-oss-20b-tiny", "deepseek-v3-tiny", "nemotron3-nano-30b-a3b-tiny"])
