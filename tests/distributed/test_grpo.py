@@ -267,11 +267,9 @@ def sample_after_one_token(model, compile=False):
 
 
 def sample_after_one_token_shared(tree):
-    config = configs.from_dict(tree)
-    start(config)
     with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
         compiled.compiled_forward.cache_clear()
-        found = sample_after_one_token(make_sampler_model(config, dist.init_device_mesh("cpu", (2,))), compile=True)
+        found = sample_after_one_token(shared_model(tree), compile=True)
     compiled.compiled_forward.cache_clear()
     return found
 

@@ -48,6 +48,8 @@ def test_transformers_reads_what_we_write(family, max_shard_bytes, tmp_path):
     theirs, tokens = build(family), random_tokens(2, 40)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size=max_shard_bytes)
     save_pretrained(load_pretrained(tmp_path / "theirs"), tmp_path / "ours", max_shard_bytes=max_shard_bytes)
+    for folder in ("theirs", "ours"):
+        assert (len(list(tmp_path.glob(f"{folder}/*.safetensors"))) > 3) == (max_shard_bytes == 40_000)
     again = reload(tmp_path / "ours")
     assert type(again) is type(theirs)
     assert again.dtype == torch.float32
