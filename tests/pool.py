@@ -33,7 +33,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._pytree import KeyPath, keystr, tree_flatten_with_path, tree_unflatten
 
-import tests.quick_fp8  # noqa: F401
 from minitrain.parallel.mesh import owned
 
 GRACE = 3.0  # seconds that the other ranks get to report too, once one has failed

@@ -23,7 +23,7 @@ micro-batches.
 
 FP8 units take sizes that are multiples of 16. A Linear whose sizes are not, on any tensor-parallel rank, stays as it
 is; tokens are padded with zeros in the one product that sums over them. Embedding, head and router stay too. On CPU,
-torch multiplies what the FP8 numbers stand for, slower than in bf16, and on some CPUs with AMX 1,000 times slower.
+what the FP8 numbers stand for is multiplied, slower than in bf16.
 
 Experts, if asked for, get the same three products, and each expert's weight a scale of its own. Where a rank has one
 expert, because expert parallelism gives each to another, these are the products of a Linear. Where it has more, what
@@ -148,14 +148,14 @@ class Fp8Products(torch.autograd.Function):
         kept = (x8, x_inverse) if any(ctx.need_weights) else (None, None)
         later = (w8 if copy8 is None else copy8 for w8, copy8 in zip(weights8, copies8, strict=True))
         ctx.save_for_backward(*kept, *later, *inverses)
-        multiply = scaled_mm if ctx.rows_known else opaque_scaled_mm
+        multiply = product_of(x, ctx.rows_known)
         matrices = zip(weights8, inverses, strict=True)
         return tuple(multiply(x8, w8.t(), x_inverse, inverse, x.dtype, fast_forward) for w8, inverse in matrices)
 
     @staticmethod
     def backward(ctx, *grads):
         x8, x_inverse, *weights = ctx.saved_tensors
-        multiply, dx, dws = scaled_mm if ctx.rows_known else opaque_scaled_mm, None, [None] * len(grads)
+        multiply, dx, dws = product_of(grads[0], ctx.rows_known), None, [None] * len(grads)
         grads = [quantize(grad, E5M2, rows_known=ctx.rows_known) for grad in grads]
         if ctx.needs_x:
             weights8, inverses = weights[: len(grads)], weights[len(grads) :]
@@ -202,9 +202,17 @@ class Fp8GroupedProduct(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
+def product_of(x: Tensor, rows_known: bool = True) -> Callable:
+    """`scaled_mm`, or `opaque_scaled_mm`, where torch's own operator does not serve. rows_known: see `Fp8Products`."""
+    return scaled_mm if rows_known and x.is_cuda else opaque_scaled_mm
+
+
 def scaled_mm(a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
     """a b x both inverse scales. a: FP8 [m, k], row-major; b: FP8 [k, n], column-major, as Hopper wants them."""
-    return torch._scaled_mm(a, b, a_inverse, b_inverse, out_dtype=dtype, use_fast_accum=fast)  # no public name in 2.11
+    if a.is_cuda:
+        return torch._scaled_mm(a, b, a_inverse, b_inverse, out_dtype=dtype, use_fast_accum=fast)  # not public in 2.11
+    # torch's own, left to oneDNN on CPUs with AMX, takes 1,000 times as long there (uxlfoundation/oneDNN #3349)
+    return (a.float() @ b.float() * (a_inverse * b_inverse)).to(dtype)
 
 
 @torch.library.custom_op("minitrain::scaled_mm", mutates_args=())

@@ -260,7 +260,7 @@ def count_work(tree, steps):
     trainer, dataset = new_trainer(tree)
     with (
         mock.patch.object(gathering, "cast", wraps=fp8.cast) as cast,
-        mock.patch("torch._scaled_mm", wraps=torch._scaled_mm) as product,
+        mock.patch.object(fp8, "scaled_mm", wraps=fp8.scaled_mm) as product,
         count_calls("all_gather") as gather,
     ):
         for step in range(steps):

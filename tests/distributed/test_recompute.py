@@ -226,7 +226,7 @@ def products(setting, name, compiling=False, fp8=False, by_onednn=False, **shape
     (["mm", "bmm"], {"name": "nemotron3-nano-30b-a3b-tiny"}),
     (["_grouped_mm"], {"name": "mixtral-8x7b-tiny"}),
     (["grouped_mm"], {"name": "mixtral-8x7b-tiny", "compiling": True}),
-    (["_scaled_mm"], {"name": "qwen2.5-7b-tiny", "fp8": True}),
+    (["scaled_mm"], {"name": "qwen2.5-7b-tiny", "fp8": True}),
     (["scaled_mm"], {"name": "mixtral-8x7b-tiny", "fp8": True, "num_experts": 1, "num_experts_per_tok": 1}),
     (["onednn_linear"], {"name": "llama3-8b-tiny", "by_onednn": True}),
 ], ids=str)  # fmt: skip
