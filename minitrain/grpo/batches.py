@@ -24,7 +24,7 @@ class Response:
 
     log_probs: of each response token when it was sampled. truncated: it did not come to its end.
     score: what the reward function said. reward: that, less the penalty for length.
-    no_signal: of all groups that were sampled for its step, replaced ones too, the share whose rewards are all alike.
+    no_signal: of all groups that were sampled for its step, replaced ones too, the share whose scores are all alike.
     settings: a digest of those that it was sampled and rewarded with.
     """
 

@@ -13,7 +13,6 @@ import torch
 
 from minitrain.config import Config
 from minitrain.errors import InputError
-from minitrain.grpo.advantages import has_signal
 from minitrain.grpo.batches import Response
 from minitrain.grpo.problems import Problem, Problems
 from minitrain.grpo.rewards import Reward, overlong
@@ -41,7 +40,8 @@ class Collector:
         """The groups of a step, on all replicas.
 
         With grpo.generations above 1 those without a signal are replaced, by groups of further problems (DAPO's dynamic
-        sampling); should there still not be enough, they fill up the step after all.
+        sampling); should there still not be enough, they fill up the step after all. A signal are scores that differ:
+        in a group that is all wrong, the penalty for length would only teach to be wrong in fewer words.
         """
         count, rounds = self.config.grpo.prompts, self.config.grpo.generations
         chosen, silent = [], []  # with and without a signal
@@ -49,7 +49,7 @@ class Collector:
             first = (step * rounds + turn) * count
             groups = self.sample(problems.take(first, count), first, self.config.grpo.group)
             for group in groups:
-                (chosen if has_signal(rewards([group])).item() else silent).append(group)
+                (chosen if len({rollout.score for rollout in group}) > 1 else silent).append(group)
             if len(chosen) >= count:
                 break
         share = len(silent) / len(chosen + silent)

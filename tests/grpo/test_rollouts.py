@@ -237,6 +237,19 @@ def test_groups_without_signal_fill_up_after_the_last_round():
     assert len({request.seed for request in sampling.sampler.requests}) == 8
 
 
+def test_length_alone_is_no_signal():
+    """Of responses that are all wrong, or all right, DAPO keeps none, though what they cost differs with their length.
+
+    The longer ones would otherwise be the worse ones, and a policy that only gives up early would be the better one.
+    """
+    sampling, problems = collector([2], generations=3, overlong_buffer=4)
+    sampling.reward = lambda *_: 0.0
+    groups = sampling.collect(problems, step=0)
+    assert [r.reward for r in groups[0]] == [-1 / 4] * 2 + [0.0] * 2 and [len(group) for group in groups] == [4, 4]
+    assert next(sampling.sampler.seen) == 6  # none of three rounds of two prompts had what was looked for
+    assert {r.no_signal for group in groups for r in group} == {1.0}
+
+
 def test_pass_at_by_enumeration():
     for n, c in [(5, 0), (5, 2), (6, 6), (4, 1)]:
         for k in range(1, n + 1):
