@@ -8,7 +8,6 @@ see --task diffusion --help.
 import math
 import sys
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 
 from minitrain import cli, generate_video
@@ -16,7 +15,7 @@ from minitrain.cli import positive
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import load_pretrained, read_config
 from minitrain.models.checkpoint_peft import load_adapter
-from minitrain.models.config_hf import GENERATION, read_json
+from minitrain.models.config_hf import find_ends
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import merge_adapters
 from minitrain.models.wan import WanConfig
@@ -103,14 +102,6 @@ def encode(prompt: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> 
     if template is None:
         return tokenizer.encode_prompt(prompt)
     return encode_question([Message("user", prompt)], template, tokenizer, "--prompt")
-
-
-def find_ends(folder: str, *known: int | list[int] | None) -> tuple[int, ...]:
-    """The tokens that end a text: those that are known, and those at which transformers would stop besides."""
-    file = Path(folder, GENERATION)
-    found = [*known, read_json(file).get("eos_token_id") if file.exists() else None]
-    flat = chain.from_iterable(ids if isinstance(ids, list) else [ids] for ids in found)
-    return tuple(token for token in flat if isinstance(token, int))
 
 
 def follow(sampler: Sampler, sample: Sample, ends: tuple[int, ...]) -> Iterator[int]:

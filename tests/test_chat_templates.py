@@ -172,12 +172,12 @@ def test_a_policy_is_asked_as_transformers_asks(tmp_path):
         "model": TREE["model"] | {"vocab_size": 300},
         "batch": {"global": 8, "micro": 1, "seq_len": 64},
     }
-    problems, _, tokenizer, end = open_problems(from_dict(tree))
+    problems, _, tokenizer, ends = open_problems(from_dict(tree))
     question = [{"role": "user", "content": "2+2?"}]
     expected = theirs.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
     for problem in problems.problems:
         assert problem.prompt == expected
-        assert problem.reply == [*b"4", end] and end == tokenizer.token_id("<｜end▁of▁sentence｜>")
+        assert problem.reply == [*b"4", ends[0]] and ends[0] == tokenizer.token_id("<｜end▁of▁sentence｜>")
 
 
 def test_tags_around_what_to_train_are_ignored(tmp_path):

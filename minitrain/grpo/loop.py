@@ -118,7 +118,7 @@ class Run:
 
     def __init__(self, config: Config, folder: Path | None):
         reward = load_reward(config.grpo.reward)
-        self.problems, self.held_out, self.tokenizer, end = open_problems(config)
+        self.problems, self.held_out, self.tokenizer, ends = open_problems(config)
         # sampler and trainer would disagree on a router that changes for reasons of its own
         shape = dataclasses.replace(config.model.config, router_aux_loss_coef=0.0, bias_update_speed=0.0)
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, config=shape))
@@ -143,7 +143,7 @@ class Run:
             replica, replicas = (rank - sampling[0]) // config.rollout.tp, len(sampling) // config.rollout.tp
             samples, longest = most_samples(config, replicas), config.batch.seq_len + 1
             sampler = Sampler(model, self.tokenizer, config.rollout, samples, longest)
-            self.collector = Collector(config, sampler, self.tokenizer, end, reward, replica, replicas, samplers)
+            self.collector = Collector(config, sampler, self.tokenizer, ends, reward, replica, replicas, samplers)
         kept, lost = {}, {}
         if config.grpo.offload:  # every rank trains and samples
             kept = {"training": self.learner.states, "logprobs": self.learner.reference_weights}

@@ -3,6 +3,7 @@
 A line has a prompt under one of the usual names and an answer under one of the usual names (GSM8K, OpenMathInstruct-2,
 DAPO-Math-17k and their like), or a chat whose last message is the assistant's answer. The chat template
 (training/chat.py) turns the prompt into tokens, up to where the response begins, and says which token ends a response.
+So do those at which the model ends any text: it would go on with another one, and be rewarded for that.
 
 Which problems a step takes is a pure function of the seed and the step.
 """
@@ -13,6 +14,7 @@ import numpy as np
 
 from minitrain.config import Config
 from minitrain.errors import InputError
+from minitrain.models.config_hf import find_ends
 from minitrain.tokenizer import Tokenizer
 from minitrain.training.chat import (
     CHATS,
@@ -57,9 +59,9 @@ class Problems:
         return [self.problems[nth(n, len(self), self.seed)[1]] for n in range(first, first + count)]
 
 
-def open_problems(config: Config) -> tuple[Problems, Problems | None, Tokenizer, int]:
-    """The problems to train on, those held out (None without data.validation), the tokenizer, and the token that ends
-    a response.
+def open_problems(config: Config) -> tuple[Problems, Problems | None, Tokenizer, tuple[int, ...]]:
+    """The problems to train on, those held out (None without data.validation), the tokenizer, and the tokens that end
+    a response, the template's own first.
 
     Raises InputError for lines that are no problems, and for prompts that leave no room for a response.
     """
@@ -81,12 +83,13 @@ def open_problems(config: Config) -> tuple[Problems, Problems | None, Tokenizer,
         problems = list(read_jsonl(find_files(config.data), read, skips))
     if not problems:
         raise InputError(f"data.path={config.data.path} holds no problem{skips.aside}")
-    end = problems[0].reply[-1]
+    of_model = config.model.config.eos_token_id if config.model.path else None  # else it has never seen its own
+    ends = find_ends(config.model.path, problems[0].reply[-1], tokenizer.eos_id, of_model)
     share = config.data.validation or (0.1 if made_up else 0)
     if not share:
-        return Problems(problems, config.seed, skips.aside), None, tokenizer, end
+        return Problems(problems, config.seed, skips.aside), None, tokenizer, ends
     train, held = (Problems(side, config.seed, skips.aside) for side in split_off(problems, share, config.seed))
-    return train, held, tokenizer, end
+    return train, held, tokenizer, ends
 
 
 def encode(

@@ -26,14 +26,15 @@ Group = list[Response]  # all responses to one prompt
 class Collector:
     """Samples groups of responses with `sampler` and rewards them, together with the other replicas.
 
-    end: the token that ends a response. reward: see grpo/rewards.py.
+    ends: the tokens that end a response. reward: see grpo/rewards.py.
     replica: which of how many `replicas` this rank is. group: the ranks of all replicas, on gloo.
     """
 
     def __init__(
-        self, config: Config, sampler, tokenizer, end: int, reward: Reward, replica: int, replicas: int, group
-    ):
-        self.config, self.sampler, self.tokenizer, self.end, self.reward = config, sampler, tokenizer, end, reward
+        self, config: Config, sampler, tokenizer, ends: tuple[int, ...], reward: Reward, replica: int, replicas: int,
+        group,
+    ):  # fmt: skip
+        self.config, self.sampler, self.tokenizer, self.ends, self.reward = config, sampler, tokenizer, ends, reward
         self.replica, self.replicas, self.group = replica, replicas, group
 
     def collect(self, problems: Problems, step: int) -> list[Group]:
@@ -70,7 +71,7 @@ class Collector:
         room = self.config.batch.seq_len + 1 - len(problem.prompt)
         limit = min(self.config.rollout.max_tokens, room)
         temperature = 0.0 if greedy else self.config.rollout.temperature
-        return SamplingParams(temperature, max_tokens=limit, n=n, stop_tokens=(self.end,), seed=self.seed(number))
+        return SamplingParams(temperature, max_tokens=limit, n=n, stop_tokens=self.ends, seed=self.seed(number))
 
     def seed(self, number: int) -> int:
         digest = hashlib.blake2b(f"{self.config.seed}/{number}".encode(), digest_size=4).digest()

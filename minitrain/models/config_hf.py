@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import re
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -250,6 +251,17 @@ def with_end(ends: int | list[int] | None, end: int | None) -> int | list[int] |
     """The tokens at which to end a text, as `eos_token_id` has them, and one more, if that is not among them."""
     known = ends if isinstance(ends, list) else [ends] * (ends is not None)
     return ends if end is None or end in known else [*known, end] if known else end
+
+
+def find_ends(folder: str, *known: int | list[int] | None) -> tuple[int, ...]:
+    """The tokens that end a text: those that are known, and those at which transformers would stop besides.
+
+    folder: where the model is; empty for one that is nowhere yet.
+    """
+    file = Path(folder, GENERATION)
+    found = [*known, read_json(file).get("eos_token_id") if folder and file.exists() else None]
+    flat = chain.from_iterable(ids if isinstance(ids, list) else [ids] for ids in found)
+    return tuple(dict.fromkeys(token for token in flat if isinstance(token, int)))
 
 
 def _find_family(raw: dict, file: Path) -> str:

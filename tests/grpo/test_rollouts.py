@@ -8,7 +8,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from minitrain import Sampler, load_pretrained, save_pretrained
 from minitrain import config as configs
 from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
@@ -25,6 +27,8 @@ from minitrain.grpo.rollouts import (
     sampling_settings,
     write_rollouts,
 )
+from minitrain.models.decoder import Decoder
+from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import start
 from minitrain.rollout.sampling import Completion
 from tests.distributed.test_grpo import TREE, made_up_groups
@@ -49,10 +53,10 @@ def problems_of(tmp_path, lines, positions=512, **grpo):
     ({"prompt": "2+2?", "answer": 4.0}, "4.0"),
 ])  # fmt: skip
 def test_usual_lines(tmp_path, line, answer):
-    problems, held_out, tokenizer, end = problems_of(tmp_path, [line])
+    problems, held_out, tokenizer, ends = problems_of(tmp_path, [line])
     (problem,) = problems.problems
     assert tokenizer.decode(problem.prompt) == "2+2?\n" and problem.answer == answer and problem.row == line
-    assert tokenizer.decode(problem.reply) == answer and problem.reply[-1] == end == tokenizer.eos_id
+    assert tokenizer.decode(problem.reply) == answer and (problem.reply[-1],) == ends == (tokenizer.eos_id,)
     assert held_out is None
 
 
@@ -147,9 +151,9 @@ class Scripted:
 
 def collector(right, seed=0, **grpo):
     config = configs.from_dict(TREE | {"seed": seed, "grpo": {"prompts": 2, "group": 4} | grpo})
-    problems, _, tokenizer, end = open_problems(config)
+    problems, _, tokenizer, ends = open_problems(config)
     start(config)  # replicas talk to each other even if there is one
-    return Collector(config, Scripted(right), tokenizer, end, exact, 0, 1, None), problems
+    return Collector(config, Scripted(right), tokenizer, ends, exact, 0, 1, None), problems
 
 
 def test_rewards_and_ends():
@@ -160,6 +164,40 @@ def test_rewards_and_ends():
     sampling.tokenizer = SimpleNamespace(decode=lambda tokens: f"{tokens}")  # some show the token that ends a response
     assert not any("257" in r.text for r in sampling.collect(problems, step=0)[0])
     assert groups[0][0].text == groups[0][0].answer and [r.group for r in groups[1]] == [1] * 4
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_responses_end_where_transformers_ends_them(tmp_path, name):
+    """At any token that the model's files name, and not at the template's alone: a base model ends a text at another,
+    after which it would begin a new one, and be rewarded for what that says."""
+    torch.manual_seed(0)
+    save_pretrained(Decoder(model_config("llama3-8b-tiny", num_layers=1, vocab_size=258)), tmp_path)
+
+    def greedy():
+        config = configs.from_dict(TREE | {"model": {"path": str(tmp_path)}})
+        problems, _, tokenizer, ends = open_problems(config)
+        start(config)
+        sampler = Sampler(load_pretrained(tmp_path), tokenizer, config.rollout)
+        sampling = Collector(config, sampler, tokenizer, ends, exact, 0, 1, None)
+        [[response]] = sampling.sample(problems.take(0, 1), 0, n=1, greedy=True)
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+        tokens = theirs.generate(torch.tensor([response.prompt]), max_new_tokens=8)[0].tolist()
+        assert response.prompt + response.response == tokens
+        return response
+
+    whole = greedy()
+    assert whole.truncated and whole.response[3] not in whole.response[:3]
+    tree = json.loads((tmp_path / name).read_text()) if name == "config.json" else {}
+    (tmp_path / name).write_text(json.dumps(tree | {"eos_token_id": [whole.response[3], 257]}))
+    ended = greedy()
+    assert ended.response == whole.response[:4] and not ended.truncated
+    assert ended.text == open_problems(configs.from_dict(TREE))[2].decode(whole.response[:3])
+
+
+def test_a_model_that_begins_with_bytes_has_no_end_but_theirs():
+    """Mixtral's own, 2, is a byte there like any other."""
+    config = configs.from_dict(TREE | {"model": {"name": "mixtral-8x7b-tiny", "vocab_size": 258, "eos_token_id": 2}})
+    assert open_problems(config)[3] == (257,)
 
 
 def test_groups_are_in_the_order_of_their_problems():
@@ -269,10 +307,10 @@ def test_samples_that_are_asked_for_at_once(replicas, every, most):
     """By the replica that has the most: of 3 prompts with 4 responses each, and of 6 held-out ones with 5."""
     tree = {"grpo": {"prompts": 3, "group": 4, "eval_samples": 5}, "batch": {"global": 12, "micro": 1, "seq_len": 32}}
     config = configs.from_dict(TREE | tree | {"validation": {"every": every, "batches": 2}})
-    problems, _, tokenizer, end = open_problems(config)
+    problems, _, tokenizer, ends = open_problems(config)
     start(config)
     sampler, counts = Scripted([1, 0]), []
-    asked = Collector(config, sampler, tokenizer, end, exact, 0, replicas, None)
+    asked = Collector(config, sampler, tokenizer, ends, exact, 0, replicas, None)
     with patch.object(rollouts, "gather", lambda groups, group: [groups]):
         asked.sample(problems.take(0, 3), 0, config.grpo.group)
         counts.append(sum(request.n for request in sampler.requests))
