@@ -21,10 +21,10 @@ from minitrain.errors import InputError
 
 Reward = Callable[[str, str, dict], float]
 LOOKED_AT = 20_000  # characters at a text's end: an answer comes last
-INTEGER = r"(?:\d|\{\d+\})"  # as \frac takes one
 DIGITS = 100  # longer numbers are compared as text
 NUMBER = r"-?(?:\d+(?:\.\d+)?|\.\d+)"
-IN_TEXT = r"(?:(?<![\w)])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?: ?/ ?\d+)?"  # 3-4 has no minus
+# 3-4 has no minus; 1+1/2 is 1 1/2, see `plain_fractions`
+IN_TEXT = r"(?:(?<![\w)])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:(?:\+\d+)? ?/ ?\d+)?"
 
 
 def exact(response: str, answer: str, row: dict) -> float:
@@ -75,18 +75,20 @@ def normalize(answer: str) -> str:
     Of an equation with a name on its left, such as x = 5, the right side (Hendrycks et al. 2021).
     """
     answer = re.sub(r"\\(?:text|mathrm|textbf)\s*\{([^{}]*)\}", r"\1", answer)
-    answer = re.sub(r"\\(?:left|right|,|!|;|:|%|\$| )|\^\s*\{?\\circ\}?|[\s$%]", "", answer)
-    answer = plain_fractions(answer)
+    answer = re.sub(r"\\(?:left|right|!|%|\$)|\^\s*\{?\\circ\}?|[$%]", "", answer)
+    answer = re.sub(r"\s", "", plain_fractions(re.sub(r"\\[,;: ]", " ", answer)))
     answer = re.sub(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?:\D|$))", "", answer)
     answer = re.sub(r"^[a-zA-Z]{1,2}=", "", answer)
     return answer.rstrip(".").removeprefix("+").lower()
 
 
 def plain_fractions(text: str) -> str:
-    r"""\frac{a}{b} as a/b, and after another number as +a/b: 1\frac12 is not 11/2."""
+    r"""\frac{a}{b} as a/b; and behind a whole number, which it is added to, as +a/b: neither 1\frac12 nor 1 1/2 is 11/2
+    or 1/2."""
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
-    text = re.sub(rf"(?<=\d)(?=\\frac{INTEGER}{INTEGER})", "+", text)
-    return re.sub(r"\\frac(?:\{([^{}]*)\}|(\d))(?:\{([^{}]*)\}|(\d))", r"\1\2/\3\4", text)
+    text = re.sub(r"(?<=\d)(?=\\frac)", " ", text)
+    text = re.sub(r"\\frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))", r"\1\2/\3\4", text)
+    return re.sub(r"(?<=\d) +(?=\d+ */ *\d)", "+", text)
 
 
 def to_number(answer: str) -> Fraction | None:
