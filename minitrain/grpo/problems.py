@@ -88,8 +88,23 @@ def open_problems(config: Config) -> tuple[Problems, Problems | None, Tokenizer,
     share = config.data.validation or (0.1 if made_up else 0)
     if not share:
         return Problems(problems, config.seed, skips.aside), None, tokenizer, ends
-    train, held = (Problems(side, config.seed, skips.aside) for side in split_off(problems, share, config.seed))
+    sides = split_by_prompt(problems, share, config.seed)
+    train, held = (Problems(side, config.seed, skips.aside) for side in sides)
     return train, held, tokenizer, ends
+
+
+def split_by_prompt(problems: list[Problem], share: float, seed: int) -> tuple[list[Problem], list[Problem]]:
+    """The problems to train on, and those held out, which are of a share of all different prompts, one of each.
+
+    Other lines often have the same prompt: DAPO-Math-17k has all of them a hundred times, OpenMathInstruct-2 several
+    solutions of many.
+    """
+    different: dict[tuple[int, ...], Problem] = {}
+    for problem in problems:
+        different.setdefault(tuple(problem.prompt), problem)
+    _, held = split_off(list(different.values()), share, seed)
+    hidden = {tuple(problem.prompt) for problem in held}
+    return [problem for problem in problems if tuple(problem.prompt) not in hidden], held
 
 
 def encode(

@@ -34,10 +34,10 @@ from minitrain.rollout.sampling import Completion
 from tests.distributed.test_grpo import TREE, made_up_groups
 
 
-def problems_of(tmp_path, lines, positions=512, **grpo):
+def problems_of(tmp_path, lines, positions=512, validation=0.0, **grpo):
     file = tmp_path / "problems.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    data = {"kind": "jsonl", "path": str(file), "template": "plain"}
+    data = {"kind": "jsonl", "path": str(file), "template": "plain", "validation": validation}
     tree = TREE | {"data": data, "grpo": grpo, "batch": {"global": 8, "micro": 1, "seq_len": 64}}
     tree["model"] = tree["model"] | {"max_position_embeddings": positions}
     return open_problems(configs.from_dict(tree))
@@ -124,6 +124,15 @@ def test_an_epoch_has_every_problem_once(tmp_path):
     epochs = [[problem.answer for problem in problems.take(first, 10)] for first in (0, 10)]
     assert all(sorted(epoch, key=int) == [str(i) for i in range(10)] for epoch in epochs)
     assert epochs[0] != epochs[1] and [p.answer for p in problems.take(5, 3)] == epochs[0][5:8]
+
+
+def test_held_out_problems_are_not_trained_on_in_another_line(tmp_path):
+    """DAPO-Math-17k has each prompt about a hundred times."""
+    lines = [{"question": str(i % 10), "answer": f"{i % 10}, as was known {i} times"} for i in range(30)]
+    problems, held_out, *_ = problems_of(tmp_path, lines, validation=0.3)
+    held = [problem.row["question"] for problem in held_out.problems]
+    assert len(held) == len({*held}) == 3
+    assert [problem.row for problem in problems.problems] == [line for line in lines if line["question"] not in held]
 
 
 # ------------------------------------------------------------------------------------------------------------ sampling
