@@ -2,7 +2,7 @@
 
 Bytes need no vocabulary file, no training and no package, and lose nothing; they make sequences about four times longer
 than a trained vocabulary does. Both kinds share one small interface: encode, encode_prompt, encode_array, decode, eos,
-eos_id, token_id, vocab_size, beginning, chat_template, save. Left out: rendering chat templates, which
+eos_id, token_id, vocab_size, beginning, beginning_ids, chat_template, save. Left out: rendering chat templates, which
 training/chat_templates.py does, and training a vocabulary.
 """
 
@@ -30,7 +30,7 @@ class ByteTokenizer:
     """
 
     eos_id, vocab_size = 257, 258
-    eos, beginning, chat_template = EOS, "", ""
+    eos, beginning, beginning_ids, chat_template = EOS, "", (), ""
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without bos and eos."""
@@ -125,9 +125,14 @@ class HuggingFaceTokenizer:
     @property
     def beginning(self) -> str:
         """What the files put before a text, such as bos, as it is written."""
+        return "".join(map(self.tokenizer.id_to_token, self.beginning_ids))
+
+    @property
+    def beginning_ids(self) -> list[int]:
+        """The same as tokens."""
         whole, text = self.encode_prompt("x"), self.encode("x")
         count = next((i for i in range(len(whole)) if whole[i : i + len(text)] == text), 0)
-        return "".join(map(self.tokenizer.id_to_token, whole[:count]))
+        return whole[:count]
 
     @property
     def chat_template(self) -> str:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from minitrain.config import Data
 from minitrain.errors import InputError
@@ -135,6 +136,28 @@ def test_an_eos_far_beyond_the_words_stays_whole(tmp_path_factory):
     assert data.row(0)["tokens"].tolist() == [1, 2, 70_000]
     with pytest.raises(InputError, match="has eos=70000, outside model.vocab_size=70000"):
         open_data(settings, 3, 70_000, 0)
+
+
+def test_documents_begin_as_transformers_begins_a_text(tmp_path_factory):
+    """With bos, where the tokenizer puts one: a model that never saw it would be asked to continue it."""
+    tokenizer, folder = tmp_path_factory.mktemp("tokenizer"), tmp_path_factory.mktemp("texts")
+    word_tokenizer(tokenizer, 300)
+    tree, single = json.loads((tokenizer / "tokenizer.json").read_text()), [{"Sequence": {"id": "A", "type_id": 0}}]
+    single.insert(0, {"SpecialToken": {"id": "w7", "type_id": 0}})
+    pair, special = [*single, {"Sequence": {"id": "B", "type_id": 1}}], {"id": "w7", "ids": [7], "tokens": ["w7"]}
+    processor = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": {"w7": special}}
+    (tokenizer / "tokenizer.json").write_text(json.dumps(tree | {"post_processor": processor, "added_tokens": []}))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w7", "eos_token": "w8"}
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(about))
+    texts = ["w1 w2 w3", "w4", "   ", "w5 w6"]
+    for i, text in enumerate(texts):
+        (folder / f"{i}.txt").write_text("w7 " * (i == 0) + text)  # which is not doubled where it is written
+    data, _ = open_data(Data(kind="text", path=str(folder), tokenizer=str(tokenizer)), 4, 300, 0)
+    theirs = AutoTokenizer.from_pretrained(tokenizer)
+    documents = [[*theirs(text).input_ids, theirs.eos_token_id] for text in texts if text.strip()]
+    assert documents == [[7, 1, 2, 3, 8], [7, 4, 8], [7, 5, 6, 8]]
+    assert multiset(epoch_of(data)) == multiset(brute_force_rows(documents, 4))
+    assert data.bytes_per_token == (len("w7 ") + sum(len(text) for text in texts if text.strip())) / (4 + 2 + 3)
 
 
 @pytest.mark.parametrize("words", [300, 70_000])

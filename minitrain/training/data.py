@@ -1,9 +1,10 @@
 """Training data: row n of a dataset is a pure function of (seed, n), so a resumed run needs no saved iterator.
 
-Documents are tokenised, each ended by eos, laid end to end, and cut into rows of seq_len. A row numbers its documents,
-so that attention stays inside each, and positions restart with them. An epoch visits every row once, in an order that
-is computed for one row at a time (`shuffled`) and never stored. Token files are read row by row: any size opens at
-once. Left out: streaming from a network, mixing sources by weight, and packing that avoids cutting documents.
+Documents are tokenised, each begun as a prompt is (with bos, where the tokenizer puts one) and ended by eos, laid end
+to end, and cut into rows of seq_len. A row numbers its documents, so that attention stays inside each, and positions
+restart with them. An epoch visits every row once, in an order that is computed for one row at a time (`shuffled`) and
+never stored. Token files are read row by row: any size opens at once. Left out: streaming from a network, mixing
+sources by weight, and packing that avoids cutting documents.
 
 What is unusable is an error, or with data.on_error=skip left out and counted. Text and JSONL are read, and so checked,
 in full before the first step. Of token files at most CHECKED tokens to train on, and as many held out, are checked
@@ -205,14 +206,20 @@ class Corpus:
 
 
 def tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> Corpus:
-    """All documents, each ended by eos if the tokenizer has one, at 2 or 4 bytes a token. Empty ones are left out."""
+    """All documents, each begun and ended as the tokenizer has it, at 2 or 4 bytes a token. Empty ones are left out.
+
+    A model is asked to continue what begins with bos: if it never saw one, that would be an untrained embedding. Texts
+    that have it written at their start, as rendered chats do, get no second.
+    """
     count = max(tokenizer.vocab_size, 1 + (tokenizer.eos_id or 0))  # config.json may name an eos far beyond the words
     dtype = np.dtype(np.uint16 if count <= 1 << 16 else np.uint32)
+    beginning = np.array(tokenizer.beginning_ids, dtype)
     eos = np.array([] if tokenizer.eos_id is None else [tokenizer.eos_id], dtype).tobytes()
     tokens, ends, sizes = bytearray(), array("q"), array("q")
     for text in documents:
         ids = tokenizer.encode_array(text)
         if len(ids):
+            tokens += b"" if np.array_equal(ids[: len(beginning)], beginning) else beginning.tobytes()
             tokens += memoryview(ids.astype(dtype))
             tokens += eos
             ends.append(len(tokens) // dtype.itemsize - 1)
