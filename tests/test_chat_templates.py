@@ -25,7 +25,7 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.lora import Lora
 from minitrain.models.zoo import model_config
 from minitrain.tokenizer import ByteTokenizer, load_tokenizer
-from minitrain.training.chat import encode_chat, encode_question, end_of_reply
+from minitrain.training.chat import encode_chat, encode_question, end_of_reply, read_messages
 from minitrain.training.chat_templates import CHATML, DATE, LLAMA3, PLAIN, Message, choose_template
 from tests.commands import command
 from tests.distributed.test_grpo import TREE
@@ -158,6 +158,29 @@ def test_what_is_said_is_what_trl_trains(tmp_path, name, chat):
     trained = np.array(expected["assistant_masks"], bool)
     assert trained[said].all()
     assert theirs.decode(tokens[trained & ~said]) == PUBLISHED[name][1] * (len(chat) // 2)
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+
+
+@pytest.mark.parametrize(
+    "chat, message",
+    [
+        ({"tools": [{"type": "function", "function": {"name": "add"}}]}, "here: 'tools' is not supported"),
+        ({"tool_calls": [CALL]}, r"here: 'messages'\[1\]: 'tool_calls' is not supported"),
+        ({"reasoning_content": "2 and 2"}, r"here: 'messages'\[1\]: 'reasoning_content' is not supported"),
+    ],
+)
+def test_what_a_template_would_write_besides_is_refused(tmp_path, chat, message):
+    """transformers renders it; without, the model would learn to answer from nowhere, without a call or a thought."""
+    jinja = published("qwen3")
+    _, theirs = tokenizer_with(tmp_path, jinja, specials_in(jinja))
+    question, reply = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+    tools, more = chat.get("tools"), {key: value for key, value in chat.items() if key != "tools"}
+    expected = theirs.apply_chat_template([question, reply | more], tools=tools, tokenize=False)
+    assert expected != theirs.apply_chat_template([question, reply], tokenize=False)
+    with pytest.raises(InputError, match=message):
+        read_messages({"messages": [question, reply | more], "tools": tools}, "here")
 
 
 def test_a_policy_is_asked_as_transformers_asks(tmp_path):

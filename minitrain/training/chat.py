@@ -98,10 +98,12 @@ CHATS = ("messages", "conversations")
 PROMPTS = ("prompt", "instruction", "question", "problem", "query", "input")
 RESPONSES = ("response", "completion", "output", "answer", "solution", "generated_solution", "expected_answer")
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names for them
+TOOLS = ("tools", "functions")  # of a chat: what the model may call
+UNSPOKEN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # of a message
 
 
 def read_messages(record: dict[str, Any], where: str) -> list[Message]:
-    """The messages of one JSON object; other keys than these are ignored.
+    """The messages of one JSON object; other keys than these are ignored, but for those that templates would write.
 
     `messages` with `role` and `content` each, or `conversations` with `from` and `value`; or `context`, `question` and
     `answers` as in SQuAD, of which the first answer counts; or a prompt and a response, under the first of `PROMPTS`
@@ -110,9 +112,13 @@ def read_messages(record: dict[str, Any], where: str) -> list[Message]:
     """
     for key in CHATS:
         if key in record:
+            refuse_unread(record, TOOLS, "the system's message", where)
             turns = read_turns(record[key], f"{where}: {key!r}")
             if not any(turn.role == "assistant" for turn in turns):
                 raise InputError(f"{where}: {key!r} has no message of the assistant, so nothing to learn")
+            for number, (turn, given) in enumerate(zip(turns, record[key], strict=True)):
+                if turn.role == "assistant" and given.get("weight") == 0:  # OpenAI's way to say: not to be learned
+                    raise InputError(f"{where}: {key!r}[{number}]: 'weight' is 0, but all replies are learned")
             return turns
     if "context" in record and "answers" in record:
         return read_squad(record, where)
@@ -143,9 +149,17 @@ def read_turns(turns: Any, where: str) -> list[Message]:
         role = ROLES.get(given, given)
         if role not in ("system", "user", "assistant"):
             raise InputError(f"{where}[{number}]: the role {given!r} is not system, user or assistant")
+        refuse_unread(turn, UNSPOKEN, f"{names[1]!r}", f"{where}[{number}]")
         read = text_of if role == "system" else words_of
         messages.append(Message(role, read(turn, names[1], f"{where}[{number}]")))
     return messages
+
+
+def refuse_unread(record: dict[str, Any], keys: tuple[str, ...], place: str, where: str) -> None:
+    """Raises InputError for what a template would write and is left out here: quietly, other text would be learned."""
+    for key in keys:
+        if record.get(key):
+            raise InputError(f"{where}: {key!r} is not supported (write it into {place}, or remove it)")
 
 
 def words_of(record: dict[str, Any], key: str, where: str) -> str:
