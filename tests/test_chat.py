@@ -67,6 +67,16 @@ PAIR = [Message("user", "q"), Message("assistant", "a")]
         ({"instruction": "q", "input": "i", "output": "a"}, [Message("user", "q\ni"), PAIR[1]]),
         ({"input": "q", "output": "a"}, PAIR),
         ({"question": "q", "input": "i", "answer": "a"}, PAIR),
+        ({"instruction": "q", "context": "c", "response": "a", "category": "closed_qa"},  # Dolly
+         [Message("user", "q\nc"), PAIR[1]]),
+        ({"instruction": "q", "context": "", "response": "a"}, PAIR),
+        ({"question": "q", "context": "c", "answer": "a"}, [Message("user", "q\nc"), PAIR[1]]),
+        ({"system_prompt": "s", "question": "q", "response": "a"}, [Message("system", "s"), *PAIR]),  # OpenOrca
+        ({"system_prompt": "", "question": "q", "response": "a"}, PAIR),
+        ({"system": "s", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+         [Message("system", "s"), *PAIR]),  # ShareGPT
+        ({"system": "s", "messages": [{"role": "system", "content": "t"}, {"role": "user", "content": "q"},
+                                      {"role": "assistant", "content": "a"}]}, [Message("system", "t"), *PAIR]),
         ({"context": "c", "question": "q", "answers": {"text": ["a", "b"], "answer_start": [0, 1]}},
          [Message("user", "Context: c Question: q Answer:"), PAIR[1]]),
         ({"context": "c", "question": "q", "answers": [{"text": "a"}]},
@@ -92,6 +102,9 @@ def test_usual_keys(record, messages):
         ('{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}]}',
          r"a.jsonl:2: 'messages'\[1\]: 'weight' is 0, but all replies are learned"),
         ('{"context": "c", "question": "q", "answers": {"text": []}}', "a.jsonl:2: 'answers' must hold a text"),
+        ('{"prompt": "q", "context": ["c"], "response": "a"}', "a.jsonl:2: 'context' must be text, not list"),
+        ('{"prompt": "q", "history": [["p", "b"]], "response": "a"}', "a.jsonl:2: 'history' is not supported .write"),
+        ('{"prompt": "q", "system": 5, "response": "a"}', "a.jsonl:2: 'system' must be text, not int"),
         ('{"context": "c", "answers": ["a"]}', "a.jsonl:2: no key 'question'"),
         ('{"prompt": ', "a.jsonl:2: not valid JSON"),
     ],

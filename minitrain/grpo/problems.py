@@ -25,6 +25,7 @@ from minitrain.training.chat import (
     prompt_of,
     read_turns,
     split_reply,
+    with_system,
     words_of,
 )
 from minitrain.training.chat_templates import ChatTemplate, Message, choose_template
@@ -155,7 +156,9 @@ def read_prompt(row: dict, where: str, key: str) -> list[Message]:
         if not turns:
             raise InputError(f"{where}: {name!r} is empty")
         return turns
-    return [Message("user", words_of(row, key, where) if key else prompt_of(row, name, where))]
+    if key:
+        return [Message("user", words_of(row, key, where))]
+    return with_system([Message("user", prompt_of(row, name, where))], row, where)
 
 
 def answer_of(row: dict, where: str, key: str) -> str:

@@ -97,6 +97,7 @@ def split_reply(sample: Sample) -> tuple[list[int], list[int]]:
 CHATS = ("messages", "conversations")
 PROMPTS = ("prompt", "instruction", "question", "problem", "query", "input")
 RESPONSES = ("response", "completion", "output", "answer", "solution", "generated_solution", "expected_answer")
+SYSTEMS = ("system", "system_prompt")
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names for them
 TOOLS = ("tools", "functions")  # of a chat: what the model may call
 UNSPOKEN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # of a message
@@ -107,7 +108,7 @@ def read_messages(record: dict[str, Any], where: str) -> list[Message]:
 
     `messages` with `role` and `content` each, or `conversations` with `from` and `value`; or `context`, `question` and
     `answers` as in SQuAD, of which the first answer counts; or a prompt and a response, under the first of `PROMPTS`
-    and of `RESPONSES` that is there.
+    and of `RESPONSES` that is there. What the system says may stand beside them, under one of `SYSTEMS`.
     Raises InputError, which begins with `where`, for anything else.
     """
     for key in CHATS:
@@ -119,23 +120,33 @@ def read_messages(record: dict[str, Any], where: str) -> list[Message]:
             for number, (turn, given) in enumerate(zip(turns, record[key], strict=True)):
                 if turn.role == "assistant" and given.get("weight") == 0:  # OpenAI's way to say: not to be learned
                     raise InputError(f"{where}: {key!r}[{number}]: 'weight' is 0, but all replies are learned")
-            return turns
+            return with_system(turns, record, where)
     if "context" in record and "answers" in record:
-        return read_squad(record, where)
+        return with_system(read_squad(record, where), record, where)
     keys = [next((key for key in names if key in record), None) for names in (PROMPTS, RESPONSES)]
     if None in keys:
         raise InputError(
             f"{where}: neither 'messages', nor 'context', 'question' and 'answers', nor a prompt (one of "
             f"{', '.join(PROMPTS)}) with a response (one of {', '.join(RESPONSES)})"
         )
+    refuse_unread(record, ("history",), "'messages'", where)
     prompt, response = prompt_of(record, keys[0], where), words_of(record, keys[1], where)
-    return [Message("user", prompt), Message("assistant", response)]
+    return with_system([Message("user", prompt), Message("assistant", response)], record, where)
+
+
+def with_system(turns: list[Message], record: dict[str, Any], where: str) -> list[Message]:
+    """The turns, begun by what the system says beside them (OpenOrca, ShareGPT), unless it speaks among them."""
+    key = next((key for key in SYSTEMS if record.get(key)), None)
+    if key is None or any(turn.role == "system" for turn in turns):
+        return turns
+    return [Message("system", text_of(record, key, where)), *turns]
 
 
 def prompt_of(record: dict[str, Any], key: str, where: str) -> str:
-    """The text of a prompt; an `instruction` may have an `input` (Alpaca)."""
-    text = words_of(record, key, where)
-    return text + "\n" + text_of(record, "input", where) if key == "instruction" and record.get("input") else text
+    """The text of a prompt. It may have a `context` (Dolly), an `instruction` also an `input` (Alpaca)."""
+    beside = ("input", "context") if key == "instruction" else ("context",)
+    texts = [words_of(record, key, where), *(text_of(record, name, where) for name in beside if record.get(name))]
+    return "\n".join(texts)
 
 
 def read_turns(turns: Any, where: str) -> list[Message]:

@@ -77,6 +77,12 @@ def test_an_instruction_with_its_input(tmp_path):
     assert bytes(problem.prompt) == b"Add.\n"
 
 
+def test_what_the_system_says_stands_before_a_prompt(tmp_path):
+    line = {"system_prompt": "Be exact.", "question": "2+2?", "response": "4"}  # OpenOrca
+    (problem,) = problems_of(tmp_path, [line])[0].problems
+    assert bytes(problem.prompt) == b"Be exact.\n2+2?\n"
+
+
 def test_a_chat_that_is_all_prompt(tmp_path):
     line = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}
     with pytest.raises(InputError, match="if all of it is the prompt, say so: grpo.prompt_key=messages"):
