@@ -17,7 +17,7 @@ from minitrain.errors import InputError, refused
 from minitrain.models.config_hf import read_json
 
 BOS, EOS = "<|bos|>", "<|eos|>"
-NAMING_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # which token is eos; the first counts
+NAMING_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # which token is eos; see `_naming_files`
 CHAT_TEMPLATE = "chat_template.jinja"
 COMPANIONS = (*NAMING_FILES, CHAT_TEMPLATE)  # what stands beside a tokenizer.json
 REPLACEMENT = "\ufffd"  # what bytes that are not UTF-8 decode to
@@ -112,8 +112,8 @@ class HuggingFaceTokenizer:
     def special_tokens(self) -> dict[str, str]:
         """bos_token, eos_token, pad_token, ... as the files beside it name them, to which chat templates refer."""
         named = {}
-        for name in NAMING_FILES:
-            named = _read_json(self.file.with_name(name)) | named
+        for file in self._naming_files():
+            named = _read_json(file) | named
         texts = {key: token.get("content") if isinstance(token, dict) else token for key, token in named.items()}
         return {key: text for key, text in texts.items() if key.endswith("_token") and isinstance(text, str)}
 
@@ -160,8 +160,7 @@ class HuggingFaceTokenizer:
 
     def _eos_id(self) -> int | None:
         """From the first file that mentions it (null: there is none)."""
-        for name in NAMING_FILES:
-            file = self.file.with_name(name)
+        for file in self._naming_files():
             tree = _read_json(file)
             if "eos_token" in tree:
                 token = tree["eos_token"]
@@ -175,6 +174,12 @@ class HuggingFaceTokenizer:
         if type(first) not in (int, type(None)):
             raise InputError(f"{file}: eos_token_id must be a token id, not {ids!r}")
         return first
+
+    def _naming_files(self) -> list[Path]:
+        """In the order in which they count in transformers: tokenizer_config.json comes first if it lists all tokens,
+        as it does since 2023; older ones are overruled."""
+        config, overruling = map(self.file.with_name, NAMING_FILES)
+        return [config, overruling] if "added_tokens_decoder" in _read_json(config) else [overruling, config]
 
     def _bos_id(self) -> int | None:
         """The token before a text, if tokenizer_config.json wants one. DeepSeek's tokenizer.json, which has none there,

@@ -192,6 +192,20 @@ def test_eos_comes_from_the_files_beside_it(bpe_folder, files, eos):
     assert load_tokenizer(bpe_folder).eos_id == load_tokenizer(bpe_folder / "tokenizer.json").eos_id == eos
 
 
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("eos", ["</s>", None])
+def test_files_that_disagree_count_as_in_transformers(bpe_folder, listed, eos):
+    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "unk_token": "<unk>"}
+    if listed:
+        about["added_tokens_decoder"] = {"1": {"content": "<s>"} | flags, "2": {"content": "</s>"} | flags}
+    write_json(bpe_folder, "tokenizer_config.json", about)
+    write_json(bpe_folder, "special_tokens_map.json", {"eos_token": "<s>", "unk_token": "<unk>"})
+    ours, theirs = load_tokenizer(bpe_folder), AutoTokenizer.from_pretrained(bpe_folder)
+    assert ours.eos_id == theirs.eos_token_id
+    assert ours.special_tokens() == theirs.special_tokens_map
+
+
 def test_bos_is_not_eos_and_may_be_anything(bpe_folder):
     """What stands before a prompt is a matter of tokenizer.json; some files name a bos that it does not hold."""
     write_json(bpe_folder, "tokenizer_config.json", {"bos_token": "<s>"})
