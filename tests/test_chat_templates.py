@@ -269,14 +269,16 @@ def check_jinja(folder: Path, written, ours, chat: list[Message]) -> None:
         assert all(map(np.array_equal, encode_chat(chat, choose_template("auto", again), again, ""), (tokens, said)))
 
 
-@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("bos, eos", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
-def test_the_plain_template_in_jinja(tmp_path, chat, bos):
+def test_the_plain_template_in_jinja(tmp_path, chat, bos, eos):
+    """eos: behind a whole text, as many were told who saved a tokenizer for training (add_eos_token)."""
     ours, _ = tokenizer_with(tmp_path, "", ["<s>", "</s>"])
     if bos:
         single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+        single += [{"SpecialToken": {"id": "</s>", "type_id": 0}}] * eos
         pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
-        tokens = {"<s>": {"id": "<s>", "ids": [258], "tokens": ["<s>"]}}
+        tokens = {token: {"id": token, "ids": [i], "tokens": [token]} for i, token in ((258, "<s>"), (259, "</s>"))}
         tree = json.loads((tmp_path / "tokenizer.json").read_text())
         tree["post_processor"] = {
             "type": "TemplateProcessing",
@@ -413,7 +415,7 @@ def test_a_merged_model_of_bytes_keeps_the_chat_template(tmp_path):
 
 
 def test_bos_comes_first_where_the_tokenizer_puts_it(monkeypatch):
-    monkeypatch.setattr(ByteTokenizer, "encode_prompt", lambda self, text: [256, *text.encode()])
+    monkeypatch.setattr(ByteTokenizer, "beginning_ids", (256,))
     tokens, said = encode_chat([USER, REPLY], PLAIN, ByteTokenizer(), "")
     assert tokens.tolist() == [256, *b" Who are you?\n\n", *"I am 🙂.".encode(), 257]
     assert np.flatnonzero(said).tolist() == [*range(16, len(tokens))]

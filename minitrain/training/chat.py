@@ -59,8 +59,9 @@ def end_of_reply(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
 def encode_pieces(pieces: Pieces, template: ChatTemplate, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     tokens, said, before = [], [], ""
     for text, is_reply in pieces:
-        first = template.begin_with_bos and not tokens
-        ids = tokenizer.encode_prompt(text) if first else encode_after(before, text, tokenizer)
+        ids = encode_after(before, text, tokenizer)
+        if template.begin_with_bos and not tokens:  # but not with what some put behind a whole text, such as eos
+            ids = [*tokenizer.beginning_ids, *ids]
         before = (before + text)[-LONGEST_TOKEN:]
         if is_reply and template.reply_ends_with_eos:
             ids, before = [*ids, tokenizer.eos_id], "\n"
