@@ -18,6 +18,7 @@ from minitrain.models.config_hf import read_json
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 NAMING_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # which token is eos; see `_naming_files`
+ADDED = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")  # what files say of an added token
 CHAT_TEMPLATE = "chat_template.jinja"
 COMPANIONS = (*NAMING_FILES, CHAT_TEMPLATE)  # what stands beside a tokenizer.json
 REPLACEMENT = "\ufffd"  # what bytes that are not UTF-8 decode to
@@ -78,6 +79,7 @@ class HuggingFaceTokenizer:
         self.tokenizer.no_truncation()  # which a file may ask for, of whoever saved it; transformers does neither too
         self.tokenizer.no_padding()
         self.file = file
+        self._add_listed(tokenizers.AddedToken)
         self.vocab_size = max(self.tokenizer.get_vocab().values(), default=-1) + 1  # ids may have gaps
         self.eos_id = self._eos_id()
         self.bos_id = self._bos_id()
@@ -157,6 +159,16 @@ class HuggingFaceTokenizer:
             target = Path(folder, "tokenizer.json" if source == self.file else source.name)
             if source.resolve() != target.resolve():
                 shutil.copyfile(source, target)
+
+    def _add_listed(self, added_token: type) -> None:
+        """The tokens that tokenizer_config.json lists: new ones, and others with what is said there of spaces."""
+        file = self.file.with_name(NAMING_FILES[0])
+        try:
+            listed = sorted((_read_json(file).get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
+            settings = [{key: token[key] for key in ADDED if token.get(key) is not None} for _, token in listed]
+            self.tokenizer.add_tokens([added_token(**each) for each in settings])
+        except (AttributeError, TypeError, ValueError) as error:
+            raise InputError(f"{file}: added_tokens_decoder must list tokens by their ids: {error}") from None
 
     def _eos_id(self) -> int | None:
         """From the first file that mentions it (null: there is none)."""
