@@ -81,8 +81,9 @@ class Parallel:
     pp: int = 1  # pipeline parallel: layers
     ep: int = 1  # expert parallel: experts, over ranks that are counted already; divides dp_shard x cp x tp
     # true (ZeRO-3): free a block's weights after each use, reduce gradients after every micro-batch; false (ZeRO-2):
-    # both once per step. In a pipeline gradients are reduced once; true frees weights of all but the next three stages
-    reshard_after_forward: bool = True
+    # both once per step. In a pipeline gradients are reduced once; true frees weights of all but the next three stages.
+    # None: true, but where a rank has the whole model, whose weights in bf16 it would only copy anew
+    reshard_after_forward: bool | None = None
     reduce: Literal["fp32", "bf16"] = "fp32"  # type of gradients while ranks are summed; micro-batches: see precision
     prefetch: int = 1  # how many blocks ahead to gather
     context: Literal["allgather", "ulysses"] = "allgather"  # how context-parallel ranks exchange keys and values

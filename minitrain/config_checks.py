@@ -127,7 +127,7 @@ def _validate_fp8(config: "Config") -> None:
         )
     if config.fp8.experts and (config.precision != "fp8" or not getattr(model, "num_experts", 0)):
         raise InputError("fp8.experts=true needs precision=fp8 and a model with experts (use false)")
-    if config.fp8.keep_transposed and config.precision == "fp8" and config.parallel.reshard_after_forward:
+    if config.fp8.keep_transposed and config.precision == "fp8" and config.parallel.reshard_after_forward is not False:
         raise InputError(
             "fp8.keep_transposed=true needs weights that stay whole between forward and backward passes (use "
             "parallel.reshard_after_forward=false, or fp8.keep_transposed=false)"

@@ -41,7 +41,7 @@ def lay_out(make: Callable[..., Module], config: Config, meshes: Meshes) -> Modu
     for stage in stages.values():
         parallelize(stage, config, meshes)
     dtype = torch.get_default_dtype() if config.precision == "fp32" else torch.bfloat16
-    keeps_weights = not parallel.reshard_after_forward
+    keeps_weights = parallel.reshard_after_forward is False
     return Pipeline(stages, parallel.schedule, meshes.pp, meshes.tp.size(), dtype, keeps_weights)
 
 
@@ -69,10 +69,12 @@ def parallelize(model: Module, config: Config, meshes: Meshes) -> None:
     # adapters are cast where they are used, and what is frozen has the right type: one rank needs no FSDP for that
     compute_dtype = torch.bfloat16 if config.precision in ("bf16", "fp8") and not config.lora else None
     # FSDP shards, adds up tensor parallelism's partial gradients, and casts weights: one rank may need it for that
-    if meshes.parameters.size() * meshes.tp.size() > 1 or compute_dtype or config.precision == "fp8":
+    several = meshes.parameters.size() * meshes.tp.size() > 1
+    if several or compute_dtype or config.precision == "fp8":
         parallel = config.parallel
+        frees = several if parallel.reshard_after_forward is None else parallel.reshard_after_forward
         shard(
             model, model.blocks, meshes.parameters, compute_dtype,
             torch.float32 if parallel.reduce == "fp32" else torch.bfloat16,
-            parallel.reshard_after_forward and parallel.pp == 1, parallel.prefetch, meshes.experts,
+            frees and parallel.pp == 1, parallel.prefetch, meshes.experts,
         )  # fmt: skip
