@@ -14,11 +14,14 @@ put it into such a module and read it from there.
 """
 
 from dataclasses import replace
+from functools import cache
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam  # no public name for what it does with gradients
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Module, Parameter
 
 from minitrain.models.layers import KeepsFP32
@@ -31,13 +34,14 @@ def shard(model: Module, blocks: list[Module], mesh: DeviceMesh, compute_dtype: 
     """Shard `model` in place over `mesh` (dp_replicate, dp_shard), each block and the remainder as one unit.
 
     compute_dtype: weights are gathered and computed with in it, while shards keep their own type.
-    reduce_dtype: gradients are summed over ranks in it. Over micro-batches too, but where ZeRO-3 without replicas
-        reduces each time: there in the shards' own type.
+    reduce_dtype: gradients are summed over ranks in it, also those of which tensor-parallel ranks have partial sums.
+        Over micro-batches too, but where ZeRO-3 without replicas reduces each time: there in the shards' own type.
     reshard_after_forward: free a block's weights after its forward pass; see `set_gradient_sync`.
     prefetch: how many blocks ahead of the running one are gathered.
     for_experts: the mesh of experts that expert parallelism has split already, of the same two dimensions. Those of a
         block are a unit of their own.
     """
+    add_partial_sums_in_reduce_dtype()
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     mesh = fsdp_mesh(mesh)
     holders = [module for module in model.modules() if isinstance(module, KeepsFP32)]
@@ -67,6 +71,22 @@ def shard(model: Module, blocks: list[Module], mesh: DeviceMesh, compute_dtype: 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """FSDP's mesh: (dp_replicate, dp_shard) if there are several copies (HSDP), else (dp_shard,) alone."""
     return mesh["dp_shard"] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", "dp_shard"]
+
+
+@cache
+def add_partial_sums_in_reduce_dtype() -> None:
+    """Make FSDP add up partial sums of gradients in the type that it reduces in. Up to torch 2.13 it does so only with
+    those that it has kept over micro-batches, and else in the type that is computed in (pytorch's issue 190626)."""
+    own_way = FSDPParam._get_grad_inner_tensor
+
+    def add_up(parameter: FSDPParam, grad: Tensor) -> Tensor:
+        is_partial = isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements)
+        if parameter.reduce_dtype is None or not is_partial:
+            return own_way(parameter, grad)
+        # the sum is rounded to what it came in: FSDP wants one type of all gradients that it reduces together
+        return own_way(parameter, grad.to(parameter.reduce_dtype)).to(grad.dtype)
+
+    FSDPParam._get_grad_inner_tensor = add_up
 
 
 def shard_experts(experts: Module, block: Module, mesh: DeviceMesh, **options) -> None:

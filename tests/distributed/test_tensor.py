@@ -22,7 +22,7 @@ from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshap
 from torch._inductor.virtualized import V
 from torch.distributed._symmetric_memory import _test_mode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from minitrain import config as configs
 from minitrain import save_pretrained
@@ -30,8 +30,9 @@ from minitrain.bench.fake_world import fake_world
 from minitrain.errors import InputError
 from minitrain.models.attention import Mask
 from minitrain.models.decoder import Decoder
+from minitrain.parallel.data import set_gradient_sync, shard
 from minitrain.parallel.mesh import start
-from minitrain.parallel.tensor import check_overlap, tensor_parallel
+from minitrain.parallel.tensor import check_overlap, split_parameters, tensor_parallel, use_parts
 from minitrain.training import loss as losses
 from minitrain.training.datasets import open_dataset
 from minitrain.training.loop import Trainer
@@ -272,6 +273,39 @@ def test_collectives(pool, layers, recompute):
         assert counts["reduce_scatter_tensor"] == 2 * (once + again + once) + 2 * once
         # once per micro-batch, as FSDP frees what it gathered; and the gradients' norm
         assert counts["all_reduce"] == 2 * (2 * layers + 1) + 1
+
+
+class Scale(torch.nn.Module):
+    """The gradient of the weight is x, if the output is added up."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def gradient_of_partial_sums(frees):
+    """Of a weight that all ranks have whole: number r of it is 1 from rank r and 3 / 1024 from each other one."""
+    mesh = init_device_mesh("cpu", (1, 1, 4), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    model = torch.nn.Sequential(Scale(4))
+    split_parameters(model[0], mesh["tp"], Replicate())
+    model[0].register_forward_pre_hook(use_parts)
+    shard(model, [model[0]], mesh["dp_replicate", "dp_shard"], torch.bfloat16, reshard_after_forward=frees)
+    x = torch.full((4,), 3 / 1024, dtype=torch.bfloat16)
+    x[mesh["tp"].get_local_rank()] = 1
+    for last in (False, True):
+        set_gradient_sync(model, last)
+        model(x).sum().backward()
+    return next(model.parameters()).grad.full_tensor()
+
+
+@pytest.mark.parametrize("frees", [False, True])
+def test_partial_sums_are_not_added_up_in_bf16(pool, frees):
+    """There 1 + 3 / 1024 is 1, however often, whereas their sum is far more than that, once rounded or not."""
+    for gradient in pool.run(4, gradient_of_partial_sums, frees):
+        torch.testing.assert_close(gradient, torch.full((4,), 2 * (1 + 9 / 1024)), rtol=2**-9, atol=0)
 
 
 # ------------------------------------------------------------------------------------------------------- checkpoints
