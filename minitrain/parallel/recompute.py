@@ -49,7 +49,10 @@ EXPENSIVE = ATTENTION | {
     _collectives.all_to_all_single.default,
     _collectives.reduce_scatter_tensor.default,
 }
-KEPT = {"attention": ATTENTION, "selective": EXPENSIVE}  # the operations whose outputs a setting keeps
+# A token's experts, and its place among their rows: from activations that a second run may round otherwise, they could
+# be others than those whose outputs are kept.
+CHOICES = {_ops.topk.default, _ops.sort.stable}
+KEPT = {"attention": ATTENTION, "selective": EXPENSIVE | CHOICES}  # the operations whose outputs a setting keeps
 
 
 def recompute(blocks: list[Module], setting: str | int | float, random: bool = False) -> None:
@@ -91,10 +94,11 @@ def name_expensive_operators() -> None:
     def keeping_what_changes(joint_graph, *args, **kwargs):
         # rows that expert parallelism receives: read once more, even to see what that costs, they are other symbols;
         # random numbers and their seeds: drawn once more they would drop others (torch #190758), but for attention,
-        # which is tagged so for a dropout of its own that no model here has
+        # which is tagged so for a dropout of its own that no model here has; and choices
         for node in joint_graph.nodes:
             random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-            if node.target == _ops._local_scalar_dense.default or (random and node.target not in ATTENTION):
+            other = node.target == _ops._local_scalar_dense.default or (random and node.target not in ATTENTION)
+            if (other or node.target in CHOICES) and "recompute" not in node.meta:  # by another model's setting
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         return own_choice(joint_graph, *args, **kwargs)
 

@@ -161,6 +161,31 @@ def test_budget_knows_what_is_expensive(pool):
     assert sizes[0] == sizes[1]
 
 
+def choices_of_experts(tree):
+    """How often tokens choose experts, and rows are sorted by them, in a compiled step; and how many products run."""
+    torch.compiler.reset()
+    config = from_dict(tree | {"device": "cpu", "compile": True})
+    data, _ = open_dataset(config)
+    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager_decomp_partition")):
+        trainer = Trainer(config, start(config))
+        trainer.step(data, 0)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            trainer.step(data, 1)
+    counts = {event.key: event.count for event in profiler.key_averages()}
+    return counts["aten::topk"], counts["aten::sort"], counts["aten::mm"]
+
+
+def test_experts_are_chosen_once_where_their_outputs_are_kept(pool):
+    """Of activations that are computed again, rounded otherwise, others could be chosen, and their rows misplaced."""
+    tree = {"model": {"name": "qwen3-30b-a3b-tiny", "num_layers": 2}, "batch": {"global": 2, "micro": 2, "seq_len": 16}}
+    none, selective, budget, full = (
+        pool.run(1, choices_of_experts, tree | {"recompute": setting})[0]
+        for setting in ("none", "selective", 0.1, "full")
+    )
+    assert none[:2] == selective[:2] == budget[:2] == (2, 2)
+    assert none[2] < budget[2] and full[:2] == (4, 4)  # it computes again, and all again is consistent in itself
+
+
 def test_working_memory_is_what_is_alive_at_once():
     def function():
         a = torch.zeros(100_000)
