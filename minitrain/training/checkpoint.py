@@ -51,6 +51,7 @@ from minitrain.training.checkpoint_files import (
     read_description,
     remove,
     set_aside,
+    tolerated,
     write_description,
 )
 from minitrain.training.durable import sync_folder
@@ -192,7 +193,7 @@ class Checkpointer:
             final.replace(final.with_suffix(".old"))  # `clean` brings it back should the next line not be reached
         temporary.replace(final)
         sync_folder(self.folder)
-        with suppress(OSError):
+        with tolerated(final.with_suffix(".old")):
             delete(final.with_suffix(".old"))
         for old in [n for n in complete_steps(self.folder) if n <= step][: -self.keep]:
             remove(self._path(old))

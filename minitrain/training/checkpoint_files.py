@@ -16,6 +16,7 @@ import pickle
 import shutil
 import socket
 import stat
+import sys
 import time
 import zlib
 from collections.abc import Iterator
@@ -234,7 +235,8 @@ def clean(folder: Path) -> None:
         if old.is_dir() and not old.with_suffix("").exists():
             old.replace(old.with_suffix(""))
     for leftover in [*folder.glob("step-*.tmp"), *folder.glob("step-*.old")]:
-        delete(leftover)
+        with tolerated(leftover):
+            delete(leftover)
 
 
 def await_file(file: Path, node: str) -> None:
@@ -257,7 +259,20 @@ def make_empty(folder: Path) -> None:
 
 def remove(folder: Path) -> None:
     """Delete a checkpoint, which is never half gone under its final name."""
-    delete(folder.replace(folder.with_suffix(".tmp")))
+    with tolerated(folder):
+        delete(folder.replace(folder.with_suffix(".tmp")))
+
+
+@contextmanager
+def tolerated(path: Path) -> Iterator[None]:
+    """A warning where something of no more use cannot be deleted: that must not end a run whose state is on disk.
+
+    On NFS a file that is deleted while a process reads it, as an upload or evaluation may, stays and keeps its folder.
+    """
+    try:
+        yield
+    except OSError as error:
+        print(f"warning: {path} cannot be removed: {error}", file=sys.stderr)
 
 
 def delete(path: Path) -> None:

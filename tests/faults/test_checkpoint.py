@@ -28,7 +28,7 @@ from minitrain.training import checkpoint_files
 from minitrain.training.checkpoint import Checkpointer, resume_point, saved_despite_errors
 from minitrain.training.checkpoint_files import Writer, find_damage, make_empty, measure, remove, write_description
 from minitrain.training.durable import write_durably
-from tests.test_checkpoint import content, equal, make, names, save_many, step
+from tests.test_checkpoint import content, equal, load_newest, make, names, save_many, step
 
 PART, INDEX, DESCRIPTION = "__0_0.distcp", ".metadata", "extra.json"
 
@@ -245,6 +245,30 @@ def test_folders_are_emptied_and_removed_whole(tmp_path):
     assert names(tmp_path) == ["step-00000001.tmp"]
     make_empty(folder.with_suffix(".tmp"))
     assert not names(folder.with_suffix(".tmp"))
+
+
+def save_and_start_while_files_are_read(folder):
+    """On NFS: the kernel gives what somebody reads another name, and then its folder is not empty."""
+
+    def fail(path, *args, **kwargs):
+        if Path(path, DESCRIPTION).exists():
+            os.replace(Path(path, DESCRIPTION), Path(path, ".nfs01"))
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", ".nfs01")
+
+    with mock.patch.object(shutil, "rmtree", fail), redirect_stderr(io.StringIO()) as told:
+        save_many(folder, [1, 2], 1)
+        found = load_newest(folder)[0]  # a fresh start, which cleans first
+    assert names(folder) == ["step-00000001.tmp", "step-00000002"]
+    return found, told.getvalue()
+
+
+def test_what_cannot_be_removed_ends_no_run(pool, tmp_path):
+    found, told = pool.run(1, save_and_start_while_files_are_read, tmp_path)[0]
+    assert found == {"step": 2}
+    why = "cannot be removed: [Errno 39] Directory not empty: '.nfs01'"
+    paths = [tmp_path / "step-00000001", tmp_path / "step-00000001.tmp"]
+    assert told.splitlines() == [f"warning: {path} {why}" for path in paths]
+    assert pool.run(1, load_newest, tmp_path)[0][0] == {"step": 2} and names(tmp_path) == ["step-00000002"]
 
 
 @pytest.mark.parametrize("put", [os.mkfifo, lambda file: file.write_text("[" * 200_000)], ids=["pipe", "nested"])
