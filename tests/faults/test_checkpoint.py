@@ -7,6 +7,7 @@ import re
 import resource
 import shutil
 import signal
+import stat
 import time
 import zlib
 from contextlib import contextmanager, redirect_stderr
@@ -414,6 +415,23 @@ def test_a_file_is_replaced_once_the_disk_has_the_new_one(tmp_path):
     assert file.read_text(encoding="utf-8") == "öld"
     write_durably(file, "new")  # over what the failure has left
     assert file.read_text() == "new" and len(os.listdir("/proc/self/fd")) == open_files
+
+
+def test_folders_are_synced_where_the_disk_can_do_that(tmp_path, monkeypatch):
+    """The kernel's answer is EINVAL where a file system has no fsync for folders, as those of virtual machines."""
+    answer, fsync = errno.EINVAL, os.fsync
+
+    def sync_files_alone(number):
+        if stat.S_ISDIR(os.fstat(number).st_mode):
+            raise OSError(answer, os.strerror(answer))
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", sync_files_alone)
+    write_durably(tmp_path / "a", "new")
+    assert (tmp_path / "a").read_text() == "new"
+    answer = errno.EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        write_durably(tmp_path / "a", "newer")
 
 
 def test_a_lock_needs_a_disk_with_room(tmp_path):
