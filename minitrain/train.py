@@ -22,7 +22,7 @@ from minitrain.errors import refused
 from minitrain.generate import exact_match
 from minitrain.generate_video import draw_shapes
 from minitrain.grpo.loop import train_policy
-from minitrain.models.checkpoint_hf import find_weights, save_tensors
+from minitrain.models.checkpoint_hf import check_free_of_adapters, find_weights, save_tensors
 from minitrain.models.checkpoint_peft import save_adapter
 from minitrain.models.config_hf import copy_generation_config, with_end
 from minitrain.models.lora import is_adapter
@@ -59,6 +59,8 @@ def train(config: Config) -> None:
     if config.model.path:
         find_weights(config.model.config, config.model.path)  # before room is made for them
     folder = Path(config.out_dir)
+    if config.lora is None and config.task != "diffusion":
+        check_free_of_adapters(folder)  # of an earlier run, where a model is to be at the end of this one
     with refused(f"out_dir={config.out_dir!r} cannot be created"):
         folder.mkdir(parents=True, exist_ok=True)
     record_flights(folder)

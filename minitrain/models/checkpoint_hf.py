@@ -30,6 +30,7 @@ from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import empty_model
 
 STEMS = ("model", checkpoint_wan.STEM)  # of weight files: transformers', diffusers'
+ADAPTER_CONFIG = "adapter_config.json"  # beside PEFT's adapters
 TIED_HEAD = "lm_head.weight"  # where the output head is stored, which may also be where it is the embedding
 
 
@@ -66,7 +67,8 @@ def save_pretrained(
     for Wan, `diffusers.WanTransformer3DModel`, or, with `original_names`, Wan's own code.
 
     An older checkpoint in the folder is replaced; other files (a tokenizer's) stay. Raises InputError for a config that
-    the family's architecture in transformers cannot express, and for a model that is sharded or has adapters.
+    the family's architecture in transformers cannot express, for a model that is sharded or has adapters, and for a
+    folder that has some.
     """
     tensors = model.state_dict()
     if any(map(is_adapter, tensors)):
@@ -263,6 +265,7 @@ def save_tensors(
         settings, stem = to_json(config), checkpoint_wan.STEM
         tensors = ((spell(name), x) for name, x in tensors)
     else:
+        check_free_of_adapters(path)
         settings, stem = config_to_hf(config, dtype), STEMS[0]
         spell = partial(stored_name, family=config.family)
         if config.family == "gpt2":
@@ -270,6 +273,13 @@ def save_tensors(
         else:
             tensors = (pair for name, x in tensors for pair in to_stored(name, x, config))
     _write_checkpoint(tensors, settings, stem, dtype, kept_in_fp32(config, spell), path, max_shard_bytes)
+
+
+def check_free_of_adapters(path: str | Path) -> None:
+    """Raises InputError if adapters are in the folder: transformers adds them to any model that it finds beside them,
+    also to one that they are merged into already, or that has nothing to do with them."""
+    if os.path.exists(os.path.join(path, ADAPTER_CONFIG)):
+        raise InputError(f"{path} holds {ADAPTER_CONFIG}: transformers would add its adapters (use another folder)")
 
 
 def kept_in_fp32(config: DecoderConfig | WanConfig, spell: Callable[[str], str]) -> set[str]:

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.errors import InputError
-from minitrain.models.checkpoint_hf import check_stored, stored_tensors
+from minitrain.models.checkpoint_hf import ADAPTER_CONFIG, check_stored, stored_tensors
 from minitrain.models.config_hf import read_json
 from minitrain.models.layouts_hf import interleave, mamba_parts
 from minitrain.models.lora import Lora, add_adapters, check_targets, is_adapter, is_stack, matches
@@ -39,7 +39,7 @@ LARGEST_RANK, LARGEST_ALPHA = 1 << 16, 10**9
 TARGETS = ("target_modules", "target_parameters")  # keys of adapter_config.json
 PATTERNS = ("rank_pattern", "alpha_pattern")
 MIXERS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mamba": ("in_proj", "out_proj")}  # the rest: mlp
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER_CONFIG, "adapter_model.safetensors"
 UNREADABLE = {
     "deepseek_v3": ("gate_proj", "up_proj", "down_proj"),  # PEFT takes them for the stacks of experts
     "nemotron_h": ("out_proj",),  # PEFT refuses it: the kernels of Mamba go around it

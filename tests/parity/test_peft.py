@@ -1,16 +1,20 @@
 """Adapters against peft on transformers and diffusers: logits, gradients, and both ways of the files."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from minitrain import InputError, load_adapter, load_pretrained, merge, merge_adapters
+from minitrain import InputError, load_adapter, load_pretrained, merge, merge_adapters, save_pretrained
+from minitrain.config import from_dict
 from minitrain.models.checkpoint_peft import adapter_shapes, read_adapter_config, save_adapter, unreadable_note
 from minitrain.models.lora import TARGETS, Lora, add_adapters, is_adapter
 from minitrain.models.zoo import model_config
+from minitrain.train import train
 from tests.parity import test_wan
 from tests.parity.hf_models import build, compare_and_differentiate, random_tokens, reload
 
@@ -135,6 +139,32 @@ def test_wan_adapters_are_those_of_peft_on_diffusers(tmp_path):
     words = {"--model": tmp_path / "base", "--adapter": tmp_path / "theirs", "--out": tmp_path / "merged"}
     merge.main([str(word) for pair in words.items() for word in pair])
     torch.testing.assert_close(load_pretrained(tmp_path / "merged")(**given), adapted, atol=1e-4, rtol=0)
+
+
+def test_a_model_has_no_place_beside_adapters(tmp_path):
+    """transformers adds them to it, a second time where they are merged into it."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    build("qwen3").save_pretrained(base)
+    model = load_pretrained(base)
+    add_adapters(model, Lora(rank=4))
+    adapters = {name: tensor for name, tensor in model.named_parameters() if is_adapter(name)}
+    randomize(adapters.values())
+    save_adapter(adapters.items(), model.config, Lora(rank=4), adapter)
+    merge_adapters(model)
+    save_pretrained(model, tmp_path / "merged")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(random_tokens(1, 12)).logits
+    shutil.copytree(adapter, tmp_path / "merged", dirs_exist_ok=True)
+    twice = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(random_tokens(1, 12)).logits
+    assert (twice - expected).abs().max() > 0.1 * expected.abs().max()
+
+    before, complaint = sorted(adapter.iterdir()), "adapter holds adapter_config.json: transformers would add"
+    with pytest.raises(InputError, match=complaint):
+        save_pretrained(model, adapter)
+    with pytest.raises(InputError, match=complaint):  # before a step is done
+        train(from_dict({"model": str(base), "out_dir": str(adapter), "batch": {"seq_len": 8}}))
+    with pytest.raises(InputError, match="merged holds adapter_config.json"):
+        merge.main(["--model", str(base), "--adapter", str(adapter), "--out", str(tmp_path / "merged")])
+    assert sorted(adapter.iterdir()) == before
 
 
 def test_targets_that_a_model_has_not_are_not_written(tmp_path):
