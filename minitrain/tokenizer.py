@@ -213,8 +213,13 @@ Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
     """ "bytes", a tokenizer.json, or a folder that holds one. A saved ByteTokenizer needs no package."""
+    return ByteTokenizer() if is_of_bytes(name_or_path) else HuggingFaceTokenizer(tokenizer_file(name_or_path))
+
+
+def is_of_bytes(name_or_path: str | Path) -> bool:
+    """Is a ByteTokenizer meant? Raises InputError as `tokenizer_file` does."""
     file = tokenizer_file(name_or_path)
-    return ByteTokenizer() if file is None or _is_byte_tokenizer(_read_json(file)) else HuggingFaceTokenizer(file)
+    return file is None or _is_byte_tokenizer(_read_json(file))
 
 
 def tokenizer_file(name_or_path: str | Path) -> Path | None:

@@ -7,6 +7,7 @@ On SIGTERM it writes a checkpoint and ends (watch.py).
 """
 
 import math
+import os
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from minitrain import cli
 from minitrain.config import Config, load
 from minitrain.config_checks import check_layout
-from minitrain.errors import refused
+from minitrain.errors import InputError, refused
 from minitrain.generate import exact_match
 from minitrain.generate_video import draw_shapes
 from minitrain.grpo.loop import train_policy
@@ -32,7 +33,7 @@ from minitrain.runtime.agreement import rank_0_says
 from minitrain.runtime.failures import rank, record_flights, recorded
 from minitrain.runtime.lock import locked
 from minitrain.runtime.watch import until_sigterm
-from minitrain.tokenizer import CHAT_TEMPLATE, load_tokenizer
+from minitrain.tokenizer import CHAT_TEMPLATE, is_of_bytes, load_tokenizer
 from minitrain.training.chat import end_of_reply
 from minitrain.training.chat_templates import Template, choose_template
 from minitrain.training.checkpoint import Checkpointer, resume, save_step, saved_despite_errors
@@ -58,6 +59,7 @@ def train(config: Config) -> None:
     check_layout(config, world_size())
     if config.model.path:
         find_weights(config.model.config, config.model.path)  # before room is made for them
+        check_vocabulary(config)
     folder = Path(config.out_dir)
     if config.lora is None and config.task != "diffusion":
         check_free_of_adapters(folder)  # of an earlier run, where a model is to be at the end of this one
@@ -156,6 +158,15 @@ def export(trainer: Trainer, config: Config, folder: Path) -> None:
         save_tensors(tensors, shape, next(model.parameters()).dtype, folder)
         if config.model.path and config.task != "diffusion":  # of videos none has a token that ends it
             copy_generation_config(config.model.path, folder, shape.eos_token_id, end)
+
+
+def check_vocabulary(config: Config) -> None:
+    """Raises InputError if a model that comes with a tokenizer is to learn bytes, which is what data.tokenizer says by
+    default: their ids are other tokens of its, and only the loss would show it."""
+    path, tokenizer = config.model.path, config.data.tokenizer
+    own = has_tokenizer(config) and os.path.exists(os.path.join(path, "tokenizer.json"))
+    if own and is_of_bytes(tokenizer) and not is_of_bytes(path):
+        raise InputError(f"data.tokenizer={tokenizer}, but {path} has a tokenizer of its own (use {path})")
 
 
 def has_tokenizer(config: Config) -> bool:

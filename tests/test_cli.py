@@ -175,6 +175,32 @@ GRPO = ["task=grpo", "data.template=plain", "batch.seq_len=64", "batch.micro=1",
         "rollout.max_tokens=6", "grpo.eval_samples=1"]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "words", [[], ["data.tokenizer={bytes}"], ["task=sft", "data.kind=jsonl"], ["data.kind=mock", *GRPO]]
+)
+def test_a_model_with_another_tokenizer_does_not_learn_bytes(config_file, tmp_path, words):
+    """The default of data.tokenizer: 104 is a byte, and any token of the model's."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    base, chats = tmp_path / "base", tmp_path / "chats.jsonl"
+    minitrain.save_pretrained(Decoder(model_config("llama3-8b-tiny")), base)
+    vocabulary = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["?", "line", "of", "text"])}, "?"))
+    vocabulary.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=vocabulary).save_pretrained(base)
+    ByteTokenizer().save(tmp_path / "bytes")
+    chats.write_text('{"question": "line", "answer": "text"}\n')
+    words = [*words, f"data.path={chats}"] if "data.kind=jsonl" in words else words
+    arguments = ["--config", str(config_file), f"model={base}"]
+    arguments += [word.format(bytes=tmp_path / "bytes") for word in words]
+    with pytest.raises(InputError, match=rf"^data.tokenizer=\S*bytes, but {base} has a tokenizer .* \(use {base}\)$"):
+        train.main(arguments)
+    assert not (tmp_path / "out").exists()
+    if not words:
+        train.main([*arguments, f"data.tokenizer={base}", "steps=2"])
+        assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == vocabulary.get_vocab()
+
+
 @pytest.mark.parametrize("kind, words, saved", [
     ("tokens", [], False), ("tokens", ["data.tokenizer={bytes}"], True), ("mock", [], False), ("mock", GRPO, True),
 ])  # fmt: skip
