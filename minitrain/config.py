@@ -6,6 +6,7 @@ with one line.
 """
 
 import dataclasses
+import os
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -265,11 +266,19 @@ def from_dict(tree: dict) -> Config:
     model = _read_model(tree.pop("model", {}), WanConfig if tree.get("task") == "diffusion" else DecoderConfig)
     config = convert(Config, tree, "")
     config.model = model
+    _expand_home(config)
     config.lora = _read_lora(config, tree.get("lora") or {})
     if config.data.path and "kind" not in tree["data"]:
         raise InputError("data.path needs data.kind (text, jsonl, tokens or latents): by default it is mock")
     validate(config)
     return config
+
+
+def _expand_home(config: Config) -> None:
+    """~ means what it does in a shell, which leaves it alone inside a word, as YAML does: else it would be a folder."""
+    config.out_dir, config.data.tokenizer = map(os.path.expanduser, (config.out_dir, config.data.tokenizer))
+    if config.lora:
+        config.lora.path = os.path.expanduser(config.lora.path)
 
 
 def _read_lora(config: Config, given: dict) -> Lora | None:
@@ -299,6 +308,7 @@ def _read_model(value: Any, kind: type) -> Model:
         raise InputError(f"model must be a name, a folder or a mapping, not {describe(value)}")
     value = dict(value)
     name, path = (convert(str, value.pop(key, ""), f"model.{key}") for key in ("name", "path"))
+    path = os.path.expanduser(path)
     if name and path:
         raise InputError("model.name and model.path cannot both be given (model=FOLDER stands for the path alone)")
     hints = typing.get_type_hints(kind)

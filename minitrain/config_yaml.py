@@ -153,7 +153,7 @@ def apply_override(tree: dict, word: str) -> None:
 
 def name_or_path(word: str) -> dict[str, str]:
     """What `model: NAME` or `model: FOLDER` is short for."""
-    return {"path" if os.path.isdir(word) else "name": word}
+    return {"path" if os.path.isdir(os.path.expanduser(word)) else "name": word}
 
 
 def convert(kind: Any, value: Any, where: str) -> Any:

@@ -9,7 +9,9 @@ from minitrain.config_checks import check_layout, validate
 from minitrain.config_yaml import read_yaml, to_yaml
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import save_pretrained
+from minitrain.models.checkpoint_peft import save_adapter
 from minitrain.models.decoder import Decoder
+from minitrain.models.lora import Lora, add_adapters, is_adapter
 from minitrain.models.zoo import model_config
 
 
@@ -49,6 +51,22 @@ def test_overrides_go_below_a_folder_and_below_what_is_null(tmp_path):
                          "batch.seq_len=64"])  # fmt: skip
     assert config.model.path == f"{tmp_path}/model" and config.model.name == "" and config.lora.rank == 3
     assert config.model.config == dataclasses.replace(model.config, max_position_embeddings=64)
+
+
+@pytest.mark.parametrize("model", ["~/base", {"path": "~/base"}])
+def test_the_home_folder_is_meant_as_in_a_shell(tmp_path, monkeypatch, model):
+    """Which expands it at the start of words only: `~` of out_dir=~/run would be the name of a folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    base = Decoder(model_config("llama3-8b-tiny", num_layers=1))
+    save_pretrained(base, tmp_path / "base")
+    add_adapters(base, Lora(rank=2))
+    save_adapter([pair for pair in base.named_parameters() if is_adapter(pair[0])], base.config, Lora(rank=2), tmp_path)
+    tree = {"model": model, "out_dir": "~/run", "data": {"tokenizer": "~/base"}, "lora": {"path": "~"}}
+    config = from_dict(tree)
+    assert (config.model.path, config.model.name, config.out_dir) == (f"{tmp_path}/base", "", f"{tmp_path}/run")
+    assert (config.data.tokenizer, config.lora.path, config.lora.rank) == (f"{tmp_path}/base", str(tmp_path), 2)
+    with pytest.raises(InputError, match="is model.path, which the result would overwrite"):
+        from_dict(tree | {"out_dir": "~/base"})
 
 
 def test_numbers_as_people_write_them():
