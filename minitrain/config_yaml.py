@@ -21,12 +21,13 @@ from minitrain.errors import InputError
 MAX_CHARACTERS = 100_000  # of a config's text; the longest here has 2,000
 MAX_NODES = 10_000  # values and keys, with anchors expanded
 MAX_DEPTH = 50
+OTHER_BASE = re.compile(r"[-+]?(0[0-7_]+$|.*:)")  # of YAML 1.1 alone, where 010 is 8 and 1:30 is 90
 
 
 class _Loader(yaml.SafeLoader):
     """SafeLoader that reads 1e-4 as a number, as YAML 1.2 does.
 
-    It refuses keys that are given twice, deep nesting, and anchors that explode.
+    It refuses keys that are given twice, numbers in bases that 1.2 has no more, deep nesting, and anchors that explode.
     """
 
     depth = 0
@@ -67,6 +68,8 @@ class _Loader(yaml.SafeLoader):
             raise _error(f"cannot be read as {node.tag.rpartition(':')[2]}: {error}", node) from error
         if isinstance(value, int) and abs(value) >= 1 << 63:  # printing much longer ones is an error in Python
             raise _error("a whole number must fit 64 bits", node)
+        if type(value) in (int, float) and OTHER_BASE.match(node.value):
+            raise _error(f"YAML reads {node.value} as {value} (write what is meant, or put text into quotes)", node)
         if not isinstance(value, str | int | float | list | dict | None):  # what JSON has not, nor any setting
             raise _error(f"must be text, a number or the like, not {type(value).__name__} (put text into quotes)", node)
         return value

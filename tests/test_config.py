@@ -198,6 +198,8 @@ def test_mistakes_are_one_line(tree, line):
         ("- a\n- b\n", "a config must be a mapping of keys to values"),
         ("steps: !!python/object:os.system 1\n", r"config.yaml:1:8: could not determine a constructor"),
         ("a: \x00\n", "config.yaml: not valid YAML"),
+        ("steps: 0100\n", "config.yaml:1:8: YAML reads 0100 as 64 "),  # such as `seq -w` makes
+        ("timeout_s: 1:30\n", "config.yaml:1:12: YAML reads 1:30 as 90 "),
     ],
 )
 def test_malformed_files_name_the_place(tmp_path, text, line):
