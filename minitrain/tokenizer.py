@@ -54,12 +54,14 @@ class ByteTokenizer:
         return {BOS: 256, EOS: self.eos_id}.get(token)
 
     def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json, which transformers.AutoTokenizer loads."""
+        """Write tokenizer.json and tokenizer_config.json, as transformers.AutoTokenizer loads, in place of others."""
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
         config["clean_up_tokenization_spaces"] = False
         Path(folder).mkdir(parents=True, exist_ok=True)
-        for name, tree in (("tokenizer.json", _byte_level_bpe()), ("tokenizer_config.json", config)):
+        files = {"tokenizer.json": _byte_level_bpe(), "tokenizer_config.json": config}
+        for name, tree in files.items():
             Path(folder, name).write_text(json.dumps(tree, indent=1), encoding="utf-8")
+        _remove_others(folder, files)
 
 
 class HuggingFaceTokenizer:
@@ -153,12 +155,14 @@ class HuggingFaceTokenizer:
         return stored
 
     def save(self, folder: str | Path) -> None:
-        """Copy the file, and those beside it that transformers.AutoTokenizer reads."""
+        """Copy the file, and those beside it that transformers.AutoTokenizer reads, in place of others."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        for source in with_companions(self.file):
+        sources = with_companions(self.file)
+        for source in sources:
             target = Path(folder, "tokenizer.json" if source == self.file else source.name)
             if source.resolve() != target.resolve():
                 shutil.copyfile(source, target)
+        _remove_others(folder, [source.name for source in sources])
 
     def _add_listed(self, added_token: type) -> None:
         """The tokens that tokenizer_config.json lists: new ones, and others with what is said there of spaces."""
@@ -261,6 +265,12 @@ def stream(tokenizer: Tokenizer, ids: Iterable[int], prompt: Iterable[int] = ())
             context, pending = pending, []
     if rest := tokenizer.decode(context + pending)[len(tokenizer.decode(context)) :]:
         yield rest
+
+
+def _remove_others(folder: str | Path, names: Iterable[str]) -> None:
+    """What an earlier tokenizer has left beside those that are new would count: a chat template even before theirs."""
+    for name in set(COMPANIONS) - set(names):
+        Path(folder, name).unlink(missing_ok=True)
 
 
 def _read_json(file: Path) -> dict:

@@ -259,6 +259,22 @@ def test_save_into_its_own_folder_changes_nothing(bpe_folder):
     assert (bpe_folder / "tokenizer.json").read_bytes() == before
 
 
+@pytest.mark.parametrize("in_bytes", [False, True])
+def test_save_leaves_nothing_of_an_earlier_tokenizer(bpe_folder, tmp_path_factory, in_bytes):
+    """Which transformers would ask first: its template, and its names of tokens."""
+    own = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": "its own"}
+    write_json(bpe_folder, "tokenizer_config.json", own)
+    target = tmp_path_factory.mktemp("export")
+    (target / "chat_template.jinja").write_text("of another")
+    write_json(target, "special_tokens_map.json", {"eos_token": "<s>", "pad_token": "<unk>"})
+    (target / "notes.txt").write_text("of the user")
+    tokenizer = ByteTokenizer() if in_bytes else load_tokenizer(bpe_folder)
+    tokenizer.save(target)
+    assert {file.name for file in target.iterdir()} == {"tokenizer.json", "tokenizer_config.json", "notes.txt"}
+    theirs, template = AutoTokenizer.from_pretrained(target), None if in_bytes else "its own"
+    assert (theirs.chat_template, theirs.eos_token_id, theirs.pad_token) == (template, tokenizer.eos_id, None)
+
+
 # -------------------------------------------------------------------------------------------------------------- stream
 
 
