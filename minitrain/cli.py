@@ -41,6 +41,11 @@ def positive(kind: type, zero: bool = False, most: float = sys.float_info.max):
     return parse
 
 
+def folder(text: str) -> str:
+    """An argparse type: ~ is the home folder, which shells leave alone in words such as --out=~/new."""
+    return os.path.expanduser(text)
+
+
 def check_writable(option: str, file: str | None) -> None:
     """Raises InputError if the file of an option cannot be written: what fills it takes minutes."""
     if file is None:

@@ -15,8 +15,9 @@ import pytest
 import torch
 import yaml
 
+import bench
 import minitrain
-from minitrain import cli, generate, train
+from minitrain import cli, generate, merge, train
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
@@ -321,6 +322,14 @@ def test_generation_of_a_reply(tmp_path, capsys):
     ):
         generate.main([*arguments, *more])
         assert capsys.readouterr().out == ByteTokenizer().decode(shown) + "\n"
+
+
+def test_the_home_folder_is_meant_behind_an_equals_sign_too(tmp_path, monkeypatch):
+    """Where no shell expands it: else folders are made below one that is called `~`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(InputError, match=rf"^--out {tmp_path}/base is --model, which would be overwritten"):
+        merge.main(["--model=~/base", "--adapter=~/adapter", "--out=~/base"])
+    assert bench.parser().parse_args(["--report", "--out=~/report"]).out == f"{tmp_path}/report"
 
 
 def test_generation_asks_for_huge_pages_before_it_loads_a_model(monkeypatch):
