@@ -6,7 +6,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -210,6 +211,48 @@ def test_router_computes_in_fp32():
     assert weights.dtype == torch.float32
     assert torch.equal(indices, expected)
     torch.testing.assert_close(weights, values.softmax(-1).float(), atol=1e-5, rtol=1e-5)
+
+
+class Seen(TorchDispatchMode):
+    """Lists the types and numbers of elements of what operators return, and the types of what `mm` multiplies."""
+
+    def __init__(self):
+        super().__init__()
+        self.returned, self.multiplied = set(), set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        self.returned |= {(each.dtype, each.numel()) for each in pytree.tree_leaves(out) if isinstance(each, Tensor)}
+        if function is torch.ops.aten.mm.default:
+            self.multiplied |= {each.dtype for each in args}
+        return out
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_a_router_in_bf16_makes_no_fp32_copies_of_what_it_multiplies(scoring):
+    """Its products would run outside of the tensor cores. The gradients are fp32's, rounded as a Linear's in bf16."""
+    torch.manual_seed(0)
+    router = fill(make_router(8, 2, scoring, hidden=64)).to(torch.bfloat16)
+    x, wanted = torch.randn(5, 40, 64).to(torch.bfloat16), torch.randn(200, 2)
+    with Seen() as seen:
+        mine = gradients(router(x.requires_grad_())[1] * wanted, x, router.weight)
+    assert seen.multiplied == {torch.bfloat16}
+    assert not {(torch.float32, x.numel()), (torch.float32, router.weight.numel())} & seen.returned
+    wide, y = copy.deepcopy(router).float(), x.detach().float().requires_grad_()
+    for ours, right in zip(mine, gradients(wide(y)[1] * wanted, y, wide.weight), strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert (ours - right).norm() < 1e-2 * right.norm()
+
+
+def test_a_compiled_router_in_bf16_gives_the_same():
+    torch.manual_seed(0)
+    router = fill(make_router(8, 2, hidden=64, expert_bias=True)).to(torch.bfloat16)
+    x, results = torch.randn(40, 64).to(torch.bfloat16).requires_grad_(), []
+    for call in (router, torch.compile(router, backend="aot_eager", fullgraph=True)):
+        indices, weights = call(x)
+        results.append([indices, weights, *gradients(weights.log(), x, *router.parameters())])
+    for mine, oracle in zip(*results, strict=True):
+        assert torch.equal(mine, oracle)
 
 
 def test_fake_balanced_gate():
@@ -511,3 +554,25 @@ def test_experts_on_cuda_in_bf16(bias):
         outputs.append([y, *(parameter.grad for parameter in there.parameters())])
     for mine, oracle in zip(outputs[1], outputs[0], strict=True):
         assert (mine.cpu().float() - oracle).norm() / oracle.norm() < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("experts", "hidden"), [(8, 4096), (128, 2048), (256, 7168)])
+def test_a_router_on_cuda_in_bf16(experts, hidden, compiled):
+    """Scores to fp32's accuracy, with gradients as exact as bf16's are."""
+    torch.manual_seed(0)
+    router, results = make_router(experts, 4, hidden=hidden), []
+    router.weight.data.normal_(0, 0.02)
+    router.to(torch.bfloat16)
+    x, grad = torch.randn(500, hidden).to(torch.bfloat16), torch.randn(500, experts)
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
+        scores = torch.compile(moe.linear_fp32) if compiled and device == "cuda" else moe.linear_fp32
+        factors = x.to(device, dtype).requires_grad_(), router.weight.detach().to(device, dtype).requires_grad_()
+        logits = factors[0] @ factors[1].T if device == "cpu" else scores(*factors)
+        results.append([logits, *torch.autograd.grad(logits, factors, grad.to(device, logits.dtype))])
+    (right, *expected), (logits, *mine) = results
+    assert logits.dtype == torch.float32
+    assert (logits.cpu() - right).norm() < 1e-4 * right.norm()
+    for ours, exact in zip(mine, expected, strict=True):
+        assert (ours.cpu() - exact).norm() < 1e-2 * exact.norm()

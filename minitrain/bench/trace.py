@@ -386,6 +386,7 @@ MATRIX_PRODUCTS: dict[object, Callable] = {
     torch.ops.minitrain.add_product: lambda total, a, b: _mm(a, b),
     aten._scaled_mm: _mm,
     torch.ops.minitrain.scaled_mm: _mm,
+    torch.ops.minitrain.linear_fp32: lambda x, weight: _mm(x, weight.mT),
     aten.bmm: _bmm,
     aten.baddbmm: lambda bias, a, b, *_: _bmm(a, b),
     aten._grouped_mm: _grouped,

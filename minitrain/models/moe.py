@@ -87,8 +87,9 @@ class Router(nn.Module):
         """
         if self.config.fake_balanced_gate:
             return balanced_choice(x.shape[:-1].numel(), self.top_k, self.num_experts, x.device)
-        bias = None if self.bias is None else self.bias.float()
-        logits = F.linear(x.flatten(0, -2).float(), self.weight.float(), bias)
+        logits = linear_fp32(x.flatten(0, -2), self.weight)
+        if self.bias is not None:
+            logits = logits + self.bias.float()
         scores = logits.sigmoid() if self.sigmoid else logits
         indices = self._choose(scores.detach())
         weights = self._weigh(scores, indices)
@@ -145,6 +146,42 @@ class Router(nn.Module):
         summed = (shares * real[:, None]).view(rows, -1, self.num_experts).sum(1)  # a row's P times its tokens
         tokens = real.sum() if self.tokens_per_step is None else self.tokens_per_step
         return self.config.router_aux_loss_coef * self.num_experts * (f * summed).sum() / tokens.clamp(min=1)
+
+
+def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T in fp32. x: [tokens, in]; weight: [out, in]; whatever their types."""
+    if x.dtype == weight.dtype == torch.bfloat16:
+        return _linear_fp32(x, weight)
+    return F.linear(x.float(), weight.float())
+
+
+@torch.library.custom_op("minitrain::linear_fp32", mutates_args=())
+def _linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
+    """Of bf16 factors. fp32 holds their products exactly, and tensor cores sum them up in fp32; with fp32 copies of the
+    factors they would be of no use, and the product could take 15 times as long."""
+    if x.is_cuda:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return F.linear(x.float(), weight.float())
+
+
+@_linear_fp32.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(len(x), len(weight), dtype=torch.float32)
+
+
+def _linear_fp32_backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """As any Linear's in bf16, of a rounded gradient."""
+    x, weight = ctx.saved_tensors
+    grad = grad.to(x.dtype)
+    need_x, need_weight = ctx.needs_input_grad
+    return grad @ weight if need_x else None, grad.T @ x if need_weight else None
+
+
+def _keep_factors(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+_linear_fp32.register_autograd(_linear_fp32_backward, setup_context=_keep_factors)
 
 
 def balanced_choice(tokens: int, top_k: int, num_experts: int, device) -> tuple[Tensor, Tensor]:
@@ -385,10 +422,6 @@ def _grouped_mm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 def _(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     stacked = () if y.ndim == 3 else offsets.shape  # of matrices alone, what they have in common is cut by expert
     return x.new_empty(*stacked, x.shape[0], y.shape[-1])
-
-
-def _keep_factors(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
 
 
 def _grouped_mm_backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:

@@ -44,6 +44,7 @@ EXPENSIVE = ATTENTION | {
     torch.ops.minitrain.onednn_linear.default,
     _ops._grouped_mm.default,
     torch.ops.minitrain.grouped_mm.default,
+    torch.ops.minitrain.linear_fp32.default,
     _ops._scaled_mm.default,
     torch.ops.minitrain.scaled_mm.default,
     _collectives.all_to_all_single.default,
