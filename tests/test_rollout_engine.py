@@ -5,9 +5,11 @@ import gc
 import itertools
 import os
 import weakref
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitrain import Sampler, SamplingParams, generate, save_pretrained
 from minitrain import config as configs
@@ -15,7 +17,7 @@ from minitrain.config import Rollout
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
-from minitrain.rollout import batch, engine, weights
+from minitrain.rollout import batch, caches, engine, weights
 from minitrain.rollout.caches import DecodingStep, States
 from minitrain.rollout.scheduler import Scheduler
 from minitrain.tokenizer import ByteTokenizer
@@ -630,3 +632,36 @@ def test_page_lists_name_what_a_sample_sees(window):
         keys = [k for page in pages for k in range(page * size, (page + 1) * size) if blocks.mask_mod(row, 0, 0, k)]
         seen = range(max(0, own - window + 1) if window else 0, own + 1)
         assert sorted(keys) == sorted(int(table[row, i // size]) * size + i % size for i in seen)
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operations that are not just views of what there is."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        self.count += not function.is_view
+        return out
+
+
+def test_a_step_finds_its_pages_in_few_kernels():
+    """Each takes microseconds to start, in every step."""
+    positions, table = torch.arange(8), torch.arange(48).view(8, 6)
+    step = DecodingStep(positions, table, torch.zeros_like(positions), 4, 48)
+    step.begin()
+    step.page_mask(None)
+    with Kernels() as kernels:
+        step.begin()
+    assert kernels.count <= 9
+
+
+@pytest.mark.parametrize("name", ["llama3.1-8b", "deepseek-v3"])
+def test_frequencies_are_computed_once(name):
+    model, (prompt,) = make(name), prompts_of((5,))
+    expected = uncached(model, prompt, 6)
+    with mock.patch.object(caches, "rotary_frequencies", wraps=caches.rotary_frequencies) as computed:
+        (found,) = Sampler(model, settings=Rollout(slots=2, page_size=4, pages=20)).generate(
+            [prompt], SamplingParams(temperature=0, max_tokens=6)
+        )
+    assert computed.call_count == 1 and found.tokens == expected

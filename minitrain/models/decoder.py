@@ -112,7 +112,7 @@ class Decoder(nn.Module):
             if self.config.position_embedding == "learned":
                 x = x + self.model.embed_positions(positions)
         mask, window_mask = self._masks(positions.shape[1], x.device, documents) if cache is None else (None, None)
-        rotary = self._rotary(positions)
+        rotary = self._rotary(positions, cache)
         for number, layer in self.model.layers.items():
             x = layer(x, rotary, mask, documents, window_mask, cache and cache[int(number)])
         if not self.last:
@@ -127,11 +127,12 @@ class Decoder(nn.Module):
         mask = self.make_mask(length, device, documents, plain=not self.config.sinks)
         return mask, self.make_mask(length, device, documents, window=window) if window else None
 
-    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _rotary(self, positions: Tensor, cache=None) -> tuple[Tensor, Tensor] | None:
         config = self.config
         if config.position_embedding != "rotary":
             return None
-        frequencies = rotary_frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling, positions.device)
+        shape = config.rotary_dim, config.rope_theta, config.rope_scaling, positions.device
+        frequencies = (rotary_frequencies if cache is None else cache.frequencies)(*shape)
         return rotary_tables(positions, frequencies, rotary_magnitude(config.rope_scaling))
 
     @property

@@ -35,6 +35,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from minitrain.models.attention import Mask, apply_sinks, attention, compiled_flex_attention, dense_pairs
 from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.layers import rotary_frequencies
 from minitrain.rollout.scheduler import Sample
 
 # cuDNN, which is faster, makes a plan for every new length of a prompt: half a second for a few milliseconds' work.
@@ -109,8 +110,8 @@ class DecodingStep:
 
     def begin(self) -> None:
         """From the positions, where everything is. To be called before each forward pass; runs on the device alone."""
-        page = self.positions // self.page_size
-        self.page = self.table.gather(1, page[:, None])[:, 0]
+        self.column = self.positions // self.page_size
+        self.page = self.table.gather(1, self.column[:, None])[:, 0]
         self.places = self.page, self.positions % self.page_size
         for mask in self.masks.values():
             mask.update(self)
@@ -163,16 +164,22 @@ class PageMask:
         )  # fmt: skip
 
     def update(self, step: DecodingStep) -> None:
-        size, width = step.page_size, step.table.shape[1]
-        last = step.positions // size
-        begin = torch.zeros_like(last) if self.window is None else (step.positions - self.window + 1).clamp(min=0)
-        first = begin // size
-        head = step.table.gather(1, first[:, None])[:, 0]
-        for bound, now in zip(self.bounds, (step.page, step.positions % size + 1, head, begin % size), strict=True):
-            bound.copy_(now)
-        columns = (torch.arange(width, device=last.device) + first[:, None]).clamp(max=width - 1)
-        self.pages[:, 0, 0, :width].copy_(step.table.gather(1, columns))
-        self.count[:, 0, 0].copy_(last - first + 1)
+        """In few operations: each is a kernel of every step, which starts longer than it runs."""
+        size, width, count = step.page_size, step.table.shape[1], step.column + 1
+        tail, end, head, start = self.bounds
+        tail.copy_(step.page)
+        end.copy_(step.places[1] + 1)
+        if self.window is None:  # head and start stay 0: no key comes before the first
+            table = step.table
+        else:
+            begin = (step.positions - self.window + 1).clamp(min=0)
+            first = begin // size
+            head.copy_(step.table.gather(1, first[:, None])[:, 0])
+            start.copy_(begin % size)
+            columns = (torch.arange(width, device=begin.device) + first[:, None]).clamp(max=width - 1)
+            table, count = step.table.gather(1, columns), count - first
+        self.pages[:, 0, 0, :width].copy_(table)
+        self.count[:, 0, 0].copy_(count)
 
 
 class Layer:
@@ -380,6 +387,7 @@ class Caches:
         self.step: PromptStep | DecodingStep | None = None
         self.buffer_shape = (0, 0)  # rows and tokens of the CPU's buffers
         self.rows_held: dict[int, Held] = {}
+        self.computed_frequencies: Tensor | None = None
         self.layers = [self._layer(config, layer) for layer in range(config.num_layers)]
 
     def _layer(self, config: DecoderConfig, layer: int) -> Layer | None:
@@ -390,6 +398,12 @@ class Caches:
 
     def __getitem__(self, layer: int) -> Layer | None:
         return self.layers[layer]
+
+    def frequencies(self, *shape) -> Tensor:
+        """`rotary_frequencies` of the model, computed once: in each step they would be up to 15 kernels."""
+        if self.computed_frequencies is None:
+            self.computed_frequencies = rotary_frequencies(*shape)
+        return self.computed_frequencies
 
     def copy(self, pages: list[tuple[int, int]], slots: list[tuple[int, int]], device: torch.device) -> None:
         """Copy pages and states, each (from, to), in all layers."""
