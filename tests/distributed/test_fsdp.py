@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from minitrain import config as configs
 from minitrain import save_pretrained
@@ -129,6 +130,21 @@ def test_weights_stay_gathered_and_gradients_add_up_whole_or_neither(pool, frees
     batch = TREE["batch"] | {"global": 4 * ranks, "micro": 1}  # four micro-batches on each rank
     found = pool.run(ranks, count_messages, TREE | {"batch": batch, "parallel": parallel})
     assert found == [(gathers, reductions, 0 if replicas == 1 else 3 + 1)] * ranks
+
+
+def count_reductions(tree):
+    """How often a training step reduces the gradients of a block or the remainder, over however many ranks."""
+    with mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=_fsdp_param_group.foreach_reduce) as reductions:
+        train(tree, steps=1)
+    return reductions.call_count
+
+
+@pytest.mark.parametrize(("ranks", "frees", "times"), [(1, None, 1), (1, True, 4), (1, False, 1), (2, None, 4)])
+def test_one_rank_frees_no_weights_unless_it_is_asked_to(pool, ranks, frees, times):
+    """They would only be copied again, for each of the four micro-batches, and gradients with them."""
+    batch = TREE["batch"] | {"global": 4 * ranks, "micro": 1}
+    tree = TREE | {"batch": batch, "precision": "bf16", "parallel": {"reshard_after_forward": frees}}
+    assert pool.run(ranks, count_reductions, tree) == [times * (3 + 1)] * ranks
 
 
 def types_of_sums(tree):
