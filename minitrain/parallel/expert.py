@@ -86,21 +86,19 @@ def dispatch(
     table = table.unflatten(1, (mesh.size(), -1))  # [tokens, ranks, experts of a rank]
     chosen = table.detach() != NOT_CHOSEN
     sizes = get_sizes(chosen)
-    top_k = indices.shape[1]
-    to_ranks = list_copies(chosen.any(-1), sum(sizes.sends), top_k)
+    to_ranks = list_copies(chosen.any(-1), sum(sizes.sends))
     rows = exchange(CopyRows.apply(x, to_ranks), mesh, sizes.sends, sizes.receives)  # [rows, width]
     weights = exchange(at_copies(table, to_ranks), mesh, sizes.sends, sizes.receives)  # [rows, experts of this rank]
-    sums = expand(rows, weights, experts, sizes.pairs, top_k)  # [rows, width]
+    sums = expand(rows, weights, experts, sizes.pairs)  # [rows, width]
     return AddRows.apply(exchange(sums, mesh, sizes.receives, sizes.sends), to_ranks)
 
 
-def expand(rows: Tensor, weights: Tensor, experts: Experts, pairs: int, top_k: int) -> Tensor:
-    """Each row's weighted sum over the experts of this rank. weights: [rows, experts], `pairs` of them chosen, of each
-    row `top_k` at most."""
+def expand(rows: Tensor, weights: Tensor, experts: Experts, pairs: int) -> Tensor:
+    """Each row's weighted sum over the experts of this rank. weights: [rows, experts], `pairs` of them chosen."""
     chosen = weights.detach() != NOT_CHOSEN
     if weights.shape[1] == 1:
         return experts(rows, weights.squeeze(1), chosen.sum(0))  # which is why the rows are here: no copies
-    to_experts = list_copies(chosen, pairs, top_k)
+    to_experts = list_copies(chosen, pairs)
     outputs = experts(CopyRows.apply(rows, to_experts), at_copies(weights, to_experts), chosen.sum(0))
     return AddRows.apply(outputs, to_experts)
 
@@ -163,20 +161,15 @@ class Copies(NamedTuple):
     target: Tensor  # int64 [copies]: where it is to go, ascending
     place: Tensor  # int64 [copies]: the numbers of row 0's copies, then of row 1's, ...
     first: Tensor  # int64 [rows]: where in `place` a row's begin
-    places: Tensor  # int64 [rows, most]: the same for the compiler, and -1 where a row has fewer; uncompiled, nothing
 
 
-def list_copies(wanted: Tensor, total: int, most: int) -> Copies:
-    """wanted: bool [rows, targets], of which `total` are true, as the host must know to wait for nothing, of each row
-    `most` at most."""
+def list_copies(wanted: Tensor, total: int) -> Copies:
+    """wanted: bool [rows, targets], of which `total` are true, as the host must know to wait for nothing."""
     target, source = torch.nonzero_static(wanted.T, size=total).unbind(1)
     number = (wanted.T.reshape(-1).cumsum(0) - 1).view(wanted.T.shape)  # of the copy, where it is wanted
     row, column = torch.nonzero_static(wanted, size=total).unbind(1)
-    place, per_row = number[column, row], wanted.sum(1)
-    first = per_row.cumsum(0) - per_row
-    columns = torch.arange(min(most, wanted.shape[1]) if torch.compiler.is_compiling() else 0, device=wanted.device)
-    places = F.pad(place, (0, len(columns)))[first[:, None] + columns]  # past a row's last one the next row's
-    return Copies(source, target, place, first, places.where(columns < per_row[:, None], -1))
+    per_row = wanted.sum(1)
+    return Copies(source, target, number[column, row], per_row.cumsum(0) - per_row)
 
 
 def at_copies(table: Tensor, copies: Copies) -> Tensor:
@@ -185,15 +178,8 @@ def at_copies(table: Tensor, copies: Copies) -> Tensor:
 
 
 def add_rows(x: Tensor, copies: Copies) -> Tensor:
-    """[copies, width] -> [rows, width]: the sum of each row's copies, without atomic additions; 0 if there are none.
-
-    The compiler's kernel reads 16 bytes at a time where torch's own reads one number, in bf16 two bytes.
-    """
-    if not torch.compiler.is_compiling():
-        return F.embedding_bag(copies.place, x.detach(), copies.first, mode="sum")
-    present = copies.places >= 0
-    found = x.index_select(0, (copies.places * present).flatten()).view(*present.shape, x.shape[1])
-    return torch.where(present[..., None], found, 0).sum(1)
+    """[copies, width] -> [rows, width]: the sum of each row's copies, without atomic additions; 0 if there are none."""
+    return F.embedding_bag(copies.place, x.detach(), copies.first, mode="sum")
 
 
 class CopyRows(torch.autograd.Function):

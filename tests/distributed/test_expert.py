@@ -6,7 +6,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,7 +25,7 @@ from minitrain.models.moe import Experts, Router, balanced_choice
 from minitrain.models.moe import dispatch as dispatch_alone
 from minitrain.models.zoo import model_config
 from minitrain.parallel.data import widest_dimension
-from minitrain.parallel.expert import AddRows, CopyRows, dispatch, list_copies, sizes_of
+from minitrain.parallel.expert import dispatch, sizes_of
 from minitrain.parallel.mesh import start, whole
 from minitrain.training.build import build_model, initialize
 from minitrain.training.data import Mock
@@ -298,46 +297,12 @@ def two_steps(tree):
 
 
 @pytest.mark.parametrize("fake, recompute", [(False, "full"), (True, "selective")])
-@pytest.mark.parametrize("precision, tolerance", [("fp32", 0), ("bf16", 1e-3)])
-def test_a_block_compiles_as_one_graph(pool, fake, recompute, precision, tolerance):
-    """With sizes that differ from layer to layer and step to step. In fp32 all sums are the same to the bit; in bf16
-    torch's kernel for rows of copies rounds ties up, on CPU."""
+def test_a_block_compiles_as_one_graph(pool, fake, recompute):
+    """With sizes that differ from layer to layer and step to step. The same operations in bf16, so the same bits."""
     model = {"name": "qwen3-30b-a3b-tiny", "num_layers": 2, "fake_balanced_gate": fake}
-    tree = TREE | {"model": model, "precision": precision, "recompute": recompute, "parallel": {"ep": 2}}
+    tree = TREE | {"model": model, "precision": "bf16", "recompute": recompute, "parallel": {"ep": 2}}
     for eager, compiled in zip(*(pool.run(2, two_steps, tree | {"compile": c}) for c in (False, True)), strict=True):
-        assert compiled[1:] == (1, 0)
-        for mine, oracle in zip(compiled[0], eager[0], strict=True):
-            assert mine == pytest.approx(oracle, rel=tolerance, abs=0)
-
-
-def copied_and_added_up(x, wanted, total):
-    """Each row as many times as it is wanted, its last copies twice as much as its first ones, then added up."""
-    copies = list_copies(wanted, total, most=3)
-    return AddRows.apply(CopyRows.apply(x, copies) * torch.linspace(1, 2, total, device=x.device)[:, None], copies)
-
-
-def sums_and_gradient(function, device="cpu"):
-    wanted = torch.tensor([[0, 1, 1, 0, 1], [0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [0, 0, 1, 1, 0]], dtype=torch.bool)
-    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
-    sums = function(x, wanted.to(device), 6)
-    return [each.detach().cpu() for each in (sums, *torch.autograd.grad(sums.square().sum(), x))]
-
-
-def test_compiled_sums_of_copies_are_kernels_of_the_compiler():
-    """Of rows with three copies, none, one and two, forward and backward."""
-    recorded = AotEagerAndRecordGraphs()
-    compiled = torch.compile(copied_and_added_up, backend=recorded, fullgraph=True)
-    for mine, eager in zip(*map(sums_and_gradient, (compiled, copied_and_added_up)), strict=True):
-        torch.testing.assert_close(mine, eager)
-    graphs = recorded.fw_graphs + recorded.bw_graphs
-    assert len(graphs) == 2 and not any("embedding_bag" in str(node.target) for g in graphs for node in g.graph.nodes)
-
-
-@pytest.mark.gpu
-def test_compiled_sums_of_copies_on_cuda():
-    compiled = sums_and_gradient(torch.compile(copied_and_added_up, fullgraph=True), "cuda")
-    for mine, right in zip(compiled, sums_and_gradient(copied_and_added_up), strict=True):
-        torch.testing.assert_close(mine, right)
+        assert compiled == (eager[0], 1, 0)
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
