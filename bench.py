@@ -68,7 +68,8 @@ def parser() -> cli.Parser:
     parser.add_argument("--calibrate", action="store_true", help="measure this machine's rates")
     parser.add_argument("--list", action="store_true", help="print the published rows")
     parser.add_argument("--report", nargs="*", metavar="FILE", help="merge these results with those in results/")
-    parser.add_argument("--out", type=cli.folder, default="out/report", metavar="FOLDER", help="of the report")
+    where = "of the report (default out/report)"
+    parser.add_argument("--out", type=cli.folder, default="out/report", metavar="FOLDER", help=where)
     parser.add_argument("--generate", action="store_true", help="time the sampler on mock prompts, not training")
     parser.add_argument("--versus", choices=("transformers", "diffusers", "peft", "full"), help="also time this one")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")

@@ -9,6 +9,7 @@ training/chat_templates.py does, and training a vocabulary.
 import json
 import shutil
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -131,7 +132,7 @@ class HuggingFaceTokenizer:
         """What the files put before a text, such as bos, as it is written."""
         return "".join(map(self.tokenizer.id_to_token, self.beginning_ids))
 
-    @property
+    @cached_property  # each chat and each corpus asks
     def beginning_ids(self) -> list[int]:
         """The same as tokens."""
         whole, text = self.encode_prompt("x"), self.encode("x")

@@ -161,6 +161,15 @@ def test_fast_accumulation(setting, fast):
     assert product.call_count == 2  # nobody wants the gradient of x
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kinds", [(E4M3, E4M3), (E5M2, E4M3)])
+def test_products_on_the_cpu_are_those_of_torch(kinds, dtype):
+    factors = [quantize(torch.randn(32, 48), kind) for kind in kinds]
+    (a, a_inverse), (b, b_inverse) = factors
+    expected = torch._scaled_mm(a, b.t(), a_inverse, b_inverse, out_dtype=dtype)
+    torch.testing.assert_close(fp8.scaled_mm(a, b.t(), a_inverse, b_inverse, dtype, False), expected)
+
+
 def test_products_get_the_layouts_that_hopper_has():
     with mock.patch.object(fp8, "scaled_mm", wraps=fp8.scaled_mm) as product:
         passes(fp8_linear(64, 48), torch.randn(3, 7, 64).bfloat16(), torch.randn(3, 7, 48).bfloat16())

@@ -12,6 +12,7 @@ from minitrain.bench.measure import activation_bytes
 from minitrain.bench.memory import working_memory
 from minitrain.config import from_dict
 from minitrain.errors import InputError
+from minitrain.models import fp8 as fp8_models
 from minitrain.models import onednn
 from minitrain.models.fp8 import to_fp8
 from minitrain.parallel.mesh import start
@@ -231,8 +232,12 @@ def product(op, args):
     return name if name.endswith(("mm", "onednn_linear")) or "attention" in name else None
 
 
-def products(setting, name, compiling=False, fp8=False, by_onednn=False, **shape):
-    """Those of a forward and a backward pass. compiling: in the form that the compiler gets."""
+def scaled_mm_of_torch(a, b, a_inverse, b_inverse, dtype, fast):
+    return torch._scaled_mm(a, b, a_inverse, b_inverse, out_dtype=dtype, use_fast_accum=fast)
+
+
+def products(setting, name, compiling=False, fp8=False, as_on_gpus=False, by_onednn=False, **shape):
+    """Those of a forward and a backward pass. compiling: in the form that the compiler gets. as_on_gpus: FP8 by torch's operator."""
     config = from_dict({"model": {"name": name, "vocab_size": 128, "num_layers": 4, **shape}})
     model = plain_model(config)
     if fp8:
@@ -251,6 +256,7 @@ def products(setting, name, compiling=False, fp8=False, by_onednn=False, **shape
     (["mm", "bmm"], {"name": "nemotron3-nano-30b-a3b-tiny"}),
     (["_grouped_mm"], {"name": "mixtral-8x7b-tiny"}),
     (["grouped_mm"], {"name": "mixtral-8x7b-tiny", "compiling": True}),
+    (["_scaled_mm"], {"name": "qwen2.5-7b-tiny", "fp8": True, "as_on_gpus": True}),
     (["scaled_mm"], {"name": "qwen2.5-7b-tiny", "fp8": True}),
     (["scaled_mm"], {"name": "mixtral-8x7b-tiny", "fp8": True, "num_experts": 1, "num_experts_per_tok": 1}),
     (["onednn_linear"], {"name": "llama3-8b-tiny", "by_onednn": True}),
@@ -258,6 +264,8 @@ def products(setting, name, compiling=False, fp8=False, by_onednn=False, **shape
 def test_selective_computes_no_product_again(kinds, settings, monkeypatch):
     monkeypatch.setattr(onednn, "FASTER", settings.get("by_onednn", False))
     monkeypatch.setattr(onednn, "LEAST", 1)
+    if settings.get("as_on_gpus"):
+        monkeypatch.setattr(fp8_models, "product_of", lambda *_: scaled_mm_of_torch)
     none, selective, full = (products(setting, **settings) for setting in ("none", "selective", "full"))
     assert selective == none and set(kinds) <= (full - none).keys()
 
