@@ -237,7 +237,10 @@ def scaled_mm_of_torch(a, b, a_inverse, b_inverse, dtype, fast):
 
 
 def products(setting, name, compiling=False, fp8=False, as_on_gpus=False, by_onednn=False, **shape):
-    """Those of a forward and a backward pass. compiling: in the form that the compiler gets. as_on_gpus: FP8 by torch's operator."""
+    """Those of a forward and a backward pass.
+
+    compiling: in the form that the compiler gets. as_on_gpus: FP8 by torch's operator, which the test puts there.
+    """
     config = from_dict({"model": {"name": name, "vocab_size": 128, "num_layers": 4, **shape}})
     model = plain_model(config)
     if fp8:
