@@ -271,8 +271,8 @@ class Run:
         """What was collected for `step`, on all ranks and on disk."""
         with self.phase("refit"):
             groups, self.seconds["generation"] = self.tell(collected, self.first_sampler)
-            if dist.get_rank() == 0 and self.folder is not None:
-                write_rollouts(self.rollouts(step), groups)
+            if self.folder is not None:
+                write_rollouts(self.rollouts(step), groups, self.everyone)
         return groups
 
     def tell(self, value: Any, source: int) -> Any:

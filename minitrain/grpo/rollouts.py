@@ -5,11 +5,13 @@ depends on (seed, number of its problem, number in its group) alone.
 """
 
 import hashlib
+import itertools
 import json
 import math
 from pathlib import Path
 
 import torch
+from torch.distributed import ProcessGroup
 
 from minitrain.config import Config
 from minitrain.errors import InputError
@@ -17,7 +19,7 @@ from minitrain.grpo.batches import Response
 from minitrain.grpo.problems import Problem, Problems
 from minitrain.grpo.rewards import Reward, overlong
 from minitrain.rollout.sampling import Completion, SamplingParams
-from minitrain.runtime.agreement import gather
+from minitrain.runtime.agreement import gather, gather_to_first
 from minitrain.training.durable import write_durably
 
 Group = list[Response]  # all responses to one prompt
@@ -159,11 +161,19 @@ def sampling_settings(config: Config) -> str:
 # ---------------------------------------------------------------------------------------------------------- JSON lines
 
 
-def write_rollouts(file: Path, groups: list[Group]) -> None:
-    """One line per response, with every digit: what `read_rollouts` needs, and what a human wants to read."""
-    lines = [json.dumps(vars(rollout)) for group in groups for rollout in group]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(file, "\n".join(lines) + "\n")
+def write_rollouts(file: Path, groups: list[Group], ranks: ProcessGroup) -> None:
+    """One line per response, with every digit: what `read_rollouts` needs, and what a human wants to read.
+
+    All `ranks` have these groups and call this together: the first of them writes what each has put into lines, as the
+    millions of numbers of a step are seconds of work.
+    """
+    responses = list(itertools.chain(*groups))
+    lines = [json.dumps(vars(response)) for response in responses[ranks.rank() :: ranks.size()]]
+    shares = gather_to_first(lines, ranks)
+    if shares is not None:
+        lines = [shares[i % len(shares)][i // len(shares)] for i in range(len(responses))]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(file, "\n".join(lines) + "\n")
 
 
 def read_rollouts(file: Path) -> list[Group]:

@@ -72,6 +72,13 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return values
 
 
+def gather_to_first(value: Any, group: dist.ProcessGroup) -> list[Any] | None:
+    """Every rank's value, on the group's first rank; None on the others."""
+    values = [None] * group.size() if group.rank() == 0 else None
+    dist.gather_object(value, values, group=group, group_dst=0)
+    return values
+
+
 def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
     """The `value` of rank `source`, on every rank: of a group, or of all."""
     values = [value]

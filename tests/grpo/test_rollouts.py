@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from minitrain import Sampler, load_pretrained, save_pretrained
@@ -355,9 +356,14 @@ def test_settings_that_decide_which_responses_a_step_has():
         assert digest(setting, value) == digest()
 
 
-def test_rollouts_on_disk_are_exact(tmp_path):
+def write_together(file):
+    write_rollouts(file, made_up_groups(), dist.group.WORLD)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_rollouts_on_disk_are_exact(pool, tmp_path, world):
     groups = made_up_groups()
-    write_rollouts(tmp_path / "some" / "step.jsonl", groups)
+    pool.run(world, write_together, tmp_path / "some" / "step.jsonl")
     assert read_rollouts(tmp_path / "some" / "step.jsonl") == groups
     with pytest.raises(InputError, match=r"gone\.jsonl"):
         read_rollouts(tmp_path / "gone.jsonl")
