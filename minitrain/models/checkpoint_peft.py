@@ -12,7 +12,9 @@ The names are those of transformers' modules, which for some families differ fro
 PEFT calls `target_parameters`. Asked for their gate_proj and up_proj, it gives the joint one twice the rank and alpha
 (`rank_pattern`): here all adapters then have the largest rank, the others filled up with zeros, which training leaves
 as they are. Some of what can be adapted has no form in PEFT, see `UNREADABLE`: such adapters can be read here only, and
-a run says so when it begins. Left out: GPT-3, whose q, k and v are one matrix on the hub; all variants of LoRA.
+a run says so when it begins. Wan's adapters are written once more, see `for_pipelines`: diffusers' pipelines leave out,
+but for a warning, what has PEFT's names. Left out: GPT-3, whose q, k and v are one matrix on the hub; all variants of
+LoRA.
 """  # noqa: E501
 
 import json
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import ADAPTER_CONFIG, check_stored, stored_tensors
+from minitrain.models.checkpoint_wan import original_name
 from minitrain.models.config_hf import read_json
 from minitrain.models.layouts_hf import interleave, mamba_parts
 from minitrain.models.lora import Lora, add_adapters, check_targets, is_adapter, is_stack, matches
@@ -40,6 +43,8 @@ TARGETS = ("target_modules", "target_parameters")  # keys of adapter_config.json
 PATTERNS = ("rank_pattern", "alpha_pattern")
 MIXERS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mamba": ("in_proj", "out_proj")}  # the rest: mlp
 CONFIG, WEIGHTS = ADAPTER_CONFIG, "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of all names in it
+PIPELINE_WEIGHTS = "pytorch_lora_weights.safetensors"  # what diffusers' load_lora_weights looks for in a folder
 UNREADABLE = {
     "deepseek_v3": ("gate_proj", "up_proj", "down_proj"),  # PEFT takes them for the stacks of experts
     "nemotron_h": ("out_proj",),  # PEFT refuses it: the kernels of Mamba go around it
@@ -171,12 +176,25 @@ def save_adapter(tensors: Iterable[tuple[str, Tensor]], config, lora: Lora, path
         for name, tensor in tensors
     }
     folder.mkdir(parents=True, exist_ok=True)
-    weights, settings = (folder / f"{name}.tmp" for name in (WEIGHTS, CONFIG))
-    write_tensors(stored, weights, metadata={"format": "pt"})
-    settings.write_text(json.dumps(adapter_config(config, lora, shapes, base), indent=2) + "\n", encoding="utf-8")
+    files = {WEIGHTS: stored}
+    if isinstance(config, WanConfig):
+        files[PIPELINE_WEIGHTS] = for_pipelines(stored, lora.scale)
+    for name, contents in files.items():
+        write_tensors(contents, folder / f"{name}.tmp", metadata={"format": "pt"})
+    settings = json.dumps(adapter_config(config, lora, shapes, base), indent=2)
+    (folder / f"{CONFIG}.tmp").write_text(settings + "\n", encoding="utf-8")
     (folder / CONFIG).unlink(missing_ok=True)  # whoever finds it shall find the weights that it describes
-    weights.replace(folder / WEIGHTS)
-    settings.replace(folder / CONFIG)
+    for name in (*files, CONFIG):
+        (folder / f"{name}.tmp").replace(folder / name)
+
+
+def for_pipelines(stored: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """Wan's adapters as diffusers' pipelines and ComfyUI load them: under the original names, and with the scale in B,
+    since neither reads adapter_config.json. stored: in PEFT's names."""
+    return {
+        f"diffusion_model.{original_name(name.removeprefix(PREFIX))}": scale * x if ".lora_B." in name else x
+        for name, x in stored.items()
+    }
 
 
 def adapter_config(config, lora: Lora, names: Iterable[str], base: str) -> dict:
@@ -222,7 +240,7 @@ def stored_name(name: str, names: Iterable[str], config) -> str:
         module, _, stack = module.rpartition(".")
         if stack != "down_proj" and f"{module}.down_proj_lora_A" in names:
             module += ".base_layer"
-    return f"base_model.model.{_module(module, config)}.lora_{letter}.weight"
+    return f"{PREFIX}{_module(module, config)}.lora_{letter}.weight"
 
 
 def _module(path: str, config) -> str:

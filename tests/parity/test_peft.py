@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -139,6 +140,22 @@ def test_wan_adapters_are_those_of_peft_on_diffusers(tmp_path):
     words = {"--model": tmp_path / "base", "--adapter": tmp_path / "theirs", "--out": tmp_path / "merged"}
     merge.main([str(word) for pair in words.items() for word in pair])
     torch.testing.assert_close(load_pretrained(tmp_path / "merged")(**given), adapted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["t2v", "i2v"])
+def test_wan_adapters_are_loaded_by_pipelines_of_diffusers(kind, tmp_path):
+    """By `load_lora_weights`, from the folder, at full strength: alpha is twice the rank."""
+    theirs, ours = test_wan.pair(kind)
+    targets = ["to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "add_v_proj", "ffn.net.0.proj", "ffn.net.2"]
+    lora = Lora(rank=4, alpha=8, targets=targets if kind == "i2v" else [x for x in targets if "add_" not in x])
+    add_adapters(ours, lora)
+    adapters = {name: p for name, p in ours.named_parameters() if is_adapter(name)}
+    randomize(adapters.values())
+    save_adapter(adapters.items(), ours.config, lora, tmp_path)
+    pipeline = WanPipeline(None, None, None, FlowMatchEulerDiscreteScheduler(), theirs)
+    pipeline.load_lora_weights(tmp_path)
+    given = test_wan.inputs(test_wan.CONFIGS[kind])
+    torch.testing.assert_close(ours(**given), test_wan.run_diffusers(theirs, **given), atol=1e-4, rtol=0)
 
 
 def test_a_model_has_no_place_beside_adapters(tmp_path):
