@@ -1,10 +1,11 @@
 """Generate latents of videos: python -m minitrain.generate --task diffusion --model DIR --prompts FILE --out FILE.
 
-DIR is a Wan model, in diffusers' layout or the original one. The prompts are a safetensors file with `text`, embeddings
-[videos, tokens, text_dim], and what guidance leads away from, `negative`, as many or one for all (without it, zeros;
-published models want the embedding of an empty prompt or of what is not to be seen); for image-to-video models also
-`condition` and `image` (see training/latents.py). The result is a safetensors file with `latents` [videos, channels,
-frames, height, width], for the video autoencoder to decode.
+DIR is a Wan model, in diffusers' layout or the original one; those that are published in fp32 want --dtype bf16 on a
+GPU, for half the memory and fast kernels. --adapter is a LoRA run's out_dir. The prompts are a safetensors file with
+`text`, embeddings [videos, tokens, text_dim], and what guidance leads away from, `negative`, as many or one for all
+(without it, zeros; published models want the embedding of an empty prompt or of what is not to be seen); for
+image-to-video models also `condition` and `image` (see training/latents.py). The result is a safetensors file with
+`latents` [videos, channels, frames, height, width], for the video autoencoder to decode.
 `--prompts shapes` are those of the toy world (training/shapes.py): the result is a PNG, a video a row, and a score.
 """
 
@@ -21,17 +22,22 @@ from minitrain.cli import positive
 from minitrain.errors import InputError
 from minitrain.flow_sampling import SAMPLERS, guided, sigma_schedule
 from minitrain.models.checkpoint_hf import load_pretrained
+from minitrain.models.checkpoint_peft import load_adapter
+from minitrain.models.lora import merge_adapters
 from minitrain.models.tensor_files import write_tensors
 from minitrain.models.wan import Wan
 from minitrain.parallel.mesh import pick_device
 from minitrain.training import shapes
 from minitrain.training.latents import check_shapes, model_shapes, read_video
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
 
 def main(arguments: list[str]) -> None:
     parser = cli.Parser(prog="python -m minitrain.generate --task diffusion", description=__doc__)
     number = positive(int, most=1 << 20)
     parser.add_argument("--model", required=True, metavar="DIR")
+    parser.add_argument("--adapter", metavar="DIR", help="LoRA adapters of the model, in PEFT's format")
     parser.add_argument("--prompts", required=True, metavar="FILE")
     parser.add_argument("--out", required=True, metavar="FILE")
     parser.add_argument("--size", type=number, nargs=3, metavar=("FRAMES", "HEIGHT", "WIDTH"), help="of latents")
@@ -41,6 +47,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--shift", type=positive(float), default=5.0, help="3 for 480p, 5 for 720p")
     parser.add_argument("--guidance", type=positive(float, zero=True), default=5.0, help="1: none, in half the time")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; by default the files'")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     options = parser.parse_args(arguments)
 
@@ -51,9 +58,12 @@ def main(arguments: list[str]) -> None:
     cli.check_writable("out", options.out)
     if options.prompts != "shapes" and not Path(options.prompts).is_file():
         raise InputError(f"--prompts {options.prompts} is neither a file nor shapes")
-    model = load_pretrained(options.model, device=pick_device(options.device))
+    model = load_pretrained(options.model, DTYPES.get(options.dtype), pick_device(options.device))
     if not isinstance(model, Wan):
         raise InputError(f"--model {options.model} is not a Wan model (python -m minitrain.generate continues texts)")
+    if options.adapter:
+        load_adapter(model, options.adapter)
+        merge_adapters(model)
     way = {name: getattr(options, name) for name in ("sampler", "steps", "shift", "guidance", "seed")}
     if options.prompts == "shapes":
         print(draw_shapes(model, options.out, **way))

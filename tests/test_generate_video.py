@@ -8,11 +8,14 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from minitrain import generate, save_pretrained
+from minitrain import generate, load_pretrained, save_pretrained
 from minitrain.errors import InputError
 from minitrain.flow_sampling import sigma_schedule
 from minitrain.generate_video import enough_memory, main
+from minitrain.generate_video import generate as draw
+from minitrain.models.checkpoint_peft import save_adapter
 from minitrain.models.decoder import Decoder
+from minitrain.models.lora import Lora, add_adapters, is_adapter
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
 from tests.faults.test_checkpoint import files_up_to
@@ -51,6 +54,32 @@ def test_latents_are_eulers_of_the_model_with_padded_text(tmp_path, negatives):
             given, hidden = (model(noisy, timestep, each, prompts["image"]) for each in (text, hide))
             x = x + (after - now) * (hidden + 2.5 * (given - hidden))
     torch.testing.assert_close(load_file(tmp_path / "out")["latents"], x, atol=1e-4, rtol=1e-4)
+
+
+def test_weights_in_bf16_and_adapters(tmp_path):
+    """As the model that is loaded so computes, and the adapted one: alpha is twice the rank."""
+    model = save_model(tmp_path)
+    adapted = load_pretrained(tmp_path)
+    lora = Lora(rank=2, alpha=4, targets=["to_q", "ffn.net.2"])
+    add_adapters(adapted, lora)
+    adapters = {name: p for name, p in adapted.named_parameters() if is_adapter(name)}
+    for p in adapters.values():
+        torch.nn.init.normal_(p, std=0.5)
+    save_adapter(adapters.items(), adapted.config, lora, tmp_path / "adapter")
+    prompts = {"text": torch.randn(1, 3, 64)}
+    save_file(prompts, tmp_path / "prompts")
+    way = dict(sampler="euler", steps=2, shift=3.0, guidance=1.0)
+    words = ["--size", "1", "4", "4", "--text-tokens", "3"]
+    words += [word for name, value in way.items() for word in (f"--{name}", str(value))]
+    bf16 = load_pretrained(tmp_path, torch.bfloat16)
+    cases = [([], model), (["--dtype", "bf16"], bf16), (["--adapter", str(tmp_path / "adapter")], adapted)]
+    found = []
+    for more, expected in cases:
+        run(tmp_path, *words, *more)
+        found.append(load_file(tmp_path / "out")["latents"])
+        with torch.no_grad():
+            torch.testing.assert_close(found[-1], draw(expected, prompts, [1, 4, 4], **way), atol=1e-5, rtol=1e-5)
+    assert 1e-4 < (found[1] - found[0]).abs().max() < 0.1 < (found[2] - found[0]).abs().max()
 
 
 def test_shapes_end_in_a_picture_and_a_score(tmp_path, capsys):
