@@ -9,7 +9,8 @@ from minitrain import config as configs
 from minitrain.config import Optim
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
-from minitrain.models.zoo import model_config
+from minitrain.models.wan import FP32Linear
+from minitrain.models.zoo import empty_model, model_config
 from minitrain.parallel.mesh import owned, start
 from minitrain.training import adamw
 from minitrain.training.checkpoint import Checkpointer
@@ -77,6 +78,15 @@ def test_only_matrices_decay():
                for name in (names[id(p)] for p in decayed["params"]))  # fmt: skip
     assert {names[id(p)].split(".")[-1] for p in rest["params"]} == {"weight", "bias"}
     assert len(decayed["params"]) + len(rest["params"]) == len(names)
+
+
+def test_shifts_scales_and_gates_of_wan_do_not_decay():
+    """The learned parts of its modulation, which are biases: matrices are what Linears and the convolution hold."""
+    model = empty_model(model_config("wan2.1-1.3b-tiny"))
+    decayed, rest = make_optimizer(model, Optim()).param_groups
+    matrices = [m for m in model.modules() if isinstance(m, (torch.nn.Linear, torch.nn.Conv3d, FP32Linear))]
+    assert {id(p) for p in decayed["params"]} == {id(m.weight) for m in matrices}
+    assert len(decayed["params"]) + len(rest["params"]) == len(list(model.parameters()))
 
 
 def test_sgd_is_plain_gradient_descent():

@@ -20,8 +20,9 @@ def make_optimizer(model: Module, optim: Optim) -> torch.optim.Optimizer:
     """AdamW (Loshchilov & Hutter 2019) or SGD. Matrices decay; norms and biases do not."""
     decayed, others = [], []
     for name, p in model.named_parameters():
-        if p.requires_grad:  # stacked biases of experts have two dimensions
-            (decayed if p.ndim > 1 and not name.endswith("bias") else others).append(p)
+        if p.requires_grad:  # experts' biases have two dimensions, Wan's shifts, scales and gates three
+            is_matrix = p.ndim > 1 and not name.endswith(("bias", "scale_shift_table"))
+            (decayed if is_matrix else others).append(p)
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
     if optim.name == "sgd":
         return SGD(groups, dict(lr=optim.lr))
