@@ -1,10 +1,13 @@
 """Videos as latents with their text embeddings: a cache of safetensors files, or random ones of one shape.
 
 Encoding videos takes an autoencoder and a text encoder, both large and frozen, so it happens once, before training.
-Each file of the cache is one video: `latents` [channels, frames, height, width], normalised per channel, and `text`
-[tokens, text_dim], the real tokens only; for image-to-video models also `condition` [more channels, frames, height,
-width] and `image` [tokens, image_dim]. Videos of one shape form a bucket, and a micro-batch comes from one bucket, or
-else is a pack: videos of all shapes in one sequence.
+Each file of the cache is one video: `latents` [channels, frames, height, width], normalised per channel (for Wan, less
+latents_mean and divided by latents_std of its autoencoder's config), and `text` [tokens, text_dim], the real tokens
+only; for image-to-video models also `condition` [more channels, frames, height, width] and `image` [tokens, image_dim].
+Wan's condition is first a mask of 4 channels, one for each frame of the 4 that a latent frame stands for (the first is
+all 4 of its own), 1 where the frame is given; then the latents, normalised alike, of the video with all others grey.
+Videos of one shape form a bucket, and a micro-batch comes from one bucket, or else is a pack: videos of all shapes in
+one sequence.
 Every file's header is checked before training, its values (are they finite?) when they are read; with
 data.on_error=skip all values before training, to know which files to leave out.
 `open_latents` chooses among these by the config. What is not here: the encoders, and pickled files, which could run any
