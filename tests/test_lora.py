@@ -25,18 +25,20 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.lora import (
     TARGETS,
     Lora,
+    adaptable,
     adapted_linear,
     add_adapters,
     check_targets,
     drop,
     expand,
+    find_targets,
     initialize_adapter,
     is_adapter,
     merge_adapters,
     merged,
 )
 from minitrain.models.wan import Wan
-from minitrain.models.zoo import model_config
+from minitrain.models.zoo import empty_model, model_config
 from minitrain.parallel.mesh import start
 from minitrain.parallel.parallelize import parallelize
 from minitrain.parallel.recompute import recompute
@@ -346,8 +348,21 @@ def test_targets():
     assert found("mixtral-8x7b-tiny", "q_proj", "down_proj") == found("mixtral-8x7b-tiny", "q_proj")
     assert "0.mlp.experts.down_proj" in found("mixtral-8x7b-tiny", "experts.down_proj")
     assert "1.mlp.shared_experts.up_proj" in found("deepseek-v3-tiny", "up_proj")
-    with torch.device("meta"), pytest.raises(InputError, match="the model has no q_proj, k_proj"):
-        check_targets(Wan(model_config("wan2.1-1.3b-tiny")), list(TARGETS))  # else nothing at all would learn
+    with torch.device("meta"):
+        wan = Wan(model_config("wan2.1-1.3b-tiny"))
+    told = r"the model has no q_proj, k_proj \(it has net.2, proj, to_k, to_out.0, to_q, to_v\)"
+    with pytest.raises(InputError, match=told):
+        check_targets(wan, ["q_proj", "k_proj"])  # else nothing at all would learn
+
+
+def test_by_default_all_linears_of_attention_and_mlps_are_adapted():
+    """Of routed experts none."""
+    for name in ("llama3-8b-tiny", "mixtral-8x7b-tiny", "wan2.1-1.3b-tiny"):
+        model = empty_model(model_config(name))
+        check_targets(model, list(TARGETS))
+        linears = {path for path, (module, _) in adaptable(model).items() if isinstance(module, nn.Linear)}
+        routers = {path for path in linears if path.endswith("gate")}
+        assert find_targets(model, TARGETS).keys() == linears - routers
 
 
 @pytest.mark.parametrize(("lora", "line"), [

@@ -21,6 +21,7 @@ Left out: adapters of the embedding, the head and what else is outside the block
 """
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,7 +37,10 @@ from minitrain.errors import InputError
 from minitrain.models.layers import has_hooks
 from minitrain.models.moe import Experts, grouped_mm
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TARGETS = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    "to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2",  # of Wan
+)  # fmt: skip
 ADAPTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -132,7 +136,8 @@ def is_stack(path: str) -> bool:
 
 
 def _short(path: str) -> str:
-    return path[path.index(".experts.") + 1 :] if is_stack(path) else path.rpartition(".")[2]
+    """The end of a path that says enough: of a Linear in a list its number is not."""
+    return path[path.index(".experts.") + 1 :] if is_stack(path) else re.search(r"[^.\d][^.]*(\.\d+)*$", path)[0]
 
 
 def matches(path: str, target: str) -> bool:
