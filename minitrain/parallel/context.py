@@ -37,6 +37,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 
+from minitrain.parallel.mesh import own_stretch
+
 # torch 2.11 knows only the second name, later versions warn about it
 _all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 
@@ -50,7 +52,7 @@ def context_parallel(model: Module, mesh: DeviceMesh, form: str) -> None:
     zigzag = is_zigzag(form)
     if hasattr(model, "split_cp"):
         zigzag, gather = False, model.gather
-        model.split_cp = lambda row: row.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
+        model.split_cp = partial(own_stretch, mesh)
         model.gather = lambda share: gather_row(gather(share), 1, mesh, zigzag)
     model.make_mask = whole_row_mask(model.make_mask, mesh, form, zigzag)
     exchange = {"allgather": partial(attend_to_all_keys, zigzag=zigzag), "ulysses": attend_with_own_heads}[form]

@@ -194,6 +194,14 @@ def sum_over(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
     return tensor
 
 
+def own_stretch(mesh: DeviceMesh, row: Tensor) -> Tensor:
+    """This rank's of the equal stretches of a row [batch, seq, ...]. Raises InputError if its ranks do not divide it:
+    messages of different lengths would end in a crash, or not at all."""
+    if row.shape[1] % mesh.size():
+        raise InputError(f"a row of {row.shape[1]} tokens does not divide by {mesh.size()} ranks (use another size)")
+    return row.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
+
+
 def whole_tensors(model: Module, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor | None]]:
     """The model's tensors of `wanted` names, one at a time, whole on rank 0; None elsewhere. All ranks iterate."""
     for name, shard in model.state_dict().items():  # after a forward pass some parameters() are whole, in bf16

@@ -23,6 +23,7 @@ from torch.distributed.tensor import Replicate
 
 from minitrain.models.video import upcast
 from minitrain.models.wan import Block, Wan
+from minitrain.parallel.mesh import own_stretch
 from minitrain.parallel.tensor import all_gather, collectives, gather_input, split_modules, split_parameters, use_parts
 
 BY_OUTPUT = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "proj")
@@ -42,7 +43,7 @@ def tensor_parallel_wan(model: Wan, mesh: DeviceMesh) -> None:
     for module in (module for unit in outer for module in unit.modules()):
         split_parameters(module, mesh, Replicate())
     model.patch_embedding.register_forward_pre_hook(partial(use_all, outer))
-    model.split_tp = lambda row: row.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
+    model.split_tp = partial(own_stretch, mesh)
     model.gather = lambda own: GatherTokens.apply(own, mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name)
 
 

@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from minitrain.errors import InputError
 from minitrain.models import wan
 from minitrain.models.fp8 import to_fp8
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.parallel import tensor
+from minitrain.parallel.context import context_parallel
 from minitrain.parallel.data import shard
 from minitrain.parallel.mesh import whole
 from minitrain.parallel.tensor_wan import RMSNormOverHeads, tensor_parallel_wan
@@ -183,6 +185,20 @@ def packed_inputs() -> tuple[list[Tensor], Tensor, Tensor]:
     videos = [inputs(1, grid)[0][0] for grid in [(1, 2, 4), (2, 4, 4), (3, 2, 4)]]
     _, timestep, text = inputs(3)
     return videos, timestep, text
+
+
+def test_tokens_that_ranks_do_not_divide(pool):
+    """Refused on both ranks alike, before any message."""
+    pool.run(2, check_indivisible)
+
+
+def check_indivisible() -> None:
+    for split in (tensor_parallel_wan, partial(context_parallel, form="ulysses")):
+        model, mesh = make_model(), init_device_mesh("cpu", (2,))
+        split(model, mesh)
+        model(*inputs(grid=(3, 4, 4)))
+        with pytest.raises(InputError, match="a row of 15 tokens does not divide by 2 ranks"):
+            model(*inputs(grid=(3, 2, 10)))
 
 
 def test_fp8_under_tensor_parallelism(pool):
