@@ -60,7 +60,8 @@ class Diffusion:
 
 
 class FlowMatching:
-    """The objective: squared error of the velocity, summed over all elements of the latents, weighted by sigma.
+    """The objective: squared error of the velocity, summed over all elements of the latents, in training weighted by
+    sigma.
 
     Batches have latents, noise [batch, channels, frames, height, width], sigma [batch], text [batch, tokens, text_dim];
     for image-to-video also condition [batch, more channels, frames, height, width] and image [batch, tokens,
@@ -84,8 +85,9 @@ class FlowMatching:
         velocities = model(noisy, 1000 * sigma, batch["text"], *([batch["image"]] if "image" in batch else []))
         pairs = zip(velocities, noise, latents, strict=True)
         errors = torch.stack([(v - (e - x)).square().sum() for v, e, x in pairs])
-        if torch.is_grad_enabled():  # not in validation
-            self._record(sigma, errors.detach(), [x.numel() for x in latents])
+        if not torch.is_grad_enabled():  # validation: runs that weigh otherwise are to compare
+            return errors.sum()
+        self._record(sigma, errors.detach(), [x.numel() for x in latents])
         return (errors * weight(sigma, self.settings)).sum()
 
     def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
