@@ -328,6 +328,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
 def select(table: Tensor, pack: Pack | None) -> list[Tensor]:
     """The rows of table [videos, rows, dim], each [videos, 1, dim]; for a pack each token's own, [1, seq, dim].
 
-    By unbind: of chunks, torch 2.11 to 2.13 compile a backward pass that leaves gradients unwritten (#193061).
+    By unbind: of chunks, torch 2.11 to 2.13 compile a backward pass that leaves gradients unwritten (#193061). Not as
+    row[pack.video]: its gradient adds up a video's tokens one after the other (#41162).
     """
-    return [row[:, None] if pack is None else row[pack.video] for row in table.unbind(1)]
+    return [row[:, None] if pack is None else F.embedding(pack.video, row) for row in table.unbind(1)]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_wan import diffusers_name, rename_to_ours
@@ -110,6 +111,23 @@ def test_packed_videos_equal_each_alone():
     for found, expected in zip(packed, alone, strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert_same_gradients(packed_gradients, alone_gradients)
+
+
+def test_gradients_of_what_a_packs_tokens_share_are_added_up_at_once():
+    """Of indices that come thousands of times, as a video's tokens do, index_put adds up one after the other."""
+    seen = set()
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.add(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    _, model = pair("t2v")
+    videos = [torch.randn(model.config.in_channels, 1, 4, 4) for _ in range(2)]
+    with Record():
+        out = model(videos, torch.tensor([700.0, 3.0]), torch.randn(2, 5, model.config.text_dim))
+        sum(video.square().sum() for video in out).backward()
+    assert "embedding_dense_backward" in seen and not any("index_put" in name for name in seen)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
