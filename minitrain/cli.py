@@ -1,13 +1,14 @@
 """What the command lines share: a mistake as one line and exit code 2, and a clean end of the processes."""
 
 import argparse
+import errno
 import io
 import os
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 from minitrain.errors import InputError, refused
 
@@ -67,8 +68,7 @@ def run(main: Callable[[list[str]], None]) -> None:
 
     Where another rank has died, that is the line, not what it led to here.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):  # letters that the terminal has not, in a text or a file's name
-        sys.stdout.reconfigure(errors="backslashreplace")
+    sys.stdout, sys.stderr = Display(sys.stdout), Display(sys.stderr)
     arguments = sys.argv[1:]
     code = 0
     try:
@@ -78,12 +78,9 @@ def run(main: Callable[[list[str]], None]) -> None:
             from minitrain.runtime.agreement import wait_for_all
 
             wait_for_all()
-    except BrokenPipeError:  # whoever read the output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (InputError, OSError) as error:
         code = 2
-        with suppress(OSError):
-            sys.stdout.flush()  # once this mistake is told, other ranks end this process
+        sys.stdout.flush()  # once this mistake is told, other ranks end this process
         if "--debug" in arguments:
             traceback.print_exc()
         say_once(f"error: {error}")
@@ -101,6 +98,35 @@ def run(main: Callable[[list[str]], None]) -> None:
     if group_is_up():
         leave_group(code)
     sys.exit(code)
+
+
+class Display:
+    """A standard stream that goes nowhere once nobody takes what is written, where a pipe's reader or a terminal has
+    gone, or it was closed from the start: what a run is for are its files. Who reads gets each line at once."""
+
+    def __init__(self, stream: TextIO | None):
+        self.stream = stream or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+        if isinstance(stream, io.TextIOWrapper):  # letters that the terminal has not, in a text or a file's name
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        return self._attempt(self.stream.write, text)
+
+    def flush(self) -> None:
+        self._attempt(self.stream.flush)
+
+    def _attempt(self, function: Callable, *arguments):
+        try:
+            return function(*arguments)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self.stream.fileno())
+            return function(*arguments)
 
 
 def say_once(line: str) -> None:

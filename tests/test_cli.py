@@ -148,7 +148,7 @@ def test_errors_are_one_line_with_exit_code_2(config_file):
     assert done.returncode == 2 and "Traceback" in done.stderr
 
 
-def test_a_reader_that_has_seen_enough_ends_the_program_quietly():
+def test_a_reader_that_has_seen_enough_is_no_error():
     words = ["bash", "-o", "pipefail", "-c", f"{sys.executable} bench.py --list | true"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == ""
@@ -170,6 +170,25 @@ def test_letters_that_the_terminal_does_not_know_are_spelled_out(monkeypatch):
         cli.run(lambda arguments: print("d\u00e9f \udcff"))
     sys.stdout.flush()
     assert written.getvalue() == b"d\\xe9f \\udcff\n" and end.value.code == 0
+
+
+def test_files_get_each_line_when_it_is_printed(monkeypatch):
+    """And not all at a run's end, or none where another rank's death ended it."""
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written))
+    monkeypatch.setattr(cli, "group_is_up", lambda: False)
+    seen = []
+    with pytest.raises(SystemExit):
+        cli.run(lambda arguments: [print("resumed"), seen.append(written.getvalue())])
+    assert seen == [b"resumed\n"]
+
+
+def test_a_connection_that_breaks_is_an_error(monkeypatch, capsys):
+    """And no reader of the output who has seen enough."""
+    monkeypatch.setattr(cli, "group_is_up", lambda: False)
+    with pytest.raises(SystemExit) as end:
+        cli.run(mock.Mock(side_effect=BrokenPipeError(32, "Broken pipe")))
+    assert end.value.code == 2 and capsys.readouterr().err == "error: [Errno 32] Broken pipe\n"
 
 
 GRPO = ["task=grpo", "data.template=plain", "batch.seq_len=64", "batch.micro=1", "grpo.prompts=2", "grpo.group=2",

@@ -1,0 +1,39 @@
+"""A run goes on where nobody takes what it prints."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults.kill import CASES, TINY, Run
+from tests.pool import SERVER
+
+
+def train_unseen(file: Path, end: str) -> None:
+    """Train with standard output and error that lead nowhere: a pipe that nobody reads, or closed."""
+    import torch
+
+    from minitrain import cli, train
+
+    if end == "closed":
+        sys.stdout = sys.stderr = None
+    else:
+        reader, descriptor = os.pipe()
+        os.close(reader)
+        for number, name in enumerate(("stdout", "stderr"), 1):
+            os.dup2(descriptor, number)
+            setattr(sys, name, os.fdopen(number, "w", closefd=False))  # as in a process of its own
+    torch.set_num_threads(1)
+    cli.run(lambda _: train.main(["--config", str(file)]))
+
+
+@pytest.mark.parametrize("end", ["no reader", "closed"])
+def test_a_run_that_nobody_watches_goes_on_to_its_end(tmp_path, end):
+    """Its numbers and checkpoints are in files."""
+    run = Run(CASES["one process"], tmp_path / "run")
+    process = SERVER.Process(target=train_unseen, args=(run.file, end))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0 and len(run.numbers()) == TINY["steps"]
+    assert (run.out / "model.safetensors").exists()
