@@ -39,7 +39,7 @@ from minitrain.models.moe import Experts, grouped_mm
 
 TARGETS = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-    "to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2",  # of Wan
+    "to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2",  # of Wan
 )  # fmt: skip
 ADAPTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -146,8 +146,7 @@ def test_wan_adapters_are_those_of_peft_on_diffusers(tmp_path):
 def test_wan_adapters_are_loaded_by_pipelines_of_diffusers(kind, tmp_path):
     """By `load_lora_weights`, from the folder, at full strength: alpha is twice the rank."""
     theirs, ours = test_wan.pair(kind)
-    targets = ["to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "add_v_proj", "ffn.net.0.proj", "ffn.net.2"]
-    lora = Lora(rank=4, alpha=8, targets=targets if kind == "i2v" else [x for x in targets if "add_" not in x])
+    lora = Lora(rank=4, alpha=8, targets=[*TARGETS, *["add_k_proj", "add_v_proj"] * (kind == "i2v")])
     add_adapters(ours, lora)
     adapters = {name: p for name, p in ours.named_parameters() if is_adapter(name)}
     randomize(adapters.values())
@@ -156,6 +155,16 @@ def test_wan_adapters_are_loaded_by_pipelines_of_diffusers(kind, tmp_path):
     pipeline.load_lora_weights(tmp_path)
     given = test_wan.inputs(test_wan.CONFIGS[kind])
     torch.testing.assert_close(ours(**given), test_wan.run_diffusers(theirs, **given), atol=1e-4, rtol=0)
+
+
+def test_usual_targets_of_wan_are_the_same_linears_for_peft(tmp_path):
+    """Not those of the image's embedder, which are called net.0.proj and net.2, too."""
+    theirs, ours = test_wan.pair("i2v")
+    add_adapters(ours, Lora())
+    adapters = {name: p for name, p in ours.named_parameters() if is_adapter(name)}
+    save_adapter(adapters.items(), ours.config, Lora(), tmp_path)
+    theirs = PeftModel.from_pretrained(theirs, tmp_path)
+    assert sum("lora_" in name for name, _ in theirs.named_parameters()) == len(adapters)
 
 
 def test_a_model_has_no_place_beside_adapters(tmp_path):
