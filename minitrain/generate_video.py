@@ -5,7 +5,8 @@ GPU, for half the memory and fast kernels. --adapter is a LoRA run's out_dir. Th
 `text`, embeddings [videos, tokens, text_dim], and what guidance leads away from, `negative`, as many or one for all
 (without it, zeros; published models want the embedding of an empty prompt or of what is not to be seen); for
 image-to-video models also `condition` and `image` (see training/latents.py). The result is a safetensors file with
-`latents` [videos, channels, frames, height, width], for the video autoencoder to decode.
+`latents` [videos, channels, frames, height, width], normalised as those of the training: the video autoencoder decodes
+them times its std, plus its mean.
 `--prompts shapes` are those of the toy world (training/shapes.py): the result is a PNG, a video a row, and a score.
 """
 
