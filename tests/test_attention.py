@@ -5,7 +5,8 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitrain.models import attention as models_attention
 from minitrain.models.attention import Mask, attention, attention_with_sinks, block_pairs, dense_pairs, make_mask
@@ -90,11 +91,45 @@ def test_tiles_equal_dense_mask(causal, packed, places):
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
-def blocks(device, **rule):
+@pytest.mark.parametrize("causal, packed, places", CASES)
+@pytest.mark.parametrize("length", [512, 300])
+def test_tiles_are_those_of_torch(monkeypatch, causal, packed, places, length):
+    """Made from three stretches of queries, or four; 300 leaves tiles that are not whole."""
+    if places is not None:
+        places = places[places < length]
+    rule = dict(documents=packed_rows(length) if packed else None, causal=causal, places=places, window=200)
+    monkeypatch.setattr(models_attention, "dense_pairs", lambda *given: create_block_mask(*given[:2], None, *given[2:]))
+    expected = make_mask(length, CPU, **rule).pairs
+    monkeypatch.setattr(models_attention, "PAIRS", 128 * 512)
+    ours = blocks(CPU, length, **rule)
+    assert ours.seq_lengths == expected.seq_lengths and ours.BLOCK_SIZE == expected.BLOCK_SIZE
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+                 "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"):  # fmt: skip
+        assert torch.equal(getattr(ours, name), getattr(expected, name)), name
+
+
+def test_masks_of_long_rows_do_not_hold_all_pairs(monkeypatch):
+    """17 GB for 131,072 tokens."""
+    largest = 0
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            largest = max(largest, out.numel() if isinstance(out, torch.Tensor) else 0)
+            return out
+
+    monkeypatch.setattr(models_attention, "PAIRS", 2 * 256 * 2048)
+    with Record():
+        blocks(CPU, 2048, documents=packed_rows(2048))
+    assert largest == 2 * 256 * 2048
+
+
+def blocks(device, length=512, **rule):
     """`make_mask` with the form for CUDA, on any device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minitrain.models.attention.dense_pairs", block_pairs)
-        return make_mask(512, device, **rule).pairs
+        return make_mask(length, device, **rule).pairs
 
 
 def test_flex_attention_is_compiled_for_many_shapes_and_never_runs_uncompiled(monkeypatch):

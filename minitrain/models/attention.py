@@ -12,7 +12,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layers import apply_rotary
@@ -20,6 +20,8 @@ from minitrain.models.layers import apply_rotary
 # One kernel per kind and size of mask, of the trainer's and the sampler's together. Uncompiled, flex_attention computes
 # all scores and ignores block lists, by which alone the sampler's BlockMasks hide other samples' pages: better fail.
 COMPILING = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}
+TILE = 128  # queries and keys of a BlockMask's tiles
+PAIRS = 1 << 27  # a byte each: so many are looked at at once while it is made
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,13 +80,40 @@ def allowed_pairs(allows: Callable, rows: int, queries: int, keys: int, device: 
 
 def dense_pairs(allows: Callable, rows: int, queries: int, keys: int, device: torch.device) -> Tensor:
     """bool [rows, 1, queries, keys], for scaled_dot_product_attention."""
-    row, query, key = (torch.arange(n, device=device) for n in (rows, queries, keys))
-    return allows(row[:, None, None], 0, query[:, None], key).expand(rows, queries, keys)[:, None]
+    return pairs_of(torch.arange(queries, device=device), allows, rows, keys)
+
+
+def pairs_of(query: Tensor, allows: Callable, rows: int, keys: int) -> Tensor:
+    """bool [rows, 1, queries, keys], for the queries of these numbers."""
+    row, key = (torch.arange(n, device=query.device) for n in (rows, keys))
+    return allows(row[:, None, None], 0, query[:, None], key).expand(rows, len(query), keys)[:, None]
 
 
 def block_pairs(allows: Callable, rows: int, queries: int, keys: int, device: torch.device) -> BlockMask:
-    """The tiles that hold at least one allowed pair, for FlexAttention, which calls `allows` only in mixed tiles."""
-    return create_block_mask(allows, rows, None, queries, keys, device=device)
+    """The tiles that hold at least one allowed pair, for FlexAttention, which calls `allows` only in mixed tiles.
+
+    What torch's create_block_mask returns, which holds all pairs at once: 17 GB a time for 131,072 tokens.
+    """
+    stretch = TILE * max(1, PAIRS // (rows * keys * TILE))
+    stretches = torch.arange(queries, device=device).split(stretch)
+    allowed = torch.cat([count_in_tiles(pairs_of(query, allows, rows, keys)) for query in stretches], dim=2)
+    full = allowed == TILE * TILE
+    mixed = (allowed > 0) & ~full
+    return BlockMask.from_kv_blocks(
+        *listed(mixed), *listed(full), BLOCK_SIZE=TILE, mask_mod=allows, seq_lengths=(queries, keys)
+    )
+
+
+def count_in_tiles(pairs: Tensor) -> Tensor:
+    """bool [..., queries, keys] -> int64 [..., tiles of queries, tiles of keys]: how many of its pairs are true."""
+    queries, keys = pairs.shape[-2:]
+    padded = F.pad(pairs, (0, -keys % TILE, 0, -queries % TILE))
+    return padded.unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE)).sum((-3, -1))
+
+
+def listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """bool [..., tiles] -> how many are true, int32 [...], and their numbers first, int32 [..., tiles]."""
+    return tiles.sum(-1, dtype=torch.int32), tiles.int().argsort(dim=-1, descending=True, stable=True).int()
 
 
 def _flex_attention(q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask | None, **options):
