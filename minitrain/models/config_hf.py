@@ -459,4 +459,5 @@ def _settings(config: DecoderConfig, dtype: torch.dtype) -> dict:
         settings |= checkpoint_nemotron_h.own_settings(config)
     if config.family == "gpt2":
         del settings["num_key_value_heads"], settings["head_dim"]  # keys that GPT-2 does not have
+        settings["n_ctx"] = config.max_position_embeddings  # GPT-2's own files have it too; llama.cpp reads it alone
     return {family.key(key): value for key, value in settings.items()}

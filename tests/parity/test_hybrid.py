@@ -210,6 +210,14 @@ def test_gpt2_as_openai_published_it(tmp_path):
     assert torch.equal(load_pretrained(tmp_path)(tokens), expected)
 
 
+def test_gpt2_tells_its_context_as_openai_did(tmp_path):
+    """By both names: transformers reads one of them, llama.cpp's converter the other."""
+    build("gpt2").save_pretrained(tmp_path / "theirs")
+    save_pretrained(load_pretrained(tmp_path / "theirs"), tmp_path / "ours")
+    settings = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert settings["n_ctx"] == settings["n_positions"] == 64
+
+
 def test_gpt2_defaults(tmp_path):
     """Files on the hub leave out the width of the MLP and that embeddings are tied."""
     build("gpt2").save_pretrained(tmp_path)
