@@ -21,7 +21,8 @@ BOS, EOS = "<|bos|>", "<|eos|>"
 NAMING_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # which token is eos; see `_naming_files`
 ADDED = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")  # what files say of an added token
 CHAT_TEMPLATE = "chat_template.jinja"
-COMPANIONS = (*NAMING_FILES, CHAT_TEMPLATE)  # what stands beside a tokenizer.json
+SENTENCEPIECE = "tokenizer.model"  # the same vocabulary: of Nemotron-4's, llama.cpp reads no other file
+COMPANIONS = (*NAMING_FILES, CHAT_TEMPLATE, SENTENCEPIECE)  # what stands beside a tokenizer.json
 REPLACEMENT = "\ufffd"  # what bytes that are not UTF-8 decode to
 
 
@@ -156,7 +157,7 @@ class HuggingFaceTokenizer:
         return stored
 
     def save(self, folder: str | Path) -> None:
-        """Copy the file, and those beside it that transformers.AutoTokenizer reads, in place of others."""
+        """Copy the file, and those beside it that transformers.AutoTokenizer or llama.cpp reads, in place of others."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         sources = with_companions(self.file)
         for source in sources:

@@ -238,10 +238,11 @@ def test_bos_is_not_eos_and_may_be_anything(bpe_folder):
     assert load_tokenizer(bpe_folder).eos_id == 2
 
 
-def test_save_copies_what_transformers_reads(bpe_folder, tmp_path_factory):
+def test_save_copies_what_others_read(bpe_folder, tmp_path_factory):
     write_json(bpe_folder, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"})
     write_json(bpe_folder, "special_tokens_map.json", {"eos_token": "</s>"})
     (bpe_folder / "chat_template.jinja").write_text("{{ messages }}")
+    (bpe_folder / "tokenizer.model").write_bytes(b"for llama.cpp")
     write_json(bpe_folder, "config.json", {"model_type": "of another model"})
     target = tmp_path_factory.mktemp("export") / "new" / "folder"
     tokenizer = load_tokenizer(bpe_folder)
@@ -266,6 +267,7 @@ def test_save_leaves_nothing_of_an_earlier_tokenizer(bpe_folder, tmp_path_factor
     write_json(bpe_folder, "tokenizer_config.json", own)
     target = tmp_path_factory.mktemp("export")
     (target / "chat_template.jinja").write_text("of another")
+    (target / "tokenizer.model").write_bytes(b"of another")
     write_json(target, "special_tokens_map.json", {"eos_token": "<s>", "pad_token": "<unk>"})
     (target / "notes.txt").write_text("of the user")
     tokenizer = ByteTokenizer() if in_bytes else load_tokenizer(bpe_folder)
