@@ -369,6 +369,22 @@ def test_half_of_what_torchrun_sets_is_one_line(config_file, monkeypatch, missin
     assert result.stderr == f"error: WORLD_SIZE is set without {missing} (start with torchrun, or unset WORLD_SIZE)\n"
 
 
+@pytest.mark.parametrize(("name", "value", "problem"), [
+    ("WORLD_SIZE", "", "WORLD_SIZE='' is not a number"),
+    ("RANK", "node-1", "RANK='node-1' is not a number"),
+    ("MASTER_PORT", "tcp://10.0.0.1:23456", "MASTER_PORT='tcp://10.0.0.1:23456' is not a number"),
+    ("RANK", "2", "RANK=2 is not one of WORLD_SIZE=2, which count from 0"),
+    ("RANK", "-1", "RANK=-1 is not one of WORLD_SIZE=2, which count from 0"),
+])  # fmt: skip
+def test_what_a_launcher_cannot_mean_is_one_line(config_file, monkeypatch, tmp_path, name, value, problem):
+    environment = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"} | {name: value}
+    for each, setting in environment.items():
+        monkeypatch.setenv(each, setting)
+    result = command("-m", "minitrain.train", "--config", str(config_file), f"out_dir={tmp_path}/out", timeout=60)
+    assert result.returncode == 2
+    assert result.stderr == f"error: {problem} (start with torchrun, or unset WORLD_SIZE)\n"
+
+
 def test_more_processes_than_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)

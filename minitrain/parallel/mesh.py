@@ -25,7 +25,7 @@ from minitrain.models.tensor_files import Slices, all_of
 from minitrain.runtime import watch
 from minitrain.runtime.agreement import FOR_EVER, check_same, code_digests, flatten
 from minitrain.runtime.determinism import be_deterministic
-from minitrain.runtime.rendezvous import check_device_type, join_store, prepare_connections
+from minitrain.runtime.rendezvous import check_device_type, join_store, number, prepare_connections
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Meshes:
 
 def world_size() -> int:
     """The number of processes that torchrun started; 1 without torchrun. Known before any group starts."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+    return number("WORLD_SIZE", 1)
 
 
 def pick_device(setting: str) -> torch.device:

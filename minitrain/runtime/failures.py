@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from minitrain.errors import InputError
+from minitrain.runtime.rendezvous import number
 
 PACKAGE = Path(__file__).parents[1]
 WAITING_FOR_CALLERS = ("agreement.py", "mesh.py")  # files whose collectives say nothing of what was waited for
@@ -37,7 +38,7 @@ def recorded(folder: Path) -> Iterator[None]:
 
 
 def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+    return dist.get_rank() if dist.is_initialized() else number("RANK")
 
 
 def write_log(file: Path, error: Exception) -> None:

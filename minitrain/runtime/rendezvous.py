@@ -28,17 +28,30 @@ SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 def join_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """A store for this attempt's ranks alone, this rank and their number. Alone without torchrun, or the like.
 
-    Raises InputError if the environment says only part of what torchrun would say.
+    Raises InputError if the environment says only part of what torchrun would say, or what cannot be.
     """
     if "WORLD_SIZE" not in os.environ:
         return dist.HashStore(), 0, 1
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise InputError(f"WORLD_SIZE is set without {', '.join(missing)} (start with torchrun, or unset WORLD_SIZE)")
+    number("MASTER_PORT")  # which Kubernetes also makes of a service called master, as tcp://ADDRESS:PORT
+    if not 0 <= number("RANK") < number("WORLD_SIZE"):  # nobody would answer it
+        said = f"RANK={number('RANK')} is not one of WORLD_SIZE={number('WORLD_SIZE')}"
+        raise InputError(f"{said}, which count from 0 (start with torchrun, or unset WORLD_SIZE)")
     store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         prefix = answer(store, world, timeout) if rank == 0 else ask(store, rank)
         store = dist.PrefixStore(prefix, store)
     return store, rank, world
+
+
+def number(name: str, otherwise: int = 0) -> int:
+    """What the environment says of this process; InputError if it is no whole number."""
+    try:
+        return int(os.environ.get(name, otherwise))
+    except ValueError:
+        said = f"{name}={os.environ[name]!r} is not a number"
+        raise InputError(f"{said} (start with torchrun, or unset WORLD_SIZE)") from None
 
 
 def check_device_type(store: dist.Store, rank: int, device_type: str) -> None:
@@ -66,8 +79,8 @@ def prepare_connections() -> None:
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    ranks, here = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
-    if here and here != ranks and "GLOO_SOCKET_IFNAME" not in os.environ:
+    ranks = number("WORLD_SIZE", 1)
+    if number("LOCAL_WORLD_SIZE", 1) < ranks and "GLOO_SOCKET_IFNAME" not in os.environ:  # only torchrun tells both
         # rank 0's node may know itself by 127.0.1.1, too: then the interface by which packets leave for anywhere
         hosts = (os.environ.get("MASTER_ADDR", "localhost"), "192.0.2.1", "2001:db8::1")
         found = (interface_towards(host) for host in hosts)
