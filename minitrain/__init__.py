@@ -1,5 +1,7 @@
 """minitrain: the modern large-model training stack in plain PyTorch, with a core that reads in an afternoon or two."""
 
+import getpass
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Completion", "InputError", "Sampler", "SamplingParams", "load_adapter", "load_pretrained",
            "merge_adapters", "save_pretrained"]  # fmt: skip
+
+try:
+    getpass.getuser()
+except (KeyError, OSError):  # a container's user whom its /etc/passwd does not have, as OpenShift makes up
+    os.environ["LOGNAME"] = f"uid{os.getuid()}"  # before torch 2.13 its compiler's import ends without a name
 
 _HOMES = {
     "load_pretrained": "models.checkpoint_hf", "save_pretrained": "models.checkpoint_hf",

@@ -359,6 +359,15 @@ def test_generation_asks_for_huge_pages_before_it_loads_a_model(monkeypatch):
     assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
 
 
+def test_a_user_whom_the_container_does_not_know_has_a_name(monkeypatch):
+    """torch before 2.13 asks for it as its compiler is imported, which every model does, and ended in a KeyError."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    unknown = "import getpass, pwd; pwd.getpwuid = {}.__getitem__; import minitrain; print(getpass.getuser())"
+    done = subprocess.run([sys.executable, "-c", unknown], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == f"uid{os.getuid()}\n", done.stderr
+
+
 @pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
 def test_half_of_what_torchrun_sets_is_one_line(config_file, monkeypatch, missing):
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
