@@ -334,6 +334,41 @@ def test_raw_files_are_split_at_document_end(tmp_path_factory, documents, seq_le
     assert multiset(epoch_of(data)) == multiset(expected)
 
 
+def test_files_without_a_row_are_told(tmp_path):
+    for name, size in {"a": 9, "b": 3, "c": 4, "d": 1}.items():
+        np.save(tmp_path / f"{name}.npy", np.arange(size))
+    train, _ = open_tokens(tmp_path, 4)
+    assert train.about == f"2 of 4 files have less than one row of batch.seq_len=4, the first: {tmp_path}/b.npy"
+    (tmp_path / "e.npy").write_text("no array")
+    train, _ = open_tokens(tmp_path, 4, on_error="skip")
+    assert train.about.startswith("1 skipped, the first: ") and "; 2 of 5 files have less than one row" in train.about
+    for name in "bde":
+        (tmp_path / f"{name}.npy").unlink()
+    train, _ = open_tokens(tmp_path, 4, validation=0.6)  # of the file with one row, all is held out
+    assert train.about == ""
+
+
+@pytest.mark.parametrize("stored, read, better", [
+    ("uint32", "uint16", "holds tokens of 4 bytes each, not uint16 (use data.token_dtype=uint32)"),
+    ("int64", "uint16", "holds tokens of 4 bytes each, not uint16 (use data.token_dtype=uint32)"),
+    ("int64", "uint32", "holds tokens of 8 bytes each, not uint32 (use uint32 or .npy)"),
+    ("uint16", "uint16", None),
+    ("uint32", "uint32", None),
+])  # fmt: skip
+@pytest.mark.parametrize("vocab_size", [1000, 50_000, 128_256])
+def test_raw_tokens_that_are_read_as_halves_of_others(tmp_path, stored, read, better, vocab_size):
+    """With every other one 0 or 1 they are in the vocabulary, and only the loss would show it."""
+    file = tmp_path / "a.bin"
+    np.random.default_rng(0).integers(min(vocab_size, 1 << 16), size=301).astype(stored).tofile(file)
+    if better:
+        with pytest.raises(InputError, match=re.escape(f"{file} {better}")):
+            open_tokens(file, 4, vocab_size, token_dtype=read)
+    else:
+        open_tokens(file, 4, vocab_size, token_dtype=read)
+        file.write_bytes(bytes(1000))
+        open_tokens(file, 4, vocab_size, token_dtype=read)  # zeros are zeros at any width
+
+
 def test_token_validation_is_the_end_of_each_file(tmp_path):
     files = [np.arange(0, 43), np.arange(100, 120), np.arange(200, 203)]  # 10, 5 and 0 rows of 4
     for i, tokens in enumerate(files):

@@ -416,13 +416,15 @@ def _open_token_files(
             cut = len(tokens) - seq_len * round(data.validation * (len(tokens) // seq_len))
             train.append(replace(tokens, stop=cut))
             held.append(replace(tokens, first=cut))
+    short = [tokens.file for tokens in held if tokens.stop < seq_len]
     train, held = (_usable_rows(shards, seq_len, seed, skips) for shards in (train, held))
     if not len(train):
         where = f"data.path={data.path} leaves no file"
         raise InputError(f"{where} with a row of batch.seq_len={seq_len} to train on{skips.aside}")
     if data.validation and not len(held):
         raise InputError(f"data.validation={data.validation} holds out no row: no file has enough rows for that share")
-    train.about = skips.note
+    without = f"{len(short):,} of {len(files):,} files have less than one row of batch.seq_len={seq_len}"
+    train.about = "; ".join([skips.note] * bool(skips.note) + [f"{without}, the first: {short[0]}" for _ in short[:1]])
     return train, held if data.validation else None
 
 

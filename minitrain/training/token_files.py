@@ -17,6 +17,7 @@ import numpy as np
 from minitrain.errors import InputError, readable
 
 OPEN = 128  # files at once; a process may usually have 256 or 1024
+LOOKED_AT, FEWEST = 1 << 13, 1 << 7  # tokens that tell of which type they are
 
 
 @dataclass
@@ -59,6 +60,18 @@ class TokenFile:
         return np.frombuffer(raw, self.dtype)
 
 
+def check_width(file: Path, tokens: np.ndarray, vocab_size: int) -> None:
+    """Raises InputError if raw tokens are halves of others: so read, every other one is 0, and nothing else amiss."""
+    even = tokens[: len(tokens) // 2 * 2]
+    if len(even) < FEWEST:
+        return
+    size = 2 * tokens.dtype.itemsize
+    most = even.view(f"<u{size}").max()
+    if 0 < most < vocab_size:  # and not all 0; of others hardly one in so many pairs would be
+        better = "data.token_dtype=uint32" if size == 4 else "uint32 or .npy"
+        raise InputError(f"{file} holds tokens of {size} bytes each, not {tokens.dtype} (use {better})")
+
+
 @lru_cache(OPEN)
 def kept_open(file: Path, stamp: tuple[int, int]) -> FileIO:
     """The file, which is closed once it is used no more. stamp: so that a dataset made later finds the file of now."""
@@ -91,4 +104,6 @@ def open_tokens(file: Path, raw_dtype: str, vocab_size: int, document_end: int) 
         raise InputError(f"{file} does not hold tokens as {file.suffix or raw_dtype}: {error}") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise InputError(f"{file} must hold integers [n], not {tokens.dtype} {list(tokens.shape)}")
+    if file.suffix != ".npy":
+        check_width(file, tokens[:LOOKED_AT], vocab_size)
     return TokenFile(file, tokens.dtype, tokens.offset, 0, len(tokens), vocab_size, document_end, stamp)
