@@ -29,7 +29,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # which says that there is no such thing: some shared folders sync files alone
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # there is no such thing: some disks sync files alone
             raise
     finally:
         os.close(descriptor)
