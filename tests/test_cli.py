@@ -13,6 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 
 import bench
@@ -21,7 +22,7 @@ from minitrain import cli, generate, merge, train
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
-from minitrain.parallel.mesh import pick_device
+from minitrain.parallel.mesh import check_own_gpus, pick_device
 from minitrain.tokenizer import ByteTokenizer
 from tests.commands import ROOT, command, torchrun
 
@@ -401,6 +402,34 @@ def test_more_processes_than_gpus(monkeypatch):
         monkeypatch.setenv(name, value)
     assert pick_device("auto") == torch.device("cuda", 3)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    with pytest.raises(InputError, match=re.escape("8 processes on this node, but torch sees 4 GPU(s) here")):
+    with pytest.raises(InputError, match=re.escape("8 processes on this node, but torch sees 4 GPUs here")):
         pick_device("auto")
     assert pick_device("cpu") == torch.device("cpu")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")  # nobody but torchrun says it
+    monkeypatch.setenv("LOCAL_RANK", "4")
+    with pytest.raises(InputError, match="5 processes on this node"):
+        pick_device("auto")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # each its own, whatever its rank
+    assert pick_device("auto") == torch.device("cuda", 0)
+
+
+def gpus_of(seen: list[list[str]]) -> str:
+    """What ranks that see these GPUs are told, on this rank."""
+    own = seen[dist.get_rank()]
+    with (
+        mock.patch.dict(os.environ, LOCAL_RANK="0"),
+        mock.patch.object(torch.cuda, "device_count", lambda: len(own)),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda device: mock.Mock(uuid=own[0])),
+    ):
+        try:
+            check_own_gpus(torch.device("cuda", 0))
+        except InputError as error:
+            return str(error)
+    return "right"
+
+
+def test_processes_that_see_one_gpu_each_have_their_own(pool):
+    assert pool.run(3, gpus_of, [["a"], ["b"], ["c"]]) == ["right"] * 3
+    assert pool.run(3, gpus_of, [["a", "b"], ["a", "b"], ["c"]]) == ["right"] * 3  # which take one by their rank
+    same = "ranks 1 and 2 have the same GPU (start one process for each GPU)"
+    assert pool.run(3, gpus_of, [["a"], ["b"], ["b"]]) == [same] * 3

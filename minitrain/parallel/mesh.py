@@ -23,7 +23,7 @@ from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
 from minitrain.models.tensor_files import Slices, all_of
 from minitrain.runtime import watch
-from minitrain.runtime.agreement import FOR_EVER, check_same, code_digests, flatten
+from minitrain.runtime.agreement import FOR_EVER, check_same, code_digests, flatten, gather
 from minitrain.runtime.determinism import be_deterministic
 from minitrain.runtime.rendezvous import check_device_type, join_store, number, prepare_connections
 
@@ -52,15 +52,34 @@ def world_size() -> int:
 
 
 def pick_device(setting: str) -> torch.device:
-    """auto: this process's own GPU if there is one, else the CPU."""
+    """auto: this process's own GPU if there is one, else the CPU.
+
+    Where a process sees only one GPU that is its own, as Slurm's --gpus-per-task=1 and torchrun's --virtual-local-rank
+    have it; `check_own_gpus` sees to that.
+    """
     if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise InputError("device=cuda, but torch finds no GPU here (use auto or cpu)")
-    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    if processes > gpus:
-        raise InputError(f"{processes} processes on this node, but torch sees {gpus} GPU(s) here (start one for each)")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    gpus, place = torch.cuda.device_count(), number("LOCAL_RANK")
+    processes = max(number("LOCAL_WORLD_SIZE", 1), place + 1)
+    if processes > gpus > 1:
+        raise InputError(f"{processes} processes on this node, but torch sees {gpus} GPUs here (start one for each)")
+    return torch.device("cuda", place if gpus > 1 else 0)
+
+
+def check_own_gpus(device: torch.device) -> None:
+    """Raises InputError, on all ranks alike, if two that took the only GPU they see, or the first, have the same.
+
+    All call it together. On the CPU nothing is compared.
+    """
+    if device.type == "cuda":
+        unplaced = torch.cuda.device_count() == 1 or "LOCAL_RANK" not in os.environ
+        gpus = gather(str(torch.cuda.get_device_properties(device).uuid) if unplaced else None)
+        first: dict[str | None, int] = {}
+        for rank, gpu in enumerate(gpus):
+            if gpu and first.setdefault(gpu, rank) != rank:
+                raise InputError(f"ranks {first[gpu]} and {rank} have the same GPU (start one process for each GPU)")
 
 
 def start(config: Config) -> Meshes:
@@ -86,6 +105,7 @@ def start(config: Config) -> Meshes:
         watch.begin()
     if dist.get_world_size() > 1:
         check_same({"config": flatten(to_dict(config)), "code": code_digests()})
+        check_own_gpus(device)
     # silences a warning, on every rank, that gathering weights that tensor parallelism splits too takes two collectives
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     meshes = build_meshes(config, device.type)
