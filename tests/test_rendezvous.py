@@ -1,6 +1,7 @@
 """What connections between nodes need: open files, and the interface that leads to the others."""
 
 import os
+import re
 import resource
 import socket
 import sys
@@ -78,8 +79,30 @@ def test_gloo_listens_where_other_nodes_are(monkeypatch, environment, ways, chos
     for name, value in ({"MASTER_ADDR": "node0"} | environment).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(rendezvous, "interface_towards", ways.get)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "bond0")])
     rendezvous.prepare_connections()
     assert os.environ.get("GLOO_SOCKET_IFNAME") == chosen
+
+
+@pytest.mark.parametrize(("names", "wrong"), [("^lo,docker", "^lo"), ("lo,none", "none")])
+def test_interfaces_that_are_not_there(monkeypatch, names, wrong):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
+    problem = re.escape(f"GLOO_SOCKET_IFNAME names the network interface {wrong!r}, which is not there")
+    with pytest.raises(InputError, match=rf"^{problem} \(.* has .*lo"):
+        rendezvous.prepare_connections()
+
+
+def test_a_rank_that_meets_nobody_is_told_where(monkeypatch):
+    with socket.create_server(("localhost", 0)) as other:
+        port = other.getsockname()[1]
+        for name, value in {"WORLD_SIZE": 2, "RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        met = f"cannot meet the others at localhost:{port}: The"
+        with pytest.raises(InputError, match=f"^rank 0 {met} server .*address already in use"):
+            rendezvous.join_store(timedelta(seconds=5))
+    monkeypatch.setenv("RANK", "1")  # and rank 0 is not there
+    with pytest.raises(InputError, match=f"^rank 1 {met} client .*timed out"):
+        rendezvous.join_store(timedelta(seconds=2))
 
 
 def test_as_many_open_files_as_the_system_allows():

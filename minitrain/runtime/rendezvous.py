@@ -28,7 +28,8 @@ SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 def join_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """A store for this attempt's ranks alone, this rank and their number. Alone without torchrun, or the like.
 
-    Raises InputError if the environment says only part of what torchrun would say, or what cannot be.
+    Raises InputError if the environment says only part of what torchrun would say, or what cannot be; or if this rank
+    meets nobody, as where a port is another run's.
     """
     if "WORLD_SIZE" not in os.environ:
         return dist.HashStore(), 0, 1
@@ -38,10 +39,14 @@ def join_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     if not 0 <= number("RANK") < number("WORLD_SIZE"):  # nobody would answer it
         said = f"RANK={number('RANK')} is not one of WORLD_SIZE={number('WORLD_SIZE')}"
         raise InputError(f"{said}, which count from 0 (start with torchrun, or unset WORLD_SIZE)")
-    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        prefix = answer(store, world, timeout) if rank == 0 else ask(store, rank)
-        store = dist.PrefixStore(prefix, store)
+    try:
+        store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            prefix = answer(store, world, timeout) if rank == 0 else ask(store, rank)
+            store = dist.PrefixStore(prefix, store)
+    except dist.DistError as error:  # whose further lines are C++
+        where = f"rank {number('RANK')} cannot meet the others at {os.environ['MASTER_ADDR']}:{number('MASTER_PORT')}"
+        raise InputError(f"{where}: {str(error).splitlines()[0]}") from error
     return store, rank, world
 
 
@@ -72,6 +77,7 @@ def prepare_connections() -> None:
     """To call before a process group starts. gloo connects every rank to every other, with a file for each.
 
     It listens where this host's name leads, which on many is 127.0.1.1, and then no other node gets through.
+    Raises InputError if GLOO_SOCKET_IFNAME names an interface that is not there, as by NCCL's ^.
     """
     if sys.platform != "linux":
         return
@@ -79,6 +85,11 @@ def prepare_connections() -> None:
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    interfaces = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name.partition(":")[0] not in interfaces:  # what follows is a name of an address
+            here = f"{socket.gethostname()} has {', '.join(interfaces)}"
+            raise InputError(f"GLOO_SOCKET_IFNAME names the network interface {name!r}, which is not there ({here})")
     ranks = number("WORLD_SIZE", 1)
     if number("LOCAL_WORLD_SIZE", 1) < ranks and "GLOO_SOCKET_IFNAME" not in os.environ:  # only torchrun tells both
         # rank 0's node may know itself by 127.0.1.1, too: then the interface by which packets leave for anywhere
