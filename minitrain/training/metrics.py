@@ -1,11 +1,13 @@
 """Where a run's numbers go: one JSON object per step in `metrics.jsonl`, a progress bar, and TensorBoard if asked for.
 
-Rank 0 only.
+Where there is no terminal, as under Slurm or Kubernetes, a bar would be one line of gigabytes, which some show when it
+has ended: a line now and then takes its place. Rank 0 only.
 """
 
 import json
 import math
 import os
+import time
 from collections import deque
 from itertools import takewhile
 from pathlib import Path
@@ -23,6 +25,8 @@ from minitrain.runtime.agreement import broadcast
 from minitrain.training.durable import write_durably
 from minitrain.training.fingerprint import check_continuation
 from minitrain.training.health import WINDOW
+
+PAUSE = 30.0  # seconds between lines, where they stand for a progress bar
 
 
 def open_log(config: Config, folder: Path, files: dict[str, str], first: int) -> "MetricsLog":
@@ -80,7 +84,9 @@ class MetricsLog:
 
             # what a killed run wrote after step `start` is hidden
             self.board = SummaryWriter(str(file.parent / "tensorboard"), purge_step=start + 1)
-        self.bar = tqdm(total=steps, initial=start - self.lacks_last, unit="step", smoothing=0.1)
+        # disable: None stands for "unless it is a terminal"
+        self.bar = tqdm(total=steps, initial=start - self.lacks_last, unit="step", smoothing=0.1, disable=None)
+        self.next_line = time.monotonic()
         lost = start - self.lacks_last - len({line["step"] for line in kept})
         if lost:
             self.say(f"note: {file} lacks {lost} of the {start} steps that are done")
@@ -103,6 +109,10 @@ class MetricsLog:
                 shown["val"] = f"{numbers['val_loss']:.4f}"
             self.bar.set_postfix(shown, refresh=False)
             self.bar.update()
+            if self.bar.disable and (time.monotonic() >= self.next_line or numbers["step"] == self.bar.total):
+                self.next_line = time.monotonic() + PAUSE
+                told = ", ".join(f"{name} {value}" for name, value in shown.items())
+                self.say(f"step {numbers['step']:,} of {self.bar.total:,}: {told}")
 
     def sync(self) -> None:
         """Return when the disk has all numbers so far: a power cut must not leave a checkpoint and take them."""

@@ -385,6 +385,7 @@ def fail_in_step_4(folder):
         return update(trainer, batches, step)
 
     Trainer.update = fail
+    sys.stderr.isatty = lambda: True  # there is no bar elsewhere
     train.train(configs.from_dict(TINY | {"out_dir": str(folder)}))
 
 
@@ -435,7 +436,8 @@ def test_numbers_edited_by_hand(run, capsys, change, kept, told):  # noqa: F811
     before = lines(file.parent)
     file.write_bytes(change(file.read_bytes()))
     capsys.readouterr()
-    after = lines(run([], steps=3))
+    with patch.object(sys.stderr, "isatty", lambda: True):  # else there is no bar
+        after = lines(run([], steps=3))
     assert [line["step"] for line in after] == [*kept, 3] and after[len(kept) - 1] == before[1]
     shown = capsys.readouterr()
     assert told in shown.out and ("note: lines of" in shown.out) == bool(told)
