@@ -38,7 +38,8 @@ def recorded(folder: Path) -> Iterator[None]:
 
 
 def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else number("RANK")
+    """This process's, also before it joins others; a RANK that is left over without WORLD_SIZE means nothing."""
+    return dist.get_rank() if dist.is_initialized() else number("RANK") * ("WORLD_SIZE" in os.environ)
 
 
 def write_log(file: Path, error: Exception) -> None:

@@ -47,7 +47,11 @@ def test_a_second_run_is_kept_out(another, tmp_path, monkeypatch, capsys):
         pass
 
 
-def test_training_is_kept_out(another, tmp_path, monkeypatch):
+@pytest.mark.parametrize("left_over", [{}, {"RANK": "3"}])
+def test_training_is_kept_out(another, tmp_path, monkeypatch, left_over):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name, value in left_over.items():  # by a batch script; without WORLD_SIZE a run is one process
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(lock, "PATIENCE", 0.0)
     with pytest.raises(InputError, match=f"^process {another.pid} on "):
         train(from_dict({"model": "llama3-8b-tiny", "device": "cpu", "out_dir": str(tmp_path)}))
