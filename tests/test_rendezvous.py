@@ -68,6 +68,7 @@ def test_of_a_host_with_both_kinds_of_addresses_ipv4_counts(monkeypatch):
     ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "GLOO_SOCKET_IFNAME": "bond0"}, {"node0": "ib0"}, "bond0"),
     ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, {"node0": "ib0"}, None),  # all on one node
     ({"WORLD_SIZE": "2"}, {"node0": "ib0"}, "ib0"),  # without torchrun nobody says how many are here
+    ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, {"localhost": "lo", "192.0.2.1": "eth0"}, None),
     ({"WORLD_SIZE": "1"}, {"node0": "ib0"}, None),
     ({}, {"node0": "ib0"}, None),
 ])  # fmt: skip

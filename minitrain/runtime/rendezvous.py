@@ -90,10 +90,11 @@ def prepare_connections() -> None:
         if name.partition(":")[0] not in interfaces:  # what follows is a name of an address
             here = f"{socket.gethostname()} has {', '.join(interfaces)}"
             raise InputError(f"GLOO_SOCKET_IFNAME names the network interface {name!r}, which is not there ({here})")
-    ranks = number("WORLD_SIZE", 1)
-    if number("LOCAL_WORLD_SIZE", 1) < ranks and "GLOO_SOCKET_IFNAME" not in os.environ:  # only torchrun tells both
+    master = os.environ.get("MASTER_ADDR", "localhost")
+    elsewhere = number("LOCAL_WORLD_SIZE", 1) < number("WORLD_SIZE", 1) and master != "localhost"
+    if elsewhere and "GLOO_SOCKET_IFNAME" not in os.environ:  # as it seems without torchrun, which tells both numbers
         # rank 0's node may know itself by 127.0.1.1, too: then the interface by which packets leave for anywhere
-        hosts = (os.environ.get("MASTER_ADDR", "localhost"), "192.0.2.1", "2001:db8::1")
+        hosts = (master, "192.0.2.1", "2001:db8::1")
         found = (interface_towards(host) for host in hosts)
         name = next((name for name in found if name not in (None, "lo")), None)
         if name:
