@@ -39,7 +39,9 @@ def recorded(folder: Path) -> Iterator[None]:
 
 def rank() -> int:
     """This process's, also before it joins others; a RANK that is left over without WORLD_SIZE means nothing."""
-    return dist.get_rank() if dist.is_initialized() else number("RANK") * ("WORLD_SIZE" in os.environ)
+    if dist.is_initialized():
+        return dist.get_rank()
+    return number("RANK") if "WORLD_SIZE" in os.environ else 0
 
 
 def write_log(file: Path, error: Exception) -> None:

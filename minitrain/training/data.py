@@ -423,8 +423,11 @@ def _open_token_files(
         raise InputError(f"{where} with a row of batch.seq_len={seq_len} to train on{skips.aside}")
     if data.validation and not len(held):
         raise InputError(f"data.validation={data.validation} holds out no row: no file has enough rows for that share")
-    without = f"{len(short):,} of {len(files):,} files have less than one row of batch.seq_len={seq_len}"
-    train.about = "; ".join([skips.note] * bool(skips.note) + [f"{without}, the first: {short[0]}" for _ in short[:1]])
+    notes = [skips.note]
+    if short:
+        less = f"{len(short):,} of {len(files):,} files have less than one row of batch.seq_len={seq_len}"
+        notes.append(f"{less}, the first: {short[0]}")
+    train.about = "; ".join(filter(None, notes))
     return train, held if data.validation else None
 
 

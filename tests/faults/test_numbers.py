@@ -372,7 +372,7 @@ def test_a_deterministic_run_on_cuda(extra):
 
 
 def test_an_operation_without_a_deterministic_form_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "environ", os.environ | {"RANK": "3"})  # as before a group has started
+    monkeypatch.setattr(os, "environ", os.environ | {"RANK": "3", "WORLD_SIZE": "4"})  # as before a group has started
     be_deterministic()
     expected = r"^deterministic=true: \S+ does not have a deterministic implementation \(use deterministic=false\)$"
     try:
