@@ -168,12 +168,12 @@ def write_rollouts(file: Path, groups: list[Group], ranks: ProcessGroup) -> None
     millions of numbers of a step are seconds of work.
     """
     responses = list(itertools.chain(*groups))
-    lines = [json.dumps(vars(response)) for response in responses[ranks.rank() :: ranks.size()]]
-    shares = gather_to_first(lines, ranks)
-    if shares is not None:
-        lines = [shares[i % len(shares)][i // len(shares)] for i in range(len(responses))]
+    first, end = (len(responses) * rank // ranks.size() for rank in (ranks.rank(), ranks.rank() + 1))
+    text = "".join(json.dumps(vars(response)) + "\n" for response in responses[first:end])
+    texts = gather_to_first(text, ranks)
+    if texts is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(file, "\n".join(lines) + "\n")
+        write_durably(file, "".join(texts))
 
 
 def read_rollouts(file: Path) -> list[Group]:
