@@ -72,9 +72,9 @@ def shrink_parallel(config: Config) -> Parallel:
     """
     p = config.parallel
     sizes = {name: min(getattr(p, name), 2) for name in ("dp_replicate", "tp", "cp", "pp", "vp", "ep")}
-    real_shards = real_row_ranks(config) // p.dp_replicate
-    shards = min(real_shards, 2)
-    if 1 < p.ep < real_shards * p.cp * p.tp:
+    real = real_shards(config)
+    shards = min(real, 2)
+    if 1 < p.ep < real * p.cp * p.tp:
         shards = max(shards, 4 // (sizes["cp"] * sizes["tp"]))
     return dataclasses.replace(p, **sizes, dp_shard=shards, layers_per_stage=None, async_tp=False)
 
@@ -110,22 +110,20 @@ def shrunk_micro_batches(config: Config, small: Parallel) -> int:
 
     Below that, as many as the real one; in a pipeline, as many per pipeline rank, and at least one per stage.
     """
-    real = max(1, config.batch.global_ // (config.batch.micro * real_row_ranks(config)))
-    per_rank = min(max(1, real // config.parallel.pp), 4)
+    batch, p = config.batch, config.parallel
+    real = max(1, batch.global_ // (batch.micro * p.dp_replicate * real_shards(config)))
+    per_rank = min(max(1, real // p.pp), 4)
     return max(small.pp * per_rank, small.pp * small.vp)
 
 
-def real_row_ranks(config: Config) -> int:
-    """Ranks that take different rows. An open dp_shard fills the GPUs of the table, or else is taken for 2."""
+def real_shards(config: Config) -> int:
+    """dp_shard; an open one fills the GPUs of the table, or else is taken for 2."""
     p = config.parallel
-    others = p.dp_replicate * p.tp * p.cp * p.pp
     if p.dp_shard != -1:
-        shards = p.dp_shard
-    elif "gpus" in config.reference:
-        shards = max(1, config.reference["gpus"] // others)
-    else:
-        shards = 2
-    return p.dp_replicate * shards
+        return p.dp_shard
+    if "gpus" in config.reference:
+        return max(1, config.reference["gpus"] // (p.dp_replicate * p.tp * p.cp * p.pp))
+    return 2
 
 
 # ------------------------------------------------------------------------------------------------------------- running
