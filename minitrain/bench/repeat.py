@@ -88,21 +88,18 @@ class Recording:
         return tuple(outputs)
 
     def follow(self, tracer: Tracer, inputs: list, now: dict[int | None, int | None]) -> None:
-        """Do to the tracer what the first call did, and empty `inputs`."""
+        """Call the tracer's methods as the first call did, and empty `inputs` as it dropped them."""
         for act, *what in self.steps:
-            if act == "event":
+            if act == "record":
                 tracer.record(what[0].renumbered(now))
-            elif act == "made":
+            elif act == "new_number":
                 now[what[0]] = tracer.new_number(what[1])
             elif act == "dropped":
                 for place in what[0]:
                     inputs[place] = None
-            elif act != "freed" or what[0] not in self.inputs:  # inputs die when they are dropped, or live on elsewhere
-                getattr(tracer, ACTS[act])(now[what[0]], *what[1:])
+            elif act != "forget" or what[0] not in self.inputs:  # inputs die when dropped, or live on elsewhere
+                getattr(tracer, act)(now[what[0]], *what[1:])
         inputs.clear()
-
-
-ACTS = {"resized": "resize", "counted": "count_as", "freed": "forget"}  # the tracer's methods
 
 
 class _Steps(Interpreter):

@@ -99,8 +99,9 @@ class Trace:
 class Tracer(TorchDispatchMode):
     """Fills `self.trace` with what runs inside `with Tracer(...)`.
 
-    groups: as in Trace. Tensors that exist before count when `hold` names their kind. log: if a list, whatever changes
-    the trace or the memory is noted there too (see repeat.py). active: the tracer inside whose `with` we are.
+    groups: as in Trace. Tensors that exist before count when `hold` names their kind. log: if a list, the methods
+    that change the trace or the memory note their calls there (see repeat.py). active: the tracer inside whose `with`
+    we are.
     """
 
     active: "Tracer | None" = None
@@ -130,7 +131,7 @@ class Tracer(TorchDispatchMode):
             self.count_as(number, kind)
 
     def count_as(self, number: int, kind: str) -> None:
-        self.note("counted", number, kind)
+        self.note("count_as", number, kind)
         size, before = self.sizes[number]
         self.sizes[number] = size, kind
         totals = [self.held]
@@ -151,7 +152,7 @@ class Tracer(TorchDispatchMode):
 
     def new_number(self, kind: str) -> int:
         self.count += 1
-        self.note("made", self.count, kind)
+        self.note("new_number", self.count, kind)
         self.sizes[self.count] = 0, kind
         self.born[self.count] = len(self.trace.events)
         return self.count
@@ -165,7 +166,7 @@ class Tracer(TorchDispatchMode):
     def resize(self, number: int, size: int) -> None:
         before, kind = self.sizes[number]
         if size != before:
-            self.note("resized", number, size)
+            self.note("resize", number, size)
             self.sizes[number] = size, kind
             self.held[kind] += size - before
             total = sum(self.held.values())
@@ -175,16 +176,16 @@ class Tracer(TorchDispatchMode):
 
     def forget(self, number: int, address: int | None = None) -> None:
         """The storage is freed. address: its own, if it had one."""
-        self.note("freed", number)
+        self.note("forget", number)
         if self.numbers.get(address) == number:
             del self.numbers[address]
         size, kind = self.sizes.pop(number)
         self.held[kind] -= size
         self.trace.died[number] = len(self.trace.events) - 1
 
-    def note(self, act: str, *what) -> None:
+    def note(self, method: str, *what) -> None:
         if self.log is not None:
-            self.log.append((act, *what))
+            self.log.append((method, *what))
 
     # -------------------------------------------------------------------------------------------------------- hooks
 
@@ -233,7 +234,7 @@ class Tracer(TorchDispatchMode):
             self.muted -= 1
 
     def record(self, event: Event) -> None:
-        self.note("event", event)
+        self.note("record", event)
         self.trace.events.append(event)
 
     def mark(self, label: object) -> None:
