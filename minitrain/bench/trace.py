@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from math import prod
 from unittest.mock import patch
@@ -61,8 +61,7 @@ class Event:
         """The same on other storages. now: their numbers, by those here."""
         reads = [(now[number], size) for number, size in self.reads]
         writes = [(now[number], size) for number, size in self.writes]
-        where = self.sizes, self.element, self.payload, self.group, self.dimension
-        return Event(self.name, self.kind, self.flops, reads, writes, *where)
+        return replace(self, reads=reads, writes=writes)
 
 
 @dataclass
