@@ -53,7 +53,7 @@ def measure(config: Config, row: str, meshes: Meshes, steps: int, warmup: int, p
     trainer = Trainer(config, meshes)
     times, graphs = [], []
     for step in progress(warmup + steps, row):
-        times.append(timed(lambda step=step: trainer.step(data, step), device))
+        times.append(timed(partial(trainer.step, data, step), device))
         graphs.append(counters["stats"]["unique_graphs"])
     matmul = max(matmul, measure_matmul(device, compute_dtype(config)))  # the first may have met a busy machine
     outcome = training_result(config, row, device, times[warmup:], matmul, visible_share(data)) | {

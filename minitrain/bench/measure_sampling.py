@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from statistics import median_high as median
 
 import torch
@@ -54,11 +55,11 @@ def measure_sampling(config: Config, row: str, steps: int, warmup: int, versus: 
     runs = [lambda prompts: firsts.append(sample(sampler, config, prompts))]
     if versus:
         theirs = transformers_model(config, device, torch.float32 if config.precision == "fp32" else torch.bfloat16)
-        runs.append(lambda prompts: sample_with_transformers(theirs, config, prompts))
+        runs.append(partial(sample_with_transformers, theirs, config))
     seconds = []
     for step in progress(warmup + steps, row):
         prompts = make_prompts(config, length, step)
-        seconds.append([timed(lambda run=run, prompts=prompts: run(prompts), device) for run in runs])
+        seconds.append([timed(partial(run, prompts), device) for run in runs])
     outcome = figures(config, row, device, seconds[warmup:], matmul, length)
     totals, size = [each[0] for each in seconds[warmup:]], sampler.model.head_weight.dtype.itemsize
     outcome |= decoding_figures(config, totals, firsts[warmup:], memory, size)

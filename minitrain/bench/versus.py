@@ -36,7 +36,7 @@ def versus(config: Config, meshes: Meshes, row: str, steps: int, warmup: int, li
     trainers = ours, RIVALS[library](ours)
     pairs = []
     for step in progress(warmup + steps, f"{row} versus {library}"):
-        pairs.append([timed(lambda t=trainer, step=step: t.step(data, step), ours.device) for trainer in trainers])
+        pairs.append([timed(partial(trainer.step, data, step), ours.device) for trainer in trainers])
     outcome = versus_result(library, pairs[warmup:])
     if library == "full":
         outcome["versus_memory_gib"] = [training_bytes(trainer) / 2**30 for trainer in trainers]
