@@ -103,7 +103,7 @@ def check_options(cases: list[Case], options) -> None:
     """Refuse options that contradict each other."""
     several, alone = sum(len(case.runs) for case in cases) > 1, world_size() == 1
     trains_policy = any(case.config.task == "grpo" for case in cases)
-    refused = (
+    contradictions = (
         (options.shrink and (options.versus or options.simulate or options.generate or not alone),
          "--shrink starts its own processes: use neither torchrun nor --versus, --simulate or --generate with it"),
         (options.proxy and (options.shrink or options.generate or options.sweep or not alone),
@@ -126,8 +126,8 @@ def check_options(cases: list[Case], options) -> None:
         (options.sweep and options.trace, "--trace shows one layout, not those of --sweep"),
         (options.trace and several, "--trace takes one config at a time"),
     )  # fmt: skip
-    for wrong, line in refused:
-        if wrong:
+    for found, line in contradictions:
+        if found:
             raise InputError(line)
     if options.versus:
         check_installed(options.versus)
