@@ -174,7 +174,8 @@ def figures(config: Config, row: str, system: System, simulation: Simulation) ->
     """The config's result, with keys as in the README. The breakdown is the first rank's."""
     tokens = config.batch.global_ * config.batch.seq_len / simulation.step / stated_ranks(config)
     flops = token_flops(config, visible_share(open_dataset(config)[0]))
-    return result(config, row, system, simulation) | {
+    peaks = [trace.peak for trace in simulation.traces.values()]
+    return result(config, row, system, simulation, peaks) | {
         "step_time_s": simulation.step,
         **rates(config, tokens, matmul_rate(config, system), *flops),
         "breakdown_s": simulation.breakdown(),
@@ -183,19 +184,13 @@ def figures(config: Config, row: str, system: System, simulation: Simulation) ->
 
 
 def result(
-    config: Config,
-    row: str,
-    system: System,
-    simulation: Simulation,
-    steps: int = 1,
-    besides: Callable = lambda peak: {},
+    config: Config, row: str, system: System, simulation: Simulation, peaks: list[dict[str, int]], steps: int = 1
 ) -> dict:
     """The row without what the time model adds. FLOPs and messages are the first rank's in so many optimizer steps,
     memory is that of the rank that holds most.
 
-    besides: what a rank with such a peak holds that no step shows; both are bytes by kind.
+    peaks: bytes by kind that each rank holds.
     """
-    peaks = ({**trace.peak, **besides(trace.peak)} for trace in simulation.traces.values())
     peak = max(peaks, key=lambda peak: sum(peak.values()))
     size = sum(peak.values())
     return {

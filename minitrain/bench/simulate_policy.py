@@ -20,7 +20,6 @@ import dataclasses
 import math
 import time
 from dataclasses import dataclass
-from functools import partial
 
 from minitrain.bench.decoding import Reads, bytes_read, model_reads
 from minitrain.bench.layout import row_ranks, stated_ranks
@@ -72,7 +71,8 @@ def predicted_row(config: Config, row: str, system: System) -> tuple[Simulation,
     if config.task == "grpo":
         learner = training_config(config)
         simulation = timed(learner, record(learner), system)
-        found = result(config, row, system, simulation, updates_of(config), partial(held_besides, config))
+        peaks = [trace.peak | held_besides(config, trace.peak) for trace in simulation.traces.values()]
+        found = result(config, row, system, simulation, peaks, updates_of(config))
         found |= policy_figures(config, system, simulation, None) | {"response_tokens": rollouts_of(config).mean}
     else:
         simulation = timed(config, record(config), system)
