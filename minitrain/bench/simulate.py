@@ -309,10 +309,9 @@ def action_seconds(measured: dict[Action, float], micro_batches: int, traced: in
 
     def seconds(action: Action) -> float:
         stage, kind, batch = action
+        typical = median.get((stage, kind), 0.0)
         if batch == micro_batches - 1:
-            batch = traced - 1
-        elif batch >= traced - 1:
-            batch = -1
-        return measured.get((stage, kind, batch), median.get((stage, kind), 0.0))
+            return measured.get((stage, kind, traced - 1), typical)
+        return measured.get(action, typical) if batch < traced - 1 else typical
 
     return seconds
