@@ -349,47 +349,33 @@ def traffic(tensor: Tensor) -> int:
 
 def work(op, name: str, args, kwargs, out) -> tuple[int, str, tuple[int, ...]]:
     """FLOPs, kind and, for a matrix product, (batch, m, n, k) of an operator's call."""
-    product = MATRIX_PRODUCTS.get(op._overloadpacket)
-    if product is not None:
-        kind, sizes = product(*args)
-        if kind == "grouped" and out.dim() == 3:
-            sizes = len(out), *sizes[1:]
-        # rows of a grouped product belong to one group each
-        return 2 * prod(sizes[1:] if kind == "grouped" else sizes), kind, sizes
-    if op._overloadpacket in ATTENTION:
-        return int(ATTENTION[op._overloadpacket](*args)), "attention", ()
-    if op._overloadpacket in flop_registry:
-        flops = flop_registry[op._overloadpacket](*args, **kwargs, out_val=out)
+    packet = op._overloadpacket
+    if packet in FACTORS:
+        a, b = FACTORS[packet](*args)
+        m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
+        if packet is aten._grouped_mm:  # rows by expert times a stack; or k is cut by expert, which gives a stack
+            groups = len(b) if b.dim() == 3 else len(out)
+            return 2 * m * n * k, "grouped", (groups, m, n, k)
+        batch = len(a) if a.dim() == 3 else 1
+        return 2 * batch * m * n * k, "gemm", (batch, m, n, k)
+    if packet in ATTENTION:
+        return int(ATTENTION[packet](*args)), "attention", ()
+    if packet in flop_registry:
+        flops = flop_registry[packet](*args, **kwargs, out_val=out)
         return flops, ("attention" if "attention" in name else "gemm"), ()
     return 0, "memory", ()
 
 
-def _mm(a, b, *_) -> tuple[str, tuple[int, ...]]:
-    return "gemm", (1, a.shape[0], b.shape[1], a.shape[1])
-
-
-def _bmm(a, b, *_) -> tuple[str, tuple[int, ...]]:
-    return "gemm", (a.shape[0], a.shape[1], b.shape[2], a.shape[2])
-
-
-def _grouped(a, b, *_) -> tuple[str, tuple[int, ...]]:
-    """Rows by expert times a stack, or two matrices whose common dimension is cut by expert."""
-    if a.dim() == 2 and b.dim() == 3:
-        return "grouped", (b.shape[0], a.shape[0], b.shape[2], a.shape[1])
-    return "grouped", (1, a.shape[0], b.shape[1], a.shape[1])
-
-
-MATRIX_PRODUCTS: dict[object, Callable] = {
-    aten.mm: _mm,
-    aten.addmm: lambda bias, a, b, *_: _mm(a, b),
-    aten.addmm_: lambda total, a, b, *_: _mm(a, b),  # the head's weight gradient in fp32
-    torch.ops.minitrain.add_product: lambda total, a, b: _mm(a, b),
-    aten._scaled_mm: _mm,
-    torch.ops.minitrain.scaled_mm: _mm,
-    torch.ops.minitrain.linear_fp32: lambda x, weight: _mm(x, weight.mT),
-    aten.bmm: _bmm,
-    aten.baddbmm: lambda bias, a, b, *_: _bmm(a, b),
-    aten._grouped_mm: _grouped,
+FACTORS: dict[object, Callable] = {  # of each matrix product, among its arguments
+    **dict.fromkeys(
+        (aten.mm, aten.bmm, aten._grouped_mm, aten._scaled_mm, torch.ops.minitrain.scaled_mm),
+        lambda a, b, *_: (a, b),
+    ),
+    **dict.fromkeys(  # addmm_: the head's weight gradient in fp32
+        (aten.addmm, aten.addmm_, aten.baddbmm, torch.ops.minitrain.add_product),
+        lambda total, a, b, *_: (a, b),
+    ),
+    torch.ops.minitrain.linear_fp32: lambda x, weight: (x, weight.mT),
 }
 
 
