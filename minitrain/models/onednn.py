@@ -9,6 +9,7 @@ products inside attention, and of more than two dimensions.
 
 import math
 import re
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -121,7 +122,7 @@ def grouped_matmul(x: Tensor, y: Tensor, ends: list[int]) -> Tensor:
     x: rows [tokens, in], y: a stack [groups, in, out]; each group of rows times its matrix. Or, if y is a matrix
     [tokens, out] and x is [in, tokens]: the stack [groups, in, out] of products over each group's tokens.
     """
-    groups = list(zip([0, *ends], ends, strict=False))
+    groups = list(pairwise([0, *ends]))
     if y.ndim == 3:
         out = x.new_empty(x.shape[0], y.shape[2])
         for (begin, end), matrix in zip(groups, y, strict=True):
