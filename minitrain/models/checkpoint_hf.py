@@ -272,7 +272,9 @@ def save_tensors(
             tensors = checkpoint_gpt2.to_stored(tensors)
         else:
             tensors = (pair for name, x in tensors for pair in to_stored(name, x, config))
-    _write_checkpoint(tensors, settings, stem, dtype, kept_in_fp32(config, spell), path, max_shard_bytes)
+    wide, fp32 = torch.promote_types(dtype, torch.float32), kept_in_fp32(config, spell)
+    tensors = ((name, x.detach().to("cpu", wide if name in fp32 else dtype).contiguous()) for name, x in tensors)
+    _write_checkpoint(tensors, settings, stem, Path(path), max_shard_bytes)
 
 
 def check_free_of_adapters(path: str | Path) -> None:
@@ -289,16 +291,14 @@ def kept_in_fp32(config: DecoderConfig | WanConfig, spell: Callable[[str], str])
 
 
 def _write_checkpoint(
-    tensors: Iterable[tuple[str, Tensor]], settings: dict, stem: str, dtype: torch.dtype, fp32: set[str],
-    path: str | Path, limit: int,
-) -> None:  # fmt: skip
-    folder = Path(path)
+    tensors: Iterable[tuple[str, Tensor]], settings: dict, stem: str, folder: Path, limit: int
+) -> None:
     work = folder / ".incomplete"
     shutil.rmtree(work, ignore_errors=True)
     with refused(f"{folder} cannot be written"):
         work.mkdir(parents=True)
     try:
-        weight_map, total_size = _write_shards(tensors, dtype, fp32, work, stem, limit)
+        weight_map, total_size = _write_shards(tensors, work, stem, limit)
         if len(set(weight_map.values())) > 1:
             index = dict(metadata=dict(total_size=total_size), weight_map=weight_map)
             _write_json(work / _single_and_index(stem)[1], index)
@@ -309,7 +309,7 @@ def _write_checkpoint(
 
 
 def _write_shards(
-    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, fp32: set[str], work: Path, stem: str, limit: int
+    tensors: Iterable[tuple[str, Tensor]], work: Path, stem: str, limit: int
 ) -> tuple[dict[str, str], int]:
     """Files of at most `limit` bytes (a larger tensor stands alone). Returns each tensor's file and the total bytes."""
     shards, shard, size, total_size = [], {}, 0, 0
@@ -320,8 +320,6 @@ def _write_shards(
         shard.clear()
 
     for name, tensor in tensors:
-        tensor = tensor.detach().to("cpu", torch.promote_types(dtype, torch.float32) if name in fp32 else dtype)
-        tensor = tensor.contiguous()
         if shard and size + tensor.nbytes > limit:
             flush()
             size = 0
