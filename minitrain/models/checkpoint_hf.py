@@ -7,7 +7,6 @@ and leave memory shard by shard. What is not here: tokenizers, and how a sharded
 `owned`).
 """
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from minitrain.errors import InputError, refused
 from minitrain.models import checkpoint_gpt2, checkpoint_wan
-from minitrain.models.config_hf import config_from_hf, config_to_hf, read_json
+from minitrain.models.config_hf import config_from_hf, config_to_hf, read_json, write_json
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layouts_hf import Piece, is_ignored, pieces, stored_name, to_stored
@@ -301,8 +300,8 @@ def _write_checkpoint(
         weight_map, total_size = _write_shards(tensors, work, stem, limit)
         if len(set(weight_map.values())) > 1:
             index = dict(metadata=dict(total_size=total_size), weight_map=weight_map)
-            _write_json(work / _single_and_index(stem)[1], index)
-        _write_json(work / "config.json", settings)
+            write_json(work / _single_and_index(stem)[1], index)
+        write_json(work / "config.json", settings)
         _replace_checkpoint(folder, work)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -349,7 +348,3 @@ def _replace_checkpoint(folder: Path, work: Path) -> None:
         file.unlink(missing_ok=True)
     for file in sorted(work.iterdir(), key=lambda file: file.name == "config.json"):
         os.replace(file, folder / file.name)
-
-
-def _write_json(file: Path, value: dict) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -17,7 +17,6 @@ but for a warning, what has PEFT's names. Left out: GPT-3, whose q, k and v are 
 LoRA.
 """  # noqa: E501
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from minitrain.errors import InputError
 from minitrain.models.checkpoint_hf import ADAPTER_CONFIG, check_stored, stored_tensors
 from minitrain.models.checkpoint_wan import original_name
-from minitrain.models.config_hf import read_json
+from minitrain.models.config_hf import read_json, write_json
 from minitrain.models.layouts_hf import interleave, mamba_parts
 from minitrain.models.lora import Lora, add_adapters, check_targets, is_adapter, is_stack, matches
 from minitrain.models.mamba import by_group, by_part
@@ -181,8 +180,7 @@ def save_adapter(tensors: Iterable[tuple[str, Tensor]], config, lora: Lora, path
         files[PIPELINE_WEIGHTS] = for_pipelines(stored, lora.scale)
     for name, contents in files.items():
         write_tensors(contents, folder / f"{name}.tmp", metadata={"format": "pt"})
-    settings = json.dumps(adapter_config(config, lora, shapes, base), indent=2)
-    (folder / f"{CONFIG}.tmp").write_text(settings + "\n", encoding="utf-8")
+    write_json(folder / f"{CONFIG}.tmp", adapter_config(config, lora, shapes, base))
     (folder / CONFIG).unlink(missing_ok=True)  # whoever finds it shall find the weights that it describes
     for name in (*files, CONFIG):
         (folder / f"{name}.tmp").replace(folder / name)

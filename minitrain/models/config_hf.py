@@ -227,6 +227,10 @@ def read_json(file: Path) -> dict:
     return raw
 
 
+def write_json(file: Path, value: dict) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
 def copy_generation_config(
     source: str | Path, folder: str | Path, eos: int | list[int] | None, end: int | None
 ) -> None:
