@@ -399,12 +399,12 @@ def check_exportable(config: DecoderConfig) -> None:
     family = FAMILIES.get(config.family)
     if family is None:
         raise InputError(f"model.family={config.family!r} cannot be saved (known: {', '.join(FAMILIES)})")
-    for key in ("num_experts", "sliding_window", "kv_lora_rank"):
-        if key in family.sizes and config.family != "nemotron_h" and not getattr(config, key):
+    needed = [key for key in ("num_experts", "sliding_window", "kv_lora_rank") if key in family.sizes]
+    if config.family == "nemotron_h":
+        needed = ["shared_expert_intermediate_size"] if "E" in config.layer_pattern else []
+    for key in needed:
+        if not getattr(config, key):
             raise InputError(f"model.{key}=0 cannot be saved as {family.architecture} (must be at least 1)")
-    if config.family == "nemotron_h" and "E" in config.layer_pattern and not config.shared_expert_intermediate_size:
-        key = "shared_expert_intermediate_size"
-        raise InputError(f"model.{key}=0 cannot be saved as {family.architecture} (must be at least 1)")
     if family.heads_divide and config.hidden_size % config.num_attention_heads:
         raise InputError(
             f"model.num_attention_heads={config.num_attention_heads} cannot be saved as {family.architecture}: "
