@@ -105,9 +105,9 @@ class Wan(nn.Module):
         image: [batch, tokens, image_dim], for image-to-video models only.
         Raises InputError for latents that the patches do not divide, and for an image too many or too few.
         """
-        self._check(latents, image)
         packed = isinstance(latents, list)
         videos = [video[None] for video in latents] if packed else [latents]
+        self._check(videos, image)
         grids = [patch_grid(video, self.config.patch_size) for video in videos]
         patches = torch.cat([patchify(video, self.config.patch_size) for video in videos], dim=1)
         x = self.patch_embedding(self.split_tp(self.split_cp(patches)))
@@ -124,8 +124,8 @@ class Wan(nn.Module):
         out = [unpatchify(piece, grid, self.config.patch_size) for piece, grid in zip(pieces, grids, strict=True)]
         return [video[0].clone() for video in out] if packed else out[0]  # FSDP watches the outputs: no views
 
-    def _check(self, latents: Tensor | list[Tensor], image: Tensor | None) -> None:
-        for video in latents if isinstance(latents, list) else [latents]:
+    def _check(self, videos: list[Tensor], image: Tensor | None) -> None:
+        for video in videos:
             sizes, patch = tuple(video.shape[-3:]), self.config.patch_size
             if any(size % p for size, p in zip(sizes, patch, strict=True)):
                 raise InputError(f"latents of {list(sizes)} frames, rows, columns do not divide into patches {patch}")
