@@ -65,6 +65,7 @@ from minitrain.models.attention import GroupedQueryAttention
 from minitrain.models.fp8 import E4M3, E5M2, Fp8Linear, cast, dequantize, largest, power_of_two_scale
 from minitrain.models.mla import LatentAttention
 from minitrain.models.moe import Experts, MoE
+from minitrain.parallel.mesh import own_stretch
 
 BY_OUTPUT = (
     "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj",
@@ -174,7 +175,7 @@ def split_experts(moe: MoE, mesh: DeviceMesh, gather: Callable, scatter: Callabl
 def use_own_documents(mesh: DeviceMesh, moe: MoE, inputs: tuple[Tensor, Tensor | None]) -> tuple | None:
     """A forward pre-hook: of the numbers of whole rows, [batch, seq], give the router those of this rank's tokens."""
     x, documents = inputs
-    return None if documents is None else (x, documents.chunk(mesh.size(), dim=1)[mesh.get_local_rank()])
+    return None if documents is None else (x, own_stretch(mesh, documents))
 
 
 def dispatch_to_all(
@@ -236,8 +237,7 @@ def embed(embedding: nn.Embedding, mesh: DeviceMesh, scatter: Callable, tokens: 
 
 def embed_positions(embedding: nn.Embedding, mesh: DeviceMesh, positions: Tensor) -> Tensor:
     """positions: [batch or 1, seq]. Returns the embeddings of this rank's: [batch or 1, seq / tp, hidden]."""
-    own = positions.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
-    return F.embedding(own, embedding.weight.to_local(grad_placements=[Partial()]))
+    return F.embedding(own_stretch(mesh, positions), embedding.weight.to_local(grad_placements=[Partial()]))
 
 
 # ------------------------------------------------------------------------------------------------ asynchronous form
