@@ -27,7 +27,7 @@ from torch._functorch import partitioners
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import minitrain.models.fp8  # noqa: F401  defines three of the operators, with what it imports
+import minitrain.models.fp8  # noqa: F401  defines the operators that are ours, with what it imports
 
 _ops, _collectives = torch.ops.aten, torch.ops._c10d_functional
 ATTENTION = {
