@@ -29,19 +29,19 @@ class Memory:
 
     def __init__(self, kept: dict[str, Tensors], lost: dict[str, Tensors]):
         self.kept, self.lost = kept, lost
-        self.away: dict[str, list[tuple[UntypedStorage, int, Tensor | None]]] = defaultdict(list)
+        self.away: dict[str, list[tuple[UntypedStorage, int, UntypedStorage | None]]] = defaultdict(list)
 
     def hold(self, name: str) -> None:
         """From now on the tensors of this name, and no others."""
         for other, tensors in (self.kept | self.lost).items():
             for storage in storages(tensors()) if other != name else []:
-                values = to_host(storage) if other in self.kept else None
-                self.away[other].append((storage, storage.nbytes(), values))
+                copy = to_host(storage) if other in self.kept else None
+                self.away[other].append((storage, storage.nbytes(), copy))
                 storage.resize_(0)
-        for storage, size, values in self.away.pop(name, []):
+        for storage, size, copy in self.away.pop(name, []):
             storage.resize_(size)
-            if values is not None:
-                as_bytes(storage).copy_(values, non_blocking=True)
+            if copy is not None:
+                storage.copy_(copy, non_blocking=True)
 
 
 def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
@@ -50,11 +50,7 @@ def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     return [storage for storage in found.values() if storage.nbytes()]
 
 
-def to_host(storage: UntypedStorage) -> Tensor:
-    """The storage's bytes."""
-    values = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-    return values.copy_(as_bytes(storage), non_blocking=True)
-
-
-def as_bytes(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def to_host(storage: UntypedStorage) -> UntypedStorage:
+    """A copy."""
+    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda").untyped_storage()
+    return copy.copy_(storage, non_blocking=True)
