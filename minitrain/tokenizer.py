@@ -82,7 +82,8 @@ class HuggingFaceTokenizer:
             raise InputError(f"{file} is not a Hugging Face tokenizer: {error}") from error
         self.tokenizer.no_truncation()  # which a file may ask for, of whoever saved it; transformers does neither too
         self.tokenizer.no_padding()
-        self.file = file
+        self.file, self.config_file = file, file.with_name(NAMING_FILES[0])
+        self.config = _read_json(self.config_file)
         self._add_listed(tokenizers.AddedToken)
         self.vocab_size = max(self.tokenizer.get_vocab().values(), default=-1) + 1  # ids may have gaps
         self.eos_id = self._eos_id()
@@ -147,13 +148,12 @@ class HuggingFaceTokenizer:
         if file.exists():
             with refused(f"{file} cannot be read as text"):
                 return file.read_text(encoding="utf-8")
-        file = self.file.with_name("tokenizer_config.json")
-        stored = _read_json(file).get("chat_template") or ""
+        stored = self.config.get("chat_template") or ""
         if isinstance(stored, list):  # several, by name
             named = [entry for entry in stored if isinstance(entry, dict) and entry.get("name") == "default"]
             stored = named[0].get("template") if named else ""
         if not isinstance(stored, str):
-            raise InputError(f"{file}: chat_template must be text, or a list of texts with names")
+            raise InputError(f"{self.config_file}: chat_template must be text, or a list of texts with names")
         return stored
 
     def save(self, folder: str | Path) -> None:
@@ -168,13 +168,13 @@ class HuggingFaceTokenizer:
 
     def _add_listed(self, added_token: type) -> None:
         """The tokens that tokenizer_config.json lists: new ones, and others with what is said there of spaces."""
-        file = self.file.with_name(NAMING_FILES[0])
         try:
-            listed = sorted((_read_json(file).get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
+            listed = sorted((self.config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
             settings = [{key: token[key] for key in ADDED if token.get(key) is not None} for _, token in listed]
             self.tokenizer.add_tokens([added_token(**each) for each in settings])
         except (AttributeError, TypeError, ValueError) as error:
-            raise InputError(f"{file}: added_tokens_decoder must list tokens by their ids: {error}") from None
+            problem = f"added_tokens_decoder must list tokens by their ids: {error}"
+            raise InputError(f"{self.config_file}: {problem}") from None
 
     def _eos_id(self) -> int | None:
         """From the first file that mentions it (null: there is none)."""
@@ -196,15 +196,14 @@ class HuggingFaceTokenizer:
     def _naming_files(self) -> list[Path]:
         """In the order in which they count in transformers: tokenizer_config.json comes first if it lists all tokens,
         as it does since 2023; older ones are overruled."""
-        config, overruling = map(self.file.with_name, NAMING_FILES)
-        return [config, overruling] if "added_tokens_decoder" in _read_json(config) else [overruling, config]
+        files = [self.file.with_name(name) for name in NAMING_FILES]
+        return files if "added_tokens_decoder" in self.config else files[::-1]
 
     def _bos_id(self) -> int | None:
         """The token before a text, if tokenizer_config.json wants one. DeepSeek's tokenizer.json, which has none there,
         relies on that; transformers 4 heeds it, 5 does not."""
-        file = self.file.with_name(NAMING_FILES[0])
         token = self.special_tokens().get("bos_token")
-        return self._known_id(token, file) if token and _read_json(file).get("add_bos_token") is True else None
+        return self._known_id(token, self.config_file) if token and self.config.get("add_bos_token") is True else None
 
     def _known_id(self, token: str, file: Path) -> int:
         """The id of a token that `file` names."""
