@@ -130,9 +130,9 @@ def sequence_mean(x: Tensor, valid: Tensor, documents: Tensor) -> Tensor:
 
     documents: which sequence of the row a token belongs to, below seq. What belongs to none, below 0, is not valid.
     """
-    shape, documents = (x.shape[0], x.shape[1]), documents.clamp(min=0)
-    sums = x.new_zeros(shape).scatter_add(1, documents, x * valid)
-    counts = x.new_zeros(shape).scatter_add(1, documents, valid.to(x.dtype)).clamp(min=1)
+    documents = documents.clamp(min=0)
+    sums = torch.zeros_like(x).scatter_add(1, documents, x * valid)
+    counts = torch.zeros_like(x).scatter_add(1, documents, valid.to(x.dtype)).clamp(min=1)
     return (sums / counts).gather(1, documents)
 
 
