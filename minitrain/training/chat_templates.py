@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
 from os.path import commonprefix
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from minitrain.errors import InputError
 from minitrain.tokenizer import HuggingFaceTokenizer, Tokenizer
@@ -92,9 +92,9 @@ TEMPLATES = {"llama3": LLAMA3, "chatml": CHATML, "plain": PLAIN}
 class JinjaTemplate:
     """The template that came with a tokenizer."""
 
-    begin_with_bos: ClassVar[bool] = False  # the template writes it
-    reply_ends_with_eos: ClassVar[bool] = False  # likewise
-    PLACEHOLDER: ClassVar[str] = "\ue000a reply\ue000"
+    begin_with_bos = False  # the template writes it
+    reply_ends_with_eos = False  # likewise
+    PLACEHOLDER = "\ue000a reply\ue000"
 
     def __init__(self, tokenizer: HuggingFaceTokenizer):
         self.file = tokenizer.file
