@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--chat", action="store_true", help="answer the prompt, in the model's chat template")
     parser.add_argument("--max-tokens", type=positive(int), default=200)
     parser.add_argument("--temperature", type=positive(float, zero=True), default=0.8, help="0: the likeliest token")
-    parser.add_argument("--top-k", type=positive(int), default=None, help="choose among the K likeliest tokens")
+    parser.add_argument("--top-k", type=positive(int), default=0, help="choose among the K likeliest tokens")
     parser.add_argument("--top-p", type=float, default=1.0, help="... that hold this share of the probability")
     parser.add_argument("--min-p", type=float, default=0.0, help="... at least this share as likely as the likeliest")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end after it (may be repeated)")
@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> None:
     if not prompt:
         raise InputError("--prompt is empty: give at least one character")
     params = SamplingParams(
-        options.temperature, options.top_k or 0, options.top_p, options.min_p, options.max_tokens, options.n,
+        options.temperature, options.top_k, options.top_p, options.min_p, options.max_tokens, options.n,
         ends, tuple(options.stop), options.seed,
     )  # fmt: skip
     model = load_pretrained(options.model, device=pick_device(options.device))
