@@ -52,7 +52,7 @@ def unipc(velocity: Velocity, x: Tensor, sigmas: list[float]) -> Tensor:
             x = _step(last, data[i - 1], sigmas, lambdas, i - 1, _corrections(data, lambdas, i))
         last = x
         order = min(2, i + 1, len(sigmas) - 1 - i)
-        predictions = [(0.5, _slope(data[i - 1], data[i], lambdas, i - 1, i))] if order == 2 else []
+        predictions = [(0.5, _slope(data, lambdas, i))] if order == 2 else []
         x = _step(x, data[i], sigmas, lambdas, i, predictions)
     return x
 
@@ -71,9 +71,9 @@ def _step(x: Tensor, data: Tensor, sigmas, lambdas, i: int, corrections: list[tu
     return after / sigma * x + (1 - after) * change * data
 
 
-def _slope(other: Tensor, data: Tensor, lambdas, j: int, i: int) -> Tensor:
-    """How predicted data changes over the step from i, judged by how it changed between j and i."""
-    return (data - other) * (lambdas[i + 1] - lambdas[i]) / (lambdas[i] - lambdas[j])
+def _slope(data: list[Tensor], lambdas, i: int) -> Tensor:
+    """How predicted data changes over the step from i, judged by how it changed over the one before."""
+    return (data[i] - data[i - 1]) * (lambdas[i + 1] - lambdas[i]) / (lambdas[i] - lambdas[i - 1])
 
 
 def _corrections(data: list[Tensor], lambdas, i: int) -> list[tuple[float, Tensor]]:
