@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -102,12 +103,17 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 class Display:
     """A standard stream that goes nowhere once nobody takes what is written, where a pipe's reader or a terminal has
-    gone, or it was closed from the start: what a run is for are its files. Who reads gets each line at once."""
+    gone, or it was closed from the start: what a run is for are its files. Who reads gets each line at once.
+
+    Other failures, as of a full disk, are raised once, so that their own line can be told; those of stderr never are.
+    """
 
     def __init__(self, stream: TextIO | None):
         self.stream = stream or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
         if isinstance(stream, io.TextIOWrapper):  # letters that the terminal has not, in a text or a file's name
             stream.reconfigure(errors="backslashreplace", line_buffering=True)
+            with suppress(OSError):  # is in memory
+                os.set_blocking(stream.fileno(), True)  # else a pipe that its reader has let fill up is an error
 
     def __getattr__(self, name: str):
         return getattr(self.stream, name)
@@ -122,10 +128,10 @@ class Display:
         try:
             return function(*arguments)
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):
-                raise
             with open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), self.stream.fileno())
+            if error.errno not in (errno.EPIPE, errno.EIO) and self is not sys.stderr:
+                raise
             return function(*arguments)
 
 

@@ -158,6 +158,42 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     assert done.returncode == 0 and done.stderr == ""
 
 
+PRINTING = """
+from minitrain import cli
+def main(arguments):
+    for i in range(20_000):
+        print("line", i)
+cli.run(main)
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("program, streams, told", [
+    (PRINTING, ["stdout"], "error: [Errno 28] No space left on device\n"),
+    (PRINTING, ["stdout", "stderr"], None),
+    (PRINTING.replace("print(", "raise OSError("), ["stderr"], None),
+])  # fmt: skip
+def test_output_to_a_full_disk_is_one_line(unbuffered, program, streams, told):
+    """And code 2, also where that line has no room."""
+    with open("/dev/full", "w") as full:
+        ends = {name: full if name in streams else subprocess.PIPE for name in ("stdout", "stderr")}
+        words, environment = [sys.executable, "-c", program], os.environ | {"PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(words, cwd=ROOT, env=environment, text=True, **ends)
+    assert done.returncode == 2 and done.stderr == told
+
+
+def test_a_slow_reader_is_waited_for():
+    """Also where whoever has made the pipe lets nobody wait for it, so that writing fails while it is full."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with subprocess.Popen([sys.executable, "-c", PRINTING], cwd=ROOT, stdout=writer) as process, open(reader) as pipe:
+        os.close(writer)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(3)
+        assert pipe.read() == "".join(f"line {i}\n" for i in range(20_000))
+    assert process.returncode == 0
+
+
 def test_an_interrupted_program_says_so(monkeypatch, capsys):
     monkeypatch.setattr(cli, "group_is_up", lambda: False)
     with pytest.raises(SystemExit) as end:
