@@ -365,8 +365,9 @@ def test_raw_tokens_that_are_read_as_halves_of_others(tmp_path, stored, read, be
             open_tokens(file, 4, vocab_size, token_dtype=read)
     else:
         open_tokens(file, 4, vocab_size, token_dtype=read)
-        file.write_bytes(bytes(1000))
-        open_tokens(file, 4, vocab_size, token_dtype=read)  # zeros are zeros at any width
+        for few in (np.zeros(301), np.ones(301), np.random.default_rng(0).integers(2, size=301)):
+            few.astype(stored).tofile(file)
+            open_tokens(file, 4, vocab_size, token_dtype=read)  # a large vocabulary has them also as pairs
 
 
 def test_token_validation_is_the_end_of_each_file(tmp_path):

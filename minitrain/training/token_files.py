@@ -66,8 +66,8 @@ def check_width(file: Path, tokens: np.ndarray, vocab_size: int) -> None:
     if len(even) < FEWEST:
         return
     size = 2 * tokens.dtype.itemsize
-    most = even.view(f"<u{size}").max()
-    if 0 < most < vocab_size:  # and not all 0; of others hardly one in so many pairs would be
+    pairs = np.unique(even.view(f"<u{size}"))
+    if pairs[-1] < vocab_size and len(pairs) > 4:  # of which 0 and 1, in any order, make up no more
         better = "data.token_dtype=uint32" if size == 4 else "uint32 or .npy"
         raise InputError(f"{file} holds tokens of {size} bytes each, not {tokens.dtype} (use {better})")
 
