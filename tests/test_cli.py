@@ -58,8 +58,9 @@ def test_train_writes_metrics_checkpoints_and_a_model_that_generates(config_file
     train.main(["--config", str(config_file)])
     out = tmp_path / "out"
     lines = metrics(out)
-    shown = capsys.readouterr()  # where there is no terminal: lines, not a bar
-    assert re.findall("^step (.*): loss [0-9.]+, tokens/s [0-9,]+", shown.out, re.MULTILINE) == ["1 of 6", "6 of 6"]
+    shown = capsys.readouterr()  # where there is no terminal: lines, also where the validation is due
+    told = re.findall("^step (.*): loss [0-9.]+, tokens/s [0-9,]+", shown.out, re.MULTILINE)
+    assert told == ["1 of 6", "3 of 6", "6 of 6"]
     assert "\r" not in shown.out + shown.err
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in lines if "val_bits_per_byte" in line] == [3, 6]

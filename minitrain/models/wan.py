@@ -329,6 +329,6 @@ def select(table: Tensor, pack: Pack | None) -> list[Tensor]:
     """The rows of table [videos, rows, dim], each [videos, 1, dim]; for a pack each token's own, [1, seq, dim].
 
     By unbind: of chunks, torch 2.11 to 2.13 compile a backward pass that leaves gradients unwritten (#193061). Not as
-    row[pack.video]: its gradient adds up a video's tokens one after the other (#41162).
+    row[pack.video]: not compiled, its gradient adds up a video's tokens one after the other (#41162).
     """
     return [row[:, None] if pack is None else F.embedding(pack.video, row) for row in table.unbind(1)]

@@ -109,7 +109,8 @@ class MetricsLog:
                 shown["val"] = f"{numbers['val_loss']:.4f}"
             self.bar.set_postfix(shown, refresh=False)
             self.bar.update()
-            if self.bar.disable and (time.monotonic() >= self.next_line or numbers["step"] == self.bar.total):
+            last = numbers["step"] == self.bar.total
+            if self.bar.disable and (last or "val" in shown or time.monotonic() >= self.next_line):
                 self.next_line = time.monotonic() + PAUSE
                 told = ", ".join(f"{name} {value}" for name, value in shown.items())
                 self.say(f"step {numbers['step']:,} of {self.bar.total:,}: {told}")
