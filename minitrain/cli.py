@@ -43,7 +43,7 @@ def positive(kind: type, zero: bool = False, most: float = sys.float_info.max):
     return parse
 
 
-def folder(text: str) -> str:
+def home_path(text: str) -> str:
     """An argparse type: ~ is the home folder, which shells leave alone in words such as --out=~/new."""
     return os.path.expanduser(text)
 

@@ -35,8 +35,8 @@ def main(arguments: list[str]) -> None:
     if chosen.task == "diffusion":
         return generate_video.main(rest)
     parser = cli.Parser(prog="python -m minitrain.generate", description=__doc__)
-    parser.add_argument("--model", required=True, metavar="DIR")
-    parser.add_argument("--adapter", metavar="DIR", help="LoRA adapters of the model, in PEFT's format")
+    parser.add_argument("--model", required=True, metavar="DIR", type=cli.home_path)
+    parser.add_argument("--adapter", metavar="DIR", type=cli.home_path, help="a LoRA run's out_dir, or PEFT's")
     parser.add_argument("--tokenizer", metavar="DIR", help="if not the adapter's or the model's own; or bytes")
     parser.add_argument("--prompt", required=True, metavar="TEXT")
     parser.add_argument("--chat", action="store_true", help="answer the prompt, in the model's chat template")

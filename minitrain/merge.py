@@ -23,7 +23,7 @@ from minitrain.training.chat_templates import choose_template
 def main(arguments: list[str]) -> None:
     parser = cli.Parser(prog="python -m minitrain.merge", description=__doc__)
     for name in ("--model", "--adapter", "--out"):
-        parser.add_argument(name, required=True, metavar="DIR", type=cli.folder)
+        parser.add_argument(name, required=True, metavar="DIR", type=cli.home_path)
     options = parser.parse_args(arguments)
     for name in ("model", "adapter"):
         if Path(options.out).resolve() == Path(getattr(options, name)).resolve():

@@ -47,7 +47,7 @@ from minitrain.training.profiling import recorded_steps
 
 def main(arguments: list[str]) -> None:
     parser = cli.Parser(prog="python -m minitrain.train", description=__doc__)
-    parser.add_argument("--config", required=True, metavar="FILE")
+    parser.add_argument("--config", required=True, metavar="FILE", type=cli.home_path)
     parser.add_argument("--deterministic", action="store_true", help="the same run again gives the same bits")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over those of the file")
     options = parser.parse_args(arguments)

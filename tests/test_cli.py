@@ -389,7 +389,18 @@ def test_the_home_folder_is_meant_behind_an_equals_sign_too(tmp_path, monkeypatc
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(InputError, match=rf"^--out {tmp_path}/base is --model, which would be overwritten"):
         merge.main(["--model=~/base", "--adapter=~/adapter", "--out=~/base"])
-    assert bench.parser().parse_args(["--report", "--out=~/report"]).out == f"{tmp_path}/report"
+    words = ["--report", "--out=~/report", "--json=~/rows", "--trace=~/trace", "--system=~/gpu"]
+    options = vars(bench.parser().parse_args(words))
+    assert [options[name] for name in ("out", "json", "trace", "system")] == [
+        f"{tmp_path}/{name}" for name in ("report", "rows", "trace", "gpu")
+    ]
+    for main, words in (
+        (train.main, ["--config=~/none"]),
+        (generate.main, ["--model=~/none", "--prompt=a"]),
+        (generate.main, ["--task=diffusion", "--model=~/none", "--prompts=shapes", "--out=~/out"]),
+    ):
+        with pytest.raises(InputError, match=f"{tmp_path}/none"):
+            main(words)
 
 
 def test_generation_asks_for_huge_pages_before_it_loads_a_model(monkeypatch):

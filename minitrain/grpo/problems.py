@@ -1,8 +1,9 @@
 """What to learn from: prompts with right answers, read from JSONL or made up.
 
 A line has a prompt under one of the usual names and an answer under one of the usual names (GSM8K, OpenMathInstruct-2,
-DAPO-Math-17k and their like), or a chat whose last message is the assistant's answer. The chat template
-(training/chat.py) turns the prompt into tokens, up to where the response begins, and says which token ends a response.
+DAPO-Math-17k and their like), or a chat whose last message is the assistant's answer. The chat template (see
+training/chat_templates.py) turns the prompt into tokens, up to where the response begins, and says which token ends a
+response.
 So do those at which the model ends any text: it would go on with another one, and be rewarded for that.
 
 Which problems a step takes is a pure function of the seed and the step.

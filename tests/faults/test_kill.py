@@ -59,6 +59,7 @@ def train_until_full(file):
 
     def save_on_full_disk(checkpointer, step, *args):
         if step > 3 and os.environ["RANK"] == "1":
+            checkpointer.wait()  # the first one is on the disk
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
         save(checkpointer, step, *args)
 
