@@ -10,8 +10,10 @@ from tests.faults.kill import CASES, TINY, Run
 from tests.pool import SERVER
 
 
-def train_unseen(file: Path, end: str) -> None:
+def train_unseen(file: Path, end: str, environment: dict[str, str]) -> None:
     """Train with standard output and error that lead nowhere: a pipe that nobody reads, or closed."""
+    os.environ.clear()  # the server has that of the test which it was started in
+    os.environ.update(environment)
     import torch
 
     from minitrain import cli, train
@@ -32,7 +34,7 @@ def train_unseen(file: Path, end: str) -> None:
 def test_a_run_that_nobody_watches_goes_on_to_its_end(tmp_path, end):
     """Its numbers and checkpoints are in files."""
     run = Run(CASES["one process"], tmp_path / "run")
-    process = SERVER.Process(target=train_unseen, args=(run.file, end))
+    process = SERVER.Process(target=train_unseen, args=(run.file, end, dict(os.environ)))
     process.start()
     process.join(120)
     assert process.exitcode == 0 and len(run.numbers()) == TINY["steps"]
