@@ -384,6 +384,12 @@ def test_generation_of_a_reply(tmp_path, capsys):
         assert capsys.readouterr().out == ByteTokenizer().decode(shown) + "\n"
 
 
+def test_without_a_terminal_lines_come_again_after_a_pause(config_file, monkeypatch, capsys):
+    monkeypatch.setattr("minitrain.training.metrics.PAUSE", 0.0)
+    train.main(["--config", str(config_file)])
+    assert re.findall("^step (.*): loss", capsys.readouterr().out, re.MULTILINE) == [f"{n} of 6" for n in range(1, 7)]
+
+
 def test_the_home_folder_is_meant_behind_an_equals_sign_too(tmp_path, monkeypatch):
     """Where no shell expands it: else folders are made below one that is called `~`."""
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -464,11 +470,11 @@ def test_more_processes_than_gpus(monkeypatch):
     assert pick_device("auto") == torch.device("cuda", 0)
 
 
-def gpus_of(seen: list[list[str]]) -> str:
-    """What ranks that see these GPUs are told, on this rank."""
+def gpus_of(seen: list[list[str]], environment: dict[str, str]) -> str:
+    """What ranks that see these GPUs, of which they took the first, are told, on this rank."""
     own = seen[dist.get_rank()]
     with (
-        mock.patch.dict(os.environ, LOCAL_RANK="0"),
+        mock.patch.dict(os.environ, environment, clear=True),
         mock.patch.object(torch.cuda, "device_count", lambda: len(own)),
         mock.patch.object(torch.cuda, "get_device_properties", lambda device: mock.Mock(uuid=own[0])),
     ):
@@ -480,7 +486,9 @@ def gpus_of(seen: list[list[str]]) -> str:
 
 
 def test_processes_that_see_one_gpu_each_have_their_own(pool):
-    assert pool.run(3, gpus_of, [["a"], ["b"], ["c"]]) == ["right"] * 3
-    assert pool.run(3, gpus_of, [["a", "b"], ["a", "b"], ["c"]]) == ["right"] * 3  # which take one by their rank
-    same = "ranks 1 and 2 have the same GPU (start one process for each GPU)"
-    assert pool.run(3, gpus_of, [["a"], ["b"], ["b"]]) == [same] * 3
+    told = {"LOCAL_RANK": "0"}
+    assert pool.run(3, gpus_of, [["a"], ["b"], ["c"]], told) == ["right"] * 3
+    assert pool.run(3, gpus_of, [["a", "b"], ["a", "b"], ["c"]], told) == ["right"] * 3  # which take one by their rank
+    same = "ranks {} and {} have the same GPU (start one process for each GPU)".format
+    assert pool.run(3, gpus_of, [["a"], ["b"], ["b"]], told) == [same(1, 2)] * 3
+    assert pool.run(3, gpus_of, [["a", "b"], ["a", "b"], ["c"]], {}) == [same(0, 1)] * 3  # nobody says which is whose
