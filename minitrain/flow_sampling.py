@@ -101,7 +101,7 @@ def guided(
     """The model's velocity v for `text` [batch, tokens, text_dim], away from that for `negative`, alike (Ho & Salimans
     2022): v(negative) + scale * (v(text) - v(negative)). A scale of 1 is the plain velocity, at half the work.
 
-    negative: by default zeros, with which FlowMatching trains; published models know an empty prompt's embedding.
+    negative: by default zeros, as in training (see Noised); published models know an empty prompt's embedding.
     image, condition: for image-to-video models, which see them with both texts; see FlowMatching.
     """
     negative = torch.zeros_like(text) if negative is None else negative

@@ -29,7 +29,7 @@ from minitrain.models.tensor_files import write_tensors
 from minitrain.models.wan import Wan
 from minitrain.parallel.mesh import pick_device
 from minitrain.training import shapes
-from minitrain.training.latents import check_shapes, model_shapes, read_video
+from minitrain.training.latents import TEXTS, check_shapes, model_shapes, read_video
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -106,10 +106,10 @@ def enough_memory(option: str) -> Iterator[None]:
 
 def read_prompts(path: Path, text_tokens: int) -> dict[str, Tensor]:
     """What the file holds of text, negative, condition and image, in fp32, texts padded with zeros."""
-    prompts = read_video(path, ["text", "negative", "condition", "image"])
+    prompts = read_video(path, [*TEXTS, "condition", "image"])
     if "text" not in prompts or prompts["text"].ndim != 3 or not len(prompts["text"]):
         raise InputError(f"{path} must hold a tensor `text` [videos, tokens, text_dim], of one video at least")
-    for name in ("text", "negative"):
+    for name in TEXTS:
         if name in prompts and prompts[name].ndim == 3:
             missing = text_tokens - prompts[name].shape[1]
             if missing < 0:
@@ -126,8 +126,6 @@ def check_prompts(prompts: dict[str, Tensor], model: Wan, size: Sequence[int], s
     """Raises InputError for prompts that are not what the model takes beside latents of `size`."""
     wanted = {name: (len(prompts["text"]), *shape) for name, shape in model_shapes(model.config, size).items()}
     del wanted["latents"]  # which are to be made
-    if "negative" in prompts:
-        wanted["negative"] = wanted["text"]
     check_shapes({name: tuple(tensor.shape) for name, tensor in prompts.items()}, wanted, f"--prompts {source}")
 
 

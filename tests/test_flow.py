@@ -141,6 +141,19 @@ def test_text_is_hidden_in_the_right_share():
     assert sum(hidden) / len(hidden) == pytest.approx(0.5, abs=0.06)
 
 
+def test_what_is_seen_in_place_of_a_hidden_text():
+    class WithNegative(Clips):
+        def row(self, n: int) -> dict[str, torch.Tensor]:
+            return super().row(n) | {"negative": torch.full((3, 5), 7.0)}
+
+    datasets = [Noised(clips, Diffusion(text_dropout=0.5), seed=0) for clips in (Clips(), WithNegative())]
+    for n in range(20):
+        plain, other = (dataset.row(n) for dataset in datasets)
+        assert_same(other, plain | {"text": plain["text"].masked_fill(plain["text"] == 0, 7)})
+    held_out = Noised(WithNegative(), Diffusion(text_dropout=1), seed=0, held_out=True)
+    assert all((held_out.row(n)["text"] == 1).all() for n in range(4))
+
+
 def test_held_out_rows_show_their_text_and_cover_all_sigmas():
     """Any 40 consecutive rows put 10 in each quartile, give or take two, whatever the settings."""
     dataset = Noised(Clips(), Diffusion(shift=5, sigma_max=0.4, text_dropout=1.0), seed=0, held_out=True)

@@ -71,6 +71,22 @@ def test_rows_are_fp32_and_texts_padded_with_zeros(folder):
         assert torch.equal(row["text"], expected)
 
 
+def test_files_with_and_without_a_negative_text_share_buckets_and_packs(folder):
+    """It is padded as the text is, and takes its place where that is hidden."""
+    negative = torch.full((2, 6), -1.0)
+    save_video(folder / "9.safetensors", torch.full(SHAPES[1], 9.0), torch.ones(1, 6), negative=negative)
+    cache = open_cache(folder)
+    assert [len(bucket) for bucket in cache.buckets] == [5, 5]
+    rows = [cache.row(n) for n in range(10)]
+    padded = torch.tensor([-1.0, -1, 0, 0])[:, None].expand(4, 6)
+    assert [number(row) for row in rows if "negative" in row] == [9]
+    assert all(torch.equal(row["negative"], padded) for row in rows if "negative" in row)
+    packs = Packs(cache, Diffusion(text_dropout=1.0), 14, (1, 2, 2), seed=0)
+    for row in map(packs.row, range(len(packs))):
+        for latents, text in zip(row["latents"], row["text"], strict=True):
+            assert torch.equal(text, padded if latents.flatten()[0] == 9 else torch.zeros(4, 6))
+
+
 def test_image_to_video_files(tmp_path):
     more = {"condition": torch.randn(3, 1, 2, 4), "image": torch.randn(5, 7)}
     save_video(tmp_path / "a.safetensors", torch.randn(2, 1, 2, 4), torch.randn(2, 6), **more)
@@ -101,6 +117,8 @@ def test_mock_latents_are_normal_and_reproducible():
     ({"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(9, 6)}, "text has 9 tokens, more than the 4 of a row"),
     ({"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(2, 5)}, "x.safetensors: text is [2, 5], the model takes"),
     ({"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(2, 6), "image": torch.zeros(1, 1)}, "image is [1, 1]"),
+    ({"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(2, 6), "negative": torch.zeros(9, 6)}, "negative has 9"),
+    ({"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(2, 6), "negative": torch.zeros(2, 5)}, "negative is [2"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_files_that_are_refused(folder, tensors, message):
     save_file(tensors, folder / "x.safetensors")

@@ -142,8 +142,9 @@ class Noised:
     """A dataset of latents and texts with what flow matching adds to row n: noise, sigma, and at times a hidden text.
 
     dataset: has `row(n)`, a dict with fp32 latents [channels, frames, height, width] and text [tokens, text_dim], where
-    a row of zeros stands for no token. With held_out, texts are never hidden, and sigmas cover 0 to 1 evenly in any run
-    of rows, whatever the settings, so that losses of different runs compare.
+    a row of zeros stands for no token. In place of a hidden text comes the row's `negative`, or zeros if it has none.
+    With held_out, texts are never hidden, and sigmas cover 0 to 1 evenly in any run of rows, whatever the settings, so
+    that losses of different runs compare.
     """
 
     def __init__(self, dataset, settings: Diffusion, seed: int, held_out: bool = False):
@@ -160,13 +161,15 @@ class Noised:
 
 def add_noise(row: dict[str, Tensor], n: int, settings: Diffusion, seed: int, held_out: bool) -> dict[str, Tensor]:
     """What `Noised` does to row n."""
+    row = dict(row)
+    without = row.pop("negative", torch.zeros_like(row["text"]))
     random = generator(seed, held_out, n)
     u, hide = torch.rand(2, dtype=torch.float64, generator=random)
     noise = torch.randn(row["latents"].shape, generator=random, dtype=row["latents"].dtype)
     if held_out:
         sigma, text = torch.tensor((0.5 + n * GOLDEN_RATIO) % 1), row["text"]
     else:
-        sigma, text = sigma_from_uniform(u, settings), row["text"] * (hide >= settings.text_dropout)
+        sigma, text = sigma_from_uniform(u, settings), torch.where(hide < settings.text_dropout, without, row["text"])
     return row | {"text": text, "noise": noise, "sigma": sigma.float()}
 
 

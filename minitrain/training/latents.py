@@ -4,6 +4,8 @@ Encoding videos takes an autoencoder and a text encoder, both large and frozen, 
 Each file of the cache is one video: `latents` [channels, frames, height, width], normalised per channel (for Wan, less
 latents_mean and divided by latents_std of its autoencoder's config), and `text` [tokens, text_dim], the real tokens
 only; for image-to-video models also `condition` [more channels, frames, height, width] and `image` [tokens, image_dim].
+Where training hides a text (diffusion.text_dropout) the model sees the file's `negative` [tokens, text_dim], or zeros:
+published models are to see the embedding of an empty prompt, since that is what they are guided away from.
 Wan's condition is first a mask of 4 channels, one for each frame of the 4 that a latent frame stands for (the first is
 all 4 of its own), 1 where the frame is given; then the latents, normalised alike, of the video with all others grey.
 Videos of one shape form a bucket, and a micro-batch comes from one bucket, or else is a pack: videos of all shapes in
@@ -35,7 +37,8 @@ from minitrain.training.packing import first_fit_decreasing
 from minitrain.training.shapes import ShapesWorld
 from minitrain.training.token_files import check_unchanged, stamp_of
 
-DIMENSIONS = {"latents": 4, "text": 2, "condition": 4, "image": 2}
+DIMENSIONS = {"latents": 4, "text": 2, "negative": 2, "condition": 4, "image": 2}
+TEXTS = "text", "negative"
 IMAGE_TOKENS = 257  # of CLIP's features of one image
 
 Shape = tuple[int | str, ...]  # "tokens" where any number will do
@@ -92,7 +95,9 @@ def model_shapes(
 
 
 def check_shapes(found: dict[str, Shape], wanted: dict[str, Shape], where: str) -> None:
-    """Raises InputError if the tensors found are not those that the model takes."""
+    """Raises InputError if the tensors found are not those that the model takes; `negative` may be like the text."""
+    if "negative" in found:
+        wanted = wanted | {"negative": wanted["text"]}
     for name in wanted | found:
         pair = found.get(name, ()), wanted.get(name, ())
         if len(pair[0]) != len(pair[1]) or any(b not in (a, "tokens") for a, b in zip(*pair, strict=True)):
@@ -120,7 +125,7 @@ class LatentCache:
     Row n is a pure function of (seed, n). An epoch visits the buckets in groups of `group` videos, in an order that
     differs from epoch to epoch; a bucket that `group` does not divide repeats a few of its videos. So rows
     k * group ... k * group + group - 1, one micro-batch, have the same shape.
-    text_tokens: texts are padded with zeros to it, as Wan was trained.
+    text_tokens: texts, negative ones too, are padded with zeros to it, as Wan was trained.
     """
 
     def __init__(self, buckets: list[list[Path]], text_tokens: int, group: int, seed: int):
@@ -151,12 +156,12 @@ class LatentCache:
         """One video, as in a row."""
         check_unchanged(path, path, self.stamps[path])
         row = read_video(path)
-        row["text"] = F.pad(row["text"], (0, 0, 0, self.text_tokens - len(row["text"])))
-        return row
+        texts = {name: row[name] for name in TEXTS if name in row}
+        return row | {name: F.pad(text, (0, 0, 0, self.text_tokens - len(text))) for name, text in texts.items()}
 
 
 def find_buckets(config: Config, skips: Skips) -> list[list[Path]]:
-    """The files of data.path, by the shapes of what they hold, text apart; all headers are checked.
+    """The files of data.path, by the shapes of what they hold, texts apart; all headers are checked.
 
     Raises InputError for a file that is not a video, or not one that the config's model takes.
     """
@@ -164,7 +169,7 @@ def find_buckets(config: Config, skips: Skips) -> list[list[Path]]:
     for path in find_files(config.data):
         shapes = skips.read(read_usable, path, config, skips.allowed)
         if shapes is not None:
-            key = tuple((name, shape) for name, shape in shapes.items() if name != "text")
+            key = tuple((name, shape) for name, shape in shapes.items() if name not in TEXTS)
             buckets.setdefault(key, []).append(path)
     if not buckets:
         raise InputError(f"data.path={config.data.path!r} holds no usable videos{skips.aside}")
@@ -180,8 +185,9 @@ def split_buckets(buckets: list[list[Path]], share: float, seed: int) -> Iterato
 def read_usable(path: Path, config: Config, with_values: bool) -> dict[str, Shape]:
     """`read_shapes` of a file that the config's model takes, and, if asked for, whose values are finite."""
     shapes, text_tokens = read_shapes(path), config.data.text_tokens
-    if shapes["text"][0] > text_tokens:
-        raise InputError(f"{path}: text has {shapes['text'][0]} tokens, more than the {text_tokens} of a row")
+    for name in TEXTS:
+        if name in shapes and shapes[name][0] > text_tokens:
+            raise InputError(f"{path}: {name} has {shapes[name][0]} tokens, more than the {text_tokens} of a row")
     check_fit(shapes, config, str(path))
     if with_values:
         read_video(path)
@@ -222,7 +228,7 @@ def read_video(path: Path, names: Iterable[str] = tuple(DIMENSIONS)) -> dict[str
 
 
 def save_video(path: str | Path, latents: Tensor, text: Tensor, **more: Tensor) -> None:
-    """Write one file of a cache. more: `condition` and `image`, for image-to-video."""
+    """Write one file of a cache. more: `negative`; for image-to-video `condition` and `image`."""
     tensors = {"latents": latents, "text": text, **more}
     write_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
