@@ -70,12 +70,14 @@ def last_boxed(text: str) -> str | None:
 
 
 def normalize(answer: str) -> str:
-    r"""One spelling of each: no white space, $, %, \text, \left, degrees, thousands separators or final full stop.
+    r"""One spelling of each: no white space, $, %, \text, \left, degrees, thousands separators, final full stop, or
+    braces around one character, as in x^{2}.
 
     Of an equation with a name on its left, such as x = 5, the right side (Hendrycks et al. 2021).
     """
     answer = re.sub(r"\\(?:text|mathrm|textbf)\s*\{([^{}]*)\}", r"\1", answer)
-    answer = re.sub(r"\\(?:left|right|!|%|\$)|\^\s*\{?\\circ\}?|[$%]", "", answer)
+    answer = re.sub(r"\\(?:left|right|!|%|\$)|\^\s*\{?\\circ\}?|[$%\u00b0]", "", answer)
+    answer = re.sub(r"(\\sqrt|[\^_])\s*\{\s*(\w)\s*\}", r"\1\2", answer)  # also lets a fraction have them inside
     answer = re.sub(r"\s", "", plain_fractions(re.sub(r"\\[,;: ]", " ", answer)))
     answer = re.sub(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?:\D|$))", "", answer)
     answer = re.sub(r"^[a-zA-Z]{1,2}=", "", answer)
@@ -83,21 +85,29 @@ def normalize(answer: str) -> str:
 
 
 def plain_fractions(text: str) -> str:
-    r"""\frac{a}{b} as a/b; and behind a whole number, which it is added to, as +a/b: neither 1\frac12 nor 1 1/2 is 11/2
-    or 1/2."""
+    r"""\frac{a}{b} as a/b, with (a) if it is a sum, (b) if it is more than a number or a letter: \frac{x+1}{2} is not
+    x+\frac12; and behind a whole number, which it is added to, as +a/b: neither 1\frac12 nor 1 1/2 is 11/2 or 1/2."""
+
+    def plain(match: re.Match) -> str:
+        above, below = (re.sub(r"\s", "", part) for part in match.groups() if part is not None)
+        is_sum = re.search(r".[+-]", re.sub(r"\([^()]*\)", "", above))
+        is_one = re.fullmatch(r"-?(?:[\d.,]*|[a-zA-Z]|\\[a-zA-Z]+|\([^()]*\))", below)
+        return (f"({above})" if is_sum else above) + "/" + (below if is_one else f"({below})")
+
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     text = re.sub(r"(?<=\d)(?=\\frac)", " ", text)
-    text = re.sub(r"\\frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))", r"\1\2/\3\4", text)
+    text = re.sub(r"\\frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))", plain, text)
     return re.sub(r"(?<=\d) +(?=\d+ */ *\d)", "+", text)
 
 
 def to_number(answer: str) -> Fraction | None:
-    """A normalised answer as an exact number, if it is an integer, a decimal or a fraction of those."""
-    match = re.fullmatch(rf"({NUMBER})(?:/({NUMBER}))?", answer) if len(answer) <= DIGITS else None
+    """A normalised answer as an exact number, if it is an integer, a decimal, a fraction of those or a mixed number."""
+    mixed = rf"(?:(\d+)\+(?=\d+/))?({NUMBER})(?:/({NUMBER}))?"
+    match = re.fullmatch(mixed, answer) if len(answer) <= DIGITS else None
     if match is None:
         return None
-    numerator, denominator = Fraction(match[1]), Fraction(match[2] or 1)
-    return numerator / denominator if denominator else None
+    whole, numerator, denominator = Fraction(match[1] or 0), Fraction(match[2]), Fraction(match[3] or 1)
+    return whole + numerator / denominator if denominator else None
 
 
 def overlong(tokens: int, longest: int, buffer: int, penalty: float) -> float:

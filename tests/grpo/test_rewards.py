@@ -69,6 +69,22 @@ math = load_reward("math")
     (r"\boxed{(1,2)}", "12", 0),
     (r"\boxed{(1,2345)}", "(12345)", 0),  # a pair, too
     ("the year is 2", "-2", 0),
+    (r"\boxed{\frac{x+1}{2}}", r"x+\frac12", 0),  # a sum above the line, a product or a sum below it
+    (r"\boxed{\frac{3}{4x}}", r"\frac{3}{4}x", 0),
+    (r"\boxed{\frac{n}{2}+1}", r"\frac{n}{2+1}", 0),
+    (r"\boxed{\frac{2}{3\pi}}", r"\frac{2}{3} \pi", 0),
+    (r"\boxed{(x+1)/(2y)}", r"\dfrac{x + 1}{2y}", 1),
+    (r"\boxed{2(x+1)/3}", r"\frac{2(x+1)}{3}", 1),
+    (r"\boxed{-2\pi/3}", r"\frac{-2\pi}{3}", 1),
+    (r"\boxed{\frac{1}{-2}}", "-0.5", 1),
+    (r"\boxed{6\frac34}", r"\frac{27}{4}", 1),  # mixed numbers are numbers, too
+    (r"\boxed{1 1/2}", "1.5", 1),
+    (r"\boxed{-1\frac12}", "-1/2", 0),
+    (r"\boxed{x^{2} + a_{1}}", "x^2+a_1", 1),  # TeX needs no braces around one character
+    (r"\boxed{\frac{x^{2}}{\sqrt{3}}}", r"\frac{x^2}{\sqrt3}", 1),
+    (r"\boxed{x^{12}}", "x^{1}2", 0),
+    (r"\boxed{\sqrt{23}}", r"\sqrt{2}3", 0),
+    ("\\boxed{90\u00b0}", r"90^\circ", 1),
 ])  # fmt: skip
 def test_math(response, answer, reward):
     assert math(response, answer, {}) == reward
@@ -77,7 +93,8 @@ def test_math(response, answer, reward):
 @pytest.mark.parametrize("text", [
     r"\boxed{" * 200_000, r"\boxed{" + "9" * 1_000_000, "1" * 1_000_000 + "/3", "1e999999999", r"\frac{" * 100_000,
     "{" * 500_000, ",1" * 500_000, "-" * 500_000, "#" * 500_000, r"\text{" * 100_000, r"\boxed{1/1e999999999}",
-    ",111" * 250_000, "1," * 500_000, "1/" * 500_000,
+    ",111" * 250_000, "1," * 500_000, "1/" * 500_000, r"\frac{" + "(" * 500_000 + "}{2}", "^{ " * 300_000,
+    r"\boxed{\frac{1}{" + "(1" * 500_000 + "}}",
 ])  # fmt: skip
 def test_hostile_texts_take_no_time(text):
     """Not by the clock: other processes may have the core. A number of that size, or a square of that length, takes
