@@ -208,7 +208,7 @@ class GRPO:
     importance_low: float = 0.0
     importance_high: float = 2.0
     generations: int = 1  # above 1: groups without a signal are replaced, in up to this many rounds of sampling (DAPO)
-    overlong_buffer: int = 0  # the last tokens before rollout.max_tokens, over which the reward falls
+    overlong_buffer: int = 0  # the last tokens before a response would be cut off, over which the reward falls
     overlong_penalty: float = 1.0  # by this much
     overlong_filter: bool = False  # leave truncated responses out of the loss
     lag: Literal[0, 1] = 0  # 1: sample with weights one step old, so that sampling and training can overlap

@@ -69,11 +69,14 @@ class Collector:
         return [every[i] for i in sorted(every)]  # a replica's ranks all have the same ones
 
     def request(self, problem: Problem, number: int, n: int, greedy: bool) -> SamplingParams:
-        """A prompt and its response fit into a row of batch.seq_len, which reads all of it but the last token."""
-        room = self.config.batch.seq_len + 1 - len(problem.prompt)
-        limit = min(self.config.rollout.max_tokens, room)
-        temperature = 0.0 if greedy else self.config.rollout.temperature
+        temperature, limit = 0.0 if greedy else self.config.rollout.temperature, self.longest(problem)
         return SamplingParams(temperature, max_tokens=limit, n=n, stop_tokens=self.ends, seed=self.seed(number))
+
+    def longest(self, problem: Problem) -> int:
+        """Tokens of a response that is cut off. A prompt and its response fit into the model's positions, and into a
+        row of batch.seq_len, which reads all of it but the last token."""
+        positions = min(self.config.batch.seq_len + 1, self.config.model.config.max_position_embeddings)
+        return min(self.config.rollout.max_tokens, positions - len(problem.prompt))
 
     def seed(self, number: int) -> int:
         digest = hashlib.blake2b(f"{self.config.seed}/{number}".encode(), digest_size=4).digest()
@@ -83,8 +86,8 @@ class Collector:
         grpo, ended = self.config.grpo, completion.finish_reason == "stop"
         tokens = completion.tokens
         text = self.tokenizer.decode(tokens[:-1] if ended else tokens)
-        score, longest = self.score(text, problem), self.config.rollout.max_tokens
-        reward = score + overlong(len(tokens), longest, grpo.overlong_buffer, grpo.overlong_penalty)
+        score, longest = self.score(text, problem), self.longest(problem)
+        reward = score + overlong(len(tokens), longest, min(grpo.overlong_buffer, longest), grpo.overlong_penalty)
         return Response(
             group, problem.prompt, tokens, completion.logprobs, not ended, score, reward, text, problem.answer
         )

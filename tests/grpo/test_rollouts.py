@@ -253,6 +253,19 @@ def test_length_costs():
     assert set(sampling.evaluate(problems, 2).values()) == {0}
 
 
+@pytest.mark.parametrize("limit", [{"batch": {"seq_len": 32}}, {"model": {"max_position_embeddings": 33}}], ids=str)
+def test_length_costs_all_where_a_response_is_cut_off(limit):
+    """A prompt of 29 tokens leaves 4 for its response, in the row or in the model, and not the 8 of rollout.max_tokens:
+    a response of 4 was cut off, one of 3 is half as far into the buffer."""
+    limit = {key: TREE[key] | value for key, value in limit.items()}
+    config = configs.from_dict(TREE | limit | {"grpo": {"mock_digits": 28, "overlong_buffer": 2}})
+    problem = open_problems(config)[0].take(0, 1)[0]
+    sampling = Collector(config, None, SimpleNamespace(decode=str), (), lambda *_: 1, 0, 1, None)
+    assert len(problem.prompt) == 29 and sampling.request(problem, 0, 1, False).max_tokens == 4
+    lengths = [sampling.rewarded(0, problem, Completion([1] * n, [-1.0] * n, "length")).reward for n in (2, 3, 4)]
+    assert lengths == [1, 0.5, 0]
+
+
 def test_rewards_keep_all_digits():
     sampling, problems = collector([2])
     sampling.reward = lambda *_: 0.1
