@@ -22,6 +22,7 @@ from minitrain.models.lora import adapter_names, is_adapter, merged, without_ada
 from minitrain.parallel.context import own_tokens
 from minitrain.parallel.mesh import Meshes, local, owned, sum_over, whole
 from minitrain.parallel.pipeline import Pipeline
+from minitrain.training.adamw import random_bits, round_stochastically
 from minitrain.training.build import build_model
 from minitrain.training.checkpoint import Checkpointer
 from minitrain.training.health import is_finite
@@ -153,7 +154,11 @@ class Learner:
         self.reference.requires_grad_(False)
 
     def weights(self) -> Parts:
-        """This rank's parts of the policy's weights and buffers, adapters merged. All that train call it together."""
+        """This rank's parts of the policy's weights and buffers, adapters merged. All that train call it together.
+
+        In bf16 they are rounded up or down at random, always alike: the nearest would be the weights without adapters
+        for as long as these change them by less than 1 in 512, and the sampler would lag behind the policy.
+        """
         state = self.model.state_dict()  # with FSDP, what the optimizer updates, and not what was gathered from it
         parts = {name: owned(tensor) for name, tensor in state.items() if not is_adapter(name)}
         for name, (part, where) in parts.items():
@@ -162,5 +167,9 @@ class Learner:
                 *stack, rows, columns = where
                 a, b = map(whole, adapters)
                 a, b = a[(*stack, slice(None), columns)], b[(*stack, rows)]
-                parts[name] = merged(part, a, b, self.config.lora), where
+                weight = merged(part.float(), a, b, self.config.lora)
+                if part.dtype == torch.bfloat16:
+                    always = torch.zeros((), device=part.device)
+                    weight = round_stochastically(weight, random_bits(name, always, where))
+                parts[name] = weight, where
         return parts

@@ -16,8 +16,8 @@ from minitrain.grpo.learner import Learner
 from minitrain.grpo.loop import Run
 from minitrain.grpo.problems import open_problems
 from minitrain.grpo.rollouts import rewards
-from minitrain.models.lora import merge_adapters, without_adapters
-from minitrain.parallel.mesh import start
+from minitrain.models.lora import adapter_names, merge_adapters, merged, without_adapters
+from minitrain.parallel.mesh import local, start
 from minitrain.training.checkpoint import Checkpointer
 from minitrain.training.loop import forward_backward
 from minitrain.training.loss import IGNORE
@@ -272,6 +272,25 @@ def test_refits_send_merged_weights(tmp_path):
     assert set(sent) == set(expected)
     for name, tensor in expected.items():
         torch.testing.assert_close(sent[name], tensor)
+
+
+def test_a_refit_sends_changes_below_the_precision_of_bf16():
+    """On average over the weights: rounded to the nearest, most would stay as they are without adapters."""
+    learner = make_learner(PLAIN | {"precision": "bf16", "lora": {"rank": 4, "alpha": 8}})
+    state, generator = learner.model.state_dict(), torch.Generator().manual_seed(0)
+    sent, products, squares = {}, torch.zeros(2), 0.0
+    for name in [name for name in state if name.endswith("proj.weight")]:
+        weight, (a, b) = local(state[name]), (local(state[adapter]) for adapter in adapter_names(name))
+        change = 2 * b.normal_(std=1e-5, generator=generator) @ a
+        sent[name], _ = learner.weights()[name]
+        for i, rounded in enumerate([sent[name], merged(weight, a, b, learner.config.lora)]):
+            assert rounded.dtype == torch.bfloat16
+            products[i] += ((rounded.float() - weight.float()) * change).sum()
+        squares += change.square().sum()
+    ours, nearest = (products / squares).tolist()
+    assert ours == pytest.approx(1, abs=0.1) and nearest < 0.5
+    again = learner.weights()
+    assert all(torch.equal(part, again[name][0]) for name, part in sent.items())
 
 
 def test_the_reference_is_on_disk_before_anything_is_trained(tmp_path):
