@@ -11,6 +11,7 @@ import math
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from minitrain.config import Config
@@ -63,10 +64,13 @@ class Collector:
         mine = range(self.replica, len(problems), self.replicas)
         requests = [self.request(problems[i], first + i, n, greedy) for i in mine]
         prompts = [problems[i].prompt for i in mine]
-        completions = iter(self.sampler.generate(prompts, requests) if requests else [])
-        groups = {i: [self.rewarded(i, problems[i], next(completions)) for _ in range(n)] for i in mine}
+        completions = self.sampler.generate(prompts, requests) if requests else []
+        groups, tp = {}, self.config.rollout.tp
+        for k in range(dist.get_rank() % tp, len(mine), tp):  # ranks that share a sampler have the same responses
+            own = completions[k * n : (k + 1) * n]
+            groups[mine[k]] = [self.rewarded(mine[k], problems[mine[k]], completion) for completion in own]
         every = {i: group for share in gather(groups, self.group) for i, group in share.items()}
-        return [every[i] for i in sorted(every)]  # a replica's ranks all have the same ones
+        return [every[i] for i in sorted(every)]
 
     def request(self, problem: Problem, number: int, n: int, greedy: bool) -> SamplingParams:
         temperature, limit = 0.0 if greedy else self.config.rollout.temperature, self.longest(problem)

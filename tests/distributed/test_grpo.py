@@ -232,6 +232,26 @@ def test_ranks_that_share_a_model_sample_as_one(pool, model, ep):
             assert tokens == right and logprobs == pytest.approx(theirs, abs=2e-5)
 
 
+def collect_counted(tree):
+    """A step's groups, and how often the reward function was called on this rank."""
+    whole, answers = Run(configs.from_dict(tree), None), []
+    whole.begin()
+    whole.collector.reward = lambda response, answer, row: answers.append(answer) or oddness(response, answer, row)
+    groups, _ = whole.collect(0)
+    return groups, len(answers)
+
+
+def test_ranks_that_share_a_sampler_share_what_rewards_cost(pool):
+    """A function of one's own may ask another model, or run code, for each of a step's 4 x 4 responses."""
+    [(expected, calls)] = pool.run(1, collect_counted, TREE)
+    results = pool.run(4, collect_counted, TREE | {"rollout": TREE["rollout"] | {"tp": 2}})
+    assert calls == 16 and [calls for _, calls in results] == [4] * 4
+    for groups, _ in results:
+        assert [[(r.response, r.reward) for r in g] for g in groups] == [
+            [(r.response, r.reward) for r in g] for g in expected
+        ]
+
+
 def sample_compiled(tree, on_cuda):
     model, counter, counts = shared_model(tree), Counter(), []
     compiled.compiled_forward.cache_clear()
