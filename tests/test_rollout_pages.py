@@ -256,6 +256,18 @@ def test_a_later_prompt_finds_the_pages_of_an_earlier_one():
         scheduler.decoded(sample, [0], [0.0], "stop")
 
 
+def test_prompts_that_come_together_wait_for_the_pages_that_they_share():
+    """As those of an evaluation do, with the same examples before each question: they are computed once."""
+    scheduler = Scheduler(Pages(60, 4), rows=8, chunk=100, steps=1)
+    for number in range(4):
+        scheduler.submit([Sample([1] * 18 + [2 + number] * 8, SamplingParams(), 0, limit=30)])
+    scheduler.submit([Sample([9] * 6, SamplingParams(), 0, limit=30)])
+    counts = []
+    while not counts or sum(map(len, counts)) < 5:
+        counts.append([count for _, count in plan_and_compute(scheduler).chunks])
+    assert counts == [[25], [9, 9, 9, 5]]  # all but the last tokens; of three not the 16 that fill pages
+
+
 def test_long_prompts_take_turns_with_those_who_decode():
     scheduler = Scheduler(Pages(40, 4), rows=4, chunk=4, steps=1)
     kinds = []

@@ -163,8 +163,14 @@ class Scheduler:
                 return
 
     def _start(self, prefill: Prefill) -> bool:
-        """Leave a page to each sample that will need one: to be put back right after starting would be a waste."""
+        """Leave a page to each sample that will need one: to be put back right after starting would be a waste.
+
+        What another one is about to compute is waited for: prompts that begin alike often come together.
+        """
         found = self.pages.match(prefill.tokens[: prefill.length]) if self.reuse else []
+        if self.reuse and self._is_coming(prefill.tokens[: prefill.length], len(found) + 1):
+            self.pages.release(found)
+            return False
         missing = self.pages.needed(prefill.length) - len(found)
         growing = sum(self.pages.needed(sample.limit - 1) > len(sample.pages) for sample in self.running)
         spare = growing + 1 if self.running or self.resident else 0
@@ -175,6 +181,12 @@ class Scheduler:
         prefill.pages, prefill.cached, prefill.slot = found + taken, len(found) * self.pages.size, self.slots.pop()
         self.resident.append(prefill)
         return True
+
+    def _is_coming(self, tokens: list[int], pages: int) -> bool:
+        """Will a prefill that has begun soon hold so many full pages with what `tokens` begins with?"""
+        count = pages * self.pages.size
+        alike = (p.tokens[:count] == tokens[:count] for p in self.resident if p.cached < count <= p.length)
+        return count <= len(tokens) and any(alike)
 
     def _drop(self, prefill: Prefill) -> None:
         """A prefill gives back what it has, and would be computed again."""
