@@ -286,7 +286,8 @@ def _find_family(raw: dict, file: Path) -> str:
 
 
 def _refuse_unsupported(raw: dict, family: Family, file: Path) -> None:
-    refuse_other_values(raw, family.values, family.architecture, file)
+    # since 5.2 transformers lets every decoder see later tokens too, if `is_causal` says so, as embedding models' does
+    refuse_other_values(raw, dict(is_causal=True) | family.values, family.architecture, file)
     _refuse_other_layers(raw, family, file)
     key, expected = family.key("hidden_act"), ACTIVATIONS[family.field("mlp")]
     if raw.get(key) not in (None, expected):

@@ -238,6 +238,7 @@ def test_memory_is_one_shard_to_save_and_one_model_to_load(tmp_path):
         ("llama3", dict(model_type=["llama"]), ["model_type=['llama'] contradicts"]),
         ("llama3", dict(attention_bias=True), ["attention_bias"]),
         ("llama3", dict(mlp_bias=True), ["mlp_bias"]),
+        ("llama3", dict(is_causal=False), ["is_causal=False is not supported for LlamaForCausalLM (must be True)"]),
         ("llama3", dict(hidden_act="gelu"), ["hidden_act", "gelu", "silu"]),
         ("llama3", dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)), ["rope_type", "dynamic", "llama3"]),
         ("llama3", dict(rope_parameters=None, rope_scaling=dict(type="linear", factor=2.0)), ["rope_type", "linear"]),
