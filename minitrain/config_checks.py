@@ -114,8 +114,18 @@ def _validate_language(c: "Config") -> None:
         raise InputError(f"validation.every={c.validation.every} needs data.validation above 0, the share held out")
     if c.task in ("sft", "lora") and c.data.kind not in ("jsonl", "mock"):
         raise InputError(f"data.kind={c.data.kind} holds no chats, as task={c.task} needs (use jsonl or mock)")
+    _validate_router(c)
     _validate_tensor(c)
     _validate_context(c)
+
+
+def _validate_router(c: "Config") -> None:
+    """A weight divided by itself is 1, whatever a new router says; one whose weights are read may have learned."""
+    model = c.model.config
+    alike = model.norm_topk_prob and 1 == model.num_experts_per_tok < model.num_experts
+    if alike and not (model.fake_balanced_gate or c.model.path or c.lora):
+        why = "each token's weight would be 1, and the router get no gradient"
+        raise InputError(f"model.num_experts_per_tok=1 with norm_topk_prob=true: {why} (use 2, or false)")
 
 
 def _validate_fp8(config: "Config") -> None:

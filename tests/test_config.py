@@ -97,6 +97,14 @@ def test_mock_data_needs_no_share_held_out_and_has_chats():
     from_dict({"task": "sft", "validation": {"every": 5}})
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"norm_topk_prob": False}, {"norm_topk_prob": True, "fake_balanced_gate": True}, {"num_experts": 1}],
+)
+def test_one_expert_for_each_token_where_its_weight_or_nothing_tells_the_router(changes):
+    from_dict({"model": {"name": "qwen3-30b-a3b-tiny", "num_experts_per_tok": 1} | changes})
+
+
 def test_what_is_written_is_read_back_the_same():
     tree = {"model": {"name": "llama3.1-8b-tiny", "num_layers": 3}, "batch": {"global": 4, "micro": 2, "seq_len": 32}}
     config = from_dict(tree | {"out_dir": "1e5", "optim": {"lr": 1e-5}})
@@ -161,6 +169,11 @@ def test_what_is_written_is_read_back_the_same():
         ({"data": {"kind": "text", "path": "x"}, "validation": {"every": 5}}, "every=5 needs data.validation above 0"),
         ({"model": {"name": "deepseek-v3-tiny", "num_experts": 0}}, "num_experts=0 cannot be saved as DeepseekV3"),
         ({"model": {"name": "mixtral-8x7b-tiny", "num_experts": 0, "moe_intermediate_size": 0}}, "must be at least 1"),
+        (
+            {"model": {"name": "mixtral-8x7b-tiny", "num_experts_per_tok": 1}},
+            "model.num_experts_per_tok=1 with norm_topk_prob=true: each token's weight would be 1, and the router get "
+            r"no gradient \(use 2, or false\)",
+        ),
         ({"parallel": {"vp": 0}}, "parallel.vp=0 must be at least 1"),
         ({"parallel": {"prefetch": -1}}, "parallel.prefetch=-1 must be at least 0"),
         ({"parallel": {"dp_shard": -2}}, "parallel.dp_shard=-2 must be at least 1, or -1"),
