@@ -62,10 +62,12 @@ def shard(model: Module, blocks: list[Module], mesh: DeviceMesh, compute_dtype: 
         after, before = units[i + 1 : i + 1 + prefetch], units[max(0, i - prefetch) : i][::-1]
         block.set_modules_to_forward_prefetch([unit for other in after for unit in other])
         block.set_modules_to_backward_prefetch([unit for other in before for unit in other])
-    for module in model.modules() if mesh.size() > 1 else ():  # alone, FSDP would divide all gradients by 1
+    for module in model.modules():
         if isinstance(module, FSDPModule):  # neither setting reaches the modules below
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
+            ranks = fsdp_mesh(for_experts) if isinstance(module, Experts) else mesh  # which may be more, or fewer
+            if ranks.size() > 1:  # alone, FSDP would divide all gradients by 1
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:

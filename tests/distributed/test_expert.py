@@ -62,11 +62,14 @@ def test_one_expert_on_each_rank(pool):
     check_against_one_process(pool, 4, TREE | {"model": model, "parallel": {"ep": 4}}, batch=packed_batch)
 
 
-@pytest.mark.parametrize(("ep", "recompute"), [(2, "none"), (4, "selective")])
-def test_gradients_with_tensor_parallel(pool, ep, recompute):
+@pytest.mark.parametrize(("tp", "ep", "recompute"), [
+    (2, 2, "none"), (2, 4, "selective"),
+    (4, 2, "none"),  # alone with all other parameters, but not with its experts
+])  # fmt: skip
+def test_gradients_with_tensor_parallel(pool, tp, ep, recompute):
     """Every rank sends its part of a sequence. Tensor parallelism splits sums: rounding alone is above 1e-6 in fp32."""
     model = {"name": "deepseek-v3-tiny", "num_layers": 2}
-    tree = TREE | {"model": model, "parallel": {"ep": ep, "tp": 2}, "recompute": recompute}
+    tree = TREE | {"model": model, "parallel": {"ep": ep, "tp": tp}, "recompute": recompute}
     check_against_one_process(pool, 4, tree, batch=packed_batch, tolerance=1e-5)
 
 
