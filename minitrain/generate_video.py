@@ -1,12 +1,12 @@
 """Generate latents of videos: python -m minitrain.generate --task diffusion --model DIR --prompts FILE --out FILE.
 
 DIR is a Wan model, in diffusers' layout or the original one; those that are published in fp32 want --dtype bf16 on a
-GPU, for half the memory and fast kernels. --adapter is a LoRA run's out_dir. The prompts are a safetensors file with
-`text`, embeddings [videos, tokens, text_dim], and what guidance leads away from, `negative`, as many or one for all
-(without it, zeros; published models want the embedding of an empty prompt or of what is not to be seen); for
-image-to-video models also `condition` and `image` (see training/latents.py). The result is a safetensors file with
-`latents` [videos, channels, frames, height, width], normalised as those of the training: the video autoencoder decodes
-them times its std, plus its mean.
+GPU, for half the memory and fast kernels. --adapter is a LoRA run's out_dir, or a file as diffusers, ComfyUI or
+musubi-tuner write it. The prompts are a safetensors file with `text`, embeddings [videos, tokens, text_dim], and what
+guidance leads away from, `negative`, as many or one for all (without it, zeros; published models want the embedding of
+an empty prompt or of what is not to be seen); for image-to-video models also `condition` and `image` (see
+training/latents.py). The result is a safetensors file with `latents` [videos, channels, frames, height, width],
+normalised as those of the training: the video autoencoder decodes them times its std, plus its mean.
 `--prompts shapes` are those of the toy world (training/shapes.py): the result is a PNG, a video a row, and a score.
 """
 
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> None:
     parser = cli.Parser(prog="python -m minitrain.generate --task diffusion", description=__doc__)
     number = positive(int, most=1 << 20)
     parser.add_argument("--model", required=True, metavar="DIR", type=cli.home_path)
-    parser.add_argument("--adapter", metavar="DIR", type=cli.home_path, help="a LoRA run's out_dir, or PEFT's")
+    parser.add_argument("--adapter", metavar="PATH", type=cli.home_path, help="a LoRA run's out_dir, PEFT's, or a file")
     parser.add_argument("--prompts", required=True, metavar="FILE", type=cli.home_path)
     parser.add_argument("--out", required=True, metavar="FILE", type=cli.home_path)
     parser.add_argument("--size", type=number, nargs=3, metavar=("FRAMES", "HEIGHT", "WIDTH"), help="of latents")

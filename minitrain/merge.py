@@ -1,7 +1,8 @@
 """Add adapters to the weights that they belong to: python -m minitrain.merge --model DIR --adapter DIR --out DIR.
 
---model is a folder in Hugging Face layout, --adapter one in PEFT's format, such as a LoRA run's out_dir. --out becomes
-a model like any other, in the base model's type, with the adapter's tokenizer and chat template, or else its own.
+--model is a folder in Hugging Face layout, --adapter one in PEFT's format, such as a LoRA run's out_dir, for Wan also a
+file as diffusers, ComfyUI or musubi-tuner write it. --out becomes a model like any other, in the base model's type,
+with the adapter's tokenizer and chat template, or else its own.
 """
 
 import shutil

@@ -11,12 +11,14 @@ import yaml
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
-from minitrain import generate, load_pretrained, train
+from minitrain import generate, load_pretrained, merge, save_pretrained, train
 from minitrain.bench.commands import announce_memory
 from minitrain.bench.measure import activation_bytes
 from minitrain.bench.memory import estimate_memory
 from minitrain.config import from_dict, load, to_dict
 from minitrain.errors import InputError
+from minitrain.models.wan import Wan
+from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import check_device, start
 from minitrain.training.datasets import open_dataset
 from minitrain.training.latents import save_video
@@ -214,6 +216,26 @@ def test_shapes_are_drawn_before_and_after(tmp_path, capsys):
     generate.main(["--task", "diffusion", "--model", str(tmp_path / "out"), "--prompts", str(prompts), "--steps", "1",
                    "--out", str(tmp_path / "latents"), "--size", "1", "4", "4", "--device", "cpu"])  # fmt: skip
     assert load_file(tmp_path / "latents")["latents"].shape == (1, 8, 1, 4, 4)
+
+
+def test_adapters_of_other_programs_are_trained_further_and_merged(tmp_path):
+    """ComfyUI's names, in one file whose alpha is twice the rank."""
+    base, random = Wan(model_config("wan2.1-1.3b-tiny")), torch.Generator().manual_seed(0)
+    for parameter in base.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.1, generator=random)
+    save_pretrained(base, tmp_path / "base")
+    module, ours = "diffusion_model.blocks.1.cross_attn.o", "blocks.1.attn2.to_out.0.weight"
+    a, b = (torch.randn(shape, generator=random) for shape in ((2, base.config.dim), (base.config.dim, 2)))
+    stored = {f"{module}.lora_down.weight": a, f"{module}.lora_up.weight": b, f"{module}.alpha": torch.tensor(4)}
+    save_file(stored, tmp_path / "adapters.safetensors")
+    tree = with_settings(model=str(tmp_path / "base"), lora={"path": str(tmp_path / "adapters.safetensors")})
+    run(tree | {"steps": 1, "optim": {"name": "sgd", "lr": 1e-9}, "out_dir": str(tmp_path / "out")}, tmp_path)
+    for adapter in ("adapters.safetensors", "out"):
+        words = {"--model": tmp_path / "base", "--adapter": tmp_path / adapter, "--out": tmp_path / "merged"}
+        merge.main([str(word) for pair in words.items() for word in pair])
+        for name, tensor in load_pretrained(tmp_path / "merged").state_dict().items():
+            expected = base.state_dict()[name] + (2 * b @ a if name == ours else 0)
+            torch.testing.assert_close(tensor, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

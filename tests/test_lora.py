@@ -20,7 +20,7 @@ from minitrain.bench.flops import clean, count_work, lora_weights
 from minitrain.bench.versus import peft_rival, versus
 from minitrain.config import from_dict, to_dict
 from minitrain.errors import InputError
-from minitrain.models.checkpoint_peft import adapter_config, adapter_shapes
+from minitrain.models.checkpoint_peft import adapter_shapes, save_adapter
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import (
     TARGETS,
@@ -491,8 +491,7 @@ def test_the_settings_that_made_adapters_also_continue_them(tmp_path):
     """The file has experts behind other targets, and not what the model lacks."""
     model, targets = model_config("qwen3-30b-a3b-tiny"), ["experts.down_proj", "v_proj", "q_proj", "gate_proj"]
     lora = Lora(rank=4, targets=targets)
-    file = json.dumps(adapter_config(model, lora, adapter_shapes(model, lora), base=""))
-    (tmp_path / "adapter_config.json").write_text(file)
+    save_adapter(((name, torch.ones(x)) for name, x in adapter_shapes(model, lora).items()), model, lora, tmp_path)
     tree = {"task": "lora", "model": "qwen3-30b-a3b-tiny", "lora": {"path": str(tmp_path), "targets": targets}}
     assert from_dict(tree).lora.targets == ["v_proj", "q_proj", "experts.down_proj"]
     tree["lora"]["targets"] = ["q_proj", "v_proj"]

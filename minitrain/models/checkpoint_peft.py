@@ -13,11 +13,15 @@ PEFT calls `target_parameters`. Asked for their gate_proj and up_proj, it gives 
 (`rank_pattern`): here all adapters then have the largest rank, the others filled up with zeros, which training leaves
 as they are. Some of what can be adapted has no form in PEFT, see `UNREADABLE`: such adapters can be read here only, and
 a run says so when it begins. Wan's adapters are written once more, see `for_pipelines`: diffusers' pipelines leave out,
-but for a warning, what has PEFT's names. Left out: GPT-3, whose q, k and v are one matrix on the hub; all variants of
-LoRA.
+but for a warning, what has PEFT's names. Of Wan's, what others have written is read, too: one file, in the names of
+diffusers, ComfyUI or musubi-tuner (see `adapter_place`), whose scale is 1 unless it holds alphas or its header has
+settings. Left out: what such files change of biases and norms; GPT-3, whose q, k and v are one matrix on the hub; all
+variants of LoRA.
 """  # noqa: E501
 
+import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,8 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.errors import InputError
-from minitrain.models.checkpoint_hf import ADAPTER_CONFIG, check_stored, stored_tensors
-from minitrain.models.checkpoint_wan import original_name
+from minitrain.models.checkpoint_hf import ADAPTER_CONFIG, StoredTensor, check_stored, stored_tensors
+from minitrain.models.checkpoint_wan import adapter_place, original_name
 from minitrain.models.config_hf import read_json, write_json
 from minitrain.models.layouts_hf import interleave, mamba_parts
 from minitrain.models.lora import Lora, add_adapters, check_targets, is_adapter, is_stack, matches
@@ -55,15 +59,17 @@ VARIANTS = (
 
 
 def read_adapter_config(path: str | Path) -> Lora:
-    """What adapter_config.json in folder `path` says, but for dropout; raises InputError for what is no plain LoRA."""
-    file = Path(path) / CONFIG
-    raw = read_json(file)
+    """What adapter_config.json in folder `path` says, but for dropout, or what a file of Wan's adapters does.
+
+    Raises InputError for what is no plain LoRA.
+    """
+    file, raw, stored = _open(path)
     variants = [key for key in VARIANTS if raw.get(key)] + ["bias"] * (raw.get("bias", "none") != "none")
     if isinstance(start := raw.get("init_lora_weights"), str) and start not in ("gaussian", "eva", "orthogonal"):
         variants.append(f"init_lora_weights={start}")  # these change the base weights
     if raw.get("peft_type") != "LORA" or variants:
         raise InputError(f"{file}: only plain LoRA is supported, not {', '.join(variants) or raw.get('peft_type')}")
-    targets = [_our_target(target, key) for key in TARGETS for target in _names(raw, key, file)]
+    targets = [_our_target(target, key) for key in TARGETS for target in _names(raw, key, file, stored)]
     sizes = _sizes(raw, file)
     for rank, alpha in sizes:
         if type(rank) is not int or not 1 <= rank <= LARGEST_RANK:
@@ -85,10 +91,64 @@ def _sizes(raw: dict, file: Path) -> list[tuple]:
     return [(rank, alpha)] + [(ranks.get(name, rank), alphas.get(name, alpha)) for name in ranks | alphas]
 
 
-def _names(raw: dict, key: str, file: Path) -> list[str]:
+def adapter_files(path: str | Path) -> tuple[Path | None, Path]:
+    """Settings and tensors of the adapters at `path`: PEFT's two files in a folder, or one that says all."""
+    path = Path(path)
+    folder = path.parent if os.path.isfile(path) and path.name == WEIGHTS else path
+    pipelines = folder / PIPELINE_WEIGHTS
+    if not os.path.exists(folder / CONFIG) and (os.path.isfile(path) or os.path.exists(pipelines)):
+        return None, path if os.path.isfile(path) else pipelines
+    return folder / CONFIG, folder / WEIGHTS
+
+
+def _open(path: str | Path) -> tuple[Path, dict, dict[str, StoredTensor]]:
+    """The file that has the settings, these as adapter_config.json says them, and the tensors by PEFT's names."""
+    config, weights = adapter_files(path)
+    raw = read_json(config) if config else _told_in_header(weights)
+    stored, ranks, alphas = {}, {}, {}
+    for name, tensor in stored_tensors([weights]).items():
+        module, role = adapter_place(name) or (None, None)
+        if role == "alpha" and raw is None:
+            alphas[module] = _number(tensor)
+        elif role in ("A", "B"):
+            stored[f"{PREFIX}{module}.lora_{role}.weight"] = tensor
+            ranks |= {module: tensor.shape[0] if tensor.shape else 0} if role == "A" else {}
+        else:
+            stored[name] = tensor
+    if raw is None:
+        if not ranks:
+            known = "named as by diffusers, ComfyUI or musubi-tuner"
+            raise InputError(f"{weights}: without an {CONFIG} it must be a LoRA of Wan, {known}")
+        alphas = ranks | alphas  # without an alpha the scale is 1
+        rank, alpha = (next(iter(each.values())) for each in (ranks, alphas))
+        raw = dict(peft_type="LORA", r=rank, lora_alpha=alpha, rank_pattern=ranks, alpha_pattern=alphas)
+    return config or weights, raw | (dict(target_modules=list(ranks)) if ranks else {}), stored
+
+
+def _told_in_header(file: Path) -> dict | None:
+    """The settings, where the file's header has them, as diffusers and finetrainers write it."""
+    with open_tensors(file) as contents:
+        header = contents.metadata() or {}
+    told = header.get("lora_adapter_metadata") or header.get("lora_config")
+    if not told:
+        return None
+    try:
+        raw = {key.removeprefix("transformer."): value for key, value in json.loads(told).items()}
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise InputError(f"{file}: the settings in its header are no JSON object: {error}") from None
+    return dict(peft_type="LORA") | raw
+
+
+def _number(tensor: StoredTensor) -> float:
+    if math.prod(tensor.shape) != 1:
+        raise InputError(f"{tensor.file}: tensor {tensor.name} has shape {list(tensor.shape)}, expected one number")
+    with open_tensors(tensor.file) as contents:
+        return contents.get_tensor(tensor.name).item()
+
+
+def _names(raw: dict, key: str, file: Path, stored: dict[str, StoredTensor]) -> list[str]:
     names = raw.get(key) or []
     if key == "target_modules" and isinstance(names, str):  # a regular expression: what it found, the tensors tell
-        stored = stored_tensors([file.with_name(WEIGHTS)])
         found = (re.fullmatch(r"base_model\.model\.(.*)\.lora_A\.weight", tensor) for tensor in stored)
         return [match[1] for match in found if match and not match[1].endswith((".experts", ".experts.base_layer"))]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -124,9 +184,9 @@ def _fill(model: nn.Module, stored: dict[str, Tensor], owned: Callable) -> None:
 
 def _read_tensors(config, lora: Lora, path: Path) -> dict[str, Tensor]:
     """Every adapter's tensors by our names, those of a lower rank filled up with zeros. config: the model's."""
-    file, shapes = path / WEIGHTS, adapter_shapes(config, lora)
-    stored, keys = stored_tensors([file]), {name: stored_name(name, shapes, config) for name in shapes}
-    stated, own = {rank for rank, _ in _sizes(read_json(path / CONFIG), path / CONFIG)}, {}
+    (source, raw, stored), file, shapes = _open(path), adapter_files(path)[1], adapter_shapes(config, lora)
+    keys = {name: stored_name(name, shapes, config) for name in shapes}
+    stated, own = {rank for rank, _ in _sizes(raw, source)}, {}
     for name, key in keys.items():
         a = stored.get(keys[f"{name[:-1]}A"])
         rank = a.shape[0] // math.prod(shapes[name][:-2]) if a and a.shape else 0
@@ -137,9 +197,12 @@ def _read_tensors(config, lora: Lora, path: Path) -> dict[str, Tensor]:
     if extra := [key for key in stored if key not in places]:
         raise InputError(f"{file}: tensor {extra[0]} has no place in the model")
     if all(own[name] != shape for name, shape in shapes.items()):  # all would be filled up, for nothing
-        raise InputError(f"{path / CONFIG}: no adapter has the largest rank, {lora.rank}")
+        raise InputError(f"{source}: no adapter has the largest rank, {lora.rank}")
     with open_tensors(file) as contents:
-        tensors = {name: from_stored(name, contents.get_tensor(key), own[name], config) for name, key in keys.items()}
+        tensors = {
+            name: from_stored(name, contents.get_tensor(stored[key].name), own[name], config)
+            for name, key in keys.items()
+        }
     return {name: filled_up(tensor, shapes[name]) for name, tensor in tensors.items()}
 
 

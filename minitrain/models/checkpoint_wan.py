@@ -55,6 +55,11 @@ ORIGINAL_PARTS = {
     "ffn.net.2": "ffn.2",
     "scale_shift_table": "modulation",
 }
+ADAPTED = (  # Linears of a block
+    *(f"attn{i}.{linear}" for i in (1, 2) for linear in ("to_q", "to_k", "to_v", "to_out.0")),
+    "attn2.add_k_proj", "attn2.add_v_proj", "ffn.net.0.proj", "ffn.net.2",
+)  # fmt: skip
+ROLES = {"lora_A.weight": "A", "lora_down.weight": "A", "lora_B.weight": "B", "lora_up.weight": "B", "alpha": "alpha"}
 
 
 def is_wan(raw: dict) -> bool:
@@ -83,6 +88,23 @@ def rename_to_ours(stored: dict, parameters: Iterable[str]) -> dict:
     spell = original_name if "head.modulation" in stored else diffusers_name
     ours = {spell(name): name for name in parameters}
     return {ours.get(name, name): value for name, value in stored.items()}
+
+
+def adapter_place(key: str) -> tuple[str, str] | None:
+    """Which Linear a tensor of an adapter file belongs to, by our name, and as what: A, B or alpha.
+
+    transformer.blocks.0.attn1.to_q.lora_A.weight           diffusers
+    diffusion_model.blocks.0.self_attn.q.lora_A.weight      ComfyUI, diffusion-pipe; also lora_down, and alpha beside it
+    lora_unet_blocks_0_self_attn_q.lora_down.weight         musubi-tuner, as kohya's other programs
+    """
+    block = r"(transformer\.|diffusion_model\.|lora_unet_)blocks[._](\d{1,9})[._](.+?)"
+    match = re.fullmatch(rf"{block}\.({'|'.join(map(re.escape, ROLES))})", key)
+    linear = SPELT.get(match[3].replace(".", "_")) if match else None
+    return (f"blocks.{match[2]}.{linear}", ROLES[match[4]]) if linear else None
+
+
+# Those of ADAPTED by both names, with `_` for each dot: so kohya's programs join them.
+SPELT = {spell(f".{linear}")[1:].replace(".", "_"): linear for linear in ADAPTED for spell in (str, original_name)}
 
 
 def config_from_json(raw: dict, file: Path, stored: dict) -> WanConfig:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from minitrain.config import Config, Data, to_dict
 from minitrain.errors import InputError, readable
 from minitrain.models.checkpoint_hf import weight_files
-from minitrain.models.checkpoint_peft import WEIGHTS
+from minitrain.models.checkpoint_peft import adapter_files
 from minitrain.runtime.agreement import broadcast, check_same, code_digests, flatten
 from minitrain.tokenizer import COMPANIONS, tokenizer_file, with_companions
 from minitrain.training.data import find_files
@@ -50,7 +50,7 @@ def model_files(config: Config) -> list[Path]:
     """Of the weights to start from, adapters too; what their own config says is among the settings."""
     path, lora = config.model.path, config.lora
     files = [Path(path) / "config.json", *weight_files(path)] if path else []
-    return files + ([Path(lora.path) / WEIGHTS] if lora and lora.path else [])
+    return files + ([adapter_files(lora.path)[1]] if lora and lora.path else [])
 
 
 def digests(files: list[Path]) -> dict[str, str]:

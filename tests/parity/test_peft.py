@@ -1,6 +1,7 @@
 """Adapters against peft on transformers and diffusers: logits, gradients, and both ways of the files."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -17,7 +18,7 @@ from minitrain.models.lora import TARGETS, Lora, add_adapters, is_adapter
 from minitrain.models.zoo import model_config
 from minitrain.train import train
 from tests.parity import test_wan
-from tests.parity.hf_models import build, compare_and_differentiate, random_tokens, reload
+from tests.parity.hf_models import build, compare_and_differentiate, edit_json, random_tokens, reload
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -155,6 +156,131 @@ def test_wan_adapters_are_loaded_by_pipelines_of_diffusers(kind, tmp_path):
     pipeline.load_lora_weights(tmp_path)
     given = test_wan.inputs(test_wan.CONFIGS[kind])
     torch.testing.assert_close(ours(**given), test_wan.run_diffusers(theirs, **given), atol=1e-4, rtol=0)
+
+
+ORIGINAL = {  # as Wan's own code calls the Linears of a block
+    "attn1.to_q": "self_attn.q", "attn1.to_k": "self_attn.k", "attn1.to_v": "self_attn.v",
+    "attn1.to_out.0": "self_attn.o", "attn2.to_out.0": "cross_attn.o",
+    "attn2.to_q": "cross_attn.q", "attn2.to_k": "cross_attn.k", "attn2.to_v": "cross_attn.v",
+    "attn2.add_k_proj": "cross_attn.k_img", "attn2.add_v_proj": "cross_attn.v_img",
+    "ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2",
+}  # fmt: skip
+
+
+def spelt_elsewhere(tensors: dict, spelling: str, alpha: float | None) -> dict:
+    """Adapters of Wan in PEFT's names -> in those of others' files, with an alpha beside each if it is given."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        _, block, linear, letter = re.fullmatch(r"(.*\.)?blocks\.(\d)\.(.*)\.lora_([AB])\.weight", name).groups()
+        module = {
+            "diffusers": f"transformer.blocks.{block}.{linear}",
+            "comfyui": f"diffusion_model.blocks.{block}.{ORIGINAL[linear]}",
+            "kohya": f"lora_unet_blocks_{block}_{ORIGINAL[linear].replace('.', '_')}",
+        }[spelling]
+        pair = {"A": "lora_down", "B": "lora_up"} if alpha else {"A": "lora_A", "B": "lora_B"}
+        renamed[f"{module}.{pair[letter]}.weight"] = tensor
+        renamed |= {f"{module}.alpha": torch.tensor(alpha)} if alpha else {}
+    return renamed
+
+
+@pytest.mark.parametrize("kind", ["t2v", "i2v"])
+@pytest.mark.parametrize("spelling, alpha", [("diffusers", None), ("comfyui", None), ("comfyui", 6.0), ("kohya", 6.0)])
+def test_wan_adapters_of_other_programs_are_read_as_by_diffusers(spelling, alpha, kind, tmp_path):
+    """One file without adapter_config.json: what `load_lora_weights` makes of it, with a scale of alpha / rank or 1."""
+    theirs, ours = test_wan.pair(kind)
+    lora = Lora(rank=4, targets=[*TARGETS, *["add_k_proj", "add_v_proj"] * (kind == "i2v")])
+    shapes = adapter_shapes(ours.config, lora)
+    adapters = {name: torch.empty(shape) for name, shape in shapes.items()}
+    randomize(adapters.values())
+    save_adapter(adapters.items(), ours.config, lora, tmp_path / "peft")
+    tensors = spelt_elsewhere(load_file(tmp_path / "peft" / "adapter_model.safetensors"), spelling, alpha)
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    save_file(tensors, file)
+    pipeline = WanPipeline(None, None, None, FlowMatchEulerDiscreteScheduler(), theirs)
+    given = test_wan.inputs(test_wan.CONFIGS[kind])
+    before = test_wan.run_diffusers(theirs, **given)
+    pipeline.load_lora_weights(tmp_path)
+    expected = test_wan.run_diffusers(theirs, **given)
+    assert (expected - before).abs().max() > 0.1
+    settings = read_adapter_config(tmp_path)
+    assert (settings.rank, settings.alpha) == (4, alpha or 4)
+    load_adapter(ours, file)
+    torch.testing.assert_close(ours(**given), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("told", ["by diffusers", "by finetrainers", "by diffusion-pipe"])
+def test_settings_of_wan_adapters_that_are_told_are_heeded(told, tmp_path):
+    """In the file's header, or in PEFT's own file beside ComfyUI's names."""
+    theirs, ours = test_wan.pair("t2v")
+    targets = ["to_q", "blocks.1.attn1.to_out.0", "ffn.net.0.proj"]
+    adapted = get_peft_model(theirs, LoraConfig(r=4, lora_alpha=6, target_modules=targets)).eval()
+    randomize(p for p in adapted.parameters() if p.requires_grad)
+    adapted.save_pretrained(tmp_path / "peft")
+    tensors = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    if told == "by diffusers":
+        layers = {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items()}
+        settings = adapted.peft_config["default"].to_dict()
+        WanPipeline.save_lora_weights(tmp_path, layers, transformer_lora_adapter_metadata=settings)
+    elif told == "by finetrainers":
+        header = {"lora_config": json.dumps({"r": 4, "lora_alpha": 6, "target_modules": targets})}
+        save_file(spelt_elsewhere(tensors, "diffusers", None), tmp_path / "pytorch_lora_weights.safetensors", header)
+    else:
+        shutil.copyfile(tmp_path / "peft" / "adapter_config.json", tmp_path / "adapter_config.json")
+        edit_json(tmp_path / "adapter_config.json", target_modules=["blocks.0.self_attn.q"])
+        save_file(spelt_elsewhere(tensors, "comfyui", None), tmp_path / "adapter_model.safetensors")
+    load_adapter(ours, tmp_path if told != "by diffusion-pipe" else tmp_path / "adapter_model.safetensors")
+    given = test_wan.inputs(test_wan.CONFIGS["t2v"])
+    torch.testing.assert_close(ours(**given), test_wan.run_diffusers(adapted, **given), atol=1e-4, rtol=0)
+
+
+def test_ranks_of_wan_adapters_may_differ(tmp_path):
+    """As in those that were extracted from a tuned model. Without alphas the scale of each is 1."""
+    theirs, ours = test_wan.pair("t2v")
+    dims, random = {"attn1.to_q": 3, "ffn.net.2": 5}, torch.Generator().manual_seed(0)
+    tensors = {}
+    for linear, rank in dims.items():
+        out, into = theirs.blocks[1].get_submodule(linear).weight.shape
+        name = f"diffusion_model.blocks.1.{ORIGINAL[linear]}"
+        tensors[f"{name}.lora_A.weight"] = torch.randn(rank, into, generator=random)
+        tensors[f"{name}.lora_B.weight"] = torch.randn(out, rank, generator=random)
+    save_file(tensors, tmp_path / "any name.safetensors")
+    WanPipeline(None, None, None, FlowMatchEulerDiscreteScheduler(), theirs).load_lora_weights(tensors)
+    load_adapter(ours, tmp_path / "any name.safetensors")
+    given = test_wan.inputs(test_wan.CONFIGS["t2v"])
+    torch.testing.assert_close(ours(**given), test_wan.run_diffusers(theirs, **given), atol=1e-4, rtol=0)
+
+
+def test_wan_adapters_of_other_programs_that_cannot_be_loaded(tmp_path):
+    ours, file = test_wan.pair("t2v")[1], tmp_path / "one.safetensors"
+    width = ours.config.dim
+    pair = {
+        "diffusion_model.blocks.0.self_attn.q.lora_down.weight": torch.ones(4, width),
+        "diffusion_model.blocks.0.self_attn.q.lora_up.weight": torch.ones(width, 4),
+    }
+
+    def refused(line, more, header=None):
+        save_file({name: x for name, x in (pair | more).items() if x is not None}, file, header)
+        with pytest.raises(InputError, match=line):
+            load_adapter(ours, file)
+        assert not any(is_adapter(key) for key in ours.state_dict())
+
+    first, second = pair
+    for name in (
+        "blocks.0.self_attn.q.diff_b",
+        "blocks.0.norm3.diff",
+        "head.head.lora_down.weight",
+        "blocks.0.q.alpha",
+    ):
+        refused(f"tensor diffusion_model.{name} has no place", {f"diffusion_model.{name}": torch.ones(1)})
+    refused("tensor base_model.model.blocks.0.attn1.to_q.lora_B.weight .*is missing", {second: None})
+    refused("without an adapter_config.json it must be a LoRA of Wan, named as by", {first: None, second: None})
+    refused(r"blocks.0.self_attn.q.alpha has shape \[2\]", {first.replace("lora_down.weight", "alpha"): torch.ones(2)})
+    refused("lora_alpha=nan must be a number", {first.replace("lora_down.weight", "alpha"): torch.tensor(torch.nan)})
+    refused("only plain LoRA is supported, not use_dora", {}, {
+        "lora_adapter_metadata": json.dumps({"transformer.use_dora": True, "transformer.peft_type": "LORA"})
+    })  # fmt: skip
+    for text in ("{", "[1]"):
+        refused("the settings in its header are no JSON object", {}, {"lora_config": text})
 
 
 def test_usual_targets_of_wan_are_the_same_linears_for_peft(tmp_path):
