@@ -29,6 +29,7 @@ from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import empty_model
 
 STEMS = ("model", checkpoint_wan.STEM)  # of weight files: transformers', diffusers'
+OTHER_WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".gguf")  # pickled ones could run any code
 ADAPTER_CONFIG = "adapter_config.json"  # beside PEFT's adapters
 TIED_HEAD = "lm_head.weight"  # where the output head is stored, which may also be where it is the embedding
 
@@ -50,11 +51,15 @@ def load_pretrained(path: str | Path, dtype: torch.dtype | None = None, device=N
 def read_config(path: str | Path) -> DecoderConfig | WanConfig:
     """The shape of the model in folder `path`, of either kind."""
     file = Path(path) / "config.json"
-    inner = Path(path) / "transformer"
-    if os.path.exists(inner / file.name) and not os.path.exists(file):  # unlike Path's, never an error by itself
-        raise InputError(f"{path} holds a pipeline of diffusers, not a model (use {inner})")
+    if os.path.isfile(path):  # unlike Path's, never an error by itself
+        raise InputError(f"{path} is a file (give a folder with config.json and safetensors, as on the hub)")
+    inner = [Path(path) / name for name in ("transformer", "transformer_2")]  # two experts, in Wan 2.2
+    inner = [folder for folder in inner if os.path.exists(folder / file.name)]
+    if inner and not os.path.exists(file):
+        choice = " or ".join(map(str, inner))
+        raise InputError(f"{path} holds a pipeline of diffusers, not a model (use {choice})")
     raw = read_json(file)
-    if checkpoint_wan.is_wan(raw):
+    if checkpoint_wan.is_wan(raw, file):
         return checkpoint_wan.config_from_json(raw, file, stored_tensors(weight_files(path)))
     return config_from_hf(raw, file)
 
@@ -188,8 +193,10 @@ def weight_files(path: str | Path) -> list[Path]:
     path = Path(path)
     stem = next((stem for stem in STEMS if any((path / file).exists() for file in _single_and_index(stem))), STEMS[0])
     single, index = (path / file for file in _single_and_index(stem))
-    if single.exists() or not index.exists():
+    if single.exists():
         return [single]
+    if not index.exists():
+        raise _without_weights(path)
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise InputError(f"{index}: weight_map must map tensor names to file names")
@@ -197,6 +204,15 @@ def weight_files(path: str | Path) -> list[Path]:
         if Path(name).name != name or "\0" in name or not name.endswith(".safetensors"):
             raise InputError(f"{index}: weight_map names {name!r}, which must be a safetensors file of the same folder")
     return [path / name for name in sorted(set(names.values()))]
+
+
+def _without_weights(path: Path) -> InputError:
+    known = " or ".join(_single_and_index(stem)[0] for stem in STEMS)
+    others = sorted(file.name for file in path.glob("*.*") if file.suffix in OTHER_WEIGHTS)
+    hint = (
+        f": {others[0]} is not read (save it again with save_pretrained of transformers or diffusers)" if others else ""
+    )
+    return InputError(f"{path} holds no {known}, nor an index of shards{hint}")
 
 
 def check_stored(

@@ -104,6 +104,9 @@ def adapter_files(path: str | Path) -> tuple[Path | None, Path]:
 def _open(path: str | Path) -> tuple[Path, dict, dict[str, StoredTensor]]:
     """The file that has the settings, these as adapter_config.json says them, and the tensors by PEFT's names."""
     config, weights = adapter_files(path)
+    pickled = weights.with_suffix(".bin")
+    if os.path.exists(pickled) and not os.path.exists(weights):
+        raise InputError(f"{pickled} is not read (save the adapters again with PEFT's save_pretrained)")
     raw = read_json(config) if config else _told_in_header(weights)
     stored, ranks, alphas = {}, {}, {}
     for name, tensor in stored_tensors([weights]).items():

@@ -62,9 +62,12 @@ ADAPTED = (  # Linears of a block
 ROLES = {"lora_A.weight": "A", "lora_down.weight": "A", "lora_B.weight": "B", "lora_up.weight": "B", "alpha": "alpha"}
 
 
-def is_wan(raw: dict) -> bool:
-    """Is this config.json one of Wan's, in either spelling?"""
-    return raw.get("_class_name") in (DIFFUSERS, ORIGINAL)
+def is_wan(raw: dict, file: Path) -> bool:
+    """Is this config.json one of Wan's, in either spelling? Raises InputError for another of diffusers' models."""
+    kind, known = raw.get("_class_name"), (DIFFUSERS, ORIGINAL)
+    if kind not in (None, *known):
+        raise InputError(f"{file}: _class_name={kind!r} is not supported (known: {', '.join(known)})")
+    return kind is not None
 
 
 def diffusers_name(name: str) -> str:

@@ -308,6 +308,8 @@ def test_scaled_positions_that_were_learned_are_all_where_config_json_has_no_num
 
 def test_config_file_that_cannot_be_read(folder, tmp_path):
     refused(lambda: read_config(tmp_path / "nowhere"), tmp_path / "nowhere/config.json", "No such file")
+    weights = folder / "model.safetensors"
+    refused(lambda: load_pretrained(weights), f"{weights} is a file (give a folder with config.json and safetensors")
     (folder / "config.json").write_text('{\n  "hidden_size": 48,\n  "vocab_size" 96\n}')
     refused(lambda: read_config(folder), f"{folder / 'config.json'}:3:16", "JSON")
     (folder / "config.json").write_text("[]")
@@ -362,7 +364,13 @@ def test_damaged_weight_files(sharded):
     edit_json(index, weight_map=["model.safetensors"])
     refused(lambda: load_pretrained(sharded), index, "weight_map")
     index.unlink()
-    refused(lambda: load_pretrained(sharded), sharded / "model.safetensors", "No such file")
+    told = f"{sharded} holds no model.safetensors or diffusion_pytorch_model.safetensors, nor an index of shards"
+    refused(lambda: load_pretrained(sharded), told, f"{shards[0].name} is not read (save it again with save_pretrained")
+    for shard in shards:
+        shard.unlink(missing_ok=True)
+    refused(lambda: load_pretrained(sharded), told)
+    (sharded / "pytorch_model.bin").touch()
+    refused(lambda: load_pretrained(sharded), told, "pytorch_model.bin is not read")
 
 
 # ------------------------------------------------------------------------------------------------------ careful writing

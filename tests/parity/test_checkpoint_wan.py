@@ -136,6 +136,8 @@ def test_zoo_is_what_diffusers_defaults_to():
 
 
 @pytest.mark.parametrize("spelling, changes, message", [
+    ("diffusers", dict(_class_name="WanVACETransformer3DModel"), "_class_name='WanVACETransformer3DModel' is not supp"),
+    ("original", dict(_class_name="VaceWanModel", model_type="vace"), "(known: WanTransformer3DModel, WanModel)"),
     ("diffusers", dict(qk_norm=None), "qk_norm=None is not supported"),
     ("diffusers", dict(cross_attn_norm=False), "cross_attn_norm=False is not supported"),
     ("diffusers", dict(pos_embed_seq_len=514), "pos_embed_seq_len=514 is not supported"),
@@ -169,6 +171,8 @@ def test_the_folder_of_a_pipeline(tmp_path):
     save_pretrained(Wan(CONFIGS["t2v"]), tmp_path / "transformer")
     with pytest.raises(InputError, match=rf"a pipeline of diffusers, not a model \(use {tmp_path}/transformer\)"):
         load_pretrained(tmp_path)
+    save_pretrained(Wan(CONFIGS["t2v"]), tmp_path / "transformer_2")
+    refused(lambda: load_pretrained(tmp_path), f"(use {tmp_path}/transformer or {tmp_path}/transformer_2)")
 
 
 def test_what_has_no_original_spelling(tmp_path):

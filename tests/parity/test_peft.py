@@ -399,6 +399,9 @@ def test_what_cannot_be_loaded(tmp_path):
     refused(f"tensor {name} .*is missing", weights={key: x for key, x in tensors.items() if key != name})
     with pytest.raises(InputError, match="adapter_config.json"):
         load_adapter(model, tmp_path / "base")
+    (tmp_path / "good" / "adapter_model.safetensors").rename(tmp_path / "good" / "adapter_model.bin")
+    with pytest.raises(InputError, match="good/adapter_model.bin is not read .save the adapters again with PEFT's save"):
+        load_adapter(model, tmp_path / "good")
 
 
 @pytest.mark.parametrize("name, targets, said", [
