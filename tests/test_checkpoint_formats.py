@@ -5,13 +5,24 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import FineGrainedFP8Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from minitrain import load_pretrained
 from minitrain.models import checkpoint_hf
 from minitrain.models.checkpoint_hf import load_weights, read_config
 from minitrain.models.decoder import Decoder
-from tests.parity.hf_models import CONFIGS, HYBRID_CONFIGS, MOE_CONFIGS, build, edit_json, edit_weights, refused
+from tests.parity.hf_models import (
+    CONFIGS,
+    HYBRID_CONFIGS,
+    MOE_CONFIGS,
+    build,
+    edit_json,
+    edit_weights,
+    random_tokens,
+    refused,
+    reload,
+)
 
 FP8_SETTINGS = dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128])
 MXFP4_SETTINGS = dict(quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"])
@@ -81,6 +92,26 @@ def assert_same_weights(found, expected):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("family, sizes", [("qwen3", {}), ("qwen3-moe", dict(moe_intermediate_size=128))])
+def test_fp8_blocks_of_qwen_are_those_of_transformers(family, sizes, tmp_path):
+    """Which says what is not quantised, and has scales in bf16. transformers takes partial blocks for smaller ones."""
+    theirs = build(family, hidden_size=256, intermediate_size=384, head_dim=64, **sizes)
+    theirs.save_pretrained(tmp_path)
+    tensors, plain = {}, load_file(tmp_path / "model.safetensors")
+    for key, weight in plain.items():
+        tensors[key] = weight
+        if not key.endswith(NOT_FP8):
+            tensors[key], scales, _ = to_fp8(weight)
+            tensors[key + "_scale_inv"] = scales.bfloat16()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    kept = ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+    edit_json(tmp_path / "config.json", quantization_config=FP8_SETTINGS | dict(modules_to_not_convert=kept))
+    dequantised = FineGrainedFP8Config(dequantize=True, modules_to_not_convert=kept)
+    theirs, tokens = reload(tmp_path, quantization_config=dequantised, dtype=torch.float32), random_tokens(2, 24)
+    with torch.no_grad():
+        torch.testing.assert_close(load_pretrained(tmp_path)(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
 
 
 def test_fp8_blocks(fp8):

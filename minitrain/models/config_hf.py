@@ -69,7 +69,10 @@ class Family(NamedTuple):
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", dict(attention_bias=False, mlp_bias=False), heads_divide=True),
     "qwen2": Family("Qwen2ForCausalLM", dict(use_sliding_window=False), fixed=dict(qkv_bias=True)),
-    "qwen3": Family("Qwen3ForCausalLM", dict(attention_bias=False, use_sliding_window=False), fixed=dict(qk_norm=True)),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", dict(attention_bias=False, use_sliding_window=False), fixed=dict(qk_norm=True),
+        quantised="fp8",
+    ),
     "mixtral": Family(
         "MixtralForCausalLM", dict(sliding_window=None), rope_theta=1e6,
         sizes=_keys("num_experts_per_tok", num_experts="num_local_experts", moe_intermediate_size="intermediate_size"),
@@ -77,7 +80,7 @@ FAMILIES = {
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         dict(attention_bias=False, use_sliding_window=False, decoder_sparse_step=1, mlp_only_layers=[]),
-        fixed=dict(qk_norm=True), norm_topk=False,
+        fixed=dict(qk_norm=True), quantised="fp8", norm_topk=False,
         sizes=_keys("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
     ),
     "deepseek_v3": Family(

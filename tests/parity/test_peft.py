@@ -400,7 +400,7 @@ def test_what_cannot_be_loaded(tmp_path):
     with pytest.raises(InputError, match="adapter_config.json"):
         load_adapter(model, tmp_path / "base")
     (tmp_path / "good" / "adapter_model.safetensors").rename(tmp_path / "good" / "adapter_model.bin")
-    with pytest.raises(InputError, match="good/adapter_model.bin is not read .save the adapters again with PEFT's save"):
+    with pytest.raises(InputError, match="good/adapter_model.bin is not read .save the adapters again with PEFT's"):
         load_adapter(model, tmp_path / "good")
 
 
