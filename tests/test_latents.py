@@ -112,6 +112,7 @@ def test_mock_latents_are_normal_and_reproducible():
 @pytest.mark.parametrize("tensors, message", [
     ({"latents": torch.zeros(2, 1, 2, 4)}, "tensor text is missing"),
     ({"text": torch.zeros(2, 6)}, "tensor latents is missing"),
+    ({"latents_1x2x4_bfloat16": torch.zeros(2, 1, 2, 4)}, "latents is missing (it holds latents_1x2x4_bfloat16; see"),
     ({"latents": torch.zeros(1, 2, 1, 2, 4), "text": torch.zeros(2, 6)}, "tensor latents has shape [1, 2, 1, 2, 4]"),
     ({"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(0, 6)}, "shape [0, 6], expected 2 dimensions, none of"),
     ({"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(9, 6)}, "text has 9 tokens, more than the 4 of a row"),

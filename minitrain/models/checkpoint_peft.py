@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitrain.errors import InputError
+from minitrain.errors import InputError, located
 from minitrain.models.checkpoint_hf import ADAPTER_CONFIG, StoredTensor, check_stored, stored_tensors
 from minitrain.models.checkpoint_wan import adapter_place, original_name
 from minitrain.models.config_hf import read_json, write_json
@@ -187,7 +187,9 @@ def _fill(model: nn.Module, stored: dict[str, Tensor], owned: Callable) -> None:
 
 def _read_tensors(config, lora: Lora, path: Path) -> dict[str, Tensor]:
     """Every adapter's tensors by our names, those of a lower rank filled up with zeros. config: the model's."""
-    (source, raw, stored), file, shapes = _open(path), adapter_files(path)[1], adapter_shapes(config, lora)
+    (source, raw, stored), file = _open(path), adapter_files(path)[1]
+    with located(source):
+        shapes = adapter_shapes(config, lora)
     keys = {name: stored_name(name, shapes, config) for name in shapes}
     stated, own = {rank for rank, _ in _sizes(raw, source)}, {}
     for name, key in keys.items():

@@ -98,12 +98,13 @@ def adapter_place(key: str) -> tuple[str, str] | None:
 
     transformer.blocks.0.attn1.to_q.lora_A.weight           diffusers
     diffusion_model.blocks.0.self_attn.q.lora_A.weight      ComfyUI, diffusion-pipe; also lora_down, and alpha beside it
-    lora_unet_blocks_0_self_attn_q.lora_down.weight         musubi-tuner, as kohya's other programs
+    lora_unet_blocks_0_self_attn_q.lora_down.weight         musubi-tuner, as kohya's other programs; VideoX-Fun (`__`)
+    blocks.0.self_attn.q.lora_A.default.weight              DiffSynth-Studio, also behind `pipe.dit.`
     """
-    block = r"(transformer\.|diffusion_model\.|lora_unet_)blocks[._](\d{1,9})[._](.+?)"
-    match = re.fullmatch(rf"{block}\.({'|'.join(map(re.escape, ROLES))})", key)
-    linear = SPELT.get(match[3].replace(".", "_")) if match else None
-    return (f"blocks.{match[2]}.{linear}", ROLES[match[4]]) if linear else None
+    block = r"(?:transformer\.|diffusion_model\.|pipe\.dit\.|lora_unet__?)?blocks[._](\d{1,9})[._](.+?)"
+    match = re.fullmatch(rf"{block}\.({'|'.join(map(re.escape, ROLES))})", key.replace(".default.", "."))
+    linear = SPELT.get(match[2].replace(".", "_")) if match else None
+    return (f"blocks.{match[1]}.{linear}", ROLES[match[3]]) if linear else None
 
 
 # Those of ADAPTED by both names, with `_` for each dot: so kohya's programs join them.

@@ -128,7 +128,8 @@ def check_targets(model: nn.Module, targets: list[str]) -> None:
     unknown = [target for target in missing if target not in TARGETS or missing == targets]
     if unknown or not targets:
         names = ", ".join(sorted({_short(path) for path in paths}))
-        raise InputError(f"lora.targets: the model has no {', '.join(unknown) or 'target'} (it has {names})")
+        more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""  # of a larger model's blocks: hundreds
+        raise InputError(f"lora.targets: the model has no {', '.join(unknown[:4]) or 'target'}{more} (it has {names})")
 
 
 def is_stack(path: str) -> bool:

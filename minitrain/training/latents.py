@@ -200,7 +200,8 @@ def read_shapes(path: Path) -> dict[str, Shape]:
     shapes = {name: headers[name][0] for name in DIMENSIONS if name in headers}
     for name in ("latents", "text"):
         if name not in shapes:
-            raise InputError(f"{path}: tensor {name} is missing")
+            held = ", ".join(list(headers)[:3]) or "nothing"
+            raise InputError(f"{path}: tensor {name} is missing (it holds {held}; see minitrain/training/latents.py)")
     for name, shape in shapes.items():
         if len(shape) != DIMENSIONS[name] or 0 in shape:
             expected = f"expected {DIMENSIONS[name]} dimensions, none of them 0"

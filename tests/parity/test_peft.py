@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from minitrain import InputError, load_adapter, load_pretrained, merge, merge_adapters, save_pretrained
 from minitrain.config import from_dict
 from minitrain.models.checkpoint_peft import adapter_shapes, read_adapter_config, save_adapter, unreadable_note
+from minitrain.models.checkpoint_wan import adapter_place
 from minitrain.models.lora import TARGETS, Lora, add_adapters, is_adapter
 from minitrain.models.zoo import model_config
 from minitrain.train import train
@@ -250,6 +251,15 @@ def test_ranks_of_wan_adapters_may_differ(tmp_path):
     torch.testing.assert_close(ours(**given), test_wan.run_diffusers(theirs, **given), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("name", [
+    "blocks.3.self_attn.o.lora_A.default.weight", "pipe.dit.blocks.3.self_attn.o.lora_A.default.weight",
+    "lora_unet__blocks_3_self_attn_o.lora_down.weight",
+])  # fmt: skip
+def test_further_names_of_wan_adapters(name):
+    """Of DiffSynth-Studio and VideoX-Fun, which diffusers does not read."""
+    assert adapter_place(name) == ("blocks.3.attn1.to_out.0", "A")
+
+
 def test_wan_adapters_of_other_programs_that_cannot_be_loaded(tmp_path):
     ours, file = test_wan.pair("t2v")[1], tmp_path / "one.safetensors"
     width = ours.config.dim
@@ -273,6 +283,9 @@ def test_wan_adapters_of_other_programs_that_cannot_be_loaded(tmp_path):
     ):
         refused(f"tensor diffusion_model.{name} has no place", {f"diffusion_model.{name}": torch.ones(1)})
     refused("tensor base_model.model.blocks.0.attn1.to_q.lora_B.weight .*is missing", {second: None})
+    larger = {f"diffusion_model.blocks.{i}.ffn.0.lora_A.weight": torch.ones(4, width) for i in range(9)}
+    named = ", ".join(f"blocks.{i}.ffn.net.0.proj" for i in range(2, 6))
+    refused(f"one.safetensors: lora.targets: the model has no {named} and 3 more .it has", larger)
     refused("without an adapter_config.json it must be a LoRA of Wan, named as by", {first: None, second: None})
     refused(r"blocks.0.self_attn.q.alpha has shape \[2\]", {first.replace("lora_down.weight", "alpha"): torch.ones(2)})
     refused("lora_alpha=nan must be a number", {first.replace("lora_down.weight", "alpha"): torch.tensor(torch.nan)})
