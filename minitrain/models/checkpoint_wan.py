@@ -133,10 +133,13 @@ def _from_diffusers(raw: dict, file: Path) -> dict:
 
 
 def _from_original(raw: dict, file: Path, stored: dict) -> dict:
-    """Wan 2.1's and 2.2's image-to-video models have the same config.json, but only the former see CLIP features."""
+    """Wan 2.1's and 2.2's image-to-video models have the same config.json, but only the former see CLIP features.
+
+    ti2v, Wan 2.2's of 5B, is text to video in its network; of an image it takes the first frame, as latents.
+    """
     kind = raw.get("model_type")
-    if kind not in ("t2v", "i2v"):
-        raise InputError(f"{file}: model_type={kind!r} is not supported (known: 't2v', 'i2v')")
+    if kind not in ("t2v", "i2v", "ti2v"):
+        raise InputError(f"{file}: model_type={kind!r} is not supported (known: 't2v', 'i2v', 'ti2v')")
     refuse_other_values(raw, dict(cross_attn_norm=True, qk_norm=True), ORIGINAL, file)
     fields = {ours: read_number(raw, theirs, file) for ours, theirs in ORIGINAL_FIELDS.items()}
     dim, heads = read_number(raw, "dim", file), fields["num_attention_heads"]

@@ -108,6 +108,17 @@ def test_original_names_are_what_diffusers_converts(kind, size, tmp_path):
     assert_same_tensors(again.state_dict(), ours.state_dict())
 
 
+def test_original_model_of_text_and_image(tmp_path):
+    """Wan-AI/Wan2.2-TI2V-5B, which in diffusers is a text-to-video model of 48 channels."""
+    config = dataclasses.replace(CONFIGS["t2v"], in_channels=48, out_channels=48)
+    ours = Wan(config)
+    save_pretrained(ours, tmp_path, original_names=True)
+    edit_json(tmp_path / "config.json", model_type="ti2v")
+    again = load_pretrained(tmp_path)
+    assert again.config == config
+    assert_same_tensors(again.state_dict(), ours.state_dict())
+
+
 def test_published_original_config(tmp_path):
     """Wan-AI/Wan2.1-T2V-14B's config.json, at 1 / 40 of its width and with three of its layers."""
     published = dict(
