@@ -177,7 +177,8 @@ def log(monkeypatch):
     return entries
 
 
-EXPERTS = [*MOE_CONFIGS, "fp8", "mxfp4"]
+STACKED = ["qwen3-moe", "mixtral", "deepseek-v3"]
+EXPERTS = [*MOE_CONFIGS, "fp8", "mxfp4", *(f"{family} stacked" for family in STACKED)]
 
 
 @pytest.fixture
@@ -185,8 +186,17 @@ def folder(request, tmp_path):
     """A family's checkpoint as transformers writes it, or one that is quantised."""
     if request.param in ("fp8", "mxfp4"):
         return request.getfixturevalue(request.param)[0]
-    build(request.param).save_pretrained(tmp_path)
+    family, *stacked = request.param.split()
+    build(family).save_pretrained(tmp_path, save_original_format=not stacked)
     return tmp_path
+
+
+@pytest.mark.parametrize("family", STACKED)
+def test_stacks_as_transformers_holds_them(family, tmp_path):
+    for name in ("alone", "stacked"):
+        build(family).save_pretrained(tmp_path / name, save_original_format=name == "alone")
+    assert any(key.endswith(".experts.gate_up_proj") for key in load_file(tmp_path / "stacked" / "model.safetensors"))
+    assert_same_weights(load_pretrained(tmp_path / "stacked"), load_pretrained(tmp_path / "alone"))
 
 
 def load_parts(folder, cut):

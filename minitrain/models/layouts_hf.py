@@ -70,14 +70,17 @@ def pieces(
             for ours, theirs, n in config.mamba.rows(parts)
         ]
     prefix, _, last = name.rpartition(".experts.")
-    if not prefix:
-        return [matrix(stored_name(name, family), shape, stored)]
+    if not prefix:  # our own name is also transformers 5's of Mixtral's router, in its files with stacks
+        return [matrix(name if name in stored else stored_name(name, family), shape, stored)]
     if family == "gpt_oss":
         return stacked_experts(name, shape, stored)
     found, parts = [], EXPERT_KEYS[last]
     for expert in range(shape[0]):
-        keys = [expert_key(name, family, expert, part) for part in parts]
-        rows = [of_expert(expert, matrix(key, (shape[1] // len(parts), shape[2]), stored)) for key in keys]
+        if name in stored:
+            rows = [in_stack(name, shape, expert, i, len(parts)) for i in range(len(parts))]
+        else:
+            keys = [expert_key(name, family, expert, part) for part in parts]
+            rows = [of_expert(expert, matrix(key, (shape[1] // len(parts), shape[2]), stored)) for key in keys]
         found.append(rows[0] if len(rows) == 1 else in_turn(*rows))
     return found
 
@@ -142,6 +145,18 @@ def of_expert(expert: int, piece: Piece) -> Piece:
     """What is stored of one expert alone, as its part of a stack."""
     region = (slice(expert, expert + 1), *piece.region)
     return Piece(region, piece.needs, lambda fetch, slices: piece.read(fetch, slices[1:])[None])
+
+
+def in_stack(key: str, shape: tuple[int, ...], expert: int, part: int, parts: int) -> Piece:
+    """An expert's rows in a stack as transformers 5 holds it, and saves it with save_original_format=False: those of
+    gate, then those of up."""
+    stack, rows = slice(expert, expert + 1), shape[1] // parts
+
+    def read(fetch: Fetch, slices: Slices) -> Tensor:
+        first, last = (part * rows + place for place in (slices[1].start, slices[1].stop))
+        return fetch(key, (stack, slice(first, last), slices[2]))
+
+    return Piece((stack, slice(0, rows), slice(0, shape[2])), {key: (shape, FLOATS)}, read)
 
 
 def in_turn(gate: Piece, up: Piece) -> Piece:
