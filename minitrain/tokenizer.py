@@ -235,7 +235,8 @@ def tokenizer_file(name_or_path: str | Path) -> Path | None:
     if file.is_dir():
         file = file / "tokenizer.json"
         if not file.is_file():
-            raise InputError(f"{name_or_path} holds no tokenizer.json")
+            hint = "save_pretrained of transformers' AutoTokenizer writes one"
+            raise InputError(f"{name_or_path} holds no tokenizer.json ({hint})")
     if not file.is_file():
         raise InputError(f"tokenizer {str(name_or_path)!r} is not 'bytes', a tokenizer.json or a folder that holds one")
     return file

@@ -323,7 +323,7 @@ def test_missing_package_names_the_extra(bpe_folder, monkeypatch):
 @pytest.mark.parametrize(
     "files, message",
     [
-        ({}, "holds no tokenizer.json"),
+        ({}, r"holds no tokenizer.json \(save_pretrained of transformers' AutoTokenizer writes one\)"),
         ({"tokenizer.json": "{"}, "tokenizer.json:1:2: not valid JSON"),
         ({"tokenizer.json": "[]"}, "must hold a JSON object, not a list"),
         ({"tokenizer.json": '{"model": {"type": "none such"}}'}, "is not a Hugging Face tokenizer"),
