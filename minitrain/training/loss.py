@@ -92,11 +92,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss):
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
-            grad_hidden = grad_hidden * grad_loss.to(grad_hidden.dtype)
+            grad_hidden = _scaled(grad_hidden, grad_loss, grad_hidden.dtype)
         if grad_weight is not None:
-            scaled = grad_weight.new_empty(grad_weight.shape, dtype=ctx.weight_dtype)
-            grad_weight = torch.mul(grad_weight, grad_loss, out=scaled)  # and rounded, in one pass
+            grad_weight = _scaled(grad_weight, grad_loss, ctx.weight_dtype)
         return grad_hidden, grad_weight, None, None
+
+
+def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x times an fp32 scalar in one pass, and only the product rounded: 1 / 3 in bf16 is 0.2 % off, for all alike."""
+    return torch.mul(x, factor.view(1), out=x.new_empty(x.shape, dtype=dtype))  # a scalar would take x's type first
 
 
 def _gradients(
