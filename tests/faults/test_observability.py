@@ -71,6 +71,7 @@ def what_differs(subject: str, folder) -> str:
     ("adapter", "rank 1 differs from rank 0 in model: FOLDER/lora/adapter_model.safetensors: digest 1, not digest 0 "),
 ])  # fmt: skip
 def test_ranks_that_differ_all_say_in_what(pool, tmp_path, subject, expected):
+    (tmp_path / "model.safetensors").touch()
     assert (
         pool.run(2, what_differs, subject, tmp_path)
         == [expected.replace("FOLDER", str(tmp_path)) + "(all ranks must have the same)"] * 2
