@@ -105,6 +105,13 @@ def test_one_expert_for_each_token_where_its_weight_or_nothing_tells_the_router(
     from_dict({"model": {"name": "qwen3-30b-a3b-tiny", "num_experts_per_tok": 1} | changes})
 
 
+def test_one_expert_for_each_token_of_a_router_that_is_read_or_frozen(tmp_path):
+    shape = {"name": "mixtral-8x7b-tiny", "num_experts_per_tok": 1}
+    adapted = from_dict({"model": shape, "lora": {"rank": 2}})
+    save_pretrained(Decoder(adapted.model.config), tmp_path)
+    assert from_dict({"model": str(tmp_path)}).model.config == adapted.model.config
+
+
 def test_what_is_written_is_read_back_the_same():
     tree = {"model": {"name": "llama3.1-8b-tiny", "num_layers": 3}, "batch": {"global": 4, "micro": 2, "seq_len": 32}}
     config = from_dict(tree | {"out_dir": "1e5", "optim": {"lr": 1e-5}})
