@@ -6,7 +6,8 @@
   python bench.py --config LORA --versus peft              the same by peft; or "full": training the whole model instead
   python bench.py --config FILE ... --proxy 4,8            on one GPU, with so many layers; two counts: extrapolated
   python bench.py --config FILE ... --shrink               the same layouts at toy width on gloo processes of its own
-  python bench.py --config FILE ... --profile              and where a step's seconds go, by kind of kernel
+  python bench.py --config FILE ... --profile              and where a step's seconds go, by kind of kernel; with
+                                                           --trace FOLDER also a Chrome trace of each config
   python bench.py --config FILE --dry-run                  check the config and its layout; run nothing
   python bench.py --config FILE ... --simulate             what the config would do in its full world, without a GPU
   python bench.py --config FILE --simulate --sweep tp=1,2,4 pp=1,2      rank layouts by predicted tokens/s
@@ -63,7 +64,7 @@ def parser() -> cli.Parser:
     parser.add_argument("--proxy", metavar="N[,N]", help="one rank and so many layers in the config's place")
     parser.add_argument("--simulate", action="store_true", help="predict by running a rank of it on fake tensors")
     parser.add_argument("--system", type=cli.home_path, help="simulate on this machine, or on a file of --calibrate")
-    parser.add_argument("--trace", metavar="FILE", type=cli.home_path, help="with --simulate: write a Chrome trace")
+    parser.add_argument("--trace", metavar="PATH", type=cli.home_path, help="write Chrome traces: see above")
     parser.add_argument("--sweep", nargs="+", default=[], metavar="KEY=V,V", help="all combinations")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine's rates")
     parser.add_argument("--list", action="store_true", help="print the published rows")

@@ -1,5 +1,7 @@
 """A step's time by kind: names, overlapping kernels, operators within operators, and a real step."""
 
+import gzip
+import json
 import time
 from contextlib import nullcontext, redirect_stderr
 from io import StringIO
@@ -8,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from minitrain.bench.breakdown import kernel_times, kind_of, operator_times, step_breakdown
+from minitrain.bench.breakdown import kernel_times, kind_of, operator_times, profiled, step_breakdown
 from minitrain.bench.measure import measure
 from minitrain.config import from_dict
 from minitrain.parallel.mesh import start
@@ -58,6 +60,18 @@ def test_what_runs_at_once_counts_once_and_messages_where_they_are_alone():
     assert kernel_times(events) == {"gemm": 3, "memory": 6, "exposed communication": 6 + 5}
 
 
+def test_thin_products_are_told_apart_by_their_shapes():
+    wide, thin = [[8192, 4096], [4096, 4096]], [[8192, 16], [16, 4096]]
+    operators = [("aten::mm", wide), ("aten::mm", thin), ("aten::addmm", [[4096], *wide]),
+                 ("aten::addmm", [[8192, 4096], *thin]), ("aten::mul", thin)]  # fmt: skip
+    events = []
+    for number, (name, shapes) in enumerate(operators):
+        operator = event(name, number, number + 1, "cpu_op") | {"args": {"External id": number, "Input Dims": shapes}}
+        kernel = event("nvjet_hsh", 10 * number, 10 * number + 1 + number) | {"args": {"External id": number}}
+        events += [operator, kernel]
+    assert kernel_times(events) == {"gemm": 1 + 3 + 5, "thin gemm": 2 + 4, "exposed communication": 0}
+
+
 def test_operators_count_without_those_that_they_call():
     events = [
         event("aten::linear", 0, 10, "cpu_op"), event("aten::addmm", 1, 9, "cpu_op"),
@@ -100,6 +114,15 @@ def test_gaps_are_never_negative():
 def test_nothing_recorded_is_an_error():
     with pytest.raises(RuntimeError, match="recorded nothing"):
         step_breakdown(lambda: None, 1.0, torch.device("cpu"))
+
+
+def test_a_trace_is_kept_for_each_run_of_a_row(tmp_path):
+    for _ in range(2):
+        found = profiled("a/row=1", lambda: torch.ones(9).exp(), 1.0, torch.device("cpu"), str(tmp_path / "new"))
+        assert found["breakdown_s"]["memory"] > 0
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["a-row-1-2.json.gz", "a-row-1.json.gz"]
+    with gzip.open(tmp_path / "new" / "a-row-1-2.json.gz", "rt") as trace:
+        assert "aten::exp" in {event["name"] for event in json.load(trace)["traceEvents"]}
 
 
 def measured(failure: Exception | None) -> tuple[dict, str]:

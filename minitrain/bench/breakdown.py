@@ -4,15 +4,21 @@ torch's profiler records one step more. On CUDA it records kernels, which are to
 run at once, time counts for the one that began first, and messages count where nothing else runs. On CPU it records
 operators, each without those that it calls. Gaps are what is left of the step as it was timed, without the profiler:
 there the device waits for the host.
+
+Matrix products with less than THIN FLOPs per byte, as of adapters, are `thin gemm`: memory bounds them, not arithmetic.
+A CUDA graph's kernels have no operator that tells their shapes, so there all are `gemm`.
 """
 
+import gzip
 import json
 import os
+import re
 import sys
 import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -27,26 +33,44 @@ KINDS = {  # by what a name contains; the first that fits
              "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"),
 }  # fmt: skip
 
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
+THIN = 100  # FLOPs per byte
+
 Span = tuple[float, float, str]  # begin and end in microseconds, and a kind
 
 
-def profiled(row: str, step: Callable[[], object], seconds: float, device: torch.device) -> dict[str, dict]:
+def profiled(
+    row: str, step: Callable[[], object], seconds: float, device: torch.device, folder: str | None = None
+) -> dict[str, dict]:
     """`breakdown_s` for a row's result; nothing but a warning if there can be none, as what was measured is not to be
-    lost. Arguments as of `step_breakdown`."""
+    lost. folder: write the recorded trace to a file there, named after the row. Other arguments as of `step_breakdown`.
+    """
     try:
-        return {"breakdown_s": step_breakdown(step, seconds, device)}
+        return {"breakdown_s": step_breakdown(step, seconds, device, folder and new_file(folder, row))}
     except RuntimeError as error:
         print(f"warning: {row}: no profile: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
         return {}
 
 
-def step_breakdown(step: Callable[[], object], seconds: float, device: torch.device) -> dict[str, float]:
+def new_file(folder: str, row: str) -> Path:
+    """Return a path for the row's trace that no earlier run of it has."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    stem = re.sub(r"[^\w.-]+", "-", row)
+    names = (f"{stem}{f'-{number}' * (number > 1)}.json.gz" for number in count(1))
+    return next(path for name in names if not (path := Path(folder, name)).exists())
+
+
+def step_breakdown(
+    step: Callable[[], object], seconds: float, device: torch.device, file: Path | None = None
+) -> dict[str, float]:
     """Seconds by kind, of which the last is `gaps`. step: runs one; seconds: what it takes without the profiler.
+    file: for the Chrome trace, compressed.
 
     Raises RuntimeError if the profiler cannot record, as where a driver does not let it.
     """
     on_gpu = device.type == "cuda"
-    events = recorded(step, ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU)
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
+    events = recorded(step, activities, file, record_shapes=on_gpu)
     parts = kernel_times(events) if on_gpu else operator_times(events)
     if not parts.total():
         raise RuntimeError("the profiler recorded nothing")
@@ -54,19 +78,22 @@ def step_breakdown(step: Callable[[], object], seconds: float, device: torch.dev
     return spent | {"gaps": max(0.0, seconds - sum(spent.values()))}
 
 
-def recorded(function: Callable[[], object], activity: ProfilerActivity, **options) -> list[dict]:
-    """The events of a Chrome trace of `function()`."""
+def recorded(
+    function: Callable[[], object], activities: list[ProfilerActivity], file: Path | None = None, **options
+) -> list[dict]:
+    """The events of a Chrome trace of `function()`, which is kept in `file` (.json.gz) if that is given."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler announces its start on the terminal
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*Profiler clears events")  # which torch 2.11 says though it is not done
-        with profile(activities=[activity], **options) as profiler:
+        with profile(activities=activities, **options) as profiler:
             function()
-            if activity == ProfilerActivity.CUDA:
+            if ProfilerActivity.CUDA in activities:
                 torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "trace.json")
+        file = file or Path(folder, "trace.json.gz")
         profiler.export_chrome_trace(str(file))
-        return json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+        with gzip.open(file, "rt", encoding="utf-8") as trace:
+            return json.load(trace)["traceEvents"]
 
 
 def kind_of(name: str) -> str:
@@ -79,11 +106,27 @@ def kind_of(name: str) -> str:
 
 def kernel_times(events: list[dict]) -> Counter[str]:
     """Microseconds by kind of what ran on the device."""
-    on_device = (event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"))
-    spans = [(event["ts"], event["ts"] + event["dur"], kind_of(event["name"])) for event in on_device]
+    thin = {event["args"]["External id"] for event in events if event.get("cat") == "cpu_op" and is_thin(event)}
+    spans = []
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            kind = kind_of(event["name"])
+            if kind == "gemm" and event.get("args", {}).get("External id") in thin:
+                kind = "thin gemm"
+            spans.append((event["ts"], event["ts"] + event["dur"], kind))
     parts = covered(span for span in spans if span[2] != MESSAGES)
     parts[MESSAGES] = covered(spans).total() - parts.total()
     return parts
+
+
+def is_thin(operator: dict) -> bool:
+    """Whether it is a matrix product that moves a byte for less than THIN FLOPs, by the recorded shapes, in bf16."""
+    if operator["name"] not in PRODUCTS or "args" not in operator:
+        return False
+    shapes = operator["args"]["Input Dims"]
+    (rows, inner), (_, columns) = shapes[1:3] if operator["name"] == "aten::addmm" else shapes[:2]
+    size = 2 * (rows * inner + inner * columns + rows * columns)
+    return 2 * rows * inner * columns < THIN * size
 
 
 def covered(spans: Iterable[Span]) -> Counter[str]:

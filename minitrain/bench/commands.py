@@ -72,7 +72,8 @@ def bench(files: list, overrides: list[str], options) -> None:
         run_all(cases, options)
         return
     check_writable("json", options.json)
-    check_writable("trace", options.trace)
+    if options.simulate:
+        check_writable("trace", options.trace)
     if options.sweep and options.simulate:
         simulate_combinations(files[0], overrides, options)
         return
@@ -118,13 +119,14 @@ def check_options(cases: list[Case], options) -> None:
         (options.generate and options.versus not in (None, "transformers"),
          f"--generate --versus {options.versus}: only transformers samples the same (use transformers)"),
         (options.versus and not alone, f"--versus {options.versus} runs in one process, not in {world_size()}"),
-        ((options.trace or options.system) and not options.simulate, "--trace and --system need --simulate"),
+        (options.trace and not (options.simulate or options.profile), "--trace needs --simulate or --profile"),
+        (options.system and not options.simulate, "--system needs --simulate"),
         (options.profile and (options.simulate or options.shrink or (trains_policy and not options.generate)),
          "--profile is for measured steps of training or sampling, not for --simulate, --shrink or task=grpo, which "
          "prints its phases"),
         (options.dry_run and options.simulate, "--dry-run runs nothing: leave --simulate out"),
-        (options.sweep and options.trace, "--trace shows one layout, not those of --sweep"),
-        (options.trace and several, "--trace takes one config at a time"),
+        (options.sweep and options.simulate and options.trace, "--trace shows one layout, not those of --sweep"),
+        (options.trace and options.simulate and several, "--trace takes one config at a time"),
     )  # fmt: skip
     for found, line in contradictions:
         if found:
@@ -217,11 +219,13 @@ def run(row: str, config: Config, options) -> dict:
         return run_shrunk(config, row, options.steps, options.warmup)
     check_layout(config, world_size())
     if options.generate:
-        return measure_sampling(config, row, options.steps, options.warmup, options.versus is not None, options.profile)
+        return measure_sampling(
+            config, row, options.steps, options.warmup, options.versus is not None, options.profile, options.trace
+        )
     if config.task == "grpo":
         return measure_policy(config, row, options.steps, options.warmup)
     estimate = announce_memory(row, config) if config.task == "diffusion" else {}
-    return measure(config, row, start(config), options.steps, options.warmup, options.profile) | estimate
+    return measure(config, row, start(config), options.steps, options.warmup, options.profile, options.trace) | estimate
 
 
 def simulate(row: str, config: Config, options) -> dict:

@@ -41,10 +41,12 @@ from minitrain.training.loop import Trainer, forward_backward
 CONVENTIONS = {convention.__name__: convention for convention in (clean, automodel, nemo_pretrain, nemo_squad)}
 
 
-def measure(config: Config, row: str, meshes: Meshes, steps: int, warmup: int, profile: bool = False) -> dict:
+def measure(
+    config: Config, row: str, meshes: Meshes, steps: int, warmup: int, profile: bool = False, traces: str | None = None
+) -> dict:
     """Run `warmup` + `steps` optimizer steps; returns one row: `result`, and what is added below. All ranks call it.
 
-    profile: run one more, for `breakdown_s`, the first rank's.
+    profile: run one more, for `breakdown_s`, the first rank's; its trace goes to the folder `traces`, if that is given.
     """
     data, _ = open_dataset(config)
     device, matmul = prepare(config)
@@ -62,7 +64,7 @@ def measure(config: Config, row: str, meshes: Meshes, steps: int, warmup: int, p
         "activations_gib": activation_bytes(trainer, data) / 2**30,
     }
     if profile:
-        outcome |= profiled(row, partial(trainer.step, data, warmup + steps), outcome["step_time_s"], device)
+        outcome |= profiled(row, partial(trainer.step, data, warmup + steps), outcome["step_time_s"], device, traces)
     return outcome
 
 

@@ -36,11 +36,13 @@ from minitrain.rollout.scheduler import Sample
 from minitrain.training.build import build_model
 
 
-def measure_sampling(config: Config, row: str, steps: int, warmup: int, versus: bool, profile: bool = False) -> dict:
+def measure_sampling(
+    config: Config, row: str, steps: int, warmup: int, versus: bool, profile: bool = False, traces: str | None = None
+) -> dict:
     """Sample `warmup` + `steps` times and return one result row; all ranks call it, each for itself but for tp's.
 
     versus: in turns with transformers' generate. profile: sample once more, for `breakdown_s` of one call of the
-    sampler's `step`, halfway through the responses.
+    sampler's `step`, halfway through the responses; its trace goes to the folder `traces`, if that is given.
     """
     length = config.batch.seq_len - config.rollout.max_tokens
     if config.precision in ("bf16", "fp8"):  # GRPO's samplers have a copy in bf16 of weights that train in fp32
@@ -64,7 +66,7 @@ def measure_sampling(config: Config, row: str, steps: int, warmup: int, versus: 
     totals, size = [each[0] for each in seconds[warmup:]], sampler.model.head_weight.dtype.itemsize
     outcome |= decoding_figures(config, totals, firsts[warmup:], memory, size)
     if profile:
-        outcome |= profiled_halfway(sampler, config, row, make_prompts(config, length, warmup + steps))
+        outcome |= profiled_halfway(sampler, config, row, make_prompts(config, length, warmup + steps), traces)
     return outcome
 
 
@@ -112,7 +114,9 @@ def sample(sampler: Sampler, config: Config, prompts: torch.Tensor) -> tuple[flo
     return first, sum(len(tokens) for _, tokens in news) if len(news) == len(samples) else 0
 
 
-def profiled_halfway(sampler: Sampler, config: Config, row: str, prompts: torch.Tensor) -> dict[str, dict]:
+def profiled_halfway(
+    sampler: Sampler, config: Config, row: str, prompts: torch.Tensor, traces: str | None
+) -> dict[str, dict]:
     """See `profiled`: of a call of `step` when the first sample has half of its tokens, or two calls before its end."""
     new = config.rollout.max_tokens
     before = min(new // 2, new - 2 * sampler.steps)
@@ -122,7 +126,7 @@ def profiled_halfway(sampler: Sampler, config: Config, row: str, prompts: torch.
     with submitted(sampler, config, prompts) as samples:
         while len(samples[0].produced) < before:
             sampler.step()
-        return profiled(row, sampler.step, timed(sampler.step, sampler.device), sampler.device)
+        return profiled(row, sampler.step, timed(sampler.step, sampler.device), sampler.device, traces)
 
 
 def sample_with_transformers(model, config: Config, prompts: torch.Tensor) -> None:

@@ -33,6 +33,6 @@ def working_memory(function: Callable[[], object], device: torch.device) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         function()
         return torch.cuda.max_memory_allocated(device) - before
-    events = recorded(function, ProfilerActivity.CPU, profile_memory=True)
+    events = recorded(function, [ProfilerActivity.CPU], profile_memory=True)
     memory = sorted((event for event in events if event["name"] == "[memory]"), key=lambda event: event["ts"])
     return max(accumulate((event["args"]["Bytes"] for event in memory), initial=0))  # releases are below 0
