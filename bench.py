@@ -22,11 +22,11 @@ Any setting can follow as key=value, such as batch.micro=1 model.num_layers=2.
 
 from pathlib import Path
 
-from minitrain import cli
-from minitrain.bench import tracers
 from minitrain.bench.page import write_report
 from minitrain.bench.rows import list_rows
 from minitrain.errors import InputError
+from minitrain.run import cli
+from minitrain.simulator import tracers
 
 QUICKSTART = Path(__file__).parent / "configs" / "quickstart.yaml"
 RESULTS = Path(__file__).parent / "results"
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> None:
             tracers.start()
         if options.generate:
             cli.use_huge_pages()
-        from minitrain.bench.commands import bench  # brings torch, which takes seconds
+        from minitrain.benchmark import bench  # brings torch, which takes seconds
 
         words = options.config + options.overrides  # --config swallows the words behind it
         overrides = [word for word in words if "=" in word]

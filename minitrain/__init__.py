@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from minitrain.errors import InputError
 
 if TYPE_CHECKING:
-    from minitrain.models.checkpoint_hf import load_pretrained, save_pretrained
-    from minitrain.models.checkpoint_peft import load_adapter
+    from minitrain.formats.hf import load_pretrained, save_pretrained
+    from minitrain.formats.peft import load_adapter
     from minitrain.models.lora import merge_adapters
     from minitrain.rollout.engine import Sampler
     from minitrain.rollout.sampling import Completion, SamplingParams
@@ -23,8 +23,8 @@ except (KeyError, OSError):  # a container's user whom its /etc/passwd does not 
     os.environ["LOGNAME"] = f"uid{os.getuid()}"  # before torch 2.13 its compiler's import ends without a name
 
 _HOMES = {
-    "load_pretrained": "models.checkpoint_hf", "save_pretrained": "models.checkpoint_hf",
-    "load_adapter": "models.checkpoint_peft", "merge_adapters": "models.lora", "Sampler": "rollout.engine",
+    "load_pretrained": "formats.hf", "save_pretrained": "formats.hf",
+    "load_adapter": "formats.peft", "merge_adapters": "models.lora", "Sampler": "rollout.engine",
     "Completion": "rollout.sampling", "SamplingParams": "rollout.sampling",
 }  # fmt: skip
 

@@ -10,12 +10,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from minitrain import cli, generate_video
-from minitrain.cli import positive
+from minitrain.data.chat import encode_question, end_of_reply
+from minitrain.data.chat_templates import ChatTemplate, Message, choose_template
+from minitrain.data.tokenizer import Tokenizer, load_tokenizer, stream, tokenizer_folder
 from minitrain.errors import InputError
-from minitrain.models.checkpoint_hf import load_pretrained, read_config
-from minitrain.models.checkpoint_peft import load_adapter
-from minitrain.models.config_hf import find_ends
+from minitrain.formats.config_hf import find_ends
+from minitrain.formats.hf import load_pretrained, read_config
+from minitrain.formats.peft import load_adapter
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import merge_adapters
 from minitrain.models.wan import WanConfig
@@ -23,9 +24,8 @@ from minitrain.parallel.mesh import pick_device
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import SamplingParams
 from minitrain.rollout.scheduler import Sample
-from minitrain.tokenizer import Tokenizer, load_tokenizer, stream, tokenizer_folder
-from minitrain.training.chat import encode_question, end_of_reply
-from minitrain.training.chat_templates import ChatTemplate, Message, choose_template
+from minitrain.run import cli, generate_video
+from minitrain.run.cli import positive
 
 
 def main(arguments: list[str]) -> None:

@@ -9,16 +9,16 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from minitrain import cli
+from minitrain.data.chat import end_of_reply
+from minitrain.data.chat_templates import choose_template
+from minitrain.data.tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer, tokenizer_folder
 from minitrain.errors import InputError
-from minitrain.models.checkpoint_hf import load_pretrained, save_pretrained
-from minitrain.models.checkpoint_peft import load_adapter
-from minitrain.models.config_hf import copy_generation_config, with_end
+from minitrain.formats.config_hf import copy_generation_config, with_end
+from minitrain.formats.hf import load_pretrained, save_pretrained
+from minitrain.formats.peft import load_adapter
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import merge_adapters
-from minitrain.tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer, tokenizer_folder
-from minitrain.training.chat import end_of_reply
-from minitrain.training.chat_templates import choose_template
+from minitrain.run import cli
 
 
 def main(arguments: list[str]) -> None:

@@ -16,33 +16,33 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from minitrain import cli
-from minitrain.config import Config, load
-from minitrain.config_checks import check_layout
+from minitrain.data.chat import end_of_reply
+from minitrain.data.chat_templates import Template, choose_template
+from minitrain.data.datasets import open_dataset
+from minitrain.data.tokenizer import CHAT_TEMPLATE, is_of_bytes, load_tokenizer
 from minitrain.errors import InputError, refused
+from minitrain.formats.config_hf import copy_generation_config, with_end
+from minitrain.formats.hf import check_free_of_adapters, find_weights, save_tensors
+from minitrain.formats.peft import save_adapter
 from minitrain.generate import exact_match
-from minitrain.generate_video import draw_shapes
-from minitrain.grpo.loop import train_policy
-from minitrain.models.checkpoint_hf import check_free_of_adapters, find_weights, save_tensors
-from minitrain.models.checkpoint_peft import save_adapter
-from minitrain.models.config_hf import copy_generation_config, with_end
 from minitrain.models.lora import is_adapter
+from minitrain.parallel.agreement import rank_0_says
 from minitrain.parallel.mesh import checkpoint_group, start, wait_for_ever, whole_tensors, world_size
 from minitrain.parallel.pipeline import Pipeline
-from minitrain.runtime.agreement import rank_0_says
-from minitrain.runtime.failures import rank, record_flights, recorded
-from minitrain.runtime.lock import locked
-from minitrain.runtime.watch import until_sigterm
-from minitrain.tokenizer import CHAT_TEMPLATE, is_of_bytes, load_tokenizer
-from minitrain.training.chat import end_of_reply
-from minitrain.training.chat_templates import Template, choose_template
-from minitrain.training.checkpoint import Checkpointer, resume, save_step, saved_despite_errors
-from minitrain.training.datasets import open_dataset
-from minitrain.training.fingerprint import agreed_fingerprint
-from minitrain.training.health import Health, batch_origin
+from minitrain.run import cli
+from minitrain.run.checkpoint import Checkpointer, resume, save_step, saved_despite_errors
+from minitrain.run.config_checks import check_layout
+from minitrain.run.failures import rank, record_flights, recorded
+from minitrain.run.fingerprint import agreed_fingerprint
+from minitrain.run.generate_video import draw_shapes
+from minitrain.run.health import Health, batch_origin
+from minitrain.run.lock import locked
+from minitrain.run.metrics import MetricsLog, open_log
+from minitrain.run.policy import train_policy
+from minitrain.run.profiling import recorded_steps
+from minitrain.run.watch import until_sigterm
+from minitrain.settings import Config, load
 from minitrain.training.loop import Trainer, is_due, training_steps
-from minitrain.training.metrics import MetricsLog, open_log
-from minitrain.training.profiling import recorded_steps
 
 
 def main(arguments: list[str]) -> None:

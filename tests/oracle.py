@@ -22,12 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import register_dataclass, tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from minitrain import config as configs
-from minitrain.config import Config
+from minitrain import settings as configs
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import add_adapters
 from minitrain.parallel.context import own_tokens
 from minitrain.parallel.mesh import local, start, whole
+from minitrain.settings import Config
 from minitrain.training.build import build_model, initialize
 from minitrain.training.loop import forward_backward
 from minitrain.training.loss import IGNORE

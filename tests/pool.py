@@ -41,7 +41,7 @@ RUNS = 4  # before a new process group: those of old meshes keep threads and soc
 LIFE = 40  # runs before new workers: compiled code may hold groups for ever
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload([
-    "tests.oracle", "tests.distributed.test_grpo", "minitrain.train", "minitrain.bench.commands",
+    "tests.oracle", "tests.distributed.test_grpo", "minitrain.train", "minitrain.benchmark",
     "torch._dynamo.backends.common", "torch._inductor.lowering", "torch.distributed.checkpoint", "transformers",
 ])  # fmt: skip
 

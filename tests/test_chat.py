@@ -12,21 +12,21 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from minitrain import config as configs
+from minitrain import settings as configs
+from minitrain.data.chat import encode_after, encode_chat, make_sample, read_messages, split_reply
+from minitrain.data.chat_templates import PLAIN, Message
+from minitrain.data.datasets import open_dataset
+from minitrain.data.sft import MockChats
+from minitrain.data.text import rows
+from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
+from minitrain.examples import arithmetic
 from minitrain.generate import exact_match
 from minitrain.models.decoder import Decoder
-from minitrain.tokenizer import ByteTokenizer
 from minitrain.train import train
-from minitrain.training import arithmetic
 from minitrain.training.build import initialize
-from minitrain.training.chat import encode_after, encode_chat, make_sample, read_messages, split_reply
-from minitrain.training.chat_templates import PLAIN, Message
-from minitrain.training.data import rows
-from minitrain.training.datasets import open_dataset
 from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import LanguageModeling
-from minitrain.training.sft import MockChats
 from tests.oracle import check_close
 
 

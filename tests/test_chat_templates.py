@@ -17,16 +17,16 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, GenerationConfig
 
 from minitrain import generate, merge, save_pretrained
-from minitrain.config import from_dict
+from minitrain.data.chat import encode_chat, encode_question, end_of_reply, read_messages
+from minitrain.data.chat_templates import CHATML, DATE, LLAMA3, PLAIN, Message, choose_template
+from minitrain.data.problems import open_problems
+from minitrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from minitrain.errors import InputError
-from minitrain.grpo.problems import open_problems
-from minitrain.models.checkpoint_peft import adapter_shapes, save_adapter
+from minitrain.formats.peft import adapter_shapes, save_adapter
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import Lora
 from minitrain.models.zoo import model_config
-from minitrain.tokenizer import ByteTokenizer, load_tokenizer
-from minitrain.training.chat import encode_chat, encode_question, end_of_reply, read_messages
-from minitrain.training.chat_templates import CHATML, DATE, LLAMA3, PLAIN, Message, choose_template
+from minitrain.settings import from_dict
 from tests.commands import command
 from tests.distributed.test_grpo import TREE
 

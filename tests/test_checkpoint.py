@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties, TensorStorageMetadata
 
 from minitrain.errors import InputError
-from minitrain.training import checkpoint
-from minitrain.training.checkpoint import Checkpointer, save_step
-from minitrain.training.checkpoint_files import (
+from minitrain.run import checkpoint
+from minitrain.run.checkpoint import Checkpointer, save_step
+from minitrain.run.checkpoint_files import (
     IndexUnpickler,
     measure,
     read_description,

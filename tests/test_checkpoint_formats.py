@@ -9,8 +9,8 @@ from transformers import FineGrainedFP8Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from minitrain import load_pretrained
-from minitrain.models import checkpoint_hf
-from minitrain.models.checkpoint_hf import load_weights, read_config
+from minitrain.formats import hf as checkpoint_hf
+from minitrain.formats.hf import load_weights, read_config
 from minitrain.models.decoder import Decoder
 from tests.parity.hf_models import (
     CONFIGS,

@@ -18,12 +18,13 @@ import yaml
 
 import bench
 import minitrain
-from minitrain import cli, generate, merge, train
+from minitrain import generate, merge, train
+from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import check_own_gpus, pick_device
-from minitrain.tokenizer import ByteTokenizer
+from minitrain.run import cli
 from tests.commands import ROOT, command, torchrun
 
 TINY = {
@@ -160,7 +161,7 @@ def test_a_reader_that_has_seen_enough_is_no_error():
 
 
 PRINTING = """
-from minitrain import cli
+from minitrain.run import cli
 def main(arguments):
     for i in range(20_000):
         print("line", i)
@@ -385,7 +386,7 @@ def test_generation_of_a_reply(tmp_path, capsys):
 
 
 def test_without_a_terminal_lines_come_again_after_a_pause(config_file, monkeypatch, capsys):
-    monkeypatch.setattr("minitrain.training.metrics.PAUSE", 0.0)
+    monkeypatch.setattr("minitrain.run.metrics.PAUSE", 0.0)
     train.main(["--config", str(config_file)])
     assert re.findall("^step (.*): loss", capsys.readouterr().out, re.MULTILINE) == [f"{n} of 6" for n in range(1, 7)]
 

@@ -4,15 +4,15 @@ import dataclasses
 
 import pytest
 
-from minitrain.config import Config, from_dict, load, to_dict
-from minitrain.config_checks import check_layout, validate
-from minitrain.config_yaml import read_yaml, to_yaml
 from minitrain.errors import InputError
-from minitrain.models.checkpoint_hf import save_pretrained
-from minitrain.models.checkpoint_peft import save_adapter
+from minitrain.formats.hf import save_pretrained
+from minitrain.formats.peft import save_adapter
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import Lora, add_adapters, is_adapter
 from minitrain.models.zoo import model_config
+from minitrain.run.config_checks import check_layout, validate
+from minitrain.run.config_yaml import read_yaml, to_yaml
+from minitrain.settings import Config, from_dict, load, to_dict
 
 
 def config_file(tmp_path, text):

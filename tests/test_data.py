@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from minitrain.config import Data
+from minitrain.data.text import find_files, hold_out, open_data, rows, shuffled
+from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
-from minitrain.tokenizer import ByteTokenizer
-from minitrain.training.data import find_files, hold_out, open_data, rows, shuffled
+from minitrain.settings import Data
 
 EOS = ByteTokenizer.eos_id
 
@@ -203,8 +203,8 @@ def test_a_row_does_not_depend_on_what_was_read_before(tmp_path):
 def test_another_process_sees_the_same_rows(tmp_path):
     data, held = open_texts(tmp_path, ["the quick brown fox", "jumps over", "the lazy dog"], 4, 3, validation=0.4)
     program = f"""
-from minitrain.config import Data
-from minitrain.training.data import open_data
+from minitrain.settings import Data
+from minitrain.data.text import open_data
 for data in open_data(Data(kind="text", path={str(tmp_path)!r}, validation=0.4), 4, 258, 3):
     print([data.row(n)["tokens"].tolist() for n in range(20)])
 print([open_data(Data(), 4, 258, 3)[0].row(5)["tokens"].tolist()])
@@ -414,7 +414,7 @@ def test_a_token_outside_the_vocabulary_is_found_before_training_or_when_met(tmp
     found = rf"a.npy holds {wrong} at token 17, outside .* model.vocab_size=1000$"
     with pytest.raises(InputError, match=found):
         open_tokens(tmp_path, 4, validation=0.5)
-    monkeypatch.setattr("minitrain.training.data.CHECKED", 4)  # that is, one row of each side
+    monkeypatch.setattr("minitrain.data.text.CHECKED", 4)  # that is, one row of each side
     train, held = open_tokens(tmp_path, 4, validation=0.5)
     assert tokens_of(train) == Counter({0: 12})
     with pytest.raises(InputError, match=found):

@@ -4,10 +4,10 @@ import pytest
 
 from minitrain import Sampler, SamplingParams
 from minitrain.bench.decoding import Reads, bytes_read, model_reads
-from minitrain.config import Rollout
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
 from minitrain.rollout.caches import Keys, States
+from minitrain.settings import Rollout
 
 
 def test_of_a_published_model():

@@ -12,16 +12,16 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
 from minitrain import generate, load_pretrained, merge, save_pretrained, train
-from minitrain.bench.commands import announce_memory
 from minitrain.bench.measure import activation_bytes
-from minitrain.bench.memory import estimate_memory
-from minitrain.config import from_dict, load, to_dict
+from minitrain.benchmark import announce_memory
+from minitrain.data.datasets import open_dataset
+from minitrain.data.latents import save_video
 from minitrain.errors import InputError
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import check_device, start
-from minitrain.training.datasets import open_dataset
-from minitrain.training.latents import save_video
+from minitrain.settings import from_dict, load, to_dict
+from minitrain.simulator.memory import estimate_memory
 from minitrain.training.loop import Trainer
 from tests.commands import ROOT
 

@@ -7,10 +7,10 @@ import torch
 
 from minitrain.bench.flops_wan import forward_parts, training_flops
 from minitrain.bench.measure import published_step_time
-from minitrain.config import load
 from minitrain.models.lora import Lora, add_adapters
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import model_config
+from minitrain.settings import load
 from tests.commands import ROOT
 from tests.oracle import count_flops
 from tests.test_rows import ROWS

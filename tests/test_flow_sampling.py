@@ -6,9 +6,9 @@ import pytest
 import torch
 from diffusers import UniPCMultistepScheduler
 
-from minitrain.flow_sampling import SAMPLERS, euler, guided, sigma_schedule, unipc
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
+from minitrain.rollout.flow_sampling import SAMPLERS, euler, guided, sigma_schedule, unipc
 
 MEAN, SPREAD = 2.0, 0.5
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from minitrain.bench.versus import check_versus
-from minitrain.config import from_dict
+from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.models import fp8
 from minitrain.models.attention import GroupedQueryAttention
@@ -18,7 +18,7 @@ from minitrain.models.moe import Experts
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import start
-from minitrain.training.datasets import open_dataset
+from minitrain.settings import from_dict
 from minitrain.training.loop import Trainer
 
 inf, nan = float("inf"), float("nan")

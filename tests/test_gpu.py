@@ -12,8 +12,8 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minitrain import Sampler, SamplingParams
-from minitrain.config import Rollout, from_dict
-from minitrain.grpo.memory import Memory
+from minitrain.data.datasets import open_dataset
+from minitrain.grpo.offload import Memory
 from minitrain.models.attention import Mask, attention
 from minitrain.models.fp8 import E4M3, E5M2, dequantize, quantize, to_fp8
 from minitrain.models.layers import GatedMLP
@@ -23,7 +23,7 @@ from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import owned, start, whole
 from minitrain.parallel.tensor import collectives
 from minitrain.rollout import engine
-from minitrain.training.datasets import open_dataset
+from minitrain.settings import Rollout, from_dict
 from minitrain.training.loop import Trainer
 from minitrain.training.loss import linear_cross_entropy
 from tests.test_rollout_compiled import compiling_batch

@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from minitrain.config import from_dict
+from minitrain.data.latents import LatentCache, MockLatents, Packs, find_buckets, save_video
+from minitrain.data.text import Skips
 from minitrain.errors import InputError
-from minitrain.training.data import Skips
+from minitrain.settings import from_dict
 from minitrain.training.flow import Diffusion
-from minitrain.training.latents import LatentCache, MockLatents, Packs, find_buckets, save_video
 
 SHAPES = [(2, 1, 2, 4), (2, 3, 4, 4)]
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minitrain import config as configs
-from minitrain.generate_video import draw_shapes
+from minitrain import settings as configs
+from minitrain.data.text import Mock, rows
 from minitrain.models.moe import Router
 from minitrain.parallel.mesh import start
+from minitrain.run.generate_video import draw_shapes
 from minitrain.training.build import build_model
-from minitrain.training.data import Mock, rows
 from minitrain.training.loop import Trainer, is_due, tell_routers, to_device, training_steps
 from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import LanguageModeling

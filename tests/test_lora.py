@@ -18,9 +18,9 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from minitrain import generate, load_pretrained, merge, save_pretrained
 from minitrain.bench.flops import clean, count_work, lora_weights
 from minitrain.bench.versus import peft_rival, versus
-from minitrain.config import from_dict, to_dict
+from minitrain.data.tokenizer import load_tokenizer
 from minitrain.errors import InputError
-from minitrain.models.checkpoint_peft import adapter_shapes, save_adapter
+from minitrain.formats.peft import adapter_shapes, save_adapter
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import (
     TARGETS,
@@ -42,10 +42,10 @@ from minitrain.models.zoo import empty_model, model_config
 from minitrain.parallel.mesh import start
 from minitrain.parallel.parallelize import parallelize
 from minitrain.parallel.recompute import recompute
-from minitrain.tokenizer import load_tokenizer
+from minitrain.run.checkpoint_files import read_index
+from minitrain.settings import from_dict, to_dict
 from minitrain.train import train
 from minitrain.training.build import initialize, make_model
-from minitrain.training.checkpoint_files import read_index
 from minitrain.training.loop import Trainer
 from tests.oracle import count_flops, plain_model, ragged_batch
 

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from transformers import NemotronHConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 
-from minitrain.config import Optim, from_dict
 from minitrain.errors import InputError
 from minitrain.models.decoder import Block, Decoder
 from minitrain.models.mamba import (
@@ -20,6 +19,7 @@ from minitrain.models.mamba import (
     scan,
 )
 from minitrain.models.zoo import model_config
+from minitrain.settings import Optim, from_dict
 from minitrain.training.optim import make_optimizer
 
 BATCH, SEQ, GROUPS, HEADS, WIDTH, STATE = 2, 75, 2, 3, 4, 8  # heads of a group; their width

@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from minitrain import config as configs
+from minitrain import settings as configs
+from minitrain.data.text import open_data, rows
 from minitrain.errors import InputError
 from minitrain.models import moe
 from minitrain.models.decoder import Decoder
@@ -23,7 +24,6 @@ from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import start
 from minitrain.parallel.recompute import recompute
 from minitrain.training.build import initialize
-from minitrain.training.data import open_data, rows
 from minitrain.training.loop import Trainer
 from minitrain.training.loss import IGNORE
 from minitrain.training.optim import make_optimizer

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from minitrain.config import from_dict
 from minitrain.models import onednn
 from minitrain.models.moe import grouped_mm
 from minitrain.parallel.mesh import start
+from minitrain.settings import from_dict
 from minitrain.training.build import build_model
 from minitrain.training.loss import linear_cross_entropy, linear_log_probs
 from tests.oracle import check_against_one_process, train, train_compiled

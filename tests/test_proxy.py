@@ -6,14 +6,14 @@ from collections import Counter
 
 import pytest
 
-from minitrain.bench.commands import write_result
-from minitrain.bench.layout import micro_batches
 from minitrain.bench.measure import compare, load_row, published_step_time
 from minitrain.bench.proxy import LEFT_OUT, cut, extrapolate, make_proxy, mixture, note, parse_counts
 from minitrain.bench.rows import CONFIGS
-from minitrain.config import load
+from minitrain.benchmark import write_result
 from minitrain.errors import InputError
 from minitrain.models.lora import Lora
+from minitrain.settings import load
+from minitrain.simulator.layout import micro_batches
 from tests.commands import command
 
 DENSE = CONFIGS / "nemo/h100/llama3-70b-pretrain-64gpu.yaml"

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from minitrain.bench import recipe
-from minitrain.bench.recipe import as_published
 from minitrain.bench.rows import NAMES, RECIPE, constants, published_rows
-from minitrain.bench.simulate import Simulation, timed
-from minitrain.bench.simulate_policy import Stack, policy_figures
-from minitrain.bench.timeline import load_system, play
-from minitrain.bench.trace import MEMORY_KINDS, Event, Trace
-from minitrain.config import from_dict
+from minitrain.settings import from_dict
+from minitrain.simulator import recipe
+from minitrain.simulator.recipe import as_published
+from minitrain.simulator.simulate import Simulation, timed
+from minitrain.simulator.simulate_policy import Stack, policy_figures
+from minitrain.simulator.timeline import load_system, play
+from minitrain.simulator.trace import MEMORY_KINDS, Event, Trace
 from tests.test_simulate_policy import policy
 
 SYSTEM = replace(load_system("dgx-h100"), launch=0.0, latency=0.0, step=0.0)

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from minitrain.errors import InputError
-from minitrain.runtime import rendezvous
+from minitrain.run import rendezvous
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads interfaces as Linux has them")
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from minitrain import config as configs
-from minitrain.bench import fake_world
-from minitrain.bench.repeat import Recording, RepeatedGraph
-from minitrain.bench.trace import Trace, Tracer
+from minitrain import settings as configs
+from minitrain.simulator import fake_world
+from minitrain.simulator.repeat import Recording, RepeatedGraph
+from minitrain.simulator.trace import Trace, Tracer
 
 TREE = {
     "model": {"name": "llama3-8b-tiny", "num_layers": 2}, "batch": {"global": 4, "micro": 1, "seq_len": 64},

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from minitrain.bench import hardware
-from minitrain.bench.calibrate import calibrate, find_system
 from minitrain.bench.hardware import measure_attention, measure_memory
 from minitrain.bench.page import bar, path, write_report
-from minitrain.bench.replay import Replay
 from minitrain.bench.rows import published_rows
-from minitrain.bench.timeline import load_system
-from minitrain.bench.trace import Event
 from minitrain.errors import InputError
+from minitrain.simulator.calibrate import calibrate, find_system
+from minitrain.simulator.replay import Replay
+from minitrain.simulator.timeline import load_system
+from minitrain.simulator.trace import Event
 from tests.commands import ROOT
 
 DENSE = "nemo/h100/llama3-70b-pretrain-64gpu"

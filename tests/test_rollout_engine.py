@@ -12,15 +12,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitrain import Sampler, SamplingParams, generate, save_pretrained
-from minitrain import config as configs
-from minitrain.config import Rollout
+from minitrain import settings as configs
+from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
 from minitrain.rollout import batch, caches, engine, weights
 from minitrain.rollout.caches import DecodingStep, States
 from minitrain.rollout.scheduler import Scheduler
-from minitrain.tokenizer import ByteTokenizer
+from minitrain.settings import Rollout
 from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import LanguageModeling
 

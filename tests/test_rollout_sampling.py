@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from minitrain.config import Rollout
 from minitrain.errors import InputError
 from minitrain.hashing import ROUNDS, mix, mix_int
 from minitrain.models.decoder import Block, Decoder
@@ -27,6 +26,7 @@ from minitrain.rollout.sampling import (
     token_keys,
     waiting_times,
 )
+from minitrain.settings import Rollout
 from minitrain.training.loss import Part
 
 LOGITS = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, -3.0, 1.5, 0.2])

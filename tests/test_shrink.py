@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from minitrain.bench.layout import stated_ranks
 from minitrain.bench.proxy import make_proxy
 from minitrain.bench.shrink import shrink, shrink_parallel, shrunk_micro_batches
-from minitrain.config import from_dict, load
-from minitrain.config_checks import check_layout
+from minitrain.run.config_checks import check_layout
+from minitrain.settings import from_dict, load
+from minitrain.simulator.layout import stated_ranks
 from tests.commands import ROOT, command
 
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))

@@ -8,16 +8,23 @@ from types import ModuleType
 import pytest
 import torch
 
-from minitrain import config as configs
-from minitrain.bench import sweep
-from minitrain.bench.chrome import write_trace
-from minitrain.bench.fake_world import attend, counting_mask, stand_ins, trace_step
+from minitrain import settings as configs
 from minitrain.bench.flops import count_work
-from minitrain.bench.layout import micro_batches
 from minitrain.bench.measure import visible_share
-from minitrain.bench.replay import Replay
 from minitrain.bench.rows import CONFIGS, constants, published_rows
-from minitrain.bench.simulate import (
+from minitrain.data.datasets import open_dataset
+from minitrain.errors import InputError
+from minitrain.formats.peft import save_adapter
+from minitrain.models.attention import attention
+from minitrain.models.decoder import Decoder
+from minitrain.models.lora import Lora, add_adapters, is_adapter
+from minitrain.models.zoo import model_config
+from minitrain.simulator import sweep
+from minitrain.simulator.chrome import write_trace
+from minitrain.simulator.fake_world import attend, counting_mask, stand_ins, trace_step
+from minitrain.simulator.layout import micro_batches
+from minitrain.simulator.replay import Replay
+from minitrain.simulator.simulate import (
     Simulation,
     action_spans,
     few_micro_batches,
@@ -26,15 +33,8 @@ from minitrain.bench.simulate import (
     representatives,
     timed,
 )
-from minitrain.bench.timeline import Span, Timeline, load_system
-from minitrain.bench.trace import Trace
-from minitrain.errors import InputError
-from minitrain.models.attention import attention
-from minitrain.models.checkpoint_peft import save_adapter
-from minitrain.models.decoder import Decoder
-from minitrain.models.lora import Lora, add_adapters, is_adapter
-from minitrain.models.zoo import model_config
-from minitrain.training.datasets import open_dataset
+from minitrain.simulator.timeline import Span, Timeline, load_system
+from minitrain.simulator.trace import Trace
 
 TREE = {
     "model": {"name": "llama3-8b-tiny", "num_layers": 1}, "batch": {"global": 10, "micro": 1, "seq_len": 64},

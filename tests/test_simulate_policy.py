@@ -7,10 +7,14 @@ from statistics import NormalDist
 import pytest
 
 from minitrain.bench.decoding import Reads, model_reads
-from minitrain.bench.layout import stated_ranks
 from minitrain.bench.rows import CONFIGS
-from minitrain.bench.simulate import Simulation
-from minitrain.bench.simulate_policy import (
+from minitrain.data.datasets import open_dataset
+from minitrain.models.zoo import empty_model, model_config
+from minitrain.run.config_checks import check_layout
+from minitrain.settings import from_dict, load
+from minitrain.simulator.layout import stated_ranks
+from minitrain.simulator.simulate import Simulation
+from minitrain.simulator.simulate_policy import (
     HOST_LINK,
     SPREAD,
     Stack,
@@ -24,10 +28,6 @@ from minitrain.bench.simulate_policy import (
     training_config,
     waiting_seconds,
 )
-from minitrain.config import from_dict, load
-from minitrain.config_checks import check_layout
-from minitrain.models.zoo import empty_model, model_config
-from minitrain.training.datasets import open_dataset
 from tests.test_timeline import SECOND
 
 READS = Reads(shared=1000, expert=100, token=0.5, heads=8)  # in each of 4 layers

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from minitrain.bench.rows import constants
-from minitrain.bench.timeline import System, load_system, play
-from minitrain.bench.trace import Event, Trace
 from minitrain.errors import InputError
+from minitrain.simulator.timeline import System, load_system, play
+from minitrain.simulator.trace import Event, Trace
 
 # A byte, or a FLOP, takes a second, on wires half; nothing else costs anything
 SECOND = System(

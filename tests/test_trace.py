@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from minitrain.bench.fake_world import fake_world
-from minitrain.bench.trace import Trace, Tracer, work
+from minitrain.simulator.fake_world import fake_world
+from minitrain.simulator.trace import Trace, Tracer, work
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from minitrain import InputError
-from minitrain.models.checkpoint_hf import read_config
+from minitrain.formats.hf import read_config
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layers import rotary_frequencies

@@ -29,13 +29,13 @@ from minitrain.bench.hardware import (
     reset_peak_memory,
     timed,
 )
-from minitrain.bench.memory import working_memory
 from minitrain.bench.rows import read_reference
-from minitrain.config import Config, load
+from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.models.wan import WanConfig
 from minitrain.parallel.mesh import Meshes, pick_device
-from minitrain.training.datasets import open_dataset
+from minitrain.settings import Config, load
+from minitrain.simulator.memory import working_memory
 from minitrain.training.loop import Trainer, forward_backward
 
 CONVENTIONS = {convention.__name__: convention for convention in (clean, automodel, nemo_pretrain, nemo_squad)}

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from minitrain.bench.flops import clean, flops_per_token, lora_weights
 from minitrain.bench.measure import prepare, result
-from minitrain.config import Config
-from minitrain.grpo.loop import PHASES, Run
+from minitrain.run.policy import PHASES, Run
+from minitrain.settings import Config
 
 
 def measure_policy(config: Config, row: str, steps: int, warmup: int) -> dict:

@@ -27,12 +27,12 @@ from minitrain.bench.flops import clean, flops_per_token
 from minitrain.bench.hardware import measure_memory, timed
 from minitrain.bench.measure import prepare, progress, result
 from minitrain.bench.versus import transformers_model, versus_result
-from minitrain.config import Config
 from minitrain.errors import InputError
 from minitrain.parallel.mesh import pick_device, start
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import SamplingParams
 from minitrain.rollout.scheduler import Sample
+from minitrain.settings import Config
 from minitrain.training.build import build_model
 
 

@@ -1,7 +1,7 @@
 """The report as one HTML page: no script, no network; bars are boxes, timelines inline SVG, all figures also text.
 
 Colours are those of Okabe and Ito, which colour-blind readers can tell apart, and never the only difference. On a phone
-there is one column; only tables and timelines scroll sideways, each in its own box. merge.py says what it shows.
+there is one column; only tables and timelines scroll sideways, each in its own box. results.py says what it shows.
 """
 
 from datetime import date
@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from string import Template
 
-from minitrain.bench import merge
+from minitrain.bench import results
 from minitrain.bench.report import calibration_line
 from minitrain.errors import refused
 
@@ -91,39 +91,41 @@ $sections
 
 def write_report(files: list[str], folder: str) -> None:
     """Write report.md and report.html into `folder`. Raises InputError for what cannot be read or written."""
-    report = merge.merge([result for file in files for result in merge.read_results(file)], date.today().isoformat())
+    report = results.merge(
+        [result for file in files for result in results.read_results(file)], date.today().isoformat()
+    )
     target = Path(folder)
     with refused(f"--out={folder} cannot be written"):
         target.mkdir(parents=True, exist_ok=True)
-        (target / "report.md").write_text(merge.as_markdown(report), encoding="utf-8")
+        (target / "report.md").write_text(results.as_markdown(report), encoding="utf-8")
         (target / "report.html").write_text(make_page(report), encoding="utf-8")
-    print(f"{target / 'report.md'} and {target / 'report.html'}: {merge.summary(report)}")
+    print(f"{target / 'report.md'} and {target / 'report.html'}: {results.summary(report)}")
 
 
-def make_page(report: merge.Report) -> str:
+def make_page(report: results.Report) -> str:
     sections = [table_section(title, rows) for title, rows in report.tables.items()]
-    if cells := merge.accuracy_cells(report):
-        body = html_table(cells) + bullets(merge.outliers(report))
+    if cells := results.accuracy_cells(report):
+        body = html_table(cells) + bullets(results.outliers(report))
         sections.insert(0, section("Accuracy of the simulation", body))
     if report.calibrations:
         sections.append(section("Calibration", "".join(paragraph(calibration_line(c)) for c in report.calibrations)))
     if report.others:
-        sections.append(section("Not to be compared with a row", html_table(merge.other_cells(report.others))))
+        sections.append(section("Not to be compared with a row", html_table(results.other_cells(report.others))))
     return PAGE.substitute(
         day=report.day,
-        summary=escape(merge.summary(report)),
-        provenance=bullets(merge.provenance(report)),
+        summary=escape(results.summary(report)),
+        provenance=bullets(results.provenance(report)),
         key="".join(f'<li><i class="{mode}"></i>{text}</li>' for mode, text in MODES.items()),
         sections="\n".join(sections),
     )
 
 
-def table_section(title: str, rows: list[merge.Row]) -> str:
+def table_section(title: str, rows: list[results.Row]) -> str:
     shown = [row for row in rows if row.results]
     chart = f'<div class="chart">{"".join(map(bars, shown))}</div>' if shown else paragraph("No results yet.")
     details = "".join(simulation_details(row) for row in rows if "simulated" in row.results)
     details += "".join(profile_details(row) for row in rows if "breakdown_s" in row.results.get("measured", {}))
-    return section(title, chart + html_table(merge.cells(rows)) + bullets(merge.notes(rows)) + details)
+    return section(title, chart + html_table(results.cells(rows)) + bullets(results.notes(rows)) + details)
 
 
 def section(title: str, body: str) -> str:
@@ -151,18 +153,18 @@ def html_table(columns: dict[str, list[str]]) -> str:
 # ---------------------------------------------------------------------------------------------------------------- bars
 
 
-def bars(row: merge.Row) -> str:
+def bars(row: results.Row) -> str:
     """A row's figures as bars, the published one of a length that is the same everywhere: two thirds of the track."""
-    unit = merge.FIGURES[row.figure]
+    unit = results.FIGURES[row.figure]
     figures = {"published": (row.published, 1.0)}
     figures |= {mode: (result[row.figure], result["ratio"]) for mode, result in row.results.items()}
     lines = "".join(bar(mode, figure, ratio) for mode, (figure, ratio) in figures.items())
-    return f'<div><div class="name">{escape(merge.short_name(row))}, {unit}</div>{lines}</div>'
+    return f'<div><div class="name">{escape(results.short_name(row))}, {unit}</div>{lines}</div>'
 
 
 def bar(mode: str, figure: float, ratio: float) -> str:
     share = "" if mode == "published" else f" ({ratio:.0%})"
-    text = f"{mode} {merge.value(figure)}{share}"
+    text = f"{mode} {results.value(figure)}{share}"
     beyond = " →" if ratio > 1.5 else ""
     return (
         f'<div class="bar"><div class="track hundred" aria-hidden="true"><div class="{mode}" '
@@ -186,7 +188,7 @@ def stack(parts: dict[str, float], whole: float, unit: str, label: str) -> str:
 # ---------------------------------------------------------------------------------------------- what a simulation knows
 
 
-def simulation_details(row: merge.Row) -> str:
+def simulation_details(row: results.Row) -> str:
     """A fold with memory by kind, the step's time by kind, and the pipeline."""
     result = row.results["simulated"]
     held = result.get("memory_gib") or {}
@@ -201,13 +203,13 @@ def simulation_details(row: merge.Row) -> str:
         parts.append(time_stack(result))
     if result.get("timeline"):
         parts.append(pipeline(result["timeline"], result["step_time_s"]))
-    title = f"{merge.short_name(row)}: simulated memory, time{' and pipeline' if result.get('timeline') else ''}"
+    title = f"{results.short_name(row)}: simulated memory, time{' and pipeline' if result.get('timeline') else ''}"
     return f"<details><summary>{escape(title)}</summary>{''.join(parts)}</details>"
 
 
-def profile_details(row: merge.Row) -> str:
+def profile_details(row: results.Row) -> str:
     """A fold with the measured step's time by kind."""
-    title = f"{merge.short_name(row)}: measured time"
+    title = f"{results.short_name(row)}: measured time"
     return f"<details><summary>{escape(title)}</summary>{time_stack(row.results['measured'])}</details>"
 
 

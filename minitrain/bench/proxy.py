@@ -13,12 +13,12 @@ import dataclasses
 from collections import Counter
 
 from minitrain.bench.flops import clean
-from minitrain.bench.layout import micro_batches, stated_ranks
 from minitrain.bench.measure import count_flops, published_step_time, rates, token_flops, visible_share
-from minitrain.config import Config
-from minitrain.config_checks import check_layout, validate
+from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
-from minitrain.training.datasets import open_dataset
+from minitrain.run.config_checks import check_layout, validate
+from minitrain.settings import Config
+from minitrain.simulator.layout import micro_batches, stated_ranks
 
 MICRO_BATCHES = 8  # per step, at most
 LEFT_OUT = "communication, the pipeline's bubble, uneven experts, most micro-batches of a step"

@@ -4,8 +4,8 @@ import json
 import sys
 from pathlib import Path
 
-from minitrain.config_yaml import describe
 from minitrain.errors import InputError, refused
+from minitrain.run.config_yaml import describe
 
 
 def read_lines(option: str, file: str) -> list[tuple[str, dict]]:

@@ -6,8 +6,8 @@ from typing import Any
 import yaml
 
 from minitrain.bench.report import markdown, need, number
-from minitrain.config_yaml import check_known, convert, read_tree
 from minitrain.errors import InputError
+from minitrain.run.config_yaml import check_known, convert, read_tree
 
 SYSTEMS = Path(__file__).with_name("systems.yaml")
 CONFIGS = Path(__file__).parents[2] / "configs"

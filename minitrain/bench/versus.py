@@ -17,14 +17,14 @@ from torch.nn import Module, ModuleList
 
 from minitrain.bench.hardware import timed
 from minitrain.bench.measure import activation_bytes, progress
-from minitrain.config import Config
+from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
-from minitrain.models.checkpoint_peft import adapter_config, adapter_shapes
-from minitrain.models.checkpoint_wan import config_to_json
-from minitrain.models.config_hf import config_to_hf
+from minitrain.formats.config_hf import config_to_hf
+from minitrain.formats.peft import adapter_config, adapter_shapes
+from minitrain.formats.wan_names import config_to_json
 from minitrain.models.lora import ADAPTER_DTYPES
 from minitrain.parallel.mesh import Meshes
-from minitrain.training.datasets import open_dataset
+from minitrain.settings import Config
 from minitrain.training.loop import Trainer, to_device
 from minitrain.training.optim import clip_gradients, make_optimizer
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from minitrain.config import Config, Parallel
-from minitrain.config_checks import pipeline_needs
-from minitrain.training.data import stack
+from minitrain.data.text import stack
+from minitrain.run.config_checks import pipeline_needs
+from minitrain.settings import Config, Parallel
 from minitrain.training.loss import IGNORE
 from minitrain.training.packing import PADDING, first_fit_decreasing, pack_row
 

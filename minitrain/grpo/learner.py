@@ -10,22 +10,22 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
-from minitrain.config import Config
+from minitrain.data.problems import Problems
 from minitrain.errors import InputError
 from minitrain.grpo.advantages import advantages
 from minitrain.grpo.batches import Example, micro_batches, reply_sample, response_sample
 from minitrain.grpo.objective import LogProbs, PolicyGradient
-from minitrain.grpo.problems import Problems
 from minitrain.grpo.refit import Parts
 from minitrain.grpo.rollouts import Group, rewards
 from minitrain.models.lora import adapter_names, is_adapter, merged, without_adapters
 from minitrain.parallel.context import own_tokens
 from minitrain.parallel.mesh import Meshes, local, owned, sum_over, whole
 from minitrain.parallel.pipeline import Pipeline
+from minitrain.run.checkpoint import Checkpointer
+from minitrain.run.health import is_finite
+from minitrain.settings import Config
 from minitrain.training.adamw import random_bits, round_stochastically
 from minitrain.training.build import build_model
-from minitrain.training.checkpoint import Checkpointer
-from minitrain.training.health import is_finite
 from minitrain.training.loop import Trainer, forward_backward, to_device
 from minitrain.training.objectives import LanguageModeling
 from minitrain.training.optim import clip_gradients, make_optimizer, update_weights

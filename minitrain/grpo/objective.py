@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from minitrain.config import GRPO
+from minitrain.settings import GRPO
 from minitrain.training.loss import IGNORE, linear_log_probs
 
 LOG_RATIO_LIMIT = 20.0  # log-ratios are cut off at +- this before exp, which would overflow

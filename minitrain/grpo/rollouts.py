@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from minitrain.config import Config
+from minitrain.data.problems import Problem, Problems
 from minitrain.errors import InputError
 from minitrain.grpo.batches import Response
-from minitrain.grpo.problems import Problem, Problems
 from minitrain.grpo.rewards import Reward, overlong
+from minitrain.parallel.agreement import gather, gather_to_first
 from minitrain.rollout.sampling import Completion, SamplingParams
-from minitrain.runtime.agreement import gather, gather_to_first
-from minitrain.training.durable import write_durably
+from minitrain.run.durable import write_durably
+from minitrain.settings import Config
 
 Group = list[Response]  # all responses to one prompt
 

@@ -2,7 +2,7 @@
 
 A family differs from another in data, not in code: biases, norms, rotary scaling and activations are fields of the
 config, and `zoo.py` holds their values for each published model. Parameter names are those of the Hugging Face
-checkpoints. What is not here: losses (training/loss.py), sharding (parallel/), reading weights (checkpoint_hf.py).
+checkpoints. What is not here: losses (training/loss.py), sharding (parallel/), reading weights (formats/hf.py).
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """The shape of a decoder as data, with the checks that no model's weights need to exist for.
 
-A family is a choice of these fields: `zoo.py` holds their values for each published model, `config_hf.py` reads them
-from a Hugging Face config.json, and `decoder.py` builds what they say.
+A family is a choice of these fields: `zoo.py` holds their values for each published model, `formats/config_hf.py` reads
+them from a Hugging Face config.json, and `decoder.py` builds what they say.
 """
 
 from dataclasses import dataclass

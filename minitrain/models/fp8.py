@@ -14,7 +14,7 @@ differ, get the same FP8 numbers but for those 2^14 times smaller than the large
 18 binades. An infinity or NaN anywhere in a factor makes the whole product NaN.
 
 Of the forward pass the FP8 input is kept, half the bytes of bf16's. A Linear's weight stays a parameter as before;
-where FSDP gathers it in FP8 already (parallel/fp8.py), that copy comes in as `gathered`.
+where FSDP gathers it in FP8 already (parallel/fsdp_fp8.py), that copy comes in as `gathered`.
 
 FP8 units sum along the rows of both factors, so the gradients' products take the weight, x and g transposed: copies,
 byte by byte, which are a fifth of all that such a block does in memory. So q, k and v, and gate and up, which have the

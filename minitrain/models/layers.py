@@ -14,7 +14,7 @@ from torch import Tensor, nn
 class KeepsFP32(nn.Module):
     """Holds parameters that stay in fp32 when the model is cast to bf16, which would round them too coarsely.
 
-    A holder is never called: other modules read what it holds, and parallel/data.py leaves its parameters as they are.
+    A holder is never called: other modules read what it holds, and parallel/fsdp.py leaves its parameters as they are.
     """
 
     def _apply(self, fn, recurse=True):

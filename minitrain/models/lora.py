@@ -51,7 +51,7 @@ class Lora:
     targets: what to adapt, see `find_targets`. dtype: of A and B; they compute in the type of their input.
     dropout: of the adapters' input (pre), as in peft, or of their update (post), as NeMo AutoModel does by default:
     that keeps no second copy of the input.
-    path: what to start from, a folder in PEFT's format or a file of Wan's adapters (see checkpoint_peft.py), whose
+    path: what to start from, a folder in PEFT's format or a file of Wan's adapters (see formats/peft.py), whose
     rank, alpha, rslora and targets then hold.
     """
 

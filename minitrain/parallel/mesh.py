@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public name for it
 from torch.nn import Module
 
-from minitrain.config import Config, to_dict
-from minitrain.config_checks import check_layout
 from minitrain.errors import InputError
-from minitrain.models.tensor_files import Slices, all_of
-from minitrain.runtime import watch
-from minitrain.runtime.agreement import FOR_EVER, check_same, code_digests, flatten, gather
-from minitrain.runtime.determinism import be_deterministic
-from minitrain.runtime.rendezvous import check_device_type, join_store, number, prepare_connections
+from minitrain.formats.tensor_files import Slices, all_of
+from minitrain.parallel.agreement import FOR_EVER, check_same, code_digests, flatten, gather
+from minitrain.run import watch
+from minitrain.run.config_checks import check_layout
+from minitrain.run.determinism import be_deterministic
+from minitrain.run.rendezvous import check_device_type, join_store, number, prepare_connections
+from minitrain.settings import Config, to_dict
 
 
 @dataclass(frozen=True)

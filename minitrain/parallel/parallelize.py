@@ -14,16 +14,16 @@ import torch._dynamo.config  # the settings have no public names
 import torch._functorch.config
 from torch.nn import Module
 
-from minitrain.config import Config
 from minitrain.models.wan import Wan
 from minitrain.parallel.context import context_parallel
-from minitrain.parallel.data import shard
 from minitrain.parallel.expert import expert_parallel
+from minitrain.parallel.fsdp import shard
 from minitrain.parallel.mesh import Meshes
 from minitrain.parallel.pipeline import Pipeline, local_stages
 from minitrain.parallel.recompute import recompute
 from minitrain.parallel.tensor import overlap_collectives, tensor_parallel
 from minitrain.parallel.tensor_wan import tensor_parallel_wan
+from minitrain.settings import Config
 
 GRAPHS = 64  # of a process's blocks: all kinds of layers, each in training, in evaluation and frozen; torch allows 8
 READS = 12  # tensors that one expression may combine; torch allows 8. LoRA's queries with dropout, rotated, take 10

@@ -54,10 +54,10 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.nn import Module
 
-from minitrain.config import Parallel
-from minitrain.models.tensor_files import Slices
+from minitrain.formats.tensor_files import Slices
+from minitrain.parallel.agreement import gather
 from minitrain.parallel.mesh import join, local, pieces, whole_piece
-from minitrain.runtime.agreement import gather
+from minitrain.settings import Parallel
 
 Batch = dict[str, Tensor]
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")

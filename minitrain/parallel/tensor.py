@@ -45,7 +45,7 @@ tensor would have. So the products get the same FP8 numbers as without, and each
 
 Parameters are DTensors, which FSDP shards once more and checkpoints store whole. But modules compute with their rank's
 parts, plain tensors, and the collectives stand between modules: no operation is dispatched through DTensor on the host,
-and a block compiles as one graph. Left out: fewer Mamba groups than ranks, and uneven parts, which config_checks.py
+and a block compiles as one graph. Left out: fewer Mamba groups than ranks, and uneven parts, which run/config_checks.py
 refuses.
 """
 

@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from minitrain.config import Rollout
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
@@ -38,6 +37,7 @@ from minitrain.rollout.pages import Pages
 from minitrain.rollout.sampling import Completion, SamplingParams, sample_key
 from minitrain.rollout.scheduler import Prefill, Sample, Scheduler, Work
 from minitrain.rollout.weights import Weights
+from minitrain.settings import Rollout
 
 LINUX_MEMORY = Path("/proc/meminfo")
 INDEXED = 2**31 - 1  # elements of a pool: for more, FlexAttention's kernel for decoding does not compile

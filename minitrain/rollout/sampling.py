@@ -14,10 +14,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from minitrain.config_checks import COLDEST
 from minitrain.errors import InputError
 from minitrain.hashing import mix, mix_int
 from minitrain.models.attention import COMPILING
+from minitrain.run.config_checks import COLDEST
 from minitrain.training.loss import Part
 
 CHUNK = 1 << 17  # random numbers that are made at once, on the CPU: what stays in its caches

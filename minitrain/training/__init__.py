@@ -1,1 +1,1 @@
-"""What turns a model and data into a trained model: data, loss, optimizer, loop, checkpoints, metrics."""
+"""Train a model: objectives and losses, optimizer, a training step."""

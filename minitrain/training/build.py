@@ -9,10 +9,9 @@ from functools import partial
 import torch
 from torch.nn import Module
 
-from minitrain.config import Config
+from minitrain.formats.hf import load_weights
+from minitrain.formats.peft import fill_adapters
 from minitrain.hashing import seed_of
-from minitrain.models.checkpoint_hf import load_weights
-from minitrain.models.checkpoint_peft import fill_adapters
 from minitrain.models.decoder import Decoder
 from minitrain.models.fp8 import to_fp8
 from minitrain.models.lora import add_adapters, initialize_adapter, is_adapter
@@ -20,10 +19,11 @@ from minitrain.models.moe import Router
 from minitrain.models.onednn import to_onednn
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import empty_model
-from minitrain.parallel.fp8 import gather_in_fp8
+from minitrain.parallel.fsdp_fp8 import gather_in_fp8
 from minitrain.parallel.mesh import Meshes, owned, pick_device, sum_over
 from minitrain.parallel.parallelize import lay_out
 from minitrain.parallel.pipeline import Pipeline
+from minitrain.settings import Config
 
 
 def build_model(config: Config, meshes: Meshes) -> Decoder | Wan | Pipeline:

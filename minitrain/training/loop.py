@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from minitrain.config import Config
+from minitrain.data.text import Mock, rows
 from minitrain.models.moe import Router, update_selection_bias
 from minitrain.parallel.context import own_tokens
-from minitrain.parallel.data import set_gradient_sync
+from minitrain.parallel.fsdp import set_gradient_sync
 from minitrain.parallel.mesh import Meshes, local, pick_device, sum_over
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.tensor import check_overlap
+from minitrain.run.health import is_finite
+from minitrain.settings import Config
 from minitrain.training.build import build_model
-from minitrain.training.data import Mock, rows
-from minitrain.training.health import is_finite
 from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import make_objective
 from minitrain.training.optim import clip_gradients, learning_rate, make_optimizer, update_weights

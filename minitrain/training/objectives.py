@@ -16,7 +16,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.nn import Module
 
-from minitrain.config import Config
+from minitrain.settings import Config
 from minitrain.training.flow import FlowMatching
 from minitrain.training.loss import IGNORE, linear_cross_entropy
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
 
-from minitrain.config import Optim
 from minitrain.parallel.mesh import local, whole
+from minitrain.settings import Optim
 from minitrain.training.adamw import AdamW
 
 

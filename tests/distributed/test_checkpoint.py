@@ -10,12 +10,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from minitrain import config as configs
+from minitrain import settings as configs
 from minitrain.errors import InputError
 from minitrain.parallel.mesh import pieces, start
-from minitrain.training import checkpoint, checkpoint_files
+from minitrain.run import checkpoint, checkpoint_files
+from minitrain.run.checkpoint import Checkpointer
 from minitrain.training.build import build_model
-from minitrain.training.checkpoint import Checkpointer
 from minitrain.training.loop import forward_backward
 from minitrain.training.objectives import LanguageModeling
 from minitrain.training.optim import make_optimizer

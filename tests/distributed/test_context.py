@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from minitrain.config import from_dict
+from minitrain.data.text import rows
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.parallel.context import context_parallel, own_tokens, places
 from minitrain.parallel.mesh import start
-from minitrain.training.data import rows
+from minitrain.settings import from_dict
 from minitrain.training.loop import Trainer
 from tests.oracle import (
     Batches,

@@ -11,15 +11,15 @@ import torch
 from torch._dynamo.utils import counters  # no public name for what the compiler has done
 
 from minitrain import load_pretrained, save_pretrained
-from minitrain.config import from_dict
+from minitrain.data.datasets import open_dataset
+from minitrain.data.latents import save_video
+from minitrain.data.text import rows
 from minitrain.models.lora import add_adapters, is_adapter
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import start
+from minitrain.settings import from_dict
 from minitrain.training.build import initialize
-from minitrain.training.data import rows
-from minitrain.training.datasets import open_dataset
-from minitrain.training.latents import save_video
 from minitrain.training.loop import Trainer, forward_backward
 from minitrain.training.objectives import make_objective
 from tests.oracle import check_close, double_precision, in_double_precision, snapshot

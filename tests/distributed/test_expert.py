@@ -13,22 +13,22 @@ from torch.distributed.tensor import Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minitrain import config as configs
-from minitrain.bench.fake_world import fake_world
+from minitrain import settings as configs
 from minitrain.bench.shrink import shrink, shrink_parallel
-from minitrain.config_checks import check_layout
+from minitrain.data.text import Mock
 from minitrain.errors import InputError
-from minitrain.models.checkpoint_hf import save_pretrained
+from minitrain.formats.hf import save_pretrained
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.moe import Experts, Router, balanced_choice
 from minitrain.models.moe import dispatch as dispatch_alone
 from minitrain.models.zoo import model_config
-from minitrain.parallel.data import widest_dimension
 from minitrain.parallel.expert import dispatch, sizes_of
+from minitrain.parallel.fsdp import widest_dimension
 from minitrain.parallel.mesh import start, whole
+from minitrain.run.config_checks import check_layout
+from minitrain.simulator.fake_world import fake_world
 from minitrain.training.build import build_model, initialize
-from minitrain.training.data import Mock
 from minitrain.training.loop import Trainer
 from tests.distributed.test_checkpoint import TREE as TRAINED
 from tests.distributed.test_checkpoint import assert_equal, load, train

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from minitrain.config import from_dict
+from minitrain.data.text import Mock
 from minitrain.models import fp8
 from minitrain.models.decoder import Decoder
-from minitrain.parallel import fp8 as gathering
+from minitrain.parallel import fsdp_fp8 as gathering
 from minitrain.parallel import tensor
 from minitrain.parallel.mesh import start, whole
-from minitrain.training.data import Mock
+from minitrain.settings import from_dict
 from minitrain.training.loop import Trainer
 from tests.distributed.test_expert import all_to_the_first
 from tests.oracle import Count, check_against_one_process, collective, count_calls, train, train_compiled

@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-from minitrain import config as configs
 from minitrain import save_pretrained
+from minitrain import settings as configs
+from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.models.mamba import scan
 from minitrain.parallel.mesh import join, pieces, start, whole, whole_piece
 from minitrain.training.build import build_model
-from minitrain.training.datasets import open_dataset
 from minitrain.training.loop import Trainer
 from tests.oracle import check_against_one_process, count_calls, snapshot, train, train_compiled
 

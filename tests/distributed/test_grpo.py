@@ -10,19 +10,19 @@ import torch
 import torch.distributed as dist
 
 from minitrain import Sampler, SamplingParams
-from minitrain import config as configs
-from minitrain.config import Rollout
+from minitrain import settings as configs
+from minitrain.data.problems import open_problems
 from minitrain.grpo.batches import Response
 from minitrain.grpo.learner import Learner
-from minitrain.grpo.loop import Run, make_sampler_model
-from minitrain.grpo.memory import storages
-from minitrain.grpo.problems import open_problems
+from minitrain.grpo.offload import storages
 from minitrain.grpo.refit import Move, Refit, parts_of, plan
 from minitrain.grpo.rollouts import Collector, read_rollouts
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.mesh import owned, start
 from minitrain.rollout import compiled, engine, weights
-from minitrain.training.checkpoint import Checkpointer
+from minitrain.run.checkpoint import Checkpointer
+from minitrain.run.policy import Run, make_sampler_model
+from minitrain.settings import Rollout
 from minitrain.training.loop import Trainer
 from tests.oracle import check_close, initial_weights, snapshot
 from tests.test_rollout_compiled import Counter, as_on_cuda, kinds_of_layers

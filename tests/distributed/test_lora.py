@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minitrain.config import from_dict
-from minitrain.models.checkpoint_peft import adapter_shapes, save_adapter
+from minitrain.formats.peft import adapter_shapes, save_adapter
 from minitrain.models.lora import Lora, is_adapter
 from minitrain.parallel.mesh import start
+from minitrain.settings import from_dict
 from minitrain.training.build import build_model
 from minitrain.training.loop import Trainer
 from tests.distributed.test_matrix import combine, ranks

@@ -10,16 +10,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
-from minitrain import config as configs
-from minitrain.bench.fake_world import fake_world
-from minitrain.bench.layout import dry_run
-from minitrain.config_checks import check_layout
+from minitrain import settings as configs
 from minitrain.errors import InputError
-from minitrain.models.checkpoint_hf import load_pretrained, save_pretrained
+from minitrain.formats.hf import load_pretrained, save_pretrained
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.mesh import build_meshes, start
 from minitrain.parallel.parallelize import lay_out
 from minitrain.parallel.pipeline import V_SHAPED, cut, rank_of
+from minitrain.run.config_checks import check_layout
+from minitrain.simulator.fake_world import fake_world
+from minitrain.simulator.layout import dry_run
 from minitrain.train import export
 from minitrain.training.build import build_model, make_model
 from minitrain.training.loop import Trainer, forward_backward

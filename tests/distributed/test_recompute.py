@@ -9,15 +9,15 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.utils import counters
 
 from minitrain.bench.measure import activation_bytes
-from minitrain.bench.memory import working_memory
-from minitrain.config import from_dict
+from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.models import fp8 as fp8_models
 from minitrain.models import onednn
 from minitrain.models.fp8 import to_fp8
 from minitrain.parallel.mesh import start
 from minitrain.parallel.recompute import recompute
-from minitrain.training.datasets import open_dataset
+from minitrain.settings import from_dict
+from minitrain.simulator.memory import working_memory
 from minitrain.training.loop import Trainer
 from tests.oracle import Count, check_against_one_process, collective, packed_batch, plain_model, train
 

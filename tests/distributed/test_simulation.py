@@ -5,12 +5,12 @@ from collections import Counter
 import pytest
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from minitrain import config as configs
-from minitrain.bench.fake_world import fake_world, process_groups, record_step, trace_step
-from minitrain.bench.simulate import trace_all
-from minitrain.bench.trace import Tracer
+from minitrain import settings as configs
+from minitrain.data.datasets import open_dataset
 from minitrain.parallel.mesh import build_meshes, start
-from minitrain.training.datasets import open_dataset
+from minitrain.simulator.fake_world import fake_world, process_groups, record_step, trace_step
+from minitrain.simulator.simulate import trace_all
+from minitrain.simulator.trace import Tracer
 from minitrain.training.loop import Trainer
 
 BATCH = {"global": 8, "micro": 2, "seq_len": 256}

@@ -24,17 +24,17 @@ from torch.distributed._symmetric_memory import _test_mode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from minitrain import config as configs
 from minitrain import save_pretrained
-from minitrain.bench.fake_world import fake_world
+from minitrain import settings as configs
+from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.models.attention import Mask
 from minitrain.models.decoder import Decoder
-from minitrain.parallel.data import set_gradient_sync, shard
+from minitrain.parallel.fsdp import set_gradient_sync, shard
 from minitrain.parallel.mesh import start
 from minitrain.parallel.tensor import check_overlap, split_parameters, tensor_parallel, use_parts
+from minitrain.simulator.fake_world import fake_world
 from minitrain.training import loss as losses
-from minitrain.training.datasets import open_dataset
 from minitrain.training.loop import Trainer
 from minitrain.training.loss import IGNORE, linear_cross_entropy
 from tests import oracle

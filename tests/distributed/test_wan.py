@@ -18,7 +18,7 @@ from minitrain.models.fp8 import to_fp8
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.parallel import tensor
 from minitrain.parallel.context import context_parallel
-from minitrain.parallel.data import shard
+from minitrain.parallel.fsdp import shard
 from minitrain.parallel.mesh import whole
 from minitrain.parallel.tensor_wan import RMSNormOverHeads, tensor_parallel_wan
 

@@ -46,8 +46,7 @@ def rank_main(function: Callable, args: tuple, rank: int, world: int, port: int,
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     import torch
 
-    from minitrain import cli
-    from minitrain.runtime import watch
+    from minitrain.run import cli, watch
 
     begin = watch.begin
     watch.begin = lambda: (begin(), watched.release())

@@ -20,15 +20,15 @@ import torch.distributed as dist
 
 from minitrain import load_pretrained, save_pretrained
 from minitrain.errors import InputError
-from minitrain.models.checkpoint_peft import read_adapter_config, save_adapter
+from minitrain.formats.peft import read_adapter_config, save_adapter
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import Lora, add_adapters, is_adapter
 from minitrain.models.zoo import model_config
-from minitrain.runtime.lock import locked
-from minitrain.training import checkpoint_files
-from minitrain.training.checkpoint import Checkpointer, resume_point, saved_despite_errors
-from minitrain.training.checkpoint_files import Writer, find_damage, make_empty, measure, remove, write_description
-from minitrain.training.durable import write_durably
+from minitrain.run import checkpoint_files
+from minitrain.run.checkpoint import Checkpointer, resume_point, saved_despite_errors
+from minitrain.run.checkpoint_files import Writer, find_damage, make_empty, measure, remove, write_description
+from minitrain.run.durable import write_durably
+from minitrain.run.lock import locked
 from tests.test_checkpoint import content, equal, load_newest, make, names, save_many, step
 
 PART, INDEX, DESCRIPTION = "__0_0.distcp", ".metadata", "extra.json"

@@ -17,12 +17,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minitrain.config import Config, from_dict, load, to_dict
-from minitrain.config_checks import check_layout
-from minitrain.config_yaml import MAX_CHARACTERS
 from minitrain.errors import InputError
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.wan import WanConfig
+from minitrain.run.config_checks import check_layout
+from minitrain.run.config_yaml import MAX_CHARACTERS
+from minitrain.settings import Config, from_dict, load, to_dict
 from minitrain.training.build import make_model
 
 FILES = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))

@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from minitrain.config import from_dict
+from minitrain.data.datasets import open_dataset
+from minitrain.data.latents import read_video, save_video
+from minitrain.data.problems import open_problems
+from minitrain.data.text import rows
+from minitrain.data.token_files import OPEN, TokenFile, kept_open, open_tokens
 from minitrain.errors import InputError
-from minitrain.grpo.problems import open_problems
-from minitrain.training.data import rows
-from minitrain.training.datasets import open_dataset
-from minitrain.training.latents import read_video, save_video
-from minitrain.training.token_files import OPEN, TokenFile, kept_open, open_tokens
+from minitrain.settings import from_dict
 
 GOOD = {
     "pretrain": [{"text": "a document"}, {"text": "another document"}, {"text": "a third one, which is longer"}],
@@ -223,7 +223,7 @@ def test_rows_are_looked_at_evenly_over_all_files(tmp_path, monkeypatch):
     for n in range(20):
         np.zeros(48, "<u2").tofile(tmp_path / f"{n:02d}.bin")
     looked, read = [], TokenFile.read
-    monkeypatch.setattr("minitrain.training.data.CHECKED", 160)
+    monkeypatch.setattr("minitrain.data.text.CHECKED", 160)
 
     def look(shard, start, length):
         looked.append((int(shard.file.stem), start))
@@ -282,7 +282,7 @@ def test_videos_are_read_once_to_know_which_to_skip(tmp_path, monkeypatch):
     for n in range(3):
         save_video(tmp_path / f"{n}.safetensors", **video(n))
     seen = []
-    monkeypatch.setattr("minitrain.training.latents.read_video", lambda path: seen.append(path) or read_video(path))
+    monkeypatch.setattr("minitrain.data.latents.read_video", lambda path: seen.append(path) or read_video(path))
     open_dataset(config_of("diffusion", tmp_path, "skip"))
     assert sorted(path.stem for path in seen) == ["0", "1", "2"]
 

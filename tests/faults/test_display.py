@@ -16,7 +16,8 @@ def train_unseen(file: Path, end: str, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     import torch
 
-    from minitrain import cli, train
+    from minitrain import train
+    from minitrain.run import cli
 
     if end == "closed":
         sys.stdout = sys.stderr = None

@@ -22,20 +22,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minitrain.config import from_dict
+from minitrain.data.chat import encode_chat
+from minitrain.data.chat_templates import Message, choose_template
+from minitrain.data.text import fitting_tokenizer
+from minitrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from minitrain.errors import InputError
-from minitrain.models.checkpoint_hf import find_weights, load_pretrained, save_pretrained
-from minitrain.models.checkpoint_peft import load_adapter, save_adapter
+from minitrain.formats.hf import find_weights, load_pretrained, save_pretrained
+from minitrain.formats.peft import load_adapter, save_adapter
+from minitrain.formats.tensor_files import LONGEST_HEADER
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import Lora, add_adapters, is_adapter
-from minitrain.models.tensor_files import LONGEST_HEADER
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import model_config
-from minitrain.tokenizer import ByteTokenizer, load_tokenizer
+from minitrain.settings import from_dict
 from minitrain.training.build import initialize
-from minitrain.training.chat import encode_chat
-from minitrain.training.chat_templates import Message, choose_template
-from minitrain.training.data import fitting_tokenizer
 
 CASES = int(os.environ.get("FAULT_CASES", 100))
 NAMES = ("llama3.1-8b", "nemotron4-15b", "mixtral-8x7b", "deepseek-v3", "gpt-oss-20b", "nemotron3-nano-30b-a3b",

@@ -27,7 +27,7 @@ def test_kills_at_any_moment_change_nothing(tmp_path, name):
 def train_until_line(file, step):
     """Die between the checkpoint of a step and its line in metrics.jsonl."""
     from minitrain import train
-    from minitrain.training.metrics import MetricsLog
+    from minitrain.run.metrics import MetricsLog
 
     log_step = MetricsLog.step
 
@@ -53,7 +53,7 @@ def test_no_line_is_lost_between_a_checkpoint_and_the_log(tmp_path, name):
 def train_until_full(file):
     """From the second checkpoint on, the disk takes no more than 10 kB a file on the last rank, and deletes slowly."""
     from minitrain import train
-    from minitrain.training.checkpoint import Checkpointer
+    from minitrain.run.checkpoint import Checkpointer
 
     save = Checkpointer.save
 
@@ -132,7 +132,8 @@ def test_sigterm_ends_a_long_validation(tmp_path, save):
 
 WAITING = """
 import os, time
-from minitrain import cli, train
+from minitrain import train
+from minitrain.run import cli
 from minitrain.training.loop import Trainer
 
 update = Trainer.update

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from minitrain.config import from_dict
 from minitrain.errors import InputError
-from minitrain.runtime import lock
-from minitrain.runtime.lock import locked
+from minitrain.run import lock
+from minitrain.run.lock import locked
+from minitrain.settings import from_dict
 from minitrain.train import train
 
 PROGRAM = """
 import sys
 from pathlib import Path
-from minitrain.runtime.lock import locked
+from minitrain.run.lock import locked
 with locked(Path(sys.argv[1]), leads=True):
     print("in", flush=True)
     sys.stdin.read()

@@ -20,24 +20,24 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor, Shard
 
-from minitrain import config as configs
+from minitrain import settings as configs
 from minitrain import train
+from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
-from minitrain.grpo import loop
 from minitrain.models.lora import Lora
 from minitrain.parallel import mesh
+from minitrain.parallel.agreement import broadcast, code_digests, difference, flatten, gather, rank_0_says
 from minitrain.parallel.mesh import set_timeout, start
 from minitrain.parallel.pipeline import Pipeline
-from minitrain.runtime.agreement import broadcast, code_digests, difference, flatten, gather, rank_0_says
-from minitrain.runtime.failures import pending_operation, record_flights, recorded, where_in_collective
-from minitrain.tokenizer import ByteTokenizer
-from minitrain.training import fingerprint, profiling
-from minitrain.training.fingerprint import agreed_fingerprint, file_digest
+from minitrain.run import fingerprint, profiling
+from minitrain.run import policy as loop
+from minitrain.run.failures import pending_operation, record_flights, recorded, where_in_collective
+from minitrain.run.fingerprint import agreed_fingerprint, file_digest
+from minitrain.run.metrics import to_line
+from minitrain.run.profiling import recorded_steps
 from minitrain.training.loop import Trainer, global_count
-from minitrain.training.metrics import to_line
 from minitrain.training.objectives import LanguageModeling
 from minitrain.training.optim import clip_gradients
-from minitrain.training.profiling import recorded_steps
 from tests.distributed.test_grpo import TREE as GRPO
 from tests.faults.processes import LIMIT, Ranks
 from tests.faults.test_numbers import TINY, lines, run  # noqa: F401
@@ -88,7 +88,7 @@ def test_all_hear_the_one_who_speaks(pool):
 
 
 def test_names_of_what_is_compared():
-    assert {"torch", "train.py", "runtime/agreement.py"} <= code_digests().keys()
+    assert {"torch", "train.py", "parallel/agreement.py"} <= code_digests().keys()
     assert flatten({"a": {"b": {"c": 1}}, "d": 2}) == {"a.b.c": 1, "d": 2}
 
 

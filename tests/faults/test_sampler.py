@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from minitrain import Sampler, SamplingParams
-from minitrain.config import Rollout
 from minitrain.errors import InputError
+from minitrain.settings import Rollout
 from tests.test_rollout_engine import make, prompts_of, uncached
 from tests.test_rollout_pages import check_books
 

@@ -13,11 +13,11 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from minitrain import config as configs
+from minitrain import settings as configs
 from minitrain.errors import InputError
 from minitrain.parallel.mesh import start
-from minitrain.runtime import watch
-from minitrain.runtime.watch import Watch, until_sigterm
+from minitrain.run import watch
+from minitrain.run.watch import Watch, until_sigterm
 from tests.faults.processes import LIMIT, Ranks
 
 TREE = {"batch": {"global": 3, "micro": 1}, "device": "cpu"}

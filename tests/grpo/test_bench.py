@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from minitrain import config as configs
+from minitrain import settings as configs
 from minitrain.bench.flops import clean, flops_per_token, lora_weights
 from minitrain.bench.measure import load_row
 from minitrain.bench.measure_policy import flops_of_token, measure_policy, published_lengths

@@ -8,17 +8,17 @@ from unittest import mock
 import pytest
 import torch
 
-from minitrain import config as configs
+from minitrain import settings as configs
+from minitrain.data.problems import open_problems
 from minitrain.errors import InputError
 from minitrain.grpo.advantages import advantages
 from minitrain.grpo.batches import enough_for_pipeline, micro_batches, reply_sample, response_sample
 from minitrain.grpo.learner import Learner
-from minitrain.grpo.loop import Run
-from minitrain.grpo.problems import open_problems
 from minitrain.grpo.rollouts import rewards
 from minitrain.models.lora import adapter_names, merge_adapters, merged, without_adapters
 from minitrain.parallel.mesh import local, start
-from minitrain.training.checkpoint import Checkpointer
+from minitrain.run.checkpoint import Checkpointer
+from minitrain.run.policy import Run
 from minitrain.training.loop import forward_backward
 from minitrain.training.loss import IGNORE
 from tests.distributed.test_grpo import TREE, made_up_groups

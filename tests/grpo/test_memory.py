@@ -2,7 +2,7 @@
 
 import torch
 
-from minitrain.grpo.memory import Memory
+from minitrain.grpo.offload import Memory
 
 
 def test_the_parts_of_a_step_have_tensors_of_their_own_in_turns():

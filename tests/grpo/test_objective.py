@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minitrain.config import GRPO
 from minitrain.grpo.advantages import advantages, has_signal
 from minitrain.grpo.objective import PolicyGradient, importance_weights, is_clipped, kl_estimate
+from minitrain.settings import GRPO
 from minitrain.training import loss
 from minitrain.training.loss import IGNORE, linear_log_probs
 

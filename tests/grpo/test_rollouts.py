@@ -12,12 +12,10 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from minitrain import Sampler, load_pretrained, save_pretrained
-from minitrain import config as configs
-from minitrain.config_checks import check_layout
+from minitrain import settings as configs
+from minitrain.data.problems import open_problems, reversals
 from minitrain.errors import InputError
-from minitrain.grpo import loop, rollouts
-from minitrain.grpo.loop import Run
-from minitrain.grpo.problems import open_problems, reversals
+from minitrain.grpo import rollouts
 from minitrain.grpo.rewards import exact
 from minitrain.grpo.rollouts import (
     Collector,
@@ -32,6 +30,9 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
 from minitrain.parallel.mesh import start
 from minitrain.rollout.sampling import Completion
+from minitrain.run import policy as loop
+from minitrain.run.config_checks import check_layout
+from minitrain.run.policy import Run
 from tests.distributed.test_grpo import TREE, made_up_groups
 
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from minitrain import load_pretrained, save_pretrained
-from minitrain.models.checkpoint_hf import load_weights, read_config, save_tensors
+from minitrain.formats.hf import load_weights, read_config, save_tensors
 from minitrain.models.decoder import Decoder
 from tests.parity.hf_models import (
     CONFIGS,
@@ -174,7 +174,7 @@ MEMORY = """
     import json, sys
     import torch
     from minitrain import load_pretrained
-    from minitrain.models.checkpoint_hf import save_tensors
+    from minitrain.formats.hf import save_tensors
     from minitrain.models.decoder import Decoder
     from minitrain.models.decoder_config import DecoderConfig
 

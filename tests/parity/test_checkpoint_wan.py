@@ -10,7 +10,7 @@ from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffu
 from safetensors.torch import load_file, save_file
 
 from minitrain import InputError, load_pretrained, save_pretrained
-from minitrain.models.checkpoint_wan import diffusers_name
+from minitrain.formats.wan_names import diffusers_name
 from minitrain.models.decoder import Decoder
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import model_config

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minitrain import InputError, load_pretrained, save_pretrained
-from minitrain.models.checkpoint_hf import read_config, save_tensors
-from minitrain.models.checkpoint_nemotron_h import NO_EXPERTS
-from minitrain.models.config_hf import config_to_hf
+from minitrain.formats.config_hf import config_to_hf
+from minitrain.formats.hf import read_config, save_tensors
+from minitrain.formats.nemotron_h import NO_EXPERTS
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import ZOO, model_config
 from minitrain.training.build import initialize

@@ -9,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from minitrain import load_pretrained, save_pretrained
-from minitrain.models.checkpoint_hf import read_config
+from minitrain.formats.hf import read_config
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layers import rotary_frequencies, rotary_magnitude
 from minitrain.models.moe import Router

@@ -9,7 +9,7 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitrain.errors import InputError
-from minitrain.models.checkpoint_wan import diffusers_name, rename_to_ours
+from minitrain.formats.wan_names import diffusers_name, rename_to_ours
 from minitrain.models.video import rotary_tables_3d
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import model_config

@@ -1,0 +1,317 @@
+"""What bench.py does when its arguments are read: measure, simulate, shrink or check each config, one after the other.
+
+Each result is printed and written as soon as it is there, since machines are rented by the hour. A config that fails is
+reported in one line and does not stop those after it; the exit code says so in the end.
+"""
+
+import gc
+import json
+import math
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from minitrain.bench.measure import load_row, measure
+from minitrain.bench.measure_policy import measure_policy
+from minitrain.bench.measure_sampling import check_sampling, measure_sampling
+from minitrain.bench.proxy import extrapolate, make_proxy, note, parse_counts
+from minitrain.bench.report import calibration_line, details, table
+from minitrain.bench.shrink import run_shrunk, shrink
+from minitrain.bench.versus import check_installed, check_versus, versus
+from minitrain.errors import InputError, refused
+from minitrain.parallel.mesh import pick_device, start, world_size
+from minitrain.run.cli import check_writable
+from minitrain.run.config_checks import check_layout
+from minitrain.run.failures import rank
+from minitrain.settings import Config
+from minitrain.simulator.calibrate import calibrate, find_system
+from minitrain.simulator.chrome import write_trace
+from minitrain.simulator.layout import dry_run
+from minitrain.simulator.memory import estimate_memory
+from minitrain.simulator.recipe import as_published
+from minitrain.simulator.simulate_policy import predicted_row
+from minitrain.simulator.sweep import combinations, growth, ranking, sweep
+from minitrain.simulator.timeline import System, load_system
+
+UNSTEADY = "steps were not of one speed, or faster than the machine's matrix products: was it busy with other things?"
+
+
+@dataclass
+class Case:
+    """A config, and the runs made for it: the config itself or its proxies, each with the keys to add to its result."""
+
+    row: str
+    config: Config
+    runs: list[tuple[Config, dict]]
+
+
+def bench(files: list, overrides: list[str], options) -> None:
+    """What the options ask for, with every file. Raises InputError, at the end if other files could be run."""
+    if options.calibrate and not options.config:
+        check_options([], options)
+        check_writable("json", options.json)
+        show_calibration(load_row(files[0], overrides)[1], options.json)
+        return
+    if options.sweep and len(files) > 1:
+        raise InputError("--sweep takes one config at a time")
+    if options.sweep and options.simulate and options.dry_run:
+        raise InputError("--simulate --sweep says itself which combinations cannot run: leave --dry-run out")
+    if options.sweep and not options.simulate:  # the config need not be possible by itself
+        choices = combinations(options.sweep)
+        cases = [make_case(name, load_row(files[0], [*overrides, *words])[1], options) for name, words in choices]
+    else:
+        cases = file_cases(files, overrides, options)
+    check_options(cases, options)
+    if options.dry_run:
+        run_all(cases, options)
+        return
+    check_writable("json", options.json)
+    if options.simulate:
+        check_writable("trace", options.trace)
+    if options.sweep and options.simulate:
+        simulate_combinations(files[0], overrides, options)
+        return
+    if options.calibrate or (len(cases) > 1 and not (options.sweep or options.simulate or options.shrink)):
+        show_calibration(cases[0].config, options.json)
+    run_all(cases, options)
+
+
+def make_case(row: str, config: Config, options) -> Case:
+    if options.generate:
+        check_sampling(config, options.versus)
+    elif options.versus:
+        check_versus(config, options.versus)
+    if config.task == "diffusion" and config.data.kind != "mock" and not options.dry_run:
+        raise InputError(
+            f"bench.py times mock videos, all of one size: data.kind={config.data.kind} has sizes and prompts of its "
+            f"own (use data.kind=mock and data.size)"
+        )
+    if options.shrink:
+        return Case(row, config, [(shrink(config), {})])
+    if options.proxy is not None:
+        counts = parse_counts(options.proxy)
+        return Case(row, config, [(make_proxy(config, n), note(config, n)) for n in counts])
+    return Case(row, config, [(config, {})])
+
+
+def check_options(cases: list[Case], options) -> None:
+    """Refuse options that contradict each other."""
+    several, alone = sum(len(case.runs) for case in cases) > 1, world_size() == 1
+    trains_policy = any(case.config.task == "grpo" for case in cases)
+    contradictions = (
+        (options.shrink and (options.versus or options.simulate or options.generate or not alone),
+         "--shrink starts its own processes: use neither torchrun nor --versus, --simulate or --generate with it"),
+        (options.proxy and (options.shrink or options.generate or options.sweep or not alone),
+         "--proxy runs on one process, without --shrink, --generate or --sweep"),
+        (options.simulate and (options.generate or options.versus or options.calibrate or not alone),
+         "--simulate is for training, on one process: without --generate, --versus or --calibrate"),
+        (options.calibrate and (options.shrink or options.dry_run),
+         "--calibrate measures this machine: without --shrink or --dry-run"),
+        (options.calibrate and not cases
+         and (options.sweep or options.proxy or options.generate or options.versus or options.profile),
+         "--calibrate alone measures rates: with --sweep, --proxy, --generate, --versus or --profile add --config"),
+        (options.generate and options.versus not in (None, "transformers"),
+         f"--generate --versus {options.versus}: only transformers samples the same (use transformers)"),
+        (options.versus and not alone, f"--versus {options.versus} runs in one process, not in {world_size()}"),
+        (options.trace and not (options.simulate or options.profile), "--trace needs --simulate or --profile"),
+        (options.system and not options.simulate, "--system needs --simulate"),
+        (options.profile and (options.simulate or options.shrink or (trains_policy and not options.generate)),
+         "--profile is for measured steps of training or sampling, not for --simulate, --shrink or task=grpo, which "
+         "prints its phases"),
+        (options.dry_run and options.simulate, "--dry-run runs nothing: leave --simulate out"),
+        (options.sweep and options.simulate and options.trace, "--trace shows one layout, not those of --sweep"),
+        (options.trace and options.simulate and several, "--trace takes one config at a time"),
+    )  # fmt: skip
+    for found, line in contradictions:
+        if found:
+            raise InputError(line)
+    if options.versus:
+        check_installed(options.versus)
+
+
+def run_all(cases: list[Case], options) -> None:
+    """Every case, with a line for each that fails, and one table of all results."""
+    results, failed = [], []
+    for case in cases:
+        try:
+            results += check_case(case) if options.dry_run else run_case(case, options)
+        except Exception as error:
+            if len(cases) == 1 or (world_size() > 1 and not isinstance(error, InputError)):
+                raise  # the other ranks may not have failed, and would wait for this one
+            failed.append(case.row)
+            tell(case.row, error, options.debug)
+    if len(results) > 1 and rank() == 0:
+        print(growth(results) if options.sweep else table(results), flush=True)
+    if failed:
+        raise InputError(f"{len(failed)} of {len(cases)} configs failed: {', '.join(failed)}")
+
+
+def file_cases(files: list, overrides: list[str], options) -> list[Case]:
+    """Every file's, all checked before the first runs; of several, a mistake is told with its file."""
+    cases = []
+    for file in files:
+        try:
+            cases.append(make_case(*load_row(file, overrides), options))
+        except InputError as error:
+            named = len(files) == 1 or str(file) in str(error)
+            raise InputError(str(error) if named else f"{file}: {error}") from error
+    return cases
+
+
+def simulate_combinations(file: str, overrides: list[str], options) -> None:
+    """Every combination of `--sweep`: a ranking of those that can run, and why the others cannot."""
+    system = chosen_system(load_row(file, overrides)[1], options)
+    results = []
+    for result in sweep(file, overrides, options.sweep, system):
+        results.append(result)
+        if "error" not in result:
+            append(result, options.json)
+    print(ranking(results))
+    if all("error" in result for result in results):
+        raise InputError(f"--sweep: none of {len(results)} combination(s) can run")
+
+
+def check_case(case: Case) -> list[dict]:
+    """Print what a dry run finds; there are no results."""
+    for config, _ in case.runs:
+        found = dry_run(config)
+        if rank() == 0:
+            print(f"{case.row}: {found}", flush=True)
+    return []
+
+
+def run_case(case: Case, options) -> list[dict]:
+    """The results of a case, each written out at once; those of two proxies, and what they say of the whole."""
+    results = []
+    for config, added in case.runs:
+        free_memory()
+        results.append(run(case.row, config, options) | added)
+        try:
+            if options.versus and not options.generate:  # which takes its turns with the other library from the start
+                free_memory()
+                results[-1] |= versus(config, start(config), case.row, options.steps, options.warmup, options.versus)
+        finally:  # ours is not lost where the other library fails, as where it needs more memory
+            write_result(results[-1], options.json)
+    if options.proxy and len(results) == 2:
+        results.append(extrapolate(case.config, *results))
+        write_result(results[-1], options.json)
+    return results
+
+
+def free_memory() -> None:
+    """That of earlier models, which are full of cycles: it would be counted as this one's, and might be missing."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def run(row: str, config: Config, options) -> dict:
+    """Simulate or measure one config."""
+    if options.simulate:
+        return simulate(row, config, options)
+    if options.shrink:
+        return run_shrunk(config, row, options.steps, options.warmup)
+    check_layout(config, world_size())
+    if options.generate:
+        return measure_sampling(
+            config, row, options.steps, options.warmup, options.versus is not None, options.profile, options.trace
+        )
+    if config.task == "grpo":
+        return measure_policy(config, row, options.steps, options.warmup)
+    estimate = announce_memory(row, config) if config.task == "diffusion" else {}
+    return measure(config, row, start(config), options.steps, options.warmup, options.profile, options.trace) | estimate
+
+
+def simulate(row: str, config: Config, options) -> dict:
+    system = chosen_system(config, options)
+    simulation, outcome = predicted_row(config, row, system)
+    if "recipe" in config.reference and system.name == system_of(config) and outcome["ratio"] is not None:
+        outcome["as_published"] = as_published(config, row, system, simulation)
+    if options.trace:
+        write_trace(simulation, options.trace)
+    return outcome
+
+
+def chosen_system(config: Config, options) -> System:
+    """What to simulate on: --system, or what the config's published row ran on. Raises InputError."""
+    if options.system is not None:
+        return find_system(options.system)
+    return load_system(system_of(config), "reference.system")
+
+
+def system_of(config: Config) -> str:
+    return config.reference.get("system", "dgx-h100").lower()
+
+
+def announce_memory(row: str, config: Config) -> dict[str, float]:
+    """Print, before anything is allocated, how much memory a rank will need; returns that for the config's result.
+
+    Under torchrun for the first config alone, whose process group stays up.
+    """
+    if rank() != 0:
+        return {}
+    if dist.is_initialized():  # by an earlier config, but the estimate has a group of its own
+        if "WORLD_SIZE" in os.environ:
+            return {}
+        dist.destroy_process_group()
+    kinds = estimate_memory(config, world_size())
+    parts = ", ".join(f"{kind} {size:.3g}" for kind, size in kinds.items())
+    print(f"{row}: estimated peak memory {sum(kinds.values()):.3g} GiB ({parts})", flush=True)
+    working = kinds["activations"] + kinds["gathered"]
+    return {"estimated_memory_gib": sum(kinds.values()), "estimated_activations_gib": working}
+
+
+def show_calibration(config: Config, file: str | None) -> None:
+    """Every rank measures its device; the first one's figures are shown."""
+    outcome = calibrate(pick_device(config.device))
+    if rank() == 0:
+        print(calibration_line(outcome), flush=True)
+        append(outcome, file)
+
+
+def write_result(outcome: dict, file: str | None) -> None:
+    """Print it and append it to the file of results, at once: what comes later may fail. Either is done though the
+    other cannot be, as where whoever read the output has gone, or a disk is full."""
+    if rank() != 0:
+        return
+    try:
+        print(table([outcome]), flush=True)
+        if "breakdown_s" in outcome:
+            print(details(outcome), flush=True)
+        if outcome["mode"] == "extrapolated":
+            print(f"without {outcome['left_out']}", flush=True)
+        if is_unsteady(outcome):
+            print(f"warning: {outcome['row']}: {UNSTEADY}", file=sys.stderr, flush=True)
+    finally:
+        append(outcome, file)
+
+
+def is_unsteady(outcome: dict) -> bool:
+    slowed = outcome["step_time_s"] > 1.5 * outcome.get("step_time_min_s", math.inf)
+    return outcome["mode"] == "measured" and (slowed or outcome["mfu"] > 1)
+
+
+def append(outcome: dict, file: str | None) -> None:
+    """A line of its own, though a kill may have cut the one before it short."""
+    if not file:
+        return
+    note = {"date": date.today().isoformat(), "command": " ".join(["python", *sys.argv])}
+    with refused(f"--json={file} cannot be written"):
+        cut_short = Path(file).is_file() and Path(file).read_bytes()[-1:] not in (b"", b"\n")
+        with open(file, "a", encoding="utf-8") as results:
+            results.write("\n" * cut_short + json.dumps(outcome | note) + "\n")
+
+
+def tell(row: str, error: Exception, debug: bool) -> None:
+    """Report the error in one line, as the command line reports its own."""
+    if debug:
+        traceback.print_exception(error)
+    if rank() == 0:
+        kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
+        print(f"error: {row}: {kind}{(str(error).splitlines() or [''])[0]}", file=sys.stderr, flush=True)

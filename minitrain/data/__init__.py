@@ -1,0 +1,1 @@
+"""Data: text, tokens, chats, latents -> rows by number."""

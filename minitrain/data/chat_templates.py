@@ -1,0 +1,204 @@
+"""Chat templates: messages -> text in pieces, in turns what is given and what the model is to say.
+
+A chat model's own template comes with its tokenizer, in Jinja, and is rendered as transformers renders it: in Jinja's
+sandbox, where it can take its time but not reach Python. What the model is to say is found by rendering more than once,
+so any template will do that writes a reply behind its generation prompt and ends it with a token of its own. For models
+that come without, three are written out: Llama 3, ChatML (Qwen), and a plain one without special tokens.
+Left out: tools, images, options such as enable_thinking, and the date (a row must be the same tomorrow).
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date
+from os.path import commonprefix
+from typing import Any, NamedTuple
+
+from minitrain.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from minitrain.errors import InputError
+
+
+class Message(NamedTuple):
+    role: str  # system, user or assistant
+    content: str
+
+
+DATE = date(2024, 7, 26)  # what Llama 3.1's and 3.2's templates write where they are not told the date
+Pieces = Iterator[tuple[str, bool]]  # text, and whether the model is to say it
+
+# --------------------------------------------------------------------------------------------------------- written out
+
+
+@dataclass(frozen=True)
+class Template:
+    """How messages become text: begin, then for each message header, content, end and separator."""
+
+    header: str  # with {role}
+    end: str  # of a turn, the assistant's too
+    special: tuple[str, ...] = ()  # tokens in these that a tokenizer must have
+    begin: str = ""
+    separator: str = ""
+    strip: bool = False  # white space around a message is removed
+    begin_with_bos: bool = True  # with whatever the tokenizer puts before a text
+    reply_ends_with_eos: bool = False  # with that token, in place of `end`
+
+    def pieces(self, messages: list[Message]) -> Pieces:
+        """The text of a chat, in turns what is given and what the model is to say."""
+        given = self.begin
+        for role, content in messages:
+            given += self.header.format(role=role)
+            content = content.strip() if self.strip else content
+            if role == "assistant":
+                yield given, False
+                yield content + ("" if self.reply_ends_with_eos else self.end), True
+                given = self.separator
+            else:
+                given += content + self.end + self.separator
+        yield given, False
+
+    def question(self, messages: list[Message]) -> Pieces:
+        """The text that a reply to `messages` follows."""
+        *given, _, _ = self.pieces([*messages, Message("assistant", "")])
+        yield from given
+
+    def jinja(self, tokenizer: Tokenizer) -> str:
+        """The same as a template for transformers, to go with the model that was trained in it."""
+        before, _, after = map(repr, self.header.partition("{role}"))
+        header = f"{before} + {{role}} + {after}" if self.header else "''"
+        content = "message.content | trim" if self.strip else "message.content"
+        end = repr(self.end + self.separator)
+        if self.reply_ends_with_eos:
+            end = f"({tokenizer.eos!r} if message.role == 'assistant' else {end})"
+        begin, ask = repr(self.begin or tokenizer.beginning), header.format(role="'assistant'")
+        turn = f"{header.format(role='message.role')} + {content} + {end}"
+        return (
+            f"{{{{ {begin} }}}}{{% for message in messages %}}{{{{ {turn} }}}}{{% endfor %}}"
+            f"{{% if add_generation_prompt %}}{{{{ {ask} }}}}{{% endif %}}"
+        )
+
+
+LLAMA3 = Template(
+    "<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", ("<|start_header_id|>", "<|eot_id|>"),
+    begin="<|begin_of_text|>", strip=True, begin_with_bos=False,
+)  # fmt: skip
+CHATML = Template("<|im_start|>{role}\n", "<|im_end|>", ("<|im_start|>", "<|im_end|>"), separator="\n")
+PLAIN = Template("", "\n", reply_ends_with_eos=True)  # a question a line, eos after each answer
+TEMPLATES = {"llama3": LLAMA3, "chatml": CHATML, "plain": PLAIN}
+
+# --------------------------------------------------------------------------------------------------- of the tokenizer
+
+
+class JinjaTemplate:
+    """The template that came with a tokenizer."""
+
+    begin_with_bos = False  # the template writes it
+    reply_ends_with_eos = False  # likewise
+    PLACEHOLDER = "\ue000a reply\ue000"
+
+    def __init__(self, tokenizer: HuggingFaceTokenizer):
+        self.file = tokenizer.file
+        self.template = compile_template(tokenizer.chat_template, self.file)
+        self.special_tokens = tokenizer.special_tokens()  # bos_token, ...
+        longest_first = sorted(tokenizer.added_tokens(), key=len, reverse=True)
+        self.added_token = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def render(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
+        dicts = [message._asdict() for message in messages]
+        try:
+            return self.template.render(
+                messages=dicts, tools=None, documents=None, add_generation_prompt=add_generation_prompt,
+                **self.special_tokens,
+            )  # fmt: skip
+        except Exception as error:  # a template can raise whatever Python raises
+            raise InputError(f"the chat template beside {self.file} refuses it: {error}") from error
+
+    def question(self, messages: list[Message]) -> Pieces:
+        """The text that a reply to `messages` follows."""
+        yield self.render(messages, add_generation_prompt=True), False
+
+    def pieces(self, messages: list[Message]) -> Pieces:
+        """The text of a chat, in turns what is given and what the model is to say."""
+        text, seen = self.render(messages), 0
+        for i, message in enumerate(messages):
+            if message.role == "assistant":
+                start, end = self.reply_in(text, messages, i)
+                if not seen <= start <= end:
+                    raise self.unclear(i)
+                yield text[seen:start], False
+                yield text[start:end], True
+                seen = end
+        yield text[seen:], False
+
+    def reply_in(self, text: str, messages: list[Message], i: int) -> tuple[int, int]:
+        """Where in the text of all messages that of message i begins and, with the token that ends it, ends."""
+        replaced = [*messages[:i], Message("assistant", self.PLACEHOLDER), *messages[i + 1 :]]
+        before, *after = self.render(replaced).split(self.PLACEHOLDER)
+        end = self.added_token.search(after[0]) if len(after) == 1 else None
+        if end is None or not text.endswith(after[0]):
+            raise self.unclear(i)
+        asked = self.render(messages[:i], add_generation_prompt=True) if i else before
+        start = len(asked)
+        if not text.startswith(asked):  # some ask for a thought, <think>, where they write a reply without one
+            if not text.startswith(self.render(messages[:i])):
+                raise self.unclear(i)
+            start = len(commonprefix([text, asked, before]))  # noqa: RUF071 (of characters it is)
+            tokens = (m for whole in (text, asked) for m in self.added_token.finditer(whole))
+            start = min(start, *(m.start() for m in tokens if m.end() > start))
+        return start, len(text) - len(after[0]) + end.end()
+
+    def unclear(self, i: int) -> InputError:
+        return InputError(
+            f"the chat template beside {self.file} does not show where message {i + 1}, a reply, begins and ends "
+            "(use data.template=llama3, chatml or plain)"
+        )
+
+
+def compile_template(text: str, file: Any) -> Any:
+    """A Jinja template with what Hugging Face's have at hand; tags around what to train, {% generation %}, are ignored.
+
+    Raises InputError, with the line, for what is no template.
+    """
+    from jinja2 import TemplateError, TemplateSyntaxError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:  # Jinja's own escapes HTML
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": lambda layout: DATE.strftime(layout)}
+    for tag, condition in (("generation", "if true"), ("endgeneration", "endif")):
+        text = re.sub(rf"(\{{%[-+]?\s*){tag}(\s*[-+]?%\}})", rf"\1{condition}\2", text)
+    try:
+        return environment.from_string(text)
+    except Exception as error:  # Jinja's own, and what Python's compiler raises
+        told = f"line {error.lineno}: {error.message}" if isinstance(error, TemplateSyntaxError) else error
+        raise InputError(f"the chat template beside {file} is not valid: {told}") from error
+
+
+# -------------------------------------------------------------------------------------------------------------- choice
+
+ChatTemplate = Template | JinjaTemplate
+
+
+def choose_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
+    """The template called `name`; for `auto` the tokenizer's own, or if it has none the first whose tokens it has.
+
+    Raises InputError if the tokenizer lacks a token of the template.
+    """
+    if name == "auto" and tokenizer.chat_template:
+        return JinjaTemplate(tokenizer)
+    known = [name] if name != "auto" else TEMPLATES
+    missing = {each: [t for t in TEMPLATES[each].special if tokenizer.token_id(t) is None] for each in known}
+    chosen = next((each for each in known if not missing[each]), None)
+    if chosen is None:
+        raise InputError(f"data.template={name} needs the token {missing[name][0]}, which data.tokenizer lacks")
+    if TEMPLATES[chosen].reply_ends_with_eos and tokenizer.eos_id is None:
+        raise InputError("data.template=plain ends answers with eos, which data.tokenizer lacks (use llama3 or chatml)")
+    return TEMPLATES[chosen]

@@ -1,0 +1,285 @@
+"""Videos as latents with their text embeddings: a cache of safetensors files, or random ones of one shape.
+
+Encoding videos takes an autoencoder and a text encoder, both large and frozen, so it happens once, before training.
+Each file of the cache is one video: `latents` [channels, frames, height, width], normalised per channel (for Wan, less
+latents_mean and divided by latents_std of its autoencoder's config), and `text` [tokens, text_dim], the real tokens
+only; for image-to-video models also `condition` [more channels, frames, height, width] and `image` [tokens, image_dim].
+Where training hides a text (diffusion.text_dropout) the model sees the file's `negative` [tokens, text_dim], or zeros:
+published models are to see the embedding of an empty prompt, since that is what they are guided away from.
+Wan's condition is first a mask of 4 channels, one for each frame of the 4 that a latent frame stands for (the first is
+all 4 of its own), 1 where the frame is given; then the latents, normalised alike, of the video with all others grey.
+Videos of one shape form a bucket, and a micro-batch comes from one bucket, or else is a pack: videos of all shapes in
+one sequence.
+Every file's header is checked before training, its values (are they finite?) when they are read; with
+data.on_error=skip all values before training, to know which files to leave out.
+`open_latents` chooses among these by the config. What is not here: the encoders, and pickled files, which could run any
+code.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate, chain
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minitrain.data.text import Skips, find_files, nth, shuffled, split_off
+from minitrain.data.token_files import check_unchanged, stamp_of
+from minitrain.errors import InputError
+from minitrain.examples.shapes import ShapesWorld
+from minitrain.formats.tensor_files import FLOATS, open_tensors, read_headers, write_tensors
+from minitrain.models.wan import WanConfig
+from minitrain.settings import Config
+from minitrain.training.flow import Diffusion, Noised, add_noise, generator
+from minitrain.training.packing import first_fit_decreasing
+
+DIMENSIONS = {"latents": 4, "text": 2, "negative": 2, "condition": 4, "image": 2}
+TEXTS = "text", "negative"
+IMAGE_TOKENS = 257  # of CLIP's features of one image
+
+Shape = tuple[int | str, ...]  # "tokens" where any number will do
+
+
+def open_latents(config: Config) -> "tuple[Noised, Noised] | tuple[Packs, Packs]":
+    """The videos to train on, and those to validate on, under noise held fixed.
+
+    The latter are data.validation of the files; if that is 0, or there are none, they are those to train on, under
+    other noise. Raises InputError for videos that the model does not take.
+    """
+    data, model, seed = config.data, config.model.config, config.seed
+    noised = partial(Noised, settings=config.diffusion, seed=seed)
+    if data.kind != "latents":
+        if data.kind == "shapes":
+            videos = ShapesWorld(seed)
+        else:
+            videos = MockLatents(model_shapes(model, data.size, data.text_tokens, IMAGE_TOKENS), seed)
+        check_fit({name: tuple(x.shape) for name, x in videos.row(0).items()}, config, f"data.kind={data.kind}")
+        return noised(videos), noised(videos, held_out=True)
+    skips = Skips(data.on_error == "skip")
+    buckets = find_buckets(config, skips)
+    sides = split_buckets(buckets, data.validation, seed) if data.validation else (buckets, buckets)
+    train, held = (LatentCache(side, data.text_tokens, config.batch.micro, seed) for side in sides)
+    if data.packed:
+        budget, patch = config.batch.seq_len, model.patch_size
+        noised = partial(Packs, settings=config.diffusion, budget=budget, patch=patch, seed=seed)
+    train, held = noised(train), noised(held, held_out=True)
+    train.about = skips.note
+    return train, held
+
+
+def check_fit(shapes: dict[str, Shape], config: Config, where: str) -> None:
+    """Can the config's model train on videos of these shapes, in its layout?"""
+    model, parallel, latents = config.model.config, config.parallel, shapes["latents"]
+    check_shapes(shapes, model_shapes(model, latents[1:]), where)
+    if any(size % patch for size, patch in zip(latents[1:], model.patch_size, strict=True)):
+        raise InputError(f"{where}: latents {list(latents[1:])} do not divide into patches {list(model.patch_size)}")
+    tokens, ranks = math.prod(latents[1:]) // math.prod(model.patch_size), parallel.cp * parallel.tp
+    if tokens > config.batch.seq_len:
+        raise InputError(f"{where}: {tokens} patches are more than batch.seq_len={config.batch.seq_len}")
+    if tokens % ranks:
+        raise InputError(f"{where}: {tokens} patches do not divide by parallel.cp={parallel.cp} x tp={parallel.tp}")
+
+
+def model_shapes(
+    model: WanConfig, size: Sequence[int], text_tokens: int | str = "tokens", image_tokens: int | str = "tokens"
+) -> dict[str, Shape]:
+    """The shapes of what a model takes for one video. size: frames, height and width; "tokens": any number."""
+    shapes = {"latents": (model.out_channels, *size), "text": (text_tokens, model.text_dim)}
+    if model.in_channels > model.out_channels:
+        shapes["condition"] = (model.in_channels - model.out_channels, *size)
+    return shapes if model.image_dim is None else shapes | {"image": (image_tokens, model.image_dim)}
+
+
+def check_shapes(found: dict[str, Shape], wanted: dict[str, Shape], where: str) -> None:
+    """Raises InputError if the tensors found are not those that the model takes; `negative` may be like the text."""
+    if "negative" in found:
+        wanted = wanted | {"negative": wanted["text"]}
+    for name in wanted | found:
+        pair = found.get(name, ()), wanted.get(name, ())
+        if len(pair[0]) != len(pair[1]) or any(b not in (a, "tokens") for a, b in zip(*pair, strict=True)):
+            given, taken = (f"[{', '.join(map(str, shape))}]" if shape else "none" for shape in pair)
+            raise InputError(f"{where}: {name} is {given}, the model takes {taken}")
+
+
+class MockLatents:
+    """Normal tensors of given shapes, such as latents [channels, frames, height, width]: for benchmarks."""
+
+    def __init__(self, shapes: dict[str, Shape], seed: int):
+        self.shapes, self.seed = shapes, seed
+
+    def __len__(self) -> int:
+        return 1 << 40  # no epoch ever ends
+
+    def row(self, n: int) -> dict[str, Tensor]:
+        random = generator(self.seed, n)
+        return {key: torch.randn(shape, generator=random) for key, shape in self.shapes.items()}
+
+
+class LatentCache:
+    """Videos in files, by bucket, as `find_buckets` has them.
+
+    Row n is a pure function of (seed, n). An epoch visits the buckets in groups of `group` videos, in an order that
+    differs from epoch to epoch; a bucket that `group` does not divide repeats a few of its videos. So rows
+    k * group ... k * group + group - 1, one micro-batch, have the same shape.
+    text_tokens: texts, negative ones too, are padded with zeros to it, as Wan was trained.
+    """
+
+    def __init__(self, buckets: list[list[Path]], text_tokens: int, group: int, seed: int):
+        self.buckets, self.text_tokens, self.group, self.seed = buckets, text_tokens, group, seed
+        self.stamps = {file: stamp_of(file) for files in buckets for file in files}
+        self.firsts = list(accumulate((-(-len(files) // group) for files in buckets), initial=0))
+
+    def __len__(self) -> int:
+        return self.firsts[-1] * self.group
+
+    def row(self, n: int) -> dict[str, Tensor]:
+        """fp32 latents and text [text_tokens, text_dim], and what else the file holds."""
+        return self.read(self.file(n))
+
+    def origin(self, n: int) -> str:
+        return str(self.file(n))
+
+    def file(self, n: int) -> Path:
+        """That of row n."""
+        group, place = divmod(int(n), self.group)
+        epoch, group = nth(group, self.firsts[-1], self.seed)
+        bucket = bisect_right(self.firsts, group) - 1
+        files = self.buckets[bucket]
+        place = ((group - self.firsts[bucket]) * self.group + place) % len(files)
+        return files[shuffled(place, len(files), self.seed, epoch, bucket)]
+
+    def read(self, path: Path) -> dict[str, Tensor]:
+        """One video, as in a row."""
+        check_unchanged(path, path, self.stamps[path])
+        row = read_video(path)
+        texts = {name: row[name] for name in TEXTS if name in row}
+        return row | {name: F.pad(text, (0, 0, 0, self.text_tokens - len(text))) for name, text in texts.items()}
+
+
+def find_buckets(config: Config, skips: Skips) -> list[list[Path]]:
+    """The files of data.path, by the shapes of what they hold, texts apart; all headers are checked.
+
+    Raises InputError for a file that is not a video, or not one that the config's model takes.
+    """
+    buckets: dict[tuple, list[Path]] = {}
+    for path in find_files(config.data):
+        shapes = skips.read(read_usable, path, config, skips.allowed)
+        if shapes is not None:
+            key = tuple((name, shape) for name, shape in shapes.items() if name not in TEXTS)
+            buckets.setdefault(key, []).append(path)
+    if not buckets:
+        raise InputError(f"data.path={config.data.path!r} holds no usable videos{skips.aside}")
+    return [files for _, files in sorted(buckets.items())]
+
+
+def split_buckets(buckets: list[list[Path]], share: float, seed: int) -> Iterator[list[list[Path]]]:
+    """The buckets without, and with nothing but, a random `share` of all their files."""
+    for side in map(set, split_off(list(chain(*buckets)), share, seed)):
+        yield [[file for file in files if file in side] for files in buckets]
+
+
+def read_usable(path: Path, config: Config, with_values: bool) -> dict[str, Shape]:
+    """`read_shapes` of a file that the config's model takes, and, if asked for, whose values are finite."""
+    shapes, text_tokens = read_shapes(path), config.data.text_tokens
+    for name in TEXTS:
+        if name in shapes and shapes[name][0] > text_tokens:
+            raise InputError(f"{path}: {name} has {shapes[name][0]} tokens, more than the {text_tokens} of a row")
+    check_fit(shapes, config, str(path))
+    if with_values:
+        read_video(path)
+    return shapes
+
+
+def read_shapes(path: Path) -> dict[str, Shape]:
+    """The shapes of what a file holds, from its header. Raises InputError for one that is not a video."""
+    headers = read_headers(path)
+    shapes = {name: headers[name][0] for name in DIMENSIONS if name in headers}
+    for name in ("latents", "text"):
+        if name not in shapes:
+            held = ", ".join(list(headers)[:3]) or "nothing"
+            raise InputError(f"{path}: tensor {name} is missing (it holds {held}; see minitrain/data/latents.py)")
+    for name, shape in shapes.items():
+        if len(shape) != DIMENSIONS[name] or 0 in shape:
+            expected = f"expected {DIMENSIONS[name]} dimensions, none of them 0"
+            raise InputError(f"{path}: tensor {name} has shape {list(shape)}, {expected}")
+        check_stored(path, name, headers[name][1])
+    return shapes
+
+
+def check_stored(path: Path, name: str, dtype: str) -> None:
+    if dtype not in FLOATS:
+        raise InputError(f"{path}: tensor {name} is stored as {dtype}, not one of {', '.join(FLOATS)}")
+
+
+def read_video(path: Path, names: Iterable[str] = tuple(DIMENSIONS)) -> dict[str, Tensor]:
+    """Those of the named tensors that a file holds, in fp32. Raises InputError for what is not finite, or no floats."""
+    video = {}
+    with open_tensors(path) as file:
+        for name in (name for name in names if name in file.keys()):  # noqa: SIM118
+            check_stored(path, name, file.get_slice(name).get_dtype())
+            video[name] = file.get_tensor(name).float()
+    for name, tensor in video.items():
+        if not tensor.isfinite().all():
+            raise InputError(f"{path}: tensor {name} holds values that are not finite")
+    return video
+
+
+def save_video(path: str | Path, latents: Tensor, text: Tensor, **more: Tensor) -> None:
+    """Write one file of a cache. more: `negative`; for image-to-video `condition` and `image`."""
+    tensors = {"latents": latents, "text": text, **more}
+    write_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+# ------------------------------------------------------------------------------------------------------------- packing
+
+
+class Packs:
+    """The videos of a cache, whatever their shapes, packed into sequences of at most `budget` tokens (patches).
+
+    Row n, a pure function of (seed, n), is a whole micro-batch for `FlowMatching`: several videos, each with its own
+    noise and sigma (see flow.py, also on `held_out`). The packs are the same in every epoch, their order and noise are
+    not. patch: the model's patch_size. Raises InputError for images of different numbers of tokens.
+    """
+
+    def __init__(
+        self, cache: LatentCache, settings: Diffusion, budget: int, patch: tuple[int, int, int], seed: int,
+        held_out: bool = False,
+    ):  # fmt: skip
+        self.cache, self.settings, self.seed, self.held_out = cache, settings, seed, held_out
+        self.files = list(chain(*cache.buckets))
+        shapes = [read_shapes(file) for file in self.files]
+        for file, each in zip(self.files, shapes, strict=True):
+            if each.get("image") != shapes[0].get("image"):
+                pair = f"{each['image'][0]} tokens, that of {self.files[0]} {shapes[0]['image'][0]}"
+                raise InputError(f"{file}: image has {pair}: data.packed=true needs the same of all")
+        patches = [math.prod(each["latents"][1:]) // math.prod(patch) for each in shapes]
+        self.packs = first_fit_decreasing(patches, budget)
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def row(self, n: int) -> dict[str, list[Tensor] | Tensor]:
+        """Lists of latents, noise and condition, and stacked sigma [videos], text and image [videos, tokens, dim]."""
+        epoch, pack = self.pack(n)
+        first = epoch * len(self.files)
+        noise = self.settings, self.seed, self.held_out
+        videos = [add_noise(self.cache.read(self.files[i]), first + i, *noise) for i in pack]
+        lists = {key: [video[key] for video in videos] for key in videos[0]}
+        return lists | {key: torch.stack(lists[key]) for key in ("sigma", "text", "image") if key in lists}
+
+    def origin(self, n: int) -> str:
+        return " and ".join(str(self.files[i]) for i in self.pack(n)[1])
+
+    def pack(self, n: int) -> tuple[int, list[int]]:
+        """The epoch of row n, and its videos."""
+        epoch, number = nth(n, len(self), self.seed)
+        return epoch, self.packs[number]
+
+    def collate(self, packs: list[dict]) -> dict[str, list[Tensor] | Tensor]:
+        """Several packs as one longer."""
+        joined = {key: [pack[key] for pack in packs] for key in packs[0]}
+        return {key: torch.cat(x) if isinstance(x[0], Tensor) else list(chain(*x)) for key, x in joined.items()}

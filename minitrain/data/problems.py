@@ -1,0 +1,188 @@
+"""What to learn from: prompts with right answers, read from JSONL or made up.
+
+A line has a prompt under one of the usual names and an answer under one of the usual names (GSM8K, OpenMathInstruct-2,
+DAPO-Math-17k and their like), or a chat whose last message is the assistant's answer. The chat template (see
+data/chat_templates.py) turns the prompt into tokens, up to where the response begins, and says which token ends a
+response.
+So do those at which the model ends any text: it would go on with another one, and be rewarded for that.
+
+Which problems a step takes is a pure function of the seed and the step.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from minitrain.data.chat import (
+    CHATS,
+    PROMPTS,
+    encode_chat,
+    encode_question,
+    make_sample,
+    prompt_of,
+    read_turns,
+    split_reply,
+    with_system,
+    words_of,
+)
+from minitrain.data.chat_templates import ChatTemplate, Message, choose_template
+from minitrain.data.text import Skips, find_files, fitting_tokenizer, nth, read_jsonl, split_off
+from minitrain.data.tokenizer import Tokenizer
+from minitrain.errors import InputError
+from minitrain.formats.config_hf import find_ends
+from minitrain.settings import Config
+
+ANSWERS = ("expected_answer", "answer", "ground_truth", "solution", "response", "output", "completion")
+
+
+class Problem(NamedTuple):
+    """prompt: its tokens, all that stands before the response; reply: a right response's tokens, with their end.
+
+    answer: what the response is compared with; row: the line that it was read from.
+    """
+
+    prompt: list[int]
+    reply: list[int]
+    answer: str
+    row: dict
+
+
+class Problems:
+    """A shuffled, endless sequence of problems."""
+
+    def __init__(self, problems: list[Problem], seed: int, note: str = ""):
+        self.problems, self.seed, self.about = problems, seed, f"{len(problems):,} problems{note}"
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+    def take(self, first: int, count: int) -> list[Problem]:
+        """Problems number first, first + 1, ...; each epoch has all of them in another order."""
+        return [self.problems[nth(n, len(self), self.seed)[1]] for n in range(first, first + count)]
+
+
+def open_problems(config: Config) -> tuple[Problems, Problems | None, Tokenizer, tuple[int, ...]]:
+    """The problems to train on, those held out (None without data.validation), the tokenizer, and the tokens that end
+    a response, the template's own first.
+
+    Raises InputError for lines that are no problems, and for prompts that leave no room for a response.
+    """
+    tokenizer = fitting_tokenizer(config.data.tokenizer, config.model.config.vocab_size)
+    template = choose_template(config.data.template, tokenizer)
+    made_up, skips = config.data.kind == "mock", Skips(config.data.on_error == "skip")
+
+    def read(row: dict, where: str) -> Problem:
+        messages, answer = read_problem(row, where, config.grpo.prompt_key, config.grpo.answer_key)
+        problem = encode(messages, answer, row, template, tokenizer, where)
+        check_length(problem, config, where)
+        return problem
+
+    if made_up:
+        where = f"grpo.mock_digits={config.grpo.mock_digits}"
+        problems = [encode(*made, template, tokenizer, where) for made in reversals(config.grpo.mock_digits)]
+        check_length(problems[0], config, where)
+    else:
+        problems = list(read_jsonl(find_files(config.data), read, skips))
+    if not problems:
+        raise InputError(f"data.path={config.data.path} holds no problem{skips.aside}")
+    of_model = config.model.config.eos_token_id if config.model.path else None  # else it has never seen its own
+    ends = find_ends(config.model.path, problems[0].reply[-1], tokenizer.eos_id, of_model)
+    share = config.data.validation or (0.1 if made_up else 0)
+    if not share:
+        return Problems(problems, config.seed, skips.aside), None, tokenizer, ends
+    sides = split_by_prompt(problems, share, config.seed)
+    train, held = (Problems(side, config.seed, skips.aside) for side in sides)
+    return train, held, tokenizer, ends
+
+
+def split_by_prompt(problems: list[Problem], share: float, seed: int) -> tuple[list[Problem], list[Problem]]:
+    """The problems to train on, and those held out, which are of a share of all different prompts, one of each.
+
+    Other lines often have the same prompt: DAPO-Math-17k has all of them a hundred times, OpenMathInstruct-2 several
+    solutions of many.
+    """
+    different: dict[tuple[int, ...], Problem] = {}
+    for problem in problems:
+        different.setdefault(tuple(problem.prompt), problem)
+    _, held = split_off(list(different.values()), share, seed)
+    hidden = {tuple(problem.prompt) for problem in held}
+    return [problem for problem in problems if tuple(problem.prompt) not in hidden], held
+
+
+def encode(
+    messages: list[Message], answer: str, row: dict, template: ChatTemplate, tokenizer: Tokenizer, where: str
+) -> Problem:
+    prompt = encode_question(messages, template, tokenizer, where)
+    sample = make_sample(*encode_chat([*messages, Message("assistant", answer)], template, tokenizer, where))
+    return Problem(prompt, split_reply(sample)[1], answer, row)
+
+
+def check_length(problem: Problem, config: Config, where: str) -> None:
+    room, length = config.batch.seq_len, len(problem.prompt)
+    whole = length + len(problem.reply) - 1
+    if length > min(room, config.model.config.max_position_embeddings - 1):
+        raise InputError(f"{where}: batch.seq_len={room} leaves no room for a response to a prompt of {length} tokens")
+    if config.grpo.warmup_steps and whole > room:
+        raise InputError(
+            f"{where}: batch.seq_len={room} is too short to warm up on a prompt with its answer, {whole} tokens "
+            f"(use grpo.warmup_steps=0, or batch.seq_len={whole})"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------- JSON lines
+
+
+def read_problem(row: dict, where: str, prompt_key: str, answer_key: str) -> tuple[list[Message], str]:
+    """The messages and the answer of a line; where a key is empty, what the first usual name has.
+
+    Raises InputError, which begins with `where`.
+    """
+    chat = next((key for key in CHATS if key in row), None)
+    if chat is None or prompt_key:
+        return read_prompt(row, where, prompt_key), answer_of(row, where, answer_key)
+    turns = read_turns(row[chat], f"{where}: {chat!r}")
+    if len(turns) < 2 or turns[-1].role != "assistant":
+        raise InputError(
+            f"{where}: {chat!r} must end with the assistant's answer to what comes before (if all of it is the prompt, "
+            f"say so: grpo.prompt_key={chat})"
+        )
+    return turns[:-1], answer_of(row, where, answer_key) if answer_key else turns[-1].content
+
+
+def read_prompt(row: dict, where: str, key: str) -> list[Message]:
+    """Text, which is the user's, or a list of messages. key: as `read_problem` has it."""
+    name = key or usual_name(row, PROMPTS, where, "prompt")
+    if isinstance(row.get(name), list):
+        turns = read_turns(row[name], f"{where}: {name!r}")
+        if not turns:
+            raise InputError(f"{where}: {name!r} is empty")
+        return turns
+    if key:
+        return [Message("user", words_of(row, key, where))]
+    return with_system([Message("user", prompt_of(row, name, where))], row, where)
+
+
+def answer_of(row: dict, where: str, key: str) -> str:
+    """The answer as text; numbers are written out. DAPO-Math-17k has it in `reward_model`."""
+    row = row | (row["reward_model"] if isinstance(row.get("reward_model"), dict) else {})
+    name = key or usual_name(row, ANSWERS, where, "answer")
+    value = row.get(name)
+    return str(value) if isinstance(value, int | float) else words_of(row, name, where)
+
+
+def usual_name(row: dict, names: tuple[str, ...], where: str, what: str) -> str:
+    found = next((name for name in names if name in row), None)
+    if found is None:
+        raise InputError(f"{where}: no {what} (one of {', '.join(names)}; or name its key by grpo.{what}_key)")
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------------- made up
+
+
+def reversals(digits: int) -> list[tuple[list[Message], str, dict]]:
+    """Up to 4,000 different strings of digits that are to be reversed, always the same ones."""
+    count = min(4000, 10**digits)
+    draws = np.random.default_rng(digits).integers(10, size=(4 * count, digits))
+    texts = dict.fromkeys("".join(map(str, draw)) for draw in draws.tolist())
+    return [([Message("user", text)], text[::-1], {"prompt": text}) for text in list(texts)[:count]]

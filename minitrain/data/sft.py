@@ -1,0 +1,133 @@
+"""Supervised fine-tuning data: chats packed into rows, of which row n is a pure function of (seed, n).
+
+Samples that share a row do not see each other, so packing changes nothing but the number of empty slots: the gradients
+are those of one sample per row (`data.packed: false`). The packing is made once; each epoch visits its rows in another
+order. All samples are tokenised at the start and stay in memory. Left out: streaming, and mixing files by weight.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from torch import Tensor
+
+from minitrain.data.chat import Sample, encode_chat, make_sample, read_messages, split_reply
+from minitrain.data.chat_templates import choose_template
+from minitrain.data.text import Mock, Skips, find_files, fitting_tokenizer, nth, read_jsonl, split_off
+from minitrain.data.tokenizer import Tokenizer
+from minitrain.errors import InputError
+from minitrain.settings import Config, Data
+from minitrain.training.loss import IGNORE
+from minitrain.training.packing import PADDING, first_fit_decreasing, pack_row
+
+
+def open_chats(config: Config) -> "tuple[Chats | Mock, Chats | Mock | None]":
+    """The training samples in rows, and the held-out ones (None if data.validation is 0; mock data always has some).
+
+    As `open_data`, with document -1 where a row is padding. Without data.packed, rows have neither `positions` nor
+    `documents`, unless experts are balanced, which padding must not be; and mock data is pretraining's.
+    Raises InputError, with FILE:LINE, for a line that is not a chat.
+    """
+    data, seq_len, vocab_size, seed = config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed
+    packed, model = data.packed is not False, config.model.config
+    numbered = packed or model.bias_update_speed > 0 or model.router_aux_loss_coef > 0
+    if data.kind == "mock":
+        mock = MockChats if packed else Mock
+        return mock(seq_len, vocab_size, seed, split=0), mock(seq_len, vocab_size, seed, split=1)
+    skips = Skips(data.on_error == "skip")
+    read = read_samples(data, fitting_tokenizer(data.tokenizer, vocab_size), skips)
+    samples, counts = fit(read, seq_len, data.over_long)
+    counts += skips.aside
+    if not samples:
+        raise InputError(f"data.path={data.path} holds no chat to learn from with batch.seq_len={seq_len}{counts}")
+    if not data.validation:
+        return Chats(samples, seq_len, seed, packed, numbered, counts), None
+    train, held = split_off(samples, data.validation, seed)
+    return Chats(train, seq_len, seed, packed, numbered, counts), Chats(held, seq_len, seed, packed, numbered)
+
+
+def read_samples(data: Data, tokenizer: Tokenizer, skips: Skips) -> Iterator[Sample]:
+    """The samples of all lines of all files, in order and however long."""
+    template = choose_template(data.template, tokenizer)
+
+    def read(record: dict, where: str) -> Sample:
+        return make_sample(*encode_chat(read_messages(record, where), template, tokenizer, where))
+
+    return read_jsonl(find_files(data), read, skips)
+
+
+def fit(samples: Iterable[Sample], seq_len: int, over_long: str) -> tuple[list[Sample], str]:
+    """The samples, none longer than a row, and a note on those that were.
+
+    over_long: `drop` those, or `truncate` them. A sample that has nothing to predict (any more) is dropped in any case.
+    """
+    kept, truncated, dropped = [], 0, 0
+    for sample in samples:
+        is_long = len(sample.tokens) > seq_len
+        predicted = np.flatnonzero(sample.labels[:seq_len] != IGNORE)
+        if (is_long and over_long == "drop") or not len(predicted):
+            dropped += 1
+        else:
+            truncated += is_long
+            end = predicted[-1] + 1  # the row may end within a question
+            kept.append(Sample(sample.tokens[:end], sample.labels[:end]))
+    return kept, f" ({truncated:,} truncated, {dropped:,} dropped)" if truncated + dropped else ""
+
+
+class Chats:
+    """Samples, of at most seq_len tokens each, in rows: packed, or one in each.
+
+    numbered: do rows have `positions` and `documents`?
+    """
+
+    def __init__(self, samples: list[Sample], seq_len: int, seed: int, packed: bool, numbered: bool, note: str = ""):
+        self.samples, self.seq_len, self.seed, self.numbered = samples, seq_len, seed, numbered
+        lengths = [len(sample.tokens) for sample in samples]
+        self.rows = first_fit_decreasing(lengths, seq_len) if packed else [[i] for i in range(len(samples))]
+        self.fill = sum(lengths) / (len(self.rows) * seq_len)
+        self.about = (
+            f"{len(samples):,} chats{note} in {len(self.rows):,} rows of {seq_len:,} tokens, {self.fill:.1%} filled"
+        )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def questions(self, count: int) -> list[tuple[list[int], list[int]]]:
+        """The first `count` samples, each as what comes before its last reply, and that reply."""
+        return [split_reply(sample) for sample in self.samples[:count]]
+
+    def row(self, n: int) -> dict[str, Tensor]:
+        row = pack_row([self.samples[i]._asdict() for i in self.chosen(n)], self.seq_len, PADDING)
+        return row if self.numbered else {key: row[key] for key in PADDING}
+
+    def origin(self, n: int) -> str:
+        """Chats are counted as they were kept."""
+        return f"chats {', '.join(str(i + 1) for i in self.chosen(n))}"
+
+    def chosen(self, n: int) -> list[int]:
+        """The samples of row n."""
+        _, number = nth(n, len(self), self.seed)
+        return self.rows[number]
+
+
+class MockChats(Mock):
+    """Random tokens in the shape of packed SQuAD, as the published fine-tuning tables have it. `split` 0 and 1 differ.
+
+    What those tables count fits rows with 17 empty slots, and questions, contexts and answers of such lengths s that
+    attention sees sum(s^2) / sum(s) = 208 tokens: log-normal lengths do, of which a row's last is cut to fit.
+    """
+
+    EMPTY, ANSWER = 17, 5  # slots of a row without a token; tokens of a chat that are predicted
+
+    def row(self, n: int) -> dict[str, Tensor]:
+        random = self.random(n)
+        lengths, room = [], max(1, self.seq_len - self.EMPTY)
+        while room:
+            drawn = max(self.ANSWER, round(random.lognormal(5.109, 0.410)))
+            lengths.append(min(drawn, room))
+            room -= lengths[-1]
+        return pack_row([self._sample(random, length) for length in lengths], self.seq_len, PADDING)
+
+    def _sample(self, random: np.random.Generator, length: int) -> dict[str, np.ndarray]:
+        tokens = random.integers(self.vocab_size, size=length + 1)
+        labels = np.where(np.arange(length) < length - self.ANSWER, IGNORE, tokens[1:])
+        return {"tokens": tokens[:-1], "labels": labels}

@@ -1,0 +1,85 @@
+"""Short dialogues about sums, as JSONL: python -m minitrain.examples.arithmetic FILE [--count N] [--seed S]
+
+    user: 47 + 38        assistant: 7+8=15 4+3+1=8 85
+    user: - 19           assistant: 15-9=6 8-1-1=6 66
+
+The second question goes on from the first one's result. Answers are worked out digit by digit from the lowest, as at
+school: that a small model learns in minutes, where the bare result would take it far longer.
+"""
+
+import json
+import random
+from itertools import zip_longest
+from pathlib import Path
+
+from minitrain.run import cli
+
+LARGEST = 99
+MOST = 500_000  # about half of all dialogues: drawing the last ones at random would take forever
+
+
+def main(arguments: list[str]) -> None:
+    parser = cli.Parser(prog="python -m minitrain.examples.arithmetic", description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--count", type=cli.positive(int, most=MOST), default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    options.file.parent.mkdir(parents=True, exist_ok=True)
+    with options.file.open("w", encoding="utf-8") as lines:
+        for messages in dialogues(options.count, options.seed):
+            lines.write(json.dumps({"messages": messages}) + "\n")
+
+
+def dialogues(count: int, seed: int) -> list[list[dict[str, str]]]:
+    """`count` different dialogues, each as the messages of a chat."""
+    generator = random.Random(seed)
+    found = {}
+    while len(found) < count:
+        messages = dialogue(generator)
+        found[json.dumps(messages)] = messages
+    return list(found.values())
+
+
+def dialogue(generator: random.Random) -> list[dict[str, str]]:
+    """A question about two numbers, and one that goes on from its result; no result is above LARGEST or below 0."""
+    messages, value = [], generator.randint(0, LARGEST)
+    for start in (f"{value} ", ""):
+        if generator.random() < 0.5:
+            other = generator.randint(0, LARGEST - value)
+            sign, working, value = "+", add(value, other), value + other
+        else:
+            other = generator.randint(0, value)
+            sign, working, value = "-", subtract(value, other), value - other
+        messages.append({"role": "user", "content": f"{start}{sign} {other}"})
+        messages.append({"role": "assistant", "content": f"{working} {value}"})
+    return messages
+
+
+def add(a: int, b: int) -> str:
+    """The columns of a sum from the lowest on, each with a carry: 47 + 38 is 7+8=15 4+3+1=8."""
+    columns, carry = [], 0
+    for x, y in digits(a, b):
+        total = x + y + carry
+        columns.append(f"{x}+{y}{'+1' * carry}={total}")
+        carry = total // 10
+    return " ".join(columns)
+
+
+def subtract(a: int, b: int) -> str:
+    """The columns of a difference that is not negative: 85 - 19 is 15-9=6 8-1-1=6."""
+    columns, borrowed = [], 0
+    for x, y in digits(a, b):
+        borrow = x < y + borrowed
+        x += 10 * borrow
+        columns.append(f"{x}-{y}{'-1' * borrowed}={x - y - borrowed}")
+        borrowed = borrow
+    return " ".join(columns)
+
+
+def digits(a: int, b: int) -> list[tuple[int, int]]:
+    """The digits of both numbers from the lowest on, as long as one has any."""
+    return list(zip_longest(*([int(digit) for digit in reversed(str(n))] for n in (a, b)), fillvalue=0))
+
+
+if __name__ == "__main__":
+    cli.run(main)

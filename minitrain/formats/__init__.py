@@ -1,0 +1,1 @@
+"""Files in and out: Hugging Face, PEFT, diffusers and original Wan, GPT-2, safetensors."""

@@ -1,0 +1,76 @@
+"""What config.json and tensors of a GPT-2 checkpoint mean; GPT-3 has the same architecture, and no public checkpoint.
+
+Three things differ from the families that our names are from: names and keys are older; linear layers are stored
+transposed, [in, out]; and q, k and v are one of them. Reading and writing the files themselves is in hf.py.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+KEYS = {  # of config.json: as in Llama's -> as in GPT-2's
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "hidden_act": "activation_function",
+}
+FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+NAMES = {  # of modules: ours -> GPT-2's
+    "model.embed_tokens": "transformer.wte",
+    "model.embed_positions": "transformer.wpe",
+    "model.norm": "transformer.ln_f",
+    "model.layers": "transformer.h",
+    "input_layernorm": "ln_1",
+    **dict.fromkeys(FUSED, "attn.c_attn"),
+    "self_attn.o_proj": "attn.c_proj",
+    "post_attention_layernorm": "ln_2",
+    "mlp.up_proj": "mlp.c_fc",
+    "mlp.down_proj": "mlp.c_proj",
+}
+
+
+def with_defaults(raw: dict) -> dict:
+    """config.json with what GPT-2 has where a key is absent; a key may have Llama's name, as in transformers."""
+    raw = {"tie_word_embeddings": True} | {KEYS.get(key, key): value for key, value in raw.items()}
+    if raw.get("n_inner") is None and isinstance(raw.get("n_embd"), int):
+        raw["n_inner"] = 4 * raw["n_embd"]
+    return raw
+
+
+def full_name(key: str) -> str:
+    """A stored tensor's name as transformers writes it; the files that OpenAI's weights are in lack the first part."""
+    return key if key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
+
+
+def stored_name(name: str) -> str:
+    """In which tensor our parameter `name` is; q, k and v are in the same one."""
+    for ours, theirs in NAMES.items():
+        name = re.sub(rf"(^|\.){re.escape(ours)}\.", rf"\1{theirs}.", name)
+    return name
+
+
+def fused_part(name: str) -> int | None:
+    """0, 1 or 2 for q, k and v."""
+    return next((i for i, module in enumerate(FUSED) if f".{module}." in name), None)
+
+
+def is_transposed(name: str) -> bool:
+    return name.endswith("_proj.weight")
+
+
+def to_stored(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Stored tensors from parameters by our names; q and k wait until v has come."""
+    waiting: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors:
+        stored, part = stored_name(name), fused_part(name)
+        if part is not None:
+            parts = waiting.setdefault(stored, {})
+            parts[part] = tensor
+            if len(parts) < len(FUSED):
+                continue
+            tensor = torch.cat([waiting[stored].pop(i) for i in range(len(FUSED))])
+        yield stored, tensor.T if is_transposed(name) else tensor

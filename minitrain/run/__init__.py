@@ -1,0 +1,1 @@
+"""Run from start to end: config, process group, checkpoints, metrics, health, commands."""

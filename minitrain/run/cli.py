@@ -1,0 +1,165 @@
+"""What the command lines share: a mistake as one line and exit code 2, and a clean end of the processes."""
+
+import argparse
+import errno
+import io
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+from minitrain.errors import InputError, refused
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with `--debug`; its own complaints are one line too."""
+
+    def __init__(self, **kwargs):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        self.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+    def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
+        """Words and options in any order: argparse's own takes only the first run of words."""
+        return self.parse_intermixed_args(args, namespace)
+
+    def error(self, message: str):
+        raise InputError(f"{message} (see --help)")
+
+
+def positive(kind: type, zero: bool = False, most: float = sys.float_info.max):
+    """An argparse type: a number above 0 (or at least 0), and at most `most`."""
+
+    def parse(text: str):
+        value = kind(text)
+        if not (value > 0 or (zero and value == 0)) or value > most:
+            limit = "finite" if most == sys.float_info.max else f"at most {most:,}"
+            raise argparse.ArgumentTypeError(f"{text} must be {'at least' if zero else 'above'} 0, and {limit}")
+        return value
+
+    parse.__name__ = kind.__name__  # which argparse shows for what is not a number
+    return parse
+
+
+def home_path(text: str) -> str:
+    """An argparse type: ~ is the home folder, which shells leave alone in words such as --out=~/new."""
+    return os.path.expanduser(text)
+
+
+def check_writable(option: str, file: str | None) -> None:
+    """Raises InputError if the file of an option cannot be written: what fills it takes minutes."""
+    if file is None:
+        return
+    path, is_new = Path(file), not Path(file).exists()
+    with refused(f"--{option}={file} cannot be written"):
+        path.open("ab").close()
+        if is_new:
+            path.unlink(missing_ok=True)  # other ranks do the same
+
+
+def use_huge_pages() -> None:
+    """For decoding on the CPU, which reads all weights at every step: 1.1 times as fast. Before the first tensor."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # of Linux's transparent huge pages, by torch's allocator
+
+
+def run(main: Callable[[list[str]], None]) -> None:
+    """Run a command line's `main(arguments)` and exit: 0, or 2 after an InputError or a failing disk, in one line.
+
+    Where another rank has died, that is the line, not what it led to here.
+    """
+    sys.stdout, sys.stderr = Display(sys.stdout), Display(sys.stderr)
+    arguments = sys.argv[1:]
+    code = 0
+    try:
+        main(arguments)
+        sys.stdout.flush()
+        if group_is_up():
+            from minitrain.parallel.agreement import wait_for_all
+
+            wait_for_all()
+    except (InputError, OSError) as error:
+        code = 2
+        sys.stdout.flush()  # once this mistake is told, other ranks end this process
+        if "--debug" in arguments:
+            traceback.print_exc()
+        say_once(f"error: {error}")
+    except KeyboardInterrupt:
+        code = 130
+        say_once("interrupted")
+    except Exception as error:
+        if not group_is_up():
+            raise
+        code = 1
+        from minitrain.run import watch
+
+        watch.await_verdict(error)
+        traceback.print_exc()
+    if group_is_up():
+        leave_group(code)
+    sys.exit(code)
+
+
+class Display:
+    """A standard stream that goes nowhere once nobody takes what is written, where a pipe's reader or a terminal has
+    gone, or it was closed from the start: what a run is for are its files. Who reads gets each line at once.
+
+    Other failures, as of a full disk, are raised once, so that their own line can be told; those of stderr never are.
+    """
+
+    def __init__(self, stream: TextIO | None):
+        self.stream = stream or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+        if isinstance(stream, io.TextIOWrapper):  # letters that the terminal has not, in a text or a file's name
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)
+            with suppress(OSError):  # is in memory
+                os.set_blocking(stream.fileno(), True)  # else a pipe that its reader has let fill up is an error
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        return self._attempt(self.stream.write, text)
+
+    def flush(self) -> None:
+        self._attempt(self.stream.flush)
+
+    def _attempt(self, function: Callable, *arguments):
+        try:
+            return function(*arguments)
+        except OSError as error:
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self.stream.fileno())
+            if error.errno not in (errno.EPIPE, errno.EIO) and self is not sys.stderr:
+                raise
+            return function(*arguments)
+
+
+def say_once(line: str) -> None:
+    """Print to stderr what several ranks may have found, such as the same mistake in the config."""
+    if group_is_up():
+        from minitrain.run import watch
+
+        watch.say_once(line)
+    elif os.environ.get("LOCAL_RANK", "0") == "0":
+        print(line, file=sys.stderr)
+
+
+def group_is_up() -> bool:
+    """Has this process joined others? Without importing torch, which takes seconds, for what did not need it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.distributed.is_initialized()
+
+
+def leave_group(code: int) -> None:
+    """End a process whose group is still up. After an error the others are made to end too.
+
+    The interpreter's own teardown sometimes aborts after FSDP has run on gloo, making success a crash: hence _exit. Nor
+    is the group destroyed: NCCL would wait for ever for a sampler's CUDA graphs, which hold kernels of its.
+    """
+    from minitrain.run import watch
+
+    watch.leave(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

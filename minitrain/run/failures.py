@@ -1,0 +1,99 @@
+"""What a rank leaves behind when it fails: its traceback in a file of its own, and one line where one says it all.
+
+torchrun mixes what the ranks print. So each rank that fails appends its own to out_dir/logs/rank-N.log. A collective
+that has waited in vain says so and nothing else; torch's flight recorder knows which it was, and the stack who called
+it. With NCCL it is another thread that finds it out, and ends the process: then the recorder writes what each rank was
+at into the same folder, as nccl-rank-N, for `torchfrtrace`.
+"""
+
+import json
+import os
+import socket
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from minitrain.errors import InputError
+from minitrain.run.rendezvous import number
+
+PACKAGE = Path(__file__).parents[1]
+WAITING_FOR_CALLERS = ("agreement.py", "mesh.py")  # files whose collectives say nothing of what was waited for
+
+
+@contextmanager
+def recorded(folder: Path) -> Iterator[None]:
+    """Log an exception that ends this rank's run below `folder`; raise those that one line explains as InputError."""
+    try:
+        yield
+    except Exception as error:
+        write_log(folder / "logs" / f"rank-{rank()}.log", error)
+        if line := explain(error):
+            raise InputError(line) from error
+        raise
+
+
+def rank() -> int:
+    """This process's, also before it joins others; a RANK that is left over without WORLD_SIZE means nothing."""
+    if dist.is_initialized():
+        return dist.get_rank()
+    return number("RANK") if "WORLD_SIZE" in os.environ else 0
+
+
+def write_log(file: Path, error: Exception) -> None:
+    """Append when, where and what. A disk that is full must not hide the error itself."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    head = f"{when} rank {rank()} on {socket.gethostname()}, process {os.getpid()}, torch {torch.__version__}\n"
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8") as stream:
+            stream.write(head + "".join(traceback.format_exception(error)) + "\n")
+
+
+def explain(error: Exception) -> str | None:
+    """One line for failures of torch whose cause and remedy are known."""
+    message = str(error).strip() or type(error).__name__
+    if "Timed out waiting" in message:
+        return (
+            f"rank {rank()} waited in vain for others in {where_in_collective(error)}: some rank is stuck, or takes "
+            f"longer than timeout_s (out_dir/logs has where this rank was)"
+        )
+    if "does not have a deterministic implementation" in message:
+        return f"deterministic=true: {message.split(',')[0]} (use deterministic=false)"
+    return None
+
+
+def where_in_collective(error: Exception) -> str:
+    """The operation and its caller in this package, as `all_reduce in total_norm (training/optim.py:104)`."""
+    caller = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file, name = Path(frame.f_code.co_filename), frame.f_code.co_qualname.split(".<locals>")[0]
+        if file.is_relative_to(PACKAGE) and file.name not in WAITING_FOR_CALLERS:
+            caller = f" in {name} ({file.relative_to(PACKAGE)}:{line})"
+    return pending_operation() + caller
+
+
+def pending_operation() -> str:
+    """The oldest operation that this rank has begun and not ended, or if the failure has ended it, the last one.
+
+    torch's flight recorder keeps them, on gloo as on NCCL.
+    """
+    from torch._C._distributed_c10d import _dump_fr_trace_json  # no public name
+
+    entries = json.loads(_dump_fr_trace_json()).get("entries", [])
+    candidates = [entry for entry in entries if not entry["retired"]] or entries[-1:]
+    return candidates[0]["profiling_name"].split(":")[-1] if candidates else "a collective"
+
+
+def record_flights(folder: Path) -> None:
+    """Let NCCL's watchdog write the last operations of each rank on a timeout. To call before the group starts.
+
+    What the user has set stays. Names as in torch's list of ProcessGroupNCCL's environment variables.
+    """
+    (folder / "logs").mkdir(exist_ok=True)
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "logs" / "nccl-rank-"))

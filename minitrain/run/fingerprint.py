@@ -1,0 +1,139 @@
+"""What data, code and settings a run uses: so that a run which continues can tell what has changed.
+
+Row n is a pure function of the seed, n and the files. If a file changes between a run and its continuation, rows come
+twice or never, and nothing else would show it: hence an error. Other code and settings are often what one wants, and
+only told. Files are sampled and not read through, so a change that keeps the size and misses all samples goes unseen.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from minitrain.data.text import find_files
+from minitrain.data.tokenizer import COMPANIONS, tokenizer_file, with_companions
+from minitrain.errors import InputError, readable
+from minitrain.formats.hf import weight_files
+from minitrain.formats.peft import adapter_files
+from minitrain.parallel.agreement import broadcast, check_same, code_digests, flatten
+from minitrain.run.durable import write_durably
+from minitrain.settings import Config, Data, to_dict
+
+SAMPLES, SAMPLE = 16, 4096  # of a file; a smaller one is read whole
+NAMES_DATA = {"data.kind", "data.path", "data.exclude", "data.tokenizer"}  # settings that say which files
+CHOOSE_ROWS = {"seed", "task", "batch.global", "batch.seq_len", "grpo.prompts"}  # and all of data: which rows, and when
+
+
+def agreed_fingerprint(config: Config) -> dict[str, str]:
+    """A digest of each file that the dataset is made from, its tokenizer too, by path; empty for data that is made up.
+
+    All ranks call it together. Raises InputError if they do not see the same files, those of the model to start from
+    among them: each node may have its own copy.
+    """
+    data, model = digests(data_files(config.data)), digests(model_files(config))
+    check_same({"data": data, "model": model})
+    return data
+
+
+def data_files(data: Data) -> list[Path]:
+    if data.kind in ("mock", "shapes"):
+        return []
+    files = find_files(data)
+    if data.kind in ("text", "jsonl") and (tokenizer := tokenizer_file(data.tokenizer)):
+        files += with_companions(tokenizer)
+    return files
+
+
+def model_files(config: Config) -> list[Path]:
+    """Of the weights to start from, adapters too; what their own config says is among the settings."""
+    path, lora = config.model.path, config.lora
+    files = [Path(path) / "config.json", *weight_files(path)] if path else []
+    return files + ([adapter_files(lora.path)[1]] if lora and lora.path else [])
+
+
+def digests(files: list[Path]) -> dict[str, str]:
+    return {str(file): file_digest(file) for file in files}
+
+
+def file_digest(file: Path) -> str:
+    """Of a file's size and SAMPLES blocks spread evenly over it, its first and last bytes among them."""
+    with readable(file), file.open("rb") as stream:
+        size = stream.seek(0, 2)
+        digest = hashlib.sha256(str(size).encode())
+        for i in range(SAMPLES):
+            stream.seek(i * max(SAMPLE, (size - SAMPLE) // (SAMPLES - 1)))
+            digest.update(stream.read(SAMPLE))
+        stream.seek(max(0, size - SAMPLE))
+        digest.update(stream.read(SAMPLE))
+    return digest.hexdigest()[:16]
+
+
+def check_continuation(file: Path, config: Config, files: dict[str, str], resumed: bool) -> list[str]:
+    """Compare with what the run began with, as `file` has it, and store what it uses now; returns what to tell.
+
+    files: the fingerprint of its data. Raises InputError, on all ranks alike, if the run is resumed, its settings name
+    the same data, and there is other data. All ranks call it together; rank 0 reads and writes.
+    """
+    failure, notes = None, []
+    if dist.get_rank() == 0:
+        now = {"settings": comparable_settings(config), "files": files, "code": code_digests()}
+        before = (read(file) if resumed else None) or now
+        failure, notes = data_change(before, now), [*other_settings(before, now), *other_code(before, now)]
+        if failure is None:
+            write_durably(file, json.dumps(now, indent=1))
+    if failure := broadcast(failure):
+        raise InputError(failure)
+    return notes
+
+
+def comparable_settings(config: Config) -> dict[str, Any]:
+    """All settings by dotted name, as JSON gives them back; not those that have no part in what is trained."""
+    settings = json.loads(json.dumps(flatten(to_dict(config))))
+    return {key: value for key, value in settings.items() if key != "out_dir" and not key.startswith("reference.")}
+
+
+def data_change(before: dict, now: dict) -> str | None:
+    """What is wrong with the data, in one line; None if nothing is, or the settings name other data on purpose."""
+    tokenizer = ("tokenizer.json", *COMPANIONS)  # of which earlier versions left some out
+    changed = differing(before["files"], now["files"])
+    changed = [file for file in changed if file in before["files"] or Path(file).name not in tokenizer]
+    if not changed or NAMES_DATA & {*differing(before["settings"], now["settings"])}:
+        return None
+    first, more = changed[0], f" ({len(changed)} files differ)" if len(changed) > 1 else ""
+    how = "is new" if first not in before["files"] else "is gone" if first not in now["files"] else "has changed"
+    return f"{first} {how} since the run began{more}: it cannot continue (restore it, or use another out_dir)"
+
+
+def other_settings(before: dict, now: dict) -> list[str]:
+    """All that was changed, in one line, and a warning if that chooses other rows: nothing else would show it."""
+    before, now = before["settings"], now["settings"]
+    changed = differing(before, now)
+    choosing = CHOOSE_ROWS | ({"batch.micro"} if now["data.kind"] == "latents" else set())  # its videos share a shape
+    notes = []
+    if changed:
+        told = ", ".join(f"{key}={json.dumps(now.get(key))} (was {json.dumps(before.get(key))})" for key in changed)
+        notes.append(f"note: the run continues with other settings than before: {told}")
+    if any(key in choosing or key.startswith("data.") for key in changed):
+        notes.append("warning: rows that were seen may come again and others never, as those settings choose them")
+    return notes
+
+
+def other_code(before: dict, now: dict) -> list[str]:
+    changed = differing(before["code"], now["code"])
+    more = f" and {len(changed) - 1} more files" if len(changed) > 1 else ""
+    return [f"warning: the run continues with other code than before: {changed[0]}{more}"] if changed else []
+
+
+def differing(before: dict, now: dict) -> list[str]:
+    return [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+
+
+def read(file: Path) -> dict[str, dict] | None:
+    """What `check_continuation` stored; None if that is not there."""
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        return {key: dict(stored[key]) for key in ("settings", "files", "code")}
+    except (OSError, ValueError, TypeError, KeyError):
+        return None

@@ -1,0 +1,103 @@
+"""Reports steps that were skipped and losses that spike, with the batch they came from.
+
+The decision to skip is made on the device (`update_weights`); the host, which reads loss and norm for the log anyway,
+comes to the same one from the same numbers. A loss is a spike if it lies above
+
+    median + metrics.spike x 1.4826 x median(|loss - median|)
+
+of the last 100 losses, at least 20; but a spike is at least 1 % above the median. Medians, unlike mean and deviation,
+hardly move with the spikes themselves; the factor makes the second a standard deviation for normal losses.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from statistics import median
+
+from minitrain.errors import InputError
+from minitrain.settings import Config
+
+WINDOW, LEAST = 100, 20
+SHOWN = 4  # rows of a batch whose origin is reported
+
+
+def is_finite(numbers: dict[str, float]) -> bool:
+    """Did the step with this loss and grad_norm change the weights?"""
+    return math.isfinite(numbers["loss"]) and math.isfinite(numbers["grad_norm"])
+
+
+class Health:
+    """Watches a run's steps.
+
+    say(text): prints a line. batch(step): where the batch of step 1, 2, ... comes from. updates: per step.
+    past, skipped: of a run that continues, its losses, and how many of its last steps changed nothing.
+    """
+
+    def __init__(
+        self, config: Config, say: Callable[[str], None], batch: Callable[[int], str], updates: int = 1,
+        past: Iterable[float] = (), skipped: int = 0,
+    ):  # fmt: skip
+        self.most, self.factor = config.optim.max_skipped, config.metrics.spike
+        self.say, self.batch, self.updates = say, batch, updates
+        self.losses = deque(past, maxlen=WINDOW)
+        self.in_a_row = skipped
+
+    def watch(self, steps: Iterator[dict]) -> Iterator[dict]:
+        """The steps' numbers; those of a step that went wrong also have its `batch`.
+
+        Raises InputError when too many steps in a row changed nothing.
+        """
+        if self.in_a_row >= self.most:
+            raise InputError(
+                f"the last {self.in_a_row} steps were skipped, which optim.max_skipped={self.most} does not allow: the "
+                f"weights are as before them (to go on: a higher optim.max_skipped)"
+            )
+        for numbers in steps:
+            checked = numbers | self.check(numbers)
+            yield checked
+            if self.in_a_row >= self.most:  # and the step is in the log
+                raise InputError(self.verdict(checked))
+
+    def check(self, numbers: dict) -> dict:
+        """Report a step that went wrong, and return its `batch`; otherwise nothing."""
+        self.in_a_row = self.in_a_row + 1 if numbers["skipped"] == self.updates else 0
+        limit, loss, step = self.limit(), numbers["loss"], numbers["step"]
+        if numbers["skipped"]:
+            problem = f"skipped, as loss={loss} or grad_norm={numbers['grad_norm']} is not finite"
+        elif loss > limit:
+            problem = f"loss={loss:.4g} is a spike, above {limit:.4g}"
+        else:
+            problem = ""
+        if math.isfinite(loss):
+            self.losses.append(loss)
+        if not problem:
+            return {}
+        origin = self.batch(step)
+        self.say(f"step {step}: {problem}; {origin}")
+        return {"batch": origin}
+
+    def verdict(self, numbers: dict) -> str:
+        step, loss, norm = (numbers[key] for key in ("step", "loss", "grad_norm"))
+        return (
+            f"step {step} is number {self.in_a_row} in a row to be skipped (optim.max_skipped), as "
+            f"loss={loss} or grad_norm={norm} is not finite: the weights are as after step {step - self.in_a_row}, and "
+            f"checkpoints intact; the batch was {numbers['batch']}"
+        )
+
+    def limit(self) -> float:
+        """The loss above which it is a spike; infinite while there are too few losses to judge by."""
+        if not self.factor or len(self.losses) < LEAST:
+            return math.inf
+        middle = median(self.losses)
+        deviation = 1.4826 * median(abs(loss - middle) for loss in self.losses)
+        return middle + max(self.factor * deviation, 0.01 * abs(middle))
+
+
+def batch_origin(dataset, rows: int, step: int) -> str:
+    """Which `rows` of the dataset step 1, 2, ... took, and where the first of them come from if it can say."""
+    first = (step - 1) * rows
+    text = f"rows {first} to {first + rows - 1} of the data"
+    if (origin := getattr(dataset, "origin", None)) is None:
+        return text
+    shown = dict.fromkeys(origin(n) for n in range(first, first + min(rows, SHOWN)))  # one document may fill many
+    return f"{text}: {', '.join(shown)}{', ...' if rows > SHOWN else ''}"

@@ -1,0 +1,349 @@
+"""The GRPO loop: sample, reward, train, and bring the new weights to the sampler.
+
+    step k     responses to the step's prompts -> rewards -> advantages -> packed micro-batches -> log-probabilities
+               under the step's first weights and the reference, where needed -> one or several updates -> refit
+
+On policy (grpo.lag=0) the responses come from the weights that are trained. One step off (lag=1), those of step k + 1
+are sampled with the weights that step k begins with; then some ranks can sample (grpo.generation_ranks) while the
+others train, in lockstep: at a step's end responses go one way and weights the other. No queue and no threads: a
+response's age is 1 by construction, and the same run in one process gives the same.
+
+All ranks know all responses and compute from them what is cheap; only the model's work is divided.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from datetime import timedelta
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from minitrain.data.problems import open_problems
+from minitrain.errors import InputError
+from minitrain.grpo.learner import Learner
+from minitrain.grpo.offload import Memory
+from minitrain.grpo.refit import Refit, parts_of
+from minitrain.grpo.rewards import load_reward
+from minitrain.grpo.rollouts import (
+    Collector,
+    Group,
+    most_samples,
+    read_rollouts,
+    rewards,
+    sampling_settings,
+    write_rollouts,
+)
+from minitrain.models.decoder import Decoder
+from minitrain.models.zoo import empty_model
+from minitrain.parallel.agreement import broadcast, rank_0_says, wait_for_all
+from minitrain.parallel.expert import expert_parallel
+from minitrain.parallel.mesh import checkpoint_group, pick_device, set_timeout, start
+from minitrain.parallel.pipeline import Pipeline
+from minitrain.parallel.tensor import tensor_parallel
+from minitrain.rollout.engine import Sampler
+from minitrain.run.checkpoint import Checkpointer, resume, save_step, saved_despite_errors
+from minitrain.run.fingerprint import agreed_fingerprint
+from minitrain.run.health import Health
+from minitrain.run.metrics import MetricsLog, open_log
+from minitrain.run.profiling import recorded_steps
+from minitrain.run.watch import until_sigterm
+from minitrain.settings import Config
+from minitrain.training.loop import Trainer, is_due
+
+PHASES = ("generation", "logprobs", "training", "refit")
+
+
+def train_policy(config: Config, folder: Path, export: Callable[[Trainer, Config, Path], None]) -> None:
+    """Train by GRPO as the config says, from the newest checkpoint in `folder` if there is one.
+
+    Besides what other tasks write there: rollouts/step-*.jsonl, every response with its reward; and with a KL term, but
+    without adapters, reference/, the weights from which divergence is measured.
+    """
+    run = Run(config, folder)
+    first = run.begin()
+    with closing(open_log(config, folder, run.files, first)) as log, saved_despite_errors(run.wait):
+        if not first:
+            log.say(run.problems.about)
+        if config.validation.every and not first:
+            log.say(curve(0, run.evaluate()))
+        if rank_0_says(log.lacks_last):
+            finish_step(run, log, run.resumed)
+        updates = config.grpo.prompts * config.grpo.group // config.batch.global_
+        origin, skipped = lambda step: f"responses in {run.rollouts(step - 1)}", log.skipped_steps(updates)
+        health = Health(config, log.say, origin, updates, log.losses, skipped)
+        steps = health.watch(recorded_steps(run.steps(first), config.profile, folder, first))
+        with until_sigterm() as stopping:
+            for numbers in steps:
+                stop = stopping()
+                if stop or is_due(numbers["step"], config.checkpoint.every, config.steps):
+                    log.sync()
+                    run.save(numbers)
+                if stop:  # the rest of the step is made up for when the run continues
+                    run.wait()
+                    return log.stop(numbers["step"])
+                finish_step(run, log, numbers)
+        run.wait()
+        if run.learner:
+            export(run.learner.trainer, run.config, folder)
+        log.say(f"{folder} holds the {'adapters' if config.lora else 'model'}")
+
+
+def finish_step(run: "Run", log: MetricsLog, numbers: dict[str, Any]) -> None:
+    """Log a step's numbers, with those on held-out problems where that is due."""
+    config, step = run.config, numbers["step"]
+    if config.validation.every and is_due(step, config.validation.every, config.steps):
+        evaluation = run.evaluate()
+        log.say(curve(step, {"reward": numbers["reward"]} | evaluation))
+        numbers |= {f"val_{name}": value for name, value in evaluation.items()}
+    log.step(numbers)
+
+
+def curve(step: int, numbers: dict[str, float]) -> str:
+    return f"step {step}: " + "  ".join(f"{name} {value:.3f}" for name, value in numbers.items())
+
+
+class Run:
+    """This rank's part in a training run: its `learner` if it trains, its `collector` if it samples.
+
+    folder: where responses and checkpoints go; None: nowhere, for measurements.
+    """
+
+    def __init__(self, config: Config, folder: Path | None):
+        reward = load_reward(config.grpo.reward)
+        self.problems, self.held_out, self.tokenizer, ends = open_problems(config)
+        # sampler and trainer would disagree on a router that changes for reasons of its own
+        shape = dataclasses.replace(config.model.config, router_aux_loss_coef=0.0, bias_update_speed=0.0)
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, config=shape))
+        self.config, self.folder, self.seconds = config, folder, dict.fromkeys(PHASES, 0.0)
+        meshes = start(config)
+        self.files = agreed_fingerprint(config)
+        rank, world, apart = dist.get_rank(), dist.get_world_size(), config.grpo.generation_ranks
+        training, sampling = range(world - apart), range(world - apart if apart else 0, world)
+        self.colocated, self.first_sampler = not apart, sampling[0]  # colocated: all ranks train and sample
+        self.frees = self.colocated and not config.grpo.keep_cache  # the sampler's memory is the trainer's in between
+        self.trainers, timeout = checkpoint_group(config, training), timedelta(seconds=config.timeout_s)
+        samplers = dist.new_group(list(sampling), timeout=timeout, backend="gloo")
+        self.everyone = dist.new_group(timeout=timeout, backend="gloo")
+        self.learner = self.collector = None
+        if rank in training:
+            if folder is not None:
+                self.checkpointer = self.new_checkpointer("checkpoints", config.checkpoint.keep)
+            self.learner = Learner(config, meshes, self.phase)
+        self.await_trainers()
+        model, self.refit = self.connect(meshes.batch.device_type, rank in sampling)
+        if model is not None:
+            replica, replicas = (rank - sampling[0]) // config.rollout.tp, len(sampling) // config.rollout.tp
+            samples, longest = most_samples(config, replicas), config.batch.seq_len + 1
+            sampler = Sampler(model, self.tokenizer, config.rollout, samples, longest)
+            self.collector = Collector(config, sampler, self.tokenizer, ends, reward, replica, replicas, samplers)
+        kept, lost = {}, {}
+        if config.grpo.offload:  # every rank trains and samples
+            kept = {"training": self.learner.states, "logprobs": self.learner.reference_weights}
+            lost = {} if self.refit is None else {"generation": lambda: model.state_dict().values()}
+        self.memory = Memory(kept, lost)
+        self.memory.hold("training")
+
+    def connect(self, device_type: str, samples: bool) -> tuple[Decoder | None, Refit | None]:
+        """The model that this rank samples from, and what brings it the trainer's weights.
+
+        Where a trainer's model is whole on its rank, that is the model, and there is nothing to bring.
+        """
+        config = self.config
+        shape = dist.get_world_size() // config.rollout.tp, config.rollout.tp
+        tp = init_device_mesh(device_type, shape, mesh_dim_names=("replica", "tp"))["tp"]
+        set_timeout(config.timeout_s, tp.get_all_groups())
+        if self.colocated and is_whole(self.learner.model) and config.rollout.tp == 1:
+            return self.learner.model, None
+        model = make_sampler_model(config, tp) if samples else None
+        give, want = self.learner.weights if self.learner else dict, partial(parts_of, model) if samples else dict
+        return model, Refit(give, want, self.everyone)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Hold the memory that one of PHASES needs, and book the time spent here under it."""
+        began = time.perf_counter()
+        self.memory.hold("generation" if name == "refit" else name)
+        yield
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self.seconds[name] += time.perf_counter() - began
+
+    # ----------------------------------------------------------------------------------------------- from start to end
+
+    def begin(self) -> int:
+        """Load the newest checkpoint, or warm up; returns the number of steps that are done.
+
+        resumed: the numbers of the last of them, as of its checkpoint.
+        """
+        first, self.resumed = 0, {}
+        if self.learner is not None:
+            if self.folder is not None:
+                names, trainer = ("loss", "tokens_per_sec", "reward"), self.learner.trainer
+                first, self.resumed = resume(self.checkpointer, self.config, trainer.model, trainer.optimizer, *names)
+            if not first:
+                self.learner.warm_up(self.problems)
+            if self.config.grpo.kl and self.config.lora is None:  # adapters diverge from the model without them
+                kept = self.folder and self.new_checkpointer("reference", keep=1)
+                self.learner.keep_reference(kept, resumed=first > 0)
+        self.await_trainers()
+        first, self.resumed = self.tell((first, self.resumed), 0)
+        self.update_sampler()
+        return first
+
+    def await_trainers(self) -> None:
+        """Return when they come here too: ranks that only sample must not lose patience with the others' disks."""
+        if not self.colocated:
+            wait_for_all()
+
+    def new_checkpointer(self, name: str, keep: int) -> Checkpointer:
+        return Checkpointer(self.folder / name, keep, self.config.checkpoint.asynchronous, self.trainers)
+
+    def steps(self, first: int) -> Iterator[dict[str, Any]]:
+        """Run the steps from `first` on, yielding the numbers of each, for the log."""
+        config, lag = self.config, self.config.grpo.lag
+        began = time.perf_counter()
+        coming = self.kept(first) if lag and first else None
+        for step in range(first, config.steps):
+            ahead = lag and step + 1 < config.steps  # is the next step sampled while this one trains?
+            groups = coming or self.share(self.collect(step), step)
+            sampled = self.collect(step + 1) if ahead else None
+            learned = self.learner.learn(groups, step) if self.learner else {}
+            coming = self.share(sampled, step + 1) if ahead else None
+            self.update_sampler()
+            learned = self.tell(learned, 0)  # also to ranks that only sample: all judge alike how it went
+            now = time.perf_counter()
+            yield {"step": step + 1, **learned, **describe(groups), **self.timing(groups, now - began)}
+            began = time.perf_counter()
+
+    def save(self, numbers: dict[str, Any]) -> None:
+        """Write a checkpoint of a step. numbers: what `steps` gave for it."""
+        if self.learner:
+            self.memory.hold("training")
+            save_step(self.checkpointer, numbers, self.learner.model, self.learner.trainer.optimizer)
+        if self.config.grpo.offload:
+            self.update_sampler()  # the next thing to come may be an evaluation
+        self.await_trainers()
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is written."""
+        if self.learner:
+            self.checkpointer.wait()
+
+    # -------------------------------------------------------------------------------------------------- parts of a step
+
+    def collect(self, step: int) -> tuple[list[Group], float] | None:
+        """The step's groups, and how long they took; nothing on ranks that do not sample."""
+        if self.collector is None:
+            return None
+        with self.phase("generation"):
+            groups = self.collector.collect(self.problems, step)
+            if self.frees:
+                self.collector.sampler.free()
+        return groups, self.seconds["generation"]
+
+    def kept(self, step: int) -> list[Group] | None:
+        """The responses for `step` that the run had sampled before it was resumed; None if it had ended before, or if
+        they do not make up a step of its settings now.
+
+        Rank 0 reads for all: others might see its files later, and disagree on whether to sample.
+        """
+        found: list[Group] | InputError | None = None
+        if dist.get_rank() == 0 and self.rollouts(step).exists():
+            try:
+                groups = read_rollouts(self.rollouts(step))
+                found = groups if fits(groups, self.config) else None
+            except InputError as error:
+                found = error
+        found = broadcast(found, 0, self.everyone)
+        if isinstance(found, InputError):
+            raise found
+        return found
+
+    def share(self, collected: tuple[list[Group], float] | None, step: int) -> list[Group]:
+        """What was collected for `step`, on all ranks and on disk."""
+        with self.phase("refit"):
+            groups, self.seconds["generation"] = self.tell(collected, self.first_sampler)
+            if self.folder is not None:
+                write_rollouts(self.rollouts(step), groups, self.everyone)
+        return groups
+
+    def tell(self, value: Any, source: int) -> Any:
+        """`value` of rank `source`, on all ranks; where they are colocated each has it already."""
+        return value if self.colocated else broadcast(value, source, self.everyone)
+
+    def update_sampler(self) -> None:
+        with self.phase("refit"):
+            if self.refit is not None:
+                self.refit()
+            if self.collector is not None:
+                self.collector.sampler.refresh()
+
+    def evaluate(self) -> dict[str, float]:
+        """pass@k on held-out problems, or on the training problems if none are."""
+        numbers = None
+        if self.collector is not None:
+            count, sampler = self.config.validation.batches * self.config.grpo.prompts, self.collector.sampler
+            numbers = self.collector.evaluate(self.held_out or self.problems, count)
+            (sampler.free if self.frees else sampler.forget)()  # as a run finds it that resumes here
+        return self.tell(numbers, self.first_sampler)
+
+    def rollouts(self, step: int) -> Path:
+        return self.folder / "rollouts" / f"step-{step + 1:08d}.jsonl"
+
+    def timing(self, groups: list[Group], seconds: float) -> dict[str, float]:
+        """Seconds of the step and its phases; tokens are those of prompts and responses, GPUs all, sampling or not."""
+        tokens = sum(len(rollout.prompt) + len(rollout.response) for rollout in chain(*groups))
+        phases = {f"{name}_s": self.seconds[name] for name in PHASES}
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        rate = tokens / seconds
+        per_gpu = rate / dist.get_world_size()
+        return {"step_time_s": seconds, **phases, "step_tokens": tokens, "tokens_per_sec": rate,
+                "tokens_per_sec_per_gpu": per_gpu}  # fmt: skip
+
+
+def fits(groups: list[Group], config: Config) -> bool:
+    """Are these as many groups, as large, as a step trains on, and sampled with the settings of now?"""
+    settings, sizes = sampling_settings(config), [len(group) for group in groups]
+    as_many = sizes == [config.grpo.group] * config.grpo.prompts
+    return as_many and all(rollout.settings == settings for rollout in chain(*groups))
+
+
+def describe(groups: list[Group]) -> dict[str, float]:
+    """What can be said of a step's responses without a model."""
+    values, rollouts = rewards(groups), list(chain(*groups))
+    lengths = [len(rollout.response) for rollout in rollouts]
+    return {
+        "reward": values.mean().item(),
+        "reward_std": values.std().item(),
+        "no_signal": groups[0][0].no_signal,
+        "length": sum(lengths) / len(lengths),
+        "longest": max(lengths),
+        "truncated": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
+    }
+
+
+def is_whole(model: Decoder | Pipeline) -> bool:
+    """Are all parameters on this rank, and not sharded or in stages?"""
+    return not isinstance(model, Pipeline) and not any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def make_sampler_model(config: Config, tp: DeviceMesh) -> Decoder:
+    """A model to sample from, in the type that the trainer computes in, split over the ranks of `tp`; no values yet.
+
+    With rollout.ep its experts are split as a whole, and tokens travel to them.
+    """
+    dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
+    model = empty_model(config.model.config).to(dtype)
+    if config.rollout.ep > 1:
+        expert_parallel(model, tp)
+    if tp.size() > 1:
+        tensor_parallel(model, tp)
+    return model.to_empty(device=pick_device(config.device)).requires_grad_(False)

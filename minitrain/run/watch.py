@@ -1,0 +1,220 @@
+"""What a run notices while it runs: that it is asked to stop, and ranks that die.
+
+SIGTERM, which schedulers send before they take a machine away: it may reach the ranks at different moments, or one
+alone; all finish the step they are at or the next, but no validation other than GRPO's, write a checkpoint, export
+nothing and end with code 0. torchrun passes it on, kills what is left after 30 seconds (`--shutdown-timeout`, from
+torch 2.13 on) and itself ends with code 1 in any case. Before the first step and after the last it ends the run at
+once, as SIGINT (Ctrl-C) and SIGKILL always do: there is nothing to save then, and the last checkpoint stays.
+
+Dead ranks: the kernel closes the connections of a process that dies, however it dies, and not those of one that is
+merely slow. So every rank has one to rank 0 over which nothing goes; when it ends without a word, rank 0 tells who it
+was, in one line, and makes all others end, also those that wait in a collective for ever. That takes a moment; for a
+machine that vanishes, the 25 seconds until TCP's keep-alive gives up. torchrun --max-restarts then starts all again,
+from the last checkpoint. Ranks that live and wait for each other all the same are left to the collectives' timeout.
+"""
+
+import atexit
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing.connection import wait
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store  # no public name; the one that torchrun's ranks share
+
+from minitrain.parallel.agreement import broadcast, rank_0_says
+
+KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, times
+VERDICT = 10.0  # seconds after which a rank whose collective has failed takes it for no other rank's death
+FAREWELL = 5.0  # seconds that rank 0, which has the store, stays for others that end after an error
+
+# ------------------------------------------------------------------------------------------------------------- stopping
+
+
+@contextmanager
+def until_sigterm() -> Iterator[Callable[[], bool]]:
+    """Within it SIGTERM ends nothing. Yields a function that says whether some rank has got one; all call it together.
+
+    That rank says so in the store, where rank 0 looks and tells all: they stop at the same place.
+    """
+    sigterm, store = threading.Event(), _get_default_store()
+    name = f"minitrain/sigterm/{broadcast(secrets.token_hex(8))}"  # a store may see several runs
+
+    def stopping() -> bool:
+        if sigterm.is_set():
+            store.set(name, "")
+        return rank_0_says(dist.get_rank() == 0 and store.check([name]))
+
+    before = signal.signal(signal.SIGTERM, lambda *_: sigterm.set())
+    try:
+        yield stopping
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# ----------------------------------------------------------------------------------------------------------- dead ranks
+
+
+class Watch:
+    """This rank's part of the watch, in a thread. One byte goes over a connection, at the end: the code to end with.
+
+    others: the ranks at the other ends, by connection: on rank 0 all others, elsewhere rank 0.
+    """
+
+    def __init__(self):
+        self.others: dict[socket.socket, int] = {}
+        self.joined, self.complete = 0, threading.Event()  # are all connections there?
+        self.leaving = False
+        self.rank, self.world, self.parent = dist.get_rank(), dist.get_world_size(), os.getppid()
+        # NCCL's own thread aborts a process that has waited too long; on gloo the rank itself says so
+        self.gave_up = ", gave up waiting (see out_dir/logs/nccl-rank-*)" if dist.get_backend() == "nccl" else ""
+        self.server = self.listen() if self.rank == 0 else self.join()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def listen(self) -> socket.socket:
+        any_version = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
+        server = socket.create_server(("", 0), backlog=self.world, **any_version)
+        self.key = secrets.token_hex(8)  # a connection without it is not from one of our ranks
+        _get_default_store().set("minitrain/watch", f"{server.getsockname()[1]} {self.key}")
+        return server
+
+    def join(self) -> None:
+        """Connect to rank 0. Where that cannot be reached so, this rank goes unwatched."""
+        port, key = _get_default_store().get("minitrain/watch").decode().split()
+        try:
+            connection = socket.create_connection((os.environ.get("MASTER_ADDR", "localhost"), int(port)), timeout=10)
+            connection.sendall(f"{key}{self.rank:08d}".encode())
+            self.add(connection, 0)
+        except OSError as error:
+            print(f"warning: rank {self.rank} is not watched: {error}", file=sys.stderr)
+
+    def add(self, connection: socket.socket, rank: int) -> None:
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEP_ALIVE.items():
+            if hasattr(socket, name):  # not on every system
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self.others[connection] = rank
+        self.joined += 1
+        if self.joined == self.world - 1:
+            self.complete.set()
+
+    def run(self) -> None:
+        """The life of the thread."""
+        while self.server or self.others:
+            for ready in wait([*self.others, *([self.server] if self.server else [])], timeout=2):
+                self.admit() if ready is self.server else self.hear(ready)
+            if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent:
+                # whoever starts the run again must not meet ranks that still write
+                self.end(1, "torchrun is gone" if os.environ["LOCAL_RANK"] == "0" else "")
+
+    def admit(self) -> None:
+        """Take a new connection, if it is one of ours."""
+        with suppress(OSError, ValueError):
+            connection, _ = self.server.accept()
+            connection.settimeout(5)
+            hello = connection.recv(24, socket.MSG_WAITALL)
+            if secrets.compare_digest(hello[:16], self.key.encode()):
+                self.add(connection, int(hello[16:]))
+
+    def hear(self, connection: socket.socket) -> None:
+        """Take the other side's last word; none, if it has died."""
+        rank = self.others[connection]
+        word = self.lost(connection)
+        if not word and not self.leaving:
+            tells = self.rank == (0 if rank else 1)
+            self.end(1, f"rank {rank} is gone: it was killed{self.gave_up} or cannot be reached" if tells else "")
+        elif word and word[0]:  # it has said why
+            self.end(word[0])
+
+    def end(self, code: int, reason: str = "") -> None:
+        """End this process and all others, from this thread, whatever the main one waits for."""
+        if reason:
+            # the first line break ends that of a progress bar
+            line = f"\nerror: {reason}; the run ends, and the same command continues from its last checkpoint\n"
+            sys.stderr.write(line)
+            sys.stderr.flush()
+        self.tell(code)
+        deadline = time.monotonic() + FAREWELL
+        while self.rank == 0 and self.others and time.monotonic() < deadline:
+            for ready in wait(list(self.others), timeout=max(0, deadline - time.monotonic())):
+                self.lost(ready)
+        os._exit(code)
+
+    def lost(self, connection: socket.socket) -> bytes:
+        """The other side's last word, after which its connection is of no more use; none, if it has died."""
+        self.others.pop(connection)
+        try:
+            return connection.recv(1)
+        except OSError:
+            return b""
+
+    def leave(self, code: int) -> None:
+        """Give notice, so that the others do not take this process for dead."""
+        self.leaving = True
+        if code == 0 and self.rank == 0 and self.world > 1:
+            self.complete.wait(5)  # so that all get the word
+        self.tell(code)
+        deadline = time.monotonic() + FAREWELL
+        while code and self.rank == 0 and self.others and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def leave_at_exit(self) -> None:
+        """For programs that end without `cli.run`, after an error or not."""
+        self.leave(0 if getattr(sys, "last_value", None) is None else 1)  # what the interpreter has shown at the end
+
+    def tell(self, code: int) -> None:
+        for connection in list(self.others):
+            with suppress(OSError):
+                connection.sendall(bytes([code]))
+
+
+_watch: Watch | None = None
+
+
+def begin() -> None:
+    """Watch over the ranks of the process group that has just started."""
+    global _watch
+    if dist.get_world_size() > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
+        _watch = Watch()
+        atexit.register(_watch.leave_at_exit)  # not run by SIGKILL, abort() and os._exit()
+
+
+def leave(code: int) -> None:
+    """This process is about to end with `code`; if that is not 0, so must all others."""
+    if _watch is not None:
+        _watch.leave(code)
+
+
+def await_verdict(error: Exception) -> None:
+    """After an error that the death of another rank explains: does not return if one has died."""
+    if _watch is not None and (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        time.sleep(VERDICT)
+
+
+def say_once(line: str) -> None:
+    """Print a line to stderr on the first rank that asks for it; the others return once that is done."""
+    store, name = _get_default_store(), f"minitrain/said/{line}"
+    done = f"{name}/done"
+    try:
+        first = store.add(name, 1) == 1
+    except RuntimeError:  # the store has gone with its rank, which has said so, or why
+        first = True
+        if _watch is not None and _watch.rank:
+            _watch.thread.join(3 * VERDICT)  # the thread ends this process when it hears of it
+    if first:
+        # rank 0 has ended its own progress bar's line, but on another rank's terminal it may still stand
+        print(line if dist.get_rank() == 0 else f"\n{line}", file=sys.stderr, flush=True)
+    with suppress(RuntimeError):
+        if first:
+            store.set(done, "")
+        else:
+            store.wait([done], timedelta(seconds=VERDICT))

@@ -1,0 +1,331 @@
+"""Every setting as a dataclass; a YAML file and `key=value` words in, one checked `Config` out.
+
+The YAML keys are the field names below, nested as the dataclasses are. What a single field cannot know (does the batch
+divide by the ranks, does the kind of data need a path) is checked in run/config_checks.py. Every mistake is an
+InputError with one line.
+"""
+
+import dataclasses
+import os
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from minitrain.errors import InputError
+from minitrain.formats.hf import read_config
+from minitrain.formats.peft import adapter_shapes, read_adapter_config
+from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.lora import Lora
+from minitrain.models.wan import WanConfig
+from minitrain.models.zoo import model_config
+from minitrain.run.config_checks import validate
+from minitrain.run.config_yaml import apply_override, check_known, convert, describe, name_or_path, read_tree
+from minitrain.training.flow import Diffusion
+
+
+@dataclass
+class Model:
+    """`model: llama3-8b`, or `model: {name | path: ..., any field of its config: ...}`, or those fields alone.
+
+    path: a folder in Hugging Face layout; training starts from its weights.
+    """
+
+    name: str = ""
+    path: str = ""
+    config: DecoderConfig | WanConfig = field(default_factory=DecoderConfig)  # Wan's if the task is diffusion
+
+
+@dataclass
+class Data:
+    """Where tokens come from: see data/text.py; for diffusion, data/latents.py and examples/shapes.py."""
+
+    kind: Literal["mock", "text", "jsonl", "tokens", "latents", "shapes"] = "mock"
+    path: str | list[str] = ""  # files, folders or globs; {stdlib} stands for Python's own library
+    exclude: list[str] = field(default_factory=list)  # glob patterns of paths to leave out, or of their ends
+    size: list[int] = field(default_factory=lambda: [24, 104, 60])  # mock latents: frames, height, width
+    field: str = "text"  # jsonl: the key that holds the text; chats are looked for, see data/chat.py
+    template: Literal["auto", "llama3", "chatml", "plain"] = "auto"  # fine-tuning: how chats become text
+    over_long: Literal["truncate", "drop"] = "truncate"  # fine-tuning: chats longer than batch.seq_len
+    packed: bool | None = None  # do chats or videos share rows; None: chats do, videos do not; mock chats: as SQuAD's
+    tokenizer: str = "bytes"  # or a tokenizer.json, or a folder that holds one; tokens: what to save with the model
+    token_dtype: Literal["uint16", "uint32"] = "uint16"  # tokens: of raw .bin files (.npy files know theirs)
+    document_end: int | None = None  # tokens: the id that ends a document; None: one document per file
+    on_error: Literal["error", "skip"] = "error"  # at lines, files or rows of tokens that cannot be used
+    text_tokens: int = 512  # latents: texts are padded to this many tokens
+    validation: float = 0.0  # the share of documents, or of videos, held out
+
+
+@dataclass
+class Batch:
+    """global_ (`global` in YAML): sequences per optimizer step over all ranks; micro: per rank and forward pass.
+
+    For diffusion a sequence is a video, or a pack of them, and seq_len the patches that it has, or has at most.
+    """
+
+    global_: int = 8
+    micro: int = 8
+    seq_len: int = 1024
+
+
+@dataclass
+class Parallel:
+    """How the ranks are used: their number is dp_replicate x dp_shard x cp x tp x pp.
+
+    dp_shard=-1 takes all ranks that the others leave.
+    """
+
+    dp_replicate: int = 1  # copies of the parameters, each trained on different rows
+    dp_shard: int = -1  # shards of the parameters, each rank trained on different rows
+    tp: int = 1  # tensor and sequence parallel: heads, MLP channels, vocabulary
+    cp: int = 1  # context parallel: each row's sequence
+    pp: int = 1  # pipeline parallel: layers
+    ep: int = 1  # expert parallel: experts, over ranks that are counted already; divides dp_shard x cp x tp
+    # true (ZeRO-3): free a block's weights after each use, reduce gradients after every micro-batch; false (ZeRO-2):
+    # both once per step. In a pipeline gradients are reduced once; true frees weights of all but the next three stages.
+    # None: true, but where a rank has the whole model, whose weights in bf16 it would only copy anew
+    reshard_after_forward: bool | None = None
+    reduce: Literal["fp32", "bf16"] = "fp32"  # type of gradients while ranks are summed; micro-batches: see precision
+    prefetch: int = 1  # how many blocks ahead to gather
+    context: Literal["allgather", "ulysses"] = "allgather"  # how context-parallel ranks exchange keys and values
+    async_tp: bool = False  # CUDA and compile only: overlap tensor parallel's collectives with its matrix products
+    schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"
+    vp: int = 1  # pipeline stages per rank
+    layers_per_stage: list[int] | None = None  # embedding and head count as a layer each; default: as even as possible
+    head_layers: int = 1  # where stages are as even as possible, the head counts as so many layers
+
+
+@dataclass
+class Optim:
+    """The optimizer and its learning-rate schedule: see training/optim.py."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 3e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float | None = 1.0
+    max_skipped: int = 10  # this many steps in a row without a finite loss and gradient norm end the run
+    states: Literal["fp32", "bf16"] = "fp32"  # of AdamW's moments
+    stochastic_rounding: bool = False  # of the weights and states that are stored in bf16
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: int = 0
+    final_lr: float = 0.0  # as a share of lr, reached at the last step, if two follow the warm-up
+
+
+@dataclass
+class Fp8:
+    """With precision=fp8: see models/fp8.py."""
+
+    fast_accumulation: Literal["none", "forward", "all"] = "forward"  # which products Hopper sums with fewer bits
+    experts: bool = False  # routed experts too: saves time where a rank has one of them (parallel.ep = their number)
+    # weights are kept transposed, too, a byte for each of a rank's, unsharded: spares transposing for each micro-batch
+    keep_transposed: bool = False
+
+
+@dataclass
+class Validation:
+    """Every `every` steps (0: never) and after the last, on `batches` global batches of held-out data.
+
+    exact_match: fine-tuning; this many held-out chats are answered by the trained model and compared (0: none).
+    """
+
+    every: int = 0
+    batches: int = 8
+    exact_match: int = 0
+
+
+@dataclass
+class Checkpoint:
+    """Every `every` steps (0: only after the last); the newest `keep` stay on disk."""
+
+    every: int = 0
+    keep: int = 2
+    asynchronous: bool = False
+    resume: bool = True  # from the newest complete checkpoint under out_dir, if there is one
+
+
+@dataclass
+class Metrics:
+    """What a run reports besides metrics.jsonl: see run/health.py and run/metrics.py."""
+
+    spike: float = 6.0  # report losses this many deviations above the recent median, with their batch; 0: none
+    tensorboard: bool = False  # to out_dir/tensorboard; needs the package tensorboard
+
+
+@dataclass
+class Profile:
+    """What a run records of itself in out_dir/profile: see run/profiling.py."""
+
+    steps: list[int] = field(default_factory=list)  # [first, last]: the operations of these steps
+    memory: bool = False  # CUDA only: all allocations, up to the last of these steps or the end
+
+
+@dataclass
+class Rollout:
+    """How the sampler draws responses: see rollout/."""
+
+    temperature: float = 1.0
+    max_tokens: int = 128  # of a response
+    tp: int = 1  # task=grpo: ranks that share a sampler's model
+    ep: int = 1  # task=grpo: set to rollout.tp, it gives these ranks whole experts, not channels of all
+    slots: int = 256  # samples that are decoded at once, at most
+    page_size: int = 128  # tokens; on CUDA a multiple of 128
+    pages: int = 0  # in the pool; 0: as many as fit into `memory`
+    memory: float = 0.5  # a share of what is free when the pool is made
+    chunk: int = 2048  # prompt tokens that are computed at once
+    steps: int = 0  # decoding steps between two looks at their tokens; 0: 16 on CUDA, 1 on the CPU
+    compile: bool = False  # the blocks of decoding steps and, unless ranks share the model, the choice of tokens
+
+
+@dataclass
+class GRPO:
+    """Reinforcement learning on groups of samples; grpo/objective.py has the formulas, and the methods they make up.
+
+    A step samples `group` responses to each of `prompts` prompts (see `rollout`), and updates the weights once for
+    every batch.global of them.
+    """
+
+    prompts: int = 16
+    group: int = 8
+    reward: str = "exact"  # exact, math, or a function of one's own as package.module:name (see grpo/rewards.py)
+    prompt_key: str = ""  # of the lines of data.path; default: the first usual name in a line (data/problems.py)
+    answer_key: str = ""
+    mock_digits: int = 4  # data.kind=mock: the length of the texts to be reversed
+    baseline: Literal["group", "leave_one_out"] = "leave_one_out"
+    std_scaling: bool = True
+    ratio: Literal["token", "sequence"] = "token"
+    surrogate: Literal["clip", "cispo", "reinforce"] = "clip"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    aggregation: Literal["token", "sequence", "constant"] = "token"
+    kl: float = 0.0  # weight of the divergence from the initial policy; with adapters, from the base model
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    importance: Literal["none", "truncate", "mask", "sequence-mask"] = "none"
+    importance_low: float = 0.0
+    importance_high: float = 2.0
+    generations: int = 1  # above 1: groups without a signal are replaced, in up to this many rounds of sampling (DAPO)
+    overlong_buffer: int = 0  # the last tokens before a response would be cut off, over which the reward falls
+    overlong_penalty: float = 1.0  # by this much
+    overlong_filter: bool = False  # leave truncated responses out of the loss
+    lag: Literal[0, 1] = 0  # 1: sample with weights one step old, so that sampling and training can overlap
+    generation_ranks: int = 0  # the last ranks only sample, the others only train (needs lag=1); 0: all do both
+    keep_cache: bool = False  # keep the sampler's KV cache while its rank trains
+    offload: bool = False  # sampling, log-probabilities and training leave each other their memory (grpo/offload.py)
+    warmup_steps: int = 0  # of supervised training on the answers, before the first step
+    warmup_lr: float = 1e-3
+    eval_samples: int = 8  # per held-out prompt, for pass@k
+
+
+@dataclass
+class Config:
+    model: Model = field(default_factory=Model)
+    task: Literal["pretrain", "sft", "diffusion", "lora", "grpo"] = "pretrain"
+    steps: int = 100
+    seed: int = 0
+    out_dir: str = "out/run"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    data: Data = field(default_factory=Data)
+    batch: Batch = field(default_factory=Batch)
+    parallel: Parallel = field(default_factory=Parallel)
+    # bf16: fp32 weights, computed with in bf16; fp8: the same, with the blocks' matrix products in FP8; bf16-pure: also
+    # stored in bf16, as are gradients: rounding their sum over 64 micro-batches costs 0.8 %, as much as bf16's products
+    # do, unless parallel.reshard_after_forward=false or replicas let two ranks or more add them up in parallel.reduce
+    precision: Literal["fp32", "bf16", "bf16-pure", "fp8"] = "fp32"
+    fp8: Fp8 = field(default_factory=Fp8)
+    optim: Optim = field(default_factory=Optim)
+    lora: Lora | None = None  # with it, whatever the task, only adapters are trained; task=lora is sft with them
+    diffusion: Diffusion = field(default_factory=Diffusion)
+    rollout: Rollout = field(default_factory=Rollout)
+    grpo: GRPO = field(default_factory=GRPO)
+    compile: bool = False
+    recompute: Literal["none", "full", "attention", "selective"] | int | float = "none"  # see parallel/recompute.py
+    validation: Validation = field(default_factory=Validation)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    metrics: Metrics = field(default_factory=Metrics)
+    profile: Profile = field(default_factory=Profile)
+    deterministic: bool = False  # bitwise reproducible: see run/determinism.py
+    timeout_s: float = 600.0  # how long a rank waits for the others in a collective before it gives up
+    reference: dict = field(default_factory=dict)  # published figures of the same row
+
+
+def load(path: str | Path, overrides: list[str] = ()) -> Config:
+    """Read a YAML file, apply `key=value` words (dotted keys) over it, check all that needs no world size."""
+    tree = read_tree(path)
+    for word in overrides:
+        apply_override(tree, word)
+    return from_dict(tree)
+
+
+def from_dict(tree: dict) -> Config:
+    """A checked Config from nested dicts, as YAML gives them."""
+    tree = dict(tree)
+    model = _read_model(tree.pop("model", {}), WanConfig if tree.get("task") == "diffusion" else DecoderConfig)
+    config = convert(Config, tree, "")
+    config.model = model
+    _expand_home(config)
+    config.lora = _read_lora(config, tree.get("lora") or {})
+    if config.data.path and "kind" not in tree["data"]:
+        raise InputError("data.path needs data.kind (text, jsonl, tokens or latents): by default it is mock")
+    validate(config)
+    return config
+
+
+def _expand_home(config: Config) -> None:
+    """~ means what it does in a shell, which leaves it alone inside a word, as YAML does: else it would be a folder."""
+    config.out_dir, config.data.tokenizer = map(os.path.expanduser, (config.out_dir, config.data.tokenizer))
+    if config.lora:
+        config.lora.path = os.path.expanduser(config.lora.path)
+
+
+def _read_lora(config: Config, given: dict) -> Lora | None:
+    """The adapters' settings, those of the adapters to start from where there are some. given: what was written."""
+    lora = config.lora
+    if lora is None or not lora.path:
+        return Lora() if lora is None and config.task == "lora" else lora
+    stored = read_adapter_config(lora.path)
+    for key in ("rank", "alpha", "rslora", "targets"):
+        ours, theirs = getattr(lora, key), getattr(stored, key)
+        if key in given and ours != theirs and not (key == "targets" and _adapt_the_same(config, lora, stored)):
+            raise InputError(f"lora.{key}={ours} cannot be changed: lora.path={lora.path} has {theirs}")
+    kept = {key: getattr(lora, key) for key in ("dropout", "dropout_position", "dtype", "path")}
+    return dataclasses.replace(stored, **kept)
+
+
+def _adapt_the_same(config: Config, *loras: Lora) -> bool:
+    """Do the targets name the same weights? A file has them in another order, and without those that are not there."""
+    ours, theirs = (adapter_shapes(config.model.config, lora).keys() for lora in loras)
+    return ours == theirs
+
+
+def _read_model(value: Any, kind: type) -> Model:
+    if isinstance(value, str):
+        value = name_or_path(value)
+    if not isinstance(value, dict):
+        raise InputError(f"model must be a name, a folder or a mapping, not {describe(value)}")
+    value = dict(value)
+    name, path = (convert(str, value.pop(key, ""), f"model.{key}") for key in ("name", "path"))
+    path = os.path.expanduser(path)
+    if name and path:
+        raise InputError("model.name and model.path cannot both be given (model=FOLDER stands for the path alone)")
+    hints = typing.get_type_hints(kind)
+    for key in value:
+        check_known(key, ["name", "path", *hints], "model")
+    overrides = {key: convert(hints[key], v, f"model.{key}") for key, v in value.items()}
+    shape = read_config(path) if path else model_config(name) if name else kind()
+    if not isinstance(shape, kind):
+        wanted = "not a diffusion model, as task=diffusion needs" if kind is WanConfig else "for task=diffusion alone"
+        raise InputError(f"model={name or path!r} is {wanted}")
+    return Model(name, path, dataclasses.replace(shape, **overrides))
+
+
+def to_dict(config: Config) -> dict:
+    """The nested dict that `from_dict` reads back as the same config."""
+    tree = dataclasses.asdict(config, dict_factory=lambda items: {key.rstrip("_"): value for key, value in items})
+    model = tree["model"]
+    fields = model.pop("config")
+    tree["model"] = {key: value for key, value in model.items() if value} | fields
+    return tree

@@ -1,0 +1,62 @@
+"""This machine's rates (`bench.py --calibrate`), and the simulator's constants with them (`--system FILE`).
+
+One GPU tells how fast its matrix products, attention and memory are. Links, latencies and memory size stay those of
+the named system whose GPU it is.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from minitrain.bench.hardware import MATMUL_SIZE, describe, measure_attention, measure_matmul, measure_memory
+from minitrain.bench.report import need_rates, read_lines
+from minitrain.errors import InputError
+from minitrain.simulator.timeline import System, load_system
+from minitrain.simulator.trace import Event
+
+GPUS = {"H200": "h200", "H100": "dgx-h100", "GB300": "dgx-gb300", "GB200": "dgx-gb200", "B200": "dgx-b200"}
+BYTES = {"bf16": 2, "fp8": 1}
+
+
+def calibrate(device: torch.device) -> dict:
+    """FLOP/s of matrix products by precision and of causal attention by direction (half of the square counts), and
+    bytes/s of memory. On CPUs in fp32."""
+    on_gpu = device.type == "cuda"
+    dtypes = {"bf16": torch.bfloat16} if on_gpu else {"fp32": torch.float32}
+    if on_gpu and torch.cuda.get_device_capability(device) >= (8, 9):
+        dtypes["fp8"] = torch.float8_e4m3fn
+    machine = describe(device)
+    forward, backward = measure_attention(device, torch.bfloat16 if on_gpu else torch.float32)
+    return {
+        "row": "calibration",
+        "mode": "calibration",
+        "system": next((name for part, name in GPUS.items() if on_gpu and part in machine["device"]), None),
+        "matmul": {name: measure_matmul(device, dtype) for name, dtype in dtypes.items()},
+        "attention_forward": forward,
+        "attention_backward": backward,
+        "memory": measure_memory(device),
+        **machine,
+    }
+
+
+def find_system(word: str) -> System:
+    """A system by name, or with the constants of the last calibration in a file. Raises InputError."""
+    if not Path(word).is_file():
+        return load_system(word)
+    found = [line for line in read_lines("--system", word) if line[1].get("mode") == "calibration"]
+    if not found or not found[-1][1].get("system"):
+        raise InputError(f"--system={word} holds no calibration of a GPU that the simulator knows ({', '.join(GPUS)})")
+    where, outcome = found[-1]
+    need_rates(where, outcome)
+    return calibrated(load_system(outcome["system"]), outcome)
+
+
+def calibrated(system: System, outcome: dict) -> System:
+    """The system with measured rates: such that it predicts for the measured products the time that they took."""
+    rates = {}
+    for name in BYTES.keys() & outcome["matmul"].keys():
+        square = Event("mm", "gemm", 0, [], [], sizes=(1, *[MATMUL_SIZE] * 3), element=BYTES[name])
+        rates[name] = outcome["matmul"][name] * getattr(system, name) / system.gemm_rate(square)
+    same = {key: outcome[key] for key in ("attention_forward", "attention_backward", "memory")}
+    return dataclasses.replace(system, name=f"{system.name} (calibrated)", **same, **rates)

@@ -1,0 +1,48 @@
+"""A simulation as a trace that chrome://tracing and ui.perfetto.dev open: a lane per stream, and one per stage."""
+
+import json
+from pathlib import Path
+
+from minitrain.errors import refused
+from minitrain.simulator.simulate import Simulation
+
+MICROSECONDS = 1e6
+
+
+def write_trace(simulation: Simulation, path: str) -> None:
+    """Every rank that was run, with its streams, and the pipeline's actions by stage. Raises InputError.
+
+    A rank shows the micro-batches that were run, which stand for all (see simulate.py); the stages show all of them.
+    """
+    events = []
+    for place, line in simulation.lines.items():
+        lanes = {name: number for number, name in enumerate(dict.fromkeys(span.stream for span in line.spans))}
+        events += [lane(place, number, name) for name, number in lanes.items()]
+        events += [box(place, lanes[s.stream], s.name, s.begin, s.end, kind=s.kind) for s in line.spans]
+        name = f"rank at place {place} of the pipeline" if simulation.pipeline else "rank 0"
+        shown = f"{simulation.traced} of its {simulation.micro_batches} micro-batches"
+        events.append(process(place, f"{name}: {shown}, and the optimizer"))
+    if simulation.pipeline:
+        number = len(simulation.lines)
+        events.append(process(number, "all stages"))
+        stages = sorted({stage for stage, _, _ in simulation.pipeline.spans})
+        events += [lane(number, stage, f"stage {stage}") for stage in stages]
+        for (stage, kind, batch), (begin, end) in simulation.pipeline.spans.items():
+            events.append(box(number, stage, f"{kind}{batch}", begin, end, stage=stage))
+    with refused(f"--trace={path} cannot be written"):
+        Path(path).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+
+
+def box(process: int, lane: int, name: str, begin: float, end: float, **arguments) -> dict:
+    return {
+        "ph": "X", "pid": process, "tid": lane, "name": name, "ts": begin * MICROSECONDS,
+        "dur": (end - begin) * MICROSECONDS, "args": arguments,
+    }  # fmt: skip
+
+
+def lane(process: int, number: int, name: str) -> dict:
+    return {"ph": "M", "name": "thread_name", "pid": process, "tid": number, "args": {"name": name}}
+
+
+def process(number: int, name: str) -> dict:
+    return {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}

@@ -1,0 +1,287 @@
+"""One rank's real training step in a world of any size, on fake tensors: nothing is computed, sent or allocated.
+
+What runs is what `bench.py` measures: the same model, layout, compiler, loop and optimizer. Four things differ. The
+process group is torch's fake one; tensors are fake and on the CPU; attention is one operator that knows how many pairs
+of query and key its mask allows; and the head's gradient is added up by its matrix product, as on CUDA. The compiler
+does all but write kernels: it cuts each block into a forward and a backward graph, and decides what is kept between
+them.
+
+Left out of memory: what is just being sent between pipeline stages.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Module
+from torch.testing._internal.distributed.fake_pg import FakeStore  # the one source of a fake process group
+
+from minitrain.data.datasets import open_dataset
+from minitrain.models.attention import Mask, apply_sinks, attention, make_mask
+from minitrain.models.fp8 import is_placeholder
+from minitrain.parallel import mesh as parallel_mesh
+from minitrain.parallel.mesh import Meshes, build_meshes, local
+from minitrain.parallel.pipeline import Stage
+from minitrain.parallel.recompute import KEPT
+from minitrain.settings import Config
+from minitrain.simulator.repeat import RepeatedGraph
+from minitrain.simulator.trace import (
+    ATTENTION,
+    Trace,
+    Tracer,
+    attention_backward_flops,
+    attention_flops,
+    attention_pairs,
+)
+from minitrain.training import build
+from minitrain.training.loop import Trainer
+
+
+@contextmanager
+def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
+    """A process group of `world_size` ranks in which this process is `rank`, and nobody else is there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def process_groups(meshes: Meshes) -> dict[str, tuple[list[str], list[int]]]:
+    """The dimensions and the ranks of every mesh's process groups, by name."""
+    groups: dict[str, tuple[list[str], list[int]]] = {}
+    for mesh in filter(None, vars(meshes).values()):
+        for dimension in mesh.mesh_dim_names:
+            group = mesh.get_group(dimension)
+            groups.setdefault(group.group_name, ([], dist.get_process_group_ranks(group)))[0].append(dimension)
+    return groups
+
+
+# ------------------------------------------------------------------------------------ attention and the head's gradient
+
+
+@torch.library.custom_op("minitrain::attention", mutates_args=())
+def fake_attention(q: Tensor, k: Tensor, v: Tensor, pairs: float) -> tuple[Tensor, Tensor]:
+    """Shapes as in models/attention.py, with the log of the softmax's sum; pairs: per head, over all rows."""
+    raise NotImplementedError("this operator exists for fake tensors only")
+
+
+@torch.library.custom_op("minitrain::attention_backward", mutates_args=())
+def fake_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, pairs: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    raise NotImplementedError("this operator exists for fake tensors only")
+
+
+@fake_attention.register_fake
+def _(q, k, v, pairs):
+    # as the kernels lay it out: heads next to their channels
+    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
+    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@fake_attention_backward.register_fake
+def _(grad, q, k, v, out, log_sum, pairs):
+    return tuple(torch.empty_like(x) for x in (q, k, v))
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.pairs = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx, grad, _):
+    return *fake_attention_backward(grad, *ctx.saved_tensors, ctx.pairs), None
+
+
+fake_attention.register_autograd(_differentiate, setup_context=_save)
+for kept in KEPT.values():
+    kept.add(torch.ops.minitrain.attention.default)
+ATTENTION |= {
+    torch.ops.minitrain.attention: lambda q, k, v, pairs: attention_flops(q, v, pairs),
+    torch.ops.minitrain.attention_backward: lambda grad, q, k, v, *rest: attention_backward_flops(q, v, rest[-1]),
+}
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, sinks: Tensor | None = None) -> Tensor:
+    """In place of models/attention.py's `attention`."""
+    pairs = None if mask is None else mask.pairs
+    if pairs is None:
+        pairs = attention_pairs(q, k, causal=mask is not None and mask.causal)
+    out, log_sum = fake_attention(q, k, v, pairs)
+    return out if sinks is None else apply_sinks(out, log_sum, sinks[:, None])
+
+
+def counting_mask(
+    visible: float, length: int, device, documents=None, causal=True, places=None, window=None, plain=True
+) -> Mask:
+    """In place of `make_mask`: how many pairs it would allow, as `pairs`.
+
+    visible: with documents, the share of a row's causal pairs whose two tokens belong to one document. Context-parallel
+    ranks have equally many pairs each, so a rank with `places` has its share of the row's.
+    """
+    rows = 1 if documents is None else len(documents)
+    seen = length if documents is None else length * visible
+    pairs = length * seen / (2 if causal else 1)
+    if window is not None:
+        pairs -= length * max(seen - window, 0) ** 2 / seen / 2  # as flops.py's Work.keys
+    share = 1 if places is None else len(places) / length
+    return Mask(causal, rows * pairs * share if documents is not None or window is not None or share < 1 else None)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
+    """In place of training/loss.py's `_add_product`."""
+    torch.ops.minitrain.add_product(total, a, b)
+
+
+# -------------------------------------------------------------------------------------------------------------- a step
+
+
+def trace_step(config: Config, world_size: int, rank: int = 0, visible: float | None = 1.0) -> Trace:
+    """What `rank` does in an optimizer step, not the first one: optimizer states are there.
+
+    visible: see `counting_mask`; None leaves attention and the head's gradient as they are on CPUs. The trace is marked
+    with `forward` and `backward` where a micro-batch's passes begin (in a pipeline with (stage, F, B or W, micro-batch)
+    where a part of its schedule begins and with None where it ends) and with `optimizer` where gradients are done.
+    """
+    with fake_world(world_size, rank), stand_ins(visible):
+        meshes = build_meshes(config, "cpu")
+        tracer = Tracer(process_groups(meshes))
+        dataset, _ = open_dataset(config)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            trainer = Trainer(dataclasses.replace(config, device="cpu"), meshes)
+            make_optimizer_states(trainer)
+            trainer.objective.count = lambda batch: 1  # fake tensors hold no labels to count
+            record_step(trainer, dataset, tracer)
+    return tracer.trace
+
+
+def record_step(trainer: Trainer, dataset, tracer: Tracer) -> None:
+    """Step 0 of a trainer whose optimizer states exist, into `tracer`. It may be a real one."""
+    states = trainer.optimizer.state.values()
+    tracer.hold(parts(trainer.model.state_dict().values()), "parameters")
+    tracer.hold(parts(value for state in states for value in state.values()), "optimizer")
+    with tracer, marked_schedule(tracer), marked_passes(trainer, tracer):
+        trainer.step(dataset, 0)
+
+
+@contextmanager
+def stand_ins(visible: float | None) -> Iterator[None]:
+    """Attention that counts, compilation without kernels, and weights without values."""
+    with ExitStack() as stack:
+        if visible is not None:
+            for module in [module for name, module in sys.modules.items() if name.startswith("minitrain.models.")]:
+                for real, stand_in in ((attention, attend), (make_mask, partial(counting_mask, visible))):
+                    if vars(module).get(real.__name__) is real:
+                        stack.enter_context(patch.object(module, real.__name__, stand_in))
+            stack.enter_context(patch("minitrain.training.loss._add_product", add_product))
+        for name in ("to_onednn", "initialize", "load_weights", "fill_adapters"):
+            stack.enter_context(patch(f"minitrain.training.build.{name}", lambda *args: None))
+        stack.enter_context(patch("minitrain.training.loop.check_overlap", lambda *args: None))
+        stack.enter_context(patch("minitrain.parallel.parallelize.overlap_collectives", lambda *args: None))
+        for room, name in ((build, "lay_out"), (parallel_mesh, "compute_local_shape_and_global_offset")):
+            stack.enter_context(patch.object(room, name, without_fake_tensors(getattr(room, name))))
+        stack.enter_context(patch.object(Tensor, "as_subclass", lambda tensor, kind: tensor))
+        stack.enter_context(patch("torch.as_strided", partial(as_strided_unless_placeholder, torch.as_strided)))
+        stack.enter_context(patch.object(Module, "compile", compile_without_kernels))
+        stack.enter_context(patch("torch._dynamo.backends.debugging.boxed_nop", RepeatedGraph))
+        yield
+
+
+def without_fake_tensors(function: Callable) -> Callable:
+    """For what works on the meta device, whose tensors cannot be fake too, or with numbers that it reads back."""
+
+    def run(*args):
+        with unset_fake_temporarily():
+            return function(*args)
+
+    return run
+
+
+def as_strided_unless_placeholder(as_strided: Callable, tensor: Tensor, *args, **kwargs) -> Tensor:
+    """In place of the tensor subclass as which parallel/fsdp_fp8.py's placeholders pass through FSDP."""
+    return tensor if is_placeholder(tensor) else as_strided(tensor, *args, **kwargs)
+
+
+def compile_without_kernels(module: Module, **options) -> None:
+    module._compiled_call_impl = torch.compile(module._call_impl, backend="aot_eager_decomp_partition", **options)
+
+
+def make_optimizer_states(trainer: Trainer) -> None:
+    """As a first step would."""
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad(set_to_none=True)
+
+
+def parts(values: Iterable) -> list[Tensor]:
+    """This rank's part of each value that is a tensor."""
+    return [local(value) for value in values if isinstance(value, Tensor)]
+
+
+@contextmanager
+def marked_schedule(tracer: Tracer) -> Iterator[None]:
+    """Mark what a pipeline's stages do."""
+
+    def marked(method: Callable, kind: Callable[..., str]) -> Callable:
+        def run(stage, index, *args, **kwargs):
+            tracer.mark((stage.stage_index, kind(**kwargs), index))
+            result = method(stage, index, *args, **kwargs)
+            tracer.mark(None)
+            return result
+
+        return run
+
+    kinds = {
+        "forward_one_chunk": lambda **_: "F",
+        "backward_one_chunk": lambda full_backward=True, **_: "B" if full_backward else "I",
+        "backward_weight_one_chunk": lambda **_: "W",
+    }
+    with ExitStack() as stack:
+        for name, kind in kinds.items():
+            stack.enter_context(patch.object(Stage, name, marked(getattr(Stage, name), kind)))
+        yield
+
+
+@contextmanager
+def marked_passes(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
+    """Mark where each micro-batch's passes begin and where the last one ends, and count what lasts beyond them as what
+    it is: gradients, and what FP8 keeps of weights."""
+    loss, update = trainer.objective.loss, trainer.optimizer.step
+    modules = list(trainer.model.modules())
+    units = [m._get_fsdp_state()._fsdp_param_group for m in modules if isinstance(m, FSDPModule)]
+    fp8 = {shards for m in modules for shards, _ in getattr(m, "shards", {}).values()}
+
+    def count_lasting() -> None:
+        tracer.hold(parts(p.grad for p in trainer.model.parameters()), "gradients")
+        for unit in filter(None, units):  # what is not reduced yet, or not between copies
+            whole = (p.unsharded_accumulated_grad for p in unit.fsdp_params)
+            tracer.hold(parts([unit._partial_reduce_output, *whole]), "gradients")
+        for kept in fp8:
+            tracer.hold((part for pair in filter(None, kept.shards) for part in pair), "parameters")
+            tracer.hold(parts(kept.copies), "gathered")
+
+    def marked_loss(model: Module, batch) -> Tensor:
+        count_lasting()
+        tracer.mark("forward")
+        terms = loss(model, batch)
+        tracer.mark("backward")
+        return terms
+
+    def marked_update():
+        count_lasting()
+        tracer.mark("optimizer")
+        return update()
+
+    with patch.object(trainer.objective, "loss", marked_loss), patch.object(trainer.optimizer, "step", marked_update):
+        yield

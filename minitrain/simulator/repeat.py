@@ -1,0 +1,147 @@
+"""A compiled graph does the same in every layer and micro-batch: trace its operators once, and repeat what they did.
+
+The compiler cuts a block into graphs that are called thousands of times in a step, each of hundreds of operators, all
+without branches. So the first call on inputs of some layout runs operator by operator, and the tracer's log of it
+(kernels, allocations, what dies when) is what every later call adds to the trace, with the storages of its own inputs
+in place of the first one's. Nothing is estimated: the trace is the same as without.
+"""
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+
+from minitrain.simulator.trace import Tracer, tensors
+
+
+class RepeatedGraph:
+    """A graph that torch.compile cut out of a block, and what it did when it was called.
+
+    In place of torch's `boxed_nop`, which runs a graph on a list of inputs and empties it.
+    """
+
+    def __init__(self, graph: GraphModule, example_inputs: list):
+        self.graph = graph
+        self._boxed_call = True  # tells torch what it takes
+        self.recordings: dict[tuple, Recording] = {}
+
+    def __call__(self, inputs: list) -> tuple:
+        tracer = Tracer.active
+        numbers = [tracer.number(x) if isinstance(x, Tensor) else None for x in inputs]
+        key = tuple(map(layout, inputs)), tuple(map(numbers.index, numbers))  # and which of them share a storage
+        if key in self.recordings:
+            return self.recordings[key].repeat(tracer, inputs, numbers)
+        recording = Recording(tracer, self.graph, numbers)
+        outputs = recording.run(inputs)
+        if recording.can_repeat:
+            self.recordings[key] = recording
+        return outputs
+
+
+class Recording:
+    """What a graph did to the tracer, in order, and what its outputs look like.
+
+    numbers: of the inputs' storages, None for what is no tensor.
+    """
+
+    def __init__(self, tracer: Tracer, graph: GraphModule, numbers: list[int | None]):
+        self.tracer, self.graph, self.inputs = tracer, graph, numbers
+        self.steps: list[tuple] = []
+        self.outputs: list[tuple] = []
+        self.can_repeat = not any(node.op == "get_attr" for node in graph.graph.nodes)  # tensors that are no inputs
+
+    def run(self, inputs: list) -> tuple:
+        """The first call."""
+        given = list(map(layout, inputs))
+        self.tracer.log = self.steps
+        try:
+            outputs = _Steps(self.graph, inputs, self.steps).boxed_run(inputs)
+        finally:
+            self.tracer.log = None
+        self.outputs = [self.describe(x, given) for x in outputs]
+        return outputs
+
+    def describe(self, output, given: list[tuple]) -> tuple[str, object, tuple]:
+        """Of an output: ("input", which input it is or shares memory with), ("new", its storage's number) or
+        ("constant", itself), and its layout."""
+        if not isinstance(output, Tensor):
+            return "constant", output, ()
+        number, seen = self.tracer.number(output), layout(output)
+        if number not in self.inputs:
+            return "new", number, seen
+        place = next((i for i, n in enumerate(self.inputs) if n == number and given[i][0] == seen[0]), None)
+        self.can_repeat &= place is not None  # else it is seen as another dtype
+        return "input", place, seen
+
+    def repeat(self, tracer: Tracer, inputs: list, numbers: list[int | None]) -> tuple:
+        """A later call, on inputs with these numbers of storages."""
+        now = dict(zip(self.inputs, numbers, strict=True))  # what the recorded numbers stand for
+        outputs = [as_seen(inputs[x], seen) if kind == "input" else x for kind, x, seen in self.outputs]
+        self.follow(tracer, inputs, now)
+        made: dict[int, Tensor] = {}
+        with tracer.silent():
+            for place, (kind, number, seen) in enumerate(self.outputs):
+                if kind == "new" and number not in made:
+                    made[number] = storage_of(seen)
+                    tracer.adopt(made[number], now[number])
+                if kind == "new":
+                    outputs[place] = as_seen(made[number], seen)
+        return tuple(outputs)
+
+    def follow(self, tracer: Tracer, inputs: list, now: dict[int | None, int | None]) -> None:
+        """Call the tracer's methods as the first call did, and empty `inputs` as it dropped them."""
+        for act, *what in self.steps:
+            if act == "record":
+                tracer.record(what[0].renumbered(now))
+            elif act == "new_number":
+                now[what[0]] = tracer.new_number(what[1])
+            elif act == "dropped":
+                for place in what[0]:
+                    inputs[place] = None
+            elif act != "forget" or what[0] not in self.inputs:  # inputs die when dropped, or live on elsewhere
+                getattr(tracer, act)(now[what[0]], *what[1:])
+        inputs.clear()
+
+
+class _Steps(Interpreter):
+    """Runs a graph and notes after which operator nothing in it needs an input's storage any more."""
+
+    def __init__(self, graph: GraphModule, inputs: list, steps: list[tuple]):
+        super().__init__(graph)
+        self.steps = steps
+        self.places: dict[int, list[int]] = {}  # of the inputs that share a storage, by its address
+        self.holders: dict[Node, set[int]] = {}  # which of these storages a living value shows
+        for place, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+            self.holders[node] = addresses(inputs[place])
+            for address in self.holders[node]:
+                self.places.setdefault(address, []).append(place)
+
+    def run_node(self, node: Node):
+        result = super().run_node(node)
+        self.holders[node] = addresses(result) & self.places.keys()
+        for value in self.user_to_last_uses.get(node, ()):
+            for address in self.holders.pop(value):
+                if not any(address in held for held in self.holders.values()):
+                    self.steps.append(("dropped", self.places.pop(address)))
+        return result
+
+
+def addresses(value) -> set[int]:
+    return {x.untyped_storage()._cdata for x in tensors(value)}
+
+
+def layout(x) -> tuple:
+    """dtype, shape, strides, offset and size of the storage of a tensor; other values stand for themselves."""
+    if not isinstance(x, Tensor):
+        return (x,)
+    return x.dtype, tuple(x.shape), x.stride(), x.storage_offset(), x.untyped_storage().nbytes()
+
+
+def as_seen(x: Tensor, seen: tuple) -> Tensor:
+    """The tensor itself, or its storage seen as `seen`."""
+    return x if layout(x) == seen else x.as_strided(*seen[1:4])
+
+
+def storage_of(seen: tuple) -> Tensor:
+    dtype, shape, strides, _, size = seen
+    exact = torch.empty_strided(shape, strides, dtype=dtype)
+    return exact if layout(exact) == seen else torch.empty(size // dtype.itemsize, dtype=dtype)

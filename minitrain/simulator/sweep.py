@@ -1,0 +1,107 @@
+"""Every combination of some settings: simulated, and ranked by tokens/s (what should I run on my cluster?), or
+measured, and compared with how the arithmetic grows.
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from itertools import product
+
+from tqdm import tqdm
+
+from minitrain.bench.measure import load_row
+from minitrain.bench.report import markdown
+from minitrain.errors import InputError
+from minitrain.settings import Config, Parallel, load
+from minitrain.simulator.layout import stated_ranks, training_ranks
+from minitrain.simulator.simulate_policy import predicted_row
+from minitrain.simulator.timeline import System
+
+
+def sweep(file: str, overrides: list[str], choices: list[str], system: System) -> Iterator[dict]:
+    """A result for each combination of `choices`, words like `tp=1,2,4` (what `parallel` has), `batch.micro=1,2` or
+    `recompute=none,full`. The number of GPUs stays that of the file: dp_shard takes what the others leave.
+
+    A combination that cannot run gives {"settings", "error"} instead.
+    """
+    if any(parse(word)[0] == "parallel.dp_shard" for word in choices):
+        raise InputError(
+            "--simulate --sweep dp_shard: shards take the GPUs that others leave (sweep those; a fixed "
+            "parallel.dp_shard=N stands before --sweep)"
+        )
+    gpus = stated_ranks(load(file, overrides))
+    for settings, words in tqdm(combinations(choices), leave=False):
+        try:
+            config = with_all_gpus(file, [*overrides, *words], gpus)
+            yield {"settings": settings} | predicted_row(config, settings, system)[1]
+        except InputError as error:
+            yield {"settings": settings, "error": str(error)}
+
+
+def with_all_gpus(file: str, overrides: list[str], gpus: int) -> Config:
+    """The config with as many shards as its other dimensions, and ranks that only sample, leave."""
+    config = load(file, [*overrides, "parallel.dp_shard=1"])
+    left, others = gpus - config.grpo.generation_ranks, training_ranks(config)
+    if left % others:
+        raise InputError(f"{others} ranks per shard do not divide {left}")
+    return load_row(file, [*overrides, f"parallel.dp_shard={left // others}"])[1]
+
+
+def combinations(choices: list[str]) -> list[tuple[str, list[str]]]:
+    """Each one's short name, and the overrides that it consists of. Raises InputError."""
+    names, lists = zip(*(parse(word) for word in choices), strict=True)
+    if len(set(names)) < len(names):
+        raise InputError(f"--sweep has a key twice: {' '.join(choices)}")
+    found = []
+    for values in product(*lists):
+        words = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
+        found.append((" ".join(words).replace("parallel.", ""), words))
+    return found
+
+
+def parse(word: str) -> tuple[str, list[str]]:
+    name, equals, values = word.partition("=")
+    values = split(values)
+    if not equals or not all(values):
+        raise InputError(f"--sweep {word!r} is not of the form key=value,value (such as tp=1,2,4)")
+    dimension = name in (field.name for field in fields(Parallel))
+    return (f"parallel.{name}" if dimension else name), values
+
+
+def split(text: str) -> list[str]:
+    """At commas, but not within a list or a mapping."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def ranking(results: list[dict]) -> str:
+    """The fastest first, those that do not fit into memory after those that do; then what cannot run, and why."""
+    ran = sorted((r for r in results if "error" not in r), key=lambda r: (not r["fits"], -r["tokens_per_sec_per_gpu"]))
+    columns = {
+        "settings": [r["settings"] for r in ran],
+        "tokens/s/GPU": [f"{r['tokens_per_sec_per_gpu']:,.0f}" for r in ran],
+        "step s": [f"{r['step_time_s']:.4g}" for r in ran],
+        "MFU": [f"{r['mfu']:.1%}" for r in ran],
+        "peak GiB": [f"{r['peak_memory_gib']:.1f}" for r in ran],
+        "fits": ["yes" if r["fits"] else "no" for r in ran],
+    }
+    errors = [f"{r['settings']}: {r['error']}" for r in results if "error" in r]
+    return "\n".join([markdown(columns) if ran else "nothing can run", *errors])
+
+
+def growth(results: list[dict]) -> str:
+    """Measured step times beside the first one's, and beside how much more there is to compute on a rank."""
+    times = [result["step_time_s"] for result in results]
+    work = [result["clean_tflops_per_gpu"] * result["step_time_s"] for result in results]
+    return markdown({
+        "settings": [result["row"] for result in results],
+        "step s": [f"{time:.4g}" for time in times],
+        "times the first": [f"{time / times[0]:.2f}" for time in times],
+        "FLOPs": [f"{each / work[0]:.2f}" for each in work],
+        "MFU": [f"{result['mfu']:.1%}" for result in results],
+    })  # fmt: skip

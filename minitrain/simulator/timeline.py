@@ -1,0 +1,238 @@
+"""From a trace to seconds: what each kernel and message costs on a system, and what runs at the same time.
+
+Kernels run one after the other on the compute stream. Collectives run on one stream per mesh dimension, from the moment
+when their inputs are there; a kernel that reads what a collective brings waits for it, and that wait is the exposed
+communication. FSDP's own copies run on its streams, as in PyTorch, and its next all-gather starts only when the one
+before has been copied out, which bounds how far it runs ahead.
+
+    matrix product   launch + max(FLOPs / (rate x filled x k / (k + 128)), bytes / HBM); filled: the share of the waves
+                     of 128 x 256 tiles that has work, with RECOVERED of the idle rest
+    attention        launch + FLOPs / the rate of its direction
+    other kernels    launch + bytes / HBM; with the compiler, neighbours become one kernel, whose inner tensors cost
+                     nothing unless something later reads them
+    collective       latency + bytes on the wire / bandwidth: (n - 1) / n of the payload, twice for an all-reduce;
+                     NVLink within a domain; between domains the adapters of the group's GPUs there, at most NVLink
+    all-to-all       latency + the slower of what leaves the GPU, by NVLink, and what leaves the domain, by its adapter
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from math import ceil
+from typing import NamedTuple
+
+from minitrain.bench.rows import constants
+from minitrain.errors import InputError
+from minitrain.simulator.trace import SHARDS, Event, Trace
+
+TILE = 128, 256  # of a matrix product's result, per multiprocessor
+READS_GATHERED = ("split_with_sizes_copy", "embedding")  # the latter from one rank, where nothing is copied out
+RECOVERED = 0.6  # how much of an incomplete last wave smaller tiles and split products recover
+
+
+@dataclass(frozen=True)
+class System:
+    """Rates that large kernels and messages reach, per GPU; systems.yaml has their sources.
+
+    FLOP/s: bf16, fp8, attention_*; grouped: the share of these that grouped products reach. bytes/s: memory, nvlink,
+    network; decode_weights, decode_caches: shares of memory's. Seconds: launch (a kernel's least), latency and
+    far_latency (of a message), step (the host's, per optimizer step), decode_step. capacity: bytes. domain: GPUs that
+    NVLink connects. gemm_tiles: multiprocessors.
+    """
+
+    name: str
+    bf16: float
+    fp8: float
+    grouped: float
+    attention_forward: float
+    attention_backward: float
+    memory: float
+    launch: float
+    nvlink: float
+    domain: int
+    network: float
+    latency: float
+    far_latency: float
+    gemm_tiles: int
+    step: float
+    capacity: float
+    decode_weights: float
+    decode_caches: float
+    decode_step: float
+
+    def kernel_seconds(self, event: Event) -> float:
+        """Of a matrix product, of attention, or of another kernel by itself."""
+        moved = sum(n for _, n in event.reads + event.writes) / self.memory
+        if event.kind == "attention":
+            rate = self.attention_backward if "backward" in event.name else self.attention_forward
+            return event.flops / rate + self.launch
+        if event.kind in ("gemm", "grouped"):
+            return max(event.flops / self.gemm_rate(event), moved) + self.launch
+        return moved + self.launch
+
+    def gemm_rate(self, event: Event) -> float:
+        rate = self.fp8 if event.element == 1 else self.bf16 if event.element == 2 else self.bf16 / 16
+        if event.kind == "grouped" and event.sizes[0] > 1:
+            rate *= self.grouped
+        if not event.sizes:
+            return rate
+        batch, m, n, k = event.sizes
+        waves = (1 if event.kind == "grouped" else batch) * ceil(m / TILE[0]) * ceil(n / TILE[1]) / self.gemm_tiles
+        filled = 1 - (1 - waves / ceil(waves)) * (1 - RECOVERED)
+        return rate * filled * k / (k + 128)
+
+    def collective_seconds(self, event: Event, ranks: list[int]) -> float:
+        """ranks: those of the group, in the whole world, where neighbours share a domain."""
+        if "send" in event.name or "recv" in event.name:
+            return self.latency + event.payload / self.bandwidth(ranks[:2])
+        turns = 2 if "all_reduce" in event.name or "allreduce" in event.name else 1
+        moved = turns * event.payload * (len(ranks) - 1) / len(ranks)
+        if "alltoall" in event.name or "all_to_all" in event.name:
+            near = self.in_domain(ranks)
+            far = event.payload * (len(ranks) - near) / len(ranks)
+            return self.latency + max(far / self.network, moved / self.nvlink)
+        return self.latency + moved / self.bandwidth(ranks)
+
+    def bandwidth(self, ranks: list[int]) -> float:
+        """Bytes/s per rank of a ring: NVLink, or as many adapters as the group has GPUs in a domain."""
+        near = self.in_domain(ranks)
+        return self.nvlink if near == len(ranks) else min(self.nvlink, near * self.network)
+
+    def in_domain(self, ranks: list[int]) -> int:
+        """How many of the ranks share the first one's NVLink domain."""
+        return sum(rank // self.domain == ranks[0] // self.domain for rank in ranks)
+
+
+def load_system(name: str, setting: str = "--system") -> System:
+    """A system of systems.yaml by name. Raises InputError, which names the setting, for an unknown one."""
+    known = constants("systems")
+    if name not in known:
+        raise InputError(f"{setting}={name} is not one of {', '.join(known)}")
+    return System(name, **{rate: float(value) for rate, value in known[name].items()})
+
+
+class Span(NamedTuple):
+    """A kernel or message: its stream, its (last) operator's name, its kind, begin and end in seconds, how long the
+    stream had waited for collectives before it, and the index of its (first) event in the trace."""
+
+    stream: str
+    name: str
+    kind: str
+    begin: float
+    end: float
+    waited: float
+    event: int
+
+
+@dataclass
+class Timeline:
+    """When everything happened, in seconds from the start of the step.
+
+    at: when compute had reached each event. end: when all streams were done.
+    """
+
+    spans: list[Span] = field(default_factory=list)
+    at: list[float] = field(default_factory=list)
+    end: float = 0.0
+
+
+def play(trace: Trace, system: System, fused: bool) -> Timeline:
+    """Play a trace on a system. fused: as the compiler would. Messages between stages of a pipeline take no time here:
+    what waits for them depends on other ranks (see `replay`)."""
+    return _Player(trace, system, fused).play()
+
+
+class _Player:
+    def __init__(self, trace: Trace, system: System, fused: bool):
+        self.trace, self.system, self.fused = trace, system, fused
+        self.line = Timeline()
+        self.clock = 0.0  # of the compute stream
+        self.free = defaultdict(float)  # when each dimension's stream is done
+        self.ready: dict[int, float] = {}  # when a storage holds its values
+        self.made_by: dict[int, str] = {}  # the stream that wrote a storage last
+        self.waiting: dict[str, set[int]] = {}  # of the last all-gather, by stream: what no kernel has read yet
+        self.consumed = defaultdict(float)  # when the last all-gather's result was first read
+        self.run: list[Event] = []  # kernels that become one
+        self.run_start = 0
+
+    def play(self) -> Timeline:
+        marked = {index for index, _ in self.trace.marks}
+        for index, event in enumerate(self.trace.events):
+            stream = self.stream_of(event)
+            if event.kind == "wait":  # of compute; costs nothing by itself: its result is there when its input is
+                self.written(event.writes, "compute", self.ready.get(event.reads[0][0], 0.0))
+            elif stream == "compute" and event.kind == "memory" and self.fused:
+                if not self.run:
+                    self.run_start = index
+                self.run.append(event)
+            else:
+                self.finish_run(index)
+                if stream == "compute":
+                    seconds = self.system.kernel_seconds(event)
+                    self.compute(index, event.name, event.kind, seconds, event.reads, event.writes)
+                else:
+                    self.communicate(index, stream, event)
+            if index + 1 in marked:  # no kernel spans two passes, and what a pass takes has its last one
+                self.finish_run(index + 1)
+            self.line.at.append(self.clock)
+        self.finish_run(len(self.trace.events))
+        self.line.end = max(self.clock, *self.free.values(), 0.0)
+        return self.line
+
+    def stream_of(self, event: Event) -> str:
+        """Collectives, FSDP's copies into them and what it does with reduced gradients run beside compute."""
+        if event.kind == "collective":
+            return event.dimension
+        if event.name == "all_gather_copy_in":
+            return "dp_shard"
+        makers = {self.made_by.get(number) for number, size in event.reads if size > 8}
+        if event.kind == "memory" and len(makers) == 1 and event.name not in READS_GATHERED:
+            maker = makers.pop()
+            if maker in SHARDS and not any(n in s for s in self.waiting.values() for n, _ in event.reads):
+                return maker
+        return "compute"
+
+    def compute(self, index: int, name: str, kind: str, seconds: float, reads, writes) -> None:
+        begin = max([self.clock, *(self.ready.get(number, 0.0) for number, _ in reads)])
+        self.line.spans.append(Span("compute", name, kind, begin, begin + seconds, begin - self.clock, index))
+        self.clock = begin + seconds
+        for stream, numbers in self.waiting.items():
+            if not numbers.isdisjoint(number for number, _ in reads):
+                self.consumed[stream] = self.clock
+                numbers.clear()
+        self.written(writes, "compute", self.clock)
+
+    def communicate(self, index: int, stream: str, event: Event) -> None:
+        begin = max([self.free[stream], *(self.ready.get(number, 0.0) for number, _ in event.reads)])
+        if stream == "pp":
+            seconds = 0.0
+        elif event.kind != "collective":
+            seconds = sum(n for _, n in event.reads + event.writes) / self.system.memory
+        else:
+            seconds = self.system.collective_seconds(event, self.trace.groups[event.group][1])
+            if "allgather" in event.name:  # FSDP's; those that compute waits for are called all_gather
+                begin = max(begin, self.consumed[stream])
+                self.waiting[stream] = {number for number, _ in event.writes}
+        self.free[stream] = begin + seconds
+        self.line.spans.append(Span(stream, event.name, event.kind, begin, begin + seconds, 0.0, index))
+        self.written(event.writes, stream, begin + seconds)
+
+    def written(self, writes, stream: str, when: float) -> None:
+        for number, _ in writes:
+            self.ready[number] = when
+            self.made_by[number] = stream
+
+    def finish_run(self, end: int) -> None:
+        """Run the collected kernels as one: it reads what they did not make, and writes what outlives them."""
+        if not self.run:
+            return
+        reads, made = {}, {}
+        for event in self.run:
+            for number, size in event.reads:
+                if number not in made:
+                    reads[number] = max(size, reads.get(number, 0))
+            for number, size in event.writes:
+                made[number] = max(size, made.get(number, 0))
+        kept = {n: size for n, size in made.items() if self.trace.died.get(n, end) >= end}
+        seconds = (sum(reads.values()) + sum(kept.values())) / self.system.memory + self.system.launch
+        self.compute(self.run_start, self.run[-1].name, "memory", seconds, list(reads.items()), list(made.items()))
+        self.run = []
