@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoTokenizer
 
 from minitrain import settings as configs
@@ -66,7 +67,12 @@ PAIR = [Message("user", "q"), Message("assistant", "a")]
         ({"instruction": "q", "input": "", "output": "a"}, PAIR),
         ({"instruction": "q", "input": "i", "output": "a"}, [Message("user", "q\ni"), PAIR[1]]),
         ({"input": "q", "output": "a"}, PAIR),
-        ({"question": "q", "input": "i", "answer": "a"}, PAIR),
+        ({"question": "q", "input": "", "answer": "a", "choices": []}, PAIR),
+        ({"system_message": "s", "question": "q", "response": "a", "weight": 1.0, "label": 0},
+         [Message("system", "s"), *PAIR]),
+        ({"messages": [{"role": "user", "content": "q", "train": False},  # as Axolotl's own example has it
+                       {"role": "assistant", "content": "a", "train": True, "weight": None, "mask": 0}],
+          "choices": ["a"], "loss": 1.5}, PAIR),
         ({"instruction": "q", "context": "c", "response": "a", "category": "closed_qa"},  # Dolly
          [Message("user", "q\nc"), PAIR[1]]),
         ({"instruction": "q", "context": "", "response": "a"}, PAIR),
@@ -75,7 +81,7 @@ PAIR = [Message("user", "q"), Message("assistant", "a")]
         ({"system_prompt": "", "question": "q", "response": "a"}, PAIR),
         ({"system": "s", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
          [Message("system", "s"), *PAIR]),  # ShareGPT
-        ({"system": "s", "messages": [{"role": "system", "content": "t"}, {"role": "user", "content": "q"},
+        ({"system": "t", "messages": [{"role": "system", "content": "t"}, {"role": "user", "content": "q"},
                                       {"role": "assistant", "content": "a"}]}, [Message("system", "t"), *PAIR]),
         ({"context": "c", "question": "q", "answers": {"text": ["a", "b"], "answer_start": [0, 1]}},
          [Message("user", "Context: c Question: q Answer:"), PAIR[1]]),
@@ -101,6 +107,9 @@ def test_usual_keys(record, messages):
         ('{"messages": [{"role": "tool", "content": ""}]}', r"'messages'\[0\]: the role 'tool' is not system, user or"),
         ('{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}]}',
          r"a.jsonl:2: 'messages'\[1\]: 'weight' is 0, but all replies are learned"),
+        ('{"system": "s", "messages": [{"role": "system", "content": "t"}, {"role": "assistant", "content": "a"}]}',
+         "a.jsonl:2: 'system' and a message of the system say different things"),
+        ('{"prompt": "q", "response": "a", "label": false}', "a.jsonl:2: 'label' is false, as of KTO's bad replies"),
         ('{"context": "c", "question": "q", "answers": {"text": []}}', "a.jsonl:2: 'answers' must hold a text"),
         ('{"prompt": "q", "context": ["c"], "response": "a"}', "a.jsonl:2: 'context' must be text, not list"),
         ('{"prompt": "q", "history": [["p", "b"]], "response": "a"}', "a.jsonl:2: 'history' is not supported .write"),
@@ -114,6 +123,79 @@ def test_a_line_that_is_no_chat_is_named(tmp_path, line, message):
     with pytest.raises(InputError, match=message) as error:
         open_dataset(config_of(tmp_path))
     assert "\n" not in str(error.value)
+
+
+CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+LAYOUTS = {
+    "messages": CHAT,
+    "conversations": {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    "pair": {"prompt": "q", "completion": "a"},
+    "alpaca": {"instruction": "q", "output": "a"},
+    "squad": {"context": "c", "question": "q", "answers": {"text": ["a"]}},
+}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+NOT_LEARNED = [("train", False), ("weight", 0), ("weight", 0.5), ("loss_mask", 0), ("mask", True), ("trainable", "no")]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("key, value", [
+    ("tools", TOOLS), ("functions", TOOLS), ("documents", [{"text": "d"}]), ("images", ["a.png"]), ("image", "a.png"),
+    ("videos", ["a.mp4"]), ("audio", {"path": "a.wav"}), ("chat_template_kwargs", {"enable_thinking": True}),
+    ("sample_weight", 0.1), ("kto_tag", False), ("label", False), *NOT_LEARNED,
+])  # fmt: skip
+def test_a_line_that_hides_or_shows_more_is_refused_in_every_layout(layout, key, value):
+    assert read_messages(LAYOUTS[layout], "a:1") == read_messages(LAYOUTS[layout] | {key: None}, "a:1")
+    with pytest.raises(InputError, match=f"^a:1: '{key}' is "):
+        read_messages(LAYOUTS[layout] | {key: value}, "a:1")
+
+
+@pytest.mark.parametrize("layout", ["pair", "alpaca", "squad"])
+@pytest.mark.parametrize("key, value", [
+    ("history", [["a", "b"]]), ("choices", ["a", "b"]), ("options", {"A": "a"}), ("passage", "p"), ("thinking", "t"),
+    ("reasoning_content", "t"), ("document", "d"),
+])  # fmt: skip
+def test_what_stands_beside_a_prompt_is_not_lost(layout, key, value):
+    with pytest.raises(InputError, match=f"^a:1: '{key}' is not supported"):
+        read_messages(LAYOUTS[layout] | {key: value}, "a:1")
+    for key in ("prompt", "question"):
+        with pytest.raises(InputError, match="^a:1: 'input' is not supported"):
+            read_messages({key: "q", "input": "i", "answer": "a"}, "a:1")
+    with pytest.raises(InputError, match="^a:1: 'context' is not supported"):
+        read_messages(CHAT | {"context": "c"}, "a:1")
+
+
+@pytest.mark.parametrize("layout", ["messages", "conversations"])
+@pytest.mark.parametrize("key, value", [
+    ("tool_calls", TOOLS), ("function_call", {"name": "f"}), ("reasoning_content", "t"), ("images", ["a.png"]),
+    ("name", "Ann"), ("channel", "analysis"), ("loss", False), ("training", False), ("step_loss_mask", 0),
+    ("train_detail", [{"begin_offset": 0, "end_offset": 1, "train": False}]), *NOT_LEARNED,
+])  # fmt: skip
+def test_a_reply_that_hides_or_shows_more_is_refused(layout, key, value):
+    record = json.loads(json.dumps(LAYOUTS[layout]))
+    reply = record[layout][1]
+    reply[key] = None
+    assert read_messages(record, "a:1") == PAIR
+    reply[key] = value
+    with pytest.raises(InputError, match=rf"^a:1: '{layout}'\[1\]: '{key}' is "):
+        read_messages(record, "a:1")
+
+
+def test_lines_of_several_layouts_that_datasets_has_joined(tmp_path):
+    """Its table has a column for every key, null in the lines of other layouts."""
+    rows = [*LAYOUTS.values(), {"prompt": "3+3?", "response": "6", "system": "s"}]
+    for row in (rows[0], rows[1]):  # one more key in a column of structures
+        row = {key: [turn | {"weight": 1} for turn in turns] for key, turns in row.items()}
+        rows.append(row)
+    columns = dict.fromkeys(key for row in rows for key in row)
+    Dataset.from_dict({key: [row.get(key) for row in rows] for key in columns}).to_json(tmp_path / "a.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert lines[2]["messages"] is None and lines[0]["prompt"] is None
+    for line, row in zip(lines, rows, strict=True):
+        assert read_messages(line, "a:1") == read_messages(row, "a:1")
+    empty = {"messages": [], "conversations": [], "prompt": "", "system": ""}
+    assert read_messages(empty | LAYOUTS["alpaca"], "a:1") == read_messages(LAYOUTS["alpaca"], "a:1")
+    mixed = [{"from": None, "value": None} | turn for turn in CHAT["messages"]]
+    assert read_messages({"messages": mixed}, "a:1") == PAIR
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows

@@ -5,6 +5,7 @@ A turn is tokenised apart from what stands before it, just as it follows the pro
 Text in a message that spells a special token becomes that token, as it does in transformers.
 """
 
+import json
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,54 +99,102 @@ def split_reply(sample: Sample) -> tuple[list[int], list[int]]:
 CHATS = ("messages", "conversations")
 PROMPTS = ("prompt", "instruction", "question", "problem", "query", "input")
 RESPONSES = ("response", "completion", "output", "answer", "solution", "generated_solution", "expected_answer")
-SYSTEMS = ("system", "system_prompt")
+SYSTEMS = ("system", "system_prompt", "system_message", "system_instruction")
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names for them
-TOOLS = ("tools", "functions")  # of a chat: what the model may call
-UNSPOKEN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # of a message
+
+# Keys of a line, of a prompt and of a message that templates and other trainers show to the model or have it say.
+SHOWN = ("tools", "functions", "documents", "images", "image", "videos", "video", "audios", "audio",
+         "chat_template_kwargs")  # fmt: skip
+SHOWN_WITH_PROMPT = ("history", "document", "contexts", "passages", "passage", "choices", "options")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")
+SHOWN_IN_MESSAGE = (*SHOWN, *THOUGHTS, "tool_calls", "function_call", "tool_call_id", "name", "channel", "recipient")
+# Keys that say of a line or a reply that it is learned less than others: by another value than 1, or by any.
+LEARNED = ("train", "trainable", "weight", "loss_weight", "loss_mask", "sample_weight", "desirable", "kto_tag")
+LEARNED_IN_MESSAGE = (*LEARNED, "training", "loss", "step_loss_mask")
+MASKED = ("mask", "masked", "is_masked", "completion_mask", "ignore", "train_detail", "token_weights")
 
 
 def read_messages(record: dict[str, Any], where: str) -> list[Message]:
-    """The messages of one JSON object; other keys than these are ignored, but for those that templates would write.
+    """Return the messages of one JSON object.
 
     `messages` with `role` and `content` each, or `conversations` with `from` and `value`; or `context`, `question` and
     `answers` as in SQuAD, of which the first answer counts; or a prompt and a response, under the first of `PROMPTS`
-    and of `RESPONSES` that is there. What the system says may stand beside them, under one of `SYSTEMS`.
+    and of `RESPONSES` that holds something. What the system says may stand beside them, under one of `SYSTEMS`. Keys
+    that say what is shown to the model or learned are refused where they would be lost; others are ignored.
     Raises InputError, which begins with `where`, for anything else.
     """
-    for key in CHATS:
-        if key in record:
-            refuse_unread(record, TOOLS, "the system's message", where)
-            turns = read_turns(record[key], f"{where}: {key!r}")
-            if not any(turn.role == "assistant" for turn in turns):
-                raise InputError(f"{where}: {key!r} has no message of the assistant, so nothing to learn")
-            for number, (turn, given) in enumerate(zip(turns, record[key], strict=True)):
-                if turn.role == "assistant" and given.get("weight") == 0:  # OpenAI's way to say: not to be learned
-                    raise InputError(f"{where}: {key!r}[{number}]: 'weight' is 0, but all replies are learned")
-            return with_system(turns, record, where)
-    if "context" in record and "answers" in record:
+    refuse_masked(record, LEARNED, where)
+    if record.get("label") is False:
+        raise InputError(f"{where}: 'label' is false, as of KTO's bad replies, but all are learned (remove the line)")
+    if chat := chat_key(record):
+        refuse_shown(record, (*SHOWN, "context"), "the messages", where)
+        turns = read_turns(record[chat], f"{where}: {chat!r}")
+        if not any(turn.role == "assistant" for turn in turns):
+            raise InputError(f"{where}: {chat!r} has no message of the assistant, so nothing to learn")
+        for number, (turn, given) in enumerate(zip(turns, record[chat], strict=True)):
+            if turn.role == "assistant":
+                refuse_masked(given, LEARNED_IN_MESSAGE, f"{where}: {chat!r}[{number}]")
+        return with_system(turns, record, where)
+    if "context" in record and record.get("answers"):
+        refuse_shown(record, (*SHOWN, *SHOWN_WITH_PROMPT, *THOUGHTS), "the question", where)
         return with_system(read_squad(record, where), record, where)
-    keys = [next((key for key in names if key in record), None) for names in (PROMPTS, RESPONSES)]
-    if None in keys:
+    prompt, response = usual_key(record, PROMPTS), usual_key(record, RESPONSES)
+    if prompt is None or response is None:
         raise InputError(
             f"{where}: neither 'messages', nor 'context', 'question' and 'answers', nor a prompt (one of "
             f"{', '.join(PROMPTS)}) with a response (one of {', '.join(RESPONSES)})"
         )
-    refuse_unread(record, ("history",), "'messages'", where)
-    prompt, response = prompt_of(record, keys[0], where), words_of(record, keys[1], where)
-    return with_system([Message("user", prompt), Message("assistant", response)], record, where)
+    refuse_shown(record, THOUGHTS, "the response", where)
+    turns = [Message("user", prompt_of(record, prompt, where)), Message("assistant", words_of(record, response, where))]
+    return with_system(turns, record, where)
+
+
+def usual_key(record: dict[str, Any], names: tuple[str, ...]) -> str | None:
+    """Return the first of `names` that holds something, else the first that is there: tables have columns for all."""
+    there = [name for name in names if name in record]
+    return next((name for name in there if record[name] not in (None, "", [])), next(iter(there), None))
+
+
+def chat_key(record: dict[str, Any]) -> str | None:
+    """Return the key of the messages, None where the line is of another layout."""
+    key = usual_key(record, CHATS)
+    return key if key and (record[key] or usual_key(record, PROMPTS) is None) else None
+
+
+def refuse_shown(record: dict[str, Any], keys: tuple[str, ...], place: str, where: str) -> None:
+    """Raise InputError for what the model should see or say, and would not."""
+    for key in keys:
+        if record.get(key):
+            raise InputError(f"{where}: {key!r} is not supported (write it into {place}, or remove it)")
+
+
+def refuse_masked(record: dict[str, Any], keys: tuple[str, ...], where: str) -> None:
+    """Raise InputError for what is not to be learned, or only in part."""
+    for key in (*keys, *MASKED):
+        value = record.get(key)
+        if value not in (None, "", 1) if key in keys else value:
+            raise InputError(f"{where}: {key!r} is {json.dumps(value)}, but all replies are learned (remove it)")
 
 
 def with_system(turns: list[Message], record: dict[str, Any], where: str) -> list[Message]:
-    """The turns, begun by what the system says beside them (OpenOrca, ShareGPT), unless it speaks among them."""
-    key = next((key for key in SYSTEMS if record.get(key)), None)
-    if key is None or any(turn.role == "system" for turn in turns):
+    """Return the turns, begun by what the system says beside them (OpenOrca, ShareGPT)."""
+    key = usual_key(record, SYSTEMS)
+    if key is None or not record[key]:
         return turns
-    return [Message("system", text_of(record, key, where)), *turns]
+    system = Message("system", text_of(record, key, where))
+    if not any(turn.role == "system" for turn in turns):
+        return [system, *turns]
+    if system not in turns:
+        raise InputError(f"{where}: {key!r} and a message of the system say different things (keep one)")
+    return turns
 
 
 def prompt_of(record: dict[str, Any], key: str, where: str) -> str:
-    """The text of a prompt. It may have a `context` (Dolly), an `instruction` also an `input` (Alpaca)."""
+    """Return the text of a prompt. It may have a `context` (Dolly), an `instruction` also an `input` (Alpaca)."""
     beside = ("input", "context") if key == "instruction" else ("context",)
+    refuse_shown(record, (*SHOWN, *SHOWN_WITH_PROMPT), "the prompt", where)
+    if key not in ("instruction", "input"):
+        refuse_shown(record, ("input",), "the prompt", where)
     texts = [words_of(record, key, where), *(text_of(record, name, where) for name in beside if record.get(name))]
     return "\n".join(texts)
 
@@ -156,22 +205,15 @@ def read_turns(turns: Any, where: str) -> list[Message]:
         raise InputError(f"{where} must be a list of objects with 'role' and 'content'")
     messages = []
     for number, turn in enumerate(turns):
-        names = ("from", "value") if "from" in turn else ("role", "content")
+        names = ("from", "value") if turn.get("from") else ("role", "content")
         given = text_of(turn, names[0], f"{where}[{number}]")
         role = ROLES.get(given, given)
         if role not in ("system", "user", "assistant"):
             raise InputError(f"{where}[{number}]: the role {given!r} is not system, user or assistant")
-        refuse_unread(turn, UNSPOKEN, f"{names[1]!r}", f"{where}[{number}]")
+        refuse_shown(turn, SHOWN_IN_MESSAGE, f"{names[1]!r}", f"{where}[{number}]")
         read = text_of if role == "system" else words_of
         messages.append(Message(role, read(turn, names[1], f"{where}[{number}]")))
     return messages
-
-
-def refuse_unread(record: dict[str, Any], keys: tuple[str, ...], place: str, where: str) -> None:
-    """Raises InputError for what a template would write and is left out here: quietly, other text would be learned."""
-    for key in keys:
-        if record.get(key):
-            raise InputError(f"{where}: {key!r} is not supported (write it into {place}, or remove it)")
 
 
 def words_of(record: dict[str, Any], key: str, where: str) -> str:

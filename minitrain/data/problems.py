@@ -14,14 +14,19 @@ from typing import NamedTuple
 import numpy as np
 
 from minitrain.data.chat import (
-    CHATS,
+    LEARNED_IN_MESSAGE,
     PROMPTS,
+    SHOWN,
+    chat_key,
     encode_chat,
     encode_question,
     make_sample,
     prompt_of,
     read_turns,
+    refuse_masked,
+    refuse_shown,
     split_reply,
+    usual_key,
     with_system,
     words_of,
 )
@@ -137,29 +142,34 @@ def read_problem(row: dict, where: str, prompt_key: str, answer_key: str) -> tup
 
     Raises InputError, which begins with `where`.
     """
-    chat = next((key for key in CHATS if key in row), None)
+    chat = chat_key(row)
+    refuse_shown(row, SHOWN, "the prompt", where)
     if chat is None or prompt_key:
-        return read_prompt(row, where, prompt_key), answer_of(row, where, answer_key)
+        return with_system(read_prompt(row, where, prompt_key), row, where), answer_of(row, where, answer_key)
+    refuse_shown(row, ("context",), "the messages", where)
     turns = read_turns(row[chat], f"{where}: {chat!r}")
     if len(turns) < 2 or turns[-1].role != "assistant":
         raise InputError(
             f"{where}: {chat!r} must end with the assistant's answer to what comes before (if all of it is the prompt, "
             f"say so: grpo.prompt_key={chat})"
         )
-    return turns[:-1], answer_of(row, where, answer_key) if answer_key else turns[-1].content
+    refuse_masked(row[chat][-1], LEARNED_IN_MESSAGE, f"{where}: {chat!r}")
+    answer = answer_of(row, where, answer_key) if answer_key else turns[-1].content
+    return with_system(turns[:-1], row, where), answer
 
 
 def read_prompt(row: dict, where: str, key: str) -> list[Message]:
     """Text, which is the user's, or a list of messages. key: as `read_problem` has it."""
     name = key or usual_name(row, PROMPTS, where, "prompt")
     if isinstance(row.get(name), list):
+        refuse_shown(row, ("context",), "the messages", where)
         turns = read_turns(row[name], f"{where}: {name!r}")
         if not turns:
             raise InputError(f"{where}: {name!r} is empty")
         return turns
     if key:
         return [Message("user", words_of(row, key, where))]
-    return with_system([Message("user", prompt_of(row, name, where))], row, where)
+    return [Message("user", prompt_of(row, name, where))]
 
 
 def answer_of(row: dict, where: str, key: str) -> str:
@@ -171,7 +181,7 @@ def answer_of(row: dict, where: str, key: str) -> str:
 
 
 def usual_name(row: dict, names: tuple[str, ...], where: str, what: str) -> str:
-    found = next((name for name in names if name in row), None)
+    found = usual_key(row, names)
     if found is None:
         raise InputError(f"{where}: no {what} (one of {', '.join(names)}; or name its key by grpo.{what}_key)")
     return found

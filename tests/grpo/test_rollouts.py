@@ -62,6 +62,33 @@ def test_usual_lines(tmp_path, line, answer):
     assert held_out is None
 
 
+@pytest.mark.parametrize("line", [
+    {"question": "2+2?", "answer": "4"},
+    {"prompt": [{"role": "user", "content": "2+2?"}], "answer": "4"},
+    {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]},
+])  # fmt: skip
+def test_what_stands_beside_a_problem_is_seen_or_refused(tmp_path, line):
+    system = "Be exact." if "messages" in line else "Be short."
+    (problem,) = problems_of(tmp_path, [line | {"system": system}])[0].problems
+    assert bytes(problem.prompt) == f"{system}\n2+2?\n".encode() and problem.answer == "4"
+    for key in ("tools", "documents", "images"):
+        with pytest.raises(InputError, match=f"problems.jsonl:1: '{key}' is not supported"):
+            problems_of(tmp_path, [line | {key: ["x"]}])
+    (again,) = problems_of(tmp_path, [{"messages": None, "problem": None, "tools": None} | line])[0].problems
+    assert again.prompt == problems_of(tmp_path, [line])[0].problems[0].prompt and again.answer == "4"
+
+
+@pytest.mark.parametrize("line, message", [
+    ({"question": "2+2?", "choices": ["3", "4"], "answer": "4"}, "'choices' is not supported"),
+    ({"prompt": [{"role": "user", "content": "2+2?"}], "context": "c", "answer": "4"}, "'context' is not supported"),
+    ({"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "5", "train": False}]},
+     "'train' is false"),
+])  # fmt: skip
+def test_what_a_problem_would_lose_is_refused(tmp_path, line, message):
+    with pytest.raises(InputError, match=message):
+        problems_of(tmp_path, [line])
+
+
 def test_keys_of_ones_own(tmp_path):
     line = {"question": "no", "q": "2+2?", "a": "4"}
     (problem,) = problems_of(tmp_path, [line], prompt_key="q", answer_key="a")[0].problems
