@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from minitrain.bench.measure import load_row, measure
+from minitrain.bench.hardware import describe
+from minitrain.bench.measure import load_row, measure, placed
 from minitrain.bench.measure_policy import measure_policy
 from minitrain.bench.measure_sampling import check_sampling, measure_sampling
 from minitrain.bench.proxy import extrapolate, make_proxy, note, parse_counts
@@ -222,6 +223,7 @@ def run(row: str, config: Config, options) -> dict:
         return measure_sampling(
             config, row, options.steps, options.warmup, options.versus is not None, options.profile, options.trace
         )
+    config = placed(config, world_size(), describe(pick_device(config.device))["device"])
     if config.task == "grpo":
         return measure_policy(config, row, options.steps, options.warmup)
     estimate = announce_memory(row, config) if config.task == "diffusion" else {}

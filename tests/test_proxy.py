@@ -6,13 +6,18 @@ from collections import Counter
 
 import pytest
 
-from minitrain.bench.measure import compare, load_row, published_step_time
+import bench
+from minitrain import benchmark
+from minitrain.bench.hardware import is_of_system
+from minitrain.bench.measure import compare, load_row, placed, published_step_time, rates
 from minitrain.bench.proxy import LEFT_OUT, cut, extrapolate, make_proxy, mixture, note, parse_counts
+from minitrain.bench.report import label
 from minitrain.bench.rows import CONFIGS
 from minitrain.benchmark import write_result
 from minitrain.errors import InputError
 from minitrain.models.lora import Lora
 from minitrain.settings import load
+from minitrain.simulator import simulate_policy
 from minitrain.simulator.layout import micro_batches
 from tests.commands import command
 
@@ -65,7 +70,7 @@ def fake(config, layers: int, seconds: float) -> dict:
     """The result row of a proxy whose step takes so long."""
     batch = make_proxy(config, layers).batch
     return {
-        "row": "row", "mode": "measured", "device": "clock", "torch": "2", "matmul_tflops": 100.0,
+        "row": "row", "mode": "measured", "device": "NVIDIA H100 80GB HBM3", "torch": "2", "matmul_tflops": 100.0,
         "step_time_s": seconds,
         "tokens_per_sec_per_gpu": batch.global_ * batch.seq_len / seconds,
     } | note(config, layers)  # fmt: skip
@@ -117,22 +122,114 @@ def test_rows_without_such_a_proxy(row, layers, line):
         make_proxy(load(CONFIGS / f"{row}.yaml"), layers)
 
 
-@pytest.mark.parametrize(
-    "override, changed",
-    [
-        ("model.num_layers=40", ["model"]),
-        ("batch.seq_len=2048", ["batch.seq_len"]),
-        ("precision=bf16", ["precision"]),
-        ("batch.micro=2", None),
-        ("parallel.tp=2", None),
-        ("recompute=full", None),
-    ],
-)
-def test_what_is_compared_with_the_published_figure(override, changed):
-    row, config = load_row(DENSE, [override])
-    assert row == "nemo/h100/llama3-70b-pretrain-64gpu"
+GRPO_ROW, WAN_ROW = "rl/qwen3-32b-grpo-32gpu-onpolicy", "dfm/wan2.1-14b-pretrain-h100-8gpu"
+DENSE_ROW, LORA_ROW = "nemo/h100/llama3-70b-pretrain-64gpu", "automodel/llama3-8b-lora-1gpu"
+
+
+@pytest.mark.parametrize("row, overrides, changed", [
+    (DENSE_ROW, "model.num_layers=40", ["model"]),
+    (DENSE_ROW, "batch.seq_len=2048", ["batch.seq_len"]),
+    (DENSE_ROW, "batch.global=256", ["batch.global"]),
+    (DENSE_ROW, "precision=bf16", ["precision"]),
+    (DENSE_ROW, "optim.name=sgd", ["optim.name"]),
+    (DENSE_ROW, "data.kind=jsonl data.path=x", ["data.kind"]),
+    (DENSE_ROW, "data.kind=tokens data.path=x", ["data.kind"]),
+    (DENSE_ROW, "task=sft", ["task"]),
+    (DENSE_ROW, "batch.micro=2 parallel.tp=2 recompute=full optim.lr=1 steps=3 compile=false", None),
+    (LORA_ROW, "lora.rank=8", ["lora"]),
+    (LORA_ROW, "data.packed=true", ["data"]),
+    (WAN_ROW, "data.size=[24,52,60] batch.seq_len=18720", ["batch.seq_len", "data"]),
+    (GRPO_ROW, "grpo.kl=0 batch.global=2048", ["batch.global", "grpo.kl"]),
+    (GRPO_ROW, "grpo.group=8 grpo.prompts=256", ["grpo.prompts", "grpo.group"]),
+    (GRPO_ROW, "grpo.generations=2 grpo.lag=1", ["grpo.generations", "grpo.lag"]),
+    (GRPO_ROW, "rollout.max_tokens=512", ["rollout.max_tokens"]),
+    (GRPO_ROW, "rollout.slots=64 grpo.kl=0.1 rollout.temperature=0.5 grpo.offload=true", None),
+])  # fmt: skip
+def test_what_is_compared_with_the_published_figure(row, overrides, changed):
+    """Runs that do the row's work, in whatever layout and by whatever kernels."""
+    name, config = load_row(CONFIGS / f"{row}.yaml", overrides.split())
+    assert name == row
+    assert config.reference.get("changed") == changed
+    assert (compare(1621.0, 1e14, config.reference) is None) == (changed is not None)
+
+
+@pytest.mark.parametrize("ranks, machine, changed", [
+    (64, "NVIDIA H100 80GB HBM3", None),
+    (64, "dgx-h100", None),
+    (64, "dgx-h100 (calibrated)", None),
+    (1, "NVIDIA H100 80GB HBM3", ["gpus"]),
+    (128, "dgx-h100", ["gpus"]),
+    (64, "NVIDIA H100 PCIe", ["system"]),
+    (64, "NVIDIA H100 NVL", ["system"]),
+    (64, "NVIDIA H100 80GB HBM3 MIG 1g.10gb", ["system"]),
+    (64, "NVIDIA H200", ["system"]),
+    (64, "NVIDIA GH200 480GB", ["system"]),
+    (64, "dgx-gb200", ["system"]),
+    (8, "Intel(R) Xeon(R) Processor", ["gpus", "system"]),
+])  # fmt: skip
+def test_figures_of_other_machines_or_numbers_of_gpus_are_compared_with_nothing(ranks, machine, changed):
+    config = placed(load_row(DENSE, [])[1], ranks, machine)
     assert config.reference.get("changed") == changed
     assert (compare(1621.0, 0.0, config.reference) is None) == (changed is not None)
+    faster = placed(load_row(DENSE, ["precision=bf16"])[1], ranks, machine)
+    assert faster.reference["changed"] == ["precision", *(changed or ())]
+
+
+@pytest.mark.parametrize("system, device, same", [
+    ("DGX-B200", "NVIDIA B200", True),
+    ("DGX-B200", "NVIDIA GB200", False),
+    ("DGX-GB200", "NVIDIA GB200", True),
+    ("DGX-GB300", "NVIDIA GB300", True),
+    ("DGX-GB300", "NVIDIA B300 SXM6 AC", False),
+])  # fmt: skip
+def test_devices_of_systems(system, device, same):
+    assert is_of_system(device, system) == same
+
+
+def test_a_copy_of_a_row_elsewhere_is_the_row_where_it_does_its_work(tmp_path):
+    copy = tmp_path / f"configs/{DENSE_ROW}.yaml"
+    copy.parent.mkdir(parents=True)
+    for text, changed in (("precision: fp8", None), ("precision: bf16", ["precision"])):
+        copy.write_text(DENSE.read_text().replace("precision: fp8", text))
+        row, config = load_row(copy, [])
+        assert row == DENSE_ROW and config.reference.get("changed") == changed
+
+
+def test_extrapolations_are_compared_on_the_rows_machines_alone():
+    config = load(DENSE)
+    small, large = fake(config, 4, 1.5), fake(config, 8, 2.5)
+    for device, compared in (("NVIDIA H100 80GB HBM3", True), ("NVIDIA A100-SXM4-80GB", False)):
+        found = extrapolate(config, small | {"device": device}, large | {"device": device})
+        assert (found["ratio"] is not None) == compared
+        assert ("changed: system" in label(found)) == (not compared)
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+@pytest.mark.parametrize("ranks, system, changed", [
+    (None, None, None),
+    (2, None, ["gpus"]),
+    (1, "DGX-B200", ["system"]),
+])  # fmt: skip
+def test_a_run_here_is_not_compared_with_a_run_there(monkeypatch, tmp_path, simulated, ranks, system, changed):
+    """Measured on one CPU, and simulated on one H100: by bench.py itself, its figures made up."""
+    row, said = tmp_path / "row.yaml", {"tflops_per_gpu": 0.5, "step_time_s": 9.0, "gpus": ranks, "system": system}
+    reference = {key: value for key, value in said.items() if value}
+    row.write_text(json.dumps({"model": "llama3-8b-tiny", "device": "cpu", "reference": reference}))
+    config, options = load_row(row, [])[1], bench.parser().parse_args(["--simulate"] if simulated else [])
+    options.system = "dgx-h100"
+    monkeypatch.setattr(benchmark, "measure", made_up)
+    monkeypatch.setattr(simulate_policy, "figures", made_up)
+    for name in ("record", "timed"):
+        monkeypatch.setattr(simulate_policy, name, lambda *_: None)
+    found = benchmark.run("row", config, options)
+    assert found["changed"] == changed
+    assert (found["ratio"], found["published"]) == ((2.0, 9.0) if changed is None else (None, None))
+
+
+def made_up(config, *_) -> dict:
+    """Of a run at 1 TFLOP/s."""
+    told = {"changed": config.reference.get("changed"), "published": published_step_time(config)}
+    return rates(config, 1.0, 1.0, 1e12, 1e12) | told
 
 
 def test_proxies_run_one_bad_config_does_not_stop_the_others_and_results_are_marked(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -10,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from minitrain.bench import hardware
+from minitrain.bench import hardware, rows
 from minitrain.bench.hardware import measure_attention, measure_memory
 from minitrain.bench.page import bar, path, write_report
 from minitrain.bench.rows import published_rows
@@ -179,6 +180,20 @@ def test_accuracy_is_told_of_rows_that_nothing_was_fitted_to(tmp_path):
                  f"{WAN}: 1.50 of the published figure; unexplained",
                  f"{FITTED}: its simulated memory does not fit"):  # fmt: skip
         assert f"- {part}\n" in text and part in Page(html).text
+
+
+def test_a_row_of_ones_own_in_a_tables_folder_counts_in_no_accuracy(tmp_path, monkeypatch):
+    """It stands in its table, beside its own figure."""
+    configs = tmp_path / "configs"
+    shutil.copytree(rows.CONFIGS, configs)
+    shutil.copy(configs / f"{DENSE}.yaml", configs / "nemo/h100/mine.yaml")
+    monkeypatch.setattr(rows, "CONFIGS", configs)
+    own = line("nemo/h100/mine", "simulated", 9.0, reference=PUBLISHED[DENSE], tokens_per_sec_per_gpu=7654.0)
+    text, _ = written(tmp_path, [line(DENSE, "simulated", 0.8), own])
+    table = [[cell.strip() for cell in x.split("|")[1:-1]] for x in text.splitlines() if x.startswith("|")]
+    assert ["all", "1", "20.0%", "20%", DENSE] in table
+    assert any(row[0] == "mine" and "7,654" in row and "9.000" in row for row in table)
+    assert "69 published rows; 1 simulated, median 0.80 of" in text and "mine: 9" not in text
 
 
 def test_a_published_run_is_compared_with_its_own_recipe(tmp_path):

@@ -252,6 +252,6 @@ def test_compiled_adapters_leave_sums_of_gradients_to_products():
     assert compiled.flops() == eager.flops()
 
 
-def test_constants_were_fitted_to_at_most_a_third_of_the_rows():
-    fitted, rows = constants("fitted_on"), published_rows()
-    assert set(fitted) <= rows.keys() and len(fitted) == len(set(fitted)) <= len(rows) // 3
+def test_constants_were_fitted_to_at_most_a_third_of_the_rows_and_the_others_count():
+    fitted, held_back, rows = constants("fitted_on"), constants("held_back"), published_rows()
+    assert sorted(fitted + held_back) == sorted(rows) and len(fitted) <= len(rows) // 3

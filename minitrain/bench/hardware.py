@@ -34,6 +34,8 @@ PEAKS = (
     ("B200", 2250e12, None),
 )
 
+OTHER_FORMS = {"pcie", "nvl", "mig"}  # words in the names of GPUs that are slower than a system's, or parts of them
+
 MATMUL_SIZE = 8192  # rows, columns and depth of the product that is timed on CUDA
 RUN = 0.1  # seconds for which something is repeated to measure its rate
 LINUX_STATUS = Path("/proc/self/status")
@@ -50,6 +52,12 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
             rates = {torch.bfloat16: bf16, torch.float8_e4m3fn: fp8, torch.float8_e5m2: fp8, torch.float32: fp32}
             return rates.get(dtype)
     return None
+
+
+def is_of_system(machine: str, system: str) -> bool:
+    """Is `machine`, a system's or a device's name, of a published system, such as DGX-H100?"""
+    words, name = set(machine.lower().split()), system.lower()
+    return not words.isdisjoint({name, name.removeprefix("dgx-")}) and words.isdisjoint(OTHER_FORMS)
 
 
 def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:

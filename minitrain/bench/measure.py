@@ -1,5 +1,6 @@
 """Time a config's real training steps and turn them into the figures of the published tables."""
 
+import dataclasses
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -23,13 +24,14 @@ from minitrain.bench.flops import (
 from minitrain.bench.flops_wan import training_flops
 from minitrain.bench.hardware import (
     describe,
+    is_of_system,
     measure_matmul,
     peak_flops,
     peak_memory_bytes,
     reset_peak_memory,
     timed,
 )
-from minitrain.bench.rows import read_reference
+from minitrain.bench.rows import CONFIGS, read_reference
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.models.wan import WanConfig
@@ -118,7 +120,7 @@ def result(
     peak = peak_flops(machine["device"], compute_dtype(config))
     return {
         "row": row,
-        "system": config.reference.get("system"),
+        "system": None if "system" in config.reference.get("changed", ()) else config.reference.get("system"),
         "mode": "measured",
         "proxy": False,
         "world_size": dist.get_world_size(),
@@ -151,8 +153,8 @@ def rates(config: Config, tokens: float, matmul: float, flops: float, table_flop
 
 
 def compare(tokens: float, flops: float, published: dict) -> float | None:
-    """Our tokens/s over the published ones; where a table gives FLOP/s only, over what those imply. None for a config
-    that does other work than the published row's."""
+    """Our tokens/s over the published ones; where a table gives FLOP/s only, over what those imply. None for a run that
+    does other work than the published one, or elsewhere: see `work` and `placed`."""
     if "changed" in published:
         return None
     if "tokens_per_sec_per_gpu" in published:
@@ -206,33 +208,63 @@ def table_convention(config: Config):
 
 
 def load_row(file: str | Path, overrides: list[str]) -> tuple[str, Config]:
-    """A config and its row's name. If overrides change what a token costs, `reference["changed"]` says which settings
-    did, and nothing is compared with the published figures; layout, batch and optimizer are free."""
-    config = load(file, overrides)
+    """Return the row's name and its config. `reference["changed"]` names the settings whose work is not the row's:
+    nothing is compared with its published figures then. Layout and micro-batches are free."""
+    config, row = load(file, overrides), row_name(file)
     config.reference = read_reference(config.reference)
     table_convention(config)  # before anything is measured
-    if config.reference and overrides:
-        published = load(file)
+    if config.reference:
+        own = CONFIGS / f"{row}.yaml"  # a copy in another configs/ may have been edited
+        published = load(own if "/" in row and own.is_file() else file)
         theirs, ours = work(published), work(config)
         changed = [name for name in ours if ours[name] != theirs[name]]
         config.reference |= {"changed": changed} if changed else {}
         if "mean_response" in config.reference:  # the published tokens are those of so many responses
             config.reference |= {"responses": published.grpo.prompts * published.grpo.group}
-    return row_name(file), config
+    return row, config
 
 
 def work(config: Config) -> dict:
-    """The settings that fix what is computed for a token."""
-    data = config.data
-    return {
+    """Return the settings that fix what a step computes, by name."""
+    data, grpo = config.data, config.grpo
+    settings = {
         "task": config.task,
         "model": config.model.config,
         "lora": config.lora,
         "precision": config.precision.removesuffix("-pure"),
+        "optim.name": config.optim.name,
+        "batch.global": config.batch.global_,
         "batch.seq_len": config.batch.seq_len,
+        "data.kind": config.data.kind,
         "data": (data.packed, data.size, data.text_tokens),
-        "rollout.max_tokens": config.rollout.max_tokens if config.task == "grpo" else 0,
     }
+    if config.task != "grpo":
+        return settings
+    return settings | {
+        "rollout.max_tokens": config.rollout.max_tokens,
+        "grpo.prompts": grpo.prompts,
+        "grpo.group": grpo.group,
+        "grpo.generations": grpo.generations,
+        "grpo.kl": grpo.kl > 0,  # a forward pass of the reference
+        "grpo.lag": grpo.lag,
+    }
+
+
+def placed(config: Config, ranks: int, machine: str) -> Config:
+    """Return the config of a run on so many GPUs of a machine, a system's or a device's name.
+
+    `reference["changed"]` also names what these have other than the published run's: gpus, system.
+    """
+    published = config.reference
+    same = {
+        "gpus": ranks == published.get("gpus", ranks),
+        "system": "system" not in published or is_of_system(machine, published["system"]),
+    }
+    changed = [name for name in same if not same[name]]
+    if not changed:
+        return config
+    reference = published | {"changed": [*published.get("changed", ()), *changed]}
+    return dataclasses.replace(config, reference=reference)
 
 
 def row_name(path: str) -> str:

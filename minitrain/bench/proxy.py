@@ -13,7 +13,7 @@ import dataclasses
 from collections import Counter
 
 from minitrain.bench.flops import clean
-from minitrain.bench.measure import count_flops, published_step_time, rates, token_flops, visible_share
+from minitrain.bench.measure import count_flops, placed, published_step_time, rates, token_flops, visible_share
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.run.config_checks import check_layout, validate
@@ -116,6 +116,7 @@ def extrapolate(config: Config, small: dict, large: dict) -> dict:
     tokens = 1 / (times[1] + slope * (costs[2] - costs[1]))
     flops = token_flops(config, visible_share(open_dataset(config)[0]))
     ranks = stated_ranks(config)
+    config = placed(config, ranks, large["device"])
     same = ("row", "system", "device", "cores", "torch", "matmul_tflops")
     return {
         **{key: large[key] for key in same if key in large},

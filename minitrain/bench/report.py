@@ -112,13 +112,14 @@ def label(result: dict) -> str:
     """The row's name, and what makes the result another thing than a measured step of that row."""
     notes = [] if result["mode"] == "measured" else [result["mode"]]
     notes += ["sampling"] * ("first_tokens_s" in result)
-    layers, changed = result.get("layers"), result["reference"].get("changed")
+    layers, changed = result.get("layers"), result["reference"].get("changed", [])
     if result["mode"] == "simulated" and not on_own_system(result):
         notes[0] += f" on {result['system']}"
+        changed = [name for name in changed if name != "system"]
     if result.get("proxy"):
         counts = " and ".join(map(str, layers)) if isinstance(layers, list) else layers
         notes.append(f"proxy, {counts} of {result['full_layers']} layers")
-    elif changed:
+    if changed and (result["mode"] == "extrapolated" or not result.get("proxy")):
         notes.append(f"changed: {', '.join(changed)}")
     return f"{result['row']} ({'; '.join(notes)})" if notes else result["row"]
 

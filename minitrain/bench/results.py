@@ -110,9 +110,10 @@ def merge(results: list[dict], day: str) -> Report:
 
 
 def summary(report: Report) -> str:
-    """How many rows have which results, and how far those are from what was published: simulated ones by the published
-    run's recipe, where no constant was fitted to them."""
-    rows = [row for table in report.tables.values() for row in table]
+    """Say how many published rows have which results, and how far off those are: simulated ones by the published run's
+    recipe, where no constant was fitted to them. A row of one's own counts nowhere."""
+    known = {*constants("fitted_on"), *constants("held_back")}
+    rows = [row for table in report.tables.values() for row in table if row.name in known]
     parts = [f"{len(rows)} published rows"]
     for kind in KINDS:
         ratios = [row.results[kind]["ratio"] for row in rows if kind in row.results]
@@ -126,9 +127,9 @@ def summary(report: Report) -> str:
 
 
 def held_back(rows: list[Row]) -> list[Row]:
-    """The simulated rows that no constant of the simulator was fitted to."""
-    fitted = constants("fitted_on")
-    return [row for row in rows if "simulated" in row.results and row.name not in fitted]
+    """Return the simulated ones of the published rows that no constant of the simulator was fitted to."""
+    names = set(constants("held_back"))
+    return [row for row in rows if "simulated" in row.results and row.name in names]
 
 
 def predicted(row: Row) -> float:

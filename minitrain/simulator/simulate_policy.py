@@ -22,7 +22,7 @@ import time
 from dataclasses import dataclass
 
 from minitrain.bench.decoding import Reads, bytes_read, model_reads
-from minitrain.bench.measure import rates
+from minitrain.bench.measure import placed, rates
 from minitrain.bench.measure_policy import flops_of_token, published_lengths
 from minitrain.grpo.batches import enough_for_pipeline
 from minitrain.models.decoder_config import DecoderConfig
@@ -68,6 +68,7 @@ def predicted_row(config: Config, row: str, system: System) -> tuple[Simulation,
     """The simulation of an optimizer step, and the result of a config of any task. Of GRPO, what is counted is that of
     all its optimizer steps: sampling and log-probabilities come out of no trace."""
     began = time.perf_counter()
+    config = placed(config, stated_ranks(config), system.name)
     if config.task == "grpo":
         learner = training_config(config)
         simulation = timed(learner, record(learner), system)
