@@ -1,4 +1,4 @@
-"""Measure the rates of single kernels on one GPU: python .ci/gpu_rates.py FILE [SECONDS]
+"""Measure the rates of single kernels on one GPU: python .ci/gpu_rates.py FILE [SECONDS [GROUP...]]
 
 Each line of FILE is a JSON object: kernel, shape, milliseconds, TFLOP/s, GB/s. Kernels are compiled by several
 processes at once and timed by one at a time. No kernel is begun after SECONDS (default 90).
@@ -68,6 +68,18 @@ def fp8_products():
         )
         name = f"fp8 {str(left)[13:17]} x e4m3, {'fast' if fast else 'fp32'} accumulation"
         yield name, product, 2 * size**3, 4 * size**2
+
+
+def unaligned_scale():
+    """A product with a scale that does not begin at a multiple of 16 bytes, which cuBLAS is said to refuse."""
+    a, b = (bf16(4096, 4096).to(torch.float8_e4m3fn) for _ in range(2))
+    one, other = torch.ones(8, device=DEVICE).view(2, 4)[:, 1]
+    yield (
+        "fp8, unaligned scale",
+        partial(torch._scaled_mm, a, b.t(), one, other, out_dtype=torch.bfloat16),
+        2 * 4096**3,
+        0,
+    )
 
 
 def thin_products():
@@ -167,6 +179,7 @@ def jobs():
     """All measurements, as (group, shape, function that yields kernels, its arguments), the most telling first."""
     yield "product", f"{TOKENS} tokens", products, {}
     yield "product", "8192^3", fp8_products, {}
+    yield "product", "4096^3", unaligned_scale, {}
     yield "thin", f"{TOKENS} tokens, rank 16", thin_products, {}
     yield "memory", "", memory, {}
     for name, shape in EXPERTS.items():
@@ -183,24 +196,44 @@ def jobs():
     gpt_oss, llama = (2, 64, 8, 4096, 64), (1, 32, 8, 8192, 128)
     for shape, others in ((llama, {}), (gpt_oss, {"sinks": True}), (gpt_oss, {"sinks": True, "window": 128})):
         yield "attention", str(shape), flex, dict(zip(sizes, shape, strict=True)) | others
-    for rows in (64, 192, 16):
+    for rows in (64, 192, 16, 1):
         for options in DECODING:
             yield "decode", f"{rows} rows, 1152 tokens", decode, {"rows": rows, "context": 1152} | options
     for options in ({"BLOCK_M1": 32, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 32}, {"num_warps": 8}):
         yield "attention", str(gpt_oss), flex, dict(zip(sizes, gpt_oss, strict=True)) | {"sinks": True} | options
 
 
-def milliseconds(function, seconds: float = 0.15) -> float:
-    """The median over calls of `function`, each timed by events, with caches cold for what fits into them."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+def milliseconds(function, seconds: float = 0.1) -> float:
+    """The median over repetitions. Calls shorter than half a millisecond repeat inside a CUDA graph, so that the host's
+    launches do not count."""
+    once = timed(function)
+    calls = max(1, min(20, int(10 / once)))
+    repeat = partial(repeated, function, calls)
+    if once < 0.5:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            repeat()
+        repeat = graph.replay
     times, begin = [], time.perf_counter()
-    while len(times) < 5 or (time.perf_counter() - begin < seconds and len(times) < 200):
-        events[0].record()
-        function()
-        events[1].record()
-        events[1].synchronize()
-        times.append(events[0].elapsed_time(events[1]))
+    while len(times) < 5 or time.perf_counter() - begin < seconds:
+        times.append(timed(repeat) / calls)
     return sorted(times)[len(times) // 2]
+
+
+def repeated(function, calls: int) -> None:
+    for _ in range(calls):
+        function()
+
+
+def timed(function) -> float:
+    """Milliseconds, by events."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    function()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
 
 
 def sustained(seconds: float = 5.0) -> dict:
@@ -223,7 +256,7 @@ def work(queue, file: str, lock, deadline: float) -> None:
             continue
         try:
             for name, function, flops, moved in make(**arguments):
-                function()
+                function()  # compiles
                 torch.cuda.synchronize()
                 with lock:
                     spent = milliseconds(function)
@@ -250,7 +283,8 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     lock, queue, deadline = context.Lock(), context.Queue(), time.time() + seconds
     for job in jobs():
-        queue.put(job)
+        if job[0] in (sys.argv[3:] or job[0]):
+            queue.put(job)
     for _ in range(PROCESSES):
         queue.put(None)
     workers = [context.Process(target=work, args=(queue, file, lock, deadline)) for _ in range(PROCESSES)]

@@ -26,6 +26,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -101,7 +102,9 @@ class Fp8Shards:
             if mesh.size(dim) > 1 and not has_other_experts:
                 dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(dim))
         scales = power_of_two_scale(amax, E4M3)
-        for number, part, scale, inverse in zip(changed, parts, scales, 1 / scales, strict=True):
+        # cuBLAS refuses a scale that does not begin at a multiple of 16 bytes, so each has four numbers' room
+        inverses = F.pad((1 / scales)[..., None], (0, 3))[..., 0]
+        for number, part, scale, inverse in zip(changed, parts, scales, inverses, strict=True):
             self.shards[number], self.copies[number] = (cast(part, scale, E4M3), inverse), None
             self.seen[number] = self.state(number)
 

@@ -151,6 +151,7 @@ def check_gathered_after_changes(tree):
     def look(name, module, inputs):
         for key, (rounded, inverse, copy) in module.gathered.items():
             seen[f"{name}.{key}"] = rounded.clone(), inverse
+            assert not inverse.data_ptr() % 16 and not rounded.data_ptr() % 16, "cuBLAS refuses others"
             kept = trainer.config.fp8.keep_transposed and (rounded.ndim == 2 or len(rounded) == 1)
             assert (copy is not None) == kept
             if kept:
