@@ -225,7 +225,7 @@ class Keys(Layer):
             out = torch.cat(outs, dim=2)
             return F.pad(out, (0, 0, 0, q.shape[2] - out.shape[2]))  # padding tokens
         if q.is_cuda:
-            return self._attend_to_pool(q, v, sinks)
+            return self.attend_to_pool(q, v, sinks)
         attend = partial(attend_to_rows, step=step, window=self.window)
         return write_and_attend(self.gather(), step.positions, q, new, v, sinks, attend)
 
@@ -241,7 +241,8 @@ class Keys(Layer):
         with sdpa_kernel(FOR_ANY_LENGTH) if q.is_cuda else nullcontext():
             return attention(q[:, :, chunk.tokens], keys, values, mask, sinks)
 
-    def _attend_to_pool(self, q: Tensor, v: Tensor | int, sinks: Tensor | None) -> Tensor:
+    def attend_to_pool(self, q: Tensor, v: Tensor | int | None, sinks: Tensor | None) -> Tensor:
+        """As `attend` in a step of decoding on CUDA, once the new keys and values are in the pool."""
         keys = self.pools[0].flatten(0, 1).transpose(0, 1)[None]  # [1, kv_heads, pool, head_dim]
         values = keys[..., :v] if isinstance(v, int) else self.pools[1].flatten(0, 1).transpose(0, 1)[None]
         # heads that share keys as queries of one: of shared ones the decoding kernel takes 1, 2, 4, 8, ... alone

@@ -28,16 +28,29 @@ FEW = 8  # queries per key, up to which sums of products are faster than the ker
 
 
 class Apart:
-    """A layer's cache, at which the compiler stops."""
+    """A layer's cache, at which the compiler stops; on CUDA once the new keys and values are in their pages, since the
+    loops that compute them can write them there."""
 
     output_unused = False  # decoding needs every layer's output
 
     def __init__(self, layer: Keys | States):
         self.layer, self.once = layer, layer.once
+        if isinstance(layer, Keys):
+            self.pools, self.places = layer.pools, layer.caches.step.places
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor | int, sinks: Tensor | None = None) -> Tensor:
+        if not (q.is_cuda and self.pools):
+            return self.attend_and_write(q, k, v, sinks)
+        write(self.pools, self.places, [k[0]] if isinstance(v, int) else [k[0], v[0]])
+        return self.attend_to_pool(q, v if isinstance(v, int) else None, sinks)
 
     @torch.compiler.disable
-    def attend(self, *args) -> Tensor:
+    def attend_and_write(self, *args) -> Tensor:
         return self.layer.attend(*args)
+
+    @torch.compiler.disable
+    def attend_to_pool(self, *args) -> Tensor:
+        return self.layer.attend_to_pool(*args)
 
     @torch.compiler.disable
     def mix(self, *args) -> Tensor:
