@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> None:
     unseen = [text for text in options.stop if not tokenizer.decode(tokenizer.encode(text))]  # special tokens
     template = choose_template("auto", tokenizer) if options.chat else None
     replied = template and end_of_reply(template, tokenizer)
-    ends = find_ends(options.model, config.eos_token_id, tokenizer.eos_id, replied, *map(tokenizer.token_id, unseen))
+    ends = find_ends(config, tokenizer.eos_id, replied, *map(tokenizer.token_id, unseen))
     prompt = encode(text_of(options.prompt), tokenizer, template)
     if not prompt:
         raise InputError("--prompt is empty: give at least one character")

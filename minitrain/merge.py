@@ -11,9 +11,9 @@ from pathlib import Path
 
 from minitrain.data.chat import end_of_reply
 from minitrain.data.chat_templates import choose_template
-from minitrain.data.tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer, tokenizer_folder
+from minitrain.data.tokenizer import CHAT_TEMPLATE, Tokenizer, check_free_of_tokenizer, load_tokenizer, tokenizer_folder
 from minitrain.errors import InputError
-from minitrain.formats.config_hf import copy_generation_config, with_end
+from minitrain.formats.config_hf import end_also_at
 from minitrain.formats.hf import load_pretrained, save_pretrained
 from minitrain.formats.peft import load_adapter
 from minitrain.models.decoder import Decoder
@@ -31,19 +31,18 @@ def main(arguments: list[str]) -> None:
             raise InputError(f"--out {options.out} is --{name}, which would be overwritten (use another folder)")
     source = tokenizer_folder(options.model, options.adapter)
     tokenizer = load_tokenizer(source) if Path(source, "tokenizer.json").exists() else None
+    if tokenizer is None:
+        check_free_of_tokenizer(options.out)
     template = Path(source, CHAT_TEMPLATE)
     end = chat_end(tokenizer, template)
     model = load_pretrained(options.model)
     load_adapter(model, options.adapter)
     merge_adapters(model)
-    known = None
     if isinstance(model, Decoder):  # of videos none has a token that ends it
-        known = model.config.eos_token_id
-        if known is None and tokenizer:
-            known = tokenizer.eos_id
-        model.config = replace(model.config, eos_token_id=with_end(known, end))
+        if model.config.eos_token_id is None and tokenizer:
+            model.config = replace(model.config, eos_token_id=tokenizer.eos_id)
+        model.config = end_also_at(model.config, end)
     save_pretrained(model, options.out)
-    copy_generation_config(options.model, options.out, known, end)
     if tokenizer:
         tokenizer.save(options.out)
     if template.exists():

@@ -319,7 +319,8 @@ def _read_model(value: Any, kind: type) -> Model:
     if not isinstance(shape, kind):
         wanted = "not a diffusion model, as task=diffusion needs" if kind is WanConfig else "for task=diffusion alone"
         raise InputError(f"model={name or path!r} is {wanted}")
-    return Model(name, path, dataclasses.replace(shape, **overrides))
+    shape = model_config(name, **overrides) if name else dataclasses.replace(shape, **overrides)
+    return Model(name, path, shape)
 
 
 def to_dict(config: Config) -> dict:

@@ -19,13 +19,15 @@ import torch.distributed as dist
 from minitrain.data.chat import end_of_reply
 from minitrain.data.chat_templates import Template, choose_template
 from minitrain.data.datasets import open_dataset
-from minitrain.data.tokenizer import CHAT_TEMPLATE, is_of_bytes, load_tokenizer
+from minitrain.data.tokenizer import CHAT_TEMPLATE, check_free_of_tokenizer, is_of_bytes, load_tokenizer
 from minitrain.errors import InputError, refused
-from minitrain.formats.config_hf import copy_generation_config, with_end
+from minitrain.formats.config_hf import end_also_at
 from minitrain.formats.hf import check_free_of_adapters, find_weights, save_tensors
 from minitrain.formats.peft import save_adapter
 from minitrain.generate import exact_match
+from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.lora import is_adapter
+from minitrain.models.zoo import model_config
 from minitrain.parallel.agreement import rank_0_says
 from minitrain.parallel.mesh import checkpoint_group, start, wait_for_ever, whole_tensors, world_size
 from minitrain.parallel.pipeline import Pipeline
@@ -57,12 +59,12 @@ def main(arguments: list[str]) -> None:
 def train(config: Config) -> None:
     """Train as the config says, from the newest checkpoint in its out_dir if there is one."""
     check_layout(config, world_size())
+    config = with_ids_of_data(config)
     if config.model.path:
         find_weights(config.model.config, config.model.path)  # before room is made for them
         check_vocabulary(config)
     folder = Path(config.out_dir)
-    if config.lora is None and config.task != "diffusion":
-        check_free_of_adapters(folder)  # of an earlier run, where a model is to be at the end of this one
+    check_free_of_others(config, folder)
     with refused(f"out_dir={config.out_dir!r} cannot be created"):
         folder.mkdir(parents=True, exist_ok=True)
     record_flights(folder)
@@ -141,7 +143,7 @@ def export(trainer: Trainer, config: Config, folder: Path) -> None:
         for _ in tensors:
             pass
         return
-    shape, end = config.model.config, None
+    shape, end = config.model.config, document_end(config)
     if has_tokenizer(config):
         tokenizer = load_tokenizer(config.data.tokenizer)
         tokenizer.save(folder)
@@ -150,14 +152,14 @@ def export(trainer: Trainer, config: Config, folder: Path) -> None:
             end = end_of_reply(template, tokenizer)
             if isinstance(template, Template):  # else it came with the tokenizer
                 (folder / CHAT_TEMPLATE).write_text(template.jinja(tokenizer), encoding="utf-8")
-        known = tokenizer.eos_id if shape.eos_token_id is None else shape.eos_token_id
-        shape = replace(shape, eos_token_id=with_end(known, end))  # where transformers ends a text
+        if shape.eos_token_id is None:
+            shape = replace(shape, eos_token_id=tokenizer.eos_id)
+    if config.task != "diffusion":
+        shape = end_also_at(shape, end)  # where transformers ends a text
     if config.lora:
         save_adapter(tensors, shape, config.lora, folder, config.model.path or config.model.name)
     else:
         save_tensors(tensors, shape, next(model.parameters()).dtype, folder)
-        if config.model.path and config.task != "diffusion":  # of videos none has a token that ends it
-            copy_generation_config(config.model.path, folder, shape.eos_token_id, end)
 
 
 def check_vocabulary(config: Config) -> None:
@@ -167,6 +169,47 @@ def check_vocabulary(config: Config) -> None:
     own = has_tokenizer(config) and os.path.exists(os.path.join(path, "tokenizer.json"))
     if own and is_of_bytes(tokenizer) and not is_of_bytes(path):
         raise InputError(f"data.tokenizer={tokenizer}, but {path} has a tokenizer of its own (use {path})")
+
+
+def check_free_of_others(config: Config, folder: Path) -> None:
+    """Raises InputError for what an earlier run has left in `folder` that would be taken for this one's."""
+    if config.lora is None and config.task != "diffusion":
+        check_free_of_adapters(folder)
+    if config.lora and (folder / "config.json").exists():
+        raise InputError(f"{folder} holds a model, which adapters beside it do not belong to (use another out_dir)")
+    if not has_tokenizer(config):
+        check_free_of_tokenizer(folder)
+
+
+def with_ids_of_data(config: Config) -> Config:
+    """Return the config with its data's bos, eos and pad, in place of the zoo's, where weights start at random.
+
+    Raises InputError for an eos or bos in the settings that is neither the zoo's nor the tokenizer's.
+    """
+    shape = config.model.config
+    if config.model.path or config.task == "diffusion":
+        return config
+    if has_tokenizer(config):
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        ids = {"bos_token_id": tokenizer.named_id("bos"), "eos_token_id": tokenizer.eos_id}
+        pad = tokenizer.named_id("pad")
+        zoo = model_config(config.model.name) if config.model.name else DecoderConfig()
+        for key, own in ids.items():
+            given = getattr(shape, key)
+            if isinstance(given, list) and own in given:
+                ids[key] = given
+            elif given not in (None, own, getattr(zoo, key)):
+                raise InputError(f"model.{key}={given}, but data.tokenizer={config.data.tokenizer} has {own}")
+        extra = {"pad_token_id": pad if pad is not None and pad < shape.vocab_size else None}
+        shape = replace(shape, **ids, extra_config=shape.extra_config | extra)
+    elif document_end(config) is not None:
+        shape = replace(shape, eos_token_id=document_end(config))
+    return replace(config, model=replace(config.model, config=shape))
+
+
+def document_end(config: Config) -> int | None:
+    """Return the token that ends a document in files of tokens, if there is one."""
+    return config.data.document_end if config.data.kind == "tokens" else None
 
 
 def has_tokenizer(config: Config) -> bool:

@@ -117,7 +117,7 @@ def test_training_starts_from_a_model_folder(config_file, tmp_path):
     arguments = ["--config", str(config_file), f"model={tmp_path / 'out'}", f"out_dir={tmp_path / 'next'}"]
     (tmp_path / "out" / "generation_config.json").write_text('{"eos_token_id": [257, 10]}')
     train.main([*arguments, "optim.lr=0", "validation.every=1", "steps=2"])
-    assert (tmp_path / "next" / "generation_config.json").read_text() == '{"eos_token_id": [257, 10]}'
+    assert json.loads((tmp_path / "next" / "generation_config.json").read_text()) == {"eos_token_id": [257, 10]}
     assert metrics(tmp_path / "next")[0]["val_loss"] == pytest.approx(final, rel=1e-6)
     (tmp_path / "link").symlink_to(tmp_path / "out")
     with pytest.raises(InputError, match=r"^out_dir='\S+link' is model.path, which the result would overwrite"):

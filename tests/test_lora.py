@@ -476,7 +476,7 @@ def train_export_and_resume(folder):
     assert all("lora_" in name for name in index.state_dict_metadata)
     again = run(folder / "again", base, {"steps": 1, "lora": {"path": str(folder / "whole")}})
     merge.main(["--model", str(folder / "base"), "--adapter", str(folder / "whole"), "--out", str(folder / "out")])
-    assert (folder / "out" / "generation_config.json").read_text() == '{"eos_token_id": [257, 10]}'
+    assert json.loads((folder / "out" / "generation_config.json").read_text()) == {"eos_token_id": [257, 10]}
     merged = run(folder / "merged", {"model": {"path": str(folder / "out")}, "steps": 1, "lora": {"rank": 4}})
     assert again == pytest.approx(merged, rel=1e-5) and again[0] != losses[0]
     settings = yaml.safe_load((folder / "again" / "config.yaml").read_text())

@@ -35,6 +35,7 @@ from minitrain.data.text import Skips, find_files, fitting_tokenizer, nth, read_
 from minitrain.data.tokenizer import Tokenizer
 from minitrain.errors import InputError
 from minitrain.formats.config_hf import find_ends
+from minitrain.models.decoder_config import DecoderConfig
 from minitrain.settings import Config
 
 ANSWERS = ("expected_answer", "answer", "ground_truth", "solution", "response", "output", "completion")
@@ -90,8 +91,9 @@ def open_problems(config: Config) -> tuple[Problems, Problems | None, Tokenizer,
         problems = list(read_jsonl(find_files(config.data), read, skips))
     if not problems:
         raise InputError(f"data.path={config.data.path} holds no problem{skips.aside}")
-    of_model = config.model.config.eos_token_id if config.model.path else None  # else it has never seen its own
-    ends = find_ends(config.model.path, problems[0].reply[-1], tokenizer.eos_id, of_model)
+    # random weights have never seen an end of their own
+    shape = config.model.config if config.model.path else DecoderConfig()
+    ends = find_ends(shape, problems[0].reply[-1], tokenizer.eos_id)
     share = config.data.validation or (0.1 if made_up else 0)
     if not share:
         return Problems(problems, config.seed, skips.aside), None, tokenizer, ends

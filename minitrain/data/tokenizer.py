@@ -55,6 +55,10 @@ class ByteTokenizer:
         """The id of the special token that is written so, if there is one."""
         return {BOS: 256, EOS: self.eos_id}.get(token)
 
+    def named_id(self, role: str) -> int | None:
+        """The id of the `bos`, `eos` or `pad` token, if there is one."""
+        return {"bos": 256, "eos": self.eos_id}.get(role)
+
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, as transformers.AutoTokenizer loads, in place of others."""
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
@@ -111,6 +115,10 @@ class HuggingFaceTokenizer:
 
     def token_id(self, token: str) -> int | None:
         return self.tokenizer.token_to_id(token)
+
+    def named_id(self, role: str) -> int | None:
+        token = self.special_tokens().get(f"{role}_token")
+        return None if token is None else self.token_id(token)
 
     def added_tokens(self) -> list[str]:
         """Those that no merge makes: the special ones, and others found in a text as a whole."""
@@ -245,6 +253,12 @@ def tokenizer_file(name_or_path: str | Path) -> Path | None:
 def tokenizer_folder(model: str | Path, adapter: str | Path | None) -> str | Path:
     """Where the tokenizer is: beside adapters, if one is there, as it has the chat template that they were tuned in."""
     return adapter if adapter and Path(adapter, "tokenizer.json").exists() else model
+
+
+def check_free_of_tokenizer(folder: str | Path) -> None:
+    """Raises InputError if a folder has the tokenizer of an older model, where one that comes without is to be."""
+    if Path(folder, "tokenizer.json").exists():
+        raise InputError(f"{folder} holds a tokenizer.json, which is not this model's (remove it, or use another)")
 
 
 def with_companions(file: Path) -> list[Path]:

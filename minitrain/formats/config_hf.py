@@ -34,6 +34,14 @@ ALSO_CALLED = {"num_experts": "num_local_experts"}  # by transformers 5
 MODEL_TYPES = {"kimi_k2": "deepseek_v3"}  # other names of families
 ENDLESS = (math.inf, {"__float__": "Infinity"})  # as Python's JSON writes infinity, and as transformers 5 does
 UNSAVED = {"bias_update_speed", "router_aux_loss_coef", "seq_aux", "fake_balanced_gate"}  # settings of training alone
+# keys that are read in more than one spelling, and those that speak of how, or with which more tensors, it was stored
+NOT_KEPT = {
+    "rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings",
+    "num_experts", "num_local_experts", "num_key_value_heads", "head_dim", "layer_types", "layers_block_type",
+    "hybrid_override_pattern", "num_hidden_layers", "mamba_dt_min", "mamba_dt_limit", "time_step_min",
+    "time_step_limit", "dtype", "torch_dtype", "quantization_config", "auto_map", "transformers_version",
+    "num_nextn_predict_layers", "mtp_hybrid_override_pattern", "mtp_layers_block_type",
+}  # fmt: skip
 
 
 class Family(NamedTuple):
@@ -176,10 +184,13 @@ def config_from_hf(raw: dict, file: Path) -> DecoderConfig:
     if name == "nemotron_h":
         fields |= _nemotron_h_fields(raw, file)
     try:
-        return DecoderConfig(family=name, **sizes, **fields, **family.fixed)
+        config = DecoderConfig(family=name, **sizes, **fields, **family.fixed)
     except InputError as error:  # with our names
         told = re.sub(r"(?:model\.)?([\w.]+)(?==)", lambda name: keys.get(name[1], name[1]), str(error))
         raise InputError(f"{file}: {told}") from None
+    written = _settings(config, torch.float32).keys() | NOT_KEPT
+    extra = {key: value for key, value in raw.items() if key not in written and not key.startswith("_")}
+    return dataclasses.replace(config, extra_config=extra)
 
 
 def _nemotron_h_fields(raw: dict, file: Path) -> dict:
@@ -234,24 +245,16 @@ def write_json(file: Path, value: dict) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def copy_generation_config(
-    source: str | Path, folder: str | Path, eos: int | list[int] | None, end: int | None
-) -> None:
-    """How the model in folder `source` is to generate, and at which tokens to end, holds for what is made of it.
+def end_also_at(config: DecoderConfig, end: int | None) -> DecoderConfig:
+    """Return the config of a model that ends a text at token `end`, too, if that is not None.
 
-    eos: where that ends a text by its config.json, which counts only where this file says nothing. end: a token that
-    ends one besides, if not None.
+    generation_config.json, where there is one, counts before config.json.
     """
-    file = Path(source, GENERATION)
-    if not file.exists():
-        return
-    text = file.read_text(encoding="utf-8")
-    if end is not None:
-        tree = read_json(file)
-        own = tree.get("eos_token_id")
-        ends = with_end(eos if own is None else own, end)
-        text = text if ends == own else json.dumps(tree | {"eos_token_id": ends}, indent=2) + "\n"
-    Path(folder, GENERATION).write_text(text, encoding="utf-8")
+    generation = config.generation_config
+    if generation and end is not None:
+        own = generation.get("eos_token_id")
+        generation = generation | {"eos_token_id": with_end(config.eos_token_id if own is None else own, end)}
+    return dataclasses.replace(config, eos_token_id=with_end(config.eos_token_id, end), generation_config=generation)
 
 
 def with_end(ends: int | list[int] | None, end: int | None) -> int | list[int] | None:
@@ -260,13 +263,9 @@ def with_end(ends: int | list[int] | None, end: int | None) -> int | list[int] |
     return ends if end is None or end in known else [*known, end] if known else end
 
 
-def find_ends(folder: str, *known: int | list[int] | None) -> tuple[int, ...]:
-    """The tokens that end a text: those that are known, and those at which transformers would stop besides.
-
-    folder: where the model is; empty for one that is nowhere yet.
-    """
-    file = Path(folder, GENERATION)
-    found = [*known, read_json(file).get("eos_token_id") if folder and file.exists() else None]
+def find_ends(config: DecoderConfig, *known: int | list[int] | None) -> tuple[int, ...]:
+    """Return the tokens that end a text: those that are known, then those at which transformers stops the model."""
+    found = [*known, config.eos_token_id, config.generation_config.get("eos_token_id")]
     flat = chain.from_iterable(ids if isinstance(ids, list) else [ids] for ids in found)
     return tuple(dict.fromkeys(token for token in flat if isinstance(token, int)))
 
@@ -417,6 +416,7 @@ def check_exportable(config: DecoderConfig) -> None:
     with located(f"model cannot be saved as {family.architecture}"):
         again = config_from_hf(_settings(config, torch.float32), Path("config.json"))
     free = UNSAVED | {"rope_theta", "rope_scaling"}  # of these two, reading refuses what it does not know
+    free |= {"generation_config"}  # a file of its own
     free |= {"head_dim"} if config.kv_lora_rank else set()
     for key in (field.name for field in dataclasses.fields(config) if field.name not in free):
         given, value = getattr(config, key), getattr(again, key)
@@ -468,4 +468,4 @@ def _settings(config: DecoderConfig, dtype: torch.dtype) -> dict:
     if config.family == "gpt2":
         del settings["num_key_value_heads"], settings["head_dim"]  # keys that GPT-2 does not have
         settings["n_ctx"] = config.max_position_embeddings  # GPT-2's own files have it too; llama.cpp reads it alone
-    return {family.key(key): value for key, value in settings.items()}
+    return {family.key(key): value for key, value in settings.items()} | config.extra_config

@@ -10,6 +10,7 @@ and leave memory shard by shard. What is not here: tokenizers, and how a sharded
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from minitrain.errors import InputError, refused
 from minitrain.formats import gpt2, wan_names
-from minitrain.formats.config_hf import config_from_hf, config_to_hf, read_json, write_json
+from minitrain.formats.config_hf import GENERATION, config_from_hf, config_to_hf, read_json, write_json
 from minitrain.formats.layouts_hf import Piece, is_ignored, pieces, stored_name, to_stored
 from minitrain.formats.tensor_files import DTYPES, Slices, all_of, open_tensors, read_headers, write_tensors
 from minitrain.models.decoder import Decoder
@@ -61,7 +62,8 @@ def read_config(path: str | Path) -> DecoderConfig | WanConfig:
     raw = read_json(file)
     if wan_names.is_wan(raw, file):
         return wan_names.config_from_json(raw, file, stored_tensors(weight_files(path)))
-    return config_from_hf(raw, file)
+    config, generation = config_from_hf(raw, file), file.with_name(GENERATION)
+    return replace(config, generation_config=read_json(generation)) if generation.exists() else config
 
 
 def save_pretrained(
@@ -70,9 +72,9 @@ def save_pretrained(
     """Write what `transformers.AutoModelForCausalLM.from_pretrained(path)` loads unchanged, in the model's own dtype;
     for Wan, `diffusers.WanTransformer3DModel`, or, with `original_names`, Wan's own code.
 
-    An older checkpoint in the folder is replaced; other files (a tokenizer's) stay. Raises InputError for a config that
-    the family's architecture in transformers cannot express, for a model that is sharded or has adapters, and for a
-    folder that has some.
+    An older checkpoint in the folder is replaced, with its generation_config.json; other files (a tokenizer's) stay.
+    Raises InputError for a config that the family's architecture in transformers cannot express, for a model that is
+    sharded or has adapters, and for a folder that has some.
     """
     tensors = model.state_dict()
     if any(map(is_adapter, tensors)):
@@ -277,11 +279,13 @@ def save_tensors(
     if isinstance(config, WanConfig):
         spell = wan_names.original_name if original_names else wan_names.diffusers_name
         to_json = wan_names.config_to_original_json if original_names else wan_names.config_to_json
-        settings, stem = to_json(config), wan_names.STEM
+        files, stem = {"config.json": to_json(config)}, wan_names.STEM
         tensors = ((spell(name), x) for name, x in tensors)
     else:
         check_free_of_adapters(path)
-        settings, stem = config_to_hf(config, dtype), STEMS[0]
+        files, stem = {"config.json": config_to_hf(config, dtype)}, STEMS[0]
+        if config.generation_config:
+            files[GENERATION] = config.generation_config
         spell = partial(stored_name, family=config.family)
         if config.family == "gpt2":
             tensors = gpt2.to_stored(tensors)
@@ -289,7 +293,7 @@ def save_tensors(
             tensors = (pair for name, x in tensors for pair in to_stored(name, x, config))
     wide, fp32 = torch.promote_types(dtype, torch.float32), kept_in_fp32(config, spell)
     tensors = ((name, x.detach().to("cpu", wide if name in fp32 else dtype).contiguous()) for name, x in tensors)
-    _write_checkpoint(tensors, settings, stem, Path(path), max_shard_bytes)
+    _write_checkpoint(tensors, files, stem, Path(path), max_shard_bytes)
 
 
 def check_free_of_adapters(path: str | Path) -> None:
@@ -306,7 +310,7 @@ def kept_in_fp32(config: DecoderConfig | WanConfig, spell: Callable[[str], str])
 
 
 def _write_checkpoint(
-    tensors: Iterable[tuple[str, Tensor]], settings: dict, stem: str, folder: Path, limit: int
+    tensors: Iterable[tuple[str, Tensor]], files: dict[str, dict], stem: str, folder: Path, limit: int
 ) -> None:
     work = folder / ".incomplete"
     shutil.rmtree(work, ignore_errors=True)
@@ -317,7 +321,8 @@ def _write_checkpoint(
         if len(set(weight_map.values())) > 1:
             index = dict(metadata=dict(total_size=total_size), weight_map=weight_map)
             write_json(work / _single_and_index(stem)[1], index)
-        write_json(work / "config.json", settings)
+        for name, contents in files.items():
+            write_json(work / name, contents)
         _replace_checkpoint(folder, work)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -357,7 +362,7 @@ def _name_shards(shards: list[list[str]], work: Path, stem: str) -> dict[str, st
 
 def _replace_checkpoint(folder: Path, work: Path) -> None:
     """Without config.json neither the old nor the new files are a checkpoint, so no mixture of them can be loaded."""
-    outdated = [folder / "config.json"]
+    outdated = [folder / "config.json", folder / GENERATION]
     for stem in STEMS:
         outdated += [*(folder / file for file in _single_and_index(stem)), *folder.glob(f"{stem}-*-of-*.safetensors")]
     for file in outdated:

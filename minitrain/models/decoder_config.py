@@ -4,6 +4,7 @@ A family is a choice of these fields: `zoo.py` holds their values for each publi
 them from a Hugging Face config.json, and `decoder.py` builds what they say.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 from minitrain.errors import InputError
@@ -86,6 +87,10 @@ class DecoderConfig:
     scaled_residual_init: bool = False  # divide what writes into the residual stream by sqrt(number of writers)
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None  # Llama 3.1 has several
+    # what the model's files say besides, for those of what is made of it: other keys of config.json, and
+    # generation_config.json
+    extra_config: dict = dataclasses.field(default_factory=dict, compare=False)
+    generation_config: dict = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self):
         """Raises InputError for sizes that no model can have."""

@@ -134,6 +134,7 @@ ZOO: dict[str, dict] = {
         num_attention_heads=96, num_key_value_heads=96, head_dim=128, max_position_embeddings=2048, norm="layernorm",
         norm_eps=1e-5, mlp="gelu", qkv_bias=True, o_bias=True, position_embedding="learned", tie_word_embeddings=True,
         scaled_residual_init=True, bos_token_id=50256, eos_token_id=50256,
+        extra_config=dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),  # transformers' defaults are 0.1
     ),
 }  # fmt: skip
 
@@ -187,7 +188,10 @@ def tiny(fields: dict, num_layers: int = 4) -> dict:
 
 
 def model_config(name: str, **overrides) -> DecoderConfig | WanConfig:
-    """The config of the model called `name`, with some fields replaced. Raises InputError for an unknown name."""
+    """The config of the model called `name`, with some fields replaced. Raises InputError for an unknown name.
+
+    Its bos and eos are left out where a smaller vocabulary does not hold them.
+    """
     base, shrunk = name.removesuffix("-tiny"), name.endswith("-tiny")
     if base in WAN:
         return WanConfig(**WAN[base] | (TINY_WAN if shrunk else {}) | overrides)
@@ -199,7 +203,9 @@ def model_config(name: str, **overrides) -> DecoderConfig | WanConfig:
         raise InputError(f"model {name!r} is unknown (nearest: {near[0]!r}; known: {names}, each also with -tiny)")
     if shrunk:
         fields = tiny(fields)
-    return dataclasses.replace(DecoderConfig(**fields), **overrides)
+    config = DecoderConfig(**fields | overrides)
+    beyond = [key for key in ("bos_token_id", "eos_token_id") if fields[key] >= config.vocab_size]
+    return dataclasses.replace(config, **{key: None for key in beyond if key not in overrides})
 
 
 def empty_model(config: DecoderConfig | WanConfig, **stage) -> Decoder | Wan:

@@ -135,7 +135,7 @@ def test_what_is_saved_has_the_rights_of_any_other_file(mask, folder, tmp_path):
     finally:
         assert os.umask(before) == mask
     rights = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "model").iterdir()}
-    assert rights == dict.fromkeys(["config.json", "model.safetensors"], 0o666 & ~mask)
+    assert rights == dict.fromkeys(["config.json", "generation_config.json", "model.safetensors"], 0o666 & ~mask)
 
 
 # --------------------------------------------------------------------------------------------------------------- dtypes
