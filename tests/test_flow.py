@@ -68,21 +68,59 @@ def test_shift_is_the_published_one(shift):
     assert sigmas.median().item() == pytest.approx(shift / (shift + 1), abs=1e-3)
 
 
-def test_limits_clamp():
-    sigmas = sigma_from_uniform(EVEN, Diffusion(shift=1, sigma_min=0.2, sigma_max=0.9))
-    assert sigmas.min() == 0.2 and sigmas.max() == 0.9
-    assert share_below(sigmas, 0.5) == pytest.approx(0.5, abs=1e-3)
+SLICES = [(0.0, 0.4), (0.2, 0.9), (0.875, 1.0), (0.5, 0.5001)]  # the third is that of Wan 2.2's high-noise network
+
+
+@pytest.mark.parametrize("low, high", SLICES)
+@pytest.mark.parametrize("shift", [1.0, 5.0, 12.0])
+@pytest.mark.parametrize("sampling", [
+    dict(sampling="uniform"),
+    dict(sampling="logit_normal"),
+    dict(sampling="logit_normal", mean=-0.7, std=0.6),
+    dict(sampling="mode"),
+    dict(sampling="mode", mode_scale=-0.9),
+    dict(sampling="mixed"),
+    dict(sampling="mixed", uniform_share=0.6, mean=1.0),
+], ids=str)  # fmt: skip
+def test_limits_take_a_slice_of_the_distribution(sampling, shift, low, high):
+    """The sigmas without limits, of which those between the limits are kept, by brute force."""
+    u = (torch.arange(1_000_000, dtype=torch.float64) + 0.5) / 1_000_000
+    everything = sigma_from_uniform(u, Diffusion(**sampling, shift=shift))
+    kept = everything[(everything >= low) & (everything <= high)]
+    sigmas = sigma_from_uniform(EVEN, Diffusion(**sampling, shift=shift, sigma_min=low, sigma_max=high))
+    assert low <= sigmas.min() and sigmas.max() <= high and sigmas.unique().numel() == len(EVEN)
+    off = 1e-3 + 3 / len(kept)
+    for share in (0.1, 0.3, 0.5, 0.7, 0.9):
+        limit = low + share * (high - low)
+        assert share_below(sigmas, limit) == pytest.approx(share_below(kept, limit), abs=off)
+
+
+def test_a_slice_of_uniform_numbers_has_the_closed_form():
+    """u = sigma / (shift - (shift - 1) sigma) is even between those of the limits."""
+    shift, low, high = 5.0, 0.875, 1.0
+    sigmas = sigma_from_uniform(EVEN, Diffusion("uniform", shift=shift, sigma_min=low, sigma_max=high))
+    first, last = (limit / (shift - (shift - 1) * limit) for limit in (low, high))
+    torch.testing.assert_close(sigmas / (shift - (shift - 1) * sigmas), first + (last - first) * EVEN)
 
 
 def test_weights():
     assert (weight(EVEN, Diffusion()) == 1).all()
     torch.testing.assert_close(weight(EVEN, Diffusion(weighting="linear", shift=3)), 1 + 3 * EVEN)
-    bell = weight(EVEN, Diffusion(weighting="bell"))
-    assert bell.mean().item() == pytest.approx(1, abs=1e-5)
-    t = 1000 * EVEN  # as DiffSynth writes it, over evenly spaced timesteps
-    theirs = torch.exp(-2 * ((t - 500) / 1000) ** 2)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0, 5.0, 0.5])
+def test_the_bell_is_that_of_diffsynth(shift):
+    """Its FlowMatchScheduler.set_timesteps(1000, training=True), as it is written for Wan."""
+    sigmas = torch.linspace(1, 0, 1001, dtype=torch.float64)[:-1]
+    sigmas = shift * sigmas / (1 + (shift - 1) * sigmas)
+    timesteps = sigmas * 1000
+    theirs = torch.exp(-2 * ((timesteps - 500) / 1000) ** 2)
     theirs = theirs - theirs.min()
-    torch.testing.assert_close(bell, theirs / theirs.mean(), atol=2e-3, rtol=0)
+    theirs = theirs * (1000 / theirs.sum())
+    ours = weight(sigmas, Diffusion(weighting="bell", shift=shift))
+    torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
+    mean = weight(sigma_from_uniform(EVEN, Diffusion("uniform", shift=shift)), Diffusion(weighting="bell", shift=shift))
+    assert mean.mean().item() == pytest.approx(1, abs=1e-3)
 
 
 @pytest.mark.parametrize("settings, message", [
@@ -96,6 +134,7 @@ def test_weights():
     (dict(sigma_min=-0.1), "must be between 0 and 1, the first below the second"),
     (dict(sigma_min=0.5, sigma_max=0.5), "must be between 0 and 1, the first below the second"),
     (dict(sigma_max=1000), "must be between 0 and 1, the first below the second"),
+    (dict(sampling="logit_normal", mean=-9, sigma_min=0.9), "sampling=logit_normal draws no sigma between these"),
 ], ids=str)  # fmt: skip
 def test_settings_without_a_meaning_are_refused(settings, message):
     with pytest.raises(InputError) as error:
@@ -182,17 +221,39 @@ def test_loss_of_known_velocities():
     def still(noisy, timestep, text):
         return torch.zeros_like(noisy).bfloat16()
 
-    objective = FlowMatching(Diffusion())
-    assert objective.count(batch) == 5 * 16
-    assert objective.loss(perfect, batch) == 0
-    torch.testing.assert_close(objective.loss(still, batch), target.square().sum())
-    linear = FlowMatching(Diffusion(weighting="linear", shift=2)).loss(still, batch)
-    torch.testing.assert_close(linear, ((1 + 2 * sigma) * target.square()).sum())
+    for reduction, size in (("sample", 1), ("element", 16)):
+        objective = FlowMatching(Diffusion(reduction=reduction))
+        assert objective.count(batch) == 5 * size
+        assert objective.loss(perfect, batch) == 0
+        torch.testing.assert_close(objective.loss(still, batch) / size, target.square().sum() / 16)
+        linear = FlowMatching(Diffusion(weighting="linear", shift=2, reduction=reduction)).loss(still, batch)
+        torch.testing.assert_close(linear / size, ((1 + 2 * sigma) * target.square()).sum() / 16)
 
 
-def test_loss_by_quartile_of_sigma():
+def test_an_image_counts_as_much_as_a_video_or_by_its_size():
+    """As in diffusers' training scripts the mean over each sample's elements, then over samples; or over all elements.
+    The gradient of a velocity that is one number everywhere: of 8 and of 60 elements."""
+    image, video = ({"latents": torch.randn(s), "noise": torch.randn(s)} for s in ((2, 1, 2, 2), (2, 5, 2, 3)))
+    batch = {key: [image[key], video[key]] for key in image} | {"sigma": torch.rand(2), "text": torch.zeros(2, 1, 1)}
+    targets = [sample["noise"] - sample["latents"] for sample in (image, video)]
+    means = torch.stack([target.mean() for target in targets])
+    for reduction, shares in (("sample", torch.tensor([0.5, 0.5])), ("element", torch.tensor([8 / 68, 60 / 68]))):
+        velocity, objective = torch.zeros((), requires_grad=True), FlowMatching(Diffusion(reduction=reduction))
+
+        def same(noisy, timestep, text, velocity=velocity):
+            return [velocity.expand_as(x) for x in noisy]
+
+        loss = objective.loss(same, batch) / objective.count(batch)
+        torch.testing.assert_close(loss, shares @ torch.stack([target.square().mean() for target in targets]))
+        loss.backward()
+        torch.testing.assert_close(velocity.grad, -2 * (shares * means).sum())
+        assert objective.metrics(lambda totals: totals)["video_tokens"] == 68
+
+
+@pytest.mark.parametrize("reduction, size", [("sample", 1), ("element", 16)])
+def test_loss_by_quartile_of_sigma(reduction, size):
     """Two quartiles seen in two calls; the unweighted error of each, once."""
-    objective = FlowMatching(Diffusion(weighting="linear"), patch_elements=4)
+    objective = FlowMatching(Diffusion(weighting="linear", reduction=reduction), patch_elements=4)
     batch = batch_of(Noised(Clips(), Diffusion(), seed=0), range(4)) | {"sigma": torch.tensor([0.3, 0.49, 1.0, 0.26])}
     errors = (batch["noise"] - batch["latents"]).square().flatten(1).mean(1)
 
@@ -207,7 +268,7 @@ def test_loss_by_quartile_of_sigma():
     assert numbers["loss_sigma_q2"] == pytest.approx(errors[[0, 1, 3]].mean().item(), rel=1e-5)
     assert numbers["loss_sigma_q4"] == pytest.approx(errors[2].item(), rel=1e-5)
     with torch.no_grad():  # validation has neither weights nor numbers for the log
-        torch.testing.assert_close(objective.loss(still, batch), 16 * errors.sum())
+        torch.testing.assert_close(objective.loss(still, batch), size * errors.sum())
     assert objective.totals is None
 
 
@@ -224,7 +285,7 @@ def test_image_to_video_sees_its_condition():
     s = batch["sigma"].view(-1, 1, 1, 1, 1)
     noisy = torch.cat([(1 - s) * batch["latents"] + s * batch["noise"], batch["condition"]], dim=1)
     velocity = model(noisy, 1000 * batch["sigma"], batch["text"], batch["image"])
-    torch.testing.assert_close(loss, (velocity - batch["noise"] + batch["latents"]).square().sum())
+    torch.testing.assert_close(loss, (velocity - batch["noise"] + batch["latents"]).square().flatten(1).mean(1).sum())
 
 
 def test_packed_loss_is_the_sum_of_each_alone():
@@ -237,6 +298,6 @@ def test_packed_loss_is_the_sum_of_each_alone():
     alone = sum(objective.loss(model, {key: value[None] for key, value in video.items()}) for video in videos)
     batch = {key: [video[key] for video in videos] for key in videos[0]}
     batch |= {key: torch.stack(batch[key]) for key in ("sigma", "text")}
-    assert objective.count(batch) == sum(math.prod(shape) for shape in shapes)
+    assert objective.count(batch) == 3
     torch.testing.assert_close(objective.loss(model, batch), alone)
     assert not objective.totals.requires_grad  # which would keep the graphs of all micro-batches

@@ -1,15 +1,17 @@
 """Flow matching (Lipman et al. 2022): learn the velocity that leads from noise to data along straight lines.
 
 Data x and noise e are mixed to (1 - sigma) x + sigma e; the model sees that, the timestep 1000 sigma and the text, and
-is to predict the velocity e - x. The loss is the squared error, in fp32.
+is to predict the velocity e - x. The loss is the squared error, in fp32: as in diffusers' and most other training code,
+its mean over each video, and then over the videos of a step, whatever their sizes (see Diffusion.reduction).
 
 What is random about a step (noise, sigma, whether the text is hidden) is drawn with the data, as a pure function of the
 seed and the row's number: resuming is exact, and all ranks that share a video see the same.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -28,8 +30,11 @@ class Diffusion:
 
     sampling, of u between 0 and 1: uniform; logit_normal, sigmoid(mean + std * normal); mode, heavy at both ends if
     mode_scale > 0 (both Esser et al. 2024, section 3.1); mixed, logit_normal but for a uniform_share of the samples.
-    shift: then sigma = shift u / (1 + (shift - 1) u), more noise for larger videos; and clamped to the limits.
-    weighting: none; linear, 1 + shift sigma; bell, exp(-2 (sigma - 1/2)^2) less its minimum, of mean 1 (DiffSynth).
+    shift: then sigma = shift u / (1 + (shift - 1) u), more noise for larger videos.
+    sigma_min, sigma_max: only sigmas between these are drawn, as often one beside the other as without limits.
+    weighting: none; linear, 1 + shift sigma; bell, exp(-2 (sigma - 1/2)^2) less its minimum, of mean 1 over evenly
+    spaced u (DiffSynth).
+    reduction: sample, each video counts alike in a step; element, each element does, so a video by its size.
     text_dropout: the share of samples without their text, which classifier-free guidance needs (Ho & Salimans 2022).
     """
 
@@ -42,6 +47,7 @@ class Diffusion:
     sigma_min: float = 0.0
     sigma_max: float = 1.0
     weighting: Literal["none", "linear", "bell"] = "none"
+    reduction: Literal["sample", "element"] = "sample"
     text_dropout: float = 0.1
 
     def __post_init__(self):
@@ -54,14 +60,16 @@ class Diffusion:
                 raise InputError(f"diffusion.{field}={getattr(self, field)} must be between 0 and 1")
         if not -1 <= self.mode_scale <= 2 / (math.pi - 2):  # beyond, more noise would not mean a larger sigma
             raise InputError(f"diffusion.mode_scale={self.mode_scale} must be between -1 and 1.75")
+        limits = f"diffusion.sigma_min={self.sigma_min} and sigma_max={self.sigma_max}"
         if not 0 <= self.sigma_min < self.sigma_max <= 1:
-            limits = f"diffusion.sigma_min={self.sigma_min} and sigma_max={self.sigma_max}"
             raise InputError(f"{limits} must be between 0 and 1, the first below the second")
+        if not sum(chances(self).values()) > 1e-9:
+            raise InputError(f"{limits}: diffusion.sampling={self.sampling} draws no sigma between these")
 
 
 class FlowMatching:
-    """The objective: squared error of the velocity, summed over all elements of the latents, in training weighted by
-    sigma.
+    """The objective: squared error of the velocity, its mean over each video (or its sum, by settings.reduction), in
+    training weighted by sigma.
 
     Batches have latents, noise [batch, channels, frames, height, width], sigma [batch], text [batch, tokens, text_dim];
     for image-to-video also condition [batch, more channels, frames, height, width] and image [batch, tokens,
@@ -74,7 +82,7 @@ class FlowMatching:
         self.totals = None
 
     def count(self, batch: dict) -> int:
-        return sum(video.numel() for video in batch["latents"])
+        return sum(map(self._terms, batch["latents"]))
 
     def loss(self, model: Module, batch: dict) -> Tensor:
         latents, noise, sigma = batch["latents"], batch["noise"], batch["sigma"].float()
@@ -84,42 +92,88 @@ class FlowMatching:
         noisy = noisy if isinstance(latents, list) else torch.stack(noisy)
         velocities = model(noisy, 1000 * sigma, batch["text"], *([batch["image"]] if "image" in batch else []))
         pairs = zip(velocities, noise, latents, strict=True)
-        errors = torch.stack([(v - (e - x)).square().sum() for v, e, x in pairs])
+        errors = torch.stack([(v - (e - x)).square().mean() * self._terms(x) for v, e, x in pairs])
         if not torch.is_grad_enabled():  # validation: runs that weigh otherwise are to compare
             return errors.sum()
-        self._record(sigma, errors.detach(), [x.numel() for x in latents])
+        self._record(sigma, errors.detach(), latents)
         return (errors * weight(sigma, self.settings)).sum()
 
     def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """The unweighted mean squared error in each quartile of sigma that had samples, and how many tokens all had."""
-        errors, elements = sum_over(self.totals).tolist()
+        errors, terms, elements = sum_over(self.totals).tolist()
         self.totals = None
-        losses = {f"loss_sigma_q{i + 1}": errors[i] / elements[i] for i in range(4) if elements[i]}
+        losses = {f"loss_sigma_q{i + 1}": errors[i] / terms[i] for i in range(4) if terms[i]}
         return losses | {"video_tokens": sum(elements) / self.patch_elements}
 
-    def _record(self, sigma: Tensor, errors: Tensor, elements: list[int]) -> None:
-        if self.totals is None:  # squared errors, numbers of elements
-            self.totals = torch.zeros(2, 4, dtype=torch.float64, device=sigma.device)
+    def _terms(self, video: Tensor) -> int:
+        """Return how often a video's mean error counts."""
+        return video.numel() if self.settings.reduction == "element" else 1
+
+    def _record(self, sigma: Tensor, errors: Tensor, videos: Iterable[Tensor]) -> None:
+        if self.totals is None:  # errors, how many terms they are of, numbers of elements
+            self.totals = torch.zeros(3, 4, dtype=torch.float64, device=sigma.device)
         quartile = (4 * sigma).long().clamp(max=3)
-        counts = torch.stack([self.totals.new_full((), count) for count in elements])  # does not wait for the device
-        self.totals.index_add_(1, quartile, torch.stack([errors.double(), counts]))
+        sizes = [(self._terms(video), video.numel()) for video in videos]
+        counts = [torch.stack([self.totals.new_full((), n) for n in each]) for each in zip(*sizes, strict=True)]
+        self.totals.index_add_(1, quartile, torch.stack([errors.double(), *counts]))
+
+
+# -------------------------------------------------------------------------------------------------------------- sigmas
 
 
 def sigma_from_uniform(u: Tensor, settings: Diffusion) -> Tensor:
-    """Turn uniform numbers between 0 and 1, in fp64, into sigmas of the settings' distribution."""
-    if settings.sampling == "logit_normal":
-        u = logit_normal(u, settings)
-    elif settings.sampling == "mode":
-        u = 1 - u - settings.mode_scale * (torch.cos(math.pi / 2 * u) ** 2 - 1 + u)
-    elif settings.sampling == "mixed":
-        share = settings.uniform_share
-        rest = logit_normal(((u - share) / (1 - share)).clamp(0, 1), settings)
-        u = torch.where(u < share, u / share, rest)  # of a share of 0 or 1, what divides by 0 is not taken
-    return shift_sigma(u, settings.shift).clamp(settings.sigma_min, settings.sigma_max)
+    """Turn uniform numbers between 0 and 1, in fp64, into sigmas of the settings' distribution between its limits."""
+    if settings.sampling == "mixed":
+        uniform, normal = chances(settings).values()
+        share = uniform / (uniform + normal)
+        others = within_limits("logit_normal", (u - share) / (1 - share), settings)
+        x = torch.where(u < share, within_limits("uniform", u / share, settings), others)
+    else:
+        x = within_limits(settings.sampling, u, settings)
+    return shift_sigma(x, settings.shift).clamp(settings.sigma_min, settings.sigma_max)  # against rounding alone
+
+
+def within_limits(sampling: str, u: Tensor, settings: Diffusion) -> Tensor:
+    """Return the quantiles, before the shift, of one kind of sampling whose sigmas lie between the limits."""
+    low, high = quantile_limits(sampling, settings)
+    return QUANTILES[sampling]((low + (high - low) * u).clamp(0, 1), settings)
+
+
+@lru_cache
+def quantile_limits(sampling: str, settings: Diffusion) -> tuple[float, float]:
+    """Return the numbers u between which the sigmas lie between the limits, by bisection."""
+
+    def sigma(u: float) -> float:
+        x = QUANTILES[sampling](torch.tensor(u, dtype=torch.float64), settings)
+        return shift_sigma(x, settings.shift).item()
+
+    rising, found = sigma(1.0) > sigma(0.0), []
+    for limit in (settings.sigma_min, settings.sigma_max):
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if (sigma(middle) < limit) == rising else (low, middle)
+        found.append(high)
+    return min(found), max(found)
+
+
+def chances(settings: Diffusion) -> dict[str, float]:
+    """Return, by kind of sampling, how often it is taken and lies between the limits."""
+    share = settings.uniform_share
+    kinds = {"uniform": share, "logit_normal": 1 - share} if settings.sampling == "mixed" else {settings.sampling: 1.0}
+    limits = {kind: quantile_limits(kind, settings) for kind in kinds}
+    return {kind: chance * (limits[kind][1] - limits[kind][0]) for kind, chance in kinds.items()}
 
 
 def logit_normal(u: Tensor, settings: Diffusion) -> Tensor:
     return torch.sigmoid(settings.mean + settings.std * torch.special.ndtri(u))
+
+
+def mode(u: Tensor, settings: Diffusion) -> Tensor:
+    return 1 - u - settings.mode_scale * (torch.cos(math.pi / 2 * u) ** 2 - 1 + u)
+
+
+QUANTILES = {"uniform": lambda u, settings: u, "logit_normal": logit_normal, "mode": mode}
 
 
 def shift_sigma(u: Tensor, shift: float) -> Tensor:
@@ -132,10 +186,18 @@ def weight(sigma: Tensor, settings: Diffusion) -> Tensor:
     if settings.weighting == "linear":
         return 1 + settings.shift * sigma
     if settings.weighting == "bell":
-        least = math.exp(-0.5)
-        mean = math.sqrt(math.pi / 2) * math.erf(math.sqrt(0.5)) - least
-        return (torch.exp(-2 * (sigma - 0.5) ** 2) - least) / mean
+        return bell(sigma) / bell_mean(settings.shift)
     return torch.ones_like(sigma)
+
+
+def bell(sigma: Tensor) -> Tensor:
+    return torch.exp(-2 * (sigma - 0.5) ** 2) - math.exp(-0.5)
+
+
+@lru_cache
+def bell_mean(shift: float) -> float:
+    """Return its mean over the sigmas that 1000 evenly spaced u are shifted to, as DiffSynth takes it."""
+    return bell(shift_sigma(torch.arange(1, 1001, dtype=torch.float64) / 1000, shift)).mean().item()
 
 
 class Noised:
