@@ -256,7 +256,7 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
     """Read a YAML file, apply `key=value` words (dotted keys) over it, check all that needs no world size."""
     tree = read_tree(path)
     for word in overrides:
-        apply_override(tree, word)
+        apply_override(tree, word, Config)
     return from_dict(tree)
 
 

@@ -1,6 +1,8 @@
 """Reading configs: what is accepted, and that each mistake is one line that names the key."""
 
 import dataclasses
+import os
+import re
 
 import pytest
 
@@ -10,6 +12,7 @@ from minitrain.formats.peft import save_adapter
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import Lora, add_adapters, is_adapter
 from minitrain.models.zoo import model_config
+from minitrain.run.aliases import ALIASES, OF_MODEL
 from minitrain.run.config_checks import check_layout, validate
 from minitrain.run.config_yaml import read_yaml, to_yaml
 from minitrain.settings import Config, from_dict, load, to_dict
@@ -123,7 +126,7 @@ def test_what_is_written_is_read_back_the_same():
     "tree, line",
     [
         ({"stepz": 1}, r"unknown key stepz \(nearest: steps\)"),
-        ({"optim": {"learning_rate": 1}}, r"unknown key optim.learning_rate \(nearest: \w+\)"),
+        ({"optim": {"learning_rate": 1}}, r"unknown key optim.learning_rate \(use optim.lr\)"),
         ({"model": {"name": "llama3-8b", "layers": 2}}, r"unknown key model.layers \(nearest: num_layers\)"),
         ({"model": "lama3-8b"}, r"model 'lama3-8b' is unknown \(nearest: 'llama3-8b'"),
         ({"model": ["llama3-8b"]}, "model must be a name, a folder or a mapping, not list"),
@@ -236,15 +239,86 @@ def test_malformed_files_name_the_place(tmp_path, text, line):
         ("optim.lr=[", r"argument 'optim.lr=\['"),
         ("lr=1", r"unknown key lr \(nearest: optim.lr\)"),
         ("optm.lr=1", r"unknown key optm \(nearest: optim\)"),
-        ("optim.learning_rate=1", r"unknown key optim.learning_rate \(nearest: lr\)"),
+        ("optim.learning_rate=1", r"unknown key optim.learning_rate \(use optim.lr\)"),
         ("STEP=1", r"unknown key STEP \(nearest: steps\)"),
-        ('out_dir="a\\0b"', r"out_dir='a\\x00b' must not hold a zero byte"),
+        ("out_dir=a\0b", r"out_dir='a\\x00b' must not hold a zero byte"),
+        ("out_dir=", "out_dir is empty"),
+        ("every=5", r"unknown key every \(nearest: validation.every or checkpoint.every\)"),
+        ("zzzzzz=5", r"unknown key zzzzzz \(minitrain/settings.py has all settings\)"),
+        ("precision=int4", r"precision='int4' is not one of fp32, bf16, bf16-pure, fp8$"),
+        ("model=qqqq", r"model 'qqqq' is unknown \(known: "),
     ],
 )
 def test_wrong_overrides(tmp_path, word, line):
     with pytest.raises(InputError, match=line) as error:
         load(config_file(tmp_path, "steps: 5\n"), [word])
     assert "\n" not in str(error.value)
+
+
+AS_IT_STANDS = [
+    "exp/a #2", "2024-12-24", "0100", "1:30", "*.txt", "&a", "!x", "null", "true", "007", " a b ", "a: b", "{a",
+    "[ab]*.txt", "'quoted'", "- x", "a\\n", "~x #", "%", "@", "`",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", AS_IT_STANDS)
+def test_text_in_a_word_is_no_yaml(tmp_path, text):
+    """The oracle is the word itself: what the shell has handed over."""
+    keys = ("data.path", "out_dir", "data.field", "data.exclude")
+    config = load(config_file(tmp_path, "data: {kind: jsonl}"), [f"{key}={text}" for key in keys])
+    assert (config.data.path, config.data.field, config.data.exclude) == (text, text, [text.strip().strip("'")])
+    assert config.out_dir == text
+    for key in ("model", "model.name"):
+        with pytest.raises(InputError, match=f"^model {re.escape(repr(text))} is unknown|^argument .model={{a"):
+            load(os.devnull, [f"{key}={text}"])
+
+
+def test_lists_in_a_word():
+    def read(word):
+        return load(os.devnull, [word])
+
+    for value in ("[10,12]", "10,12", "10, 12", "[10, 1.2e1]"):
+        assert read(f"profile.steps={value}").profile.steps == [10, 12]
+    assert read("optim.betas=0.8,0.9").optim.betas == [0.8, 0.9] and read("data.size=1,2,3").data.size == [1, 2, 3]
+    assert read("parallel.layers_per_stage=null").parallel.layers_per_stage is None
+    for value in ("[*.txt, a b #2,'x,y', \"&z\"]", "*.txt,a b #2,'x,y',\"&z\""):
+        assert read(f"data.exclude={value}").data.exclude == ["*.txt", "a b #2", "x,y", "&z"]
+    assert read("data.exclude=").data.exclude == read("data.exclude=[]").data.exclude == []
+    assert load(os.devnull, ["data.kind=text", "data.path=[a,*.b]"]).data.path == ["a", "*.b"]
+    assert load(os.devnull, ["data.kind=text", "data.path=a,b"]).data.path == "a,b"  # a file may be called so
+    assert read("lora.targets=q_proj,v_proj").lora.targets == ["q_proj", "v_proj"]
+    with pytest.raises(InputError, match="optim.betas=.0.9. must be two numbers"):
+        read("optim.betas=0.9")
+
+
+@pytest.mark.parametrize("alias, ours", [
+    ("learning_rate", "optim.lr"), ("bf16", "precision=bf16"), ("max_seq_len", "batch.seq_len"),
+    ("gradient_accumulation_steps", "batch.global, which is"), ("save_every", "checkpoint.every"),
+    ("num_epochs", "steps, each of"), ("wandb", "out_dir/metrics.jsonl, or metrics.tensorboard"), ("beta", "grpo.kl"),
+    ("tp_size", "parallel.tp"), ("dtype", "precision"), ("lora_r", "lora.rank"), ("lora_alpha", "lora.alpha"),
+    ("per_device_train_batch_size", "batch.micro"), ("num_train_epochs", "steps"), ("output_dir", "out_dir"),
+    ("logging_steps", "out_dir/metrics.jsonl"), ("data.seed", "seed"), ("optim.learning-rate", "optim.lr"),
+    ("MAX_STEPS", "steps"), ("model.n_layer", "num_layers"),
+])  # fmt: skip
+def test_names_that_people_bring(alias, ours):
+    with pytest.raises(InputError, match=rf"^unknown key {alias} \(use {ours}"):
+        load(os.devnull, [f"{alias}=1"])
+
+
+def test_every_alias_leads_to_a_setting():
+    for alias, ours in ALIASES.items():
+        known = to_dict(Config(lora=Lora()))
+        for key in re.split("[=:, ]", ours)[0].split("."):
+            if ours.startswith("out_dir/"):
+                continue
+            assert key in known, (alias, ours)
+            known = known[key]
+    assert set(OF_MODEL.values()) <= {"path", *to_dict(Config())["model"]}
+
+
+def test_sizes_of_parallel_need_not_name_their_section():
+    short, long = (load(os.devnull, [f"{name}tp=2", f"{name}cp=2", f"{name}dp_shard=2"]) for name in ("", "parallel."))
+    assert short == long and (long.parallel.tp, long.parallel.cp) == (2, 2)
 
 
 def test_adapters_are_not_overwritten_by_those_that_start_from_them():

@@ -198,9 +198,9 @@ def model_config(name: str, **overrides) -> DecoderConfig | WanConfig:
     fields = ZOO.get(base)
     if fields is None:
         known = [n for base in (*ZOO, *WAN) for n in (base, base + "-tiny")]
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0)
+        near = "".join(f"nearest: {like!r}; " for like in difflib.get_close_matches(name, known, n=1))
         names = ", ".join((*ZOO, *WAN))
-        raise InputError(f"model {name!r} is unknown (nearest: {near[0]!r}; known: {names}, each also with -tiny)")
+        raise InputError(f"model {name!r} is unknown ({near}known: {names}, each also with -tiny)")
     if shrunk:
         fields = tiny(fields)
     config = DecoderConfig(**fields | overrides)

@@ -67,6 +67,8 @@ def validate(config: "Config") -> None:
 
 def _validate_folders(c: "Config") -> None:
     """What a run starts from is not to be overwritten by what it writes at its end."""
+    if not c.out_dir:
+        raise InputError("out_dir is empty (give the folder that is to hold the run)")
     for name, path in (("model.path", c.model.path), ("lora.path", c.lora.path if c.lora else "")):
         if path and os.path.realpath(path) == os.path.realpath(c.out_dir):
             raise InputError(f"out_dir={c.out_dir!r} is {name}, which the result would overwrite (use another out_dir)")

@@ -5,7 +5,6 @@ So is text that is too much for a config, as it stands or once its anchors are e
 """
 
 import dataclasses
-import difflib
 import os
 import re
 import sys
@@ -17,6 +16,7 @@ from typing import Any, Literal
 import yaml
 
 from minitrain.errors import InputError
+from minitrain.run.aliases import ALIASES, advice, nearest
 
 MAX_CHARACTERS = 100_000  # of a config's text; the longest here has 2,000
 MAX_NODES = 10_000  # values and keys, with anchors expanded
@@ -136,13 +136,18 @@ def read_tree(path: str | Path) -> dict:
     return tree
 
 
-def apply_override(tree: dict, word: str) -> None:
-    """Set one `a.b=value` in a nested dict; the value is read as YAML."""
+SHORT = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp")  # of `parallel`, which need not be named
+ITEM = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^,]*?))\s*(?:,|$)""")  # of a list of text
+
+
+def apply_override(tree: dict, word: str, kind: type) -> None:
+    """Set one `a.b=value` in the nested dict of a `kind`, a dataclass: text as it stands, other values as YAML."""
     key, equals, value = word.partition("=")
     word = _shortened(word)
     if not equals or not key:
         raise InputError(f"argument {word!r} is not of the form key=value")
-    *parents, last = key.split(".")
+    path = ["parallel", key] if key in SHORT else key.split(".")
+    *parents, last = path
     for parent in parents:
         if isinstance(tree.get(parent), str):
             tree[parent] = name_or_path(tree[parent])
@@ -151,7 +156,38 @@ def apply_override(tree: dict, word: str) -> None:
         if not isinstance(tree[parent], dict):
             raise InputError(f"argument {word!r}: {parent!r} is a value, it has no keys under it")
         tree[parent] = tree = dict(tree[parent])  # an alias may be in other places, too
-    tree[last] = read_yaml(value, f"argument {word!r}")
+    named = path == ["model"] and not value.startswith("{")
+    tree[last] = _read_word(value, str if named and value else _kind_of(kind, path), f"argument {word!r}")
+
+
+def _kind_of(kind: Any, path: list[str]) -> Any:
+    """Return the type of a setting below a dataclass, None where there is none."""
+    for key in path:
+        hints = {}
+        for section in typing.get_args(kind) or (kind,):  # as in `Lora | None`
+            hints |= typing.get_type_hints(section) if dataclasses.is_dataclass(section) else {}
+        for shape in typing.get_args(hints.get("config")):  # a model's fields stand beside its name and path
+            hints |= typing.get_type_hints(shape)
+        kind = {name.rstrip("_"): hint for name, hint in hints.items()}.get(key)
+    return kind
+
+
+def _read_word(value: str, kind: Any, where: str) -> Any:
+    """Return the value of a word: text and lists of text as they stand, which YAML would cut at # and read * and ~ in.
+
+    A list may do without its brackets, which some shells take for patterns.
+    """
+    union = typing.get_origin(kind) in (types.UnionType, typing.Union)
+    kinds = typing.get_args(kind) if union else (kind,)
+    lists = [each for each in kinds if typing.get_origin(each) in (list, tuple)]
+    bracketed = value.startswith("[") and value.endswith("]")
+    if lists and typing.get_args(lists[0])[0] is str and (bracketed or str not in kinds):
+        items = ITEM.finditer(value[1:-1] if bracketed else value)
+        return [text for item in items if (text := next(filter(None, item.groups()), ""))]
+    if str in kinds or (typing.get_origin(kind) is Literal and all(isinstance(x, str) for x in typing.get_args(kind))):
+        return value
+    is_list = lists and not bracketed and value not in ("", "null", "~")
+    return read_yaml(f"[{value}]" if is_list else value, where)
 
 
 def name_or_path(word: str) -> dict[str, str]:
@@ -166,9 +202,9 @@ def convert(kind: Any, value: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
         if value not in arguments or isinstance(value, bool):
-            near = _nearest(str(value), map(str, arguments))
-            known = ", ".join(map(str, arguments))
-            raise InputError(f"{where}={_shortened(repr(value))} is not one of {known} (nearest: {near})")
+            known = list(map(str, arguments))
+            told = f"{where}={_shortened(repr(value))} is not one of {', '.join(known)}"
+            raise InputError(f"{told} {nearest(str(value), known)}".rstrip())
         return arguments[arguments.index(value)]  # 1 for 1.0
     if origin in (types.UnionType, typing.Union):
         return _convert_union(arguments, value, where)
@@ -205,7 +241,10 @@ def _convert_mapping(kind: type, value: Any, where: str) -> Any:
     hints = typing.get_type_hints(kind)
     known = {name.rstrip("_"): name for name in hints}
     for key in value:
-        check_known(key, known if where or key in known else _with_settings_of(hints, key) or known, where)
+        elsewhere = [] if where or key in known or key in ALIASES else _with_settings_of(hints, key)
+        if elsewhere:
+            raise InputError(f"unknown key {key} (nearest: {' or '.join(elsewhere)})")
+        check_known(key, known, where)
     prefix = where + "." if where else ""
     return kind(**{known[key]: convert(hints[known[key]], v, prefix + key) for key, v in value.items()})
 
@@ -228,15 +267,7 @@ def _convert_union(kinds: tuple, value: Any, where: str) -> Any:
 def check_known(key: Any, known, where: str) -> None:
     if key not in known:
         word = _shortened(str(key))
-        raise InputError(f"unknown key {where + '.' if where else ''}{word} (nearest: {_nearest(word, known)})")
-
-
-def _nearest(word: str, known) -> str:
-    """By letters, whatever their case; or what is short for it, as lr for learning_rate."""
-    names = {name.lower(): name for name in known}
-    initials = "".join(part[:1] for part in word.lower().split("_"))
-    near = [initials] if initials in names else difflib.get_close_matches(word.lower(), names, n=1, cutoff=0)
-    return names[near[0]]
+        raise InputError(f"unknown key {where + '.' if where else ''}{word} {advice(word, known, where)}")
 
 
 def describe(value: Any) -> str:
