@@ -88,6 +88,12 @@ def test_train_writes_metrics_checkpoints_and_a_model_that_generates(config_file
     assert text.encode() == bytes(t for t in expected[0].tolist() if t < 256) + b"\n"
 
 
+def test_a_short_try_of_an_example_warms_up_less_and_says_so(config_file, tmp_path, capsys):
+    train.main(["--config", str(config_file), "optim.warmup=50", "steps=2"])
+    assert "optim.warmup=50 is longer than steps=2: 0 steps warm up\n" in capsys.readouterr().out
+    assert metrics(tmp_path / "out")[0]["lr"] == 0.01
+
+
 def test_the_same_command_resumes_where_it_was(config_file, tmp_path):
     """Interrupted after step 4 of 6, and run again: the losses of an unbroken run, to the bit."""
     train.main(["--config", str(config_file), f"out_dir={tmp_path / 'new/unbroken'}"])

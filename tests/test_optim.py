@@ -13,7 +13,7 @@ from minitrain.models.wan import FP32Linear
 from minitrain.models.zoo import empty_model, model_config
 from minitrain.parallel.mesh import owned, start
 from minitrain.run.checkpoint import Checkpointer
-from minitrain.settings import Optim
+from minitrain.settings import Optim, from_dict
 from minitrain.training import adamw
 from minitrain.training.loop import Trainer, forward_backward
 from minitrain.training.optim import clip_gradients, learning_rate, make_optimizer, update_weights
@@ -31,6 +31,15 @@ from tests.oracle import check_close, snapshot
 def test_schedule(schedule, expected):
     optim = Optim(lr=1.0, warmup=2, schedule=schedule, final_lr=0.1)
     assert [learning_rate(step, 7, optim) for step in range(7)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("steps, warmup", [(20, 2), (49, 4), (50, 50), (9, 0), (1, 0)])
+def test_a_run_that_is_shorter_than_its_warm_up_warms_up_for_a_tenth(steps, warmup):
+    for schedule in ("constant", "linear", "cosine"):
+        given, right = (Optim(lr=1.0, warmup=n, schedule=schedule, final_lr=0.1) for n in (50, warmup))
+        rates = [[learning_rate(n, steps, optim) for n in range(steps)] for optim in (given, right)]
+        assert rates[0] == rates[1]
+    from_dict({"steps": steps, "optim": {"warmup": 50}})
 
 
 def test_a_run_of_warm_up_only_and_one_step():

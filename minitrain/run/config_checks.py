@@ -42,8 +42,6 @@ def validate(config: "Config") -> None:
         raise InputError(f"optim.final_lr={o.final_lr} must be between 0 and 1, a share of optim.lr")
     if not 0 <= c.data.validation < 1:
         raise InputError(f"data.validation={c.data.validation} must be at least 0 and below 1")
-    if o.warmup > c.steps:
-        raise InputError(f"optim.warmup={o.warmup} exceeds steps={c.steps}")
     if c.data.kind not in ("mock", "shapes") and not c.data.path:
         raise InputError(f"data.kind={c.data.kind} needs data.path")
     _validate_folders(c)

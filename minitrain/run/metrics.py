@@ -25,6 +25,7 @@ from minitrain.run.durable import write_durably
 from minitrain.run.fingerprint import check_continuation
 from minitrain.run.health import WINDOW
 from minitrain.settings import Config, to_dict
+from minitrain.training.optim import warmup_steps
 
 PAUSE = 30.0  # seconds between lines, where they stand for a progress bar
 
@@ -42,7 +43,10 @@ def open_log(config: Config, folder: Path, files: dict[str, str], first: int) ->
     resumed = [f"resumed from step {first}"] * (first > 0)
     finished = ["no step is left to do (for more: steps=N; to begin anew: another out_dir)"] * (first >= config.steps)
     adapters = unreadable_note(config.model.config, config.lora) if config.lora else []
-    for note in [summary(config), *adapters, *notes, *resumed, *finished]:
+    warmup = warmup_steps(config.steps, config.optim)
+    short = [f"optim.warmup={config.optim.warmup} is longer than steps={config.steps}: {warmup} steps warm up"]
+    shortened = short if warmup < config.optim.warmup else []
+    for note in [summary(config), *adapters, *shortened, *notes, *resumed, *finished]:
         log.say(note)
     return log
 

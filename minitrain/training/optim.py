@@ -59,12 +59,18 @@ def update_weights(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
 
 
 def learning_rate(step: int, steps: int, optim: Optim) -> float:
-    """The rate of step 0, 1, ... of `steps`: linear warm-up, then constant, linear or cosine to final_lr * lr."""
-    if step < optim.warmup:
-        return optim.lr * (step + 1) / optim.warmup
-    progress = (step - optim.warmup) / max(1, steps - 1 - optim.warmup)
+    """Return the rate of a step from 0 on: linear warm-up, then constant, linear or cosine to final_lr * lr."""
+    warmup = warmup_steps(steps, optim)
+    if step < warmup:
+        return optim.lr * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - 1 - warmup)
     left = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[optim.schedule]
     return optim.lr * (optim.final_lr + (1 - optim.final_lr) * left)
+
+
+def warmup_steps(steps: int, optim: Optim) -> int:
+    """Return how many of `steps` warm up: optim.warmup, or in a run that is shorter than that a tenth."""
+    return optim.warmup if optim.warmup <= steps else steps // 10
 
 
 @torch.no_grad()
