@@ -1,12 +1,12 @@
-"""What a response is worth: the reward functions, and how to compare answers to mathematical questions.
+r"""What a response is worth: the reward functions, and how to compare answers to mathematical questions.
 
 A reward function takes the response's text, the right answer and the problem's whole line of data:
 
     def reward(response: str, answer: str, row: dict) -> float
 
-`exact` and `math` are built in; a config may name any other as `package.module:name`. Answers are compared as text and
-as fractions, in bounded time whatever the model writes: nothing is evaluated, and of a long text only the end counts.
-Left out: symbolic equality (sqrt(8) is not 2 sqrt(2) here) and units.
+`exact` and `math` are built in; a config may name any other as `package.module:name`. `math` writes every number as its
+exact value, <3/2> for 1\frac{1}{2} or 1.50; then answers are equal if their texts are. Its time is bounded: of a long
+text only the end counts. Left out: symbolic equality (sqrt(8) is not 2 sqrt(2), 3 * 4 is not yet 12) and units.
 """
 
 import importlib
@@ -21,93 +21,111 @@ from minitrain.errors import InputError
 
 Reward = Callable[[str, str, dict], float]
 LOOKED_AT = 20_000  # characters at a text's end: an answer comes last
-DIGITS = 100  # longer numbers are compared as text
-NUMBER = r"-?(?:\d+(?:\.\d+)?|\.\d+)"
-# 3-4 has no minus; 1+1/2 is 1 1/2, see `plain_fractions`
-IN_TEXT = r"(?:(?<![\w)])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:(?:\+\d+)? ?/ ?\d+)?"
+
+# ways to write the same thing, and the one that is read; \frac{a}{b} of numbers becomes a/b
+SPELLINGS = {
+    r"[\u2212\u2013]": "-",
+    r"\\(?:times|cdot|ast)(?![a-z])|[\u00d7\u00b7]": "*",
+    r"\\div(?![a-z])|\u00f7": "/",
+    r" ?\\!|\{,\}(?=\d{3})": "",
+    r"\\?\$\s*-\s*(?=[$\\\d.])": "-",
+    r"\\(?:left|right|displaystyle)(?![a-z])|\\[()$%]|[$%\u00b0\u20ac\u00a3`]|\*\*|__|\^\s*\{?\s*\\circ\s*\}?": "",
+    r"(?<=\d)(?=\\[dtc]?frac)": " ",
+    r"\\[dtc]?frac\s*(?:\{\s*(-?)([\d.,]+)\s*\}|(\d))\s*(?:\{\s*(-?[\d.,]+)\s*\}|(\d))": r"\2\3/\1\4\5 ",
+    r"(?:(?<!\\)\\[,;: ]|~|[^\S\n])+": " ",
+    r" ?([\^_]) ?(?:\{ ?([+-]?\d+) ?\}|([+-]?\d+))": r"\1{\2\3}",
+    r"(?<=\d) ?[*x] ?10\^\{([+-]?\d+)\}": r"e\1",
+}
+DIGITS = r"(?:\d{1,3}(?:[, ]\d{3}){1,15}|\d{1,50})(?!\d)(?:\.\d{1,50}(?!\d))?|\.\d{1,50}(?!\d)"
+POWER = rf"(?:{DIGITS})(?:e[+-]?\d{{1,3}}(?!\d))?(?:\^\{{[+-]?\d{{1,3}}\}})?"
+# a minus, but not that of 3-4, nor the dash after a word or before an item of a list
+SIGN = r"(?<![\w)}\]])-|(?<![\w)}\]\n] )(?<![\w)}\]\n])- |(?<=\bis )- "
+NUMBER = re.compile(
+    rf"(?=[-\d.])({SIGN})?(?<![\d.])(?:(\d+) (?=\d+ ?/))?({POWER})(?: ?/ ?(-?{POWER}))?"  # sign, whole, above, below
+)
+BRACES = r"[^{}]*+"
+for _ in range(8):  # inside each other
+    BRACES = rf"(?:[^{{}}]++|\{{{BRACES}\}})*+"
+BOXED = re.compile(rf"\\f?box(?:ed)?\s*\{{({BRACES})\}}")
+MARKED = r"^.*####\s*(.*?)(?:(?<=[\d.}]) (?:\(|[a-z]{2}).*)?$"
+VALUE = r"<-?\d+(?:/\d+)?>"
+IN_TEXT = re.compile(rf"(?:{VALUE}|\\(?:sqrt|pi)|[*/^_])+")
+TEXT = r"\\(?:text|math|mbox)[a-z]* ?\{([^{}]*)\}"
+UNIT = rf"(?:(?<=\S) ?{TEXT}|(?<=>) ?(?:[a-z]{{3,}}|[ckm]m|kg|ft)[^<=]*)(?:\^<\d>)?$"
 
 
 def exact(response: str, answer: str, row: dict) -> float:
-    """1 if the response is the answer, but for white space around it."""
+    """Return 1 if the response is the answer, but for white space around it."""
     return float(response.strip() == answer.strip())
 
 
 def math(response: str, answer: str, row: dict) -> float:
-    """1 if the response's final answer is the marked answer in `answer`, or else all of it, as text or as a number."""
-    response, answer = (text[-LOOKED_AT:].replace("\u2212", "-") for text in (response, answer))
-    given, right = final_answer(response), marked_answer(answer)
-    if given is None:
-        return 0.0
-    given, right = normalize(given), normalize(answer if right is None else right)
-    number = to_number(given)
-    return float(given == right or (number is not None and number == to_number(right)))
+    """Return 1 if the response's final answer equals the marked answer in `answer`, or else all of it."""
+    response, answer = spell(response), spell(answer)
+    marked, right = marked_answer(response), marked_answer(answer)
+    given = last_number(response) if marked is None else plain(marked)
+    return float(given == plain(answer if right is None else right))
 
 
-def final_answer(text: str) -> str | None:
-    """The marked answer; else the last number or fraction; else None."""
-    marked = marked_answer(text)
-    numbers = re.findall(IN_TEXT, plain_fractions(text)) if marked is None else [marked]
-    return numbers[-1] if numbers else None
+def spell(text: str) -> str:
+    text = text[-LOOKED_AT:].lower()
+    for spelling, plainest in SPELLINGS.items():
+        text = re.sub(spelling, plainest, text)
+    return text
 
 
 def marked_answer(text: str) -> str | None:
-    r"""The content of the last \boxed{...}; else the rest of the line after the last ####; else None."""
-    boxed = last_boxed(text)
-    if boxed is None and "####" in text:
-        return text.rpartition("####")[2].strip().partition("\n")[0]
-    return boxed
+    r"""Find the content of the last \boxed{...}; else the rest of the line after the last ####; else None.
+
+    Behind #### a number ends where words or a bracket begin, as GSM8K's own grader has it (Cobbe et al. 2021).
+    """
+    found = BOXED.findall(text) or re.findall(MARKED, text, re.M)
+    return found[-1] if found else None
 
 
-def last_boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{...} whose braces close."""
-    for start in [match.end() for match in re.finditer(r"\\boxed\s*\{", text)][:-9:-1]:  # the last few: linear time
-        depth = 1
-        for end in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[start:end]
+def last_number(text: str) -> str | None:
+    r"""Find the last number with what multiplies it, such as 2\sqrt{3}; else None."""
+    for line in reversed(re.split(r"(?=\n)", text)):
+        if numbers := [found for found in IN_TEXT.findall(with_values(line)) if "<" in found]:
+            return tidy(numbers[-1])
     return None
 
 
-def normalize(answer: str) -> str:
-    r"""One spelling of each: no white space, $, %, \text, \left, degrees, thousands separators, final full stop, or
-    braces around one character, as in x^{2}.
-
-    Of an equation with a name on its left, such as x = 5, the right side (Hendrycks et al. 2021).
-    """
-    answer = re.sub(r"\\(?:text|mathrm|textbf)\s*\{([^{}]*)\}", r"\1", answer)
-    answer = re.sub(r"\\(?:left|right|!|%|\$)|\^\s*\{?\\circ\}?|[$%\u00b0]", "", answer)
-    answer = re.sub(r"(\\sqrt|[\^_])\s*\{\s*(\w)\s*\}", r"\1\2", answer)  # also lets a fraction have them inside
-    answer = re.sub(r"\s", "", plain_fractions(re.sub(r"\\[,;: ]", " ", answer)))
-    answer = re.sub(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?:\D|$))", "", answer)
-    answer = re.sub(r"^[a-zA-Z]{1,2}=", "", answer)
-    return answer.rstrip(".").removeprefix("+").lower()
+def plain(answer: str) -> str:
+    """Write equal answers as the same text. Of an equation with a name, such as x = 5, the right side counts."""
+    answer = re.sub(r"^(?:[a-z]{1,2}|\\[a-z]+) ?=(?=[^=]*$)", "", answer.strip().rstrip("."))
+    answer = re.sub(r"(?:[(\[]|\\\{)[^()\[\]{}]*", lambda inside: inside[0].replace(",", ", "), answer)  # no thousands
+    return tidy(with_values(answer))
 
 
-def plain_fractions(text: str) -> str:
-    r"""\frac{a}{b} as a/b, with (a) if it is a sum, (b) if it is more than a number or a letter: \frac{x+1}{2} is not
-    x+\frac12; and behind a whole number, which it is added to, as +a/b: neither 1\frac12 nor 1 1/2 is 11/2 or 1/2."""
+def with_values(text: str) -> str:
+    """Write every number in a text as its exact value, without braces around one."""
 
-    def plain(match: re.Match) -> str:
-        above, below = (re.sub(r"\s", "", part) for part in match.groups() if part is not None)
-        is_sum = re.search(r".[+-]", re.sub(r"\([^()]*\)", "", above))
-        is_one = re.fullmatch(r"-?(?:[\d.,]*|[a-zA-Z]|\\[a-zA-Z]+|\([^()]*\))", below)
-        return (f"({above})" if is_sum else above) + "/" + (below if is_one else f"({below})")
+    def value(match: re.Match) -> str:
+        sign, whole, above, below = match.groups()
+        try:
+            number = int(whole or 0) + power(above) / power(below or "1")
+            return f"<{-number if sign else number}>"
+        except (ArithmeticError, ValueError):  # 1/0, or too large to be written
+            return match[0]
 
-    text = re.sub(r"\\[dt]frac", r"\\frac", text)
-    text = re.sub(r"(?<=\d)(?=\\frac)", " ", text)
-    text = re.sub(r"\\frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))", plain, text)
-    return re.sub(r"(?<=\d) +(?=\d+ */ *\d)", "+", text)
+    return re.sub(rf"(\\sqrt|[\^_]) ?\{{ ?(\w|{VALUE}) ?\}}", r"\1\2", NUMBER.sub(value, text))
 
 
-def to_number(answer: str) -> Fraction | None:
-    """A normalised answer as an exact number, if it is an integer, a decimal, a fraction of those or a mixed number."""
-    mixed = rf"(?:(\d+)\+(?=\d+/))?({NUMBER})(?:/({NUMBER}))?"
-    match = re.fullmatch(mixed, answer) if len(answer) <= DIGITS else None
-    if match is None:
-        return None
-    whole, numerator, denominator = Fraction(match[1] or 0), Fraction(match[2]), Fraction(match[3] or 1)
-    return whole + numerator / denominator if denominator else None
+def power(text: str) -> Fraction:
+    base, _, exponent = re.sub(r"[, {}]", "", text).partition("^")
+    return Fraction(base) ** int(exponent or 1)
+
+
+def tidy(text: str) -> str:
+    r"""Drop units, blanks and a plus in front; write \frac{a}{b} as a/b, a sum and a product below in brackets."""
+    text = re.sub(r"\s", "", re.sub(UNIT, "", text))
+    part = rf"(?:\{{([^{{}}]*)\}}|({VALUE}))"
+    text = re.sub(rf"\\[dtc]?frac{part}{part}", r"(\1\2)/(\3\4)", text)
+    text = re.sub(rf"(?<![a-z])\(({VALUE}|[a-z]|\\[a-z]+)\)", r"\1", text)
+    text = re.sub(rf"(?<![a-z])\((-?(?:[^()<+,-]|{VALUE}|\([^()]*\))*)\)/", r"\1/", text)
+    text = re.sub(r"^\(([^(),]*)\)$", r"\1", re.sub(TEXT, r"\1", text))
+    return re.sub(r"(?<![\w)}\]>])<-", "-<", text).removeprefix("+")
 
 
 def overlong(tokens: int, longest: int, buffer: int, penalty: float) -> float:

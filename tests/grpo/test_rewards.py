@@ -5,7 +5,7 @@ import time
 import pytest
 
 from minitrain.errors import InputError
-from minitrain.grpo.rewards import final_answer, load_reward, overlong
+from minitrain.grpo.rewards import load_reward, overlong
 
 math = load_reward("math")
 
@@ -85,6 +85,100 @@ math = load_reward("math")
     (r"\boxed{x^{12}}", "x^{1}2", 0),
     (r"\boxed{\sqrt{23}}", r"\sqrt{2}3", 0),
     ("\\boxed{90\u00b0}", r"90^\circ", 1),
+    (r"\boxed{-1+\frac12}", r"-1\frac12", 0),
+    (r"\boxed{-3/2}", r"-1\frac12", 1),
+    ("so $19{,}934$", "934", 0),
+    ("so $19{,}934$", "19934", 1),
+    (r"\boxed{\frac{1}{2}3}", "1/23", 0),
+    (r"\boxed{\frac{1}{2}3}", "1/2", 0),
+    (r"\boxed{2, 100}", "2100", 0),
+    (r"\boxed{2,100}", "2100", 1),
+    ("#### **18**", "18", 1),
+    ("#### __18__", "18", 1),
+    (r"\boxed{2^{10}}", "1024", 1),
+    (r"\boxed{2^{10}}", "210", 0),
+    ("it is $2^{10}$", "10", 0),
+    ("it is $10^6$", "6", 0),
+    ("it is $10^6$", "1000000", 1),
+    (r"\boxed{1.5\times10^{3}}", "1500", 1),
+    (r"the answer is $2\sqrt{3}$", "3", 0),
+    (r"the answer is $2\sqrt{3}$", r"2\sqrt3", 1),
+    ("the answer is $x^2$", "2", 0),
+    (r"\boxed{18 \text{ or } 19}", "18", 0),
+    (r"\boxed{18 or 19}", "18", 0),
+    (r"\boxed{3 apples and 4 pears}", "3", 0),
+    (r"\boxed{12*13}", "156", 0),
+    (r"\boxed{(12)(13)}", "156", 0),
+    (r"\boxed{1+1}", "2", 0),
+    (r"\boxed{(-3)}", "-3", 1),
+    (r"\boxed{-(3)}", "-3", 1),
+    (r"\boxed{5\text{ and }6}", "5", 0),
+    (r"\boxed{1,234 and 5}", "12345", 0),
+    (r"\boxed{(1,234)}", "(1, 234)", 1),
+    (r"\boxed{\{1,234\}}", r"\{1, 234\}", 1),
+    (r"\boxed{1,000, 2,000}", "1000, 2000", 1),
+    (r"\boxed{(0.5, 3)}", r"(\frac12, 3)", 1),
+    (r"\boxed{\frac{-x}{2}}", r"-\frac{x}{2}", 1),
+    (r"\boxed{-\frac{2\pi}{3}}", r"\frac{-2\pi}{3}", 1),
+    (r"\boxed{-\frac{2\pi}{3}}", r"-2\pi/3", 1),
+    (r"\boxed{x - \frac12}", r"x\frac{-1}{2}", 0),
+    (r"\boxed{3 - 1/2}", "5/2", 0),
+    (r"\boxed{x^2/3}", "x^{2/3}", 0),
+    (r"\boxed{\frac{x^2}{3}}", "x^2/3", 1),
+    ("The answer is 5 apples - 3 are left.", "3", 1),
+    ("Final answer - 42", "42", 1),
+    ("= - 3", "-3", 1),
+    ("is: -3", "-3", 1),
+    ("- 3", "-3", 1),
+    ("-$3", "-3", 1),
+    ("x=-3", "-3", 1),
+    ("5-7", "7", 1),
+    (r"\boxed{18cm}", "18", 1),
+    (r"\boxed{18 cm}", "18", 1),
+    (r"\boxed{18x}", "18", 0),
+    (r"\boxed{5 pi}", "5", 0),
+    (r"\boxed{5 sqrt(2)}", "5", 0),
+    (r"\boxed{1e3}", "1000", 1),
+    (r"\boxed{1e1000}", "1", 0),
+    ("3.50 dollars", "3.5", 1),
+    ("$1,234.50", "1234.5", 1),
+    (r"\boxed{1.234,5}", "1234.5", 0),
+    (r"\boxed{2\%}", "2", 1),
+    ("#### 1/2 cup", "0.5", 1),
+    ("#### x = 5", "5", 1),
+    ("#### 1, 2", "1", 0),
+    ("#### 2x+1", "2", 0),
+    ("#### Paris", "paris", 1),
+    (r"\boxed{\mathbf{18}}", "18", 1),
+    (r"\boxed{ \$18 }", "18", 1),
+    ("\\boxed{\u20ac18}", "18", 1),
+    (r"\boxed{18\,\text{m/s}}", "18", 1),
+    (r"\boxed{5\;\text{m}^2}", "5", 1),
+    (r"\boxed{5 \, m^2}", "5", 0),
+    (r"\boxed{\text{(B)}}", "B", 1),
+    (r"\boxed{B}", r"\text{(B)}", 1),
+    (r"\fbox{3}", "3", 1),
+    (r"\boxed{0.1}", "1/10", 1),
+    (r"\boxed{-0}", "0", 1),
+    (r"\boxed{007}", "7", 1),
+    (r"\boxed{\frac{1}{3}}", "0.333", 0),
+    (r"\boxed{+\frac12}", "1/2", 1),
+    (r"\boxed{\pm 3}", "3", 0),
+    (r"\boxed{3\frac{1}{2}\text{ ft}}", "7/2", 1),
+    (r"\boxed{10\!\!,000}", "10000", 1),
+    ("so it's (3/4).", "3/4", 1),
+    (r"\(\boxed{3}\)", "3", 1),
+    (r"the answer is \(-\frac{3}{4}\).", "-3/4", 1),
+    ("**-3/4**", "-3/4", 1),
+    ("x \u2248 3.14", "3.14", 1),
+    ("1 000 000 people", "1000000", 1),
+    ("in 2020 300 people", "300", 1),
+    ("value: 1.5e-3", "3/2000", 1),
+    (r"\boxed{\tfrac 1 2 \text{ hour}}", "0.5", 1),
+    (r"\boxed{100\text{ cm}^{2}}", "100", 1),
+    (r"\boxed{100 \mathrm{~cm}^{3}}", "100", 1),
+    (r"\boxed{x\in\{1\}}", "1", 0),
+    (r"\boxed{(3)(4)}", "34", 0),
 ])  # fmt: skip
 def test_math(response, answer, reward):
     assert math(response, answer, {}) == reward
@@ -110,10 +204,11 @@ def test_of_a_long_text_the_end_counts():
         assert math(text, "4", {}) == math("4", text, {}) == reward
 
 
-def test_final_answer_prefers_the_box():
-    assert final_answer(r"#### 5 \boxed{7} 9") == "7"
-    assert final_answer("5 #### 6") == "6"
-    assert final_answer("5 and 6,000 apples") == "6,000"
+@pytest.mark.parametrize(
+    "response, final", [(r"#### 5 \boxed{7} 9", "7"), ("5 #### 6", "6"), ("5 and 6,000 apples", "6,000")]
+)
+def test_the_final_answer_is_the_box_then_the_mark_then_the_last_number(response, final):
+    assert [math(response, answer, {}) for answer in (final, "5", "9")] == [1, 0, 0]
 
 
 def test_exact():
@@ -142,7 +237,7 @@ UNNAMED = "is not exact, math or package.module:function"
     ("exakt", UNNAMED), (":f", UNNAMED), (".x:f", UNNAMED), ("no_such_module_x:f", "cannot be imported: No module"),
     ("minitrain.errors:missing", "cannot be imported: .* no attribute 'missing'"),
     ("minitrain:__all__", "is a list, not a function"),
-    ("minitrain.grpo.rewards:normalize", "must take .response, answer, row.: too many"),
+    ("minitrain.grpo.rewards:plain", "must take .response, answer, row.: too many"),
     ("builtins:max", "must take .response, answer, row.: no signature"),
 ])  # fmt: skip
 def test_unknown_rewards_are_refused(name, message):
