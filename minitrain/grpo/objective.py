@@ -149,6 +149,8 @@ class PolicyGradient:
     longest: tokens of the longest possible response. temperature: that of the sampler.
     """
 
+    layouts = ("cp", "pp")  # cp but for terms of whole sequences, which config_checks.py refuses
+
     def __init__(self, settings: GRPO, temperature: float, longest: int):
         self.settings, self.temperature, self.longest = settings, temperature, longest
         self.sums: dict[str, Tensor] = {}

@@ -31,7 +31,10 @@ from minitrain.models.moe import Experts
 def shard(model: Module, blocks: list[Module], mesh: DeviceMesh, compute_dtype: torch.dtype | None = None,
           reduce_dtype: torch.dtype = torch.float32, reshard_after_forward: bool = True, prefetch: int = 1,
           for_experts: DeviceMesh | None = None) -> None:  # fmt: skip
-    """Shard `model` in place over `mesh` (dp_replicate, dp_shard), each block and the remainder as one unit.
+    """Shard `model` in place over `mesh` (dp_replicate, dp_shard). Gradients are summed over its ranks, not averaged.
+
+    FSDP2 averages by itself. Here the loss is to be divided by the tokens of all ranks, or for a mean over ranks by
+    their number, before `backward`. Each block and the remainder are one unit.
 
     compute_dtype: weights are gathered and computed with in it, while shards keep their own type.
     reduce_dtype: gradients are summed over ranks in it, also those of which tensor-parallel ranks have partial sums.

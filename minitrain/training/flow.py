@@ -77,6 +77,8 @@ class FlowMatching:
     patch_elements: how many elements of the latents make a token, for the log.
     """
 
+    layouts = ("cp",)  # the model gathers its velocities, so that every rank has all of them
+
     def __init__(self, settings: Diffusion, patch_elements: int = 1):
         self.settings, self.patch_elements = settings, patch_elements
         self.totals = None

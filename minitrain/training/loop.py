@@ -24,7 +24,7 @@ from minitrain.run.health import is_finite
 from minitrain.settings import Config
 from minitrain.training.build import build_model
 from minitrain.training.loss import IGNORE
-from minitrain.training.objectives import make_objective
+from minitrain.training.objectives import check_objective, make_objective
 from minitrain.training.optim import clip_gradients, learning_rate, make_optimizer, update_weights
 
 
@@ -35,8 +35,9 @@ class Trainer:
         self.config = config
         self.device = pick_device(config.device)
         self.meshes = meshes
-        self.model = build_model(config, meshes)
         self.objective = objective or make_objective(config)
+        check_objective(self.objective, config.parallel)
+        self.model = build_model(config, meshes)
         self.optimizer = make_optimizer(self.model, config.optim)
         if config.parallel.async_tp:
             check_overlap(self.trial_step)

@@ -5,25 +5,33 @@ from math import prod
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from minitrain.data.text import rows
+from minitrain.data.text import Mock, rows
 from minitrain.errors import InputError
+from minitrain.grpo.objective import PolicyGradient
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.parallel.context import context_parallel, own_tokens, places
 from minitrain.parallel.mesh import start
-from minitrain.settings import from_dict
-from minitrain.training.loop import Trainer
+from minitrain.settings import GRPO, Parallel, from_dict
+from minitrain.training.flow import Diffusion, FlowMatching
+from minitrain.training.loop import Trainer, forward_backward
+from minitrain.training.loss import linear_log_probs
+from minitrain.training.objectives import LanguageModeling, check_objective
 from tests.oracle import (
     Batches,
     Count,
     check_against_one_process,
+    check_close,
     collective,
     initial_weights,
     packed_batch,
+    plain_model,
     plain_step,
     ragged_batch,
+    snapshot,
     train,
     train_compiled,
 )
@@ -287,3 +295,55 @@ def test_refusals(parallel, seq_len, message):
 def test_accepted():
     from_dict(with_parallel(cp=8))  # more ranks than key/value heads
     from_dict(with_parallel(cp=2, tp=2, context="ulysses"))
+
+
+# ----------------------------------------------------------------------------------------------------------- objectives
+
+
+class Preferences:
+    """DPO against a uniform reference: rows 2n are preferred to rows 2n + 1; a term for each pair, of whole rows."""
+
+    def count(self, batch):
+        return len(batch["tokens"]) // 2
+
+    def loss(self, model, batch):
+        batch = dict(batch)
+        log_probs = model(batch.pop("tokens"), **batch, head=lambda *inputs: linear_log_probs(*inputs)[0]).sum(1)
+        return -F.logsigmoid(0.1 * (log_probs[0::2] - log_probs[1::2])).sum()
+
+    def metrics(self, sum_over):
+        return {}
+
+
+def prefer(tree):
+    config = from_dict(tree | {"device": "cpu"})
+    trainer = Trainer(config, start(config), Preferences())
+    batches = trainer.micro_batches(Mock(16, 128, seed=0, split=0), 0)
+    loss = forward_backward(trainer.model, trainer.objective, batches, trainer.meshes, trainer.device)
+    return loss.item(), snapshot((name, p.grad) for name, p in trainer.model.named_parameters())
+
+
+def test_a_loss_of_whole_rows_is_that_of_one_process_where_ranks_have_whole_rows(pool):
+    """By transformers' way to write it: the logits of all tokens."""
+    ((loss, gradients),) = pool.run(1, prefer, TREE)
+    config = from_dict(TREE | {"device": "cpu"})
+    model, batch = plain_model(config), rows(Mock(16, 128, seed=0, split=0), range(4))
+    chosen = model(batch["tokens"]).log_softmax(-1).gather(2, batch["labels"][..., None]).sum((1, 2))
+    assert loss == pytest.approx(-F.logsigmoid(0.1 * (chosen[0::2] - chosen[1::2])).mean().item(), rel=1e-5)
+    for parallel in ({"tp": 2}, {"dp_shard": 2}):
+        for found, found_gradients in pool.run(2, prefer, with_parallel(**parallel)):
+            assert found == pytest.approx(loss, rel=1e-5)
+            check_close([found_gradients], gradients, 1e-4, str(parallel))
+
+
+@pytest.mark.parametrize("name", ["cp", "pp"])
+def test_a_loss_that_is_no_sum_over_tokens_is_refused_where_rows_are_split(name):
+    """Each rank would take the log-sigmoid of its tokens' part of a sum."""
+    parallel = Parallel(**{name: 2})
+    with pytest.raises(InputError, match=f"parallel.{name}=2: Preferences does not name {name} in its `layouts`"):
+        Trainer(from_dict(with_parallel(**{name: 2})), None, Preferences())
+    for objective in (LanguageModeling(), PolicyGradient(GRPO(), 1.0, 8)):
+        check_objective(objective, parallel)
+    check_objective(FlowMatching(Diffusion()), Parallel(cp=2))
+    with pytest.raises(InputError, match="parallel.pp=2: FlowMatching does not name pp"):
+        check_objective(FlowMatching(Diffusion()), Parallel(cp=2, pp=2))
