@@ -204,8 +204,10 @@ def jobs():
 
 
 def milliseconds(function, seconds: float = 0.1) -> float:
-    """The median over repetitions. Calls shorter than half a millisecond repeat inside a CUDA graph, so that the host's
-    launches do not count."""
+    """The least of some repetitions, since other processes may use the GPU while they compile.
+
+    Calls shorter than half a millisecond repeat inside a CUDA graph, so that the host's launches do not count.
+    """
     once = timed(function)
     calls = max(1, min(20, int(10 / once)))
     repeat = partial(repeated, function, calls)
@@ -217,7 +219,7 @@ def milliseconds(function, seconds: float = 0.1) -> float:
     times, begin = [], time.perf_counter()
     while len(times) < 5 or time.perf_counter() - begin < seconds:
         times.append(timed(repeat) / calls)
-    return sorted(times)[len(times) // 2]
+    return min(times)
 
 
 def repeated(function, calls: int) -> None:

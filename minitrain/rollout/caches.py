@@ -28,7 +28,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
@@ -44,6 +43,9 @@ FOR_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SD
 SMALL_TILES = {"BLOCK_M": 16, "BLOCK_N": 16, "num_stages": 1, "num_warps": 4}
 # Loads that run ahead of the products, on GPUs with room for them: torch means to do so, but overwrites it (2.11-2.13).
 LOADS_AHEAD, HAVE_ROOM = {"num_stages": 3}, [(9, 0), (10, 0), (10, 3)]
+# Smaller tiles let four thread blocks share a multiprocessor of an H200: with 64 rows, 8 kv heads and 1,152 tokens 4.1
+# TB/s in place of 3.2; with 192 rows as before.
+MANY_BLOCKS = LOADS_AHEAD | {"BLOCK_N": 32}
 
 
 @dataclass
@@ -222,8 +224,7 @@ class Keys(Layer):
         write(self.pools, step.places, new)
         if isinstance(step, PromptStep):
             outs = [self._attend_to_prompt(chunk, q, new, v, sinks) for chunk in step.chunks]
-            out = torch.cat(outs, dim=2)
-            return F.pad(out, (0, 0, 0, q.shape[2] - out.shape[2]))  # padding tokens
+            return padded(outs, 2, q.shape[2])
         if q.is_cuda:
             return self.attend_to_pool(q, v, sinks)
         attend = partial(attend_to_rows, step=step, window=self.window)
@@ -250,7 +251,7 @@ class Keys(Layer):
         blocks = self.caches.step.page_mask(self.window, q.shape[2])
         out, aux = compiled_flex_attention()(
             q, keys, values, block_mask=blocks, return_aux=AuxRequest(lse=sinks is not None),
-            kernel_options=decoding_options(keys, values.shape[3]),
+            kernel_options=decoding_options(keys, values.shape[3], len(q)),
         )  # fmt: skip
         if sinks is not None:
             out = apply_sinks(out, aux.lse, sinks.view(keys.shape[1], -1))
@@ -267,12 +268,29 @@ class Keys(Layer):
         return self.rows
 
 
-def decoding_options(keys: Tensor, width: int) -> dict | None:
-    """What FlexAttention's decoding kernel is told of its tiles. width: of a value."""
+def padded(outs: list[Tensor], dim: int, length: int) -> Tensor:
+    """Join the outputs of chunks, with zeros for padding tokens behind them. A single one is not copied."""
+    missing = length - sum(out.shape[dim] for out in outs)
+    if missing:
+        shape = list(outs[0].shape)
+        shape[dim] = missing
+        outs = [*outs, outs[0].new_zeros(shape)]
+    return torch.cat(outs, dim) if len(outs) > 1 else outs[0]
+
+
+def decoding_options(keys: Tensor, width: int, rows: int) -> dict | None:
+    """Return the options of FlexAttention's decoding kernel.
+
+    keys: [1, kv_heads, pool, head_dim]; width: channels of a value; rows: samples.
+    """
     if width > 256:
         return SMALL_TILES
-    fits = width * keys.itemsize <= 256 and keys.is_cuda
-    return LOADS_AHEAD if fits and torch.cuda.get_device_capability(keys.device) in HAVE_ROOM else None
+    if not keys.is_cuda or width * keys.itemsize > 256:
+        return None
+    capability = torch.cuda.get_device_capability(keys.device)
+    if capability == (9, 0) and width * keys.itemsize == 256 and rows * keys.shape[1] >= 128:
+        return MANY_BLOCKS
+    return LOADS_AHEAD if capability in HAVE_ROOM else None
 
 
 def write(pools: list[Tensor], places: tuple[Tensor, ...], new: list[Tensor]) -> None:
@@ -348,8 +366,7 @@ class States(Layer):
             mixed, dt, begins = mixed.transpose(0, 1), dt.transpose(0, 1), step.positions == 0
             return self._run(mix, mixed, dt, step.slots, begins).transpose(0, 1)
         outs = [self._run_chunk(mix, mixed, dt, chunk) for chunk in step.chunks]
-        out = torch.cat(outs, dim=1)
-        return F.pad(out, (0, 0) * (out.ndim - 2) + (0, mixed.shape[1] - out.shape[1]))
+        return padded(outs, 1, mixed.shape[1])
 
     def _run_chunk(self, mix: Callable, mixed: Tensor, dt: Tensor, chunk: Chunk) -> Tensor:
         slot, begins = on_device([[chunk.slot], [chunk.earlier == 0]], mixed.device)

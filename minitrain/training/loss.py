@@ -99,8 +99,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """x times an fp32 scalar in one pass, and only the product rounded: 1 / 3 in bf16 is 0.2 % off, for all alike."""
+    """Multiply x by an fp32 scalar in one pass. Only the product is rounded: 1 / 3 in bf16 is 0.2 % off."""
+    if x.is_cuda:  # torch's own kernel for two types took 2.4 ms of a head's gradient on an H200, at 1.3 TB/s
+        return _compiled(_product)(x, factor, dtype)
     return torch.mul(x, factor.view(1), out=x.new_empty(x.shape, dtype=dtype))  # a scalar would take x's type first
+
+
+def _product(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x.float() * factor).to(dtype)
 
 
 def _gradients(
