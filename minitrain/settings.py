@@ -139,9 +139,10 @@ class Validation:
 
 @dataclass
 class Checkpoint:
-    """Every `every` steps (0: only after the last); the newest `keep` stay on disk."""
+    """Every `every` steps, and `minutes` after the one before (0: never), and after the last; `keep` stay on disk."""
 
     every: int = 0
+    minutes: float = 10.0
     keep: int = 2
     asynchronous: bool = False
     resume: bool = True  # from the newest complete checkpoint under out_dir, if there is one

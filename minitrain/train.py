@@ -3,15 +3,13 @@
 Writes to `out_dir`: metrics.jsonl (one JSON object per step), config.yaml (what ran), checkpoints/ (to resume from,
 which happens by itself when the same command runs again), and at the end the model in Hugging Face layout, or its
 adapters in PEFT's, with its tokenizer; for the toy world of shapes also before.png and after.png, what the model draws.
-On SIGTERM it writes a checkpoint and ends (watch.py).
+Ctrl-C, SIGTERM and their like end it after the step, with a checkpoint (watch.py).
 """
 
 import math
 import os
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -28,21 +26,19 @@ from minitrain.generate import exact_match
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.lora import is_adapter
 from minitrain.models.zoo import model_config
-from minitrain.parallel.agreement import rank_0_says
 from minitrain.parallel.mesh import checkpoint_group, start, wait_for_ever, whole_tensors, world_size
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.run import cli
-from minitrain.run.checkpoint import Checkpointer, resume, save_step, saved_despite_errors
+from minitrain.run.checkpoint import Checkpointer, resume, save_step
 from minitrain.run.config_checks import check_layout
 from minitrain.run.failures import rank, record_flights, recorded
 from minitrain.run.fingerprint import agreed_fingerprint
 from minitrain.run.generate_video import draw_shapes
-from minitrain.run.health import Health, batch_origin
+from minitrain.run.health import batch_origin
 from minitrain.run.lock import locked
-from minitrain.run.metrics import MetricsLog, open_log
-from minitrain.run.policy import train_policy
-from minitrain.run.profiling import recorded_steps
-from minitrain.run.watch import until_sigterm
+from minitrain.run.metrics import MetricsLog
+from minitrain.run.policy import Run
+from minitrain.run.task import run_task
 from minitrain.settings import Config, load
 from minitrain.training.loop import Trainer, is_due, training_steps
 
@@ -70,67 +66,79 @@ def train(config: Config) -> None:
     record_flights(folder)
     with locked(folder, leads=rank() == 0), recorded(folder):
         if config.task == "grpo":
-            train_policy(config, folder, export)
+            task = PolicyTask(config, folder)
+            task.begin()
         else:
-            train_on_rows(config, folder)
+            task = RowsTask(config, folder)
+        run_task(task, config, folder)
 
 
-def train_on_rows(config: Config, folder: Path) -> None:
-    """Train on the rows of a dataset, as all tasks but grpo do."""
-    data, held_out = open_dataset(config)
-    meshes = start(config)
-    files = agreed_fingerprint(config)
-    disks = checkpoint_group(config, range(dist.get_world_size()))
-    checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous, disks)
-    trainer = Trainer(config, meshes)
-    first, last_numbers = resume(checkpointer, config, trainer.model, trainer.optimizer, "loss", "tokens_per_sec")
-    with closing(open_log(config, folder, files, first)) as log, saved_despite_errors(checkpointer.wait):
-        if about := getattr(data, "about", None):
-            log.say(about)
-        if config.data.kind == "shapes" and not first:
-            log.say(draw_shapes(trainer.model, folder / "before.png", write=dist.get_rank() == 0))
-        if rank_0_says(log.lacks_last):
-            finish_step(trainer, log, last_numbers, held_out)
-        origin = partial(batch_origin, data, config.batch.global_)
-        health = Health(config, log.say, origin, past=log.losses, skipped=log.skipped_steps())
-        steps = health.watch(recorded_steps(training_steps(trainer, data, first), config.profile, folder, first))
-        with until_sigterm() as stopping:
-            for numbers in steps:
-                step = numbers["step"]
-                saved = is_due(step, config.checkpoint.every, config.steps)
-                if saved:  # before anything else that may fail
-                    log.sync()
-                    save_step(checkpointer, numbers, trainer.model, trainer.optimizer)
-                if stopping() or not finish_step(trainer, log, numbers, held_out, stopping):
-                    if not saved:
-                        log.sync()
-                        save_step(checkpointer, numbers, trainer.model, trainer.optimizer)
-                    checkpointer.wait()
-                    return log.stop(step)  # the rest of the step is made up for when the run continues
-        checkpointer.wait()
-        if config.data.kind == "shapes":
-            log.say(draw_shapes(trainer.model, folder / "after.png", write=dist.get_rank() == 0))
-        export(trainer, config, folder)
-        log.say(f"{folder} holds the {'adapters' if config.lora else 'model'}")
+class RowsTask:
+    """Training on the rows of a dataset, as all tasks but grpo do; see run/task.py."""
+
+    updates = 1
+
+    def __init__(self, config: Config, folder: Path):
+        self.config, self.folder = config, folder
+        self.data, self.held_out = open_dataset(config)
+        meshes = start(config)
+        self.files = agreed_fingerprint(config)
+        disks = checkpoint_group(config, range(dist.get_world_size()))
+        settings = config.checkpoint
+        self.checkpointer = Checkpointer(folder / "checkpoints", settings.keep, settings.asynchronous, disks)
+        self.trainer = Trainer(config, meshes)
+        names, model, optimizer = ("loss", "tokens_per_sec", "tokens"), self.trainer.model, self.trainer.optimizer
+        self.first, self.last = resume(self.checkpointer, config, model, optimizer, *names)
+
+    def about(self) -> Iterator[str]:
+        if about := getattr(self.data, "about", None):
+            yield about
+        if self.config.data.kind == "shapes" and not self.first:
+            yield self.draw("before.png")
+
+    def steps(self, first: int) -> Iterator[dict[str, float]]:
+        return training_steps(self.trainer, self.data, first, self.last.get("tokens", 0))
+
+    def origin(self, step: int) -> str:
+        return batch_origin(self.data, self.config.batch.global_, step)
+
+    def save(self, numbers: dict[str, float]) -> None:
+        save_step(self.checkpointer, numbers, self.trainer.model, self.trainer.optimizer)
+
+    def wait(self) -> None:
+        self.checkpointer.wait()
+
+    def finish(self, numbers: dict[str, float], log: MetricsLog, stopping: Callable[[], str]) -> bool:
+        """Add the loss on held-out data, and after the last step the exact matches."""
+        config, step, held_out = self.config, numbers["step"], self.held_out
+        if config.validation.every and is_due(step, config.validation.every, config.steps):
+            loss = self.trainer.evaluate(held_out, stopping)
+            if loss is None:
+                return False
+            numbers["val_loss"] = loss
+            if bytes_per_token := getattr(held_out, "bytes_per_token", None):
+                numbers["val_bits_per_byte"] = loss / math.log(2) / bytes_per_token
+        if step == config.steps and config.validation.exact_match:
+            questions = held_out.questions(config.validation.exact_match)
+            numbers["val_exact_match"] = exact_match(self.trainer.model, questions)
+            log.say(f"exact match on held-out chats: {numbers['val_exact_match']:.1%}")
+        return True
+
+    def end(self, log: MetricsLog) -> None:
+        if self.config.data.kind == "shapes":
+            log.say(self.draw("after.png"))
+        export(self.trainer, self.config, self.folder)
+
+    def draw(self, name: str) -> str:
+        return draw_shapes(self.trainer.model, self.folder / name, write=dist.get_rank() == 0)
 
 
-def finish_step(
-    trainer: Trainer, log: MetricsLog, numbers: dict[str, float], held_out, stopping: Callable[[], bool] = lambda: False
-) -> bool:
-    """Log a step's numbers, with those on held-out data where that is due. False, and no line, if asked to stop."""
-    config, step = trainer.config, numbers["step"]
-    if is_due(step, config.validation.every, config.steps) and config.validation.every:
-        loss = trainer.evaluate(held_out, stopping)
-        if loss is None:
-            return False
-        numbers["val_loss"] = loss
-        if bytes_per_token := getattr(held_out, "bytes_per_token", None):
-            numbers["val_bits_per_byte"] = loss / math.log(2) / bytes_per_token
-    if step == config.steps and config.validation.exact_match:
-        numbers["val_exact_match"] = exact_match(trainer.model, held_out.questions(config.validation.exact_match))
-        log.say(f"exact match on held-out chats: {numbers['val_exact_match']:.1%}")
-    log.step(numbers)
-    return True
+class PolicyTask(Run):
+    """Training by GRPO."""
+
+    def end(self, log: MetricsLog) -> None:
+        if self.learner:
+            export(self.learner.trainer, self.config, self.folder)
 
 
 def export(trainer: Trainer, config: Config, folder: Path) -> None:

@@ -104,7 +104,7 @@ def test_what_happens_between_steps_is_none_of_their_time(monkeypatch):
         meshes=SimpleNamespace(batch=None), objective=SimpleNamespace(metrics=lambda total: {}),
     )  # fmt: skip
     found = []
-    for numbers in training_steps(trainer, None, start=1):
+    for numbers in training_steps(trainer, None, start=1, seen=4 * 16):
         clock[0] += 100
         found.append([numbers[name] for name in ("step", "tokens", "step_time_s", "tokens_per_sec")])
     assert found == [[2, 2 * 4 * 16, 2, 4 * 16 / 2], [3, 3 * 4 * 16, 2, 4 * 16 / 2]]

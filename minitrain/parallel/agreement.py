@@ -34,16 +34,16 @@ def control_group() -> dist.ProcessGroup:
     return _control[1]
 
 
-def rank_0_says(flag: bool) -> bool:
-    """Rank 0's `flag`, on all ranks. All call it together.
+def rank_0_says(number: int) -> int:
+    """Return rank 0's `number` or flag on all ranks. All call it together.
 
     A tree of log2(ranks) messages one behind the other, where an all-reduce on gloo is a ring of 2 x ranks of them.
     """
     if dist.get_world_size() == 1:
-        return flag
-    said = torch.tensor(float(flag))
+        return number
+    said = torch.tensor(int(number))
     dist.broadcast(said, 0, group=control_group())
-    return bool(said.item())
+    return said.item()
 
 
 def wait_for_all() -> None:

@@ -265,7 +265,7 @@ def resume_point(folder: Path, extra: dict | None, steps: int, *names: str) -> t
         task = "of task=grpo" if "reward" in known else "not of task=grpo"
         raise InputError(f"a checkpoint in {folder} is {task} (use another out_dir, or its run's task)")
     for name in names:
-        if not isinstance(known.get(name), float):
+        if type(known.get(name)) not in (int, float):
             raise InputError(f"a checkpoint in {folder} holds {name}={known.get(name)!r}, which is not a number")
     return step, known
 

@@ -27,7 +27,7 @@ def validate(config: "Config") -> None:
               "parallel.cp", "parallel.pp", "parallel.vp", "parallel.ep", "parallel.head_layers", "checkpoint.keep",
               "validation.batches")  # fmt: skip
     _at_least(c, 0, "seed", "parallel.prefetch", "optim.lr", "optim.warmup", "optim.weight_decay", "validation.every",
-              "validation.exact_match", "checkpoint.every")  # fmt: skip
+              "validation.exact_match", "checkpoint.every", "checkpoint.minutes")  # fmt: skip
     if c.optim.name == "adamw":
         _at_least(c, 1e-30, "optim.eps")  # without it, weights that get no gradient become 0 / 0
     if p.dp_shard < 1 and p.dp_shard != -1:

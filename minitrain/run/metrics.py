@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections import deque
-from itertools import takewhile
+from itertools import count, takewhile
 from pathlib import Path
 
 import torch.distributed as dist
@@ -39,6 +39,8 @@ def open_log(config: Config, folder: Path, files: dict[str, str], first: int) ->
     notes = check_continuation(folder / "fingerprint.json", config, files, resumed=first > 0)
     if dist.get_rank() == 0:
         write_durably(folder / "config.yaml", to_yaml(to_dict(config)))
+        if not first:
+            notes += keep_earlier(folder)
     log = MetricsLog(folder / "metrics.jsonl", config.steps, first, config.metrics.tensorboard)
     resumed = [f"resumed from step {first}"] * (first > 0)
     finished = ["no step is left to do (for more: steps=N; to begin anew: another out_dir)"] * (first >= config.steps)
@@ -49,6 +51,19 @@ def open_log(config: Config, folder: Path, files: dict[str, str], first: int) ->
     for note in [summary(config), *adapters, *shortened, *notes, *resumed, *finished]:
         log.say(note)
     return log
+
+
+def keep_earlier(folder: Path) -> list[str]:
+    """Rename what a run without a checkpoint has left in `folder`; returns what to tell."""
+    notes = []
+    for path in (folder / "metrics.jsonl", folder / "rollouts"):
+        if path.exists() and path.stat().st_size:
+            numbered = (path.with_stem(f"{path.stem}-{n}") for n in count(1))
+            kept = path.rename(next(new for new in numbered if not new.exists()))
+            notes.append(f"note: an earlier run left no checkpoint to continue from; its {path.name} is now {kept}")
+    if weights := sorted(file.name for file in folder.glob("*.safetensors")):
+        notes.append(f"note: the result of this run will replace {', '.join(weights)} in {folder}")
+    return notes
 
 
 def summary(config: Config) -> str:
@@ -134,9 +149,9 @@ class MetricsLog:
         if self.enabled:
             self.bar.write(text)
 
-    def stop(self, step: int) -> None:
-        """Say that the run ends because of SIGTERM."""
-        self.say(f"SIGTERM: stopped after step {step}, with a checkpoint from which the same command continues")
+    def stop(self, step: int, signal: str) -> None:
+        """Say that the run ends because of a signal."""
+        self.say(f"{signal}: stopped after step {step}, with a checkpoint from which the same command continues")
 
     def close(self) -> None:
         """End the progress bar's line, so that an error has one of its own, and the files."""

@@ -14,7 +14,7 @@ All ranks know all responses and compute from them what is cheap; only the model
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -43,67 +43,19 @@ from minitrain.grpo.rollouts import (
 )
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import empty_model
-from minitrain.parallel.agreement import broadcast, rank_0_says, wait_for_all
+from minitrain.parallel.agreement import broadcast, wait_for_all
 from minitrain.parallel.expert import expert_parallel
 from minitrain.parallel.mesh import checkpoint_group, pick_device, set_timeout, start
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.tensor import tensor_parallel
 from minitrain.rollout.engine import Sampler
-from minitrain.run.checkpoint import Checkpointer, resume, save_step, saved_despite_errors
+from minitrain.run.checkpoint import Checkpointer, resume, save_step
 from minitrain.run.fingerprint import agreed_fingerprint
-from minitrain.run.health import Health
-from minitrain.run.metrics import MetricsLog, open_log
-from minitrain.run.profiling import recorded_steps
-from minitrain.run.watch import until_sigterm
+from minitrain.run.metrics import MetricsLog
 from minitrain.settings import Config
-from minitrain.training.loop import Trainer, is_due
+from minitrain.training.loop import is_due
 
 PHASES = ("generation", "logprobs", "training", "refit")
-
-
-def train_policy(config: Config, folder: Path, export: Callable[[Trainer, Config, Path], None]) -> None:
-    """Train by GRPO as the config says, from the newest checkpoint in `folder` if there is one.
-
-    Besides what other tasks write there: rollouts/step-*.jsonl, every response with its reward; and with a KL term, but
-    without adapters, reference/, the weights from which divergence is measured.
-    """
-    run = Run(config, folder)
-    first = run.begin()
-    with closing(open_log(config, folder, run.files, first)) as log, saved_despite_errors(run.wait):
-        if not first:
-            log.say(run.problems.about)
-        if config.validation.every and not first:
-            log.say(curve(0, run.evaluate()))
-        if rank_0_says(log.lacks_last):
-            finish_step(run, log, run.resumed)
-        updates = config.grpo.prompts * config.grpo.group // config.batch.global_
-        origin, skipped = lambda step: f"responses in {run.rollouts(step - 1)}", log.skipped_steps(updates)
-        health = Health(config, log.say, origin, updates, log.losses, skipped)
-        steps = health.watch(recorded_steps(run.steps(first), config.profile, folder, first))
-        with until_sigterm() as stopping:
-            for numbers in steps:
-                stop = stopping()
-                if stop or is_due(numbers["step"], config.checkpoint.every, config.steps):
-                    log.sync()
-                    run.save(numbers)
-                if stop:  # the rest of the step is made up for when the run continues
-                    run.wait()
-                    return log.stop(numbers["step"])
-                finish_step(run, log, numbers)
-        run.wait()
-        if run.learner:
-            export(run.learner.trainer, run.config, folder)
-        log.say(f"{folder} holds the {'adapters' if config.lora else 'model'}")
-
-
-def finish_step(run: "Run", log: MetricsLog, numbers: dict[str, Any]) -> None:
-    """Log a step's numbers, with those on held-out problems where that is due."""
-    config, step = run.config, numbers["step"]
-    if config.validation.every and is_due(step, config.validation.every, config.steps):
-        evaluation = run.evaluate()
-        log.say(curve(step, {"reward": numbers["reward"]} | evaluation))
-        numbers |= {f"val_{name}": value for name, value in evaluation.items()}
-    log.step(numbers)
 
 
 def curve(step: int, numbers: dict[str, float]) -> str:
@@ -113,7 +65,9 @@ def curve(step: int, numbers: dict[str, float]) -> str:
 class Run:
     """This rank's part in a training run: its `learner` if it trains, its `collector` if it samples.
 
-    folder: where responses and checkpoints go; None: nowhere, for measurements.
+    folder: where responses (rollouts/step-*.jsonl) and checkpoints go, and with a KL term, but without adapters, the
+    weights from which divergence is measured (reference/); None: nowhere, for measurements.
+    What run/task.py asks of a task is here, but for `end`.
     """
 
     def __init__(self, config: Config, folder: Path | None):
@@ -123,6 +77,7 @@ class Run:
         shape = dataclasses.replace(config.model.config, router_aux_loss_coef=0.0, bias_update_speed=0.0)
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, config=shape))
         self.config, self.folder, self.seconds = config, folder, dict.fromkeys(PHASES, 0.0)
+        self.updates = config.grpo.prompts * config.grpo.group // config.batch.global_
         meshes = start(config)
         self.files = agreed_fingerprint(config)
         rank, world, apart = dist.get_rank(), dist.get_world_size(), config.grpo.generation_ranks
@@ -179,24 +134,27 @@ class Run:
     # ----------------------------------------------------------------------------------------------- from start to end
 
     def begin(self) -> int:
-        """Load the newest checkpoint, or warm up; returns the number of steps that are done.
-
-        resumed: the numbers of the last of them, as of its checkpoint.
-        """
-        first, self.resumed = 0, {}
+        """Load the newest checkpoint, or warm up; returns the number of steps that are done."""
+        first, last = 0, {}
         if self.learner is not None:
             if self.folder is not None:
                 names, trainer = ("loss", "tokens_per_sec", "reward"), self.learner.trainer
-                first, self.resumed = resume(self.checkpointer, self.config, trainer.model, trainer.optimizer, *names)
+                first, last = resume(self.checkpointer, self.config, trainer.model, trainer.optimizer, *names)
             if not first:
                 self.learner.warm_up(self.problems)
             if self.config.grpo.kl and self.config.lora is None:  # adapters diverge from the model without them
                 kept = self.folder and self.new_checkpointer("reference", keep=1)
                 self.learner.keep_reference(kept, resumed=first > 0)
         self.await_trainers()
-        first, self.resumed = self.tell((first, self.resumed), 0)
+        self.first, self.last = self.tell((first, last), 0)
         self.update_sampler()
-        return first
+        return self.first
+
+    def about(self) -> Iterator[str]:
+        if not self.first:
+            yield self.problems.about
+            if self.config.validation.every:
+                yield curve(0, self.evaluate())
 
     def await_trainers(self) -> None:
         """Return when they come here too: ranks that only sample must not lose patience with the others' disks."""
@@ -236,6 +194,18 @@ class Run:
         """Return when the last checkpoint is written."""
         if self.learner:
             self.checkpointer.wait()
+
+    def finish(self, numbers: dict[str, Any], log: MetricsLog, stopping: Callable[[], str]) -> bool:
+        """Add the rewards on held-out problems."""
+        config, step = self.config, numbers["step"]
+        if config.validation.every and is_due(step, config.validation.every, config.steps):
+            evaluation = self.evaluate()
+            log.say(curve(step, {"reward": numbers["reward"]} | evaluation))
+            numbers |= {f"val_{name}": value for name, value in evaluation.items()}
+        return True
+
+    def origin(self, step: int) -> str:
+        return f"responses in {self.rollouts(step - 1)}"
 
     # -------------------------------------------------------------------------------------------------- parts of a step
 

@@ -1,10 +1,11 @@
-"""What a run notices while it runs: that it is asked to stop, and ranks that die.
+"""Notice what happens to a run: that it is asked to stop, and that ranks die.
 
-SIGTERM, which schedulers send before they take a machine away: it may reach the ranks at different moments, or one
-alone; all finish the step they are at or the next, but no validation other than GRPO's, write a checkpoint, export
-nothing and end with code 0. torchrun passes it on, kills what is left after 30 seconds (`--shutdown-timeout`, from
-torch 2.13 on) and itself ends with code 1 in any case. Before the first step and after the last it ends the run at
-once, as SIGINT (Ctrl-C) and SIGKILL always do: there is nothing to save then, and the last checkpoint stays.
+Signals: SIGINT (Ctrl-C), SIGTERM, SIGHUP (the terminal goes), SIGUSR1, SIGUSR2 and SIGXCPU (schedulers send them before
+the time is up). One may reach the ranks at different moments, or one rank alone; all finish the step they are at or the
+next, but no validation other than GRPO's, write a checkpoint, export nothing and end with code 0. A second SIGINT ends
+the process at once. A signal that is ignored from the start, as nohup does with SIGHUP, stays so. torchrun passes
+signals on, kills what is left after 30 seconds (`--shutdown-timeout`, from torch 2.13 on) and itself ends with code 1.
+Before the first step and after the last a signal ends the run at once: there is nothing to save then.
 
 Dead ranks: the kernel closes the connections of a process that dies, however it dies, and not those of one that is
 merely slow. So every rank has one to rank 0 over which nothing goes; when it ends without a word, rank 0 tells who it
@@ -14,6 +15,7 @@ from the last checkpoint. Ranks that live and wait for each other all the same a
 """
 
 import atexit
+import math
 import os
 import secrets
 import signal
@@ -35,28 +37,54 @@ KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # secon
 VERDICT = 10.0  # seconds after which a rank whose collective has failed takes it for no other rank's death
 FAREWELL = 5.0  # seconds that rank 0, which has the store, stays for others that end after an error
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+_signals: list[int] = []  # that this rank has got
+
 # ------------------------------------------------------------------------------------------------------------- stopping
 
 
 @contextmanager
-def until_sigterm() -> Iterator[Callable[[], bool]]:
-    """Within it SIGTERM ends nothing. Yields a function that says whether some rank has got one; all call it together.
+def until_signal() -> Iterator[Callable[[], str]]:
+    """Catch the signals that ask a run to stop.
 
+    Yields a function that returns the name of one that some rank has got, "" if none has; all ranks call it together.
     That rank says so in the store, where rank 0 looks and tells all: they stop at the same place.
     """
-    sigterm, store = threading.Event(), _get_default_store()
-    name = f"minitrain/sigterm/{broadcast(secrets.token_hex(8))}"  # a store may see several runs
+    store, name = _get_default_store(), f"minitrain/signal/{broadcast(secrets.token_hex(8))}"  # one for each run
+    # torchrun passes on what the terminal sends to all: that is no second Ctrl-C
+    echo = 1.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
+    interrupted = math.inf
 
-    def stopping() -> bool:
-        if sigterm.is_set():
-            store.set(name, "")
-        return rank_0_says(dist.get_rank() == 0 and store.check([name]))
+    def note(number: int, _) -> None:
+        nonlocal interrupted
+        if number == signal.SIGINT and time.monotonic() > interrupted + echo:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
+        if number == signal.SIGINT and interrupted == math.inf:
+            interrupted = time.monotonic()
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                with suppress(OSError):  # not print: the signal may have come in the middle of one
+                    os.write(2, b"\nSIGINT: the run stops after this step, with a checkpoint (again: at once)\n")
+        _signals.append(number)
 
-    before = signal.signal(signal.SIGTERM, lambda *_: sigterm.set())
+    def stopping() -> str:
+        number = _signals[0] if _signals else 0
+        with suppress(RuntimeError):  # torchrun, which has the store, may have died of the same signal
+            if number:
+                store.set(name, str(number))
+            elif dist.get_rank() == 0 and store.check([name]):
+                number = int(store.get(name))
+        number = rank_0_says(number)
+        return signal.Signals(number).name if number else ""
+
+    # by signal.signal, which also says what was before
+    before = {number: signal.signal(number, note) for number in STOPS if signal.getsignal(number) != signal.SIG_IGN}
     try:
         yield stopping
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _signals.clear()
 
 
 # ----------------------------------------------------------------------------------------------------------- dead ranks
@@ -112,7 +140,9 @@ class Watch:
         while self.server or self.others:
             for ready in wait([*self.others, *([self.server] if self.server else [])], timeout=2):
                 self.admit() if ready is self.server else self.hear(ready)
-            if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent:
+            gone = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent
+            # SIGUSR1 ends torchrun at once, and so does a second SIGINT, but after the first one ranks are on their way
+            if gone and {*_signals} <= {signal.SIGINT}:
                 # whoever starts the run again must not meet ranks that still write
                 self.end(1, "torchrun is gone" if os.environ["LOCAL_RANK"] == "0" else "")
 

@@ -176,8 +176,11 @@ def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tenso
     return {key: move(value) for key, value in batch.items()}
 
 
-def training_steps(trainer: Trainer, dataset, start: int) -> Iterator[dict[str, float]]:
-    """Run the config's steps from `start` on, yielding each one's numbers, for the log, once its loss is known."""
+def training_steps(trainer: Trainer, dataset, start: int, seen: int) -> Iterator[dict[str, float]]:
+    """Run the config's steps from `start` on, yielding each one's numbers, for the log, once its loss is known.
+
+    seen: the tokens of the steps before, which may have had other batches.
+    """
     config = trainer.config
     tokens = config.batch.global_ * config.batch.seq_len
     began = time.perf_counter()
@@ -187,11 +190,12 @@ def training_steps(trainer: Trainer, dataset, start: int) -> Iterator[dict[str, 
         metrics |= trainer.objective.metrics(partial(sum_over, trainer.meshes.batch))
         filled = metrics.get("video_tokens", tokens)  # videos differ in length
         now = time.perf_counter()
+        seen += tokens
         yield {
             "step": step + 1,
             **metrics,
             "lr": trainer.optimizer.param_groups[0]["lr"],
-            "tokens": (step + 1) * tokens,
+            "tokens": seen,
             "step_time_s": now - began,
             "tokens_per_sec": filled / (now - began),
         }

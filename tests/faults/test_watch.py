@@ -17,7 +17,7 @@ from minitrain import settings as configs
 from minitrain.errors import InputError
 from minitrain.parallel.mesh import start
 from minitrain.run import watch
-from minitrain.run.watch import Watch, until_sigterm
+from minitrain.run.watch import Watch, until_signal
 from tests.faults.processes import LIMIT, Ranks
 
 TREE = {"batch": {"global": 3, "micro": 1}, "device": "cpu"}
@@ -165,20 +165,39 @@ def test_ranks_without_torchrun_end(tmp_path):
     assert line.startswith("error: torchrun is gone; ")
 
 
-def stops(sent: bool) -> list[bool]:
-    """After which of three steps a run is to stop, if SIGTERM is `sent` after the first."""
+def stops(*sent: int) -> list[str]:
+    """After which of three steps a run is to stop, and why, if these signals come after the first."""
     found = []
-    with until_sigterm() as stopping:
+    with until_signal() as stopping:
         for step in range(3):
             found.append(stopping())
-            if sent and step == 0:
-                signal.raise_signal(signal.SIGTERM)
+            for number in sent if step == 0 else ():
+                signal.raise_signal(number)
     return found
 
 
-def test_sigterm_stops_the_run_that_got_it_and_none_that_follows():
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"])
+def test_a_signal_stops_the_run_that_got_it_and_none_that_follows(name):
     start(configs.from_dict(TREE | {"batch": {"global": 1, "micro": 1}}))
-    before = signal.getsignal(signal.SIGTERM)
-    assert stops(sent=True) == [False, True, True]
-    assert stops(sent=False) == [False, False, False]
-    assert signal.getsignal(signal.SIGTERM) == before
+    number = signal.Signals[name]
+    before = signal.getsignal(number)
+    assert stops(number) == ["", name, name]
+    assert stops() == ["", "", ""]
+    assert signal.getsignal(number) == before
+
+
+def test_what_was_ignored_stays_ignored(monkeypatch):
+    """As SIGHUP under nohup, and SIGINT in what a shell's script runs in the background."""
+    start(configs.from_dict(TREE | {"batch": {"global": 1, "micro": 1}}))
+    for number in (signal.SIGHUP, signal.SIGINT):
+        before = signal.signal(number, signal.SIG_IGN)
+        try:
+            assert stops(number, number) == ["", "", ""]
+        finally:
+            signal.signal(number, before)
+
+
+def test_torchruns_echo_of_the_first_interrupt_is_no_second_one(monkeypatch):
+    start(configs.from_dict(TREE | {"batch": {"global": 1, "micro": 1}}))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    assert stops(signal.SIGINT, signal.SIGINT) == ["", "SIGINT", "SIGINT"]
