@@ -1,26 +1,39 @@
 """Datasets against brute force: every row is rebuilt token by token from the documents."""
 
+import bz2
+import gzip
 import json
+import lzma
 import os
+import pickle
 import re
+import sqlite3
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from collections import Counter
 from itertools import chain, permutations
 from math import factorial
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.orc
+import pyarrow.parquet
 import pytest
 import torch
+from datasets.data_files import resolve_pattern
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
-from minitrain.data.text import find_files, hold_out, open_data, rows, shuffled
+from minitrain.data.files import find_files
+from minitrain.data.text import hold_out, open_data, rows, shuffled
 from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
+from minitrain.formats.magic import kind_of_tokens
 from minitrain.settings import Data
 
 EOS = ByteTokenizer.eos_id
@@ -498,6 +511,31 @@ def test_a_glob_finds_each_file_once_though_links_go_round_in_circles(tree):
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "tokens", "latents"])
+def test_what_is_hidden_in_a_folder_is_no_data(tmp_path, kind):
+    """The oracle is the package datasets."""
+    suffix = {"text": ".txt", "jsonl": ".jsonl", "tokens": ".bin", "latents": ".safetensors"}[kind]
+    base = tmp_path / ".data"  # which is asked for by name
+    for name in ("a", ".b", ".git/c", "d/.e/f", "d/g", "__pycache__/h", ".ipynb_checkpoints/i", "__j", "d/k.l", ".m/n"):
+        (base / f"{name}{suffix}").parent.mkdir(parents=True, exist_ok=True)
+        (base / f"{name}{suffix}").write_text("x")
+    theirs = sorted(Path(file) for file in resolve_pattern("**", str(base)))
+    assert find_files(Data(kind=kind, path=str(base))) == theirs and len(theirs) == 4
+    (base / "out").symlink_to(base / ".git")  # by a name that is not hidden
+    assert base / f"out/c{suffix}" in find_files(Data(kind=kind, path=str(base)))
+
+
+def test_a_folder_without_files_of_the_kind_says_what_it_has(tmp_path):
+    for name in ("a.json", "b.json", "c.json.gz"):
+        (tmp_path / name).write_text("{}")
+    refused(r"no file matches .*a folder's .jsonl files count, it has 2 .json, 1 .gz; a glob", tmp_path, "jsonl")
+    refused(r"no file matches .*a folder's .npy or .bin files count, it has 2 .json", tmp_path, "tokens")
+    (tmp_path / "d" / ".git").mkdir(parents=True)
+    (tmp_path / "d" / ".git" / "config").write_text("x")
+    refused("no file matches .*is empty, or all in it is hidden", tmp_path, "text", path=str(tmp_path / "d"))
+    refused(r"no file matches 'a,b' \(a list is written data.path='\[a,b\]'\)", tmp_path, "text", path="a,b")
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "tokens", "latents"])
 def test_pipes_in_folders_are_no_data(tmp_path, kind):
     """Nor are links to them: reading one may never end."""
     suffix = {"text": ".txt", "jsonl": ".jsonl", "tokens": ".npy", "latents": ".safetensors"}[kind]
@@ -519,7 +557,128 @@ def test_documents_come_in_sorted_order(tree):
     assert bytes(token for token in data.row(0)["tokens"].tolist() if token < 256) == b"abcd"
 
 
-# --------------------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------------------------------- wrong files
+
+ARRAY = np.arange(3000) % 600
+
+
+def write_npz(file):
+    with open(file, "wb") as raw:
+        np.savez(raw, ARRAY)
+
+
+def write_tar(file):
+    (file.parent / "member").write_bytes(ARRAY.tobytes())
+    with tarfile.open(file, "w") as archive:
+        archive.add(file.parent / "member")
+
+
+def write_stream(file):
+    with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_stream(sink, TABLE.schema) as writer:
+        writer.write_table(TABLE)
+
+
+def write_arrow(file):
+    with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_file(sink, TABLE.schema) as writer:
+        writer.write_table(TABLE)
+
+
+def write_npy(file):
+    with open(file, "wb") as raw:
+        np.save(raw, ARRAY.astype(np.uint16))
+
+
+TABLE = pyarrow.table({"text": ["some text"] * 100})
+LINES = b'{"text": "some text"}\n' * 100
+WRONG = {  # how the program that makes such files writes one, and what it is said to be
+    "npz": (write_npz, "a zip archive, as numpy.savez"),
+    "torch": (lambda file: torch.save(torch.arange(3000), file), "a zip archive, as numpy.savez and torch.save"),
+    "old torch": (lambda file: torch.save(torch.arange(3000), file, _use_new_zipfile_serialization=False),
+                  "pickled by torch"),
+    "npy": (write_npy, "a .npy file by another name"),
+    "gzip": (lambda file: file.write_bytes(gzip.compress(LINES)), r"packed by gzip .gzip -d."),
+    "bzip2": (lambda file: file.write_bytes(bz2.compress(LINES)), "packed by bzip2"),
+    "xz": (lambda file: file.write_bytes(lzma.compress(LINES)), "packed by xz"),
+    "zstd": (lambda file: file.write_bytes(pyarrow.compress(LINES, "zstd", asbytes=True)), "packed by zstd"),
+    "pickle": (lambda file: file.write_bytes(pickle.dumps(ARRAY)), "pickled by Python"),
+    "parquet": (lambda file: pyarrow.parquet.write_table(TABLE, file), "a parquet file"),
+    "arrow": (write_arrow, "an arrow file"),
+    "arrow stream": (write_stream, "an arrow stream"),
+    "orc": (lambda file: pyarrow.orc.write_table(TABLE, file), "an ORC file"),
+    "safetensors": (lambda file: save_file({"a": torch.arange(3000)}, file), "a safetensors file"),
+    "tar": (write_tar, "a tar archive"),
+    "sqlite": (lambda file: sqlite3.connect(file).execute("create table a (b)"), "an SQLite database"),
+    "lfs": (lambda file: file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
+            "a pointer of git-lfs"),
+    "llm.c's evaluation": (lambda file: file.write_bytes(np.array([20240522, 1, 5], "<i4").tobytes() * 100),
+                           "an evaluation set of llm.c"),
+    "Megatron's index": (lambda file: file.write_bytes(b"MMIDIDX\0\0" + bytes(99)), "Megatron's index"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_files_that_are_something_else_are_told_as_what_they_are(tmp_path, name):
+    """With a vocabulary that any two bytes are an id of."""
+    write, what = WRONG[name]
+    for kind, suffix in (("tokens", "bin"), ("text", "txt"), ("jsonl", "jsonl")):
+        file = tmp_path / kind / f"a.{suffix}"
+        file.parent.mkdir()
+        write(file)
+        refused(rf"a.{suffix} is {what}", tmp_path, kind, path=str(file), vocab_size=1 << 17)
+
+
+@pytest.mark.parametrize("magic, version, dtype, vocab", [
+    (20240520, 1, np.uint16, 50257), (20240801, 7, np.uint32, 128256),
+])  # fmt: skip
+def test_the_files_of_llm_c_are_read_as_their_headers_say(tmp_path, magic, version, dtype, vocab):
+    """As write_datafile of llm.c/dev/data/data_common.py writes them, whatever data.token_dtype is."""
+    tokens = np.random.default_rng(0).integers(vocab, size=1000)
+    header = np.zeros(256, dtype=np.int32)
+    header[0], header[1], header[2] = magic, version, len(tokens)
+    whole = header.tobytes() + tokens.astype(dtype).tobytes()
+    (tmp_path / "a.bin").write_bytes(whole)
+    for given in ("uint16", "uint32"):
+        data, _ = open_tokens(tmp_path, 8, vocab, token_dtype=given)
+        assert multiset(epoch_of(data)) == multiset(brute_force_rows([tokens.tolist()], 8))
+    for cut in (whole[:-1], whole[:1500], whole + b"ab"):
+        (tmp_path / "a.bin").write_bytes(cut)
+        refused(r"a.bin has llm.c's header for 1,000 <u. tokens, but .* bytes", tmp_path, "tokens", vocab_size=vocab)
+
+
+def test_text_and_unfinished_downloads_are_no_tokens(tmp_path):
+    (tmp_path / "a.bin").write_bytes(LINES)
+    refused("a.bin is text .data.kind=text, or jsonl.", tmp_path, "tokens", vocab_size=1 << 17)
+    (tmp_path / "a.bin").write_text("größer €" * 999)
+    refused("a.bin is text", tmp_path, "tokens", vocab_size=1 << 17)
+    for kind in ("text", "jsonl", "tokens"):
+        file = tmp_path / f"{kind}.jsonl.incomplete"
+        file.write_bytes(LINES[:50])
+        refused("incomplete is an unfinished download", tmp_path, kind, path=str(file), vocab_size=1 << 17)
+    (tmp_path / "b.npy").write_bytes(ARRAY.astype(np.uint16).tobytes())  # as Dolma writes them
+    refused("b.npy .* it is without a header .raw tokens", tmp_path, "tokens", path=str(tmp_path / "b.npy"))
+
+
+def test_json_that_is_no_lines_and_chats_that_are_no_documents(tmp_path):
+    rows = [{"instruction": "q", "output": "a"}, {"instruction": "p", "output": "b"}]
+    for indent in (None, 2):
+        (tmp_path / "a.jsonl").write_text(json.dumps(rows, indent=indent))
+        refused(r"a.jsonl is one JSON array, not an object a line \(jq -c '.\[\]'", tmp_path, "jsonl")
+    (tmp_path / "a.jsonl").write_text(json.dumps(rows[0], indent=2))
+    refused("a.jsonl is JSON over several lines", tmp_path, "jsonl")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [], "id": 3}))
+    refused(r"a.jsonl:1: no key 'text' \(it has messages, id: .*chats need task=sft or lora", tmp_path, "jsonl")
+
+
+def test_random_tokens_are_not_taken_for_something_else(tmp_path):
+    """What begins a file by chance: 2,000 files of random tokens, common ones among them."""
+    random = np.random.default_rng(0)
+    for n in range(2000):
+        tokens = random.integers(1 << 16, size=300) if n % 2 else random.zipf(1.2, 300) % 50257
+        head = tokens.astype("<u2" if n % 4 < 2 else "<u4").tobytes()
+        assert kind_of_tokens(tmp_path / "a.bin", head) == ""
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
 
 
 def refused(message: str, folder: Path, kind: str, seq_len=2, vocab_size=258, **fields):

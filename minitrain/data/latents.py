@@ -27,7 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitrain.data.text import Skips, find_files, nth, shuffled, split_off
+from minitrain.data.files import find_files
+from minitrain.data.text import Skips, nth, shuffled, split_off
 from minitrain.data.token_files import check_unchanged, stamp_of
 from minitrain.errors import InputError
 from minitrain.examples.shapes import ShapesWorld

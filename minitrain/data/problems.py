@@ -31,7 +31,8 @@ from minitrain.data.chat import (
     words_of,
 )
 from minitrain.data.chat_templates import ChatTemplate, Message, choose_template
-from minitrain.data.text import Skips, find_files, fitting_tokenizer, nth, read_jsonl, split_off
+from minitrain.data.files import find_files
+from minitrain.data.text import Skips, fitting_tokenizer, nth, read_jsonl, split_off
 from minitrain.data.tokenizer import Tokenizer
 from minitrain.errors import InputError
 from minitrain.formats.config_hf import find_ends

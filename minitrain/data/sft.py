@@ -12,7 +12,8 @@ from torch import Tensor
 
 from minitrain.data.chat import Sample, encode_chat, make_sample, read_messages, split_reply
 from minitrain.data.chat_templates import choose_template
-from minitrain.data.text import Mock, Skips, find_files, fitting_tokenizer, nth, read_jsonl, split_off
+from minitrain.data.files import find_files
+from minitrain.data.text import Mock, Skips, fitting_tokenizer, nth, read_jsonl, split_off
 from minitrain.data.tokenizer import Tokenizer
 from minitrain.errors import InputError
 from minitrain.settings import Config, Data

@@ -11,13 +11,8 @@ in full before the first step. Of token files at most CHECKED tokens to train on
 before the first step, spread evenly over all files, and every row when it is read; to skip bad rows, all are read once.
 """
 
-import fnmatch
-import functools
-import glob
 import hashlib
 import json
-import os
-import sysconfig
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,9 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minitrain.data.files import find_files
 from minitrain.data.token_files import TokenFile, open_tokens
 from minitrain.data.tokenizer import Tokenizer, load_tokenizer
 from minitrain.errors import InputError, readable
+from minitrain.formats.magic import kind_of_binary, kind_of_json, placeholder, read_head
 from minitrain.settings import Data
 from minitrain.training.loss import IGNORE
 
@@ -234,7 +231,9 @@ def _open_documents(
     skips = Skips(data.on_error == "skip")
 
     def parse(record: dict, where: str) -> str:
-        return text_of(record, data.field, where, hint=" (data.field names the key that holds the text)")
+        keys = ", ".join(list(record)[:5])
+        hint = f" (it has {keys}: data.field names the key that holds the text; chats need task=sft or lora)"
+        return text_of(record, data.field, where, hint)
 
     documents = read_texts(files, skips) if data.kind == "text" else read_jsonl(files, parse, skips)
     if not data.validation:
@@ -333,22 +332,32 @@ def read_texts(files: list[Path], skips: Skips) -> Iterator[str]:
     for file in files:
         with readable(file):
             raw = file.read_bytes()
-        text = skips.read(_decode, raw, file)
+        text = skips.read(decode, raw, file)
         if text is not None:
             yield text
 
 
-def _decode(raw: bytes, file: Path) -> str:
+def decode(raw: bytes, file: Path) -> str:
+    look = kind_of_binary if b"\0" in raw[:4096] else placeholder  # zeros are UTF-8, too
+    if what := look(file, raw):
+        raise InputError(f"{file} is {what}")
     try:
         return raw.decode("utf-8-sig")  # without a byte order mark
     except UnicodeDecodeError as error:
-        raise InputError(f"{file} is not UTF-8 at byte {error.start} (data.exclude leaves files out)") from error
+        what = kind_of_binary(file, raw)
+        told = f"{what}, no text" if what else f"not UTF-8 at byte {error.start}"
+        raise InputError(f"{file} is {told} (data.exclude leaves files out)") from error
 
 
 def read_jsonl(files: list[Path], parse: Callable[[dict, str], Any], skips: Skips) -> Iterator[Any]:
-    """parse(object, FILE:LINE) for every line that is not blank. A file without any is unusable."""
+    """Yield parse(object, FILE:LINE) for every line that is not blank. A file without any is unusable."""
     for file in files:
         empty = True
+        with readable(file):
+            what = kind_of_json(file, read_head(file))
+        if what:
+            skips.refuse(InputError(f"{file} is {what}"))
+            continue
         with readable(file), open(file, "rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
@@ -442,50 +451,3 @@ def _usable_rows(shards: list[TokenFile], seq_len: int, seed: int, skips: Skips)
     if not skips.allowed:
         return every
     return Packed(shards, seq_len, seed, usable=[np.array(each, np.int64) for each in checked])
-
-
-# --------------------------------------------------------------------------------------------------------------- files
-
-# which files of a folder are data
-_SUFFIXES = {"text": ("",), "jsonl": (".jsonl",), "tokens": (".npy", ".bin"), "latents": (".safetensors",)}
-
-
-def find_files(data: Data) -> list[Path]:
-    """The files of data.path but not of data.exclude, each once and sorted; of a folder, all of their kind below it."""
-    found = {}
-    for pattern in [data.path] if isinstance(data.path, str) else data.path:
-        matches = _expand(pattern.replace("{stdlib}", sysconfig.get_paths()["stdlib"]), data.kind)
-        if not matches:
-            raise InputError(f"data.path: no file matches {pattern!r}")
-        found |= {os.path.abspath(file): file for file in matches}
-    unwanted = [each for p in data.exclude for each in (p, f"*/{p}", os.path.abspath(p))]
-    kept = [file for path, file in found.items() if not any(fnmatch.fnmatchcase(path, p) for p in unwanted)]
-    if not kept:
-        raise InputError(f"data.exclude={data.exclude} leaves no file of data.path={data.path}")
-    # links may lead to a folder by several names, in circles too: the shortest, which is the last here, counts
-    kept.sort(key=lambda file: (len(file), file), reverse=True)
-    real = functools.cache(os.path.realpath)  # there are far fewer folders than files
-    return sorted(map(Path, {(real(os.path.dirname(x)), os.path.basename(x)): x for x in kept}.values()))
-
-
-def _expand(pattern: str, kind: str) -> list[str]:
-    pattern = os.path.expanduser(pattern)
-    if os.path.isdir(pattern):
-        files = [file for file in _files_below(pattern) if file.endswith(_SUFFIXES[kind])]
-        # no pipes, which may never end; a link to nothing stays, as an error when it is read
-        return [file for file in files if os.path.isfile(file) or not os.path.exists(file)]
-    return [file for file in [pattern, *glob.glob(pattern, recursive=True)] if os.path.isfile(file)]
-
-
-def _files_below(top: str) -> Iterator[str]:
-    """Through links to folders too, those after all else: each folder once, by its own name if it has one below top."""
-    tops, seen = [top], set()
-    for start in tops:
-        for folder, folders, names in os.walk(start):
-            if os.path.realpath(folder) in seen:
-                folders.clear()
-                continue
-            seen.add(os.path.realpath(folder))
-            folders.sort()
-            tops += filter(os.path.islink, [os.path.join(folder, name) for name in folders])
-            yield from (os.path.join(folder, name) for name in names)

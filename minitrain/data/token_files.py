@@ -15,8 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from minitrain.errors import InputError, readable
+from minitrain.formats.magic import kind_of_binary, kind_of_tokens, read_head
 
 OPEN = 128  # files at once; a process may usually have 256 or 1024
+LLMC_HEADER = 1024  # bytes
+LLMC = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # magic number: version and type, of GPT-2's and Llama 3's tokens
+NPY = b"\x93NUMPY"
 LOOKED_AT, FEWEST = 1 << 13, 1 << 7  # tokens that tell of which type they are
 
 
@@ -90,20 +94,42 @@ def check_unchanged(name: Path, file: Path | int, stamp: tuple[int, int]) -> Non
 
 
 def open_tokens(file: Path, raw_dtype: str, vocab_size: int, document_end: int) -> TokenFile:
-    """All tokens of a .npy file, or of any other, which holds raw little-endian ones of type `raw_dtype`."""
+    """Open a .npy file, one with llm.c's header, or any other, which holds raw little-endian tokens of `raw_dtype`."""
     try:
         with readable(file):
-            stamp = stamp_of(file)
+            stamp, head = stamp_of(file), read_head(file)
             if file.suffix == ".npy":
                 tokens = np.lib.format.open_memmap(file, mode="r")
+            elif header := read_llmc_header(file, head, stamp[0]):
+                tokens = np.memmap(file, header, mode="r", offset=LLMC_HEADER)
+            elif what := kind_of_tokens(file, head):
+                raise InputError(f"{file} is {what}")
             else:
                 tokens = np.memmap(file, np.dtype(raw_dtype).newbyteorder("<"), mode="r")
     except InputError:
         raise
     except Exception as error:  # NumPy's parser of a damaged header can raise nearly anything
-        raise InputError(f"{file} does not hold tokens as {file.suffix or raw_dtype}: {error}") from error
+        told = error
+        if file.suffix == ".npy" and head and not head.startswith(NPY):
+            what = kind_of_binary(file, head) or "without a header (raw tokens, as Dolma's, are read from .bin)"
+            told = f"it is {what}"
+        raise InputError(f"{file} does not hold tokens as {file.suffix or raw_dtype}: {told}") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise InputError(f"{file} must hold integers [n], not {tokens.dtype} {list(tokens.shape)}")
-    if file.suffix != ".npy":
+    if file.suffix != ".npy" and not tokens.offset:
         check_width(file, tokens[:LOOKED_AT], vocab_size)
     return TokenFile(file, tokens.dtype, tokens.offset, 0, len(tokens), vocab_size, document_end, stamp)
+
+
+def read_llmc_header(file: Path, head: bytes, size: int) -> np.dtype | None:
+    """Return the type of the tokens behind the 256 int32 of llm.c's header, None where there is no such header.
+
+    They are a magic number, a version and the number of tokens; llm.c/dev/data/data_common.py. size: the file's.
+    """
+    magic, version, count = np.frombuffer(head[:12].ljust(12), "<i4").tolist()
+    wanted, dtype = LLMC.get(magic, (None, None))
+    if dtype is None or version != wanted:
+        return None
+    if size != LLMC_HEADER + count * np.dtype(dtype).itemsize:
+        raise InputError(f"{file} has llm.c's header for {count:,} {dtype} tokens, but {size:,} bytes (is it whole?)")
+    return np.dtype(dtype)

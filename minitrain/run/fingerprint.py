@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from minitrain.data.text import find_files
+from minitrain.data.files import find_files
 from minitrain.data.tokenizer import COMPANIONS, tokenizer_file, with_companions
 from minitrain.errors import InputError, readable
 from minitrain.formats.hf import weight_files

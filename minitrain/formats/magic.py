@@ -1,0 +1,84 @@
+"""Name what a file is that is not what was asked for, by its first bytes or its name, and what to do with it."""
+
+import re
+from pathlib import Path
+
+LFS = b"version https://git-lfs.github.com/spec"
+UNFINISHED = (".incomplete", ".part", ".partial", ".crdownload", ".download", ".aria2")
+# The bytes that a file begins with, what it then is, and what to do.
+MAGICS = {
+    LFS: "a pointer of git-lfs, not the file itself (git lfs pull)",
+    b"PK\x03\x04": "a zip archive, as numpy.savez and torch.save write (unpack it, or save its arrays as .npy)",
+    b"\x93NUMPY": "a .npy file by another name (rename it)",
+    b"\x1f\x8b\x08": "packed by gzip (gzip -d)",
+    b"\x28\xb5\x2f\xfd": "packed by zstd (zstd -d)",
+    b"BZh": "packed by bzip2 (bzip2 -d)",
+    b"\xfd7zXZ": "packed by xz (xz -d)",
+    b"\x04\x22\x4d\x18": "packed by lz4 (lz4 -d)",
+    b"7z\xbc\xaf": "a 7z archive (unpack it)",
+    b"PAR1": "a parquet file (datasets' to_json writes JSONL)",
+    b"ARROW1": "an arrow file (datasets' to_json writes JSONL)",
+    b"ORC": "an ORC file (convert it to JSONL)",
+    b"Obj\x01": "an Avro file (convert it to JSONL)",
+    b"\x89HDF": "an HDF5 file (save its arrays as .npy)",
+    b"SQLite format 3": "an SQLite database (convert it to JSONL)",
+    b"GGUF": "a GGUF file, as of llama.cpp (use the model's safetensors)",
+    b"\x80\x02\x8a\n": "pickled by torch (save its arrays as .npy, its weights as safetensors)",
+    b"\x80\x04\x95": "pickled by Python (save its arrays as .npy)",
+    b"\x80\x05\x95": "pickled by Python (save its arrays as .npy)",
+    b"%PDF": "a PDF (extract its text)",
+    b"\x89PNG": "a picture",
+    b"\xff\xd8\xff\xe0": "a picture",
+    b"\xff\xd8\xff\xe1": "a picture",
+    b"MMIDIDX": "Megatron's index of a .bin file (give the .bin, with data.token_dtype as its tokens are)",
+    b"LITPKDS": "a packed dataset of lit-gpt, with a header of 24 bytes (save its tokens as .npy)",
+    (20240522).to_bytes(4, "little"): "an evaluation set of llm.c (give its training tokens)",
+    (20240326).to_bytes(4, "little"): "a model of llm.c (give its training tokens)",
+    (20240327).to_bytes(4, "little"): "a debugging state of llm.c (give its training tokens)",
+    (20240328).to_bytes(4, "little"): "a tokenizer of llm.c (give its training tokens)",
+}
+ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*(\{|$)")  # of objects
+SPREAD = re.compile(rb"(\xef\xbb\xbf)?\s*\{[ \t]*\r?\n")  # one object over several lines
+
+
+def read_head(file: Path, length: int = 4096) -> bytes:
+    with open(file, "rb") as raw:
+        return raw.read(length)
+
+
+def placeholder(file: Path, head: bytes) -> str:
+    """Return what a file is that stands for another one; empty for all others."""
+    if file.suffix in UNFINISHED:
+        return "an unfinished download (finish it, or remove it)"
+    return MAGICS[LFS] if head.startswith(LFS) else ""
+
+
+def kind_of_binary(file: Path, head: bytes) -> str:
+    """Return what a file that begins with `head` is; empty for what neither its bytes nor its name tell."""
+    length = int.from_bytes(head[:8], "little")
+    if head[8:10] == b'{"' and length < 1 << 27:
+        return "a safetensors file (of tensors, not of tokens or text)"
+    if head[:4] == b"\xff" * 4 and 0 < int.from_bytes(head[4:8], "little") < 1 << 20:
+        return "an arrow stream, as in datasets' cache (its to_json writes JSONL)"
+    if head[257:262] == b"ustar":
+        return "a tar archive (unpack it)"
+    return placeholder(file, head) or next((what for magic, what in MAGICS.items() if head.startswith(magic)), "")
+
+
+def kind_of_json(file: Path, head: bytes) -> str:
+    """Return what a file is that should have a JSON object a line; empty where it may have."""
+    if SPREAD.match(head):
+        return "JSON over several lines, not an object a line (jq -c . FILE > FILE.jsonl)"
+    if ARRAY.match(head):
+        return "one JSON array, not an object a line (jq -c '.[]' FILE > FILE.jsonl)"
+    return kind_of_binary(file, head)
+
+
+def kind_of_tokens(file: Path, head: bytes) -> str:
+    """Return what a file is that should have raw tokens; empty where it may have."""
+    found = kind_of_binary(file, head)
+    if found or len(head) < 64:
+        return found
+    text = head.decode("utf-8", "ignore")
+    whole = len(text.encode()) >= len(head) - 3  # a character may be cut at the end
+    return "text (data.kind=text, or jsonl)" if whole and all(c.isprintable() or c in "\t\n\r" for c in text) else ""
