@@ -1,4 +1,4 @@
-"""minitrain: the modern large-model training stack in plain PyTorch, with a core that reads in an afternoon or two."""
+"""minitrain: the modern large-model training stack in plain PyTorch."""
 
 import getpass
 import os
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Completion", "InputError", "Sampler", "SamplingParams", "load_adapter", "load_pretrained",
            "merge_adapters", "save_pretrained"]  # fmt: skip
+
+__version__ = "0.1.0"
 
 try:
     getpass.getuser()
