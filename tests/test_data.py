@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import tarfile
 from collections import Counter
-from itertools import chain, permutations
+from itertools import chain, pairwise, permutations
 from math import factorial
 from pathlib import Path
 
@@ -183,6 +183,7 @@ def test_without_eos_a_document_still_ends(tmp_path_factory, words):
     for i, text in enumerate([*texts, "   "]):  # the last holds no token at all
         (folder / f"{i}.txt").write_text(text)
     data, _ = open_data(Data(kind="text", path=str(folder), tokenizer=tokenizer), 3, words, 0)
+    assert data.about.endswith("names no eos: no token will end a document, nor what is generated")
     assert multiset(epoch_of(data)) == multiset(brute_force_rows(documents, 3))
     predicted = sum(len(document) - 1 for document in documents)
     assert data.bytes_per_token == sum(len(text) for text in texts) / predicted
@@ -325,8 +326,32 @@ def test_npy_files_are_one_document_each(tmp_path, dtype):
         np.save(tmp_path / f"{i}.npy", np.array(tokens, dtype))
     data, held = open_tokens(tmp_path, 4)
     assert held is None and data.bytes_per_token is None
-    # No row spans two files, so each is a corpus of its own.
-    assert multiset(epoch_of(data)) == multiset(row for tokens in files for row in brute_force_rows([tokens], 4))
+    assert multiset(epoch_of(data)) == multiset(brute_force_rows(files, 4))
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.lists(st.integers(0, 9), max_size=9), min_size=1, max_size=8),
+    st.integers(1, 12),
+    st.sampled_from([None, 9]),
+    st.sampled_from([("uint16",), ("uint8", "int64"), ("uint64", "int8")]),
+)
+def test_rows_cross_files_as_they_cross_documents(tmp_path_factory, files, seq_len, end, dtypes):
+    """A file ends a document, whether its last token is data.document_end or not."""
+    folder, documents = tmp_path_factory.mktemp("tokens"), []
+    for i, tokens in enumerate(files):
+        np.save(folder / f"{i}.npy", np.array(tokens, dtypes[i % len(dtypes)]))
+        cuts = [0, *(j + 1 for j, token in enumerate(tokens) if token == end), len(tokens)]
+        documents += [tokens[a:b] for a, b in pairwise(cuts) if a < b]
+    expected = brute_force_rows(documents, seq_len)
+    if not expected:
+        with pytest.raises(InputError, match="tokens to train on, no row of batch.seq_len"):
+            open_tokens(folder, seq_len, document_end=end)
+        return
+    data, _ = open_tokens(folder, seq_len, document_end=end)
+    assert multiset(epoch_of(data)) == multiset(expected)
+    if len(data) * seq_len == sum(map(len, files)):
+        assert tokens_of(data) == Counter(chain(*files))
 
 
 @settings(max_examples=60)
@@ -340,25 +365,25 @@ def test_raw_files_are_split_at_document_end(tmp_path_factory, documents, seq_le
     np.array(list(chain(*documents)), np.dtype(dtype).newbyteorder("<")).tofile(file)
     expected = brute_force_rows(documents, seq_len)
     if not expected:
-        with pytest.raises(InputError, match="leaves no file with a row"):
+        with pytest.raises(InputError, match="tokens to train on, no row of batch.seq_len"):
             open_tokens(file, seq_len, token_dtype=dtype, document_end=99)
         return
     data, _ = open_tokens(file, seq_len, token_dtype=dtype, document_end=99)
     assert multiset(epoch_of(data)) == multiset(expected)
 
 
-def test_files_without_a_row_are_told(tmp_path):
-    for name, size in {"a": 9, "b": 3, "c": 4, "d": 1}.items():
-        np.save(tmp_path / f"{name}.npy", np.arange(size))
-    train, _ = open_tokens(tmp_path, 4)
-    assert train.about == f"2 of 4 files have less than one row of batch.seq_len=4, the first: {tmp_path}/b.npy"
+def test_files_of_less_than_a_row_are_used(tmp_path):
+    """127 documents of 100 tokens, in rows of 64: all but what is left at the very end."""
+    for n in range(127):
+        np.save(tmp_path / f"{n:03}.npy", np.full(100, n))
+    train, _ = open_tokens(tmp_path, 64)
+    assert len(train) == 12_700 // 64 and train.about == ""
+    assert train.origin(5).count(".npy tokens ") in (1, 2)
+    train, held = open_tokens(tmp_path, 64, validation=0.1)
+    assert (len(train), len(held)) == (90 * 127 // 64, 10 * 127 // 64)
     (tmp_path / "e.npy").write_text("no array")
-    train, _ = open_tokens(tmp_path, 4, on_error="skip")
-    assert train.about.startswith("1 skipped, the first: ") and "; 2 of 5 files have less than one row" in train.about
-    for name in "bde":
-        (tmp_path / f"{name}.npy").unlink()
-    train, _ = open_tokens(tmp_path, 4, validation=0.6)  # of the file with one row, all is held out
-    assert train.about == ""
+    train, _ = open_tokens(tmp_path, 64, on_error="skip")
+    assert train.about.startswith("1 skipped, the first: ") and len(train) == 12_700 // 64
 
 
 @pytest.mark.parametrize("stored, read, better", [
@@ -388,12 +413,10 @@ def test_token_validation_is_the_end_of_each_file(tmp_path):
     for i, tokens in enumerate(files):
         np.save(tmp_path / f"{i}.npy", tokens)
     train, held = open_tokens(tmp_path, 4, validation=0.2)
-    assert multiset(epoch_of(held)) == multiset(
-        brute_force_rows([list(range(35, 43))], 4) + brute_force_rows([list(range(116, 120))], 4)
-    )
-    assert multiset(epoch_of(train)) == multiset(
-        brute_force_rows([list(range(35))], 4) + brute_force_rows([list(range(100, 116))], 4)
-    )
+    ends = [list(range(35, 43)), list(range(116, 120)), [202]]
+    assert multiset(epoch_of(held)) == multiset(brute_force_rows(ends, 4))
+    rest = [list(range(35)), list(range(100, 116)), [200, 201]]
+    assert multiset(epoch_of(train)) == multiset(brute_force_rows(rest, 4))
 
 
 def bytes_read() -> int:
@@ -637,8 +660,8 @@ def test_the_files_of_llm_c_are_read_as_their_headers_say(tmp_path, magic, versi
     header[0], header[1], header[2] = magic, version, len(tokens)
     whole = header.tobytes() + tokens.astype(dtype).tobytes()
     (tmp_path / "a.bin").write_bytes(whole)
-    for given in ("uint16", "uint32"):
-        data, _ = open_tokens(tmp_path, 8, vocab, token_dtype=given)
+    for stated in ("uint16", "uint32"):
+        data, _ = open_tokens(tmp_path, 8, vocab, token_dtype=stated)
         assert multiset(epoch_of(data)) == multiset(brute_force_rows([tokens.tolist()], 8))
     for cut in (whole[:-1], whole[:1500], whole + b"ab"):
         (tmp_path / "a.bin").write_bytes(cut)
@@ -758,9 +781,9 @@ def test_token_file_errors(tmp_path):
     file.write_bytes(b"")
     refused("a.bin does not hold tokens as .bin", tmp_path, "tokens")
     file.write_bytes(b"a\0b\0")
-    refused("leaves no file with a row of batch.seq_len=3", tmp_path, "tokens", seq_len=3)
-    refused("data.validation=0.1 holds out no row", tmp_path, "tokens", validation=0.1)
-    refused("leaves no file with a row", tmp_path, "tokens", validation=0.9)
+    refused("leaves 2 tokens to train on, no row of batch.seq_len=3", tmp_path, "tokens", seq_len=3)
+    refused("data.validation=0.1 holds out 0 tokens, no row of batch.seq_len=2", tmp_path, "tokens", validation=0.1)
+    refused("leaves 0 tokens to train on, no row of batch.seq_len=2", tmp_path, "tokens", validation=0.9)
     for wrong in (-1, 258):
         refused(
             f"data.document_end={wrong} is outside .* of model.vocab_size=258", tmp_path, "tokens", document_end=wrong

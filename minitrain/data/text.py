@@ -14,10 +14,9 @@ before the first step, spread evenly over all files, and every row when it is re
 import hashlib
 import json
 from array import array
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from minitrain.data.files import find_files
-from minitrain.data.token_files import TokenFile, open_tokens
+from minitrain.data.token_files import TokenFiles, open_tokens
 from minitrain.data.tokenizer import Tokenizer, load_tokenizer
 from minitrain.errors import InputError, readable
 from minitrain.formats.magic import kind_of_binary, kind_of_json, placeholder, read_head
@@ -87,37 +86,32 @@ class Mock:
 
 
 class Packed:
-    """Rows cut from `shards`, each with a length in tokens, `read` and `origin(start, length)`; no row spans two.
+    """Rows cut from a corpus with a length in tokens, `read` and `origin(start, length)`.
 
-    What is left at the end of a shard, fewer than seq_len tokens, is not used. usable: the numbers of the rows to use,
-    for each shard; by default all.
+    What is left at its end, fewer than seq_len tokens, is not used. usable: the numbers of the rows to use; None: all.
     """
 
     def __init__(
-        self, shards: list, seq_len: int, seed: int, bytes_per_token: float | None = None,
-        usable: list[Sequence[int]] | None = None, about: str = "",
+        self, corpus: "Corpus | TokenFiles", seq_len: int, seed: int, bytes_per_token: float | None = None,
+        usable: Sequence[int] | None = None, about: str = "",
     ):  # fmt: skip
-        self.shards, self.seq_len, self.seed, self.bytes_per_token = shards, seq_len, seed, bytes_per_token
-        self.usable = usable or [range(len(shard) // seq_len) for shard in shards]
-        self.firsts = list(accumulate(map(len, self.usable), initial=0))
-        self.about = about
+        self.corpus, self.seq_len, self.seed = corpus, seq_len, seed
+        self.bytes_per_token, self.about = bytes_per_token, about
+        self.usable = range(len(corpus) // seq_len) if usable is None else usable
 
     def __len__(self) -> int:
-        return self.firsts[-1]
+        return len(self.usable)
 
     def row(self, n: int) -> dict[str, Tensor]:
-        shard, start = self.place(n)
-        return pack(*shard.read(start, self.seq_len))
+        return pack(*self.corpus.read(self.start(n), self.seq_len))
 
     def origin(self, n: int) -> str:
-        shard, start = self.place(n)
-        return shard.origin(start, self.seq_len)
+        return self.corpus.origin(self.start(n), self.seq_len)
 
-    def place(self, n: int) -> tuple[Any, int]:
-        """The shard that row n is cut from, and its first token there."""
+    def start(self, n: int) -> int:
+        """Return which token of the corpus row n begins with."""
         _, number = nth(n, len(self), self.seed)
-        shard = bisect_right(self.firsts, number) - 1
-        return self.shards[shard], int(self.usable[shard][number - self.firsts[shard]]) * self.seq_len
+        return int(self.usable[number]) * self.seq_len
 
 
 def pack(window: np.ndarray, ends: np.ndarray) -> dict[str, Tensor]:
@@ -235,14 +229,16 @@ def _open_documents(
         hint = f" (it has {keys}: data.field names the key that holds the text; chats need task=sft or lora)"
         return text_of(record, data.field, where, hint)
 
+    unended = f"data.tokenizer={data.tokenizer} names no eos: no token will end a document, nor what is generated"
+    note = unended if tokenizer.eos_id is None else ""
     documents = read_texts(files, skips) if data.kind == "text" else read_jsonl(files, parse, skips)
     if not data.validation:
-        return _cut(tokenize(documents, tokenizer), seq_len, seed, f"data.path={data.path}", skips), None
+        return _cut(tokenize(documents, tokenizer), seq_len, seed, f"data.path={data.path}", skips, note), None
     lone, documents = split_lone(documents, data.validation)
     corpus = tokenize(documents, tokenizer)
     count = len(corpus.ends)
     held = np.array([False, True]) if lone and count == 2 else hold_out(count, data.validation, seed)
-    train = _cut(corpus.select(~held), seq_len, seed, f"data.path={data.path} without validation", skips)
+    train = _cut(corpus.select(~held), seq_len, seed, f"data.path={data.path} without validation", skips, note)
     return train, _cut(corpus.select(held), seq_len, seed, f"data.validation={data.validation}", skips)
 
 
@@ -256,13 +252,14 @@ def fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _cut(corpus: Corpus, seq_len: int, seed: int, what: str, skips: "Skips") -> Packed:
+def _cut(corpus: Corpus, seq_len: int, seed: int, what: str, skips: "Skips", note: str = "") -> Packed:
     if not corpus.predicted:
         raise InputError(f"{what} holds no token to predict{skips.aside}")
     if len(corpus) < seq_len:
         size = f"{len(corpus)} tokens, less than one row of batch.seq_len={seq_len}"
         raise InputError(f"{what} holds {size}{skips.aside}")
-    return Packed([corpus], seq_len, seed, corpus.sizes.sum().item() / corpus.predicted, about=skips.note)
+    about = "; ".join(filter(None, [skips.note, note]))
+    return Packed(corpus, seq_len, seed, corpus.sizes.sum().item() / corpus.predicted, about=about)
 
 
 def split_lone(documents: Iterator[str], share: float) -> tuple[bool, Iterator[str]]:
@@ -412,7 +409,7 @@ def text_of(record: dict, key: str, where: str, hint: str = "") -> str:
 def _open_token_files(
     data: Data, files: list[Path], seq_len: int, vocab_size: int, seed: int
 ) -> tuple[Packed, Packed | None]:
-    """Held out is the end of each file, a whole number of rows: round(data.validation x rows)."""
+    """Open token files and hold out the end of each, in whole rows unless that share is less than one."""
     end = -1 if data.document_end is None else data.document_end
     if data.document_end is not None and not 0 <= end < vocab_size:
         raise InputError(f"data.document_end={end} is outside the vocabulary of model.vocab_size={vocab_size}")
@@ -422,32 +419,24 @@ def _open_token_files(
     for file in files:
         tokens = skips.read(open_tokens, file, data.token_dtype, vocab_size, end)
         if tokens is not None:
-            cut = len(tokens) - seq_len * round(data.validation * (len(tokens) // seq_len))
+            whole = seq_len * round(data.validation * (len(tokens) // seq_len))
+            cut = len(tokens) - (whole or round(data.validation * len(tokens)))
             train.append(replace(tokens, stop=cut))
             held.append(replace(tokens, first=cut))
-    short = [tokens.file for tokens in held if tokens.stop < seq_len]
-    train, held = (_usable_rows(shards, seq_len, seed, skips) for shards in (train, held))
+    train, held = (_usable_rows(TokenFiles(parts), seq_len, seed, skips) for parts in (train, held))
     if not len(train):
-        where = f"data.path={data.path} leaves no file"
-        raise InputError(f"{where} with a row of batch.seq_len={seq_len} to train on{skips.aside}")
+        size = f"{len(train.corpus):,} tokens to train on, no row of batch.seq_len={seq_len}"
+        raise InputError(f"data.path={data.path} leaves {size}{skips.aside}")
     if data.validation and not len(held):
-        raise InputError(f"data.validation={data.validation} holds out no row: no file has enough rows for that share")
-    notes = [skips.note]
-    if short:
-        less = f"{len(short):,} of {len(files):,} files have less than one row of batch.seq_len={seq_len}"
-        notes.append(f"{less}, the first: {short[0]}")
-    train.about = "; ".join(filter(None, notes))
+        size = f"{len(held.corpus):,} tokens, no row of batch.seq_len={seq_len}"
+        raise InputError(f"data.validation={data.validation} holds out {size}")
+    train.about = skips.note
     return train, held if data.validation else None
 
 
-def _usable_rows(shards: list[TokenFile], seq_len: int, seed: int, skips: Skips) -> Packed:
-    """All rows, some of them checked; or if unusable ones are to be skipped, the rows that pass the check."""
-    every = Packed(shards, seq_len, seed)
+def _usable_rows(corpus: TokenFiles, seq_len: int, seed: int, skips: Skips) -> Packed:
+    """Return all rows, some of them checked; or if unusable ones are to be skipped, the rows that pass the check."""
+    every = Packed(corpus, seq_len, seed)
     step = 1 if skips.allowed else 1 + len(every) * seq_len // CHECKED
-    checked = [
-        [n for n in numbers[-first % step :: step] if skips.read(shard.read, n * seq_len, seq_len) is not None]
-        for shard, numbers, first in zip(shards, every.usable, every.firsts, strict=False)  # each step-th row of all
-    ]
-    if not skips.allowed:
-        return every
-    return Packed(shards, seq_len, seed, usable=[np.array(each, np.int64) for each in checked])
+    good = [n for n in every.usable[::step] if skips.read(corpus.read, n * seq_len, seq_len) is not None]
+    return Packed(corpus, seq_len, seed, usable=np.array(good, np.int64)) if skips.allowed else every

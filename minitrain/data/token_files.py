@@ -7,9 +7,12 @@ data.py.
 """
 
 import os
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from io import FileIO
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +65,40 @@ class TokenFile:
         if len(raw) < count * size:
             raise InputError(f"{self.file} ends before token {place + count}, which it had when the run began")
         return np.frombuffer(raw, self.dtype)
+
+
+class TokenFiles:
+    """Token files laid end to end, as documents are; where a file ends, a document does. Files may be empty."""
+
+    def __init__(self, files: list[TokenFile]):
+        self.files = [file for file in files if len(file)]
+        self.firsts = list(accumulate(map(len, self.files), initial=0))
+
+    def __len__(self) -> int:
+        return self.firsts[-1]
+
+    def read(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return what Corpus.read (text.py) does, from as many files as it takes."""
+        windows, ends = [], []
+        for file, place, count in self._parts(start, length):
+            window, document_ends = file.read(place, count)
+            document_ends[count - 1] |= place + count == len(file)
+            windows.append(window[:count].astype(np.int64))
+            ends.append(document_ends)
+        windows.append(window[count:].astype(np.int64))  # the token that follows, if the last file has one
+        return np.concatenate(windows), np.concatenate(ends)
+
+    def origin(self, start: int, length: int) -> str:
+        return ", ".join(file.origin(place, count) for file, place, count in self._parts(start, length))
+
+    def _parts(self, start: int, length: int) -> Iterator[tuple[TokenFile, int, int]]:
+        """Yield the files that have a piece of these tokens, each with the piece's start and length in it."""
+        number = bisect_right(self.firsts, start) - 1
+        while length:
+            file, place = self.files[number], start - self.firsts[number]
+            count = min(length, len(file) - place)
+            yield file, place, count
+            number, start, length = number + 1, start + count, length - count
 
 
 def check_width(file: Path, tokens: np.ndarray, vocab_size: int) -> None:
