@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from minitrain.data.chat import end_of_reply
-from minitrain.data.chat_templates import Template, choose_template
+from minitrain.data.chat_templates import Template, asking_with, choose_template
 from minitrain.data.datasets import open_dataset
 from minitrain.data.tokenizer import CHAT_TEMPLATE, check_free_of_tokenizer, is_of_bytes, load_tokenizer
 from minitrain.errors import InputError, refused
@@ -127,7 +127,7 @@ class RowsTask:
     def end(self, log: MetricsLog) -> None:
         if self.config.data.kind == "shapes":
             log.say(self.draw("after.png"))
-        export(self.trainer, self.config, self.folder)
+        export(self.trainer, self.config, self.folder, getattr(self.data, "asks", None))
 
     def draw(self, name: str) -> str:
         return draw_shapes(self.trainer.model, self.folder / name, write=dist.get_rank() == 0)
@@ -141,8 +141,11 @@ class PolicyTask(Run):
             export(self.learner.trainer, self.config, self.folder)
 
 
-def export(trainer: Trainer, config: Config, folder: Path) -> None:
-    """Write the model in Hugging Face layout, or its adapters in PEFT's; every rank must call it, rank 0 writes."""
+def export(trainer: Trainer, config: Config, folder: Path, asks: str | None = None) -> None:
+    """Write the model in Hugging Face layout, or its adapters in PEFT's; every rank must call it, rank 0 writes.
+
+    asks: the prompt that replies follow in training, if the tokenizer's chat template has another one.
+    """
     wanted = is_adapter if config.lora else lambda name: True
     model = trainer.model
     tensors = model.whole_tensors(wanted) if isinstance(model, Pipeline) else whole_tensors(model, wanted)
@@ -160,6 +163,8 @@ def export(trainer: Trainer, config: Config, folder: Path) -> None:
             end = end_of_reply(template, tokenizer)
             if isinstance(template, Template):  # else it came with the tokenizer
                 (folder / CHAT_TEMPLATE).write_text(template.jinja(tokenizer), encoding="utf-8")
+            elif asks is not None:
+                (folder / CHAT_TEMPLATE).write_text(asking_with(asks, tokenizer.chat_template), encoding="utf-8")
         if shape.eos_token_id is None:
             shape = replace(shape, eos_token_id=tokenizer.eos_id)
     if config.task != "diffusion":

@@ -16,7 +16,7 @@ import trl
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, GenerationConfig
 
-from minitrain import generate, merge, save_pretrained
+from minitrain import generate, merge, save_pretrained, train
 from minitrain.data.chat import encode_chat, encode_question, end_of_reply, read_messages
 from minitrain.data.chat_templates import CHATML, DATE, LLAMA3, PLAIN, Message, choose_template
 from minitrain.data.problems import open_problems
@@ -158,6 +158,48 @@ def test_what_is_said_is_what_trl_trains(tmp_path, name, chat):
     trained = np.array(expected["assistant_masks"], bool)
     assert trained[said].all()
     assert theirs.decode(tokens[trained & ~said]) == PUBLISHED[name][1] * (len(chat) // 2)
+
+
+@pytest.mark.parametrize("name, shortened", [
+    ("deepseek_r1_distill", 2), ("deepseekv3", 2), ("nemotron_3_nano", 0), ("nemotron_3_super", 0), ("qwen3", 0),
+    ("llama3", 0),
+])  # fmt: skip
+@pytest.mark.parametrize("thoughts", ["none", "some", "all"])
+def test_a_tuned_model_is_asked_as_in_training(tmp_path, capsys, name, shortened, thoughts):
+    """By whoever asks: its template's prompt is that of training, where that is one and the same. What the template
+    leaves out of the replies is told."""
+    jinja = published(name)
+    (tmp_path / "own").mkdir()
+    ours, theirs = tokenizer_with(tmp_path / "own", jinja, specials_in(jinja))
+    thinking = {"none": [], "some": [0, 1], "all": [0, 1, 2]}[thoughts]
+    replies = ["<think>\nso\n</think>\n\n6" if i in thinking else "6" for i in range(3)]
+    lines = [json.dumps({"prompt": f"{i}+6?", "response": reply}) for i, reply in enumerate(replies)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    tree = {
+        "task": "sft", "model": {"name": "llama3-8b-tiny", "vocab_size": 320, "num_layers": 1}, "device": "cpu",
+        "data": {"kind": "jsonl", "path": str(tmp_path / "a.jsonl"), "tokenizer": str(tmp_path / "own")},
+        "batch": {"global": 1, "micro": 1, "seq_len": 128}, "steps": 1, "out_dir": str(tmp_path / "out"),
+    }  # fmt: skip
+    train.train(from_dict(tree))
+    said = " ".join(capsys.readouterr().out.split())
+    lost = len(thinking) if shortened else 0
+    assert (f"{lost} of 3 replies lose text" in said) == bool(lost) == ("lose text" in said)
+    tuned, template = AutoTokenizer.from_pretrained(tmp_path / "out"), choose_template("auto", ours)
+    prompts = set()
+    for i, reply in enumerate(replies):
+        chat = [Message("user", f"{i}+6?"), Message("assistant", reply)]
+        (given, _), _, _ = template.pieces(chat)
+        asked = tuned.apply_chat_template(dicts(chat[:1]), tokenize=False, add_generation_prompt=True)
+        assert tuned.apply_chat_template(dicts(chat), tokenize=False) == theirs.apply_chat_template(
+            dicts(chat), tokenize=False
+        )
+        before = theirs.apply_chat_template(dicts(chat[:1]), tokenize=False, add_generation_prompt=True)
+        prompts.add((given == before, asked == given))
+    if len(prompts) > 1:  # nothing is right for all of them: the template stays
+        assert prompts == {(True, True), (False, False)} and "of 3 replies follow" in said
+    else:
+        assert prompts in ({(True, True)}, {(False, True)})
+        assert ("3 of 3 replies follow" in said) == (prompts == {(False, True)})
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}

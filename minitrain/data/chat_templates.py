@@ -9,6 +9,7 @@ Left out: tools, images, options such as enable_thinking, and the date (a row mu
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
@@ -42,6 +43,7 @@ class Template:
     strip: bool = False  # white space around a message is removed
     begin_with_bos: bool = True  # with whatever the tokenizer puts before a text
     reply_ends_with_eos: bool = False  # with that token, in place of `end`
+    notes, asks = (), None  # as of a JinjaTemplate
 
     def pieces(self, messages: list[Message]) -> Pieces:
         """The text of a chat, in turns what is given and what the model is to say."""
@@ -90,7 +92,11 @@ TEMPLATES = {"llama3": LLAMA3, "chatml": CHATML, "plain": PLAIN}
 
 
 class JinjaTemplate:
-    """The template that came with a tokenizer."""
+    """The template that came with a tokenizer.
+
+    It counts the replies that `pieces` has shown, those that lack some of what was said, and those that follow another
+    prompt than generation has, by both prompts: templates of reasoning models drop thoughts, and ask for them.
+    """
 
     begin_with_bos = False  # the template writes it
     reply_ends_with_eos = False  # likewise
@@ -102,6 +108,8 @@ class JinjaTemplate:
         self.special_tokens = tokenizer.special_tokens()  # bos_token, ...
         longest_first = sorted(tokenizer.added_tokens(), key=len, reverse=True)
         self.added_token = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self.replies = self.shortened = 0
+        self.prompts: Counter[tuple[str, str]] = Counter()
 
     def render(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
         dicts = [message._asdict() for message in messages]
@@ -127,8 +135,30 @@ class JinjaTemplate:
                     raise self.unclear(i)
                 yield text[seen:start], False
                 yield text[start:end], True
+                self.replies += 1  # a thought may begin in what is given
+                self.shortened += without_spaces(message.content) not in without_spaces(text[seen:end])
                 seen = end
         yield text[seen:], False
+
+    @property
+    def notes(self) -> list[str]:
+        """What to say of the replies that `pieces` has shown."""
+        found = []
+        if self.shortened:
+            found.append(f"{self.shortened:,} of {self.replies:,} replies lose text in the chat template (thoughts?)")
+        for (asked, given), count in self.prompts.items():
+            kept = "is saved with" if self.asks else "keeps"
+            found.append(
+                f"{count:,} of {self.replies:,} replies follow {given!r}, where the chat template asks with {asked!r} "
+                f"(that of the trained model {kept} {given if self.asks else asked!r})"
+            )
+        return found
+
+    @property
+    def asks(self) -> str | None:
+        """The prompt that all replies follow, where generation has another one."""
+        [(_, given), count] = self.prompts.most_common(1)[0] if self.prompts else [("", ""), 0]
+        return given if count and count == self.replies else None
 
     def reply_in(self, text: str, messages: list[Message], i: int) -> tuple[int, int]:
         """Where in the text of all messages that of message i begins and, with the token that ends it, ends."""
@@ -140,11 +170,14 @@ class JinjaTemplate:
         asked = self.render(messages[:i], add_generation_prompt=True) if i else before
         start = len(asked)
         if not text.startswith(asked):  # some ask for a thought, <think>, where they write a reply without one
-            if not text.startswith(self.render(messages[:i])):
+            given = self.render(messages[:i])
+            if not text.startswith(given):
                 raise self.unclear(i)
             start = len(commonprefix([text, asked, before]))  # noqa: RUF071 (of characters it is)
             tokens = (m for whole in (text, asked) for m in self.added_token.finditer(whole))
             start = min(start, *(m.start() for m in tokens if m.end() > start))
+            if asked.startswith(given):
+                self.prompts[asked[len(given) :], text[len(given) : start]] += 1
         return start, len(text) - len(after[0]) + end.end()
 
     def unclear(self, i: int) -> InputError:
@@ -152,6 +185,18 @@ class JinjaTemplate:
             f"the chat template beside {self.file} does not show where message {i + 1}, a reply, begins and ends "
             "(use data.template=llama3, chatml or plain)"
         )
+
+
+def without_spaces(text: str) -> str:
+    return "".join(text.split())
+
+
+def asking_with(prompt: str, jinja: str) -> str:
+    """Return a template that asks for a reply with `prompt`, and is otherwise `jinja`."""
+    return (
+        "{%- set asked = add_generation_prompt %}{%- set add_generation_prompt = false %}"
+        f"{jinja.removesuffix(chr(10))}{{% if asked %}}{{{{ {prompt!r} }}}}{{% endif %}}"
+    )
 
 
 def compile_template(text: str, file: Any) -> Any:

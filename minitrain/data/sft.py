@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from minitrain.data.chat import Sample, encode_chat, make_sample, read_messages, split_reply
-from minitrain.data.chat_templates import choose_template
+from minitrain.data.chat_templates import PLAIN, ChatTemplate, choose_template
 from minitrain.data.files import find_files
 from minitrain.data.text import Mock, Skips, fitting_tokenizer, nth, read_jsonl, split_off
 from minitrain.data.tokenizer import Tokenizer
@@ -35,20 +35,20 @@ def open_chats(config: Config) -> "tuple[Chats | Mock, Chats | Mock | None]":
         mock = MockChats if packed else Mock
         return mock(seq_len, vocab_size, seed, split=0), mock(seq_len, vocab_size, seed, split=1)
     skips = Skips(data.on_error == "skip")
-    read = read_samples(data, fitting_tokenizer(data.tokenizer, vocab_size), skips)
-    samples, counts = fit(read, seq_len, data.over_long)
+    tokenizer = fitting_tokenizer(data.tokenizer, vocab_size)
+    template = choose_template(data.template, tokenizer)
+    samples, counts = fit(read_samples(data, template, tokenizer, skips), seq_len, data.over_long)
     counts += skips.aside
     if not samples:
         raise InputError(f"data.path={data.path} holds no chat to learn from with batch.seq_len={seq_len}{counts}")
     if not data.validation:
-        return Chats(samples, seq_len, seed, packed, numbered, counts), None
+        return Chats(samples, seq_len, seed, packed, numbered, counts, template), None
     train, held = split_off(samples, data.validation, seed)
-    return Chats(train, seq_len, seed, packed, numbered, counts), Chats(held, seq_len, seed, packed, numbered)
+    return Chats(train, seq_len, seed, packed, numbered, counts, template), Chats(held, seq_len, seed, packed, numbered)
 
 
-def read_samples(data: Data, tokenizer: Tokenizer, skips: Skips) -> Iterator[Sample]:
+def read_samples(data: Data, template: ChatTemplate, tokenizer: Tokenizer, skips: Skips) -> Iterator[Sample]:
     """The samples of all lines of all files, in order and however long."""
-    template = choose_template(data.template, tokenizer)
 
     def read(record: dict, where: str) -> Sample:
         return make_sample(*encode_chat(read_messages(record, where), template, tokenizer, where))
@@ -77,10 +77,13 @@ def fit(samples: Iterable[Sample], seq_len: int, over_long: str) -> tuple[list[S
 class Chats:
     """Samples, of at most seq_len tokens each, in rows: packed, or one in each.
 
-    numbered: do rows have `positions` and `documents`?
+    numbered: do rows have `positions` and `documents`? template: what has written the samples, and counted them.
     """
 
-    def __init__(self, samples: list[Sample], seq_len: int, seed: int, packed: bool, numbered: bool, note: str = ""):
+    def __init__(
+        self, samples: list[Sample], seq_len: int, seed: int, packed: bool, numbered: bool, note: str = "",
+        template: ChatTemplate = PLAIN,
+    ):  # fmt: skip
         self.samples, self.seq_len, self.seed, self.numbered = samples, seq_len, seed, numbered
         lengths = [len(sample.tokens) for sample in samples]
         self.rows = first_fit_decreasing(lengths, seq_len) if packed else [[i] for i in range(len(samples))]
@@ -88,6 +91,8 @@ class Chats:
         self.about = (
             f"{len(samples):,} chats{note} in {len(self.rows):,} rows of {seq_len:,} tokens, {self.fill:.1%} filled"
         )
+        self.about = "\nnote: ".join([self.about, *template.notes])
+        self.asks = template.asks
 
     def __len__(self) -> int:
         return len(self.rows)
