@@ -1,5 +1,7 @@
 """The one exception that means "the input is wrong, not the program"."""
 
+import os
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -19,6 +21,16 @@ class InputError(Exception):
         half = self.LONGEST // 2
         shown = text if len(text) <= self.LONGEST else f"{text[:half]} ... {text[-half:]}"
         return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in shown)
+
+
+def hub_hint(name: str, option: str, kind: str = "") -> str:
+    """Return how to get what a name may stand for on Hugging Face's hub; empty for what cannot be one.
+
+    kind: further words for the hub's command.
+    """
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) or os.path.exists(os.path.dirname(name)):
+        return ""
+    return f" (of the hub? hf download {name}{kind} --local-dir DIR, then {option}DIR)"
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from minitrain.data.chat import encode_question, end_of_reply
 from minitrain.data.chat_templates import ChatTemplate, Message, choose_template
-from minitrain.data.tokenizer import Tokenizer, load_tokenizer, stream, tokenizer_folder
-from minitrain.errors import InputError
+from minitrain.data.tokenizer import Tokenizer, check_same_ids, load_tokenizer, stream, tokenizer_folder
+from minitrain.errors import InputError, hub_hint
 from minitrain.formats.config_hf import find_ends
 from minitrain.formats.hf import load_pretrained, read_config
 from minitrain.formats.peft import load_adapter
@@ -54,13 +54,14 @@ def main(arguments: list[str]) -> None:
     cli.use_huge_pages()
     for name in ("model", "adapter"):
         if (folder := getattr(options, name)) and not Path(folder).is_dir():
-            raise InputError(
-                f"--{name} {folder} is no folder (give one in Hugging Face layout, such as a run's out_dir)"
-            )
+            hint = hub_hint(folder, f"--{name} ") or " (give one in Hugging Face layout, such as a run's out_dir)"
+            raise InputError(f"--{name} {folder} is no folder{hint}")
     config = read_config(options.model)
     if isinstance(config, WanConfig):
         raise InputError(f"--model {options.model} is a diffusion model, which needs --task diffusion")
-    tokenizer = load_tokenizer(options.tokenizer or tokenizer_folder(options.model, options.adapter))
+    source = options.tokenizer or tokenizer_folder(options.model, options.adapter)
+    check_same_ids(source, options.model, "--tokenizer ")
+    tokenizer = load_tokenizer(source)
     unseen = [text for text in options.stop if not tokenizer.decode(tokenizer.encode(text))]  # special tokens
     template = choose_template("auto", tokenizer) if options.chat else None
     replied = template and end_of_reply(template, tokenizer)

@@ -11,7 +11,14 @@ from pathlib import Path
 
 from minitrain.data.chat import end_of_reply
 from minitrain.data.chat_templates import choose_template
-from minitrain.data.tokenizer import CHAT_TEMPLATE, Tokenizer, check_free_of_tokenizer, load_tokenizer, tokenizer_folder
+from minitrain.data.tokenizer import (
+    CHAT_TEMPLATE,
+    Tokenizer,
+    check_free_of_tokenizer,
+    check_same_ids,
+    load_tokenizer,
+    tokenizer_folder,
+)
 from minitrain.errors import InputError
 from minitrain.formats.config_hf import end_also_at
 from minitrain.formats.hf import load_pretrained, save_pretrained
@@ -33,6 +40,8 @@ def main(arguments: list[str]) -> None:
     tokenizer = load_tokenizer(source) if Path(source, "tokenizer.json").exists() else None
     if tokenizer is None:
         check_free_of_tokenizer(options.out)
+    else:
+        check_same_ids(source, options.model, "--adapter ")
     template = Path(source, CHAT_TEMPLATE)
     end = chat_end(tokenizer, template)
     model = load_pretrained(options.model)

@@ -28,7 +28,7 @@ from minitrain.training.flow import Diffusion
 class Model:
     """`model: llama3-8b`, or `model: {name | path: ..., any field of its config: ...}`, or those fields alone.
 
-    path: a folder in Hugging Face layout; training starts from its weights.
+    name: of the zoo, with random weights. path: a folder in Hugging Face layout; training starts from its weights.
     """
 
     name: str = ""

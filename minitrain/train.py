@@ -7,7 +7,6 @@ Ctrl-C, SIGTERM and their like end it after the step, with a checkpoint (watch.p
 """
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from minitrain.data.chat import end_of_reply
 from minitrain.data.chat_templates import Template, asking_with, choose_template
 from minitrain.data.datasets import open_dataset
-from minitrain.data.tokenizer import CHAT_TEMPLATE, check_free_of_tokenizer, is_of_bytes, load_tokenizer
+from minitrain.data.tokenizer import CHAT_TEMPLATE, check_free_of_tokenizer, check_same_ids, load_tokenizer
 from minitrain.errors import InputError, refused
 from minitrain.formats.config_hf import end_also_at
 from minitrain.formats.hf import check_free_of_adapters, find_weights, save_tensors
@@ -58,7 +57,9 @@ def train(config: Config) -> None:
     config = with_ids_of_data(config)
     if config.model.path:
         find_weights(config.model.config, config.model.path)  # before room is made for them
-        check_vocabulary(config)
+    for source in filter(None, (config.model.path, config.lora and config.lora.path)):
+        if has_tokenizer(config):
+            check_same_ids(config.data.tokenizer, source, "data.tokenizer=")
     folder = Path(config.out_dir)
     check_free_of_others(config, folder)
     with refused(f"out_dir={config.out_dir!r} cannot be created"):
@@ -173,15 +174,6 @@ def export(trainer: Trainer, config: Config, folder: Path, asks: str | None = No
         save_adapter(tensors, shape, config.lora, folder, config.model.path or config.model.name)
     else:
         save_tensors(tensors, shape, next(model.parameters()).dtype, folder)
-
-
-def check_vocabulary(config: Config) -> None:
-    """Raises InputError if a model that comes with a tokenizer is to learn bytes, which is what data.tokenizer says by
-    default: their ids are other tokens of its, and only the loss would show it."""
-    path, tokenizer = config.model.path, config.data.tokenizer
-    own = has_tokenizer(config) and os.path.exists(os.path.join(path, "tokenizer.json"))
-    if own and is_of_bytes(tokenizer) and not is_of_bytes(path):
-        raise InputError(f"data.tokenizer={tokenizer}, but {path} has a tokenizer of its own (use {path})")
 
 
 def check_free_of_others(config: Config, folder: Path) -> None:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from minitrain import load_pretrained, merge, save_pretrained, train
+from minitrain import generate, load_pretrained, merge, save_pretrained, train
+from minitrain.data.tokenizer import load_tokenizer
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
@@ -147,3 +148,132 @@ def test_what_is_not_of_this_model_is_refused(tmp_path):
     old_model(tmp_path / "b")
     with pytest.raises(InputError, match=r"b holds a model, which adapters beside it do not belong to"):
         run(tmp_path / "b", small, {"task": "lora"}, data(tmp_path, "jsonl"))
+
+
+# ------------------------------------------------------------------------------------- which weights, which tokenizer
+
+
+def other_tokenizer(folder: Path, specials: list[str], *swapped: int) -> Path:
+    """A tokenizer like `own_tokenizer`'s, in which neighbors among the bytes have changed places."""
+    folder.mkdir()
+    tokenizer_with(folder, "", specials)
+    file = folder / "tokenizer.json"
+    tree = json.loads(file.read_text())
+    vocabulary, texts = tree["model"]["vocab"], {number: text for text, number in tree["model"]["vocab"].items()}
+    for number in swapped:
+        vocabulary[texts[number]], vocabulary[texts[number + 1]] = number + 1, number
+    file.write_text(json.dumps(tree))
+    return folder
+
+
+SPECIALS = ["<s>", "</s>", "<pad>"]
+
+
+@pytest.mark.parametrize("settings, kind", [
+    ({"task": "sft"}, "jsonl"), ({"task": "lora"}, "jsonl"), ({"task": "grpo"}, "jsonl"), ({}, "text"), ({}, "tokens"),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("specials, swapped", [
+    (SPECIALS, (65,)), (SPECIALS, (0, 100, 200)), (["<s>", "<pad>", "</s>"], ()), (SPECIALS[::-1], (65,)),
+], ids=str)  # fmt: skip
+def test_a_model_folder_refuses_the_ids_of_another_tokenizer(tmp_path, settings, kind, specials, swapped):
+    base = other_tokenizer(tmp_path / "base", SPECIALS)
+    save_pretrained(Decoder(model_config("llama3-8b-tiny", num_layers=1, vocab_size=320)), base)
+    other = other_tokenizer(tmp_path / "other", specials, *swapped)
+    ours, theirs = (
+        {number: text for text, number in AutoTokenizer.from_pretrained(folder).get_vocab().items()}
+        for folder in (other, base)
+    )
+    count = sum(theirs[number] != text for number, text in ours.items())
+    assert count == 2 * len(swapped) + sum(a != b for a, b in zip(specials, SPECIALS, strict=True))
+    with pytest.raises(InputError, match=rf"other: {count} of 261 ids are other tokens in .*base/tokenizer.json"):
+        run(tmp_path / "out", {"model": str(base)}, settings, data(tmp_path, kind, tokenizer=str(other)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_folder_takes_tokenizers_with_more_or_fewer_tokens(tmp_path):
+    base = other_tokenizer(tmp_path / "base", SPECIALS)
+    save_pretrained(Decoder(model_config("llama3-8b-tiny", num_layers=1, vocab_size=320)), base)
+    for name, specials in (("more", [*SPECIALS, "<|im_start|>"]), ("fewer", SPECIALS[:2])):
+        other = other_tokenizer(tmp_path / name, specials)
+        run(tmp_path / f"out-{name}", {"model": str(base)}, data(tmp_path, "text", tokenizer=str(other)))
+
+
+def test_a_prompt_and_adapters_have_the_ids_of_the_model(tmp_path):
+    words = save_with_adapter(tmp_path)
+    other_tokenizer(tmp_path / "own", SPECIALS)
+    for file in (tmp_path / "own").iterdir():
+        (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
+    other = other_tokenizer(tmp_path / "other", SPECIALS, 65)
+    message = r"other: 2 of 261 ids are other tokens in .*model/tokenizer.json"
+    with pytest.raises(InputError, match=message):
+        generate.main([*words[:2], "--tokenizer", str(other), "--prompt", "a"])
+    for file in other.iterdir():
+        (tmp_path / "adapter" / file.name).write_bytes(file.read_bytes())
+    message = r"adapter: 2 of 261 ids are other tokens in .*model/tokenizer.json"
+    with pytest.raises(InputError, match=message):
+        merge.main([*words, "--out", str(tmp_path / "out")])
+    with pytest.raises(InputError, match=message):
+        generate.main([*words, "--prompt", "a"])
+
+
+@pytest.mark.parametrize("name", ["llama3-8b-tiny", "qwen3-32b-tiny", "mixtral-8x7b-tiny"])
+def test_a_name_of_the_zoo_is_not_a_folder(tmp_path, monkeypatch, capsys, name):
+    """./NAME is; the first line says which weights a run starts from."""
+    monkeypatch.chdir(tmp_path)
+    save_pretrained(Decoder(model_config("llama3-8b-tiny", num_layers=3)), name)
+    zoo, folder = (from_dict({"model": word}).model for word in (name, f"./{name}"))
+    assert (zoo.name, zoo.path, folder.name, folder.path) == (name, "", "", f"./{name}")
+    assert zoo.config == model_config(name) and folder.config.num_layers == 3
+    run(tmp_path / "out", {"model": f"./{name}"}, data(tmp_path, "text"))
+    assert f"weights of ./{name}, 0.3M parameters: pretrain" in capsys.readouterr().out
+    run(tmp_path / "fresh", {"model": {"name": name, "num_layers": 1}, "task": "sft"}, data(tmp_path, "jsonl"))
+    said = capsys.readouterr().out
+    assert f"{name} with random weights, " in said and "note: what is fine-tuned are random weights" in said
+
+
+def test_names_of_the_hub_are_told_how_to_come_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    hub = "meta-llama/Llama-3.1-8B"
+    tried = {
+        rf"^model '{hub}' is no folder \(of the hub\? hf download {hub} --local-dir DIR, then model=DIR\)": (
+            lambda: from_dict({"model": hub})
+        ),
+        rf"^{hub} is no folder \(of the hub\? hf download {hub} --local-dir DIR": lambda: load_pretrained(hub),
+        rf"^tokenizer '{hub}' is not .* hf download {hub}": lambda: load_tokenizer(hub),
+        rf"^{hub} is no folder .*hf download {hub} --local-dir": (
+            lambda: from_dict({"task": "lora", "lora": {"path": hub}})
+        ),
+        rf"^--model {hub} is no folder .*then --model DIR": lambda: generate.main(["--model", hub, "--prompt", "a"]),
+        r"no file matches 'openai/gsm8k' .*hf download openai/gsm8k --repo-type dataset --local-dir DIR": (
+            lambda: run(tmp_path, {"data": {"kind": "text", "path": "openai/gsm8k"}})
+        ),
+        r"^model 'Llama-3.1-8B' is unknown .*hf download ORG/NAME": lambda: from_dict({"model": "Llama-3.1-8B"}),
+    }
+    for message, call in tried.items():
+        with pytest.raises(InputError, match=message):
+            call()
+    (tmp_path / "runs").mkdir()  # a folder here, not an organization there
+    with pytest.raises(InputError, match="^model 'runs/first' is unknown"):
+        from_dict({"model": "runs/first"})
+
+
+# ------------------------------------------------------------------------------------------------ a pad beyond the rest
+
+
+@pytest.mark.parametrize("task, kind", [("pretrain", "text"), ("sft", "jsonl"), ("lora", "jsonl")])
+def test_a_pad_beyond_the_embedding_is_no_obstacle(tmp_path, task, kind):
+    """As transformers' add_special_tokens makes it, which resizes nothing."""
+    own = own_tokenizer(tmp_path / "own", pad_token="<pad>")
+    settings = data(tmp_path, kind, tokenizer=str(own))
+    model = {"model": {"name": "llama3-8b-tiny", "num_layers": 1, "vocab_size": 260}, "task": task}
+    out = run(tmp_path / "out", model, settings)
+    assert AutoTokenizer.from_pretrained(out).pad_token_id == 260
+    if task != "lora":
+        assert AutoModelForCausalLM.from_pretrained(out).config.pad_token_id is None
+    with pytest.raises(InputError, match="model.vocab_size=259 is smaller than the tokenizer's 261"):
+        run(tmp_path / "next", model | {"model": {"name": "llama3-8b-tiny", "vocab_size": 259}}, settings)
+    Path(settings["data"]["path"]).write_text(
+        "a <pad> in a text" if kind == "text" else json.dumps({"prompt": "a <pad>", "response": "b"})
+    )
+    with pytest.raises(InputError, match="holds a token that the model's vocabulary of 260 does not have"):
+        run(tmp_path / "next", model, settings)

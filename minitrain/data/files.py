@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from minitrain.errors import InputError
+from minitrain.errors import InputError, hub_hint
 from minitrain.settings import Data
 
 # which files of a folder are data
@@ -51,7 +51,8 @@ def _what_is_there(pattern: str, kind: str) -> str:
     """Return in brackets which other files a folder has, or that a path with commas may be a list."""
     folder = os.path.expanduser(pattern)
     if not os.path.isdir(folder):
-        return f" (a list is written data.path='[{pattern}]')" if "," in pattern else ""
+        hub = hub_hint(pattern, "data.path=", " --repo-type dataset")
+        return f" (a list is written data.path='[{pattern}]')" if "," in pattern else hub
     suffixes = Counter(os.path.splitext(file)[1] for file in _files_below(folder))
     if not suffixes:
         return " (the folder is empty, or all in it is hidden)"

@@ -243,9 +243,15 @@ def _open_documents(
 
 
 def fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
-    """The tokenizer `name`; InputError if it has ids that are not below `vocab_size`, the model's."""
+    """The tokenizer `name`; InputError if it has ids that are not below `vocab_size`, the model's.
+
+    But for its pad, which is neither read nor predicted: a text that spells it is refused.
+    """
     tokenizer = load_tokenizer(name)
-    if vocab_size < tokenizer.vocab_size:
+    beyond = {number for number in tokenizer.vocabulary() if number >= vocab_size}
+    if beyond and beyond == {tokenizer.named_id("pad")}:
+        tokenizer.below = vocab_size
+    elif beyond:
         raise InputError(f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}")
     if tokenizer.eos_id is not None and not 0 <= tokenizer.eos_id < vocab_size:
         raise InputError(f"data.tokenizer={name} has eos={tokenizer.eos_id}, outside model.vocab_size={vocab_size}")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minitrain.errors import InputError, refused
+from minitrain.errors import InputError, hub_hint, refused
 from minitrain.formats.config_hf import read_json
 
 BOS, EOS = "<|bos|>", "<|eos|>"
@@ -55,6 +55,10 @@ class ByteTokenizer:
         """The id of the special token that is written so, if there is one."""
         return {BOS: 256, EOS: self.eos_id}.get(token)
 
+    def vocabulary(self) -> dict[int, str]:
+        """Each id's token, as tokenizer.json writes it."""
+        return {number: text for text, number in _byte_vocabulary().items()} | {256: BOS, self.eos_id: EOS}
+
     def named_id(self, role: str) -> int | None:
         """The id of the `bos`, `eos` or `pad` token, if there is one."""
         return {"bos": 256, "eos": self.eos_id}.get(role)
@@ -71,7 +75,12 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`, read by the `tokenizers` package; eos_id: None if no file beside it names one."""
+    """A `tokenizer.json`, read by the `tokenizers` package; eos_id: None if no file beside it names one.
+
+    below: what is encoded must be, if not None.
+    """
+
+    below: int | None = None
 
     def __init__(self, file: Path):
         try:
@@ -103,9 +112,12 @@ class HuggingFaceTokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except Exception as error:  # the package raises nothing narrower
             raise InputError(f"{self.file} cannot encode {text[:40]!r}: {error}") from error
+        if self.below is not None and max(ids, default=0) >= self.below:
+            raise InputError(f"{text[:40]!r} holds a token that the model's vocabulary of {self.below} does not have")
+        return ids
 
     def encode_array(self, text: str) -> np.ndarray:
         return np.array(self.encode(text), np.uint32)
@@ -115,6 +127,9 @@ class HuggingFaceTokenizer:
 
     def token_id(self, token: str) -> int | None:
         return self.tokenizer.token_to_id(token)
+
+    def vocabulary(self) -> dict[int, str]:
+        return {number: text for text, number in self.tokenizer.get_vocab().items()}
 
     def named_id(self, role: str) -> int | None:
         token = self.special_tokens().get(f"{role}_token")
@@ -246,13 +261,29 @@ def tokenizer_file(name_or_path: str | Path) -> Path | None:
             hint = "save_pretrained of transformers' AutoTokenizer writes one"
             raise InputError(f"{name_or_path} holds no tokenizer.json ({hint})")
     if not file.is_file():
-        raise InputError(f"tokenizer {str(name_or_path)!r} is not 'bytes', a tokenizer.json or a folder that holds one")
+        hint = hub_hint(str(name_or_path), "give ")
+        raise InputError(f"tokenizer {str(name_or_path)!r} is not 'bytes', a tokenizer.json or a folder with one{hint}")
     return file
 
 
 def tokenizer_folder(model: str | Path, adapter: str | Path | None) -> str | Path:
     """Where the tokenizer is: beside adapters, if one is there, as it has the chat template that they were tuned in."""
     return adapter if adapter and Path(adapter, "tokenizer.json").exists() else model
+
+
+def check_same_ids(name_or_path: str | Path, folder: str | Path, option: str) -> None:
+    """Raises InputError if a tokenizer's ids are other tokens in the tokenizer of a model's folder, if that has one.
+
+    Either may have more tokens. option: what stands before the tokenizer's name on a command line.
+    """
+    file = Path(folder, "tokenizer.json")
+    if not file.exists() or ((own := tokenizer_file(name_or_path)) and own.samefile(file)):
+        return
+    ours, theirs = (load_tokenizer(each).vocabulary() for each in (name_or_path, folder))
+    count = sum(theirs.get(number, text) != text for number, text in ours.items())
+    if count:
+        what = f"{option}{name_or_path}: {count:,} of {len(ours):,} ids"
+        raise InputError(f"{what} are other tokens in {folder}/tokenizer.json (use {option}{folder})")
 
 
 def check_free_of_tokenizer(folder: str | Path) -> None:

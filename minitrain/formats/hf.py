@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minitrain.errors import InputError, refused
+from minitrain.errors import InputError, hub_hint, refused
 from minitrain.formats import gpt2, wan_names
 from minitrain.formats.config_hf import GENERATION, config_from_hf, config_to_hf, read_json, write_json
 from minitrain.formats.layouts_hf import Piece, is_ignored, pieces, stored_name, to_stored
@@ -54,6 +54,8 @@ def read_config(path: str | Path) -> DecoderConfig | WanConfig:
     file = Path(path) / "config.json"
     if os.path.isfile(path):  # unlike Path's, never an error by itself
         raise InputError(f"{path} is a file (give a folder with config.json and safetensors, as on the hub)")
+    if not os.path.isdir(path) and (hint := hub_hint(str(path), "give ")):
+        raise InputError(f"{path} is no folder{hint}")
     inner = [Path(path) / name for name in ("transformer", "transformer_2")]  # two experts, in Wan 2.2
     inner = [folder for folder in inner if os.path.exists(folder / file.name)]
     if inner and not os.path.exists(file):

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitrain.errors import InputError, located
+from minitrain.errors import InputError, hub_hint, located
 from minitrain.formats.config_hf import read_json, write_json
 from minitrain.formats.hf import ADAPTER_CONFIG, StoredTensor, check_stored, stored_tensors
 from minitrain.formats.layouts_hf import interleave, mamba_parts
@@ -103,6 +103,8 @@ def adapter_files(path: str | Path) -> tuple[Path | None, Path]:
 
 def _open(path: str | Path) -> tuple[Path, dict, dict[str, StoredTensor]]:
     """The file that has the settings, these as adapter_config.json says them, and the tensors by PEFT's names."""
+    if not os.path.exists(path) and (hint := hub_hint(str(path), "give ")):
+        raise InputError(f"{path} is no folder{hint}")
     config, weights = adapter_files(path)
     pickled = weights.with_suffix(".bin")
     if os.path.exists(pickled) and not os.path.exists(weights):

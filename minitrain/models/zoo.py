@@ -5,7 +5,7 @@ import difflib
 
 import torch
 
-from minitrain.errors import InputError
+from minitrain.errors import InputError, hub_hint
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.wan import Wan, WanConfig
@@ -187,6 +187,11 @@ def tiny(fields: dict, num_layers: int = 4) -> dict:
     return fields | small
 
 
+def is_known(name: str) -> bool:
+    """Is this the name of a model here, or of its tiny twin?"""
+    return name.removesuffix("-tiny") in ZOO | WAN
+
+
 def model_config(name: str, **overrides) -> DecoderConfig | WanConfig:
     """The config of the model called `name`, with some fields replaced. Raises InputError for an unknown name.
 
@@ -195,12 +200,17 @@ def model_config(name: str, **overrides) -> DecoderConfig | WanConfig:
     base, shrunk = name.removesuffix("-tiny"), name.endswith("-tiny")
     if base in WAN:
         return WanConfig(**WAN[base] | (TINY_WAN if shrunk else {}) | overrides)
+    if hint := hub_hint(name, "model="):
+        raise InputError(f"model {name!r} is no folder{hint}")
     fields = ZOO.get(base)
     if fields is None:
         known = [n for base in (*ZOO, *WAN) for n in (base, base + "-tiny")]
         near = "".join(f"nearest: {like!r}; " for like in difflib.get_close_matches(name, known, n=1))
         names = ", ".join((*ZOO, *WAN))
-        raise InputError(f"model {name!r} is unknown ({near}known: {names}, each also with -tiny)")
+        raise InputError(
+            f"model {name!r} is unknown ({near}known: {names}, each also with -tiny, all with random weights; for "
+            "others: hf download ORG/NAME --local-dir DIR, then model=DIR)"
+        )
     if shrunk:
         fields = tiny(fields)
     config = DecoderConfig(**fields | overrides)

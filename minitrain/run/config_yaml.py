@@ -16,6 +16,7 @@ from typing import Any, Literal
 import yaml
 
 from minitrain.errors import InputError
+from minitrain.models.zoo import is_known
 from minitrain.run.aliases import ALIASES, advice, nearest
 
 MAX_CHARACTERS = 100_000  # of a config's text; the longest here has 2,000
@@ -191,8 +192,9 @@ def _read_word(value: str, kind: Any, where: str) -> Any:
 
 
 def name_or_path(word: str) -> dict[str, str]:
-    """What `model: NAME` or `model: FOLDER` is short for."""
-    return {"path" if os.path.isdir(os.path.expanduser(word)) else "name": word}
+    """What `model: NAME` or `model: FOLDER` is short for; a folder with a name of the zoo is ./NAME."""
+    is_folder = os.path.isdir(os.path.expanduser(word)) and not is_known(word)
+    return {"path" if is_folder else "name": word}
 
 
 def convert(kind: Any, value: Any, where: str) -> Any:

@@ -48,6 +48,8 @@ def open_log(config: Config, folder: Path, files: dict[str, str], first: int) ->
     warmup = warmup_steps(config.steps, config.optim)
     short = [f"optim.warmup={config.optim.warmup} is longer than steps={config.steps}: {warmup} steps warm up"]
     shortened = short if warmup < config.optim.warmup else []
+    if (config.lora or config.task in ("sft", "grpo")) and not config.model.path and first == 0:
+        notes.insert(0, "note: what is fine-tuned are random weights (model=FOLDER names others)")
     for note in [summary(config), *adapters, *shortened, *notes, *resumed, *finished]:
         log.say(note)
     return log
@@ -70,9 +72,12 @@ def summary(config: Config) -> str:
     """What is trained, how, on what, and where it goes, in a line."""
     model, ranks = config.model, dist.get_world_size()
     size = sum(p.numel() for p in empty_model(model.config).parameters())
-    name, device = model.path or model.name or "a model", pick_device(config.device).type.upper()
+    device = pick_device(config.device).type.upper()
+    weights = f"weights of {model.path}" if model.path else f"{model.name or 'a model'} with random weights"
+    if config.lora and config.lora.path:
+        weights += f" and adapters of {config.lora.path}"
     return (
-        f"{name}, {size / 1e6:,.1f}M parameters: {config.task} in {config.precision} on {ranks} x {device}, "
+        f"{weights}, {size / 1e6:,.1f}M parameters: {config.task} in {config.precision} on {ranks} x {device}, "
         f"{config.steps:,} steps, into {config.out_dir}"
     )
 
