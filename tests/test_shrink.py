@@ -1,6 +1,7 @@
 """bench.py --shrink: what a config becomes, and that its processes run, complain and die cleanly."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import pytest
 from minitrain.bench.proxy import make_proxy
 from minitrain.bench.shrink import shrink, shrink_parallel, shrunk_micro_batches
 from minitrain.run.config_checks import check_layout
-from minitrain.settings import from_dict, load
+from minitrain.settings import Config, Parallel, from_dict, load
 from minitrain.simulator.layout import stated_ranks
 from tests.commands import ROOT, command
 
@@ -81,6 +82,23 @@ def test_weights_of_files_stay_with_the_real_model():
 def test_an_open_number_of_shards(parallel, reference, shards):
     config = from_dict({"parallel": parallel | {"dp_shard": parallel.get("dp_shard", -1)}, "reference": reference})
     assert shrink_parallel(config).dp_shard == shards
+
+
+@pytest.mark.parametrize("parallel, gpus, sampling, ranks", [
+    ({}, 64, 0, 64),
+    ({"tp": 4, "cp": 2}, 64, 0, 64),
+    ({"tp": 8, "pp": 3}, 64, 0, 48),  # two shards; a third does not fit
+    ({"dp_replicate": 2, "tp": 2}, 16, 8, 16),  # of which 8 only sample
+    ({"tp": 8}, 4, 0, 8),
+    ({"tp": 2}, None, 0, 2),
+])  # fmt: skip
+def test_an_open_number_of_shards_fills_the_rows_gpus(monkeypatch, parallel, gpus, sampling, ranks):
+    """What --simulate, --dry-run and --proxy take a config for; but under torchrun, what this started."""
+    config = Config(parallel=Parallel(dp_shard=-1, **parallel), reference={"gpus": gpus} if gpus else {})
+    config.grpo.generation_ranks = sampling
+    assert stated_ranks(config) == ranks
+    monkeypatch.setenv("WORLD_SIZE", "48")
+    assert stated_ranks(dataclasses.replace(config, parallel=Parallel(dp_shard=-1))) == 48
 
 
 @pytest.mark.parametrize("parallel, shards", [

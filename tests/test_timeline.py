@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from minitrain.bench.rows import constants
+from minitrain.bench.rows import constants, published_rows
 from minitrain.errors import InputError
 from minitrain.simulator.timeline import System, load_system, play
 from minitrain.simulator.trace import Event, Trace
@@ -213,5 +213,7 @@ def test_systems_are_complete():
     assert names == {"dgx-h100", "dgx-b200", "dgx-gb200", "dgx-gb300", "h200"}
     for name in names:
         assert load_system(name).bf16 > 1e14
+    for row in published_rows().values():  # as --list prints them
+        assert load_system(row["system"]) == load_system(row["system"].lower())
     with pytest.raises(InputError, match="--system=dgx is not one of dgx-h100, "):
         load_system("dgx")

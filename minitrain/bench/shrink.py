@@ -117,13 +117,11 @@ def shrunk_micro_batches(config: Config, small: Parallel) -> int:
 
 
 def real_shards(config: Config) -> int:
-    """dp_shard; an open one fills the GPUs of the table, or else is taken for 2."""
+    """Return dp_shard; an open one fills the GPUs of the table, or else is taken for 2."""
     p = config.parallel
-    if p.dp_shard != -1:
-        return p.dp_shard
-    if "gpus" in config.reference:
-        return max(1, config.reference["gpus"] // (p.dp_replicate * p.tp * p.cp * p.pp))
-    return 2
+    if p.dp_shard == -1 and "gpus" not in config.reference:
+        return 2
+    return training_ranks(config) // (p.dp_replicate * p.tp * p.cp * p.pp)
 
 
 # ------------------------------------------------------------------------------------------------------------- running

@@ -11,10 +11,14 @@ from minitrain.training.build import make_model
 
 
 def training_ranks(config: Config) -> int:
-    """The product of the parallel dimensions. An open dp_shard takes what this process was started with, at least 1."""
-    p, sampling = config.parallel, config.grpo.generation_ranks
+    """Return the product of the parallel dimensions. An open dp_shard, at least 1, takes what torchrun started, or for
+    one process what the published row ran on."""
+    p = config.parallel
     others = p.dp_replicate * p.tp * p.cp * p.pp
-    return others * (max(1, (world_size() - sampling) // others) if p.dp_shard == -1 else p.dp_shard)
+    if p.dp_shard != -1:
+        return others * p.dp_shard
+    gpus = world_size() if world_size() > 1 else config.reference.get("gpus", 1)
+    return others * max(1, (gpus - config.grpo.generation_ranks) // others)
 
 
 def stated_ranks(config: Config) -> int:

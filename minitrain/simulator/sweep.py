@@ -28,7 +28,7 @@ def sweep(file: str, overrides: list[str], choices: list[str], system: System) -
             "--simulate --sweep dp_shard: shards take the GPUs that others leave (sweep those; a fixed "
             "parallel.dp_shard=N stands before --sweep)"
         )
-    gpus = stated_ranks(load(file, overrides))
+    gpus = stated_ranks(load_row(file, overrides)[1])
     for settings, words in tqdm(combinations(choices), leave=False):
         try:
             config = with_all_gpus(file, [*overrides, *words], gpus)

@@ -103,11 +103,14 @@ class System:
 
 
 def load_system(name: str, setting: str = "--system") -> System:
-    """A system of systems.yaml by name. Raises InputError, which names the setting, for an unknown one."""
+    """Return a system of systems.yaml by its name, such as dgx-h100 or, as in the tables, DGX-H100.
+
+    Raises InputError, which names the setting, for an unknown one.
+    """
     known = constants("systems")
-    if name not in known:
+    if name.lower() not in known:
         raise InputError(f"{setting}={name} is not one of {', '.join(known)}")
-    return System(name, **{rate: float(value) for rate, value in known[name].items()})
+    return System(name.lower(), **{rate: float(value) for rate, value in known[name.lower()].items()})
 
 
 class Span(NamedTuple):
