@@ -1,5 +1,6 @@
 """Diffusion from a config to files: what is refused, what a run writes, resumes and validates on, and its memory."""
 
+import inspect
 import json
 import re
 import shutil
@@ -9,6 +10,7 @@ import pytest
 import torch
 import yaml
 from diffusers import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from safetensors.torch import load_file, save_file
 
 from minitrain import generate, load_pretrained, merge, save_pretrained, train
@@ -132,6 +134,23 @@ def test_a_run_logs_validates_resumes_and_exports(folder, packed):
     assert again[2]["step_time_s"] != lines[2]["step_time_s"] and again[1] == lines[1]
     assert [line["loss"] for line in again] == [line["loss"] for line in lines]
     assert again[3]["val_loss"] == lines[3]["val_loss"]
+    data, _ = open_dataset(from_dict(tree))
+    videos = [data.row(n)["latents"] if packed else [data.row(n)["latents"]] for n in range(8)]
+    patches = [sum(video[0].numel() // 4 for video in row) for row in videos]
+    seen = [sum(patches[: 2 * line["step"]]) for line in again]
+    assert [line["tokens"] for line in lines] == [line["tokens"] for line in again] == seen
+
+
+@pytest.mark.parametrize("image_dim, text_tokens, told", [(10, 6, True), (10, 512, False), (None, 6, False)])
+def test_what_diffusers_would_split_elsewhere_is_told(tmp_path, image_dim, text_tokens, told):
+    """Of its image-to-video models it takes all but the last 512 tokens for the image's."""
+    (tmp_path / "videos").mkdir()
+    image = {"image": torch.zeros(257, 10)} if image_dim else {}
+    save_video(tmp_path / "videos/0.safetensors", torch.zeros(16, 1, 4, 8), torch.zeros(2, 64), **image)
+    model = {"name": "wan2.1-14b-tiny", "image_dim": image_dim}
+    data, _ = open_dataset(from_dict(latents(tmp_path, text_tokens=text_tokens) | {"model": model}))
+    assert ("data.text_tokens=6: diffusers splits" in data.about) == told
+    assert "image_context_length = encoder_hidden_states.shape[1] - 512" in inspect.getsource(WanAttnProcessor)
 
 
 def test_a_model_that_was_read_from_files_is_trained_further(folder):

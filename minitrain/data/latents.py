@@ -40,6 +40,7 @@ from minitrain.training.packing import first_fit_decreasing
 
 DIMENSIONS = {"latents": 4, "text": 2, "negative": 2, "condition": 4, "image": 2}
 TEXTS = "text", "negative"
+DIFFUSERS_TEXT = 512  # tokens behind those of the image: a constant in its attention of WanTransformer3DModel
 IMAGE_TOKENS = 257  # of CLIP's features of one image
 
 Shape = tuple[int | str, ...]  # "tokens" where any number will do
@@ -68,7 +69,13 @@ def open_latents(config: Config) -> "tuple[Noised, Noised] | tuple[Packs, Packs]
         budget, patch = config.batch.seq_len, model.patch_size
         noised = partial(Packs, settings=config.diffusion, budget=budget, patch=patch, seed=seed)
     train, held = noised(train), noised(held, held_out=True)
-    train.about = skips.note
+    notes = [skips.note]
+    if model.image_dim is not None and data.text_tokens != DIFFUSERS_TEXT:
+        notes.append(
+            f"data.text_tokens={data.text_tokens}: diffusers splits what an image-to-video model sees at "
+            f"{DIFFUSERS_TEXT} tokens of text, whatever it was trained on (use {DIFFUSERS_TEXT})"
+        )
+    train.about = "; ".join(filter(None, notes))
     return train, held
 
 

@@ -179,7 +179,7 @@ def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tenso
 def training_steps(trainer: Trainer, dataset, start: int, seen: int) -> Iterator[dict[str, float]]:
     """Run the config's steps from `start` on, yielding each one's numbers, for the log, once its loss is known.
 
-    seen: the tokens of the steps before, which may have had other batches.
+    seen: the tokens, of videos the patches, of the steps before, which may have had other batches.
     """
     config = trainer.config
     tokens = config.batch.global_ * config.batch.seq_len
@@ -188,9 +188,9 @@ def training_steps(trainer: Trainer, dataset, start: int, seen: int) -> Iterator
         metrics = {key: value.item() for key, value in trainer.step(dataset, step).items()}
         metrics["skipped"] = int(not is_finite(metrics))
         metrics |= trainer.objective.metrics(partial(sum_over, trainer.meshes.batch))
-        filled = metrics.get("video_tokens", tokens)  # videos differ in length
+        filled = round(metrics.get("video_tokens", tokens))  # videos differ in length
         now = time.perf_counter()
-        seen += tokens
+        seen += filled
         yield {
             "step": step + 1,
             **metrics,
