@@ -32,7 +32,7 @@ from minitrain.data.chat import (
 )
 from minitrain.data.chat_templates import ChatTemplate, Message, choose_template
 from minitrain.data.files import find_files
-from minitrain.data.text import Skips, fitting_tokenizer, nth, read_jsonl, split_off
+from minitrain.data.text import Skips, Written, fitting_tokenizer, nth, read_jsonl, split_off
 from minitrain.data.tokenizer import Tokenizer
 from minitrain.errors import InputError
 from minitrain.formats.config_hf import find_ends
@@ -176,10 +176,12 @@ def read_prompt(row: dict, where: str, key: str) -> list[Message]:
 
 
 def answer_of(row: dict, where: str, key: str) -> str:
-    """The answer as text; numbers are written out. DAPO-Math-17k has it in `reward_model`."""
+    """Return the answer as text, a number with the digits it has there. DAPO-Math-17k has it in `reward_model`."""
     row = row | (row["reward_model"] if isinstance(row.get("reward_model"), dict) else {})
     name = key or usual_name(row, ANSWERS, where, "answer")
     value = row.get(name)
+    if isinstance(value, Written):
+        return value.digits()
     return str(value) if isinstance(value, int | float) else words_of(row, name, where)
 
 

@@ -16,6 +16,7 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -352,6 +353,20 @@ def decode(raw: bytes, file: Path) -> str:
         raise InputError(f"{file} is {told} (data.exclude leaves files out)") from error
 
 
+class Written(float):
+    """A number of a JSON file that keeps how it was written, which Python would write another way: 0.00005 as 5e-05."""
+
+    def __new__(cls, text: str):
+        number = super().__new__(cls, text)
+        number.text = text
+        return number
+
+    def digits(self) -> str:
+        """Return the digits as written, with a power of ten written out as far as people would."""
+        in_reach = 1e-30 < abs(self) < 1e30
+        return f"{Decimal(self.text):f}" if "e" in self.text.lower() and in_reach else self.text
+
+
 def read_jsonl(files: list[Path], parse: Callable[[dict, str], Any], skips: Skips) -> Iterator[Any]:
     """Yield parse(object, FILE:LINE) for every line that is not blank. A file without any is unusable."""
     for file in files:
@@ -375,7 +390,7 @@ def read_jsonl(files: list[Path], parse: Callable[[dict, str], Any], skips: Skip
 def _parse_line(line: bytes, where: str, parse: Callable[[dict, str], Any]) -> Any:
     try:
         text = line.decode("utf-8-sig")
-        tree = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
+        tree = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object, parse_float=Written)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(tree, dict):

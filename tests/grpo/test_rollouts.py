@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import pickle
+from decimal import Decimal
 from statistics import stdev
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -13,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from minitrain import Sampler, load_pretrained, save_pretrained
 from minitrain import settings as configs
-from minitrain.data.problems import open_problems, reversals
+from minitrain.data.problems import answer_of, open_problems, reversals
+from minitrain.data.text import Skips, read_jsonl
 from minitrain.errors import InputError
 from minitrain.grpo import rollouts
 from minitrain.grpo.rewards import exact
@@ -87,6 +90,26 @@ def test_what_stands_beside_a_problem_is_seen_or_refused(tmp_path, line):
 def test_what_a_problem_would_lose_is_refused(tmp_path, line, message):
     with pytest.raises(InputError, match=message):
         problems_of(tmp_path, [line])
+
+
+WRITTEN = ["0.00005", "5e-05", "5E-5", "10000000000000000.5", "1e16", "1.50e2", "-2.5e-7", "1234567890123456789",
+           "0.10", "-0.0", "0.1000000000000000055", "1e-25"]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", WRITTEN)
+def test_numeric_answers_keep_their_digits(tmp_path, number):
+    """The oracle is exact: a decimal number of the same value, written without a power of ten."""
+    for name, template in (("a", '{"question": "q", "answer": %s}'),
+                           ("b", '{"question": "q", "reward_model": {"ground_truth": %s}}')):  # fmt: skip
+        (tmp_path / name).write_text(template % number + "\n")
+        rows = list(read_jsonl([tmp_path / name], lambda row, where: row, Skips()))
+        answer = answer_of(rows[0], "here", "")
+        assert Decimal(answer) == Decimal(number) and "e" not in answer.lower()
+        assert answer == number or "e" in number.lower()
+        assert json.loads(json.dumps(rows)) == rows and pickle.loads(pickle.dumps(rows)) == rows
+    (tmp_path / "a").write_text('{"question": "q", "answer": 1e-999999999}\n{"question": "q", "answer": 1e300}\n')
+    rows = list(read_jsonl([tmp_path / "a"], lambda row, where: row, Skips()))
+    assert len(answer_of(rows[0], "here", "")) < 400 and answer_of(rows[1], "here", "") == "1e300"
 
 
 def test_keys_of_ones_own(tmp_path):
