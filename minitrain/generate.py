@@ -14,10 +14,10 @@ from minitrain.data.chat import encode_question, end_of_reply
 from minitrain.data.chat_templates import ChatTemplate, Message, choose_template
 from minitrain.data.tokenizer import Tokenizer, check_same_ids, load_tokenizer, stream, tokenizer_folder
 from minitrain.errors import InputError, hub_hint
-from minitrain.formats.config_hf import find_ends
 from minitrain.formats.hf import load_pretrained, read_config
 from minitrain.formats.peft import load_adapter
 from minitrain.models.decoder import Decoder
+from minitrain.models.decoder_config import find_ends
 from minitrain.models.lora import merge_adapters
 from minitrain.models.wan import WanConfig
 from minitrain.parallel.mesh import pick_device
@@ -62,10 +62,9 @@ def main(arguments: list[str]) -> None:
     source = options.tokenizer or tokenizer_folder(options.model, options.adapter)
     check_same_ids(source, options.model, "--tokenizer ")
     tokenizer = load_tokenizer(source)
-    unseen = [text for text in options.stop if not tokenizer.decode(tokenizer.encode(text))]  # special tokens
     template = choose_template("auto", tokenizer) if options.chat else None
     replied = template and end_of_reply(template, tokenizer)
-    ends = find_ends(config, tokenizer.eos_id, replied, *map(tokenizer.token_id, unseen))
+    ends = find_ends(config, tokenizer.eos_id, replied)
     prompt = encode(text_of(options.prompt), tokenizer, template)
     if not prompt:
         raise InputError("--prompt is empty: give at least one character")
@@ -125,7 +124,7 @@ def exact_match(model: Decoder, questions: list[tuple[list[int], list[int]]]) ->
     questions = [pair for pair in questions if len(pair[0]) + len(pair[1]) <= model.config.max_position_embeddings]
     if not questions:
         return math.nan
-    params = [SamplingParams(temperature=0, max_tokens=len(reply)) for _, reply in questions]
+    params = [SamplingParams(temperature=0, max_tokens=len(reply), ignore_eos=True) for _, reply in questions]
     longest = max(len(prompt) + len(reply) for prompt, reply in questions)
     sampler = Sampler(model, samples=len(questions), longest=longest)
     answers = sampler.generate([prompt for prompt, _ in questions], params)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitrain import Sampler, SamplingParams, generate, save_pretrained
 from minitrain import settings as configs
-from minitrain.data.tokenizer import ByteTokenizer
+from minitrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
@@ -44,9 +44,10 @@ def pack_everything(monkeypatch):
 
 
 def make(name: str, seed: int = 0, **fields) -> Decoder:
-    """A tiny twin with no parameter at a value that would hide it, and with logits that are not all alike."""
+    """A tiny twin with no parameter at a value that would hide it, with logits that are not all alike, and without an
+    end of its own, so that samples have the lengths that tests ask for."""
     torch.manual_seed(seed)
-    model = Decoder(model_config(f"{name}-tiny", **fields)).requires_grad_(False)
+    model = Decoder(model_config(f"{name}-tiny", **{"eos_token_id": None} | fields)).requires_grad_(False)
     for key, parameter in model.named_parameters():
         scale = key.endswith(("norm.weight", "norm1.weight")) and model.config.norm != "layernorm1p"
         parameter.normal_(float(scale), 0.3 if scale else 0.08)
@@ -353,13 +354,100 @@ def test_a_stop_string_that_begins_with_a_space():
     class Words:
         """Its decoder drops the space before the first word, as Llama 2's does."""
 
-        def decode(self, ids):
+        eos_id = None
+
+        def decode(self, ids, special=False):
             return "".join(f" {chr(token)}" for token in ids).removeprefix(" ")
 
     sampler = Sampler(make("qwen3-32b", vocab_size=258), Words(), Rollout(page_size=4, pages=50))
     (sample,) = sampler.submit([*b"b"], SamplingParams(stop=(" a",)))
     assert sampler._end(sample, [*b"ab"]) == (1, "stop")
     assert sampler._end(sample, [*b"cbbbbbbbbbbbbbbbbbbbbbb", *b"ab"]) == (24, "stop")
+
+
+@pytest.mark.parametrize("stop, written", [
+    ("<|eos|>", [*b"abc", 257]), ("c<|eos|>", [*b"abc", 257]), ("<|eos|>d", [*b"abc", 257, *b"d"]), ("s|>", [256]),
+    ("<|bos|><|eos|>", [*b"a", 256, 257]), ("ab", [*b"a", 256, *b"b"]),
+])  # fmt: skip
+def test_stop_strings_of_special_tokens(stop, written):
+    """Also in part; and special tokens, which are not shown, do not divide a string of others."""
+    sampler = Sampler(make("qwen3-32b", vocab_size=258), ByteTokenizer(), Rollout(page_size=4, pages=50))
+    (sample,) = sampler.submit([1], SamplingParams(stop=("never", stop), ignore_eos=True))
+    assert sampler._end(sample, [*written, *b"efg"]) == (len(written), "stop")
+
+
+def test_stop_strings_of_a_hugging_face_tokenizer(tmp_path):
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    words = Tokenizer(models.BPE({"a": 0, "b": 1, "\u0120": 2, "\u010a": 3}, []))
+    words.decoder = decoders.ByteLevel()
+    words.add_special_tokens([AddedToken("<|im_end|>", special=True)])
+    words.save(str(tmp_path / "tokenizer.json"))
+    sampler = Sampler(make("qwen3-32b"), load_tokenizer(tmp_path), Rollout(page_size=4, pages=50))
+    for stop, count in (("<|im_end|>", 4), ("<|im_end|>\n", 5), ("b <|im", 4), ("b \n", 5), ("\n\n", 6)):
+        (sample,) = sampler.submit([0], SamplingParams(stop=[stop]))
+        assert sampler._end(sample, [0, 1, 2, 4, 3, 3, 0]) == (count, "stop")
+
+
+@pytest.mark.parametrize("in_generation_config", [False, True])
+def test_the_models_own_end(in_generation_config, tmp_path):
+    """Against transformers, which stops there, too, and pads."""
+    from transformers import AutoModelForCausalLM
+
+    model, prompts = make("qwen3-32b"), prompts_of((5, 5, 5))
+    free = [uncached(model, prompt, 12) for prompt in prompts]
+    ends, pad = [free[0][3], free[1][0]], min({*range(512)} - {*itertools.chain(*free)})
+    own = {"generation_config": {"eos_token_id": ends}} if in_generation_config else {"eos_token_id": ends}
+    model.config = dataclasses.replace(model.config, **own)
+    save_pretrained(model, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    padded = theirs.generate(torch.tensor(prompts), max_new_tokens=12, do_sample=False, pad_token_id=pad)[:, 5:]
+    greedy = SamplingParams(0, max_tokens=12)
+    samples = Sampler(model).generate(prompts, greedy)
+    assert [sample.tokens for sample in samples] == [[t for t in row if t != pad] for row in padded.tolist()]
+    assert [sample.finish_reason for sample in samples][:2] == ["stop", "stop"] and len(samples[1].tokens) == 1
+    samples = Sampler(model).generate(prompts, dataclasses.replace(greedy, ignore_eos=True))
+    assert [sample.tokens for sample in samples] == free
+    tokenizer = ByteTokenizer()
+    tokenizer.eos_id = free[2][1]  # the tokenizer's counts, too
+    assert Sampler(model, tokenizer).generate(prompts, greedy)[2].tokens == free[2][:2]
+
+
+@pytest.mark.parametrize("name", ["qwen3-32b", "deepseek-v3", "gpt-oss-20b", "nemotron3-nano-30b-a3b"])
+def test_first_use_in_inference_mode(name):
+    """What the sampler keeps is of use outside, where the model trains on."""
+    model, params = make(name).requires_grad_(), SamplingParams(0, max_tokens=6)
+    expected = [uncached(model, prompt, 6) for prompt in prompts_of((5, 9))]
+    sampler = Sampler(model, settings=Rollout(page_size=4, pages=50))
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            assert [sample.tokens for sample in sampler.generate(prompts_of((5, 9)), params)] == expected
+            sampler.submit([1, 2], params)
+            while sampler.busy:
+                sampler.step()
+    model(torch.tensor([[1, 2, 3]])).sum().backward()
+
+
+def test_prompts_that_are_text():
+    sampler = Sampler(make("qwen3-32b", vocab_size=258), ByteTokenizer())
+    params = SamplingParams(0, max_tokens=5)
+    assert sampler.generate(["123", "a"], params) == sampler.generate([[*b"123"], [*b"a"]], params)
+    tokens = torch.tensor([*b"123"])
+    assert sampler.generate([tokens, tokens.numpy()], params)[1] == sampler.generate(["123"], params)[0]
+
+
+@pytest.mark.parametrize("prompts, params, line", [
+    (["123"], SamplingParams(), "the prompt '123' is text, which needs a sampler with a tokenizer"),
+    ("123", SamplingParams(), "prompts must be a list, of texts or of lists of token ids"),
+    ([["1", "2"]], SamplingParams(), r"a prompt is .'1', '2'.: give a list of token ids, or text"),
+    ([[1.5, 2]], SamplingParams(), r"a prompt is .1.5, 2.: give a list of token ids, or text"),
+    ([1, 2, 3], SamplingParams(), "a prompt is 1: give a list of token ids, or text"),
+    ([None], SamplingParams(), "a prompt is None: give"),
+    ([[1]], [SamplingParams()] * 2, "1 prompts and 2 SamplingParams: give one, or one per prompt"),
+])  # fmt: skip
+def test_prompts_that_are_none(prompts, params, line):
+    with pytest.raises(InputError, match=line):
+        Sampler(make("qwen3-32b")).generate(prompts, params)
 
 
 def test_the_models_last_position():
@@ -560,7 +648,7 @@ def test_requests_come_and_go():
 def test_nothing_stays_queued_after_a_failure(monkeypatch):
     model, prompts, params = make("qwen3-32b"), prompts_of((9, 5)), SamplingParams(temperature=0, max_tokens=4)
     sampler = Sampler(model, settings=Rollout(slots=2, page_size=4, pages=30, chunk=7))
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(InputError, match="2 prompts and 1 SamplingParams"):
         sampler.generate(prompts, [params])
     assert not sampler.busy
     forward = sampler.forward

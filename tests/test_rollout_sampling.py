@@ -3,6 +3,7 @@
 import warnings
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -306,8 +307,27 @@ def test_a_split_vocabulary_draws_the_only_token(pool, params):
         ({"min_p": 2}, "min_p=2 must be between 0 and 1"),
         ({"n": 0}, "n=0 must be at least 1"),
         ({"max_tokens": 0}, "max_tokens=0 must be at least 1"),
+        ({"temperature": "0.8"}, "temperature='0.8' must be a number"),
+        ({"temperature": None}, "temperature=None must be a number"),
+        ({"temperature": True}, "temperature=True must be a number"),
+        ({"temperature": float("nan")}, "temperature=nan must be 0, or at least"),
+        ({"top_p": [0.9]}, "top_p=.0.9. must be a number"),
+        ({"top_k": 2.5}, "top_k=2.5 must be an integer"),
+        ({"max_tokens": "20"}, "max_tokens='20' must be an integer"),
+        ({"n": 2.0}, "n=2.0 must be an integer"),
+        ({"seed": None}, "seed=None must be an integer"),
+        ({"stop_tokens": 5}, "stop_tokens=5 must be a list of token ids"),
+        ({"stop_tokens": ("end",)}, "stop_tokens=.'end',. must be a list of token ids"),
+        ({"stop": (5,)}, "stop=.5,. must be a list of texts"),
+        ({"stop": None}, "stop=None must be a list of texts"),
+        ({"ignore_eos": 1}, "ignore_eos=1 must be true or false"),
     ],
 )
 def test_refusals(fields, line):
     with pytest.raises(InputError, match=line):
         SamplingParams(**fields)
+
+
+def test_numbers_of_numpy_and_lists_are_settings_too():
+    params = SamplingParams(np.float32(0.5), np.int64(3), 1, stop_tokens=[np.int64(5)], stop=["a"])
+    assert params.temperature == 0.5 and 5 in params.stop_tokens

@@ -94,7 +94,8 @@ def make_prompts(config: Config, length: int, step: int) -> torch.Tensor:
 def submitted(sampler: Sampler, config: Config, prompts: torch.Tensor) -> Iterator[list[Sample]]:
     """The samples of all prompts, while the sampler can take many steps; those that have not ended then are dropped."""
     rollout = config.rollout
-    params = SamplingParams(rollout.temperature, max_tokens=rollout.max_tokens, n=config.grpo.group, seed=config.seed)
+    count = dict(max_tokens=rollout.max_tokens, n=config.grpo.group, ignore_eos=True)
+    params = SamplingParams(rollout.temperature, seed=config.seed, **count)
     samples = [x for number, prompt in enumerate(prompts.tolist()) for x in sampler.submit(prompt, params, number)]
     with sampler.weights.in_use():
         yield samples

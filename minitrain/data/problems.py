@@ -35,8 +35,7 @@ from minitrain.data.files import find_files
 from minitrain.data.text import Skips, Written, fitting_tokenizer, nth, read_jsonl, split_off
 from minitrain.data.tokenizer import Tokenizer
 from minitrain.errors import InputError
-from minitrain.formats.config_hf import find_ends
-from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.decoder_config import DecoderConfig, find_ends
 from minitrain.settings import Config
 
 ANSWERS = ("expected_answer", "answer", "ground_truth", "solution", "response", "output", "completion")

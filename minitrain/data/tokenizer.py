@@ -47,9 +47,12 @@ class ByteTokenizer:
         """As `encode`, as a compact array: for a corpus."""
         return np.frombuffer(text.encode("utf-8"), np.uint8)
 
-    def decode(self, ids: list[int]) -> str:
-        """The text of `ids`; invalid UTF-8 is replaced, ids that are no byte are dropped."""
-        return bytes(i for i in ids if 0 <= i < 256).decode("utf-8", "replace")
+    def decode(self, ids: list[int], special: bool = False) -> str:
+        """Return the text of `ids`, with special tokens as they are written only if `special`. Invalid UTF-8 is
+        replaced, ids that are no byte are dropped."""
+        written = {256: BOS.encode(), self.eos_id: EOS.encode()} if special else {}
+        parts = (bytes([i]) if 0 <= i < 256 else written.get(i, b"") for i in ids)
+        return b"".join(parts).decode("utf-8", "replace")
 
     def token_id(self, token: str) -> int | None:
         """The id of the special token that is written so, if there is one."""
@@ -122,8 +125,8 @@ class HuggingFaceTokenizer:
     def encode_array(self, text: str) -> np.ndarray:
         return np.array(self.encode(text), np.uint32)
 
-    def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(list(map(int, ids)), skip_special_tokens=True)
+    def decode(self, ids: list[int], special: bool = False) -> str:
+        return self.tokenizer.decode(list(map(int, ids)), skip_special_tokens=not special)
 
     def token_id(self, token: str) -> int | None:
         return self.tokenizer.token_to_id(token)

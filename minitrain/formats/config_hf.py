@@ -8,7 +8,6 @@ import dataclasses
 import json
 import math
 import re
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -261,13 +260,6 @@ def with_end(ends: int | list[int] | None, end: int | None) -> int | list[int] |
     """The tokens at which to end a text, as `eos_token_id` has them, and one more, if that is not among them."""
     known = ends if isinstance(ends, list) else [ends] * (ends is not None)
     return ends if end is None or end in known else [*known, end] if known else end
-
-
-def find_ends(config: DecoderConfig, *known: int | list[int] | None) -> tuple[int, ...]:
-    """Return the tokens that end a text: those that are known, then those at which transformers stops the model."""
-    found = [*known, config.eos_token_id, config.generation_config.get("eos_token_id")]
-    flat = chain.from_iterable(ids if isinstance(ids, list) else [ids] for ids in found)
-    return tuple(dict.fromkeys(token for token in flat if isinstance(token, int)))
 
 
 def _find_family(raw: dict, file: Path) -> str:

@@ -74,7 +74,8 @@ class Collector:
 
     def request(self, problem: Problem, number: int, n: int, greedy: bool) -> SamplingParams:
         temperature, limit = 0.0 if greedy else self.config.rollout.temperature, self.longest(problem)
-        return SamplingParams(temperature, max_tokens=limit, n=n, stop_tokens=self.ends, seed=self.seed(number))
+        seed = self.seed(number)
+        return SamplingParams(temperature, max_tokens=limit, n=n, stop_tokens=self.ends, seed=seed, ignore_eos=True)
 
     def longest(self, problem: Problem) -> int:
         """Tokens of a response that is cut off. A prompt and its response fit into the model's positions, and into a

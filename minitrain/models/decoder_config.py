@@ -6,6 +6,7 @@ them from a Hugging Face config.json, and `decoder.py` builds what they say.
 
 import dataclasses
 from dataclasses import dataclass
+from itertools import chain
 
 from minitrain.errors import InputError
 from minitrain.models.layers import MLPS, NORMS
@@ -219,3 +220,10 @@ class DecoderConfig:
             self.mamba_num_heads, self.mamba_head_dim, self.mamba_n_groups, self.ssm_state_size, self.conv_kernel,
             self.mamba_chunk_size, self.time_step_min,
         )  # fmt: skip
+
+
+def find_ends(config: DecoderConfig, *known: int | list[int] | None) -> tuple[int, ...]:
+    """Return the tokens that end a text: those that are known, then those at which transformers stops the model."""
+    found = [*known, config.eos_token_id, config.generation_config.get("eos_token_id")]
+    flat = chain.from_iterable(ids if isinstance(ids, list) else [ids] for ids in found)
+    return tuple(dict.fromkeys(token for token in flat if isinstance(token, int)))

@@ -17,6 +17,7 @@ speculative decoding, and graphs of steps in which the host must wait for the de
 
 import gc
 import math
+import operator
 import os
 import re
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
-from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.decoder_config import DecoderConfig, find_ends
 from minitrain.rollout.batch import Batch
 from minitrain.rollout.caches import Caches, Chunk, PromptStep, on_device
 from minitrain.rollout.pages import Pages
@@ -46,9 +47,10 @@ INDEXED = 2**31 - 1  # elements of a pool: for more, FlexAttention's kernel for 
 class Sampler:
     """`generate` continues prompts with `model`, whose weights it uses in place.
 
-    tokenizer: for stop strings. samples: how many it will be asked for at once, and longest: the tokens of the longest
-    with its prompt, if that is known: it takes no memory for more. After the weights have changed, call `refresh`. Not
-    to be used while the model trains.
+    tokenizer: for prompts that are text, for stop strings, and for its own end of a text besides the model's.
+    samples: how many it will be asked for at once, and longest: the tokens of the longest with its prompt, if that is
+    known: it takes no memory for more.
+    After the weights have changed, call `refresh`. Not to be used while the model trains.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Sampler:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings or Rollout()
         self.slots = min(samples or self.settings.slots, self.settings.slots)
         self.config, self.weights = model.config, Weights(model)
+        self.ends = find_ends(model.config, tokenizer.eos_id if tokenizer else None)
         self.longest = min(longest or self.config.max_position_embeddings, self.config.max_position_embeddings)
         # with FSDP or expert parallelism the host's work differs from step to step, and no graph could be used again
         self.compiles = self.settings.compile and not (isinstance(model, FSDPModule) or sends_tokens(model))
@@ -72,16 +75,22 @@ class Sampler:
 
     # ------------------------------------------------------------------------------------------------------ requests
 
+    @torch.inference_mode(False)
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+        self, prompts: Sequence[Sequence[int] | str], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Completion]:
-        """The samples of all prompts in order: prompt 0's n samples, prompt 1's, ...
+        """Return the samples of all prompts in order: prompt 0's n samples, prompt 1's, ...
 
+        prompts: token ids of each, or text, which the tokenizer encodes as a prompt.
         params: for all prompts, which then draw different random numbers by their place in the list; or for each, whose
         randomness comes from its own seed alone. Raises InputError for what the model or the pool cannot hold.
         """
         alike = isinstance(params, SamplingParams)
+        if isinstance(prompts, str):
+            raise InputError("prompts must be a list, of texts or of lists of token ids")
         each = [params] * len(prompts) if alike else params
+        if len(each) != len(prompts):
+            raise InputError(f"{len(prompts)} prompts and {len(each)} SamplingParams: give one, or one per prompt")
         samples = []
         try:
             for number, pair in enumerate(zip(prompts, each, strict=True)):
@@ -94,15 +103,15 @@ class Sampler:
             raise
         return [Completion(sample.produced, sample.logprobs, sample.finish_reason) for sample in samples]
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, number: int = 0) -> list[Sample]:
+    @torch.inference_mode(False)
+    def submit(self, prompt: Sequence[int] | str, params: SamplingParams, number: int = 0) -> list[Sample]:
         """Queue a prompt; its n samples fill up (`produced`, `logprobs`, `finish_reason`) as `step` is called.
 
         number: of the request; with params.seed, what its random numbers come from.
         """
-        limit = self.longest
+        prompt, limit, vocabulary = self.tokens_of(prompt), self.longest, self.config.vocab_size
         if not 1 <= len(prompt) < limit:
             raise InputError(f"a prompt of {len(prompt)} tokens: use 1 to {limit - 1}, there are {limit} positions")
-        prompt, vocabulary = list(map(int, prompt)), self.config.vocab_size
         if not 0 <= min(prompt) <= max(prompt) < vocabulary:
             wrong = next(token for token in prompt if not 0 <= token < vocabulary)
             raise InputError(f"a prompt holds the token {wrong}: use 0 to {vocabulary - 1}, the model knows no others")
@@ -118,6 +127,18 @@ class Sampler:
         self.scheduler.submit(samples)
         return samples
 
+    def tokens_of(self, prompt: Sequence[int] | str) -> list[int]:
+        """Return the ids of a prompt. Raises InputError for what is neither text nor a list of ids."""
+        if not isinstance(prompt, str):
+            try:
+                return list(map(operator.index, prompt))
+            except TypeError:
+                raise InputError(f"a prompt is {prompt!r:.60}: give a list of token ids, or text") from None
+        if self.tokenizer is None:
+            raise InputError(f"the prompt {prompt!r:.60} is text, which needs a sampler with a tokenizer")
+        return self.tokenizer.encode_prompt(prompt)
+
+    @torch.inference_mode(False)  # what is kept between steps could not be changed outside that mode
     @torch.no_grad()
     def step(self) -> list[tuple[Sample, list[int]]]:
         """Do a piece of the work that there is; returns which samples went on, and by which tokens.
@@ -217,8 +238,9 @@ class Sampler:
     def _end(self, sample: Sample, tokens: list[int]) -> tuple[int, str | None]:
         """How many of the new tokens count, and why there will be no more."""
         params = sample.params
+        ends = params.stop_tokens if params.ignore_eos else (*params.stop_tokens, *self.ends)
         for count, token in enumerate(tokens, 1):
-            if token in params.stop_tokens or (params.stop and self._wrote_stop(sample, tokens[:count])):
+            if token in ends or (params.stop and self._wrote_stop(sample, tokens[:count])):
                 return count, "stop"
             if len(sample.prompt) + len(sample.produced) + count == sample.limit:
                 return count, "length"
@@ -230,8 +252,11 @@ class Sampler:
         The token before that is decoded too: many vocabularies drop a space at the start of a text.
         """
         context, *end = (sample.prompt[-1:] + sample.produced + tokens)[-4 * max(map(len, sample.params.stop)) - 5 :]
-        text = self.tokenizer.decode([context, *end])[len(self.tokenizer.decode([context])) :]
-        return any(stop in text for stop in sample.params.stop)
+        for special in (False, True):
+            before, text = (self.tokenizer.decode(ids, special) for ids in ([context], [context, *end]))
+            if any(stop in text[len(before) :] for stop in sample.params.stop):
+                return True
+        return False
 
     def forward(self, tokens: Tensor, positions: Tensor, head) -> None:
         self.model(tokens[None], positions=positions[None], head=head, cache=self.caches)

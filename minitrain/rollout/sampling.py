@@ -7,9 +7,12 @@ order; and with a vocabulary split over ranks each one makes the noise of its ow
 and a sum meet.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from numbers import Integral, Real
+from typing import get_origin
 
 import torch
 from torch import Tensor
@@ -32,9 +35,10 @@ class SamplingParams:
     top_k, top_p, min_p, in this order: keep the k likeliest tokens (0: all); of those the fewest that hold a share
     top_p of the probability; of those the ones at least min_p times as likely as the likeliest.
     max_tokens: at most so many are produced. n: samples per prompt.
-    stop_tokens: ids that end a sample; such a token is its last. stop: strings that do, if the sampler has a tokenizer;
-    the tokens that wrote one stay.
+    stop_tokens: ids that end a sample, besides the model's own; such a token is its last. stop: strings that do, which
+    may hold special tokens, if the sampler has a tokenizer; the tokens that wrote one stay.
     seed: with a sample's request number, what all its randomness comes from.
+    ignore_eos: go on after the tokens at which the model ends a text.
     """
 
     temperature: float = 1.0
@@ -46,13 +50,16 @@ class SamplingParams:
     stop_tokens: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     seed: int = 0
+    ignore_eos: bool = False
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            check_type(field.name, getattr(self, field.name), field.type)
         if not (self.temperature == 0 or COLDEST <= self.temperature < float("inf")):
             raise InputError(f"sampling temperature={self.temperature} must be 0, or at least {COLDEST}")
         if not 0 <= self.top_k < 1 << 31:
             raise InputError(f"sampling top_k={self.top_k} must be at least 0, and below {1 << 31}")
-        if isinstance(self.stop, str) or "" in self.stop:
+        if "" in self.stop:
             raise InputError(f"sampling stop={self.stop!r} must be a list of texts, none of them empty")
         for name in ("max_tokens", "n"):
             if getattr(self, name) < 1:
@@ -61,6 +68,22 @@ class SamplingParams:
             raise InputError(f"sampling top_p={self.top_p} must be above 0 and at most 1")
         if not 0 <= self.min_p <= 1:
             raise InputError(f"sampling min_p={self.min_p} must be between 0 and 1")
+
+
+def check_type(name: str, value: object, wanted: type) -> None:
+    """Raise InputError for a setting of a type that is not its own; integers are numbers, too."""
+    kinds = {
+        float: (Real, "a number"), int: (Integral, "an integer"), bool: (bool, "true or false"),
+        tuple[int, ...]: (Integral, "a list of token ids"),
+        tuple[str, ...]: (str, "a list of texts, none of them empty"),
+    }  # fmt: skip
+    kind, description = kinds[wanted]
+    if get_origin(wanted) is None:
+        fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+    else:
+        fits = isinstance(value, list | tuple) and all(isinstance(item, kind) for item in value)
+    if not fits:
+        raise InputError(f"sampling {name}={value!r} must be {description}")
 
 
 @dataclass

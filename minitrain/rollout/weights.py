@@ -53,7 +53,8 @@ class Weights:
         recomputed = {block: block.__dict__["forward"] for block in compiled if "forward" in block.__dict__}
         if self.packs:
             self.groups = {block: [Group(self, linears) for linears in linears_by_input(block)] for block in compiled}
-        joined = [module for module in self.model.modules() if join(module)] if self.joins else []
+        with torch.inference_mode(False):  # parameters must stay what can be trained
+            joined = [module for module in self.model.modules() if join(module)] if self.joins else []
         self.entered = True
         try:
             for block in compiled:
