@@ -15,6 +15,7 @@ import torch
 
 from minitrain.errors import InputError, located
 from minitrain.formats import gpt2, nemotron_h
+from minitrain.formats.magic import placeholder, read_head
 from minitrain.models.decoder_config import LATENT, ROPE_SCALINGS, YARN, DecoderConfig
 
 GENERATION = "generation_config.json"
@@ -232,6 +233,8 @@ def read_json(file: Path) -> dict:
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
+        if what := placeholder(file, read_head(file)):
+            raise InputError(f"{file} is {what}") from None
         raise InputError(f"{file}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
     except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or a number of 4,300 digits
         raise InputError(f"{file} cannot be read: {error}") from None

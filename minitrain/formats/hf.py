@@ -22,6 +22,7 @@ from minitrain.errors import InputError, hub_hint, refused
 from minitrain.formats import gpt2, wan_names
 from minitrain.formats.config_hf import GENERATION, config_from_hf, config_to_hf, read_json, write_json
 from minitrain.formats.layouts_hf import Piece, is_ignored, pieces, stored_name, to_stored
+from minitrain.formats.magic import ADAPTER_CONFIG, kind_of_folder
 from minitrain.formats.tensor_files import DTYPES, Slices, all_of, open_tensors, read_headers, write_tensors
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
@@ -31,7 +32,6 @@ from minitrain.models.zoo import empty_model
 
 STEMS = ("model", wan_names.STEM)  # of weight files: transformers', diffusers'
 OTHER_WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".gguf")  # pickled ones could run any code
-ADAPTER_CONFIG = "adapter_config.json"  # beside PEFT's adapters
 TIED_HEAD = "lm_head.weight"  # where the output head is stored, which may also be where it is the embedding
 
 
@@ -61,6 +61,8 @@ def read_config(path: str | Path) -> DecoderConfig | WanConfig:
     if inner and not os.path.exists(file):
         choice = " or ".join(map(str, inner))
         raise InputError(f"{path} holds a pipeline of diffusers, not a model (use {choice})")
+    if os.path.isdir(path) and not os.path.exists(file):
+        raise InputError(f"{path} holds no config.json{kind_of_folder(Path(path))}")
     raw = read_json(file)
     if wan_names.is_wan(raw, file):
         return wan_names.config_from_json(raw, file, stored_tensors(weight_files(path)))

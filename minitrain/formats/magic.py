@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+ADAPTER_CONFIG = "adapter_config.json"
 LFS = b"version https://git-lfs.github.com/spec"
 UNFINISHED = (".incomplete", ".part", ".partial", ".crdownload", ".download", ".aria2")
 # The bytes that a file begins with, what it then is, and what to do.
@@ -63,6 +64,34 @@ def kind_of_binary(file: Path, head: bytes) -> str:
     if head[257:262] == b"ustar":
         return "a tar archive (unpack it)"
     return placeholder(file, head) or next((what for magic, what in MAGICS.items() if head.startswith(magic)), "")
+
+
+def kind_of_folder(folder: Path) -> str:
+    """Return what a folder is that lacks what was looked for, as the end of a sentence; empty where nothing tells."""
+    names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
+    known = {
+        ADAPTER_CONFIG: "an adapter (give it as --adapter, or as lora.path, and its base model as the model)",
+        "config.json": "a model (give it as the model, and the adapter's folder as the adapter)",
+        "snapshots": "a folder of the hub's cache (give the folder below its snapshots/)",
+        "metrics.jsonl": "a run that has not ended (its own command continues it, and writes the model at the end)",
+        ".metadata": "a distributed checkpoint of torch (save it as safetensors)",
+    }
+    found = next((what for name, what in known.items() if name in names), "")
+    suffixes = {Path(name).suffix: name for name in names}
+    if not found and (unfinished := suffixes.keys() & set(UNFINISHED)):
+        found = f"{suffixes[unfinished.pop()]}, an unfinished download (the same download again finishes it)"
+    if not found and (others := suffixes.keys() & {".gguf", ".pt", ".pth", ".bin", ".ckpt", ".nemo"}):
+        found = f"{suffixes[others.pop()]}, which is not read (save it as safetensors with a config, as on the hub)"
+    return f"; it is {found}" if found else ""
+
+
+def library_of(settings: dict) -> str:
+    """Return whose adapters an adapter_config.json is of, PEFT's by their kind."""
+    if {"fine_tune_type", "lora_parameters"} & settings.keys():
+        return "adapters of mlx-lm (merge them with mlx_lm.fuse)"
+    if isinstance(settings.get("config"), dict):
+        return "adapters of the library adapters (merge them with its merge_adapter)"
+    return str(settings.get("peft_type"))
 
 
 def kind_of_json(file: Path, head: bytes) -> str:

@@ -32,8 +32,9 @@ from torch import Tensor, nn
 
 from minitrain.errors import InputError, hub_hint, located
 from minitrain.formats.config_hf import read_json, write_json
-from minitrain.formats.hf import ADAPTER_CONFIG, StoredTensor, check_stored, stored_tensors
+from minitrain.formats.hf import StoredTensor, check_stored, stored_tensors
 from minitrain.formats.layouts_hf import interleave, mamba_parts
+from minitrain.formats.magic import ADAPTER_CONFIG, kind_of_folder, library_of
 from minitrain.formats.tensor_files import FLOATS, Slices, all_of, open_tensors, write_tensors
 from minitrain.formats.wan_names import adapter_place, original_name
 from minitrain.models.lora import Lora, add_adapters, check_targets, is_adapter, is_stack, matches
@@ -106,10 +107,15 @@ def _open(path: str | Path) -> tuple[Path, dict, dict[str, StoredTensor]]:
     if not os.path.exists(path) and (hint := hub_hint(str(path), "give ")):
         raise InputError(f"{path} is no folder{hint}")
     config, weights = adapter_files(path)
+    if config and os.path.isdir(path) and not os.path.exists(config):
+        raise InputError(f"{path} holds no {CONFIG}{kind_of_folder(Path(path))}")
+    raw = read_json(config) if config else None
+    if raw and raw.get("peft_type") != "LORA":
+        raise InputError(f"{config}: only plain LoRA is supported, not {library_of(raw)}")
     pickled = weights.with_suffix(".bin")
     if os.path.exists(pickled) and not os.path.exists(weights):
         raise InputError(f"{pickled} is not read (save the adapters again with PEFT's save_pretrained)")
-    raw = read_json(config) if config else _told_in_header(weights)
+    raw = raw if config else _told_in_header(weights)
     stored, ranks, alphas = {}, {}, {}
     for name, tensor in stored_tensors([weights]).items():
         module, role = adapter_place(name) or (None, None)

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minitrain.errors import InputError
+from minitrain.formats.magic import kind_of_binary, read_head
 
 Slices = tuple[slice, ...]  # a part of a tensor: one slice per dimension, with start and stop
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -30,15 +31,19 @@ def all_of(tensor: Tensor) -> tuple[Tensor, Slices]:
 def open_tensors(file: str | Path) -> safe_open:
     """The file, to be used in a `with`. Raises InputError for one that is missing, damaged or too large to map."""
     try:
-        with open(file, "rb") as raw:
-            header = int.from_bytes(raw.read(8), "little")
+        head = read_head(file)
+        what = "" if head[8:9] == b"{" else kind_of_binary(Path(file), head)
+        if what:
+            raise InputError(f"{file} is {what}, not safetensors")
+        header = int.from_bytes(head[:8], "little")
         if header > LONGEST_HEADER:
             claim = f"its header claims {header:,} bytes, more than {LONGEST_HEADER:,}"
             raise InputError(f"{file} cannot be read as safetensors: {claim}")
         return safe_open(file, framework="pt")
     except (OSError, ValueError, SafetensorError, MemoryError, RuntimeError) as error:
         # ValueError: a zero byte in the name; RuntimeError: torch's own, for want of memory
-        raise InputError(f"{file} cannot be read as safetensors: {error}") from None
+        whole = " (is the download whole?)" if isinstance(error, SafetensorError) else ""
+        raise InputError(f"{file} cannot be read as safetensors: {error}{whole}") from None
 
 
 def read_headers(file: str | Path) -> dict[str, tuple[tuple[int, ...], str]]:
