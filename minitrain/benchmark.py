@@ -26,15 +26,15 @@ from minitrain.bench.report import calibration_line, details, table
 from minitrain.bench.shrink import run_shrunk, shrink
 from minitrain.bench.versus import check_installed, check_versus, versus
 from minitrain.errors import InputError, refused
-from minitrain.parallel.mesh import pick_device, start, world_size
 from minitrain.run.cli import check_writable
 from minitrain.run.config_checks import check_layout
 from minitrain.run.failures import rank
+from minitrain.run.launch import pick_device, start
+from minitrain.run.rendezvous import world_size
 from minitrain.settings import Config
 from minitrain.simulator.calibrate import calibrate, find_system
 from minitrain.simulator.chrome import write_trace
-from minitrain.simulator.layout import dry_run
-from minitrain.simulator.memory import estimate_memory
+from minitrain.simulator.fake_world import dry_run, estimate_memory
 from minitrain.simulator.recipe import as_published
 from minitrain.simulator.simulate_policy import predicted_row
 from minitrain.simulator.sweep import combinations, growth, ranking, sweep

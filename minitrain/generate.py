@@ -20,12 +20,12 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import find_ends
 from minitrain.models.lora import merge_adapters
 from minitrain.models.wan import WanConfig
-from minitrain.parallel.mesh import pick_device
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import SamplingParams
 from minitrain.rollout.scheduler import Sample
 from minitrain.run import cli, generate_video
 from minitrain.run.cli import positive
+from minitrain.run.launch import pick_device
 
 
 def main(arguments: list[str]) -> None:

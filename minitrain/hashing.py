@@ -28,3 +28,29 @@ def mix_int(x: int) -> int:
     for shift, factor in ROUNDS:
         x = (x ^ x >> shift) * (factor & 0xFFFFFFFF) & 0xFFFFFFFF
     return x ^ x >> 16
+
+
+def nth(n: int, length: int, seed: int) -> tuple[int, int]:
+    """The epoch of row n, and which of `length` rows it is: each epoch visits all of them, in another order."""
+    epoch, index = divmod(int(n), length)
+    return epoch, shuffled(index, length, seed, epoch)
+
+
+def shuffled(index: int, length: int, *key: int) -> int:
+    """Where a random permutation of range(length), chosen by `key`, sends `index`, without a table of the others.
+
+    A Feistel network permutes the next power of four; walking on along its cycle until the result is below `length`
+    restricts it to a permutation of range(length) (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    """
+    half = ((length - 1).bit_length() + 1) // 2
+    while True:
+        left, right = index >> half, index % (1 << half)
+        for turn in range(8):
+            left, right = right, left ^ _hash(*key, length, turn, right) % (1 << half)
+        index = left << half | right
+        if index < length:
+            return index
+
+
+def _hash(*values: int) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")

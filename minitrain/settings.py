@@ -1,27 +1,12 @@
-"""Every setting as a dataclass; a YAML file and `key=value` words in, one checked `Config` out.
+"""Every setting as a dataclass, and nothing else: run/config.py reads them, run/config_checks.py refuses bad ones.
 
-The YAML keys are the field names below, nested as the dataclasses are. What a single field cannot know (does the batch
-divide by the ranks, does the kind of data need a path) is checked in run/config_checks.py. Every mistake is an
-InputError with one line.
+The YAML keys are the field names below, nested as the dataclasses are.
 """
 
 import dataclasses
-import os
-import typing
+import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
-
-from minitrain.errors import InputError
-from minitrain.formats.hf import read_config
-from minitrain.formats.peft import adapter_shapes, read_adapter_config
-from minitrain.models.decoder_config import DecoderConfig
-from minitrain.models.lora import Lora
-from minitrain.models.wan import WanConfig
-from minitrain.models.zoo import model_config
-from minitrain.run.config_checks import validate
-from minitrain.run.config_yaml import apply_override, check_known, convert, describe, name_or_path, read_tree
-from minitrain.training.flow import Diffusion
 
 
 @dataclass
@@ -33,12 +18,12 @@ class Model:
 
     name: str = ""
     path: str = ""
-    config: DecoderConfig | WanConfig = field(default_factory=DecoderConfig)  # Wan's if the task is diffusion
+    config: Any = None  # a DecoderConfig, or a WanConfig if the task is diffusion
 
 
 @dataclass
 class Data:
-    """Where tokens come from: see data/text.py; for diffusion, data/latents.py and examples/shapes.py."""
+    """Where tokens come from: see data/text.py; for diffusion, data/latents.py and data/shapes.py."""
 
     kind: Literal["mock", "text", "jsonl", "tokens", "latents", "shapes"] = "mock"
     path: str | list[str] = ""  # files, folders or globs; {stdlib} stands for Python's own library
@@ -221,6 +206,64 @@ class GRPO:
     eval_samples: int = 8  # per held-out prompt, for pass@k
 
 
+TARGETS = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    "to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2",  # of Wan
+)  # fmt: skip
+
+
+@dataclass
+class Lora:
+    """The settings of all adapters of a model.
+
+    targets: what to adapt, see `find_targets`. dtype: of A and B; they compute in the type of their input.
+    dropout: of the adapters' input (pre), as in peft, or of their update (post), as NeMo AutoModel does by default:
+    that keeps no second copy of the input.
+    path: what to start from, a folder in PEFT's format or a file of Wan's adapters (see formats/peft.py), whose
+    rank, alpha, rslora and targets then hold.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    dropout_position: Literal["pre", "post"] = "pre"
+    rslora: bool = False
+    targets: list[str] = field(default_factory=lambda: list(TARGETS))
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    path: str = ""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+@dataclass(frozen=True)
+class Diffusion:
+    """How sigmas are drawn and weighed.
+
+    sampling, of u between 0 and 1: uniform; logit_normal, sigmoid(mean + std * normal); mode, heavy at both ends if
+    mode_scale > 0 (both Esser et al. 2024, section 3.1); mixed, logit_normal but for a uniform_share of the samples.
+    shift: then sigma = shift u / (1 + (shift - 1) u), more noise for larger videos.
+    sigma_min, sigma_max: only sigmas between these are drawn, as often one beside the other as without limits.
+    weighting: none; linear, 1 + shift sigma; bell, exp(-2 (sigma - 1/2)^2) less its minimum, of mean 1 over evenly
+    spaced u (DiffSynth).
+    reduction: sample, each video counts alike in a step; element, each element does, so a video by its size.
+    text_dropout: the share of samples without their text, which classifier-free guidance needs (Ho & Salimans 2022).
+    """
+
+    sampling: Literal["uniform", "logit_normal", "mode", "mixed"] = "uniform"
+    mean: float = 0.0
+    std: float = 1.0
+    mode_scale: float = 1.29
+    uniform_share: float = 0.1
+    shift: float = 3.0
+    sigma_min: float = 0.0
+    sigma_max: float = 1.0
+    weighting: Literal["none", "linear", "bell"] = "none"
+    reduction: Literal["sample", "element"] = "sample"
+    text_dropout: float = 0.1
+
+
 @dataclass
 class Config:
     model: Model = field(default_factory=Model)
@@ -243,7 +286,7 @@ class Config:
     rollout: Rollout = field(default_factory=Rollout)
     grpo: GRPO = field(default_factory=GRPO)
     compile: bool = False
-    recompute: Literal["none", "full", "attention", "selective"] | int | float = "none"  # see parallel/recompute.py
+    recompute: Literal["none", "full", "attention", "selective"] | int = "none"  # see parallel/recompute.py
     validation: Validation = field(default_factory=Validation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
@@ -251,77 +294,6 @@ class Config:
     deterministic: bool = False  # bitwise reproducible: see run/determinism.py
     timeout_s: float = 600.0  # how long a rank waits for the others in a collective before it gives up
     reference: dict = field(default_factory=dict)  # published figures of the same row
-
-
-def load(path: str | Path, overrides: list[str] = ()) -> Config:
-    """Read a YAML file, apply `key=value` words (dotted keys) over it, check all that needs no world size."""
-    tree = read_tree(path)
-    for word in overrides:
-        apply_override(tree, word, Config)
-    return from_dict(tree)
-
-
-def from_dict(tree: dict) -> Config:
-    """A checked Config from nested dicts, as YAML gives them."""
-    tree = dict(tree)
-    model = _read_model(tree.pop("model", {}), WanConfig if tree.get("task") == "diffusion" else DecoderConfig)
-    config = convert(Config, tree, "")
-    config.model = model
-    _expand_home(config)
-    config.lora = _read_lora(config, tree.get("lora") or {})
-    if config.data.path and "kind" not in tree["data"]:
-        raise InputError("data.path needs data.kind (text, jsonl, tokens or latents): by default it is mock")
-    validate(config)
-    return config
-
-
-def _expand_home(config: Config) -> None:
-    """~ means what it does in a shell, which leaves it alone inside a word, as YAML does: else it would be a folder."""
-    config.out_dir, config.data.tokenizer = map(os.path.expanduser, (config.out_dir, config.data.tokenizer))
-    if config.lora:
-        config.lora.path = os.path.expanduser(config.lora.path)
-
-
-def _read_lora(config: Config, given: dict) -> Lora | None:
-    """The adapters' settings, those of the adapters to start from where there are some. given: what was written."""
-    lora = config.lora
-    if lora is None or not lora.path:
-        return Lora() if lora is None and config.task == "lora" else lora
-    stored = read_adapter_config(lora.path)
-    for key in ("rank", "alpha", "rslora", "targets"):
-        ours, theirs = getattr(lora, key), getattr(stored, key)
-        if key in given and ours != theirs and not (key == "targets" and _adapt_the_same(config, lora, stored)):
-            raise InputError(f"lora.{key}={ours} cannot be changed: lora.path={lora.path} has {theirs}")
-    kept = {key: getattr(lora, key) for key in ("dropout", "dropout_position", "dtype", "path")}
-    return dataclasses.replace(stored, **kept)
-
-
-def _adapt_the_same(config: Config, *loras: Lora) -> bool:
-    """Do the targets name the same weights? A file has them in another order, and without those that are not there."""
-    ours, theirs = (adapter_shapes(config.model.config, lora).keys() for lora in loras)
-    return ours == theirs
-
-
-def _read_model(value: Any, kind: type) -> Model:
-    if isinstance(value, str):
-        value = name_or_path(value)
-    if not isinstance(value, dict):
-        raise InputError(f"model must be a name, a folder or a mapping, not {describe(value)}")
-    value = dict(value)
-    name, path = (convert(str, value.pop(key, ""), f"model.{key}") for key in ("name", "path"))
-    path = os.path.expanduser(path)
-    if name and path:
-        raise InputError("model.name and model.path cannot both be given (model=FOLDER stands for the path alone)")
-    hints = typing.get_type_hints(kind)
-    for key in value:
-        check_known(key, ["name", "path", *hints], "model")
-    overrides = {key: convert(hints[key], v, f"model.{key}") for key, v in value.items()}
-    shape = read_config(path) if path else model_config(name) if name else kind()
-    if not isinstance(shape, kind):
-        wanted = "not a diffusion model, as task=diffusion needs" if kind is WanConfig else "for task=diffusion alone"
-        raise InputError(f"model={name or path!r} is {wanted}")
-    shape = model_config(name, **overrides) if name else dataclasses.replace(shape, **overrides)
-    return Model(name, path, shape)
 
 
 def to_dict(config: Config) -> dict:

@@ -25,20 +25,23 @@ from minitrain.generate import exact_match
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.lora import is_adapter
 from minitrain.models.zoo import model_config
-from minitrain.parallel.mesh import checkpoint_group, start, wait_for_ever, whole_tensors, world_size
 from minitrain.parallel.pipeline import Pipeline
+from minitrain.parallel.shards import whole_tensors
 from minitrain.run import cli
 from minitrain.run.checkpoint import Checkpointer, resume, save_step
+from minitrain.run.config import load
 from minitrain.run.config_checks import check_layout
 from minitrain.run.failures import rank, record_flights, recorded
 from minitrain.run.fingerprint import agreed_fingerprint
 from minitrain.run.generate_video import draw_shapes
 from minitrain.run.health import batch_origin
+from minitrain.run.launch import checkpoint_group, make_trainer, start, wait_for_ever
 from minitrain.run.lock import locked
 from minitrain.run.metrics import MetricsLog
 from minitrain.run.policy import Run
+from minitrain.run.rendezvous import world_size
 from minitrain.run.task import run_task
-from minitrain.settings import Config, load
+from minitrain.settings import Config
 from minitrain.training.loop import Trainer, is_due, training_steps
 
 
@@ -87,7 +90,7 @@ class RowsTask:
         disks = checkpoint_group(config, range(dist.get_world_size()))
         settings = config.checkpoint
         self.checkpointer = Checkpointer(folder / "checkpoints", settings.keep, settings.asynchronous, disks)
-        self.trainer = Trainer(config, meshes)
+        self.trainer = make_trainer(config, meshes)
         names, model, optimizer = ("loss", "tokens_per_sec", "tokens"), self.trainer.model, self.trainer.optimizer
         self.first, self.last = resume(self.checkpointer, config, model, optimizer, *names)
 

@@ -22,11 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import register_dataclass, tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from minitrain import settings as configs
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import add_adapters
 from minitrain.parallel.context import own_tokens
-from minitrain.parallel.mesh import local, start, whole
+from minitrain.parallel.shards import local, whole
+from minitrain.run import config as configs
+from minitrain.run.launch import fill_weights, start
 from minitrain.settings import Config
 from minitrain.training.build import build_model, initialize
 from minitrain.training.loop import forward_backward
@@ -90,7 +91,7 @@ def train(tree: dict, steps: int = 2, batch: Callable = ragged_batch) -> Trace:
     """
     config = configs.from_dict(tree | {"device": "cpu"})
     meshes = start(config)
-    model = build_model(config, meshes)
+    model = build_model(config, meshes, partial(fill_weights, config))
     trace = Trace(weights=[copies(model.named_parameters())])
     for step in range(steps):
         rows = micro_batches(batch(config, step), config, meshes.batch)
@@ -183,7 +184,7 @@ def snapshot(named: Iterable[tuple[str, Tensor]]) -> Tensors:
 def built(tree: dict) -> Tensors:
     """This rank's weights, in full, as a run begins with them."""
     config = configs.from_dict(tree | {"device": "cpu"})
-    return snapshot(build_model(config, start(config)).named_parameters())
+    return snapshot(build_model(config, start(config), partial(fill_weights, config)).named_parameters())
 
 
 def initial_weights(config: Config) -> Tensors:

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._pytree import KeyPath, keystr, tree_flatten_with_path, tree_unflatten
 
-from minitrain.parallel.mesh import owned
+from minitrain.parallel.shards import owned
 
 GRACE = 3.0  # seconds that the other ranks get to report too, once one has failed
 PATIENCE = 300.0  # seconds for a run, and for a rank to wait for others in a collective: only against waiting for ever

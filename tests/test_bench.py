@@ -21,7 +21,7 @@ from minitrain.bench.measure_sampling import decoding_figures, figures, make_pro
 from minitrain.bench.report import details, markdown, table
 from minitrain.errors import InputError
 from minitrain.rollout.engine import Sampler
-from minitrain.settings import from_dict, load
+from minitrain.run.config import from_dict, load
 from tests.commands import ROOT, command, torchrun
 
 main = runpy.run_path(str(ROOT / "bench.py"), run_name="bench")["main"]

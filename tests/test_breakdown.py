@@ -12,8 +12,8 @@ import torch
 
 from minitrain.bench.breakdown import kernel_times, kind_of, operator_times, profiled, step_breakdown
 from minitrain.bench.measure import measure
-from minitrain.parallel.mesh import start
-from minitrain.settings import from_dict
+from minitrain.run.config import from_dict
+from minitrain.run.launch import start
 from tests.commands import command
 
 NAMES = {

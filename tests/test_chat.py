@@ -13,21 +13,22 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from minitrain import settings as configs
 from minitrain.data.chat import encode_after, encode_chat, make_sample, read_messages, split_reply
 from minitrain.data.chat_templates import PLAIN, Message
 from minitrain.data.datasets import open_dataset
 from minitrain.data.sft import MockChats
-from minitrain.data.text import rows
 from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
 from minitrain.examples import arithmetic
 from minitrain.generate import exact_match
 from minitrain.models.decoder import Decoder
+from minitrain.run import config as configs
+from minitrain.settings import Config, Parallel
 from minitrain.train import train
 from minitrain.training.build import initialize
 from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import LanguageModeling
+from minitrain.training.packing import rows
 from tests.oracle import check_close
 
 
@@ -201,7 +202,7 @@ def test_lines_of_several_layouts_that_datasets_has_joined(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------- rows
 
 
-def config_of(path: Path, seq_len=32, seed=0, task="sft", model="llama3-8b-tiny", **data) -> configs.Config:
+def config_of(path: Path, seq_len=32, seed=0, task="sft", model="llama3-8b-tiny", **data) -> Config:
     model = {"name": model, "vocab_size": 258, "num_layers": 2}
     return configs.from_dict({
         "model": model, "task": task, "seed": seed, "batch": {"global": 2, "micro": 2, "seq_len": seq_len},
@@ -338,7 +339,7 @@ def test_settings_that_contradict_fine_tuning(tmp_path):
         configs.validate(config)
     config.data.validation = 0.5
     for name in ("tp", "cp", "pp"):
-        config.parallel = configs.Parallel(**{name: 2})
+        config.parallel = Parallel(**{name: 2})
         with pytest.raises(
             InputError, match="validation.exact_match=5 generates token by token, so tp, cp and pp must be 1"
         ):

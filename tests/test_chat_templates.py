@@ -24,9 +24,9 @@ from minitrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from minitrain.errors import InputError
 from minitrain.formats.peft import adapter_shapes, save_adapter
 from minitrain.models.decoder import Decoder
-from minitrain.models.lora import Lora
 from minitrain.models.zoo import model_config
-from minitrain.settings import from_dict
+from minitrain.run.config import from_dict
+from minitrain.settings import Lora
 from tests.commands import command
 from tests.distributed.test_grpo import TREE
 

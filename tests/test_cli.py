@@ -23,8 +23,8 @@ from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
-from minitrain.parallel.mesh import check_own_gpus, pick_device
 from minitrain.run import cli
+from minitrain.run.launch import check_own_gpus, pick_device
 from tests.commands import ROOT, command, torchrun
 
 TINY = {

@@ -10,12 +10,14 @@ from minitrain.errors import InputError
 from minitrain.formats.hf import save_pretrained
 from minitrain.formats.peft import save_adapter
 from minitrain.models.decoder import Decoder
-from minitrain.models.lora import Lora, add_adapters, is_adapter
+from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.lora import add_adapters, is_adapter
 from minitrain.models.zoo import model_config
 from minitrain.run.aliases import ALIASES, OF_MODEL
+from minitrain.run.config import from_dict, load
 from minitrain.run.config_checks import check_layout, validate
 from minitrain.run.config_yaml import read_yaml, to_yaml
-from minitrain.settings import Config, from_dict, load, to_dict
+from minitrain.settings import Config, Lora, Model, to_dict
 
 
 def config_file(tmp_path, text):
@@ -25,7 +27,7 @@ def config_file(tmp_path, text):
 
 
 def test_defaults_are_valid():
-    assert from_dict({}) == Config()
+    assert from_dict({}) == dataclasses.replace(Config(), model=Model(config=DecoderConfig()))
 
 
 def test_nested_keys_overrides_and_numbers(tmp_path):
@@ -306,13 +308,13 @@ def test_names_that_people_bring(alias, ours):
 
 def test_every_alias_leads_to_a_setting():
     for alias, ours in ALIASES.items():
-        known = to_dict(Config(lora=Lora()))
+        known = to_dict(dataclasses.replace(from_dict({}), lora=Lora()))
         for key in re.split("[=:, ]", ours)[0].split("."):
             if ours.startswith("out_dir/"):
                 continue
             assert key in known, (alias, ours)
             known = known[key]
-    assert set(OF_MODEL.values()) <= {"path", *to_dict(Config())["model"]}
+    assert set(OF_MODEL.values()) <= {"path", *to_dict(from_dict({}))["model"]}
 
 
 def test_sizes_of_parallel_need_not_name_their_section():

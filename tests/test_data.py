@@ -30,11 +30,13 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from minitrain.data.files import find_files
-from minitrain.data.text import hold_out, open_data, rows, shuffled
+from minitrain.data.text import hold_out, open_data
 from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
 from minitrain.formats.magic import kind_of_tokens
+from minitrain.hashing import shuffled
 from minitrain.settings import Data
+from minitrain.training.packing import rows
 
 EOS = ByteTokenizer.eos_id
 

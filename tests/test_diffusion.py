@@ -21,10 +21,10 @@ from minitrain.data.latents import save_video
 from minitrain.errors import InputError
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
-from minitrain.parallel.mesh import check_device, start
-from minitrain.settings import from_dict, load, to_dict
-from minitrain.simulator.memory import estimate_memory
-from minitrain.training.loop import Trainer
+from minitrain.run.config import from_dict, load
+from minitrain.run.launch import check_device, make_trainer, start
+from minitrain.settings import to_dict
+from minitrain.simulator.fake_world import estimate_memory
 from tests.commands import ROOT
 
 TREE = {
@@ -277,5 +277,5 @@ def test_memory_is_estimated_for_each_config_of_a_process():
 
 def measure_activations(tree: dict) -> int:
     config = from_dict(tree)
-    trainer = Trainer(config, start(config))
+    trainer = make_trainer(config, start(config))
     return activation_bytes(trainer, open_dataset(config)[0])

@@ -23,8 +23,8 @@ from minitrain.bench.flops import (
 )
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
-from minitrain.models.lora import TARGETS
 from minitrain.models.zoo import ZOO, model_config
+from minitrain.settings import TARGETS
 from minitrain.training.build import initialize
 from tests.oracle import count_flops
 from tests.test_rows import ROWS

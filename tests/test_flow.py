@@ -10,7 +10,8 @@ from diffusers.training_utils import compute_density_for_timestep_sampling
 from minitrain.errors import InputError
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
-from minitrain.training.flow import Diffusion, FlowMatching, Noised, sigma_from_uniform, weight
+from minitrain.settings import Diffusion
+from minitrain.training.flow import FlowMatching, Noised, check_diffusion, sigma_from_uniform, weight
 
 EVEN = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000  # a stand-in for uniform random numbers
 
@@ -138,7 +139,7 @@ def test_the_bell_is_that_of_diffsynth(shift):
 ], ids=str)  # fmt: skip
 def test_settings_without_a_meaning_are_refused(settings, message):
     with pytest.raises(InputError) as error:
-        Diffusion(**settings)
+        check_diffusion(Diffusion(**settings))
     assert message in str(error.value)
     with pytest.raises(TypeError):
         Diffusion(timestep_sampling="uniform")

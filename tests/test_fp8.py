@@ -12,13 +12,15 @@ from minitrain.errors import InputError
 from minitrain.models import fp8
 from minitrain.models.attention import GroupedQueryAttention
 from minitrain.models.decoder import Decoder
-from minitrain.models.fp8 import E4M3, E5M2, Fp8Experts, Fp8Linear, cast, quantize, to_fp8
-from minitrain.models.lora import Lora, add_adapters, is_adapter
+from minitrain.models.fp8 import Fp8Experts, Fp8Linear, to_fp8
+from minitrain.models.lora import add_adapters, is_adapter
 from minitrain.models.moe import Experts
+from minitrain.models.quantize import E4M3, E5M2, cast, quantize
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
-from minitrain.parallel.mesh import start
-from minitrain.settings import from_dict
+from minitrain.run.config import from_dict
+from minitrain.run.launch import start
+from minitrain.settings import Lora
 from minitrain.training.loop import Trainer
 
 inf, nan = float("inf"), float("nan")

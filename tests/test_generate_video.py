@@ -12,12 +12,13 @@ from minitrain import generate, load_pretrained, save_pretrained
 from minitrain.errors import InputError
 from minitrain.formats.peft import save_adapter
 from minitrain.models.decoder import Decoder
-from minitrain.models.lora import Lora, add_adapters, is_adapter
+from minitrain.models.lora import add_adapters, is_adapter
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
 from minitrain.rollout.flow_sampling import sigma_schedule
 from minitrain.run.generate_video import enough_memory, main
 from minitrain.run.generate_video import generate as draw
+from minitrain.settings import Lora
 from tests.faults.test_checkpoint import files_up_to
 
 

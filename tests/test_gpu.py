@@ -15,15 +15,18 @@ from minitrain import Sampler, SamplingParams
 from minitrain.data.datasets import open_dataset
 from minitrain.grpo.offload import Memory
 from minitrain.models.attention import Mask, attention
-from minitrain.models.fp8 import E4M3, E5M2, dequantize, quantize, to_fp8
+from minitrain.models.fp8 import to_fp8
 from minitrain.models.layers import GatedMLP
 from minitrain.models.moe import Experts
+from minitrain.models.quantize import E4M3, E5M2, dequantize, quantize
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
-from minitrain.parallel.mesh import owned, start, whole
+from minitrain.parallel.shards import owned, whole
 from minitrain.parallel.tensor import collectives
 from minitrain.rollout import engine
-from minitrain.settings import Rollout, from_dict
+from minitrain.run.config import from_dict
+from minitrain.run.launch import start
+from minitrain.settings import Rollout
 from minitrain.training.loop import Trainer
 from minitrain.training.loss import linear_cross_entropy
 from tests.test_rollout_compiled import compiling_batch

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from minitrain.data.latents import LatentCache, MockLatents, Packs, find_buckets, save_video
 from minitrain.data.text import Skips
 from minitrain.errors import InputError
-from minitrain.settings import from_dict
-from minitrain.training.flow import Diffusion
+from minitrain.run.config import from_dict
+from minitrain.settings import Diffusion
 
 SHAPES = [(2, 1, 2, 4), (2, 3, 4, 4)]
 

@@ -7,15 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minitrain import settings as configs
-from minitrain.data.text import Mock, rows
+from minitrain.data.text import Mock
 from minitrain.models.moe import Router
-from minitrain.parallel.mesh import start
+from minitrain.run import config as configs
 from minitrain.run.generate_video import draw_shapes
+from minitrain.run.launch import start, trial_step
 from minitrain.training.build import build_model
 from minitrain.training.loop import Trainer, is_due, tell_routers, to_device, training_steps
 from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import LanguageModeling
+from minitrain.training.packing import rows
 from tests.test_diffusion import ROOT
 
 TREE = {
@@ -121,7 +122,7 @@ def test_a_trial_step_leaves_nothing_behind():
     config = configs.from_dict(dict(model=small, device="cpu", batch={"global": 2, "micro": 1, "seq_len": 16}))
     trainer = Trainer(config, start(config))
     before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
-    assert len(trainer.trial_step()) > 1
+    assert len(trial_step(trainer)) > 1
     after = trainer.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert trainer.model.model.layers["1"].mlp.gate.load is None

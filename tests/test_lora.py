@@ -23,8 +23,6 @@ from minitrain.errors import InputError
 from minitrain.formats.peft import adapter_shapes, save_adapter
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import (
-    TARGETS,
-    Lora,
     adaptable,
     adapted_linear,
     add_adapters,
@@ -39,14 +37,14 @@ from minitrain.models.lora import (
 )
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import empty_model, model_config
-from minitrain.parallel.mesh import start
 from minitrain.parallel.parallelize import parallelize
 from minitrain.parallel.recompute import recompute
 from minitrain.run.checkpoint_files import read_index
-from minitrain.settings import from_dict, to_dict
+from minitrain.run.config import from_dict
+from minitrain.run.launch import make_trainer, start
+from minitrain.settings import TARGETS, Lora, to_dict
 from minitrain.train import train
 from minitrain.training.build import initialize, make_model
-from minitrain.training.loop import Trainer
 from tests.oracle import count_flops, plain_model, ragged_batch
 
 TREE = {
@@ -430,7 +428,7 @@ def test_gpt3_is_refused():
 def compare_steps():
     config = from_dict(TREE | {"lora": {"rank": 4, "alpha": 4.0}, "precision": "bf16", "device": "cpu"})
     meshes = start(config)
-    theirs = peft_rival(Trainer(config, meshes)).model
+    theirs = peft_rival(make_trainer(config, meshes)).model
     trained = {p.dtype: 0 for p in theirs.parameters()}
     for p in theirs.parameters():
         trained[p.dtype] += p.numel() * p.requires_grad

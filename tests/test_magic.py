@@ -12,7 +12,7 @@ from minitrain.errors import InputError
 from minitrain.formats.hf import read_config
 from minitrain.formats.peft import read_adapter_config
 from minitrain.formats.tensor_files import open_tensors
-from minitrain.settings import from_dict
+from minitrain.run.config import from_dict
 from tests.commands import command
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"

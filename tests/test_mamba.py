@@ -8,18 +8,11 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mi
 
 from minitrain.errors import InputError
 from minitrain.models.decoder import Block, Decoder
-from minitrain.models.mamba import (
-    GroupedRMSNorm,
-    Mamba2,
-    MambaShape,
-    by_group,
-    by_part,
-    causal_conv,
-    initialize_parameter,
-    scan,
-)
+from minitrain.models.decoder_config import MambaShape
+from minitrain.models.mamba import GroupedRMSNorm, Mamba2, by_group, by_part, causal_conv, initialize_parameter, scan
 from minitrain.models.zoo import model_config
-from minitrain.settings import Optim, from_dict
+from minitrain.run.config import from_dict
+from minitrain.settings import Optim
 from minitrain.training.optim import make_optimizer
 
 BATCH, SEQ, GROUPS, HEADS, WIDTH, STATE = 2, 75, 2, 3, 4, 8  # heads of a group; their width

@@ -11,22 +11,24 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from minitrain import settings as configs
-from minitrain.data.text import open_data, rows
+from minitrain.data.text import open_data
 from minitrain.errors import InputError
 from minitrain.models import moe
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.limits import OTHERS
-from minitrain.models.lora import Lora, add_adapters
+from minitrain.models.lora import add_adapters
 from minitrain.models.moe import Experts, MoE, Router, dispatch, grouped_mm, update_selection_bias
 from minitrain.models.zoo import model_config
-from minitrain.parallel.mesh import start
 from minitrain.parallel.recompute import recompute
+from minitrain.run import config as configs
+from minitrain.run.launch import start
+from minitrain.settings import Lora, Optim
 from minitrain.training.build import initialize
 from minitrain.training.loop import Trainer
 from minitrain.training.loss import IGNORE
 from minitrain.training.optim import make_optimizer
+from minitrain.training.packing import rows
 from tests.oracle import Results, check_against_one_process, ragged_batch
 
 HIDDEN, WIDTH = 16, 24
@@ -533,7 +535,7 @@ def test_dense_models_need_nothing_of_experts():
 
 def test_biases_of_experts_do_not_decay():
     model = Decoder(model_config("gpt-oss-20b-tiny"))
-    decayed, others = (group["params"] for group in make_optimizer(model, configs.Optim()).param_groups)
+    decayed, others = (group["params"] for group in make_optimizer(model, Optim()).param_groups)
     names = {name for name, p in model.named_parameters() if any(p is q for q in others)}
     assert len(decayed) + len(others) == len(list(model.parameters()))
     assert names == {name for name, _ in model.named_parameters() if name.endswith(("bias", "norm.weight", "sinks"))}

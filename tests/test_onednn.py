@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from minitrain.models import onednn
 from minitrain.models.moe import grouped_mm
-from minitrain.parallel.mesh import start
-from minitrain.settings import from_dict
+from minitrain.run.config import from_dict
+from minitrain.run.launch import start
 from minitrain.training.build import build_model
 from minitrain.training.loss import linear_cross_entropy, linear_log_probs
 from tests.oracle import check_against_one_process, train, train_compiled

@@ -5,15 +5,17 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from minitrain import settings as configs
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.wan import FP32Linear
 from minitrain.models.zoo import empty_model, model_config
-from minitrain.parallel.mesh import owned, start
+from minitrain.parallel.shards import owned
+from minitrain.run import config as configs
 from minitrain.run.checkpoint import Checkpointer
-from minitrain.settings import Optim, from_dict
+from minitrain.run.config import from_dict
+from minitrain.run.launch import start
+from minitrain.settings import Optim
 from minitrain.training import adamw
 from minitrain.training.loop import Trainer, forward_backward
 from minitrain.training.optim import clip_gradients, learning_rate, make_optimizer, update_weights

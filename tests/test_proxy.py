@@ -15,10 +15,10 @@ from minitrain.bench.report import label
 from minitrain.bench.rows import CONFIGS
 from minitrain.benchmark import write_result
 from minitrain.errors import InputError
-from minitrain.models.lora import Lora
-from minitrain.settings import load
+from minitrain.run.config import load
+from minitrain.run.layout import micro_batches
+from minitrain.settings import Lora
 from minitrain.simulator import simulate_policy
-from minitrain.simulator.layout import micro_batches
 from tests.commands import command
 
 DENSE = CONFIGS / "nemo/h100/llama3-70b-pretrain-64gpu.yaml"

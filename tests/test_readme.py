@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from minitrain.settings import load
+from minitrain.run.config import load
 from tests.commands import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

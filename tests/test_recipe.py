@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from minitrain.bench.rows import NAMES, RECIPE, constants, published_rows
-from minitrain.settings import from_dict
+from minitrain.run.config import from_dict
 from minitrain.simulator import recipe
 from minitrain.simulator.recipe import as_published
 from minitrain.simulator.simulate import Simulation, timed

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from minitrain import settings as configs
+from minitrain.run import config as configs
 from minitrain.simulator import fake_world
 from minitrain.simulator.repeat import Recording, RepeatedGraph
 from minitrain.simulator.trace import Trace, Tracer

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from minitrain import Sampler, SamplingParams
-from minitrain.models.lora import Lora, add_adapters
+from minitrain.models.lora import add_adapters
 from minitrain.parallel.recompute import recompute
 from minitrain.rollout import batch, compiled, engine, weights
 from minitrain.rollout.batch import Batch
-from minitrain.settings import Rollout
+from minitrain.settings import Lora, Rollout
 from tests.test_rollout_engine import make, prompts_of, trainer_logprobs, uncached
 
 SETTINGS = Rollout(slots=4, page_size=4, pages=100)

@@ -12,7 +12,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitrain import Sampler, SamplingParams, generate, save_pretrained
-from minitrain import settings as configs
 from minitrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
@@ -20,6 +19,7 @@ from minitrain.models.zoo import model_config
 from minitrain.rollout import batch, caches, engine, weights
 from minitrain.rollout.caches import DecodingStep, States
 from minitrain.rollout.scheduler import Scheduler
+from minitrain.run import config as configs
 from minitrain.settings import Rollout
 from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import LanguageModeling

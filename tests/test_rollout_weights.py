@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from minitrain import Sampler, SamplingParams, load_pretrained, save_pretrained
-from minitrain import settings as configs
 from minitrain.models import onednn
-from minitrain.models.lora import Lora, add_adapters
-from minitrain.parallel.mesh import start
+from minitrain.models.lora import add_adapters
 from minitrain.parallel.recompute import recompute
 from minitrain.rollout import weights
-from minitrain.settings import Rollout
+from minitrain.run import config as configs
+from minitrain.run.launch import start
+from minitrain.settings import Lora, Rollout
 from minitrain.training.build import build_model
 from tests.test_rollout_engine import NEW, make, pack_everything, prompts_of, uncached  # noqa: F401
 

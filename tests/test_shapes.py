@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from minitrain.examples.shapes import (
+from minitrain.data.shapes import (
     COLOURS,
     DIRECTIONS,
     SPEED,

@@ -15,9 +15,10 @@ import pytest
 
 from minitrain.bench.proxy import make_proxy
 from minitrain.bench.shrink import shrink, shrink_parallel, shrunk_micro_batches
+from minitrain.run.config import from_dict, load
 from minitrain.run.config_checks import check_layout
-from minitrain.settings import Config, Parallel, from_dict, load
-from minitrain.simulator.layout import stated_ranks
+from minitrain.run.layout import stated_ranks
+from minitrain.settings import Config, Parallel
 from tests.commands import ROOT, command
 
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -51,7 +52,7 @@ def test_quirks_of_the_model_stay():
 
 
 def test_sizes_that_are_small_already_stay_and_odd_ones_go():
-    tree = {"model": {"name": "llama3-8b", "num_layers": 12}, "recompute": 0.5, "compile": True}
+    tree = {"model": {"name": "llama3-8b", "num_layers": 12}, "recompute": 2, "compile": True}
     batch, split = {"global": 4, "micro": 4, "seq_len": 20}, {"dp_shard": 1, "pp": 2, "layers_per_stage": [6, 8]}
     small = shrink(from_dict(tree | {"batch": batch | {"global": 8}, "parallel": split}))
     assert (small.batch.micro, small.batch.seq_len, small.recompute, small.compile) == (2, 16, "none", False)

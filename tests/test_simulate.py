@@ -8,7 +8,6 @@ from types import ModuleType
 import pytest
 import torch
 
-from minitrain import settings as configs
 from minitrain.bench.flops import count_work
 from minitrain.bench.measure import visible_share
 from minitrain.bench.rows import CONFIGS, constants, published_rows
@@ -17,12 +16,14 @@ from minitrain.errors import InputError
 from minitrain.formats.peft import save_adapter
 from minitrain.models.attention import attention
 from minitrain.models.decoder import Decoder
-from minitrain.models.lora import Lora, add_adapters, is_adapter
+from minitrain.models.lora import add_adapters, is_adapter
 from minitrain.models.zoo import model_config
+from minitrain.run import config as configs
+from minitrain.run.layout import micro_batches
+from minitrain.settings import Lora
 from minitrain.simulator import sweep
 from minitrain.simulator.chrome import write_trace
 from minitrain.simulator.fake_world import attend, counting_mask, stand_ins, trace_step
-from minitrain.simulator.layout import micro_batches
 from minitrain.simulator.replay import Replay
 from minitrain.simulator.simulate import (
     Simulation,
@@ -190,8 +191,8 @@ def test_layouts_are_ranked_and_those_that_cannot_run_are_told(tmp_path, monkeyp
     assert [line.split("|")[1].strip() for line in lines[:3]] == ["tp=2", "tp=1", "tp=4"]
     assert lines[2].split("|")[-2].strip() == "no"
     assert lines[3].startswith("tp=3: ") and len(lines) == 4
-    errors = [each["error"] for each in sweep.sweep(str(file), [], ["recompute=0.5,most"], load_system("dgx-h100"))]
-    assert ["memory budget" in errors[0], "is not one of none" in errors[1]] == [True, True]  # of the same key
+    errors = [each["error"] for each in sweep.sweep(str(file), [], ["recompute=1,most"], load_system("dgx-h100"))]
+    assert ["at least 2" in errors[0], "is not one of none" in errors[1]] == [True, True]  # of the same key
     lists = sweep.parse("optim.betas=[0.9,0.95],[0.9,0.99]")
     assert lists == ("optim.betas", ["[0.9,0.95]", "[0.9,0.99]"])
     mappings = sweep.parse("data={kind: mock, size: [1,2]},{size: [3,4], kind: mock}")

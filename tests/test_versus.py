@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from minitrain.bench import versus as rivals
+from minitrain.bench.breakdown import working_memory
 from minitrain.bench.versus import RIVALS
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
-from minitrain.parallel.mesh import start
-from minitrain.settings import from_dict
-from minitrain.simulator.memory import working_memory
+from minitrain.run.config import from_dict
+from minitrain.run.launch import start
 from minitrain.training.loop import Trainer
 
 VIDEOS = {"model": "wan2.1-1.3b-tiny", "task": "diffusion", "data": {"size": [4, 16, 16], "text_tokens": 8}}

@@ -18,7 +18,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from itertools import count
+from itertools import accumulate, count
 from pathlib import Path
 
 import torch
@@ -151,3 +151,15 @@ def operator_times(events: list[dict]) -> Counter[str]:
         parts[kind] += event["dur"]
         callers.append((thread, begin + event["dur"], kind))
     return parts
+
+
+def working_memory(function: Callable[[], object], device: torch.device) -> int:
+    """The most bytes on `device` that torch's allocator has lent during `function()`, beyond those lent before it."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        function()
+        return torch.cuda.max_memory_allocated(device) - before
+    events = recorded(function, [ProfilerActivity.CPU], profile_memory=True)
+    memory = sorted((event for event in events if event["name"] == "[memory]"), key=lambda event: event["ts"])
+    return max(accumulate((event["args"]["Bytes"] for event in memory), initial=0))  # releases are below 0

@@ -7,9 +7,10 @@ Source: NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/diffusion/models/wan/wa
 
 import math
 
-from minitrain.models.lora import Lora, find_targets
+from minitrain.models.lora import find_targets
 from minitrain.models.wan import WanConfig
 from minitrain.models.zoo import empty_model
+from minitrain.settings import Lora
 
 
 def forward_parts(config: WanConfig, tokens: int, text_tokens: int) -> dict[str, int]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import calculate_time_spent, counters  # no public names for what the compiler has done
 from tqdm import tqdm
 
-from minitrain.bench.breakdown import profiled
+from minitrain.bench.breakdown import profiled, working_memory
 from minitrain.bench.flops import (
     automodel,
     clean,
@@ -35,9 +35,10 @@ from minitrain.bench.rows import CONFIGS, read_reference
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.models.wan import WanConfig
-from minitrain.parallel.mesh import Meshes, pick_device
-from minitrain.settings import Config, load
-from minitrain.simulator.memory import working_memory
+from minitrain.parallel.mesh import Meshes
+from minitrain.run.config import load
+from minitrain.run.launch import make_trainer, pick_device
+from minitrain.settings import Config
 from minitrain.training.loop import Trainer, forward_backward
 
 CONVENTIONS = {convention.__name__: convention for convention in (clean, automodel, nemo_pretrain, nemo_squad)}
@@ -54,7 +55,7 @@ def measure(
     device, matmul = prepare(config)
     torch.compiler.reset()  # an earlier config's graphs would count against the limit of recompilations
     compile_seconds = calculate_time_spent()["total_wall_time"]
-    trainer = Trainer(config, meshes)
+    trainer = make_trainer(config, meshes)
     times, graphs = [], []
     for step in progress(warmup + steps, row):
         times.append(timed(partial(trainer.step, data, step), device))

@@ -28,10 +28,10 @@ from minitrain.bench.hardware import measure_memory, timed
 from minitrain.bench.measure import prepare, progress, result
 from minitrain.bench.versus import transformers_model, versus_result
 from minitrain.errors import InputError
-from minitrain.parallel.mesh import pick_device, start
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import SamplingParams
 from minitrain.rollout.scheduler import Sample
+from minitrain.run.launch import fill_weights, pick_device, start
 from minitrain.settings import Config
 from minitrain.training.build import build_model
 
@@ -51,7 +51,7 @@ def measure_sampling(
     memory = measure_memory(pick_device(config.device))
     device, matmul = prepare(config)
     together = config.batch.global_ * config.grpo.group
-    model, longest = build_model(config, meshes), config.batch.seq_len
+    model, longest = build_model(config, meshes, partial(fill_weights, config)), config.batch.seq_len
     sampler = Sampler(model, settings=config.rollout, samples=together, longest=longest)
     firsts = []
     runs = [lambda prompts: firsts.append(sample(sampler, config, prompts))]

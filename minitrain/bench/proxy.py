@@ -17,8 +17,8 @@ from minitrain.bench.measure import count_flops, placed, published_step_time, ra
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.run.config_checks import check_layout, validate
+from minitrain.run.layout import micro_batches, stated_ranks
 from minitrain.settings import Config
-from minitrain.simulator.layout import micro_batches, stated_ranks
 
 MICRO_BATCHES = 8  # per step, at most
 LEFT_OUT = "communication, the pipeline's bubble, uneven experts, most micro-batches of a step"

@@ -26,10 +26,10 @@ from minitrain.errors import InputError
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.wan import WanConfig
 from minitrain.models.zoo import TINY_WAN, tiny
-from minitrain.parallel.mesh import start
 from minitrain.run.config_checks import check_layout, validate
+from minitrain.run.launch import start
+from minitrain.run.layout import stated_ranks, training_ranks
 from minitrain.settings import Batch, Config, Data, Model, Parallel, Validation
-from minitrain.simulator.layout import stated_ranks, training_ranks
 
 VIDEO, VIDEO_TOKENS = [2, 8, 16], 64  # frames, height, width of latents, in patches of (1, 2, 2)
 SEQ_LEN = 128  # at most, and a multiple of 8: two context ranks want four parts, two tensor ranks two of each

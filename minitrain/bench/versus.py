@@ -24,6 +24,7 @@ from minitrain.formats.peft import adapter_config, adapter_shapes
 from minitrain.formats.wan_names import config_to_json
 from minitrain.models.lora import ADAPTER_DTYPES
 from minitrain.parallel.mesh import Meshes
+from minitrain.run.launch import make_trainer
 from minitrain.settings import Config
 from minitrain.training.loop import Trainer, to_device
 from minitrain.training.optim import clip_gradients, make_optimizer
@@ -32,7 +33,7 @@ from minitrain.training.optim import clip_gradients, make_optimizer
 def versus(config: Config, meshes: Meshes, row: str, steps: int, warmup: int, library: str) -> dict:
     """Time `steps` training steps of both, alternating. For "full" also the GiB that each works with."""
     data, _ = open_dataset(config)
-    ours = Trainer(config, meshes)
+    ours = make_trainer(config, meshes)
     trainers = ours, RIVALS[library](ours)
     pairs = []
     for step in progress(warmup + steps, f"{row} versus {library}"):
@@ -192,7 +193,7 @@ def diffusers_rival(ours: Trainer) -> Rival:
 
 
 def whole_model(ours: Trainer) -> Trainer:
-    return Trainer(dataclasses.replace(ours.config, lora=None), ours.meshes)
+    return make_trainer(dataclasses.replace(ours.config, lora=None), ours.meshes)
 
 
 RIVALS = {"transformers": transformers_rival, "diffusers": diffusers_rival, "peft": peft_rival, "full": whole_model}

@@ -28,14 +28,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minitrain.data.files import find_files
-from minitrain.data.text import Skips, nth, shuffled, split_off
+from minitrain.data.shapes import ShapesWorld
+from minitrain.data.text import Skips, split_off
 from minitrain.data.token_files import check_unchanged, stamp_of
 from minitrain.errors import InputError
-from minitrain.examples.shapes import ShapesWorld
 from minitrain.formats.tensor_files import FLOATS, open_tensors, read_headers, write_tensors
+from minitrain.hashing import nth, shuffled
 from minitrain.models.wan import WanConfig
-from minitrain.settings import Config
-from minitrain.training.flow import Diffusion, Noised, add_noise, generator
+from minitrain.settings import Config, Diffusion
+from minitrain.training.flow import Noised, add_noise, generator
 from minitrain.training.packing import first_fit_decreasing
 
 DIMENSIONS = {"latents": 4, "text": 2, "negative": 2, "condition": 4, "image": 2}

@@ -9,8 +9,6 @@ So do those at which the model ends any text: it would go on with another one, a
 Which problems a step takes is a pure function of the seed and the step.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 from minitrain.data.chat import (
@@ -32,25 +30,15 @@ from minitrain.data.chat import (
 )
 from minitrain.data.chat_templates import ChatTemplate, Message, choose_template
 from minitrain.data.files import find_files
-from minitrain.data.text import Skips, Written, fitting_tokenizer, nth, read_jsonl, split_off
+from minitrain.data.text import Skips, Written, fitting_tokenizer, read_jsonl, split_off
 from minitrain.data.tokenizer import Tokenizer
 from minitrain.errors import InputError
+from minitrain.grpo.batches import Problem
+from minitrain.hashing import nth
 from minitrain.models.decoder_config import DecoderConfig, find_ends
 from minitrain.settings import Config
 
 ANSWERS = ("expected_answer", "answer", "ground_truth", "solution", "response", "output", "completion")
-
-
-class Problem(NamedTuple):
-    """prompt: its tokens, all that stands before the response; reply: a right response's tokens, with their end.
-
-    answer: what the response is compared with; row: the line that it was read from.
-    """
-
-    prompt: list[int]
-    reply: list[int]
-    answer: str
-    row: dict
 
 
 class Problems:

@@ -13,9 +13,10 @@ from torch import Tensor
 from minitrain.data.chat import Sample, encode_chat, make_sample, read_messages, split_reply
 from minitrain.data.chat_templates import PLAIN, ChatTemplate, choose_template
 from minitrain.data.files import find_files
-from minitrain.data.text import Mock, Skips, fitting_tokenizer, nth, read_jsonl, split_off
+from minitrain.data.text import Mock, Skips, fitting_tokenizer, read_jsonl, split_off
 from minitrain.data.tokenizer import Tokenizer
 from minitrain.errors import InputError
+from minitrain.hashing import nth
 from minitrain.settings import Config, Data
 from minitrain.training.loss import IGNORE
 from minitrain.training.packing import PADDING, first_fit_decreasing, pack_row

@@ -11,7 +11,6 @@ in full before the first step. Of token files at most CHECKED tokens to train on
 before the first step, spread evenly over all files, and every row when it is read; to skip bad rows, all are read once.
 """
 
-import hashlib
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,6 +29,7 @@ from minitrain.data.token_files import TokenFiles, open_tokens
 from minitrain.data.tokenizer import Tokenizer, load_tokenizer
 from minitrain.errors import InputError, readable
 from minitrain.formats.magic import kind_of_binary, kind_of_json, placeholder, read_head
+from minitrain.hashing import nth, shuffled
 from minitrain.settings import Data
 from minitrain.training.loss import IGNORE
 
@@ -50,16 +50,6 @@ def open_data(data: Data, seq_len: int, vocab_size: int, seed: int) -> tuple["Mo
     if data.kind == "tokens":
         return _open_token_files(data, files, seq_len, vocab_size, seed)
     return _open_documents(data, files, seq_len, vocab_size, seed)
-
-
-def rows(dataset: "Mock | Packed", numbers: Iterable[int]) -> dict[str, Tensor]:
-    """Rows `numbers` of a dataset, stacked, or as its own `collate` has it: each value is [len(numbers), seq_len]."""
-    each = [dataset.row(n) for n in numbers]
-    return getattr(dataset, "collate", stack)(each)
-
-
-def stack(each: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {key: torch.stack([row[key] for row in each]) for key in each[0]}
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows
@@ -132,32 +122,6 @@ def pack(window: np.ndarray, ends: np.ndarray) -> dict[str, Tensor]:
         "documents": np.cumsum(begins) - 1,
     }
     return {key: torch.from_numpy(column) for key, column in columns.items()}
-
-
-def nth(n: int, length: int, seed: int) -> tuple[int, int]:
-    """The epoch of row n, and which of `length` rows it is: each epoch visits all of them, in another order."""
-    epoch, index = divmod(int(n), length)
-    return epoch, shuffled(index, length, seed, epoch)
-
-
-def shuffled(index: int, length: int, *key: int) -> int:
-    """Where a random permutation of range(length), chosen by `key`, sends `index`, without a table of the others.
-
-    A Feistel network permutes the next power of four; walking on along its cycle until the result is below `length`
-    restricts it to a permutation of range(length) (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
-    """
-    half = ((length - 1).bit_length() + 1) // 2
-    while True:
-        left, right = index >> half, index % (1 << half)
-        for turn in range(8):
-            left, right = right, left ^ _hash(*key, length, turn, right) % (1 << half)
-        index = left << half | right
-        if index < length:
-            return index
-
-
-def _hash(*values: int) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")
 
 
 # ----------------------------------------------------------------------------------------------------------- documents

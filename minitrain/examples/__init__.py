@@ -1,1 +1,1 @@
-"""Toy worlds to try things on: arithmetic, shapes."""
+"""Toy worlds to try things on."""

@@ -65,9 +65,6 @@ class Family(NamedTuple):
     heads_divide: bool = False  # must num_attention_heads divide hidden_size, even where head_dim is given?
     partial_rotary: float | None = None  # the factor where config.json gives none; None: heads are always rotated whole
 
-    noise: tuple[str, ...] = ("attention_dropout",)  # keys of config.json that transformers heeds in training alone
-    balances: bool = False  # has transformers' loss a term that balances experts, with output_router_logits?
-
     def field(self, name: str) -> Any:
         """Of `DecoderConfig`: as the family fixes it, or the default."""
         return self.fixed.get(name, getattr(DecoderConfig, name))
@@ -85,14 +82,13 @@ FAMILIES = {
         quantised="fp8",
     ),
     "mixtral": Family(
-        "MixtralForCausalLM", dict(sliding_window=None), rope_theta=1e6, balances=True,
-        noise=("attention_dropout", "router_jitter_noise"),
+        "MixtralForCausalLM", dict(sliding_window=None), rope_theta=1e6,
         sizes=_keys("num_experts_per_tok", num_experts="num_local_experts", moe_intermediate_size="intermediate_size"),
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         dict(attention_bias=False, use_sliding_window=False, decoder_sparse_step=1, mlp_only_layers=[]),
-        fixed=dict(qk_norm=True), quantised="fp8", norm_topk=False, balances=True,
+        fixed=dict(qk_norm=True), quantised="fp8", norm_topk=False,
         sizes=_keys("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
     ),
     "deepseek_v3": Family(
@@ -119,7 +115,6 @@ FAMILIES = {
             original_max_position_embeddings=4096,
         ),
         fixed=dict(mlp="clamped_swiglu", qkv_bias=True, o_bias=True, sinks=True, expert_bias=True), quantised="mxfp4",
-        balances=True,
     ),
     "nemotron": Family(
         "NemotronForCausalLM", dict(attention_bias=False, mlp_bias=False),
@@ -149,7 +144,7 @@ FAMILIES = {
             norm="layernorm", mlp="gelu", qkv_bias=True, o_bias=True, position_embedding="learned",
             scaled_residual_init=True,
         ),
-        heads_divide=True, noise=gpt2.DROPOUTS,
+        heads_divide=True,
     ),
 }  # fmt: skip
 
@@ -193,7 +188,7 @@ def config_from_hf(raw: dict, file: Path) -> DecoderConfig:
     except InputError as error:  # with our names
         told = re.sub(r"(?:model\.)?([\w.]+)(?==)", lambda name: keys.get(name[1], name[1]), str(error))
         raise InputError(f"{file}: {told}") from None
-    written = (_settings(config, torch.float32).keys() | NOT_KEPT) - {*gpt2.DROPOUTS}
+    written = _settings(config, torch.float32).keys() | NOT_KEPT
     extra = {key: value for key, value in raw.items() if key not in written and not key.startswith("_")}
     return dataclasses.replace(config, extra_config=extra)
 
@@ -250,15 +245,6 @@ def read_json(file: Path) -> dict:
 
 def write_json(file: Path, value: dict) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def not_trained_with(config: DecoderConfig) -> list[str]:
-    """Return the settings of config.json that change training in transformers, and are not done here."""
-    extra, family = config.extra_config, FAMILIES[config.family]
-    found = {key: extra.get(key) for key in family.noise}
-    if family.balances and extra.get("output_router_logits") is True and not config.router_aux_loss_coef:
-        found["router_aux_loss_coef"] = extra.get("router_aux_loss_coef", 0.001)
-    return [f"{key}={value}" for key, value in found.items() if isinstance(value, int | float) and value > 0]
 
 
 def end_also_at(config: DecoderConfig, end: int | None) -> DecoderConfig:
@@ -425,7 +411,7 @@ def check_exportable(config: DecoderConfig) -> None:
     with located(f"model cannot be saved as {family.architecture}"):
         again = config_from_hf(_settings(config, torch.float32), Path("config.json"))
     free = UNSAVED | {"rope_theta", "rope_scaling"}  # of these two, reading refuses what it does not know
-    free |= {"generation_config", "extra_config"}
+    free |= {"generation_config"}  # a file of its own
     free |= {"head_dim"} if config.kv_lora_rank else set()
     for key in (field.name for field in dataclasses.fields(config) if field.name not in free):
         given, value = getattr(config, key), getattr(again, key)
@@ -477,5 +463,4 @@ def _settings(config: DecoderConfig, dtype: torch.dtype) -> dict:
     if config.family == "gpt2":
         del settings["num_key_value_heads"], settings["head_dim"]  # keys that GPT-2 does not have
         settings["n_ctx"] = config.max_position_embeddings  # GPT-2's own files have it too; llama.cpp reads it alone
-        settings |= dict.fromkeys(gpt2.DROPOUTS, 0.0)
     return {family.key(key): value for key, value in settings.items()} | config.extra_config

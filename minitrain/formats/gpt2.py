@@ -18,7 +18,6 @@ KEYS = {  # of config.json: as in Llama's -> as in GPT-2's
     "max_position_embeddings": "n_positions",
     "hidden_act": "activation_function",
 }
-DROPOUTS = ("embd_pdrop", "resid_pdrop", "attn_pdrop")  # of config.json, each 0.1 where it is absent
 FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 NAMES = {  # of modules: ours -> GPT-2's
     "model.embed_tokens": "transformer.wte",
@@ -36,8 +35,7 @@ NAMES = {  # of modules: ours -> GPT-2's
 
 def with_defaults(raw: dict) -> dict:
     """config.json with what GPT-2 has where a key is absent; a key may have Llama's name, as in transformers."""
-    absent = {"tie_word_embeddings": True} | dict.fromkeys(DROPOUTS, 0.1)
-    raw = absent | {KEYS.get(key, key): value for key, value in raw.items()}
+    raw = {"tie_word_embeddings": True} | {KEYS.get(key, key): value for key, value in raw.items()}
     if raw.get("n_inner") is None and isinstance(raw.get("n_embd"), int):
         raw["n_inner"] = 4 * raw["n_embd"]
     return raw

@@ -23,12 +23,13 @@ from minitrain.formats import gpt2, wan_names
 from minitrain.formats.config_hf import GENERATION, config_from_hf, config_to_hf, read_json, write_json
 from minitrain.formats.layouts_hf import Piece, is_ignored, pieces, stored_name, to_stored
 from minitrain.formats.magic import ADAPTER_CONFIG, kind_of_folder
-from minitrain.formats.tensor_files import DTYPES, Slices, all_of, open_tensors, read_headers, write_tensors
+from minitrain.formats.tensor_files import DTYPES, open_tensors, read_headers, write_tensors
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.lora import is_adapter
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import empty_model
+from minitrain.parallel.shards import Slices, all_of
 
 STEMS = ("model", wan_names.STEM)  # of weight files: transformers', diffusers'
 OTHER_WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".gguf")  # pickled ones could run any code

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from minitrain.formats import gpt2, nemotron_h
-from minitrain.formats.tensor_files import FLOATS, Slices
+from minitrain.formats.tensor_files import FLOATS
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.mamba import by_part
 from minitrain.models.wan import WanConfig
+from minitrain.parallel.shards import Slices
 
 FP8_BLOCK = 128
 FP8_SCALE = "_scale_inv"

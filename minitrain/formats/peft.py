@@ -35,12 +35,14 @@ from minitrain.formats.config_hf import read_json, write_json
 from minitrain.formats.hf import StoredTensor, check_stored, stored_tensors
 from minitrain.formats.layouts_hf import interleave, mamba_parts
 from minitrain.formats.magic import ADAPTER_CONFIG, kind_of_folder, library_of
-from minitrain.formats.tensor_files import FLOATS, Slices, all_of, open_tensors, write_tensors
+from minitrain.formats.tensor_files import FLOATS, open_tensors, write_tensors
 from minitrain.formats.wan_names import adapter_place, original_name
-from minitrain.models.lora import Lora, add_adapters, check_targets, is_adapter, is_stack, matches
+from minitrain.models.lora import add_adapters, check_targets, is_adapter, is_stack, matches
 from minitrain.models.mamba import by_group, by_part
 from minitrain.models.wan import WanConfig
 from minitrain.models.zoo import empty_model
+from minitrain.parallel.shards import Slices, all_of
+from minitrain.settings import Lora
 
 LARGEST_RANK, LARGEST_ALPHA = 1 << 16, 10**9
 TARGETS = ("target_modules", "target_parameters")  # keys of adapter_config.json
@@ -293,14 +295,6 @@ def adapter_config(config, lora: Lora, names: Iterable[str], base: str) -> dict:
         fan_in_fan_out=False,
         inference_mode=True,
     )
-
-
-def other_dropout(lora: Lora) -> list[str]:
-    """Return a line if adapters to start from had another dropout, which PEFT would go on with."""
-    had = _open(lora.path)[1].get("lora_dropout") if lora.path else None
-    if not had or had == lora.dropout:
-        return []
-    return [f"note: lora_dropout={had} of lora.path={lora.path} is not taken over: lora.dropout={lora.dropout} counts"]
 
 
 def unreadable_note(config, lora: Lora) -> list[str]:

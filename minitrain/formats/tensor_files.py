@@ -17,15 +17,9 @@ from torch import Tensor
 from minitrain.errors import InputError
 from minitrain.formats.magic import kind_of_binary, read_head
 
-Slices = tuple[slice, ...]  # a part of a tensor: one slice per dimension, with start and stop
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FLOATS = tuple(DTYPES)  # what weights that are not quantised are stored as, in safetensors' spelling
 LONGEST_HEADER = 16 << 20  # bytes, enough for 100,000 tensors; the package would parse 100 MB for half a minute
-
-
-def all_of(tensor: Tensor) -> tuple[Tensor, Slices]:
-    """A tensor, and where it lies in itself: what a process that has all of it passes as its part."""
-    return tensor, tuple(slice(0, n) for n in tensor.shape)
 
 
 def open_tensors(file: str | Path) -> safe_open:

@@ -5,15 +5,15 @@ Every rank knows all responses of a step and packs them into the same rows, of w
 
 import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from minitrain.data.text import stack
-from minitrain.run.config_checks import pipeline_needs
+from minitrain.parallel.pipeline import pipeline_needs
 from minitrain.settings import Config, Parallel
 from minitrain.training.loss import IGNORE
-from minitrain.training.packing import PADDING, first_fit_decreasing, pack_row
+from minitrain.training.packing import PADDING, first_fit_decreasing, pack_row, stack
 
 Example = dict[str, np.ndarray]  # of a sequence: values are [n], n = tokens - 1
 
@@ -83,3 +83,15 @@ def reply_sample(prompt: list[int], reply: list[int], learned: bool = True) -> E
     tokens = np.array(prompt + reply, np.int64)
     labels = np.where((np.arange(len(tokens) - 1) < len(prompt) - 1) | (not learned), IGNORE, tokens[1:])
     return {"tokens": tokens[:-1], "labels": labels}
+
+
+class Problem(NamedTuple):
+    """prompt: its tokens, all that stands before the response; reply: a right response's tokens, with their end.
+
+    answer: what the response is compared with; row: the line that it was read from.
+    """
+
+    prompt: list[int]
+    reply: list[int]
+    answer: str
+    row: dict

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
-from minitrain.data.problems import Problems
 from minitrain.errors import InputError
 from minitrain.grpo.advantages import advantages
 from minitrain.grpo.batches import Example, micro_batches, reply_sample, response_sample
@@ -19,14 +18,13 @@ from minitrain.grpo.refit import Parts
 from minitrain.grpo.rollouts import Group, rewards
 from minitrain.models.lora import adapter_names, is_adapter, merged, without_adapters
 from minitrain.parallel.context import own_tokens
-from minitrain.parallel.mesh import Meshes, local, owned, sum_over, whole
+from minitrain.parallel.mesh import Meshes, sum_over
 from minitrain.parallel.pipeline import Pipeline
-from minitrain.run.checkpoint import Checkpointer
-from minitrain.run.health import is_finite
+from minitrain.parallel.shards import local, owned, whole
 from minitrain.settings import Config
 from minitrain.training.adamw import random_bits, round_stochastically
 from minitrain.training.build import build_model
-from minitrain.training.loop import Trainer, forward_backward, to_device
+from minitrain.training.loop import Trainer, forward_backward, is_finite, to_device
 from minitrain.training.objectives import LanguageModeling
 from minitrain.training.optim import clip_gradients, make_optimizer, update_weights
 
@@ -37,12 +35,16 @@ class Learner:
     """A Trainer of the policy, and the reference model if divergence from it costs something.
 
     phase(name): a context with the memory that this part of a step needs, in which the time is booked under its name.
+    fill: see `build_model`.
     """
 
-    def __init__(self, config: Config, meshes: Meshes, phase: Callable[[str], AbstractContextManager]):
+    def __init__(
+        self, config: Config, meshes: Meshes, phase: Callable[[str], AbstractContextManager],
+        fill: Callable[[Module], None] | None = None,
+    ):  # fmt: skip
         self.config, self.meshes, self.phase = config, meshes, phase
         objective = PolicyGradient(config.grpo, config.rollout.temperature, config.rollout.max_tokens)
-        self.trainer = Trainer(config, meshes, objective)
+        self.trainer = Trainer(config, meshes, objective, fill)
         self.model, self.device = self.trainer.model, self.trainer.device
         self.reference: Module | None = None
 
@@ -110,7 +112,7 @@ class Learner:
         """The sum over the ranks that see other tokens, of whom in a pipeline only the last stage's have anything."""
         return sum_over(self.meshes.pp, sum_over(self.meshes.loss, tensor.to(self.device)))
 
-    def warm_up(self, problems: Problems) -> float:
+    def warm_up(self, problems) -> float:
         """Supervised training on right replies, with an optimizer of its own; returns the last loss."""
         config, model = self.config, self.model
         optimizer = make_optimizer(model, dataclasses.replace(config.optim, lr=config.grpo.warmup_lr))
@@ -126,15 +128,15 @@ class Learner:
 
     # ------------------------------------------------------------------------------------------- weights that are kept
 
-    def keep_reference(self, checkpointer: Checkpointer | None, resumed: bool = False) -> None:
-        """Make the reference model: the weights as they are now, for which a checkpoint is written, or if the run has
-        been resumed, those that it wrote when it began.
+    def keep_reference(self, checkpointer, resumed: bool = False) -> None:
+        """Make the reference model: the weights as they are now, for which `checkpointer` (see run/checkpoint.py), if
+        there is one, writes a checkpoint, or if the run has been resumed, those that it wrote when it began.
 
         Not for adapters, whose reference is the model without them. Raises InputError for a run that began without a
         reference.
         """
         fp8 = dataclasses.replace(self.config.fp8, keep_transposed=False)  # it has no backward pass
-        self.reference = build_model(dataclasses.replace(self.config, fp8=fp8), self.meshes)
+        self.reference = build_model(dataclasses.replace(self.config, fp8=fp8), self.meshes, fill=lambda model: None)
         optimizer = make_optimizer(self.reference, self.config.optim)  # has no state, but belongs into a checkpoint
         if resumed:
             if checkpointer.latest() is None:

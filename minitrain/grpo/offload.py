@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, UntypedStorage
 
-from minitrain.parallel.mesh import local
+from minitrain.parallel.shards import local
 
 Tensors = Callable[[], Iterable[Tensor]]
 

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
-from minitrain.formats.tensor_files import Slices
 from minitrain.parallel.agreement import gather
-from minitrain.parallel.mesh import owned
+from minitrain.parallel.shards import Slices, owned
 
 Box = tuple[tuple[int, int], ...]  # first and behind the last index, per dimension
 Parts = dict[str, tuple[Tensor, Slices]]  # by name: this rank's part, and where it lies in the whole tensor

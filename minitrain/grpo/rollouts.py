@@ -5,22 +5,16 @@ depends on (seed, number of its problem, number in its group) alone.
 """
 
 import hashlib
-import itertools
-import json
 import math
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
-from minitrain.data.problems import Problem, Problems
 from minitrain.errors import InputError
-from minitrain.grpo.batches import Response
+from minitrain.grpo.batches import Problem, Response
 from minitrain.grpo.rewards import Reward, overlong
-from minitrain.parallel.agreement import gather, gather_to_first
+from minitrain.parallel.agreement import gather
 from minitrain.rollout.sampling import Completion, SamplingParams
-from minitrain.run.durable import write_durably
 from minitrain.settings import Config
 
 Group = list[Response]  # all responses to one prompt
@@ -40,7 +34,7 @@ class Collector:
         self.config, self.sampler, self.tokenizer, self.ends, self.reward = config, sampler, tokenizer, ends, reward
         self.replica, self.replicas, self.group = replica, replicas, group
 
-    def collect(self, problems: Problems, step: int) -> list[Group]:
+    def collect(self, problems, step: int) -> list[Group]:
         """The groups of a step, on all replicas.
 
         With grpo.generations above 1 those without a signal are replaced, by groups of further problems (DAPO's dynamic
@@ -111,7 +105,7 @@ class Collector:
             )
         return score
 
-    def evaluate(self, problems: Problems, count: int) -> dict[str, float]:
+    def evaluate(self, problems, count: int) -> dict[str, float]:
         """pass@1 of the likeliest response to the first `count` problems, and pass@k of sampled ones, k = 1, 2, 4, ...
 
         A response passes if its score, without the penalty for length, is at least 1. pass@k: is one of k right, see
@@ -167,34 +161,3 @@ def sampling_settings(config: Config) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------- JSON lines
-
-
-def write_rollouts(file: Path, groups: list[Group], ranks: ProcessGroup) -> None:
-    """One line per response, with every digit: what `read_rollouts` needs, and what a human wants to read.
-
-    All `ranks` have these groups and call this together: the first of them writes what each has put into lines, as the
-    millions of numbers of a step are seconds of work.
-    """
-    responses = list(itertools.chain(*groups))
-    first, end = (len(responses) * rank // ranks.size() for rank in (ranks.rank(), ranks.rank() + 1))
-    text = "".join(json.dumps(vars(response)) + "\n" for response in responses[first:end])
-    texts = gather_to_first(text, ranks)
-    if texts is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(file, "".join(texts))
-
-
-def read_rollouts(file: Path) -> list[Group]:
-    """What `write_rollouts` wrote; raises InputError for anything else."""
-    try:
-        rollouts = [Response(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
-        if not rollouts:
-            raise ValueError("it is empty")
-        if not all(isinstance(x.prompt, list) and isinstance(x.response, list) for x in rollouts):
-            raise ValueError("a prompt or a response is not a list of tokens")
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"{file} does not hold the responses that the next step is to train on: {error}") from error
-    groups: dict[int, Group] = {}
-    for rollout in rollouts:
-        groups.setdefault(rollout.group, []).append(rollout)
-    return list(groups.values())

@@ -20,14 +20,11 @@ W's rounding.
 Left out: adapters of the embedding, the head and what else is outside the blocks; several adapters at once; DoRA.
 """
 
-import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -36,37 +33,9 @@ from torch import Tensor, nn
 from minitrain.errors import InputError
 from minitrain.models.layers import has_hooks
 from minitrain.models.moe import Experts, grouped_mm
+from minitrain.settings import TARGETS, Lora
 
-TARGETS = (
-    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-    "to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2",  # of Wan
-)  # fmt: skip
 ADAPTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass
-class Lora:
-    """The settings of all adapters of a model.
-
-    targets: what to adapt, see `find_targets`. dtype: of A and B; they compute in the type of their input.
-    dropout: of the adapters' input (pre), as in peft, or of their update (post), as NeMo AutoModel does by default:
-    that keeps no second copy of the input.
-    path: what to start from, a folder in PEFT's format or a file of Wan's adapters (see formats/peft.py), whose
-    rank, alpha, rslora and targets then hold.
-    """
-
-    rank: int = 16
-    alpha: float = 32.0
-    dropout: float = 0.0
-    dropout_position: Literal["pre", "post"] = "pre"
-    rslora: bool = False
-    targets: list[str] = field(default_factory=lambda: list(TARGETS))
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    path: str = ""
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 def add_adapters(model: nn.Module, lora: Lora) -> None:

@@ -24,54 +24,13 @@ Left out: fused kernels; torch.compile fuses what is pointwise.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minitrain.models.decoder_config import MambaShape
 from minitrain.models.layers import KeepsFP32
-
-
-@dataclass(frozen=True)
-class MambaShape:
-    """heads: H, each of head_dim P; groups: G, a divisor of H; state: N; conv: taps of the causal convolution.
-
-    chunk: Q, which changes speed and memory only. dt_min: dt is at least so much.
-    """
-
-    heads: int
-    head_dim: int
-    groups: int
-    state: int
-    conv: int
-    chunk: int
-    dt_min: float = 0.0
-
-    @property
-    def width(self) -> int:
-        """Channels of x, of z and of the output: H P."""
-        return self.heads * self.head_dim
-
-    @property
-    def projected(self) -> list[int]:
-        """Rows of in_proj: z, x, B, C, dt."""
-        return [self.width, *self.convolved, self.heads]
-
-    @property
-    def convolved(self) -> list[int]:
-        """Channels of the convolution: x, B, C."""
-        return [self.width, self.groups * self.state, self.groups * self.state]
-
-    def rows(self, parts: list[int]) -> list[tuple[int, int, int]]:
-        """`by_group` as ranges of rows that stay together: (first row after, first row before, how many)."""
-        found, after = [], 0
-        for group in range(self.groups):
-            for i, part in enumerate(parts):
-                size = part // self.groups
-                found.append((after, sum(parts[:i]) + group * size, size))
-                after += size
-        return found
 
 
 def by_group(tensor: Tensor, parts: list[int], groups: int) -> Tensor:

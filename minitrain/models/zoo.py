@@ -134,6 +134,7 @@ ZOO: dict[str, dict] = {
         num_attention_heads=96, num_key_value_heads=96, head_dim=128, max_position_embeddings=2048, norm="layernorm",
         norm_eps=1e-5, mlp="gelu", qkv_bias=True, o_bias=True, position_embedding="learned", tie_word_embeddings=True,
         scaled_residual_init=True, bos_token_id=50256, eos_token_id=50256,
+        extra_config=dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),  # transformers' defaults are 0.1
     ),
 }  # fmt: skip
 

@@ -35,12 +35,13 @@ import numpy as np
 import torch
 import torch.distributed._functional_collectives as collectives  # no public ones are differentiable and compile
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 from torch.nn import Module
 
 from minitrain.models.moe import Experts, MoE, Router
+from minitrain.parallel.parts import split_parameters, use_parts
 
 NOT_CHOSEN = -1.0  # where a weight would be, and none is negative
 
@@ -49,27 +50,15 @@ def expert_parallel(model: Module, mesh: DeviceMesh) -> None:
     """Split the experts of a decoder, or of a stage, in place over the 1-D `mesh`. To be followed by FSDP."""
     for block in model.blocks:
         if isinstance(block.mlp, MoE):
-            split_experts(block.mlp.experts, mesh)
-            block.register_forward_pre_hook(use_parts)
+            split_parameters(block.mlp.experts, mesh, Shard(0))
+            block.register_forward_pre_hook(use_own_experts)
             block.mlp.dispatch = partial(dispatch, mesh, sizes_of(block.mlp.gate, mesh))
 
 
-def split_experts(experts: Experts, mesh: DeviceMesh) -> None:
-    """Replace its parameters [experts, ...], the same on all ranks, by DTensors that are split over `mesh`."""
-    for name, parameter in list(experts.named_parameters()):
-        part = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
-        experts.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
-
-
-@torch.compiler.disable  # so that compiled graphs take plain tensors
-def use_parts(block: Module, inputs: tuple) -> None:
-    """A forward pre-hook, run after FSDP's: plain tensors, this rank's experts, hide the parameters of the same names.
-
-    They stay, for recomputation in the backward pass, and are views of what FSDP frees and gathers again.
-    """
-    experts = block.mlp.experts
-    for name, parameter in experts.named_parameters():
-        experts.__dict__[name] = parameter.to_local()
+@torch.compiler.disable  # as `use_parts`: so that compiled graphs take plain tensors
+def use_own_experts(block: Module, inputs: tuple) -> None:
+    """Let a block compute with this rank's experts, as a forward pre-hook that runs after FSDP's."""
+    use_parts(block.mlp.experts, inputs)
 
 
 # ------------------------------------------------------------------------------------------------------------- dispatch

@@ -33,17 +33,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from minitrain.models.fp8 import (
-    E4M3,
-    Fp8Experts,
-    Fp8Linear,
-    cast,
-    largest,
-    pad_rows,
-    placeholder,
-    power_of_two_scale,
-    transposed,
-)
+from minitrain.models.fp8 import Fp8Experts, Fp8Linear, pad_rows, placeholder, transposed
+from minitrain.models.quantize import E4M3, cast, largest, power_of_two_scale
 
 
 def gather_in_fp8(model: Module, keep_transposed: bool) -> None:

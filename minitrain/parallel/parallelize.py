@@ -21,7 +21,8 @@ from minitrain.parallel.fsdp import shard
 from minitrain.parallel.mesh import Meshes
 from minitrain.parallel.pipeline import Pipeline, local_stages
 from minitrain.parallel.recompute import recompute
-from minitrain.parallel.tensor import overlap_collectives, tensor_parallel
+from minitrain.parallel.tensor import overlap_collectives
+from minitrain.parallel.tensor_decoder import tensor_parallel
 from minitrain.parallel.tensor_wan import tensor_parallel_wan
 from minitrain.settings import Config
 

@@ -54,9 +54,8 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.nn import Module
 
-from minitrain.formats.tensor_files import Slices
 from minitrain.parallel.agreement import gather
-from minitrain.parallel.mesh import join, local, pieces, whole_piece
+from minitrain.parallel.shards import Slices, join, local, pieces, whole_piece
 from minitrain.settings import Parallel
 
 Batch = dict[str, Tensor]
@@ -378,3 +377,14 @@ def skip_vote(stages: list[Stage], *args) -> None:
 def owns(stage: Module, name: str) -> bool:
     """Is this parameter the stage's own, and not the copy of another stage's?"""
     return stage.first or name != EMBEDDING
+
+
+def pipeline_needs(p: "Parallel", micro_batches: int) -> str | None:
+    """How many micro-batches a pipeline's schedule needs, if it cannot run so many."""
+    least = {"1F1B": p.pp, "DualPipeV": 2 * p.pp}.get(p.schedule, 1)
+    rounds = max(1, micro_batches // p.pp) if p.schedule.startswith("Interleaved") else 1
+    if p.pp > 1 and micro_batches < least:
+        return f"at least {least}"
+    if p.pp > 1 and micro_batches % rounds:
+        return f"a multiple of {p.pp}, or fewer than {2 * p.pp},"
+    return None

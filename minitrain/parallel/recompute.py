@@ -10,7 +10,6 @@ and what that costs:
                 4 h bytes where its heads are h wide together     most of it where sequences are long
     selective   outputs of matrix products, of attention, of      norms, activations and rotations run twice:
                 all-to-alls and reduce-scatters                   a few percent
-    0 < b < 1   the share b of what a compiled block would save   the least that the compiler can find
 
 In the backward pass one block's activations come on top.
 
@@ -18,12 +17,10 @@ Recomputing runs a block's other collectives again, in the same order on every r
 blocks; what an all-gather returns is too large to keep. Left out: offloading to host memory.
 """
 
-from functools import cache, partial
+from functools import partial
 
 import torch
-import torch._dynamo.config
-import torch._functorch.config  # neither of the two settings of the compiler has a public name
-from torch._functorch import partitioners
+import torch._dynamo.config  # the setting has no public name
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -56,19 +53,14 @@ CHOICES = {_ops.topk.default, _ops.sort.stable}
 KEPT = {"attention": ATTENTION, "selective": EXPENSIVE | CHOICES}  # the operations whose outputs a setting keeps
 
 
-def recompute(blocks: list[Module], setting: str | int | float, random: bool = False) -> None:
+def recompute(blocks: list[Module], setting: str | int, random: bool = False) -> None:
     """Make `blocks` recompute in place, before they are compiled; parameter names stay.
 
-    setting: `none`, `full`, `attention`, `selective`, a whole number k (every k-th block, counted from the first), or
-    a budget between 0 and 1, which holds for everything that this process compiles from now on.
+    setting: `none`, `full`, `attention`, `selective`, or a whole number k: every k-th block, counted from the first.
     random: do the blocks draw random numbers, for dropout? Then the second run must draw the same again.
     """
     # what a block changes outside itself, counts of tokens per expert, the second run must not change again
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    torch._functorch.config.activation_memory_budget = setting if isinstance(setting, float) else 1.0
-    if isinstance(setting, float):
-        name_expensive_operators()
-        return
     if setting == "none":
         return
     context = {"preserve_rng_state": random}
@@ -76,34 +68,6 @@ def recompute(blocks: list[Module], setting: str | int | float, random: bool = F
         context["context_fn"] = partial(create_selective_checkpoint_contexts, partial(keep, KEPT[setting]))
     for block in blocks[:: setting if isinstance(setting, int) else 1]:
         wrap(block, **context)
-
-
-@cache
-def name_expensive_operators() -> None:
-    """For a budget: the compiler's own list lacks cuDNN's attention, experts' products and all operators of ours, which
-    it would compute again as if they cost nothing; and what a second time would be something else must be kept."""
-    own_list = partitioners.get_default_op_list  # has no public name, and there is no way to add to it
-
-    def with_ours() -> partitioners.OpTypes:
-        types = own_list()
-        types.compute_intensive_ops.update(op.overloadpacket for op in EXPENSIVE if hasattr(op, "overloadpacket"))
-        return types
-
-    partitioners.get_default_op_list = with_ours
-    own_choice = partitioners.choose_saved_values_set
-
-    def keeping_what_changes(joint_graph, *args, **kwargs):
-        # rows that expert parallelism receives: read once more, even to see what that costs, they are other symbols;
-        # random numbers and their seeds: drawn once more they would drop others (torch #190758), but for attention,
-        # which is tagged so for a dropout of its own that no model here has; and choices
-        for node in joint_graph.nodes:
-            random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-            other = node.target == _ops._local_scalar_dense.default or (random and node.target not in ATTENTION)
-            if (other or node.target in CHOICES) and "recompute" not in node.meta:  # by another model's setting
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        return own_choice(joint_graph, *args, **kwargs)
-
-    partitioners.choose_saved_values_set = keeping_what_changes
 
 
 def wrap(block: Module, **context) -> None:

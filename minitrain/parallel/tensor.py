@@ -50,181 +50,81 @@ refuses.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn import Module
 
 from minitrain.errors import InputError
-from minitrain.models.attention import GroupedQueryAttention
-from minitrain.models.fp8 import E4M3, E5M2, Fp8Linear, cast, dequantize, largest, power_of_two_scale
-from minitrain.models.mla import LatentAttention
-from minitrain.models.moe import Experts, MoE
-from minitrain.parallel.mesh import own_stretch
-
-BY_OUTPUT = (
-    "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj",
-    "q_b_proj", "kv_b_proj",  # of latent attention
-    "mamba.in_proj", "mamba.conv1d", "mamba.dynamics", "mamba.norm",
-    "self_attn",  # its own parameters are sinks
-)  # fmt: skip
-BY_INPUT = ("o_proj", "down_proj", "out_proj")
-TO_LATENTS = ("q_a_proj", "kv_a_proj_with_mqa")
-RANK_DIM = {"lora_A": -2, "lora_B": -1}  # of adapters, which is not split where the matrix is
+from minitrain.models.quantize import E4M3, E5M2, cast, dequantize, largest, power_of_two_scale
+from minitrain.parallel.parts import split_parameters, use_parts
 
 
-def tensor_parallel(model: Module, mesh: DeviceMesh) -> None:
-    """Split a decoder, or one of its pipeline stages, in place over the 1-D `mesh`. To be followed by FSDP.
+def split_block(
+    block: Module, mesh: DeviceMesh, column: tuple[str, ...], row: tuple[str, ...], parts: Iterable[Module]
+) -> None:
+    """Split a block in place over the 1-D `mesh`; between blocks hidden states are [batch, seq / tp, hidden] then.
 
-    Between blocks, and between stages, hidden states are [batch, seq / tp, hidden] afterwards. Tokens, labels,
-    positions and the head's input stay whole; the head's weight is a DTensor, split by vocabulary, so the model
-    needs a `head` that takes one (training/loss.py).
+    column, row: how the names of column-parallel and row-parallel modules end; what is not named stays whole.
+    parts: those of the block, such as attention and MLP, whose first input is gathered: [batch, seq, hidden].
     """
     gather, scatter = collectives(mesh)
-    for block in model.blocks:
-        split_block(block, mesh, gather, scatter)
-    outer = model.model
-    if "embed_tokens" in outer:
-        split_parameters(outer["embed_tokens"], mesh, Shard(0))
-        outer["embed_tokens"].forward = partial(embed, outer["embed_tokens"], mesh, scatter)
-    if "embed_positions" in outer:
-        split_parameters(outer["embed_positions"], mesh, Replicate())
-        outer["embed_positions"].forward = partial(embed_positions, outer["embed_positions"], mesh)
-    if "norm" in outer:
-        split_parameters(outer["norm"], mesh, Replicate())
-        outer["norm"].register_forward_pre_hook(use_parts)
-        outer["norm"].register_forward_hook(lambda module, inputs, output: gather(output))
-    if model.lm_head is not None:
-        split_parameters(model.lm_head, mesh, Shard(0))
-    model.sequence_split = mesh.size()
-
-
-def split_block(block: Module, mesh: DeviceMesh, gather: Callable, scatter: Callable) -> None:
-    if isinstance(block.self_attn, GroupedQueryAttention):
-        share_heads(block.self_attn, mesh)
-    split_modules(block, mesh, scatter, BY_OUTPUT, BY_INPUT)
-    for name, module in block.named_modules():
-        if name.endswith(TO_LATENTS):
-            module.register_forward_hook(lambda module, inputs, output: gather(output))
-    if isinstance(block.mlp, MoE):
-        split_experts(block.mlp, mesh, gather, scatter)
-        block.mlp.register_forward_pre_hook(partial(use_own_documents, mesh))
-    dense = block.mlp.shared_experts if isinstance(block.mlp, MoE) else block.mlp
-    for part in (block.self_attn, block.mamba, dense):
-        if part is not None and not isinstance(part, LatentAttention):
-            part.register_forward_pre_hook(partial(gather_input, gather, BY_INPUT))
+    split_modules(block, mesh, scatter, column, row)
+    for part in parts:
+        part.register_forward_pre_hook(partial(gather_input, gather, row))
     block.register_forward_pre_hook(use_parts)
 
 
-def gather_input(gather: Callable, last: tuple[str, ...], part: Module, inputs: tuple) -> tuple:
-    """A forward pre-hook of attention, Mamba-2 or an MLP. last: how the names of Linears end that read no input."""
-    first = (module for name, module in part.named_modules() if not name.endswith(last))
+def split_modules(
+    block: Module, mesh: DeviceMesh, scatter: Callable, column: tuple[str, ...], row: tuple[str, ...]
+) -> None:
+    """Split the parameters of all modules, as the ends of their names say; what is not named stays whole.
+
+    Outputs of row-parallel modules are terms of a sum over ranks, which `scatter` adds up.
+    """
+    for name, module in block.named_modules():
+        if name.endswith(column) and not hasattr(module, "own_rows"):
+            split_parameters(module, mesh, Shard(0))
+        elif name.endswith(row):
+            split_parameters(module, mesh, Shard(1))
+            module.register_forward_hook(partial(scatter_output, scatter))
+        else:
+            split_parameters(module, mesh, Replicate())
+
+
+def gather_input(gather: Callable, row: tuple[str, ...], part: Module, inputs: tuple) -> tuple:
+    """Gather the input of a part, as a forward pre-hook. row: name suffixes of its row-parallel Linears."""
+    first = (module for name, module in part.named_modules() if not name.endswith(row))
     in_fp8 = all(only_multiplies_in_fp8(module) for module in first if isinstance(module, nn.Linear))
     return gather(inputs[0], in_fp8), *inputs[1:]
 
 
 def scatter_output(scatter: Callable, last: nn.Linear, inputs: tuple, output: Tensor) -> Tensor:
-    """A forward hook of what is split by input."""
+    """Reduce-scatter the partial sums of a row-parallel Linear, as a forward hook."""
     return scatter(output, only_multiplies_in_fp8(last) and last.bias is None)
 
 
 def only_multiplies_in_fp8(linear: nn.Linear) -> bool:
-    return isinstance(linear, Fp8Linear) and not hasattr(linear, "lora_A")
+    return getattr(linear, "multiplies_in_fp8", False) and not hasattr(linear, "lora_A")
 
 
-def share_heads(attention: GroupedQueryAttention, mesh: DeviceMesh) -> None:
-    """Where ranks outnumber key-value heads, let those that have one head's queries use the same rows of k and v."""
-    heads = len(attention.k_proj.weight) // attention.head_dim
-    if mesh.size() > heads:
-        first = mesh.get_local_rank() * heads // mesh.size() * attention.head_dim
-        for module in (attention.k_proj, attention.v_proj):
-            module.own_rows = slice(first, first + attention.head_dim)
+def split_embedding(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
+    """Split an embedding by vocabulary; it returns [batch, seq / tp, hidden]."""
+    split_parameters(embedding, mesh, Shard(0))
+    embedding.forward = partial(embed, embedding, mesh, collectives(mesh)[1])
 
 
-def split_modules(
-    block: Module, mesh: DeviceMesh, scatter: Callable, by_output: tuple[str, ...], by_input: tuple[str, ...]
-) -> None:
-    """Split the parameters of all modules but experts, as the ends of their names say; what is not named stays whole.
-
-    Outputs of what is split by input are terms of a sum over ranks, which `scatter` adds up.
-    """
-    for name, module in block.named_modules():
-        if name.endswith(by_output) and not hasattr(module, "own_rows"):
-            split_parameters(module, mesh, Shard(0))
-        elif name.endswith(by_input):
-            split_parameters(module, mesh, Shard(1))
-            module.register_forward_hook(partial(scatter_output, scatter))
-        elif not isinstance(module, Experts):
-            split_parameters(module, mesh, Replicate())
-
-
-def split_experts(moe: MoE, mesh: DeviceMesh, gather: Callable, scatter: Callable) -> None:
-    """Split the channels of all experts, unless expert parallelism has split the experts already."""
-    experts = moe.experts
-    if not isinstance(experts.down_proj, DTensor):
-        split_parameters(experts, mesh, Shard(1), experts.first)
-        split_parameters(experts, mesh, Shard(2), "down_proj")
-        moe.dispatch = partial(dispatch_to_all, moe.dispatch, gather, scatter)
-
-
-def use_own_documents(mesh: DeviceMesh, moe: MoE, inputs: tuple[Tensor, Tensor | None]) -> tuple | None:
-    """A forward pre-hook: of the numbers of whole rows, [batch, seq], give the router those of this rank's tokens."""
-    x, documents = inputs
-    return None if documents is None else (x, own_stretch(mesh, documents))
-
-
-def dispatch_to_all(
-    dispatch: Callable, gather: Callable, scatter: Callable, x: Tensor, indices: Tensor, weights: Tensor,
-    experts: Experts,
-) -> Tensor:  # fmt: skip
-    """`dispatch` of all ranks' tokens, whose results are terms of a sum. x: [tokens, width], this rank's, as returned.
-
-    indices, weights: [tokens, top_k].
-    """
-    x, indices, weights = (gather(tensor[None])[0] for tensor in (x, indices, weights))
-    return scatter(dispatch(x, indices, weights, experts)[None])[0]
-
-
-def split_parameters(module: Module, mesh: DeviceMesh, placement: Placement, start: str = "") -> None:
-    """Replace the module's own parameters, the same on all ranks, by DTensors that are placed so on `mesh`.
-
-    start: only those whose names begin with it. Two kinds stay whole: of an adapter, the matrix whose split dimension
-    is its rank; and a bias that lacks the split dimension, which every rank adds: `module.added_by_all` is its name.
-    """
-    split = placement.dim if isinstance(placement, Shard) else None
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        if not name.startswith(start):
-            continue
-        lacks_dim = split == parameter.ndim
-        is_rank = name[-6:] in RANK_DIM and split == parameter.ndim + RANK_DIM[name[-6:]]
-        if lacks_dim:
-            module.added_by_all = name
-        where = [Replicate() if lacks_dim or is_rank else placement]
-        part = distribute_tensor(parameter.detach(), mesh, where, src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
-
-
-@torch.compiler.disable  # so that compiled graphs take plain tensors: in torch 2.13 some fail on DTensors
-def use_parts(unit: Module, inputs: tuple) -> None:
-    """A forward pre-hook, after FSDP's: give the modules of `unit` plain tensors, this rank's parts, as parameters.
-
-    They are attributes that hide the parameters of the same names. They stay, for recomputation in the backward pass,
-    and are views of what FSDP frees and gathers again.
-    """
-    for module in unit.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            # all ranks have such a parameter whole, and see its gradient for their own tokens or heads
-            gradients = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
-            part = parameter.to_local(grad_placements=gradients)
-            if hasattr(module, "own_rows") and not name.endswith("lora_A"):
-                part = part[module.own_rows]
-            is_term = name == getattr(module, "added_by_all", None)
-            module.__dict__[name] = part / parameter.device_mesh.size() if is_term else part
+def split_last_norm(norm: Module, mesh: DeviceMesh) -> None:
+    """Let the norm before the head take [batch, seq / tp, hidden] and return [batch, seq, hidden]."""
+    gather, _ = collectives(mesh)
+    split_parameters(norm, mesh, Replicate())
+    norm.register_forward_pre_hook(use_parts)
+    norm.register_forward_hook(lambda module, inputs, output: gather(output))
 
 
 def embed(embedding: nn.Embedding, mesh: DeviceMesh, scatter: Callable, tokens: Tensor) -> Tensor:
@@ -233,11 +133,6 @@ def embed(embedding: nn.Embedding, mesh: DeviceMesh, scatter: Callable, tokens: 
     rows = tokens - mesh.get_local_rank() * len(weight)
     mine = (rows >= 0) & (rows < len(weight))
     return scatter(torch.where(mine[..., None], F.embedding(rows * mine, weight), 0))
-
-
-def embed_positions(embedding: nn.Embedding, mesh: DeviceMesh, positions: Tensor) -> Tensor:
-    """positions: [batch or 1, seq]. Returns the embeddings of this rank's: [batch or 1, seq / tp, hidden]."""
-    return F.embedding(own_stretch(mesh, positions), embedding.weight.to_local(grad_placements=[Partial()]))
 
 
 # ------------------------------------------------------------------------------------------------ asynchronous form

@@ -13,7 +13,6 @@ Cost per layer and direction: 3 all-gathers (of bytes in FP8) and 3 reduce-scatt
 of [batch, seq].
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -24,11 +23,12 @@ from torch.distributed.tensor import Replicate
 from minitrain.models.video import upcast
 from minitrain.models.wan import Block, Wan
 from minitrain.parallel.mesh import own_stretch
-from minitrain.parallel.tensor import all_gather, collectives, gather_input, split_modules, split_parameters, use_parts
+from minitrain.parallel.parts import split_parameters, use_parts
+from minitrain.parallel.tensor import all_gather, split_block
 
-BY_OUTPUT = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "proj")
+COLUMN = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "proj")
 OVER_HEADS = ("norm_q", "norm_k", "norm_added_k")
-BY_INPUT = ("to_out.0", "net.2")
+ROW = ("to_out.0", "net.2")
 
 
 def tensor_parallel_wan(model: Wan, mesh: DeviceMesh) -> None:
@@ -36,9 +36,8 @@ def tensor_parallel_wan(model: Wan, mesh: DeviceMesh) -> None:
 
     The number of tokens must be a multiple of the ranks. Inputs and the result are whole, and the same on all ranks.
     """
-    gather, scatter = collectives(mesh)
     for block in model.blocks:
-        split_block(block, mesh, gather, scatter)
+        split_wan_block(block, mesh)
     outer = [model.patch_embedding, model.condition_embedder, model.proj_out, model.adaln]
     for module in (module for unit in outer for module in unit.modules()):
         split_parameters(module, mesh, Replicate())
@@ -53,14 +52,11 @@ def use_all(units: list[nn.Module], first: nn.Module, inputs: tuple) -> None:
         use_parts(unit, inputs)
 
 
-def split_block(block: Block, mesh: DeviceMesh, gather: Callable, scatter: Callable) -> None:
-    split_modules(block, mesh, scatter, BY_OUTPUT + OVER_HEADS, BY_INPUT)
+def split_wan_block(block: Block, mesh: DeviceMesh) -> None:
     for name, module in block.named_modules():
         if name.endswith(OVER_HEADS):
             module.__class__, module.group_name = RMSNormOverHeads, mesh.get_group().group_name
-    for part in (block.attn1, block.attn2, block.ffn):
-        part.register_forward_pre_hook(partial(gather_input, gather, BY_INPUT))
-    block.register_forward_pre_hook(use_parts)
+    split_block(block, mesh, COLUMN + OVER_HEADS, ROW, (block.attn1, block.attn2, block.ffn))
 
 
 class RMSNormOverHeads(nn.RMSNorm):

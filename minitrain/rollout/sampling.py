@@ -20,7 +20,6 @@ from torch import Tensor
 from minitrain.errors import InputError
 from minitrain.hashing import mix, mix_int
 from minitrain.models.attention import COMPILING
-from minitrain.run.config_checks import COLDEST
 from minitrain.training.loss import Part
 
 CHUNK = 1 << 17  # random numbers that are made at once, on the CPU: what stays in its caches
@@ -232,3 +231,6 @@ def keep_likely(logits: Tensor, choice: Choice) -> Tensor:
     last = kept.sum(-1, keepdim=True) - 1
     least = ordered.gather(1, last.clamp(min=0))  # of NaN nothing is kept
     return logits.masked_fill(logits < least, -torch.inf)
+
+
+COLDEST = 1e-6  # temperature of sampling above 0: for less, fp32 cannot hold logits divided by it

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 
 from minitrain.errors import InputError
 from minitrain.parallel.agreement import gather
-from minitrain.parallel.mesh import pieces, whole_piece
+from minitrain.parallel.shards import pieces, whole_piece
 from minitrain.run.checkpoint_files import (
     INDEX,
     IndexedReader,

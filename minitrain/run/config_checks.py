@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 from minitrain.errors import InputError
 from minitrain.formats.config_hf import check_exportable
 from minitrain.formats.peft import LARGEST_ALPHA, LARGEST_RANK, adapter_shapes
+from minitrain.parallel.pipeline import pipeline_needs
+from minitrain.rollout.sampling import COLDEST
+from minitrain.training.flow import check_diffusion
 
 if TYPE_CHECKING:
     from minitrain.models.decoder_config import DecoderConfig
-    from minitrain.settings import Config, Parallel
-
-COLDEST = 1e-6  # temperature of sampling above 0: for less, fp32 cannot hold logits divided by it
+    from minitrain.settings import Config
 
 
 def validate(config: "Config") -> None:
@@ -44,6 +45,7 @@ def validate(config: "Config") -> None:
         raise InputError(f"data.validation={c.data.validation} must be at least 0 and below 1")
     if c.data.kind not in ("mock", "shapes") and not c.data.path:
         raise InputError(f"data.kind={c.data.kind} needs data.path")
+    check_diffusion(c.diffusion)
     _validate_folders(c)
     _validate_sizes(c)
     _validate_packed(c)
@@ -234,14 +236,11 @@ def _validate_context(config: "Config") -> None:
 
 
 def _validate_recompute(config: "Config") -> None:
-    setting, budget = config.recompute, isinstance(config.recompute, float)
-    if (budget and not 0 < setting < 1) or (isinstance(setting, int) and setting < 2):
+    if isinstance(config.recompute, int) and config.recompute < 2:
         raise InputError(
-            f"recompute={setting} must be none, full, attention, selective, a whole number of at least 2 (every n-th "
-            f"block), or a memory budget between 0 and 1"
+            f"recompute={config.recompute} must be none, full, attention, selective or a whole number of at least 2 "
+            f"(every n-th block)"
         )
-    if budget and not config.compile:
-        raise InputError(f"recompute={setting} is a memory budget for the compiler: it needs compile=true")
 
 
 def _validate_tensor(config: "Config") -> None:
@@ -339,17 +338,6 @@ def _validate_pipeline(config: "Config") -> None:
             f"parallel.head_layers={p.head_layers} is more than a stage's even share of num_layers={slots - 2} over "
             f"pp={p.pp} x vp={p.vp} stages (use less, or fewer stages)"
         )
-
-
-def pipeline_needs(p: "Parallel", micro_batches: int) -> str | None:
-    """How many micro-batches a pipeline's schedule needs, if it cannot run so many."""
-    least = {"1F1B": p.pp, "DualPipeV": 2 * p.pp}.get(p.schedule, 1)
-    rounds = max(1, micro_batches // p.pp) if p.schedule.startswith("Interleaved") else 1
-    if p.pp > 1 and micro_batches < least:
-        return f"at least {least}"
-    if p.pp > 1 and micro_batches % rounds:
-        return f"a multiple of {p.pp}, or fewer than {2 * p.pp},"
-    return None
 
 
 def _validate_rollout(config: "Config") -> None:

@@ -141,8 +141,11 @@ SHORT = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp")  # of `parall
 ITEM = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^,]*?))\s*(?:,|$)""")  # of a list of text
 
 
-def apply_override(tree: dict, word: str, kind: type) -> None:
-    """Set one `a.b=value` in the nested dict of a `kind`, a dataclass: text as it stands, other values as YAML."""
+def apply_override(tree: dict, word: str, kind: type, models: tuple[type, ...] = ()) -> None:
+    """Set one `a.b=value` in the nested dict of a `kind`, a dataclass: text as it stands, other values as YAML.
+
+    models: the dataclasses whose fields stand beside `model.name`.
+    """
     key, equals, value = word.partition("=")
     word = _shortened(word)
     if not equals or not key:
@@ -158,16 +161,16 @@ def apply_override(tree: dict, word: str, kind: type) -> None:
             raise InputError(f"argument {word!r}: {parent!r} is a value, it has no keys under it")
         tree[parent] = tree = dict(tree[parent])  # an alias may be in other places, too
     named = path == ["model"] and not value.startswith("{")
-    tree[last] = _read_word(value, str if named and value else _kind_of(kind, path), f"argument {word!r}")
+    tree[last] = _read_word(value, str if named and value else _kind_of(kind, path, models), f"argument {word!r}")
 
 
-def _kind_of(kind: Any, path: list[str]) -> Any:
+def _kind_of(kind: Any, path: list[str], models: tuple[type, ...]) -> Any:
     """Return the type of a setting below a dataclass, None where there is none."""
     for key in path:
         hints = {}
         for section in typing.get_args(kind) or (kind,):  # as in `Lora | None`
             hints |= typing.get_type_hints(section) if dataclasses.is_dataclass(section) else {}
-        for shape in typing.get_args(hints.get("config")):  # a model's fields stand beside its name and path
+        for shape in models if "config" in hints else ():
             hints |= typing.get_type_hints(shape)
         kind = {name.rstrip("_"): hint for name, hint in hints.items()}.get(key)
     return kind

@@ -7,7 +7,7 @@ guidance leads away from, `negative`, as many or one for all (without it, zeros;
 an empty prompt or of what is not to be seen); for image-to-video models also `condition` and `image` (see
 data/latents.py). The result is a safetensors file with `latents` [videos, channels, frames, height, width],
 normalised as those of the training: the video autoencoder decodes them times its std, plus its mean.
-`--prompts shapes` are those of the toy world (examples/shapes.py): the result is a PNG, a video a row, and a score.
+`--prompts shapes` are those of the toy world (data/shapes.py): the result is a PNG, a video a row, and a score.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,18 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minitrain.data import shapes
 from minitrain.data.latents import TEXTS, check_shapes, model_shapes, read_video
 from minitrain.errors import InputError
-from minitrain.examples import shapes
 from minitrain.formats.hf import load_pretrained
 from minitrain.formats.peft import load_adapter
 from minitrain.formats.tensor_files import write_tensors
 from minitrain.models.lora import merge_adapters
 from minitrain.models.wan import Wan
-from minitrain.parallel.mesh import pick_device
 from minitrain.rollout.flow_sampling import SAMPLERS, guided, sigma_schedule
 from minitrain.run import cli
 from minitrain.run.cli import positive
+from minitrain.run.launch import pick_device
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

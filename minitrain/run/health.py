@@ -21,11 +21,6 @@ WINDOW, LEAST = 100, 20
 SHOWN = 4  # rows of a batch whose origin is reported
 
 
-def is_finite(numbers: dict[str, float]) -> bool:
-    """Did the step with this loss and grad_norm change the weights?"""
-    return math.isfinite(numbers["loss"]) and math.isfinite(numbers["grad_norm"])
-
-
 class Health:
     """Watches a run's steps.
 

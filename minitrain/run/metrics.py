@@ -16,16 +16,14 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from minitrain.errors import naming
-from minitrain.formats.config_hf import not_trained_with
-from minitrain.formats.peft import other_dropout, unreadable_note
-from minitrain.models.decoder_config import DecoderConfig
+from minitrain.formats.peft import unreadable_note
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.agreement import broadcast
-from minitrain.parallel.mesh import pick_device
 from minitrain.run.config_yaml import to_yaml
 from minitrain.run.durable import write_durably
 from minitrain.run.fingerprint import check_continuation
 from minitrain.run.health import WINDOW
+from minitrain.run.launch import pick_device
 from minitrain.settings import Config, to_dict
 from minitrain.training.optim import warmup_steps
 
@@ -46,14 +44,10 @@ def open_log(config: Config, folder: Path, files: dict[str, str], first: int) ->
     log = MetricsLog(folder / "metrics.jsonl", config.steps, first, config.metrics.tensorboard)
     resumed = [f"resumed from step {first}"] * (first > 0)
     finished = ["no step is left to do (for more: steps=N; to begin anew: another out_dir)"] * (first >= config.steps)
-    adapters = unreadable_note(config.model.config, config.lora) + other_dropout(config.lora) if config.lora else []
+    adapters = unreadable_note(config.model.config, config.lora) if config.lora else []
     warmup = warmup_steps(config.steps, config.optim)
     short = [f"optim.warmup={config.optim.warmup} is longer than steps={config.steps}: {warmup} steps warm up"]
     shortened = short if warmup < config.optim.warmup else []
-    shape = config.model.config
-    left_out = not_trained_with(shape) if isinstance(shape, DecoderConfig) else []
-    if left_out and first == 0:
-        notes.insert(0, f"note: config.json says {', '.join(left_out)}, which training here is without")
     if (config.lora or config.task in ("sft", "grpo")) and not config.model.path and first == 0:
         notes.insert(0, "note: what is fine-tuned are random weights (model=FOLDER names others)")
     for note in [summary(config), *adapters, *shortened, *notes, *resumed, *finished]:

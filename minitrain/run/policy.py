@@ -32,26 +32,19 @@ from minitrain.grpo.learner import Learner
 from minitrain.grpo.offload import Memory
 from minitrain.grpo.refit import Refit, parts_of
 from minitrain.grpo.rewards import load_reward
-from minitrain.grpo.rollouts import (
-    Collector,
-    Group,
-    most_samples,
-    read_rollouts,
-    rewards,
-    sampling_settings,
-    write_rollouts,
-)
+from minitrain.grpo.rollouts import Collector, Group, most_samples, rewards, sampling_settings
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.agreement import broadcast, wait_for_all
 from minitrain.parallel.expert import expert_parallel
-from minitrain.parallel.mesh import checkpoint_group, pick_device, set_timeout, start
 from minitrain.parallel.pipeline import Pipeline
-from minitrain.parallel.tensor import tensor_parallel
+from minitrain.parallel.tensor_decoder import tensor_parallel
 from minitrain.rollout.engine import Sampler
 from minitrain.run.checkpoint import Checkpointer, resume, save_step
 from minitrain.run.fingerprint import agreed_fingerprint
+from minitrain.run.launch import checkpoint_group, fill_weights, pick_device, set_timeout, start
 from minitrain.run.metrics import MetricsLog
+from minitrain.run.rollout_files import read_rollouts, write_rollouts
 from minitrain.settings import Config
 from minitrain.training.loop import is_due
 
@@ -91,7 +84,7 @@ class Run:
         if rank in training:
             if folder is not None:
                 self.checkpointer = self.new_checkpointer("checkpoints", config.checkpoint.keep)
-            self.learner = Learner(config, meshes, self.phase)
+            self.learner = Learner(config, meshes, self.phase, partial(fill_weights, config))
         self.await_trainers()
         model, self.refit = self.connect(meshes.batch.device_type, rank in sampling)
         if model is not None:

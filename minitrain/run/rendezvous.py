@@ -155,3 +155,8 @@ def answer(store: dist.Store, world: int, timeout: timedelta) -> str:
             raise TimeoutError(f"ranks {sorted(waiting)} have not started within {timeout}")
         time.sleep(0.01)
     return prefix
+
+
+def world_size() -> int:
+    """The number of processes that torchrun started; 1 without torchrun. Known before any group starts."""
+    return number("WORLD_SIZE", 1)

@@ -27,10 +27,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # the one sou
 from minitrain.data.datasets import open_dataset
 from minitrain.models.attention import Mask, apply_sinks, attention, make_mask
 from minitrain.models.fp8 import is_placeholder
-from minitrain.parallel import mesh as parallel_mesh
-from minitrain.parallel.mesh import Meshes, build_meshes, local
+from minitrain.parallel import shards
+from minitrain.parallel.mesh import Meshes
+from minitrain.parallel.parallelize import lay_out
 from minitrain.parallel.pipeline import Stage
 from minitrain.parallel.recompute import KEPT
+from minitrain.parallel.shards import local
+from minitrain.run.config_checks import check_layout
+from minitrain.run.launch import meshes_of
+from minitrain.run.layout import micro_batches, stated_ranks
 from minitrain.settings import Config
 from minitrain.simulator.repeat import RepeatedGraph
 from minitrain.simulator.trace import (
@@ -42,6 +47,7 @@ from minitrain.simulator.trace import (
     attention_pairs,
 )
 from minitrain.training import build
+from minitrain.training.build import make_model
 from minitrain.training.loop import Trainer
 
 
@@ -153,11 +159,11 @@ def trace_step(config: Config, world_size: int, rank: int = 0, visible: float | 
     where a part of its schedule begins and with None where it ends) and with `optimizer` where gradients are done.
     """
     with fake_world(world_size, rank), stand_ins(visible):
-        meshes = build_meshes(config, "cpu")
+        meshes = meshes_of(config, "cpu")
         tracer = Tracer(process_groups(meshes))
         dataset, _ = open_dataset(config)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            trainer = Trainer(dataclasses.replace(config, device="cpu"), meshes)
+            trainer = Trainer(dataclasses.replace(config, device="cpu"), meshes, fill=lambda model: None)
             make_optimizer_states(trainer)
             trainer.objective.count = lambda batch: 1  # fake tensors hold no labels to count
             record_step(trainer, dataset, tracer)
@@ -183,11 +189,9 @@ def stand_ins(visible: float | None) -> Iterator[None]:
                     if vars(module).get(real.__name__) is real:
                         stack.enter_context(patch.object(module, real.__name__, stand_in))
             stack.enter_context(patch("minitrain.training.loss._add_product", add_product))
-        for name in ("to_onednn", "initialize", "load_weights", "fill_adapters"):
-            stack.enter_context(patch(f"minitrain.training.build.{name}", lambda *args: None))
-        stack.enter_context(patch("minitrain.training.loop.check_overlap", lambda *args: None))
+        stack.enter_context(patch("minitrain.training.build.to_onednn", lambda *args: None))
         stack.enter_context(patch("minitrain.parallel.parallelize.overlap_collectives", lambda *args: None))
-        for room, name in ((build, "lay_out"), (parallel_mesh, "compute_local_shape_and_global_offset")):
+        for room, name in ((build, "lay_out"), (shards, "compute_local_shape_and_global_offset")):
             stack.enter_context(patch.object(room, name, without_fake_tensors(getattr(room, name))))
         stack.enter_context(patch.object(Tensor, "as_subclass", lambda tensor, kind: tensor))
         stack.enter_context(patch("torch.as_strided", partial(as_strided_unless_placeholder, torch.as_strided)))
@@ -285,3 +289,23 @@ def marked_passes(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
 
     with patch.object(trainer.objective, "loss", marked_loss), patch.object(trainer.optimizer, "step", marked_update):
         yield
+
+
+def estimate_memory(config: Config, world_size: int) -> dict[str, float]:
+    """GiB of rank 0 at the moment of a step when their sum is largest, by kind: parameters, gradients, ...
+
+    To be called before a process group starts.
+    """
+    return {kind: size / 2**30 for kind, size in trace_step(config, world_size).peak.items()}
+
+
+def dry_run(config: Config) -> str:
+    """Validate and lay out on the meta device, and describe the result. Raises InputError for what cannot work."""
+    ranks = stated_ranks(config)
+    check_layout(config, ranks)
+    with fake_world(ranks):
+        model = lay_out(partial(make_model, config), config, meshes_of(config, "cpu"))
+        total = sum(p.numel() for p in make_model(config).parameters())
+        mine = sum(local(p).numel() for p in model.parameters())
+    count = micro_batches(config)
+    return f"{total:,} parameters over {ranks} ranks, {mine:,} on rank 0; {count} micro-batch(es) a step: ok"

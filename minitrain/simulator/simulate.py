@@ -27,10 +27,10 @@ from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.parallel.pipeline import local_stages
 from minitrain.run.config_checks import check_layout
+from minitrain.run.layout import micro_batches, row_ranks, stated_ranks
 from minitrain.settings import Config
 from minitrain.simulator import tracers
 from minitrain.simulator.fake_world import trace_step
-from minitrain.simulator.layout import micro_batches, row_ranks, stated_ranks
 from minitrain.simulator.replay import Action, Replay, replay, schedule_order
 from minitrain.simulator.timeline import System, Timeline, play
 from minitrain.simulator.trace import Trace

@@ -11,8 +11,9 @@ from tqdm import tqdm
 from minitrain.bench.measure import load_row
 from minitrain.bench.report import markdown
 from minitrain.errors import InputError
-from minitrain.settings import Config, Parallel, load
-from minitrain.simulator.layout import stated_ranks, training_ranks
+from minitrain.run.config import load
+from minitrain.run.layout import stated_ranks, training_ranks
+from minitrain.settings import Config, Parallel
 from minitrain.simulator.simulate_policy import predicted_row
 from minitrain.simulator.timeline import System
 

@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
-from minitrain.formats.tensor_files import Slices
 from minitrain.hashing import mix
-from minitrain.parallel.mesh import local, owned
+from minitrain.parallel.shards import Slices, local, owned
 
 AT_ONCE = 1 << 24  # numbers that are widened at a time
 

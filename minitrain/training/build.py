@@ -1,6 +1,6 @@
 """From a config to this rank's part of its model: made on the meta device, laid out, filled with weights.
 
-No rank ever holds the whole: storage is allocated after sharding, and files or initial values are read into the parts.
+No rank ever holds the whole: storage is allocated after sharding, and values are written into the parts.
 """
 
 from collections.abc import Callable
@@ -9,8 +9,6 @@ from functools import partial
 import torch
 from torch.nn import Module
 
-from minitrain.formats.hf import load_weights
-from minitrain.formats.peft import fill_adapters
 from minitrain.hashing import seed_of
 from minitrain.models.decoder import Decoder
 from minitrain.models.fp8 import to_fp8
@@ -20,29 +18,33 @@ from minitrain.models.onednn import to_onednn
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.fsdp_fp8 import gather_in_fp8
-from minitrain.parallel.mesh import Meshes, owned, pick_device, sum_over
+from minitrain.parallel.mesh import Meshes, sum_over
 from minitrain.parallel.parallelize import lay_out
 from minitrain.parallel.pipeline import Pipeline
+from minitrain.parallel.shards import owned
 from minitrain.settings import Config
 
 
-def build_model(config: Config, meshes: Meshes) -> Decoder | Wan | Pipeline:
-    """The config's model, laid out over the ranks, with the weights of `model.path` or else initial ones."""
+def build_model(
+    config: Config, meshes: Meshes, fill: Callable[[Module], None] | None = None
+) -> Decoder | Wan | Pipeline:
+    """Return the config's model, laid out over the ranks.
+
+    fill(model): gives the parameters values, which a config with a path to files needs; by default initial ones.
+    """
+    if fill is None and (config.model.path or (config.lora and config.lora.path)):
+        raise ValueError("model.path and lora.path need `fill` (see run/launch.py)")
     model = lay_out(partial(make_model, config), config, meshes)
     balance_over_ranks(model, config, meshes)
-    device = pick_device(config.device)
-    model.to_empty(device=device)
-    if device.type == "cpu":
+    model.to_empty(device=meshes.device)
+    if meshes.device.type == "cpu":
         to_onednn(model)
     if config.precision == "fp8":
         gather_in_fp8(model, config.fp8.keep_transposed)
-    if config.model.path:
-        load_weights(model, config.model.path, owned)
-        initialize(model, config.seed, is_adapter)
-    else:
+    if fill is None:
         initialize(model, config.seed)
-    if config.lora and config.lora.path:
-        fill_adapters(model, config.lora, config.lora.path, owned)
+    else:
+        fill(model)
     return model
 
 

@@ -10,9 +10,7 @@ seed and the row's number: resuming is exact, and all ranks that share a video s
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,51 +18,9 @@ from torch.nn import Module
 
 from minitrain.errors import InputError
 from minitrain.hashing import seed_of
+from minitrain.settings import Diffusion
 
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2  # its multiples modulo 1 lie evenly, however many there are
-
-
-@dataclass(frozen=True)
-class Diffusion:
-    """How sigmas are drawn and weighed.
-
-    sampling, of u between 0 and 1: uniform; logit_normal, sigmoid(mean + std * normal); mode, heavy at both ends if
-    mode_scale > 0 (both Esser et al. 2024, section 3.1); mixed, logit_normal but for a uniform_share of the samples.
-    shift: then sigma = shift u / (1 + (shift - 1) u), more noise for larger videos.
-    sigma_min, sigma_max: only sigmas between these are drawn, as often one beside the other as without limits.
-    weighting: none; linear, 1 + shift sigma; bell, exp(-2 (sigma - 1/2)^2) less its minimum, of mean 1 over evenly
-    spaced u (DiffSynth).
-    reduction: sample, each video counts alike in a step; element, each element does, so a video by its size.
-    text_dropout: the share of samples without their text, which classifier-free guidance needs (Ho & Salimans 2022).
-    """
-
-    sampling: Literal["uniform", "logit_normal", "mode", "mixed"] = "uniform"
-    mean: float = 0.0
-    std: float = 1.0
-    mode_scale: float = 1.29
-    uniform_share: float = 0.1
-    shift: float = 3.0
-    sigma_min: float = 0.0
-    sigma_max: float = 1.0
-    weighting: Literal["none", "linear", "bell"] = "none"
-    reduction: Literal["sample", "element"] = "sample"
-    text_dropout: float = 0.1
-
-    def __post_init__(self):
-        """Raises InputError for numbers without a meaning."""
-        for field in ("std", "shift"):
-            if not getattr(self, field) > 0:
-                raise InputError(f"diffusion.{field}={getattr(self, field)} must be above 0")
-        for field in ("uniform_share", "text_dropout"):
-            if not 0 <= getattr(self, field) <= 1:
-                raise InputError(f"diffusion.{field}={getattr(self, field)} must be between 0 and 1")
-        if not -1 <= self.mode_scale <= 2 / (math.pi - 2):  # beyond, more noise would not mean a larger sigma
-            raise InputError(f"diffusion.mode_scale={self.mode_scale} must be between -1 and 1.75")
-        limits = f"diffusion.sigma_min={self.sigma_min} and sigma_max={self.sigma_max}"
-        if not 0 <= self.sigma_min < self.sigma_max <= 1:
-            raise InputError(f"{limits} must be between 0 and 1, the first below the second")
-        if not sum(chances(self).values()) > 1e-9:
-            raise InputError(f"{limits}: diffusion.sampling={self.sampling} draws no sigma between these")
 
 
 class FlowMatching:
@@ -157,6 +113,23 @@ def quantile_limits(sampling: str, settings: Diffusion) -> tuple[float, float]:
             low, high = (middle, high) if (sigma(middle) < limit) == rising else (low, middle)
         found.append(high)
     return min(found), max(found)
+
+
+def check_diffusion(settings: Diffusion) -> None:
+    """Raise InputError for numbers without a meaning."""
+    for name in ("std", "shift"):
+        if not getattr(settings, name) > 0:
+            raise InputError(f"diffusion.{name}={getattr(settings, name)} must be above 0")
+    for name in ("uniform_share", "text_dropout"):
+        if not 0 <= getattr(settings, name) <= 1:
+            raise InputError(f"diffusion.{name}={getattr(settings, name)} must be between 0 and 1")
+    if not -1 <= settings.mode_scale <= 2 / (math.pi - 2):  # beyond, more noise would not mean a larger sigma
+        raise InputError(f"diffusion.mode_scale={settings.mode_scale} must be between -1 and 1.75")
+    limits = f"diffusion.sigma_min={settings.sigma_min} and sigma_max={settings.sigma_max}"
+    if not 0 <= settings.sigma_min < settings.sigma_max <= 1:
+        raise InputError(f"{limits} must be between 0 and 1, the first below the second")
+    if not sum(chances(settings).values()) > 1e-9:
+        raise InputError(f"{limits}: diffusion.sampling={settings.sampling} draws no sigma between these")
 
 
 def chances(settings: Diffusion) -> dict[str, float]:

@@ -5,6 +5,7 @@ that is differentiated is a sum over valid tokens divided by their number in the
 micro-batches, so the gradients do not depend on how the rows were split.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,44 +14,30 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from minitrain.data.text import Mock, rows
 from minitrain.models.moe import Router, update_selection_bias
 from minitrain.parallel.context import own_tokens
 from minitrain.parallel.fsdp import set_gradient_sync
-from minitrain.parallel.mesh import Meshes, local, pick_device, sum_over
+from minitrain.parallel.mesh import Meshes, sum_over
 from minitrain.parallel.pipeline import Pipeline
-from minitrain.parallel.tensor import check_overlap
-from minitrain.run.health import is_finite
 from minitrain.settings import Config
 from minitrain.training.build import build_model
 from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import check_objective, make_objective
 from minitrain.training.optim import clip_gradients, learning_rate, make_optimizer, update_weights
+from minitrain.training.packing import rows
 
 
 class Trainer:
-    """A model, its objective (by default the task's) and optimizer, on this rank."""
+    """A model, its objective (by default the task's) and optimizer, on this rank. fill: see `build_model`."""
 
-    def __init__(self, config: Config, meshes: Meshes, objective=None):
+    def __init__(self, config: Config, meshes: Meshes, objective=None, fill: Callable[[Module], None] | None = None):
         self.config = config
-        self.device = pick_device(config.device)
+        self.device = meshes.device
         self.meshes = meshes
         self.objective = objective or make_objective(config)
         check_objective(self.objective, config.parallel)
-        self.model = build_model(config, meshes)
+        self.model = build_model(config, meshes, fill)
         self.optimizer = make_optimizer(self.model, config.optim)
-        if config.parallel.async_tp:
-            check_overlap(self.trial_step)
-
-    def trial_step(self) -> list[Tensor]:
-        """Loss and gradients (this rank's parts) of a step on mock data that changes nothing."""
-        dataset = Mock(self.config.batch.seq_len, self.config.model.config.vocab_size, seed=0, split=0)
-        batches = self.micro_batches(dataset, 0)
-        loss = forward_backward(self.model, self.objective, batches, self.meshes, self.device)
-        gradients = [local(p.grad).clone() for p in self.model.parameters() if p.grad is not None]
-        self.optimizer.zero_grad(set_to_none=True)
-        update_selection_bias(self.model, 0)  # forgets whom the routers chose
-        return [loss, *gradients]
 
     def micro_batches(self, dataset, step: int, read: Callable = rows) -> list[dict[str, Tensor]]:
         """This rank's rows of step 0, 1, ...: consecutive ones, so that all ranks together see rows 0..n in order.
@@ -205,3 +192,8 @@ def training_steps(trainer: Trainer, dataset, start: int, seen: int) -> Iterator
 def is_due(step: int, every: int, last: int) -> bool:
     """Every `every` steps, where 0 means never, and always after the last."""
     return step == last or (every > 0 and step % every == 0)
+
+
+def is_finite(numbers: dict[str, float]) -> bool:
+    """Did the step with this loss and grad_norm change the weights?"""
+    return math.isfinite(numbers["loss"]) and math.isfinite(numbers["grad_norm"])

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
 
-from minitrain.parallel.mesh import local, whole
+from minitrain.parallel.shards import local, whole
 from minitrain.settings import Optim
 from minitrain.training.adamw import AdamW
 

@@ -4,7 +4,7 @@ The longest sample first, each goes to the first row that still has room for it.
 fewest possible rows, plus one (Johnson 1973; Dósa 2007); with much shorter samples hardly a slot stays empty.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -54,3 +54,13 @@ def pack_row(samples: list[dict[str, np.ndarray]], length: int, padding: dict[st
     columns["positions"] = np.concatenate([np.arange(size) for size in sizes])
     columns["documents"] = np.repeat([*range(len(samples)), -1], sizes)
     return {key: torch.from_numpy(column) for key, column in columns.items()}
+
+
+def rows(dataset, numbers: Iterable[int]) -> dict[str, Tensor]:
+    """Rows `numbers` of a dataset, stacked, or as its own `collate` has it: each value is [len(numbers), seq_len]."""
+    each = [dataset.row(n) for n in numbers]
+    return getattr(dataset, "collate", stack)(each)
+
+
+def stack(each: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {key: torch.stack([row[key] for row in each]) for key in each[0]}

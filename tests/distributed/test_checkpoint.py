@@ -10,11 +10,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from minitrain import settings as configs
 from minitrain.errors import InputError
-from minitrain.parallel.mesh import pieces, start
+from minitrain.parallel.shards import pieces
 from minitrain.run import checkpoint, checkpoint_files
+from minitrain.run import config as configs
 from minitrain.run.checkpoint import Checkpointer
+from minitrain.run.launch import start
 from minitrain.training.build import build_model
 from minitrain.training.loop import forward_backward
 from minitrain.training.objectives import LanguageModeling

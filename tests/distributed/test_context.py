@@ -8,18 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from minitrain.data.text import Mock, rows
+from minitrain.data.text import Mock
 from minitrain.errors import InputError
 from minitrain.grpo.objective import PolicyGradient
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.parallel.context import context_parallel, own_tokens, places
-from minitrain.parallel.mesh import start
-from minitrain.settings import GRPO, Parallel, from_dict
-from minitrain.training.flow import Diffusion, FlowMatching
+from minitrain.run.config import from_dict
+from minitrain.run.launch import start
+from minitrain.settings import GRPO, Diffusion, Parallel
+from minitrain.training.flow import FlowMatching
 from minitrain.training.loop import Trainer, forward_backward
 from minitrain.training.loss import linear_log_probs
 from minitrain.training.objectives import LanguageModeling, check_objective
+from minitrain.training.packing import rows
 from tests.oracle import (
     Batches,
     Count,

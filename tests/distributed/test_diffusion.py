@@ -13,15 +13,15 @@ from torch._dynamo.utils import counters  # no public name for what the compiler
 from minitrain import load_pretrained, save_pretrained
 from minitrain.data.datasets import open_dataset
 from minitrain.data.latents import save_video
-from minitrain.data.text import rows
 from minitrain.models.lora import add_adapters, is_adapter
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
-from minitrain.parallel.mesh import start
-from minitrain.settings import from_dict
+from minitrain.run.config import from_dict
+from minitrain.run.launch import make_trainer, start
 from minitrain.training.build import initialize
-from minitrain.training.loop import Trainer, forward_backward
+from minitrain.training.loop import forward_backward
 from minitrain.training.objectives import make_objective
+from minitrain.training.packing import rows
 from tests.oracle import check_close, double_precision, in_double_precision, snapshot
 
 SIZES = [(2, 4, 4), (1, 4, 4), (4, 4, 2), (1, 4, 8)]  # 8, 4, 8 and 8 patches
@@ -78,7 +78,7 @@ def one_process(tree: dict) -> tuple[float, dict, dict]:
 def one_rank(tree: dict) -> tuple[float, dict, dict]:
     """The same, as a rank of the running group finds it on the product's own path."""
     config = from_dict(tree)
-    trainer = Trainer(config, start(config))
+    trainer = make_trainer(config, start(config))
     disturb_adapters(trainer.model)
     data, _ = open_dataset(config)
     batches = trainer.micro_batches(data, 0)

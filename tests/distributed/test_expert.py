@@ -13,7 +13,6 @@ from torch.distributed.tensor import Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minitrain import settings as configs
 from minitrain.bench.shrink import shrink, shrink_parallel
 from minitrain.data.text import Mock
 from minitrain.errors import InputError
@@ -25,8 +24,10 @@ from minitrain.models.moe import dispatch as dispatch_alone
 from minitrain.models.zoo import model_config
 from minitrain.parallel.expert import dispatch, sizes_of
 from minitrain.parallel.fsdp import widest_dimension
-from minitrain.parallel.mesh import start, whole
+from minitrain.parallel.shards import whole
+from minitrain.run import config as configs
 from minitrain.run.config_checks import check_layout
+from minitrain.run.launch import fill_weights, start
 from minitrain.simulator.fake_world import fake_world
 from minitrain.training.build import build_model, initialize
 from minitrain.training.loop import Trainer
@@ -324,7 +325,7 @@ def test_a_checkpoint_loads_into_another_layout(pool, tmp_path):
 def read_and_gather(tree):
     """Each expert stack's local elements, and all weights gathered as for an export."""
     config = configs.from_dict(tree)
-    model = build_model(config, start(config))
+    model = build_model(config, start(config), partial(fill_weights, config))
     local = {name: p.to_local().numel() for name, p in model.named_parameters() if ".experts." in name}
     return local, {name: whole(tensor.detach()) for name, tensor in model.state_dict().items()}
 

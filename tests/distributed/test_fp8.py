@@ -9,12 +9,13 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from minitrain.data.text import Mock
-from minitrain.models import fp8
+from minitrain.models import fp8, quantize
 from minitrain.models.decoder import Decoder
 from minitrain.parallel import fsdp_fp8 as gathering
 from minitrain.parallel import tensor
-from minitrain.parallel.mesh import start, whole
-from minitrain.settings import from_dict
+from minitrain.parallel.shards import whole
+from minitrain.run.config import from_dict
+from minitrain.run.launch import start
 from minitrain.training.loop import Trainer
 from tests.distributed.test_expert import all_to_the_first
 from tests.oracle import Count, check_against_one_process, collective, count_calls, train, train_compiled
@@ -176,7 +177,7 @@ def check_gathered_after_changes(tree):
         assert len(seen) == sum(2 if isinstance(module, fp8.Fp8Experts) else 1 for module in modules.values())
         for name, (rounded, inverse) in seen.items():
             weight = whole(weights[name])
-            whole_rounded, whole_inverse = fp8.quantize(weight, fp8.E4M3, each=weight.ndim == 3)
+            whole_rounded, whole_inverse = quantize.quantize(weight, quantize.E4M3, each=weight.ndim == 3)
             part = partial(own_part, name, modules[name.rpartition(".")[0]], trainer.meshes)
             assert torch.equal(rounded.view(torch.uint8), part(whole_rounded.view(torch.uint8))), name
             assert torch.equal(inverse, part(whole_inverse) if weight.ndim == 3 else whole_inverse), name
@@ -260,7 +261,7 @@ def count_work(tree, steps):
     """Of some steps: weights rounded, matrix products in FP8, and bytes that this rank has gathered."""
     trainer, dataset = new_trainer(tree)
     with (
-        mock.patch.object(gathering, "cast", wraps=fp8.cast) as cast,
+        mock.patch.object(gathering, "cast", wraps=quantize.cast) as cast,
         mock.patch.object(fp8, "scaled_mm", wraps=fp8.scaled_mm) as product,
         count_calls("all_gather") as gather,
     ):

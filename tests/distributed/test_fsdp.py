@@ -9,11 +9,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from minitrain import save_pretrained
-from minitrain import settings as configs
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.models.mamba import scan
-from minitrain.parallel.mesh import join, pieces, start, whole, whole_piece
+from minitrain.parallel.shards import join, pieces, whole, whole_piece
+from minitrain.run import config as configs
+from minitrain.run.launch import start
 from minitrain.training.build import build_model
 from minitrain.training.loop import Trainer
 from tests.oracle import check_against_one_process, count_calls, snapshot, train, train_compiled

@@ -10,18 +10,20 @@ import torch
 import torch.distributed as dist
 
 from minitrain import Sampler, SamplingParams
-from minitrain import settings as configs
 from minitrain.data.problems import open_problems
 from minitrain.grpo.batches import Response
 from minitrain.grpo.learner import Learner
 from minitrain.grpo.offload import storages
 from minitrain.grpo.refit import Move, Refit, parts_of, plan
-from minitrain.grpo.rollouts import Collector, read_rollouts
+from minitrain.grpo.rollouts import Collector
 from minitrain.models.decoder import Decoder
-from minitrain.parallel.mesh import owned, start
+from minitrain.parallel.shards import owned
 from minitrain.rollout import compiled, engine, weights
+from minitrain.run import config as configs
 from minitrain.run.checkpoint import Checkpointer
+from minitrain.run.launch import start
 from minitrain.run.policy import Run, make_sampler_model
+from minitrain.run.rollout_files import read_rollouts
 from minitrain.settings import Rollout
 from minitrain.training.loop import Trainer
 from tests.oracle import check_close, initial_weights, snapshot

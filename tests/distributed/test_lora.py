@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 
 from minitrain.formats.peft import adapter_shapes, save_adapter
-from minitrain.models.lora import Lora, is_adapter
-from minitrain.parallel.mesh import start
-from minitrain.settings import from_dict
+from minitrain.models.lora import is_adapter
+from minitrain.run.config import from_dict
+from minitrain.run.launch import make_trainer, start
+from minitrain.settings import Lora
 from minitrain.training.build import build_model
-from minitrain.training.loop import Trainer
 from tests.distributed.test_matrix import combine, ranks
 from tests.oracle import check_against_one_process, check_close, packed_batch, train
 
@@ -62,7 +62,8 @@ def test_experts(pool, random_adapters, model, names, lora):
 
 def read_adapters(tree):
     config = from_dict(tree | {"device": "cpu"})
-    return {name: p.detach() for name, p in Trainer(config, start(config)).model.named_parameters() if is_adapter(name)}
+    model = make_trainer(config, start(config)).model
+    return {name: p.detach() for name, p in model.named_parameters() if is_adapter(name)}
 
 
 @pytest.mark.parametrize("parallel", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 4, "ep": 2}], ids=str)

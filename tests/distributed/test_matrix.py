@@ -10,7 +10,7 @@ from math import prod
 import pytest
 import torch
 
-from minitrain.settings import from_dict
+from minitrain.run.config import from_dict
 from tests.oracle import check_against_one_process, initial_weights, packed_batch, plain_step
 
 TREE = {

@@ -10,16 +10,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
-from minitrain import settings as configs
 from minitrain.errors import InputError
 from minitrain.formats.hf import load_pretrained, save_pretrained
 from minitrain.models.decoder import Decoder
-from minitrain.parallel.mesh import build_meshes, start
 from minitrain.parallel.parallelize import lay_out
 from minitrain.parallel.pipeline import V_SHAPED, cut, rank_of
+from minitrain.run import config as configs
 from minitrain.run.config_checks import check_layout
-from minitrain.simulator.fake_world import fake_world
-from minitrain.simulator.layout import dry_run
+from minitrain.run.launch import meshes_of, start
+from minitrain.simulator.fake_world import dry_run, fake_world
 from minitrain.train import export
 from minitrain.training.build import build_model, make_model
 from minitrain.training.loop import Trainer, forward_backward
@@ -364,7 +363,7 @@ def test_the_table_of_idle_time_and_memory(schedule, vp, idle, held, ranks, batc
 def test_a_step_runs_on_fake_tensors_in_a_fake_world(schedule, rank):
     config = configs.from_dict(tree(4, schedule, layers=6, micro_batches=8, data_ranks=8))
     with fake_world(32, rank):
-        meshes = build_meshes(config, "cpu")
+        meshes = meshes_of(config, "cpu")
         model = lay_out(partial(make_model, config), config, meshes)
         rows = micro_batches(ragged_batch(config, 0), config, meshes.batch)
         with FakeTensorMode(allow_non_fake_inputs=True):

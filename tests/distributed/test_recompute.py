@@ -5,19 +5,18 @@ from unittest import mock
 
 import pytest
 import torch
-from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.utils import counters
 
+from minitrain.bench.breakdown import working_memory
 from minitrain.bench.measure import activation_bytes
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.models import fp8 as fp8_models
 from minitrain.models import onednn
 from minitrain.models.fp8 import to_fp8
-from minitrain.parallel.mesh import start
 from minitrain.parallel.recompute import recompute
-from minitrain.settings import from_dict
-from minitrain.simulator.memory import working_memory
+from minitrain.run.config import from_dict
+from minitrain.run.launch import start
 from minitrain.training.loop import Trainer
 from tests.oracle import Count, check_against_one_process, collective, packed_batch, plain_model, train
 
@@ -61,29 +60,6 @@ def train_compiled(*args):
 def test_compiled(pool, parallel, recompute):
     tree = TREE | {"compile": True, "recompute": recompute, "parallel": parallel}
     check_against_one_process(pool, 2, tree, steps=3, batch=packed_batch, run=train_compiled, double=True)
-
-
-def test_compiled_sharded_with_a_memory_budget(pool):
-    tree = TREE | {"compile": True, "recompute": 0.5}
-    check_against_one_process(pool, 2, tree, steps=3, batch=packed_batch, run=train_compiled, double=True)
-
-
-def train_with_checked_graphs(*args):
-    """`train_compiled`, where graphs also pass the real compiler's first step, which finds sizes read twice."""
-    from torch._inductor.compile_fx import fake_tensor_prop
-
-    def compiler(graph, inputs):
-        fake_tensor_prop(graph, inputs)
-        return boxed_nop(graph, inputs)
-
-    with mock.patch("torch._dynamo.backends.debugging.get_nop_func", lambda: compiler):
-        return train_compiled(*args)
-
-
-def test_expert_parallelism_compiled_with_a_memory_budget(pool):
-    model = MODEL | {"name": "qwen3-30b-a3b-tiny", "num_layers": 1}
-    tree = TREE | {"model": model, "parallel": {"ep": 2}, "compile": True, "recompute": 0.5}
-    check_against_one_process(pool, 2, tree, steps=3, batch=packed_batch, run=train_with_checked_graphs)
 
 
 def compile_in_all_ways(tree):
@@ -145,23 +121,6 @@ def test_what_is_kept_of_each_block(pool, setting, kept):
     assert large - small == pytest.approx(4 * 2 * 64 * kept * 4, rel=0.05)
 
 
-def test_budget(pool):
-    least, half, none = (activations(pool, compile=True, recompute=setting) for setting in (0.05, 0.5, "none"))
-    assert least < half < none
-
-
-def measured_with_onednn(tree):
-    with mock.patch.multiple(onednn, FASTER=True, LEAST=1):
-        return measured_activations(tree)
-
-
-def test_budget_knows_what_is_expensive(pool):
-    """Products by an operator of ours are as expensive as torch's, and as many are kept."""
-    tree = TREE | {"batch": {"global": 2, "micro": 2, "seq_len": 64}, "compile": True, "recompute": 0.5}
-    sizes = [pool.run(1, measure, tree) for measure in (measured_activations, measured_with_onednn)]
-    assert sizes[0] == sizes[1]
-
-
 def choices_of_experts(tree):
     """How often tokens choose experts, and rows are sorted by them, in a compiled step; and how many products run."""
     torch.compiler.reset()
@@ -179,12 +138,11 @@ def choices_of_experts(tree):
 def test_experts_are_chosen_once_where_their_outputs_are_kept(pool):
     """Of activations that are computed again, rounded otherwise, others could be chosen, and their rows misplaced."""
     tree = {"model": {"name": "qwen3-30b-a3b-tiny", "num_layers": 2}, "batch": {"global": 2, "micro": 2, "seq_len": 16}}
-    none, selective, budget, full = (
-        pool.run(1, choices_of_experts, tree | {"recompute": setting})[0]
-        for setting in ("none", "selective", 0.1, "full")
+    none, selective, full = (
+        pool.run(1, choices_of_experts, tree | {"recompute": setting})[0] for setting in ("none", "selective", "full")
     )
-    assert none[:2] == selective[:2] == budget[:2] == (2, 2)
-    assert none[2] < budget[2] and full[:2] == (4, 4)  # it computes again, and all again is consistent in itself
+    assert none[:2] == selective[:2] == (2, 2)
+    assert full[:2] == (4, 4)  # all again is consistent in itself
 
 
 def test_working_memory_is_what_is_alive_at_once():
@@ -274,11 +232,9 @@ def test_selective_computes_no_product_again(kinds, settings, monkeypatch):
 
 
 @pytest.mark.parametrize("setting, line", [
-    (1, "recompute=1 must be none, full, attention, selective, a whole number of at least 2"),
-    (1.5, "recompute=1.5 must be none, full"),
-    (1.0, "recompute=1.0 must be none, full"),
-    (0.0, "recompute=0.0 must be none, full"),
-    (0.5, "recompute=0.5 is a memory budget for the compiler: it needs compile=true"),
+    (1, "recompute=1 must be none, full, attention, selective or a whole number of at least 2"),
+    (1.5, "recompute=1.5 is not one of none, full, attention, selective"),
+    (0.5, "recompute=0.5 is not one of none, full, attention, selective"),
     ("sum", "recompute='sum' is not one of none, full, attention, selective"),
     (True, "recompute must be a whole number, not bool True"),
 ])  # fmt: skip

@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from minitrain import settings as configs
 from minitrain.data.datasets import open_dataset
-from minitrain.parallel.mesh import build_meshes, start
+from minitrain.run import config as configs
+from minitrain.run.launch import meshes_of, start
 from minitrain.simulator.fake_world import fake_world, process_groups, record_step, trace_step
 from minitrain.simulator.simulate import trace_all
 from minitrain.simulator.trace import Tracer
@@ -77,7 +77,7 @@ def test_all_dimensions_of_a_group_are_known():
     """Several have the same ranks: those that hold shards take other rows too."""
     config = configs.from_dict({"parallel": {"dp_shard": 4}, "device": "cpu"})
     with fake_world(4):
-        meshes = build_meshes(config, "cpu")
+        meshes = meshes_of(config, "cpu")
         groups = process_groups(meshes)
         for mesh in filter(None, vars(meshes).values()):
             for dimension in mesh.mesh_dim_names:

@@ -25,14 +25,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from minitrain import save_pretrained
-from minitrain import settings as configs
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.models.attention import Mask
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.fsdp import set_gradient_sync, shard
-from minitrain.parallel.mesh import start
-from minitrain.parallel.tensor import check_overlap, split_parameters, tensor_parallel, use_parts
+from minitrain.parallel.parts import split_parameters, use_parts
+from minitrain.parallel.tensor import check_overlap
+from minitrain.parallel.tensor_decoder import tensor_parallel
+from minitrain.run import config as configs
+from minitrain.run.launch import make_trainer, start
 from minitrain.simulator.fake_world import fake_world
 from minitrain.training import loss as losses
 from minitrain.training.loop import Trainer
@@ -409,7 +411,7 @@ def test_the_compiler_finds_collectives_to_overlap():
 
 def train_asynchronously(tree):
     config = configs.from_dict(tree)
-    trainer = Trainer(config, start(config))  # compares one step with the synchronous one
+    trainer = make_trainer(config, start(config))  # compares one step with the synchronous one
     data, _ = open_dataset(config)
     return trainer.step(data, 0)["loss"].item()
 

@@ -19,7 +19,7 @@ from minitrain.models.wan import Wan, WanConfig
 from minitrain.parallel import tensor
 from minitrain.parallel.context import context_parallel
 from minitrain.parallel.fsdp import shard
-from minitrain.parallel.mesh import whole
+from minitrain.parallel.shards import whole
 from minitrain.parallel.tensor_wan import RMSNormOverHeads, tensor_parallel_wan
 
 CONFIG = WanConfig(

@@ -22,13 +22,14 @@ from minitrain import load_pretrained, save_pretrained
 from minitrain.errors import InputError
 from minitrain.formats.peft import read_adapter_config, save_adapter
 from minitrain.models.decoder import Decoder
-from minitrain.models.lora import Lora, add_adapters, is_adapter
+from minitrain.models.lora import add_adapters, is_adapter
 from minitrain.models.zoo import model_config
 from minitrain.run import checkpoint_files
 from minitrain.run.checkpoint import Checkpointer, resume_point, saved_despite_errors
 from minitrain.run.checkpoint_files import Writer, find_damage, make_empty, measure, remove, write_description
 from minitrain.run.durable import write_durably
 from minitrain.run.lock import locked
+from minitrain.settings import Lora
 from tests.test_checkpoint import content, equal, load_newest, make, names, save_many, step
 
 PART, INDEX, DESCRIPTION = "__0_0.distcp", ".metadata", "extra.json"

@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from minitrain.data.datasets import open_dataset
 from minitrain.data.latents import read_video, save_video
 from minitrain.data.problems import open_problems
-from minitrain.data.text import rows
 from minitrain.data.token_files import OPEN, TokenFile, kept_open, open_tokens
 from minitrain.errors import InputError
-from minitrain.settings import from_dict
+from minitrain.run.config import from_dict
+from minitrain.training.packing import rows
 
 GOOD = {
     "pretrain": [{"text": "a document"}, {"text": "another document"}, {"text": "a third one, which is longer"}],

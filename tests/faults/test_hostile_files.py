@@ -31,10 +31,11 @@ from minitrain.formats.hf import find_weights, load_pretrained, save_pretrained
 from minitrain.formats.peft import load_adapter, save_adapter
 from minitrain.formats.tensor_files import LONGEST_HEADER
 from minitrain.models.decoder import Decoder
-from minitrain.models.lora import Lora, add_adapters, is_adapter
+from minitrain.models.lora import add_adapters, is_adapter
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import model_config
-from minitrain.settings import from_dict
+from minitrain.run.config import from_dict
+from minitrain.settings import Lora
 from minitrain.training.build import initialize
 
 CASES = int(os.environ.get("FAULT_CASES", 100))

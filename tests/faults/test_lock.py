@@ -11,8 +11,8 @@ import pytest
 
 from minitrain.errors import InputError
 from minitrain.run import lock
+from minitrain.run.config import from_dict
 from minitrain.run.lock import locked
-from minitrain.settings import from_dict
 from minitrain.train import train
 
 PROGRAM = """

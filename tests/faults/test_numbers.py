@@ -16,20 +16,21 @@ import torch
 from torch import Tensor
 from torch._inductor import config as compiler
 
-from minitrain import settings as configs
 from minitrain import train
 from minitrain.data.datasets import open_dataset
 from minitrain.data.problems import open_problems
 from minitrain.errors import InputError
 from minitrain.grpo.learner import Learner
-from minitrain.parallel.mesh import owned, start
+from minitrain.parallel.shards import owned
+from minitrain.run import config as configs
 from minitrain.run.checkpoint_files import Writer
 from minitrain.run.determinism import be_deterministic
 from minitrain.run.failures import recorded
-from minitrain.run.health import Health, batch_origin, is_finite
+from minitrain.run.health import Health, batch_origin
+from minitrain.run.launch import start
 from minitrain.run.metrics import MetricsLog
 from minitrain.settings import Config
-from minitrain.training.loop import Trainer
+from minitrain.training.loop import Trainer, is_finite
 from minitrain.training.objectives import LanguageModeling
 from tests.distributed.test_grpo import TREE as GRPO
 from tests.distributed.test_grpo import made_up_groups

@@ -20,21 +20,20 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor, Shard
 
-from minitrain import settings as configs
 from minitrain import train
 from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
-from minitrain.models.lora import Lora
-from minitrain.parallel import mesh
 from minitrain.parallel.agreement import broadcast, code_digests, difference, flatten, gather, rank_0_says
-from minitrain.parallel.mesh import set_timeout, start
 from minitrain.parallel.pipeline import Pipeline
-from minitrain.run import fingerprint, profiling
+from minitrain.run import config as configs
+from minitrain.run import fingerprint, launch, profiling
 from minitrain.run import policy as loop
 from minitrain.run.failures import pending_operation, record_flights, recorded, where_in_collective
 from minitrain.run.fingerprint import agreed_fingerprint, file_digest
+from minitrain.run.launch import set_timeout, start
 from minitrain.run.metrics import to_line
 from minitrain.run.profiling import recorded_steps
+from minitrain.settings import Lora, Profile
 from minitrain.training.loop import Trainer, global_count
 from minitrain.training.objectives import LanguageModeling
 from minitrain.training.optim import clip_gradients
@@ -52,7 +51,7 @@ def what_differs(subject: str, folder) -> str:
         tree = TINY | {"optim": {"lr": 0.1 * (1 + rank)}}
     with pytest.MonkeyPatch.context() as patch, pytest.raises(InputError) as caught:
         if subject == "code":
-            patch.setattr(mesh, "code_digests", lambda: {"train.py": "same", "training/loop.py": f"digest {rank}"})
+            patch.setattr(launch, "code_digests", lambda: {"train.py": "same", "training/loop.py": f"digest {rank}"})
         start(configs.from_dict(tree))
         file = folder / "here" / "a.txt"
         patch.setattr(fingerprint, "find_files", lambda data: [file])
@@ -307,7 +306,7 @@ def train_with_a_reward_that_hangs(folder):
             later(timeout.total_seconds(), [group])
         return group
 
-    mesh.set_timeout = loop.set_timeout = later
+    launch.set_timeout = loop.set_timeout = later
     reward = GRPO["grpo"] | {"reward": "tests.faults.test_observability:hang_on_rank_1"}
     train.train(configs.from_dict(GRPO | {"grpo": reward, "timeout_s": 2.0, "out_dir": str(folder)}))
 
@@ -499,7 +498,7 @@ def test_what_is_recorded_in_which_of_four_steps(tmp_path, monkeypatch, done, st
 
     for name in ("memory", "operations"):
         monkeypatch.setattr(profiling, f"recorded_{name}", partial(recording, name))
-    list(recorded_steps(numbers(), configs.Profile(steps=steps, memory=True), tmp_path, done))
+    list(recorded_steps(numbers(), Profile(steps=steps, memory=True), tmp_path, done))
     first, last = steps or (5, 5)
     assert recorded == [] and found == [
         (step, *["memory"] * (step <= last), *["operations"] * (first <= step <= last)) for step in range(done + 1, 5)
@@ -517,7 +516,7 @@ def test_a_failure_leaves_what_was_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **settings: calls.append(list(settings)))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", calls.append)
     with pytest.raises(torch.OutOfMemoryError):
-        list(recorded_steps(steps(), configs.Profile(memory=True, steps=[1, 2]), tmp_path, done=0))
+        list(recorded_steps(steps(), Profile(memory=True, steps=[1, 2]), tmp_path, done=0))
     assert (tmp_path / "profile/rank-0.json").exists()
     assert calls == [["max_entries"], str(tmp_path / "profile/memory-rank-0.pickle"), ["enabled"]]
 

@@ -13,10 +13,10 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from minitrain import settings as configs
 from minitrain.errors import InputError
-from minitrain.parallel.mesh import start
+from minitrain.run import config as configs
 from minitrain.run import watch
+from minitrain.run.launch import start
 from minitrain.run.watch import Watch, until_signal
 from tests.faults.processes import LIMIT, Ranks
 

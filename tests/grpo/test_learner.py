@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 
-from minitrain import settings as configs
 from minitrain.data.problems import open_problems
 from minitrain.errors import InputError
 from minitrain.grpo.advantages import advantages
@@ -16,9 +15,12 @@ from minitrain.grpo.batches import enough_for_pipeline, micro_batches, reply_sam
 from minitrain.grpo.learner import Learner
 from minitrain.grpo.rollouts import rewards
 from minitrain.models.lora import adapter_names, merge_adapters, merged, without_adapters
-from minitrain.parallel.mesh import local, start
+from minitrain.parallel.shards import local
+from minitrain.run import config as configs
 from minitrain.run.checkpoint import Checkpointer
+from minitrain.run.launch import start
 from minitrain.run.policy import Run
+from minitrain.settings import Parallel
 from minitrain.training.loop import forward_backward
 from minitrain.training.loss import IGNORE
 from tests.distributed.test_grpo import TREE, made_up_groups
@@ -197,7 +199,7 @@ def test_reply_sample():
     ("GPipe", {1: 1}),
 ])  # fmt: skip
 def test_pipelines_get_the_micro_batches_that_they_need(schedule, counts):
-    parallel = configs.Parallel(pp=4, schedule=schedule)
+    parallel = Parallel(pp=4, schedule=schedule)
     assert {count: enough_for_pipeline(parallel, count) for count in counts} == counts
     assert enough_for_pipeline(replace(parallel, pp=1), 3) == 3
 

@@ -14,28 +14,21 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from minitrain import Sampler, load_pretrained, save_pretrained
-from minitrain import settings as configs
 from minitrain.data.problems import answer_of, open_problems, reversals
 from minitrain.data.text import Skips, read_jsonl
 from minitrain.errors import InputError
 from minitrain.grpo import rollouts
 from minitrain.grpo.rewards import exact
-from minitrain.grpo.rollouts import (
-    Collector,
-    most_samples,
-    pass_at,
-    read_rollouts,
-    rewards,
-    sampling_settings,
-    write_rollouts,
-)
+from minitrain.grpo.rollouts import Collector, most_samples, pass_at, rewards, sampling_settings
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
-from minitrain.parallel.mesh import start
 from minitrain.rollout.sampling import Completion
+from minitrain.run import config as configs
 from minitrain.run import policy as loop
 from minitrain.run.config_checks import check_layout
+from minitrain.run.launch import start
 from minitrain.run.policy import Run
+from minitrain.run.rollout_files import read_rollouts, write_rollouts
 from tests.distributed.test_grpo import TREE, made_up_groups
 
 

@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 from minitrain import InputError, load_adapter, load_pretrained, merge, merge_adapters, save_pretrained
 from minitrain.formats.peft import adapter_shapes, read_adapter_config, save_adapter, unreadable_note
 from minitrain.formats.wan_names import adapter_place
-from minitrain.models.lora import TARGETS, Lora, add_adapters, is_adapter
+from minitrain.models.lora import add_adapters, is_adapter
 from minitrain.models.zoo import model_config
-from minitrain.settings import from_dict
+from minitrain.run.config import from_dict
+from minitrain.settings import TARGETS, Lora
 from minitrain.train import train
 from tests.parity import test_wan
 from tests.parity.hf_models import build, compare_and_differentiate, edit_json, random_tokens, reload

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitrain.data.text import nth
+from minitrain.hashing import nth
 
 COLOURS = {"red": (1, 0.15, 0.1), "green": (0.1, 0.9, 0.2), "blue": (0.15, 0.3, 1), "yellow": (1, 0.9, 0.1)}
 SHAPES = ("square", "ring", "cross")

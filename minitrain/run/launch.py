@@ -1,0 +1,170 @@
+"""Start the process group and arrange its ranks as meshes.
+
+A run is always distributed: alone, it is a world of one rank with the same code path.
+"""
+
+import logging
+import os
+from collections.abc import Iterable
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
+from torch.nn import Module
+
+from minitrain.data.text import Mock
+from minitrain.errors import InputError
+from minitrain.formats.hf import load_weights
+from minitrain.formats.peft import fill_adapters
+from minitrain.models.lora import is_adapter
+from minitrain.models.moe import update_selection_bias
+from minitrain.parallel.agreement import FOR_EVER, check_same, code_digests, flatten, gather
+from minitrain.parallel.mesh import Meshes, build_meshes
+from minitrain.parallel.shards import local, owned
+from minitrain.parallel.tensor import check_overlap
+from minitrain.run import watch
+from minitrain.run.config_checks import check_layout
+from minitrain.run.determinism import be_deterministic
+from minitrain.run.rendezvous import check_device_type, join_store, number, prepare_connections, world_size
+from minitrain.settings import Config, to_dict
+from minitrain.training.build import initialize
+from minitrain.training.loop import Trainer, forward_backward
+
+
+def pick_device(setting: str) -> torch.device:
+    """auto: this process's own GPU if there is one, else the CPU.
+
+    Where a process sees only one GPU that is its own, as Slurm's --gpus-per-task=1 and torchrun's --virtual-local-rank
+    have it; `check_own_gpus` sees to that.
+    """
+    if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InputError("device=cuda, but torch finds no GPU here (use auto or cpu)")
+    gpus, place = torch.cuda.device_count(), number("LOCAL_RANK")
+    processes = max(number("LOCAL_WORLD_SIZE", 1), place + 1)
+    if processes > gpus > 1:
+        raise InputError(f"{processes} processes on this node, but torch sees {gpus} GPUs here (start one for each)")
+    return torch.device("cuda", place if gpus > 1 else 0)
+
+
+def check_own_gpus(device: torch.device) -> None:
+    """Raises InputError, on all ranks alike, if two that took the only GPU they see, or the first, have the same.
+
+    All call it together. On the CPU nothing is compared.
+    """
+    if device.type == "cuda":
+        unplaced = torch.cuda.device_count() == 1 or "LOCAL_RANK" not in os.environ
+        gpus = gather(str(torch.cuda.get_device_properties(device).uuid) if unplaced else None)
+        first: dict[str | None, int] = {}
+        for rank, gpu in enumerate(gpus):
+            if gpu and first.setdefault(gpu, rank) != rank:
+                raise InputError(f"ranks {first[gpu]} and {rank} have the same GPU (start one process for each GPU)")
+
+
+def start(config: Config) -> Meshes:
+    """Join the process group (NCCL on GPUs, gloo on CPUs) and arrange its ranks.
+
+    Raises InputError, before any group starts, if the layout does not fit the number of ranks; and one that is the same
+    on all ranks if their config or code differs.
+    """
+    check_layout(config, world_size())
+    device = pick_device(config.device)
+    check_device(config, device)
+    if config.deterministic:
+        be_deterministic()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if begins := not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        prepare_connections()
+        timeout = timedelta(minutes=10)  # to find each other
+        store, rank, world = join_store(timeout)
+        check_device_type(store, rank, device.type)
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
+        watch.begin()
+    if dist.get_world_size() > 1:
+        check_same({"config": flatten(to_dict(config)), "code": code_digests()})
+        check_own_gpus(device)
+    # silences a warning, on every rank, that gathering weights that tensor parallelism splits too takes two collectives
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    meshes = meshes_of(config, device.type)
+    if begins:
+        set_timeout(config.timeout_s)
+    return meshes
+
+
+def meshes_of(config: Config, device_type: str) -> Meshes:
+    """Arrange the ranks of the running process group, whose number `check_layout` has accepted."""
+    p = config.parallel
+    return build_meshes(device_type, p.dp_replicate, p.cp, p.tp, p.pp, p.ep, spare=config.grpo.generation_ranks)
+
+
+def make_trainer(config: Config, meshes: Meshes, objective=None) -> Trainer:
+    """Return a Trainer with the weights of `model.path` and `lora.path`, where there are such."""
+    trainer = Trainer(config, meshes, objective, partial(fill_weights, config))
+    if config.parallel.async_tp:
+        check_overlap(partial(trial_step, trainer))
+    return trainer
+
+
+def fill_weights(config: Config, model: Module) -> None:
+    """Read the weights of `model.path` and `lora.path` into a model; those of no file get initial values."""
+    if config.model.path:
+        load_weights(model, config.model.path, owned)
+        initialize(model, config.seed, is_adapter)
+    else:
+        initialize(model, config.seed)
+    if config.lora and config.lora.path:
+        fill_adapters(model, config.lora, config.lora.path, owned)
+
+
+def trial_step(trainer: Trainer) -> list[Tensor]:
+    """Return loss and gradients (this rank's parts) of a step on mock data that changes nothing."""
+    config, model = trainer.config, trainer.model
+    dataset = Mock(config.batch.seq_len, config.model.config.vocab_size, seed=0, split=0)
+    loss = forward_backward(model, trainer.objective, trainer.micro_batches(dataset, 0), trainer.meshes, trainer.device)
+    gradients = [local(p.grad).clone() for p in model.parameters() if p.grad is not None]
+    trainer.optimizer.zero_grad(set_to_none=True)
+    update_selection_bias(model, 0)  # forgets whom the routers chose
+    return [loss, *gradients]
+
+
+def check_device(config: Config, device: torch.device) -> None:
+    """Raises InputError for settings that `device` is not made for."""
+    on_gpu = device.type == "cuda"
+    if config.profile.memory and not on_gpu:
+        raise InputError("profile.memory=true records the memory of a GPU, and this run is on the CPU (use false)")
+    if config.parallel.async_tp and not on_gpu:
+        raise InputError("parallel.async_tp=true needs CUDA devices, and this run is on the CPU (use false)")
+    if config.precision == "fp8" and on_gpu and torch.cuda.get_device_capability(device) < (8, 9):
+        raise InputError(f"precision=fp8 needs FP8 units, which {torch.cuda.get_device_name(device)} lacks (use bf16)")
+    if config.task == "diffusion" and config.data.packed and on_gpu and not config.compile:
+        raise InputError("data.packed=true on a GPU needs compile=true: else each new length compiles attention anew")
+
+
+def set_timeout(seconds: float, groups: Iterable[dist.ProcessGroup] | None = None) -> None:
+    """Set the timeout of groups, by default of all that exist.
+
+    A group that is made later has torch's own, 10 minutes with NCCL and 30 with gloo, unless it is made with another.
+    """
+    for group in list(c10d._world.pg_map) if groups is None else groups:  # no public name, nor for timeouts
+        c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def wait_for_ever() -> None:
+    """Bound no wait from here on, neither in groups nor in the store.
+
+    There NCCL's ranks meet before one sends to another for the first time, to make a communicator for these two.
+    """
+    set_timeout(FOR_EVER.total_seconds())
+    c10d._get_default_store().set_timeout(FOR_EVER)
+
+
+def checkpoint_group(config: Config, ranks: Iterable[int]) -> dist.ProcessGroup:
+    """A group for `ranks` to write checkpoints, where they wait for each other's disks: half an hour at least."""
+    timeout = max(timedelta(minutes=30), timedelta(seconds=config.timeout_s))
+    return dist.new_group(list(ranks), timeout=timeout, backend="gloo")
