@@ -25,6 +25,7 @@ class Response:
     log_probs: of each response token when it was sampled. truncated: it did not come to its end.
     score: what the reward function said. reward: that, less the penalty for length.
     no_signal: of all groups that were sampled for its step, replaced ones too, the share whose scores are all alike.
+    problems: how many had been sampled when its step was complete, by all steps together.
     settings: a digest of those that it was sampled and rewarded with.
     """
 
@@ -38,6 +39,7 @@ class Response:
     text: str
     answer: str
     no_signal: float = 0.0
+    problems: int = 0
     settings: str = ""
 
 

@@ -34,8 +34,8 @@ class Collector:
         self.config, self.sampler, self.tokenizer, self.ends, self.reward = config, sampler, tokenizer, ends, reward
         self.replica, self.replicas, self.group = replica, replicas, group
 
-    def collect(self, problems, step: int) -> list[Group]:
-        """The groups of a step, on all replicas.
+    def collect(self, problems, first: int) -> list[Group]:
+        """Return the groups of a step, on all replicas. first: the number of the first problem that no step has had.
 
         With grpo.generations above 1 those without a signal are replaced, by groups of further problems (DAPO's dynamic
         sampling); should there still not be enough, they fill up the step after all. A signal are scores that differ:
@@ -43,15 +43,20 @@ class Collector:
         """
         count, rounds = self.config.grpo.prompts, self.config.grpo.generations
         chosen, silent = [], []  # with and without a signal
-        for turn in range(rounds):
-            first = (step * rounds + turn) * count
+        for _ in range(rounds):
             groups = self.sample(problems.take(first, count), first, self.config.grpo.group)
             for group in groups:
                 (chosen if len({rollout.score for rollout in group}) > 1 else silent).append(group)
+            first += count
             if len(chosen) >= count:
                 break
-        share = len(silent) / len(chosen + silent)
-        return renumber((chosen + silent)[:count] if rounds > 1 else groups, share, sampling_settings(self.config))
+        if rounds > 1:
+            groups = (chosen + silent)[:count]
+        share, settings = len(silent) / len(chosen + silent), sampling_settings(self.config)
+        for number, group in enumerate(groups):
+            for rollout in group:
+                rollout.group, rollout.no_signal, rollout.problems, rollout.settings = number, share, first, settings
+        return groups
 
     def sample(self, problems: list[Problem], first: int, n: int, greedy: bool = False) -> list[Group]:
         """n responses to each problem; they are problems number first, first + 1, ... of all."""
@@ -139,14 +144,6 @@ def pass_at(k: int, n: int, c: int) -> float:
 def rewards(groups: list[Group]) -> torch.Tensor:
     """[groups, samples]"""
     return torch.tensor([[rollout.reward for rollout in group] for group in groups], dtype=torch.float64)
-
-
-def renumber(groups: list[Group], no_signal: float, settings: str) -> list[Group]:
-    """Tell each response which of the step's groups it is in, and what all have in common."""
-    for number, group in enumerate(groups):
-        for rollout in group:
-            rollout.group, rollout.no_signal, rollout.settings = number, no_signal, settings
-    return groups
 
 
 def sampling_settings(config: Config) -> str:

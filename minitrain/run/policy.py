@@ -70,6 +70,7 @@ class Run:
         shape = dataclasses.replace(config.model.config, router_aux_loss_coef=0.0, bias_update_speed=0.0)
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, config=shape))
         self.config, self.folder, self.seconds = config, folder, dict.fromkeys(PHASES, 0.0)
+        self.taken = 0  # problems, by the steps that have been sampled
         self.updates = config.grpo.prompts * config.grpo.group // config.batch.global_
         meshes = start(config)
         self.files = agreed_fingerprint(config)
@@ -140,6 +141,7 @@ class Run:
                 self.learner.keep_reference(kept, resumed=first > 0)
         self.await_trainers()
         self.first, self.last = self.tell((first, last), 0)
+        self.taken = self.last.get("problems", first * self.config.grpo.prompts * self.config.grpo.generations)
         self.update_sampler()
         return self.first
 
@@ -162,10 +164,12 @@ class Run:
         config, lag = self.config, self.config.grpo.lag
         began = time.perf_counter()
         coming = self.kept(first) if lag and first else None
+        if coming:
+            self.taken = coming[0][0].problems
         for step in range(first, config.steps):
             ahead = lag and step + 1 < config.steps  # is the next step sampled while this one trains?
-            groups = coming or self.share(self.collect(step), step)
-            sampled = self.collect(step + 1) if ahead else None
+            groups = coming or self.share(self.collect(), step)
+            sampled = self.collect() if ahead else None
             learned = self.learner.learn(groups, step) if self.learner else {}
             coming = self.share(sampled, step + 1) if ahead else None
             self.update_sampler()
@@ -202,12 +206,13 @@ class Run:
 
     # -------------------------------------------------------------------------------------------------- parts of a step
 
-    def collect(self, step: int) -> tuple[list[Group], float] | None:
-        """The step's groups, and how long they took; nothing on ranks that do not sample."""
+    def collect(self) -> tuple[list[Group], float] | None:
+        """Return the next step's groups, and how long they took; nothing on ranks that do not sample."""
         if self.collector is None:
             return None
         with self.phase("generation"):
-            groups = self.collector.collect(self.problems, step)
+            groups = self.collector.collect(self.problems, self.taken)
+            self.taken = groups[0][0].problems
             if self.frees:
                 self.collector.sampler.free()
         return groups, self.seconds["generation"]
@@ -276,7 +281,7 @@ def fits(groups: list[Group], config: Config) -> bool:
     """Are these as many groups, as large, as a step trains on, and sampled with the settings of now?"""
     settings, sizes = sampling_settings(config), [len(group) for group in groups]
     as_many = sizes == [config.grpo.group] * config.grpo.prompts
-    return as_many and all(rollout.settings == settings for rollout in chain(*groups))
+    return as_many and all(rollout.settings == settings and rollout.problems for rollout in chain(*groups))
 
 
 def describe(groups: list[Group]) -> dict[str, float]:
@@ -287,6 +292,7 @@ def describe(groups: list[Group]) -> dict[str, float]:
         "reward": values.mean().item(),
         "reward_std": values.std().item(),
         "no_signal": groups[0][0].no_signal,
+        "problems": groups[0][0].problems,
         "length": sum(lengths) / len(lengths),
         "longest": max(lengths),
         "truncated": sum(rollout.truncated for rollout in rollouts) / len(rollouts),

@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from unittest.mock import patch
 
 import pytest
@@ -239,7 +239,7 @@ def collect_counted(tree):
     whole, answers = Run(configs.from_dict(tree), None), []
     whole.begin()
     whole.collector.reward = lambda response, answer, row: answers.append(answer) or oddness(response, answer, row)
-    groups, _ = whole.collect(0)
+    groups, _ = whole.collect()
     return groups, len(answers)
 
 
@@ -343,6 +343,11 @@ def oddness(response, answer, row):
     return sum(ord(character) % 2 for character in response) / 8
 
 
+def of_some(response, answer, row):
+    """A reward that differs only where the question says so: of about half of all."""
+    return oddness(response, answer, row) if int(answer, 10) % 2 else 0.0
+
+
 LAGGING = TREE | {
     "steps": 4,
     "batch": {"global": 16, "micro": 2, "seq_len": 32},
@@ -407,6 +412,21 @@ def test_resume_is_exact_with_ranks_apart(pool, tmp_path, adapters):
         assert all(before[key] == after[key] for key in before if not key.endswith(("_s", "_sec", "_gpu")))
     assert all(torch.equal(tensor, resumed[1][name]) for name, tensor in at_once[1].items())
     assert (tmp_path / "reference").exists() == (not adapters)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_resume_takes_the_problems_that_come_next(pool, tmp_path, lag):
+    """Of steps that needed one round of sampling or several; kept in the checkpoint, and with sampled responses."""
+    grpo = LAGGING["grpo"] | {"lag": lag, "generations": 3, "reward": f"{__name__}:of_some"}
+    tree = LAGGING | {"grpo": grpo, "steps": 5, "optim": {"lr": 1e-3}}
+    [(at_once, _)] = pool.run(1, run, tree, tmp_path, [3])
+    taken = [0, *(line["problems"] for line in at_once)]
+    assert len({after - before for before, after in pairwise(taken)}) > 1 and taken[-1] < 5 * 3 * 4
+    responses = [read_rollouts(tmp_path / f"rollouts/step-{step:08d}.jsonl") for step in (4, 5)]
+    [(resumed, _)] = pool.run(1, run, tree, tmp_path, [])
+    for before, after in zip(at_once[3:], resumed, strict=True):
+        assert all(before[key] == after[key] for key in before if not key.endswith(("_s", "_sec", "_gpu")))
+    assert responses == [read_rollouts(tmp_path / f"rollouts/step-{step:08d}.jsonl") for step in (4, 5)]
 
 
 # -------------------------------------------------------------------------------------------- memory, of one at a time

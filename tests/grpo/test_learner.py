@@ -211,11 +211,11 @@ def test_a_stale_sampler_is_caught(tmp_path):
     """The weights move between sampling and training, as if a refit had been forgotten."""
     run = Run(configs.from_dict(PLAIN), tmp_path)
     run.begin()
-    groups, _ = run.collect(0)
+    groups, _ = run.collect()
     fresh = run.learner.learn(groups, step=0)
     assert fresh["token_mult_prob_error"] < 1 + 1e-4 and abs(fresh["generation_kl_error"]) < 1e-6
     run.update_sampler()
-    groups, _ = run.collect(1)
+    groups, _ = run.collect()
     with torch.no_grad():
         for parameter in run.learner.model.parameters():
             parameter.mul_(1.05)

@@ -218,11 +218,11 @@ def collector(right, seed=0, **grpo):
 
 def test_rewards_and_ends():
     sampling, problems = collector([3])
-    groups = sampling.collect(problems, step=0)
+    groups = sampling.collect(problems, first=0)
     assert [[r.reward for r in group] for group in groups] == [[1.0, 1.0, 1.0, 0.0]] * 2
     assert [r.truncated for r in groups[0]] == [False] * 3 + [True]
     sampling.tokenizer = SimpleNamespace(decode=lambda tokens: f"{tokens}")  # some show the token that ends a response
-    assert not any("257" in r.text for r in sampling.collect(problems, step=0)[0])
+    assert not any("257" in r.text for r in sampling.collect(problems, first=0)[0])
     assert groups[0][0].text == groups[0][0].answer and [r.group for r in groups[1]] == [1] * 4
 
 
@@ -262,13 +262,13 @@ def test_a_model_that_begins_with_bytes_has_no_end_but_theirs():
 
 def test_groups_are_in_the_order_of_their_problems():
     sampling, problems = collector([0, 3])
-    assert [sum(r.reward for r in group) for group in sampling.collect(problems, step=0)] == [0, 3]
+    assert [sum(r.reward for r in group) for group in sampling.collect(problems, first=0)] == [0, 3]
 
 
 def test_a_response_fills_its_row_at_most():
     """Of a prompt of 29 tokens and a response of 4, a row of 32 reads all but the last."""
     sampling, problems = collector([0], mock_digits=28)
-    sampling.collect(problems, step=0)
+    sampling.collect(problems, first=0)
     assert len(problems.problems[0].prompt) == 29 and [r.max_tokens for r in sampling.sampler.requests] == [4, 4]
 
 
@@ -281,11 +281,11 @@ def test_what_is_said_of_a_steps_responses():
     groups = made_up_groups()[:2]  # of 1 + (3 g + 5 n) % 8 tokens; every third is right
     groups[0][1].truncated = True
     for rollout in itertools.chain(*groups):
-        rollout.no_signal = 0.25
+        rollout.no_signal, rollout.problems = 0.25, 6
     right, lengths = [1, 0, 0, 1, 0, 1, 0, 0], [1, 6, 3, 8, 4, 1, 6, 3]
     assert loop.describe(groups) == {
         "reward": 3 / 8, "reward_std": pytest.approx(stdev(right)), "no_signal": 0.25,
-        "length": sum(lengths) / 8, "longest": 8, "truncated": 1 / 8,
+        "problems": 6, "length": sum(lengths) / 8, "longest": 8, "truncated": 1 / 8,
     }  # fmt: skip
 
 
@@ -332,7 +332,7 @@ def test_a_wrong_reward_is_told_before_anything_starts(monkeypatch):
 
 def test_groups_without_signal_are_replaced():
     sampling, problems = collector([0, 4, 2, 0, 3], generations=5)
-    groups = sampling.collect(problems, step=0)
+    groups = sampling.collect(problems, first=0)
     assert [sum(r.reward for r in group) for group in groups] == [2, 3]
     assert [group[0].group for group in groups] == [0, 1]
     assert next(sampling.sampler.seen) == 6  # three rounds of two prompts were enough
@@ -343,9 +343,25 @@ def test_groups_without_signal_are_replaced():
 def test_groups_without_signal_fill_up_after_the_last_round():
     sampling, problems = collector([0, 0, 1, 4], generations=2)
     assert [sum(r.reward for r in group) for group in sampling.collect(problems, 0)] == [1, 0]
-    sampling.collect(problems, 1)
+    sampling.collect(problems, 4)
     # no step has a problem of another's, replaced or not
     assert len({request.seed for request in sampling.sampler.requests}) == 8
+
+
+def test_an_epoch_has_each_problem_once():
+    """However many rounds a step takes; by brute force, over three epochs."""
+    sampling, problems = collector([2, 1, 0, 3, 4, 0, 0, 1, 2], generations=4, mock_digits=2)
+    seen, sample, taken = [], sampling.sample, 0
+    sampling.sample = lambda chosen, *more: seen.extend(problem.answer for problem in chosen) or sample(chosen, *more)
+    size, rounds = len(problems), set()
+    while taken < 3 * size:
+        groups = sampling.collect(problems, taken)
+        rounds.add((groups[0][0].problems - taken) // 2)
+        taken = groups[0][0].problems
+        assert taken == len(seen) and all(rollout.problems == taken for group in groups for rollout in group)
+    everyone = sorted(problem.answer for problem in problems.problems)
+    assert size > 80 and len(rounds) > 2
+    assert [sorted(seen[n : n + size]) for n in (0, size, 2 * size)] == [everyone] * 3
 
 
 def test_length_alone_is_no_signal():
@@ -355,7 +371,7 @@ def test_length_alone_is_no_signal():
     """
     sampling, problems = collector([2], generations=3, overlong_buffer=4)
     sampling.reward = lambda *_: 0.0
-    groups = sampling.collect(problems, step=0)
+    groups = sampling.collect(problems, first=0)
     assert [r.reward for r in groups[0]] == [-1 / 4] * 2 + [0.0] * 2 and [len(group) for group in groups] == [4, 4]
     assert next(sampling.sampler.seen) == 6  # none of three rounds of two prompts had what was looked for
     assert {r.no_signal for group in groups for r in group} == {1.0}
