@@ -67,6 +67,7 @@ def parser() -> cli.Parser:
     parser.add_argument("--trace", metavar="PATH", type=cli.home_path, help="write Chrome traces: see above")
     parser.add_argument("--sweep", nargs="+", default=[], metavar="KEY=V,V", help="all combinations")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine's rates")
+    parser.add_argument("--wide", action="store_true", help="tables with all columns, not 100 characters wide")
     parser.add_argument("--list", action="store_true", help="print the published rows")
     parser.add_argument("--report", nargs="*", metavar="FILE", help="merge these results with those in results/")
     where = "of the report (default out/report)"

@@ -148,7 +148,7 @@ def run_all(cases: list[Case], options) -> None:
             failed.append(case.row)
             tell(case.row, error, options.debug)
     if len(results) > 1 and rank() == 0:
-        print(growth(results) if options.sweep else table(results), flush=True)
+        print(growth(results) if options.sweep else table(results, options.wide), flush=True)
     if failed:
         raise InputError(f"{len(failed)} of {len(cases)} configs failed: {', '.join(failed)}")
 
@@ -198,10 +198,10 @@ def run_case(case: Case, options) -> list[dict]:
                 free_memory()
                 results[-1] |= versus(config, start(config), case.row, options.steps, options.warmup, options.versus)
         finally:  # ours is not lost where the other library fails, as where it needs more memory
-            write_result(results[-1], options.json)
+            write_result(results[-1], options.json, options.wide)
     if options.proxy and len(results) == 2:
         results.append(extrapolate(case.config, *results))
-        write_result(results[-1], options.json)
+        write_result(results[-1], options.json, options.wide)
     return results
 
 
@@ -277,13 +277,13 @@ def show_calibration(config: Config, file: str | None) -> None:
         append(outcome, file)
 
 
-def write_result(outcome: dict, file: str | None) -> None:
+def write_result(outcome: dict, file: str | None, wide: bool = False) -> None:
     """Print it and append it to the file of results, at once: what comes later may fail. Either is done though the
     other cannot be, as where whoever read the output has gone, or a disk is full."""
     if rank() != 0:
         return
     try:
-        print(table([outcome]), flush=True)
+        print(table([outcome], wide), flush=True)
         if "breakdown_s" in outcome:
             print(details(outcome), flush=True)
         if outcome["mode"] == "extrapolated":

@@ -127,6 +127,7 @@ def result(
         "world_size": dist.get_world_size(),
         "step_time_s": median(times),
         "step_time_min_s": min(times),
+        "step_time_max_s": max(times),
         "steps": len(times),
         **rates(config, tokens, matmul, flops, table_flops),
         "mfu_of_peak": tokens * flops / peak if peak else None,

@@ -42,40 +42,102 @@ def need_rates(where: str, outcome: dict) -> None:
     need(where, outcome["matmul"], float, *outcome["matmul"])
 
 
-def table(results: list[dict]) -> str:
-    """One line per result, below one for each machine; columns that no result fills are left out."""
+WIDTH = 100  # columns of a terminal
+UNITS = {  # by the size of what is told in them
+    "s": (("us", 1e-6), ("ms", 1e-3), ("s", 1.0)),
+    "GiB": (("MiB", 2**-10), ("GiB", 1.0)),
+    "TFLOP/s": (("GFLOP/s", 1e-3), ("TFLOP/s", 1.0)),
+}
+PHASES = ("generation", "logprobs", "training", "refit")  # of a GRPO step
+
+
+def table(results: list[dict], wide: bool = False) -> str:
+    """Return one line per result, below one for each machine, and what each says of another library.
+
+    wide: with all columns, in whatever width. Columns that no result fills are left out.
+    """
     machines = list(dict.fromkeys(map(machine, results)))
     columns = {
         "row": [label(r) for r in results],
         "machine": [f"{r['device']} x {r['world_size']}" if len(machines) > 1 else "" for r in results],
         "fits": [{True: "yes", False: "no"}.get(r.get("fits"), "") for r in results],
-        "step s": [f"{r['step_time_s']:.4g}" for r in results],
-        "tokens/s/GPU": [f"{r['tokens_per_sec_per_gpu']:,.0f}" for r in results],
-        "first tokens s": [number(r.get("first_tokens_s"), ".3g") for r in results],
-        "decoded tokens/s/GPU": [number(r.get("decode_tokens_per_sec_per_gpu"), ",.0f") for r in results],
-        "decode MBU": [number(r.get("decode_mbu"), ".1%") for r in results],
-        "TFLOP/s": [f"{r['tflops_per_gpu']:.4g}" for r in results],
-        "clean TFLOP/s": [f"{r['clean_tflops_per_gpu']:.4g}" for r in results],
+        **sized("step", "s", results, "step_time_s"),
+        "spread": [spread(r) for r in results],
+        "tokens/s/GPU": [short(r["tokens_per_sec_per_gpu"]) for r in results],
+        **sized("prefill", "s", results, "first_tokens_s"),
+        "decoded/s": [short(r.get("decode_tokens_per_sec_per_gpu")) for r in results],
+        "MBU": [number(r.get("decode_mbu"), ".1%") for r in results],
+        **sized("", "TFLOP/s", [{} if is_sampling(r) else r for r in results], "tflops_per_gpu"),
         "MFU": [f"{r['mfu']:.1%}" for r in results],
-        "matmul TFLOP/s": [f"{r['matmul_tflops']:.4g}" for r in results],
-        "peak GiB": [number(r["peak_memory_gib"], ".2f") for r in results],
-        "estimated": [number(r.get("estimated_memory_gib"), ".2f") for r in results],
-        "activations GiB": [number(r.get("activations_gib"), ".3f") for r in results],
-        "activations estimated": [number(r.get("estimated_activations_gib"), ".3f") for r in results],
-        "compile s": [number(r.get("compile_s") or None, ".1f") for r in results],
-        **{
-            f"{phase} s": [number(r.get(f"{phase}_s"), ".3g") for r in results]
-            for phase in ("generation", "logprobs", "training", "refit")
-        },
-        "published tokens/s": [number(published(r), ",.0f") for r in results],
-        "published step s": [number(r["published_step_time_s"], ".4g") for r in results],
+        **sized("peak", "GiB", results, "peak_memory_gib"),
+        **(rare_columns(results) if wide else {}),
         "ratio": [number(r["ratio"], ".3f") for r in results],
-        "ratio as published": [number(r.get("as_published", {}).get("ratio"), ".3f") for r in results],
+        "recipe": [number(r.get("as_published", {}).get("ratio"), ".3f") for r in results],
     }
-    for library in sorted({r["versus"] for r in results if "versus" in r}):
-        columns[f"versus {library}"] = [number(r.get("versus_ratio"), ".3f") for r in results]
-    columns["GiB of both"] = [" / ".join(number(x, ".3f") for x in r.get("versus_memory_gib", [])) for r in results]
-    return "\n".join([*machines, markdown({name: cells for name, cells in columns.items() if any(cells)})])
+    columns = {name: cells for name, cells in columns.items() if any(cells)}
+    body = markdown(columns) if wide else in_width(columns)
+    return "\n".join([*machines, body, *(beside(r) for r in results if "versus" in r)])
+
+
+def rare_columns(results: list[dict]) -> dict[str, list[str]]:
+    """Return what --wide shows besides."""
+    columns = {
+        **sized("clean", "TFLOP/s", results, "clean_tflops_per_gpu"),
+        **sized("matmul", "TFLOP/s", results, "matmul_tflops"),
+        **sized("estimated", "GiB", results, "estimated_memory_gib"),
+        **sized("activations", "GiB", results, "activations_gib"),
+        **sized("activations estimated", "GiB", results, "estimated_activations_gib"),
+        **sized("compile", "s", results, "compile_s"),
+    }
+    for phase in PHASES:
+        columns |= sized(phase, "s", results, f"{phase}_s")
+    columns["published tokens/s"] = [number(published(r), ",.0f") for r in results]
+    return columns | sized("published step", "s", results, "published_step_time_s")
+
+
+def sized(name: str, unit: str, results: list[dict], key: str) -> dict[str, list[str]]:
+    """Return a column of figures in the unit that suits the largest of them."""
+    values = [result.get(key) for result in results]
+    largest = max((value for value in values if value), default=1.0)
+    unit, size = next((pair for pair in reversed(UNITS[unit]) if largest >= pair[1]), UNITS[unit][0])
+    return {f"{name} {unit}".strip(): [number(value / size, ".4g") if value else "" for value in values]}
+
+
+def spread(result: dict) -> str:
+    """Return how far apart a run's fastest and slowest steps are, as a share of the median."""
+    if "step_time_max_s" not in result:
+        return ""
+    return f"{(result['step_time_max_s'] - result['step_time_min_s']) / result['step_time_s']:.0%}"
+
+
+def short(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def beside(result: dict) -> str:
+    """Say how fast a result is beside another library."""
+    library = "training the whole model" if result["versus"] == "full" else result["versus"]
+    low, high = result["versus_ratio_range"]
+    line = f"{result['row']}: {result['versus_ratio']:.2f} times as fast as {library} ({low:.2f} to {high:.2f})"
+    if "versus_memory_gib" not in result:
+        return line
+    ours, theirs = result["versus_memory_gib"]
+    return f"{line}, in {ours:.3f} GiB where that takes {theirs:.3f}"
+
+
+def in_width(columns: dict[str, list[str]]) -> str:
+    """Return `markdown` of the columns in WIDTH: where names make it wider, they stand above it, by number."""
+    text = markdown(columns)
+    if max(map(len, text.splitlines())) <= WIDTH:
+        return text
+    names = [name for name in ("row", "settings", "machine") if name in columns]
+    texts = [", ".join(parts) for parts in zip(*(columns[name] for name in names), strict=True)]
+    others = {name: cells for name, cells in columns.items() if name not in names}
+    if len(texts) == 1:
+        return f"{texts[0]}\n{markdown(others)}"
+    numbers = [str(n) for n in range(1, len(texts) + 1)]
+    legend = [f"{n}: {each}" for n, each in zip(numbers, texts, strict=True)]
+    return "\n".join([*legend, markdown({"": numbers, **others})])
 
 
 def machine(result: dict) -> str:
@@ -111,7 +173,7 @@ def amounts(parts: dict[str, float]) -> str:
 def label(result: dict) -> str:
     """The row's name, and what makes the result another thing than a measured step of that row."""
     notes = [] if result["mode"] == "measured" else [result["mode"]]
-    notes += ["sampling"] * ("first_tokens_s" in result)
+    notes += ["sampling"] * is_sampling(result)
     layers, changed = result.get("layers"), result["reference"].get("changed", [])
     if result["mode"] == "simulated" and not on_own_system(result):
         notes[0] += f" on {result['system']}"
@@ -122,6 +184,10 @@ def label(result: dict) -> str:
     if changed and (result["mode"] == "extrapolated" or not result.get("proxy")):
         notes.append(f"changed: {', '.join(changed)}")
     return f"{result['row']} ({'; '.join(notes)})" if notes else result["row"]
+
+
+def is_sampling(result: dict) -> bool:
+    return "first_tokens_s" in result
 
 
 def on_own_system(result: dict) -> bool:

@@ -9,7 +9,7 @@ from itertools import product
 from tqdm import tqdm
 
 from minitrain.bench.measure import load_row
-from minitrain.bench.report import markdown
+from minitrain.bench.report import in_width, sized
 from minitrain.errors import InputError
 from minitrain.run.config import load
 from minitrain.run.layout import stated_ranks, training_ranks
@@ -86,22 +86,22 @@ def ranking(results: list[dict]) -> str:
     columns = {
         "settings": [r["settings"] for r in ran],
         "tokens/s/GPU": [f"{r['tokens_per_sec_per_gpu']:,.0f}" for r in ran],
-        "step s": [f"{r['step_time_s']:.4g}" for r in ran],
+        **sized("step", "s", ran, "step_time_s"),
         "MFU": [f"{r['mfu']:.1%}" for r in ran],
-        "peak GiB": [f"{r['peak_memory_gib']:.1f}" for r in ran],
+        **sized("peak", "GiB", ran, "peak_memory_gib"),
         "fits": ["yes" if r["fits"] else "no" for r in ran],
     }
     errors = [f"{r['settings']}: {r['error']}" for r in results if "error" in r]
-    return "\n".join([markdown(columns) if ran else "nothing can run", *errors])
+    return "\n".join([in_width(columns) if ran else "nothing can run", *errors])
 
 
 def growth(results: list[dict]) -> str:
     """Measured step times beside the first one's, and beside how much more there is to compute on a rank."""
     times = [result["step_time_s"] for result in results]
     work = [result["clean_tflops_per_gpu"] * result["step_time_s"] for result in results]
-    return markdown({
+    return in_width({
         "settings": [result["row"] for result in results],
-        "step s": [f"{time:.4g}" for time in times],
+        **sized("step", "s", results, "step_time_s"),
         "times the first": [f"{time / times[0]:.2f}" for time in times],
         "FLOPs": [f"{each / work[0]:.2f}" for each in work],
         "MFU": [f"{result['mfu']:.1%}" for result in results],
