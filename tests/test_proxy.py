@@ -214,7 +214,7 @@ def test_a_run_here_is_not_compared_with_a_run_there(monkeypatch, tmp_path, simu
     """Measured on one CPU, and simulated on one H100: by bench.py itself, its figures made up."""
     row, said = tmp_path / "row.yaml", {"tflops_per_gpu": 0.5, "step_time_s": 9.0, "gpus": ranks, "system": system}
     reference = {key: value for key, value in said.items() if value}
-    row.write_text(json.dumps({"model": "llama3-8b-tiny", "device": "cpu", "reference": reference}))
+    row.write_text(json.dumps(ONE_RANK | {"reference": reference}))
     config, options = load_row(row, [])[1], bench.parser().parse_args(["--simulate"] if simulated else [])
     options.system = "dgx-h100"
     monkeypatch.setattr(benchmark, "measure", made_up)
@@ -224,6 +224,9 @@ def test_a_run_here_is_not_compared_with_a_run_there(monkeypatch, tmp_path, simu
     found = benchmark.run("row", config, options)
     assert found["changed"] == changed
     assert (found["ratio"], found["published"]) == ((2.0, 9.0) if changed is None else (None, None))
+
+
+ONE_RANK = {"model": "llama3-8b-tiny", "device": "cpu", "parallel": {"dp_shard": 1}}
 
 
 def made_up(config, *_) -> dict:
