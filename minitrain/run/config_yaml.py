@@ -16,7 +16,6 @@ from typing import Any, Literal
 import yaml
 
 from minitrain.errors import InputError
-from minitrain.models.zoo import is_known
 from minitrain.run.aliases import ALIASES, advice, nearest
 
 MAX_CHARACTERS = 100_000  # of a config's text; the longest here has 2,000
@@ -196,6 +195,8 @@ def _read_word(value: str, kind: Any, where: str) -> Any:
 
 def name_or_path(word: str) -> dict[str, str]:
     """What `model: NAME` or `model: FOLDER` is short for; a folder with a name of the zoo is ./NAME."""
+    from minitrain.models.zoo import is_known  # brings torch, which takes seconds
+
     is_folder = os.path.isdir(os.path.expanduser(word)) and not is_known(word)
     return {"path" if is_folder else "name": word}
 
