@@ -98,6 +98,8 @@ def test_usual_keys(record, messages):
     "line, message",
     [
         ('{"prompt": "q"}', "a.jsonl:2: neither 'messages', nor"),
+        ('{"prompt": "q", "response": null}', "a.jsonl:2: neither 'messages', nor"),
+        ('{"prompt": "q", "response": ""}', "a.jsonl:2: 'response' is empty"),
         ('{"prompt": "q", "response": 5}', "a.jsonl:2: 'response' must be text, not int"),
         ('{"prompt": " ", "response": "a"}', "a.jsonl:2: 'prompt' is empty"),
         ('{"messages": [{"role": "user", "content": "\\n"}, {"role": "assistant", "content": "a"}]}',

@@ -150,9 +150,9 @@ def read_messages(record: dict[str, Any], where: str) -> list[Message]:
 
 
 def usual_key(record: dict[str, Any], names: tuple[str, ...]) -> str | None:
-    """Return the first of `names` that holds something, else the first that is there: tables have columns for all."""
-    there = [name for name in names if name in record]
-    return next((name for name in there if record[name] not in (None, "", [])), next(iter(there), None))
+    """Return the first of `names` that holds something, else one that is empty but there: null is not."""
+    there = [name for name in names if record.get(name) is not None]
+    return next((name for name in there if record[name] not in ("", [])), next(iter(there), None))
 
 
 def chat_key(record: dict[str, Any]) -> str | None:
