@@ -132,7 +132,8 @@ def test_published_templates_are_rendered_as_in_transformers(tokenizers, chat):
     assert len(starts) == len(ends) == len(replies)
     for start, end, i in zip(starts, ends, replies, strict=True):
         asked = theirs.apply_chat_template(dicts(chat[:i]), add_generation_prompt=True, return_dict=False)
-        assert encode_question(chat[:i], template, ours, "") == asked
+        if chat[i - 1].role != "assistant":  # else it would be continued
+            assert encode_question(chat[:i], template, ours, "") == asked
         given = len(asked)
         if name in ("deepseekv3", "nemotron_3_nano", "nemotron_3_super"):  # which ask for a thought
             given = start
@@ -243,6 +244,57 @@ def test_a_policy_is_asked_as_transformers_asks(tmp_path):
     for problem in problems.problems:
         assert problem.prompt == expected
         assert problem.reply == [*b"4", ends[0]] and ends[0] == tokenizer.token_id("<｜end▁of▁sentence｜>")
+
+
+BEGUN = ["<think>", "<think>\n", "The answer is ", " 2 + ", "2\n\n", "no</think>2"]
+
+
+@pytest.mark.parametrize("begun", BEGUN)
+@pytest.mark.parametrize("before", ["one turn", "system and two turns"])
+def test_a_begun_reply_is_continued_as_in_transformers(tokenizers, begun, before):
+    _, ours, theirs = tokenizers
+    chat = [*CHATS[before][:-1], Message("assistant", begun)]
+    template = choose_template("auto", ours)
+    try:
+        expected = theirs.apply_chat_template(dicts(chat), continue_final_message=True, return_dict=False)
+    except Exception:  # a template may refuse roles, or drop the beginning
+        with pytest.raises(InputError):
+            encode_question(chat, template, ours, "here")
+    else:
+        assert encode_question(chat, template, ours, "here") == expected
+
+
+@pytest.mark.parametrize("begun", BEGUN)
+@pytest.mark.parametrize("template", [LLAMA3, CHATML, PLAIN], ids=["llama3", "chatml", "plain"])
+def test_a_begun_reply_is_continued_in_templates_of_ours(tmp_path, template, begun):
+    specials = ["<s>", "</s>", "<|begin_of_text|>", "<|end_header_id|>", *LLAMA3.special, *CHATML.special]
+    ours, _ = tokenizer_with(tmp_path, "", specials)
+    ours, theirs = tokenizer_with(tmp_path, template.jinja(ours), specials)
+    chat = [USER, REPLY, USER, Message("assistant", begun)]
+    expected = theirs.apply_chat_template(dicts(chat), continue_final_message=True, return_dict=False)
+    assert encode_question(chat, template, ours, "here") == expected
+
+
+@pytest.mark.parametrize("key", ["prompt", "messages"])
+def test_a_policy_continues_a_begun_reply(tmp_path, key):
+    """As TRL has it, which gives transformers the prompt so; the answer is what comes after."""
+    jinja = published("qwen2_5")
+    ours, theirs = tokenizer_with(tmp_path, jinja, specials_in(jinja))
+    prompt = dicts([Message("user", "2+2?"), Message("assistant", "<think>")])
+    line = {"prompt": prompt, "answer": "4"}
+    if key == "messages":
+        line = {"messages": [*prompt, {"role": "assistant", "content": "4"}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(line))
+    tree = TREE | {
+        "data": {"kind": "jsonl", "path": str(tmp_path / "a.jsonl"), "tokenizer": str(tmp_path)},
+        "model": TREE["model"] | {"vocab_size": 300},
+        "batch": {"global": 8, "micro": 1, "seq_len": 256},
+    }
+    [problem] = open_problems(from_dict(tree))[0].problems
+    text = trl.data_utils.apply_chat_template({"prompt": prompt}, theirs)["prompt"]
+    assert problem.prompt == theirs(text, add_special_tokens=False).input_ids
+    assert theirs.decode(problem.prompt).endswith("<|im_start|>assistant\n<think>")
+    assert problem.reply == [*b"4", ours.token_id("<|im_end|>")] and problem.answer == "4"
 
 
 def test_tags_around_what_to_train_are_ignored(tmp_path):

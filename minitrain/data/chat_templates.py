@@ -60,9 +60,12 @@ class Template:
         yield given, False
 
     def question(self, messages: list[Message]) -> Pieces:
-        """The text that a reply to `messages` follows."""
-        *given, _, _ = self.pieces([*messages, Message("assistant", "")])
+        """The text that a reply to `messages` follows; where the last of them is the assistant's, it is continued."""
+        continued = bool(messages) and messages[-1].role == "assistant"
+        *given, (begun, _), _ = self.pieces(messages if continued else [*messages, Message("assistant", "")])
         yield from given
+        if continued:
+            yield begun if self.reply_ends_with_eos else begun.removesuffix(self.end), False
 
     def jinja(self, tokenizer: Tokenizer) -> str:
         """The same as a template for transformers, to go with the model that was trained in it."""
@@ -122,8 +125,18 @@ class JinjaTemplate:
             raise InputError(f"the chat template beside {self.file} refuses it: {error}") from error
 
     def question(self, messages: list[Message]) -> Pieces:
-        """The text that a reply to `messages` follows."""
-        yield self.render(messages, add_generation_prompt=True), False
+        """The text that a reply to `messages` follows; where the last of them is the assistant's, it is continued."""
+        if not messages or messages[-1].role != "assistant":
+            yield self.render(messages, add_generation_prompt=True), False
+            return
+        *before, (role, begun) = messages
+        text, mark, rest = self.render([*before, Message(role, f"{begun}{self.PLACEHOLDER} ")]).rpartition(
+            self.PLACEHOLDER
+        )
+        if not mark or begun.strip() not in text:
+            raise self.unclear(len(before))
+        # a template that drops the space behind the mark would have dropped one that the message ends in
+        yield text if rest.startswith(" ") else text.rstrip(), False
 
     def pieces(self, messages: list[Message]) -> Pieces:
         """The text of a chat, in turns what is given and what the model is to say."""

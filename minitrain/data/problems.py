@@ -16,6 +16,7 @@ from minitrain.data.chat import (
     PROMPTS,
     SHOWN,
     chat_key,
+    encode_after,
     encode_chat,
     encode_question,
     make_sample,
@@ -107,9 +108,15 @@ def split_by_prompt(problems: list[Problem], share: float, seed: int) -> tuple[l
 def encode(
     messages: list[Message], answer: str, row: dict, template: ChatTemplate, tokenizer: Tokenizer, where: str
 ) -> Problem:
+    """The problem that asks for a reply to the messages, or, where they end with the beginning of one, for the rest."""
     prompt = encode_question(messages, template, tokenizer, where)
-    sample = make_sample(*encode_chat([*messages, Message("assistant", answer)], template, tokenizer, where))
-    return Problem(prompt, split_reply(sample)[1], answer, row)
+    if messages[-1].role != "assistant":
+        sample = make_sample(*encode_chat([*messages, Message("assistant", answer)], template, tokenizer, where))
+        return Problem(prompt, split_reply(sample)[1], answer, row)
+    *before, (role, begun) = messages
+    sample = make_sample(*encode_chat([*before, Message(role, begun + answer)], template, tokenizer, where))
+    end = split_reply(sample)[1][-1]
+    return Problem(prompt, [*encode_after(begun, answer, tokenizer), end], answer, row)
 
 
 def check_length(problem: Problem, config: Config, where: str) -> None:
