@@ -1,0 +1,83 @@
+"""The launches between two marks of a log, by kind: number, bytes, and the milliseconds of a roofline of the H100."""
+
+import math
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
+
+# of an H100: bytes/s, and FLOP/s of products by bytes of an element, of attention, of grouped products
+MEMORY, PRODUCTS, ATTENTION, GROUPED = 2.9e12, {1: 1300e12, 2: 660e12, 4: 40e12}, (520e12, 420e12), 0.8
+LAUNCH = 2.5e-6  # seconds that no kernel goes below
+BYTES = {"float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1, "int8": 1, "bool": 1, "bfloat16": 2, "float16": 2,
+         "float32": 4, "int32": 4, "float64": 8, "int64": 8}  # fmt: skip
+
+
+def generated_bytes(folder: Path) -> dict[str, float]:
+    """The bytes that each kernel in the compiler's output reads and writes, by its own benchmark's arguments."""
+    sizes = defaultdict(float)
+    for file in folder.rglob("*.py"):
+        for source in file.read_text().split("async_compile.triton(")[1:]:
+            if not (found := re.search(r"def (triton_\w+)\(([^)]*)\):", source)):
+                continue
+            moved = 0.0
+            for number, argument in enumerate(found[2].split(",")):
+                tensor = rf"arg_{number} = rand_strided\(\(([0-9, ]*)\), \(([0-9, ]*)\), .*?dtype=torch\.(\w+)\)"
+                if shape := re.search(tensor, source):
+                    dims = zip(shape[1].split(","), shape[2].split(","), strict=True)
+                    count = math.prod(int(size) for size, stride in dims if size.strip() and stride.strip() != "0")
+                    moved += count * BYTES[shape[3]] * (2 if argument.strip().startswith("in_out") else 1)
+            name = re.match(r"'(\w+)'", source)[1]
+            sizes[name] = max(sizes[name], moved)
+    return sizes
+
+
+def operator_cost(text: str) -> tuple[str, float, float]:
+    """Kind, FLOPs / rate in seconds, and bytes of a logged product or attention."""
+    name, *tensors = text.split(" ")
+    shapes = [[int(n) for n in re.findall(r"\d+", t[: t.index("]")])] for t in tensors]
+    a, b = shapes[:2]
+    size = BYTES[tensors[0].split("torch.")[1]]
+    if name.startswith(("cudnn", "flash", "efficient")):
+        batch, heads, length, width = a
+        flops = 2 * batch * heads * length * b[2] * (width + shapes[2][3]) / (2 if "causal" in name else 1)
+        backward = "backward" in name
+        return "attention", (2.5 if backward else 1) * flops / ATTENTION[backward], 0
+    m, k, n = math.prod(a[:-1]), a[-1], b[-1]
+    if name == "_grouped_mm":
+        stack = shapes[2][0] * (k * n if len(b) == 3 else m * n)
+        others = m * k + (m * n if len(b) == 3 else k * n)
+        return "grouped", 2 * m * k * n / (PRODUCTS[size] * GROUPED), size * (stack + others)
+    added = len(shapes) - 2
+    moved = size * (m * k + math.prod(b) + m * n * (1 + added))
+    seconds = 2 * m * k * n / PRODUCTS[size]
+    return "product" if seconds > moved / MEMORY else "thin product", seconds, moved
+
+
+def summarize(log: Path, compiled: Path, mark: str, top: int) -> str:
+    """The table of the launches after the last `mark`, up to the next mark."""
+    sizes, kinds, kernels = generated_bytes(compiled), defaultdict(lambda: [0, 0.0, 0.0]), Counter()
+    for line in log.read_text().rpartition(f"MARK\t{mark}\t")[2].splitlines()[1:]:
+        kind, name, x, y, *_ = line.split("\t")
+        if kind == "MARK":
+            break
+        seconds = moved = 0.0
+        if kind == "G":
+            kind, seconds, moved = operator_cost(name)
+        elif kind in ("T", "K"):
+            moved = sizes.get(name, 0.0)
+            kind = "generated" if kind == "T" else "torch's own"
+        elif kind in ("H2D", "D2H", "D2D", "memset"):
+            moved = int(y)
+        else:
+            kinds[kind][0] += 1
+            continue
+        seconds = max(seconds, moved / MEMORY, LAUNCH)
+        row = kinds[kind]
+        kinds[kind] = [row[0] + 1, row[1] + moved, row[2] + seconds]
+        kernels[name[:100]] += seconds
+    lines = [f"{'kind':14} {'launches':>9} {'GB':>9} {'ms':>9}"]
+    for kind, (count, moved, seconds) in sorted(kinds.items(), key=lambda item: -item[1][2]):
+        lines.append(f"{kind:14} {count:9} {moved / 1e9:9.2f} {seconds * 1e3:9.2f}")
+    totals = [sum(row[i] for row in kinds.values()) for i in range(3)]
+    lines.append(f"{'all':14} {totals[0]:9} {totals[1] / 1e9:9.2f} {totals[2] * 1e3:9.2f}")
+    return "\n".join(lines + [f"{seconds * 1e3:9.3f} ms  {name}" for name, seconds in kernels.most_common(top)])
