@@ -168,7 +168,8 @@ class Rollout:
 
 @dataclass
 class GRPO:
-    """Reinforcement learning on groups of samples; grpo/objective.py has the formulas, and the methods they make up.
+    """Reinforcement learning on groups of samples; grpo/objective.py has the formulas, and the methods they make up, of
+    which the defaults are NeMo RL's GRPO.
 
     A step samples `group` responses to each of `prompts` prompts (see `rollout`), and updates the weights once for
     every batch.global of them.
@@ -204,6 +205,7 @@ class GRPO:
     warmup_steps: int = 0  # of supervised training on the answers, before the first step
     warmup_lr: float = 1e-3
     eval_samples: int = 8  # per held-out prompt, for pass@k
+    keep_rollouts: int = 100  # steps whose responses stay in out_dir/rollouts, the newest ones; 0: all
 
 
 TARGETS = (

@@ -21,6 +21,8 @@ and the loss is a sum over all response tokens of the step, over all ranks and m
 Published methods are points in this space (G: samples of a prompt, R: reward):
 
     method                               settings
+    NeMo RL's GRPO, the defaults here    baseline=leave_one_out std_scaling=true aggregation=token clip_low=0.2
+                                         clip_high=0.2
     GRPO (Shao et al. 2024)              baseline=group std_scaling=true aggregation=sequence clip_low=0.2 clip_high=0.2
                                          kl=0.04
     Dr. GRPO (Liu et al. 2025)           baseline=group std_scaling=false aggregation=constant
@@ -35,6 +37,7 @@ Published methods are points in this space (G: samples of a prompt, R: reward):
     truncated importance sampling        importance=truncate importance_high=2
     IcePop (Ling team 2025)              importance=mask importance_low=0.5 importance_high=5
 
+NeMo RL leaves the sample out of the standard deviation, too; here that is the group's. Its recipes add kl=0.01.
 Left out: an entropy bonus, value networks, rewards per token.
 """
 

@@ -6,6 +6,7 @@ depends on (seed, number of its problem, number in its group) alone.
 
 import hashlib
 import math
+import traceback
 
 import torch
 import torch.distributed as dist
@@ -97,17 +98,21 @@ class Collector:
         )
 
     def score(self, text: str, problem: Problem) -> float:
-        """What the reward function says of a response. Raises InputError if that is no finite number."""
-        given = self.reward(text, problem.answer, problem.row)
+        """Return what the reward function says of a response. Raises InputError if it fails, or that is no finite
+        number."""
+        called, response = f"grpo.reward={self.config.grpo.reward}", f"for the response {text[:80]!r}"
+        try:
+            given = self.reward(text, problem.answer, problem.row)
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            what = traceback.format_exception_only(error)[-1].partition("\n")[0]
+            raise InputError(f"{called} raised {what} {response}, at {last.filename}:{last.lineno}") from error
         try:
             score = float(given)
         except (TypeError, ValueError, OverflowError, RuntimeError):  # the last of a tensor with several elements
             score = math.nan
         if not math.isfinite(score):
-            raise InputError(
-                f"grpo.reward={self.config.grpo.reward} returned {given!r} for the response {text[:80]!r}, and not a "
-                f"finite number"
-            )
+            raise InputError(f"{called} returned {given!r} {response}, and not a finite number")
         return score
 
     def evaluate(self, problems, count: int) -> dict[str, float]:

@@ -357,7 +357,7 @@ def _validate_grpo(config: "Config") -> None:
     _at_least(config, 2, "grpo.group")
     _at_least(config, 0, "grpo.clip_low", "grpo.clip_high", "grpo.kl", "grpo.importance_low", "grpo.importance_high",
               "grpo.overlong_buffer", "grpo.overlong_penalty", "grpo.generation_ranks", "grpo.warmup_steps",
-              "grpo.warmup_lr")  # fmt: skip
+              "grpo.warmup_lr", "grpo.keep_rollouts")  # fmt: skip
     # above any ratio (e^20, see objective.py), below what fp32 holds
     _at_most(config, 10**9, "grpo.clip_low", "grpo.clip_high", "grpo.importance_low", "grpo.importance_high")
     if config.data.kind not in ("mock", "jsonl"):

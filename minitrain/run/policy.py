@@ -41,10 +41,11 @@ from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.tensor_decoder import tensor_parallel
 from minitrain.rollout.engine import Sampler
 from minitrain.run.checkpoint import Checkpointer, resume, save_step
+from minitrain.run.checkpoint_files import complete_steps
 from minitrain.run.fingerprint import agreed_fingerprint
 from minitrain.run.launch import checkpoint_group, fill_weights, pick_device, set_timeout, start
 from minitrain.run.metrics import MetricsLog
-from minitrain.run.rollout_files import read_rollouts, write_rollouts
+from minitrain.run.rollout_files import read_rollouts, remove_rollouts, write_rollouts
 from minitrain.settings import Config
 from minitrain.training.loop import is_due
 
@@ -146,6 +147,8 @@ class Run:
         return self.first
 
     def about(self) -> Iterator[str]:
+        if self.config.precision == "fp8":
+            yield "precision=fp8: the sampler computes in bf16"
         if not self.first:
             yield self.problems.about
             if self.config.validation.every:
@@ -241,7 +244,15 @@ class Run:
             groups, self.seconds["generation"] = self.tell(collected, self.first_sampler)
             if self.folder is not None:
                 write_rollouts(self.rollouts(step), groups, self.everyone)
+                self.remove_old_rollouts(step)
         return groups
+
+    def remove_old_rollouts(self, step: int) -> None:
+        """Remove all but the newest, and those on which a run goes on that resumes from the oldest checkpoint."""
+        keep = self.config.grpo.keep_rollouts
+        if keep and dist.get_rank() == 0:
+            oldest = min(complete_steps(self.checkpointer.folder), default=step + 1)
+            remove_rollouts(self.rollouts(step).parent, min(step + 2 - keep, oldest + 1))
 
     def tell(self, value: Any, source: int) -> Any:
         """`value` of rank `source`, on all ranks; where they are colocated each has it already."""

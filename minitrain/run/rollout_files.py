@@ -28,6 +28,14 @@ def write_rollouts(file: Path, groups: list[Group], ranks: ProcessGroup) -> None
         write_durably(file, "".join(texts))
 
 
+def remove_rollouts(folder: Path, before: int) -> None:
+    """Remove the responses of steps before number `before`, counted from 1."""
+    for file in folder.glob("step-*.jsonl"):
+        number = file.stem.removeprefix("step-")
+        if number.isdecimal() and int(number) < before:
+            file.unlink(missing_ok=True)
+
+
 def read_rollouts(file: Path) -> list[Group]:
     """What `write_rollouts` wrote; raises InputError for anything else."""
     try:

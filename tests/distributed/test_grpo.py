@@ -414,6 +414,33 @@ def test_resume_is_exact_with_ranks_apart(pool, tmp_path, adapters):
     assert (tmp_path / "reference").exists() == (not adapters)
 
 
+def test_the_newest_responses_stay(pool, tmp_path):
+    """And those on which a run goes on that resumes: after the checkpoint of step 2 those of step 3."""
+    tree = LAGGING | {"grpo": LAGGING["grpo"] | {"keep_rollouts": 1}}
+    for steps, files in (([], [4]), ([2], [3, 4])):
+        folder = tmp_path / str(len(steps))
+        folder.joinpath("rollouts").mkdir(parents=True)
+        folder.joinpath("rollouts/step-notes.jsonl").touch()  # of nobody's
+        [(at_once, weights)] = pool.run(1, run, tree, folder, steps)
+        expected = [*(f"step-{number:08d}.jsonl" for number in files), "step-notes.jsonl"]
+        assert sorted(file.name for file in folder.joinpath("rollouts").iterdir()) == expected
+    [(resumed, again)] = pool.run(1, run, tree, folder, [])
+    assert [line["loss"] for line in at_once[2:]] == [line["loss"] for line in resumed]
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def what_is_said(tree):
+    whole = Run(configs.from_dict(tree), None)
+    whole.begin()
+    return list(whole.about())
+
+
+def test_a_sampler_beside_an_fp8_trainer_says_that_it_computes_in_bf16(pool):
+    line, tree = "precision=fp8: the sampler computes in bf16", TREE | {"precision": "fp8"}
+    assert all(line in said for said in pool.run(2, what_is_said, tree | {"parallel": {"dp_shard": 2}}))
+    assert not any(line in said for said in pool.run(2, what_is_said, TREE | {"parallel": {"dp_shard": 2}}))
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 def test_resume_takes_the_problems_that_come_next(pool, tmp_path, lag):
     """Of steps that needed one round of sampling or several; kept in the checkpoint, and with sampled responses."""

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -10,8 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from minitrain.grpo import objective
 from minitrain.grpo.advantages import advantages, has_signal
 from minitrain.grpo.objective import PolicyGradient, importance_weights, is_clipped, kl_estimate
+from minitrain.run.config import from_dict
+from minitrain.run.config_yaml import read_yaml
 from minitrain.settings import GRPO
 from minitrain.training import loss
 from minitrain.training.loss import IGNORE, linear_log_probs
@@ -360,3 +364,18 @@ def test_log_probs_equal_materialised_logits(monkeypatch, chunk, frozen):
     assert not results[0][1].requires_grad
     gradients = [torch.autograd.grad((upstream * log_probs).sum(), learned) for log_probs, _ in results]
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+
+
+def test_the_defaults_are_a_method_of_the_table():
+    """And every row of it is made of settings that there are."""
+    table = objective.__doc__.partition("settings\n")[2].partition("\n\n")[0]
+    rows = [row.split() for row in re.split(r"\n(?=    \S)", table)]
+    methods = {}
+    for row in rows:
+        named = dict(word.split("=") for word in row if "=" in word and ")" not in word)
+        methods[row[0]] = read_yaml("\n".join(f"{key}: {value}" for key, value in named.items()), "the table")
+    tree = {"task": "grpo", "rollout": {"max_tokens": 8192}}
+    made = {method: from_dict(tree | {"grpo": settings}).grpo for method, settings in methods.items()}
+    assert made["NeMo"] == GRPO() and len(rows) == len(made) == 10
+    assert {"baseline", "std_scaling", "aggregation", "clip_low", "clip_high"} == set(methods["NeMo"])
+    assert not any(other == GRPO() for method, other in made.items() if method != "NeMo")

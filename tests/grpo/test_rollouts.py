@@ -6,7 +6,7 @@ import pickle
 from decimal import Decimal
 from statistics import stdev
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -322,6 +322,27 @@ def test_rewards_that_are_no_numbers():
         sampling.reward = lambda *_, given=given: given
         with pytest.raises(InputError, match="grpo.reward=exact returned .* for the response '.*', and not a finite"):
             sampling.collect(problems, 0)
+
+
+def test_rewards_that_raise():
+    """One line, which names the response and the place; of an interrupt nothing is made."""
+    def wrong(response, answer, row):
+        return 1 / row["missing"]
+
+    sampling, problems = collector([2])
+    for fails, line in (
+        (wrong, r"raised KeyError: 'missing' for the response '.*', at .*test_rollouts.py:\d+$"),
+        (lambda *_: [][1], r"raised IndexError: list index out of range for the response '.*', at .*:\d+$"),
+        (lambda *_: json.loads("{"), "raised json.decoder.JSONDecodeError: Expecting .* for the response"),
+        (lambda *_: next(iter(())), "raised StopIteration for the response"),
+        (lambda *_: torch.ones(2) @ torch.ones(3), r"raised RuntimeError: [^\n]* for the response [^\n]*$"),
+    ):
+        sampling.reward = fails
+        with pytest.raises(InputError, match="^grpo.reward=exact " + line):
+            sampling.collect(problems, 0)
+    sampling.reward = Mock(side_effect=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        sampling.collect(problems, 0)
 
 
 def test_a_wrong_reward_is_told_before_anything_starts(monkeypatch):
