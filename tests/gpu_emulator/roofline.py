@@ -57,7 +57,7 @@ def summarize(log: Path, compiled: Path, mark: str, top: int) -> str:
     """The table of the launches after the last `mark`, up to the next mark."""
     sizes, kinds, kernels = generated_bytes(compiled), defaultdict(lambda: [0, 0.0, 0.0]), Counter()
     for line in log.read_text().rpartition(f"MARK\t{mark}\t")[2].splitlines()[1:]:
-        kind, name, x, y, *_ = line.split("\t")
+        kind, name, _, y, *_ = line.split("\t")
         if kind == "MARK":
             break
         seconds = moved = 0.0
