@@ -32,7 +32,7 @@ class Data:
     field: str = "text"  # jsonl: the key that holds the text; chats are looked for, see data/chat.py
     template: Literal["auto", "llama3", "chatml", "plain"] = "auto"  # fine-tuning: how chats become text
     over_long: Literal["truncate", "drop"] = "truncate"  # fine-tuning: chats longer than batch.seq_len
-    packed: bool | None = None  # do chats or videos share rows; None: chats do, videos do not; mock chats: as SQuAD's
+    packed: bool | None = None  # do chats share rows; None: they do; mock chats: as SQuAD's
     tokenizer: str = "bytes"  # or a tokenizer.json, or a folder that holds one; tokens: what to save with the model
     token_dtype: Literal["uint16", "uint32"] = "uint16"  # tokens: of raw .bin files (.npy files know theirs)
     document_end: int | None = None  # tokens: the id that ends a document; None: one document per file
@@ -45,7 +45,7 @@ class Data:
 class Batch:
     """global_ (`global` in YAML): sequences per optimizer step over all ranks; micro: per rank and forward pass.
 
-    For diffusion a sequence is a video, or a pack of them, and seq_len the patches that it has, or has at most.
+    For diffusion a sequence is a video, and seq_len the patches that it has, or has at most.
     """
 
     global_: int = 8

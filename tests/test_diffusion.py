@@ -22,7 +22,7 @@ from minitrain.errors import InputError
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
 from minitrain.run.config import from_dict, load
-from minitrain.run.launch import check_device, make_trainer, start
+from minitrain.run.launch import make_trainer, start
 from minitrain.settings import to_dict
 from minitrain.simulator.fake_world import estimate_memory
 from tests.commands import ROOT
@@ -51,7 +51,7 @@ def with_settings(**settings) -> dict:
     ({"batch": {"seq_len": 32}}, "batch.seq_len=32 is not the number of patches of data.size=[2, 4, 8], 16"),
     ({"parallel": {"pp": 2}}, "parallel.pp=2, async_tp=false are not for diffusion"),
     ({"data": {"size": [-2, -4, 8]}}, "data.size=[-2, -4, 8] must be frames, height and width"),
-    ({"data": {"packed": True}}, "data.packed=true is for task=sft and lora, or data.kind=latents, not for task=diff"),
+    ({"data": {"packed": True}}, "data.packed=true is for task=sft and lora, not for task=diffusion"),
     ({"parallel": {"async_tp": True}}, "parallel.pp=1, async_tp=true are not for diffusion"),
     ({"parallel": {"cp": 2, "tp": 4, "context": "ulysses"}}, "tp=4 x cp=2 with context=ulysses does not divide num_a"),
     ({"parallel": {"cp": 8, "tp": 4}}, "parallel.tp=4 x cp=8 with context=allgather does not divide batch.seq_len=16"),
@@ -115,11 +115,10 @@ def run(tree: dict, folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_run_logs_validates_resumes_and_exports(folder, packed):
+def test_a_run_logs_validates_resumes_and_exports(folder):
     """Resumed from its middle, a run repeats what it did without interruption, validation and all."""
-    tree = latents(folder, packed=packed, validation=0.3) | {"validation": {"every": 2, "batches": 1}, "steps": 4}
-    tree["batch"] = {"global": 2, "micro": 1 + (not packed), "seq_len": 24 if packed else 16}
+    tree = latents(folder, validation=0.3) | {"validation": {"every": 2, "batches": 1}, "steps": 4}
+    tree["batch"] = {"global": 2, "micro": 2, "seq_len": 16}
     lines = run(tree | {"checkpoint": {"every": 2, "keep": 3}}, folder)
     assert [line["step"] for line in lines] == [1, 2, 3, 4] and "val_loss" in lines[1] and "val_loss" in lines[3]
     for line in lines:
@@ -135,8 +134,7 @@ def test_a_run_logs_validates_resumes_and_exports(folder, packed):
     assert [line["loss"] for line in again] == [line["loss"] for line in lines]
     assert again[3]["val_loss"] == lines[3]["val_loss"]
     data, _ = open_dataset(from_dict(tree))
-    videos = [data.row(n)["latents"] if packed else [data.row(n)["latents"]] for n in range(8)]
-    patches = [sum(video[0].numel() // 4 for video in row) for row in videos]
+    patches = [data.row(n)["latents"][0].numel() // 4 for n in range(8)]
     seen = [sum(patches[: 2 * line["step"]]) for line in again]
     assert [line["tokens"] for line in lines] == [line["tokens"] for line in again] == seen
 
@@ -173,7 +171,7 @@ def test_validation_noise_is_fixed_and_its_videos_are_held_out(folder):
     assert held != {other.row(n)["latents"].flatten()[0].item() for n in range(4)}
 
 
-@pytest.mark.parametrize("data", [None, {}, {"packed": True}], ids=str)
+@pytest.mark.parametrize("data", [None, {}], ids=str)
 def test_validation_hides_no_text(folder, data):
     """Of the videos to train on too, where none are held out."""
     tree = TREE if data is None else latents(folder, **data)
@@ -182,7 +180,6 @@ def test_validation_hides_no_text(folder, data):
     for side, shown in ((train, False), (held, True)):
         row = side.row(0)
         assert row["text"].any() == shown and row["text"].shape[-2:] == (6, 64)
-        assert not data or sum(x[0].numel() // 4 for x in row["latents"]) <= 16
 
 
 @pytest.mark.parametrize("settings, message", [
@@ -199,14 +196,6 @@ def test_videos_that_do_not_fit(folder, settings, message):
     with pytest.raises(InputError) as error:
         open_dataset(from_dict(tree))
     assert message in str(error.value)
-
-
-def test_packs_on_a_gpu_are_compiled_for_any_length(tmp_path):
-    tree = latents(tmp_path, packed=True)
-    check_device(from_dict(tree | {"compile": True}), torch.device("cuda"))
-    check_device(from_dict(tree), torch.device("cpu"))
-    with pytest.raises(InputError, match="data.packed=true on a GPU needs compile=true"):
-        check_device(from_dict(tree), torch.device("cuda"))
 
 
 def test_a_condition_that_is_not_of_the_latents_size(tmp_path):

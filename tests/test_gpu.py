@@ -331,16 +331,15 @@ def test_prompts_of_any_length_take_kernels_that_need_no_plan(name):
     assert not any("cudnn" in name for name in names) and any("fmha" in name or "flash" in name for name in names)
 
 
-def test_wan_with_its_masks():
-    """Two videos packed, which take FlexAttention, and one alone, in bf16 against fp32 on the CPU."""
+def test_wan_on_cuda_equals_cpu():
+    """In bf16 against fp32 on the CPU."""
     torch.manual_seed(0)
     model = Wan(model_config("wan2.1-1.3b-tiny", attention_head_dim=64))
-    videos = [torch.randn(16, frames, 16, 8) for frames in (3, 6)]
+    videos = torch.randn(2, 16, 3, 16, 8)
     timestep, text = torch.tensor([900.0, 200.0]), torch.randn(2, 40, 64)
-    expected = [*model(videos, timestep, text), model(videos[0][None], timestep[:1], text[:1])[0]]
+    expected = model(videos, timestep, text)
     model.to("cuda", torch.bfloat16)
-    videos, timestep, text = [video.cuda() for video in videos], timestep.cuda(), text.cuda()
-    found = [*model(videos, timestep, text), model(videos[0][None], timestep[:1], text[:1])[0]]
+    found = model(videos.cuda(), timestep.cuda(), text.cuda())
     for one, other in zip(found, expected, strict=True):
         assert (one.cpu() - other).norm() / other.norm() < 0.03
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from minitrain.data.latents import LatentCache, MockLatents, Packs, find_buckets, save_video
+from minitrain.data.latents import LatentCache, MockLatents, find_buckets, save_video
 from minitrain.data.text import Skips
 from minitrain.errors import InputError
 from minitrain.run.config import from_dict
 from minitrain.settings import Diffusion
+from minitrain.training.flow import Noised
 
 SHAPES = [(2, 1, 2, 4), (2, 3, 4, 4)]
 
@@ -71,7 +72,7 @@ def test_rows_are_fp32_and_texts_padded_with_zeros(folder):
         assert torch.equal(row["text"], expected)
 
 
-def test_files_with_and_without_a_negative_text_share_buckets_and_packs(folder):
+def test_files_with_and_without_a_negative_text_share_buckets(folder):
     """It is padded as the text is, and takes its place where that is hidden."""
     negative = torch.full((2, 6), -1.0)
     save_video(folder / "9.safetensors", torch.full(SHAPES[1], 9.0), torch.ones(1, 6), negative=negative)
@@ -81,10 +82,8 @@ def test_files_with_and_without_a_negative_text_share_buckets_and_packs(folder):
     padded = torch.tensor([-1.0, -1, 0, 0])[:, None].expand(4, 6)
     assert [number(row) for row in rows if "negative" in row] == [9]
     assert all(torch.equal(row["negative"], padded) for row in rows if "negative" in row)
-    packs = Packs(cache, Diffusion(text_dropout=1.0), 14, (1, 2, 2), seed=0)
-    for row in map(packs.row, range(len(packs))):
-        for latents, text in zip(row["latents"], row["text"], strict=True):
-            assert torch.equal(text, padded if latents.flatten()[0] == 9 else torch.zeros(4, 6))
+    for row in map(Noised(cache, Diffusion(text_dropout=1.0), seed=0).row, range(10)):
+        assert torch.equal(row["text"], padded if number(row) == 9 else torch.zeros(4, 6))
 
 
 def test_image_to_video_files(tmp_path):
@@ -140,33 +139,3 @@ def test_paths_and_exclude_are_those_of_all_kinds_of_data(folder):
     path, exclude = [f"{folder}/[0-3].safetensors", f"{folder}/8.safetensors"], ["*/2.safetensors", "*/8.*"]
     buckets = find_buckets(config_of(path, exclude), Skips())
     assert [file.stem for files in buckets for file in files] == ["0", "1", "3"]
-
-
-def test_packs_hold_every_video_with_noise_of_its_own(folder):
-    """2 and 12 tokens a video, by patches of (1, 2, 2). In another order each time, as with another seed."""
-    packs, other = (Packs(open_cache(folder), Diffusion(), 14, (1, 2, 2), seed) for seed in (0, 1))
-    rows = [packs.row(n) for n in range(2 * len(packs))]
-    orders = [[int(x.flatten()[0]) for row in epoch for x in row["latents"]] for epoch in (rows[:5], rows[5:])]
-    assert len(packs) == 5 and sorted(orders[0]) == sorted(orders[1]) == list(range(9)) and orders[0] != orders[1]
-    assert [int(x.flatten()[0]) for n in range(5) for x in other.row(n)["latents"]] not in orders
-    for n, row in enumerate(rows):
-        videos = len(row["latents"])
-        names = [Path(name).stem for name in packs.origin(n).split(" and ")]
-        assert names == [str(int(x.flatten()[0])) for x in row["latents"]]
-        assert sum(x[0].numel() // 4 for x in row["latents"]) <= 14
-        assert row["sigma"].shape == (videos,) and row["text"].shape == (videos, 4, 6)
-        assert [e.shape for e in row["noise"]] == [x.shape for x in row["latents"]]
-    sigmas = torch.cat([row["sigma"] for row in rows])
-    assert len(sigmas.unique()) == 18
-    assert not set(sigmas.tolist()) & set(torch.cat([other.row(n)["sigma"] for n in range(5)]).tolist())
-    joined = packs.collate(rows)
-    assert len(joined["latents"]) == 18 and torch.equal(joined["sigma"], sigmas) and joined["text"].shape == (18, 4, 6)
-
-
-def test_packed_images_must_have_as_many_tokens(tmp_path):
-    for i in range(3):
-        more = {"condition": torch.zeros(3, 1, 2, 4), "image": torch.zeros(4 + i // 2, 7)}
-        save_video(tmp_path / f"{i}.safetensors", torch.zeros(2, 1, 2, 4), torch.zeros(2, 6), **more)
-    cache = open_cache(tmp_path, in_channels=5, image_dim=7)
-    with pytest.raises(InputError, match=r"/2\.safetensors: image has 5 tokens, that of .*/0\.safetensors 4: data\.pa"):
-        Packs(cache, Diffusion(), budget=14, patch=(1, 2, 2), seed=0).row(0)

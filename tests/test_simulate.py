@@ -58,7 +58,7 @@ def test_few_micro_batches_stand_for_all_exactly():
 @pytest.mark.parametrize("fp8", [False, True])
 def test_weights_that_stay_gathered_are_no_activations(fp8):
     """bf16: two bytes of each weight. FP8: one of the blocks', one more transposed, and one of each shard's, with a
-    scale for each of a block's seven."""
+    scale of 16 bytes for each of a block's seven."""
     parallel = {"dp_shard": 2, "reshard_after_forward": False}
     kind = {"precision": "fp8", "fp8": {"keep_transposed": True}} if fp8 else {"precision": "bf16"}
     config = configs.from_dict(TREE | kind | {"parallel": parallel})
@@ -67,7 +67,7 @@ def test_weights_that_stay_gathered_are_no_activations(fp8):
     in_blocks -= weights["model.embed_tokens.weight"].numel() + weights["lm_head.weight"].numel()
     peak = trace_step(config, 2).peak
     assert peak["gathered"] == 2 * whole + 4  # and the gradient's norm
-    assert peak["parameters"] == 4 * whole // 2 + (in_blocks // 2 + 7 * 4) * fp8
+    assert peak["parameters"] == 4 * whole // 2 + (in_blocks // 2 + 7 * 16) * fp8
 
 
 @pytest.mark.parametrize("layout, share", [({"reshard_after_forward": False}, 1), ({"dp_replicate": 2}, 2)])

@@ -8,8 +8,7 @@ Where training hides a text (diffusion.text_dropout) the model sees the file's `
 published models are to see the embedding of an empty prompt, since that is what they are guided away from.
 Wan's condition is first a mask of 4 channels, one for each frame of the 4 that a latent frame stands for (the first is
 all 4 of its own), 1 where the frame is given; then the latents, normalised alike, of the video with all others grey.
-Videos of one shape form a bucket, and a micro-batch comes from one bucket, or else is a pack: videos of all shapes in
-one sequence.
+Videos of one shape form a bucket, and a micro-batch comes from one bucket.
 Every file's header is checked before training, its values (are they finite?) when they are read; with
 data.on_error=skip all values before training, to know which files to leave out.
 `open_latents` chooses among these by the config. What is not here: the encoders, and pickled files, which could run any
@@ -35,9 +34,8 @@ from minitrain.errors import InputError
 from minitrain.formats.tensor_files import FLOATS, open_tensors, read_headers, write_tensors
 from minitrain.hashing import nth, shuffled
 from minitrain.models.wan import WanConfig
-from minitrain.settings import Config, Diffusion
-from minitrain.training.flow import Noised, add_noise, generator
-from minitrain.training.packing import first_fit_decreasing
+from minitrain.settings import Config
+from minitrain.training.flow import Noised, generator
 
 DIMENSIONS = {"latents": 4, "text": 2, "negative": 2, "condition": 4, "image": 2}
 TEXTS = "text", "negative"
@@ -47,7 +45,7 @@ IMAGE_TOKENS = 257  # of CLIP's features of one image
 Shape = tuple[int | str, ...]  # "tokens" where any number will do
 
 
-def open_latents(config: Config) -> "tuple[Noised, Noised] | tuple[Packs, Packs]":
+def open_latents(config: Config) -> tuple[Noised, Noised]:
     """The videos to train on, and those to validate on, under noise held fixed.
 
     The latter are data.validation of the files; if that is 0, or there are none, they are those to train on, under
@@ -66,9 +64,6 @@ def open_latents(config: Config) -> "tuple[Noised, Noised] | tuple[Packs, Packs]
     buckets = find_buckets(config, skips)
     sides = split_buckets(buckets, data.validation, seed) if data.validation else (buckets, buckets)
     train, held = (LatentCache(side, data.text_tokens, config.batch.micro, seed) for side in sides)
-    if data.packed:
-        budget, patch = config.batch.seq_len, model.patch_size
-        noised = partial(Packs, settings=config.diffusion, budget=budget, patch=patch, seed=seed)
     train, held = noised(train), noised(held, held_out=True)
     notes = [skips.note]
     if model.image_dim is not None and data.text_tokens != DIFFUSERS_TEXT:
@@ -244,51 +239,3 @@ def save_video(path: str | Path, latents: Tensor, text: Tensor, **more: Tensor) 
 
 
 # ------------------------------------------------------------------------------------------------------------- packing
-
-
-class Packs:
-    """The videos of a cache, whatever their shapes, packed into sequences of at most `budget` tokens (patches).
-
-    Row n, a pure function of (seed, n), is a whole micro-batch for `FlowMatching`: several videos, each with its own
-    noise and sigma (see flow.py, also on `held_out`). The packs are the same in every epoch, their order and noise are
-    not. patch: the model's patch_size. Raises InputError for images of different numbers of tokens.
-    """
-
-    def __init__(
-        self, cache: LatentCache, settings: Diffusion, budget: int, patch: tuple[int, int, int], seed: int,
-        held_out: bool = False,
-    ):  # fmt: skip
-        self.cache, self.settings, self.seed, self.held_out = cache, settings, seed, held_out
-        self.files = list(chain(*cache.buckets))
-        shapes = [read_shapes(file) for file in self.files]
-        for file, each in zip(self.files, shapes, strict=True):
-            if each.get("image") != shapes[0].get("image"):
-                pair = f"{each['image'][0]} tokens, that of {self.files[0]} {shapes[0]['image'][0]}"
-                raise InputError(f"{file}: image has {pair}: data.packed=true needs the same of all")
-        patches = [math.prod(each["latents"][1:]) // math.prod(patch) for each in shapes]
-        self.packs = first_fit_decreasing(patches, budget)
-
-    def __len__(self) -> int:
-        return len(self.packs)
-
-    def row(self, n: int) -> dict[str, list[Tensor] | Tensor]:
-        """Lists of latents, noise and condition, and stacked sigma [videos], text and image [videos, tokens, dim]."""
-        epoch, pack = self.pack(n)
-        first = epoch * len(self.files)
-        noise = self.settings, self.seed, self.held_out
-        videos = [add_noise(self.cache.read(self.files[i]), first + i, *noise) for i in pack]
-        lists = {key: [video[key] for video in videos] for key in videos[0]}
-        return lists | {key: torch.stack(lists[key]) for key in ("sigma", "text", "image") if key in lists}
-
-    def origin(self, n: int) -> str:
-        return " and ".join(str(self.files[i]) for i in self.pack(n)[1])
-
-    def pack(self, n: int) -> tuple[int, list[int]]:
-        """The epoch of row n, and its videos."""
-        epoch, number = nth(n, len(self), self.seed)
-        return epoch, self.packs[number]
-
-    def collate(self, packs: list[dict]) -> dict[str, list[Tensor] | Tensor]:
-        """Several packs as one longer."""
-        joined = {key: [pack[key] for pack in packs] for key in packs[0]}
-        return {key: torch.cat(x) if isinstance(x[0], Tensor) else list(chain(*x)) for key, x in joined.items()}

@@ -1,15 +1,12 @@
-"""Latents of videos as tokens: patches, rotary embeddings in three dimensions, several videos in one sequence.
+"""Latents of videos as tokens: patches, and rotary embeddings in three dimensions.
 
 Plain functions; the network that uses them is in wan.py.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from minitrain.models.attention import Mask, allowed_pairs
 
 THETA = 10000.0  # of the rotations and of the timestep's sinusoids
 
@@ -36,12 +33,12 @@ def unpatchify(x: Tensor, grid: tuple[int, int, int], patch: tuple[int, int, int
     return pieces.reshape(len(x), -1, frames, height, width)
 
 
-def rotary_tables_3d(grids: list[tuple[int, int, int]], head_dim: int, device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of all tokens of some videos in a row, for `rotate_pairs`, fp32: 2 x [1, tokens, 1, head_dim].
+def rotary_tables_3d(grid: tuple[int, int, int], head_dim: int, device) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of all tokens of a video, for `rotate_pairs`, fp32: 2 x [1, tokens, 1, head_dim].
 
     A pair of channels has twice the same cosine, and the sine with both signs.
     """
-    angles = torch.cat([grid_angles(grid, head_dim, device) for grid in grids])
+    angles = grid_angles(grid, head_dim, device)
     cos, sin = angles.cos().float(), angles.sin().float()
     return torch.stack([cos, cos], -1).flatten(1)[None, :, None], torch.stack([-sin, sin], -1).flatten(1)[None, :, None]
 
@@ -78,34 +75,3 @@ def timestep_sinusoids(timestep: Tensor, dim: int) -> Tensor:
 def upcast(x: Tensor) -> Tensor:
     """In fp32, or fp64 if it is that."""
     return x if x.dtype == torch.float64 else x.float()
-
-
-class Pack(NamedTuple):
-    """What blocks need to know of several videos in one sequence.
-
-    The masks say which of all texts' and images' tokens, laid end to end, each token sees.
-    """
-
-    video: Tensor  # int [1, seq]: which video each token of the block's input belongs to
-    text_mask: Mask
-    image_mask: Mask | None
-
-
-def number_tokens(grids: list[tuple[int, int, int]], device) -> Tensor:
-    """int [1, seq]: which of the packed videos each token belongs to."""
-    return torch.cat([torch.full((math.prod(grid),), i, device=device) for i, grid in enumerate(grids)])[None]
-
-
-def make_pack(documents: Tensor, video: Tensor, text: Tensor, image: Tensor | None) -> Pack:
-    """documents: int [1, seq], from `number_tokens`, of the tokens that attend; video: the same of a block's input,
-    which tensor parallelism splits further; text, image: [videos, tokens, dim]."""
-
-    def see_own(keys: Tensor) -> Mask:
-        videos, tokens = keys.shape[:2]
-
-        def allows(row, head, query, key):
-            return documents[row, query] == key // tokens
-
-        return Mask(False, allowed_pairs(allows, 1, documents.shape[1], videos * tokens, documents.device))
-
-    return Pack(video, see_own(text), None if image is None else see_own(image))

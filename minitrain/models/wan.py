@@ -23,9 +23,6 @@ from minitrain.models.attention import Mask, attention, make_mask
 from minitrain.models.layers import KeepsFP32
 from minitrain.models.limits import check_size
 from minitrain.models.video import (
-    Pack,
-    make_pack,
-    number_tokens,
     patch_grid,
     patchify,
     rotary_tables_3d,
@@ -94,41 +91,31 @@ class Wan(nn.Module):
         self.proj_out = nn.Linear(config.dim, config.out_channels * math.prod(config.patch_size))
         self.adaln = AdaLN(2, config.dim)
 
-    def forward(
-        self, latents: Tensor | list[Tensor], timestep: Tensor, text: Tensor, image: Tensor | None = None
-    ) -> Tensor | list[Tensor]:
-        """The velocity noise - data, with `out_channels` channels and otherwise in the latents' shape, in fp32.
+    def forward(self, latents: Tensor, timestep: Tensor, text: Tensor, image: Tensor | None = None) -> Tensor:
+        """Return the velocity noise - data, with `out_channels` channels and otherwise in the latents' shape, in fp32.
 
-        latents: [batch, in_channels, frames, height, width]; or a list of videos [in_channels, frames, height, width]
-        of any sizes, which are packed into one sequence, and a list is returned.
+        latents: [batch, in_channels, frames, height, width].
         timestep: [batch], 0 (data) to 1000 (noise), not rounded. text: [batch, tokens, text_dim]; padding is seen.
         image: [batch, tokens, image_dim], for image-to-video models only.
         Raises InputError for latents that the patches do not divide, and for an image too many or too few.
         """
-        packed = isinstance(latents, list)
-        videos = [video[None] for video in latents] if packed else [latents]
-        self._check(videos, image)
-        grids = [patch_grid(video, self.config.patch_size) for video in videos]
-        patches = torch.cat([patchify(video, self.config.patch_size) for video in videos], dim=1)
-        x = self.patch_embedding(self.split_tp(self.split_cp(patches)))
-        rotary = tuple(map(self.split_cp, rotary_tables_3d(grids, self.config.attention_head_dim, x.device)))
+        patch = self.config.patch_size
+        self._check(latents, image)
+        grid = patch_grid(latents, patch)
+        x = self.patch_embedding(self.split_tp(self.split_cp(patchify(latents, patch))))
+        rotary = tuple(map(self.split_cp, rotary_tables_3d(grid, self.config.attention_head_dim, x.device)))
         embedding, modulation, text, image = self.condition_embedder(timestep, text, image)
-        documents = self.split_cp(number_tokens(grids, x.device)) if packed else None
-        pack = make_pack(documents, self.split_tp(documents), text, image) if packed else None
-        mask = self.make_mask(rotary[0].shape[1], x.device, documents, causal=False)
+        mask = self.make_mask(rotary[0].shape[1], x.device, None, causal=False)
         for block in self.blocks:
-            x = block(x, modulation, rotary, mask, text, image, pack)
-        shift, scale = select(self.adaln.scale_shift_table + embedding[:, None], pack)
+            x = block(x, modulation, rotary, mask, text, image)
+        shift, scale = unbind_rows(self.adaln.scale_shift_table + embedding[:, None])
         x = self.gather(upcast(self.proj_out(modulate(x, shift, scale, self.config.eps))))
-        pieces = x.split([math.prod(grid) for grid in grids], dim=1)
-        out = [unpatchify(piece, grid, self.config.patch_size) for piece, grid in zip(pieces, grids, strict=True)]
-        return [video[0].clone() for video in out] if packed else out[0]  # FSDP watches the outputs: no views
+        return unpatchify(x, grid, patch)
 
-    def _check(self, videos: list[Tensor], image: Tensor | None) -> None:
-        for video in videos:
-            sizes, patch = tuple(video.shape[-3:]), self.config.patch_size
-            if any(size % p for size, p in zip(sizes, patch, strict=True)):
-                raise InputError(f"latents of {list(sizes)} frames, rows, columns do not divide into patches {patch}")
+    def _check(self, latents: Tensor, image: Tensor | None) -> None:
+        sizes, patch = tuple(latents.shape[-3:]), self.config.patch_size
+        if any(size % p for size, p in zip(sizes, patch, strict=True)):
+            raise InputError(f"latents of {list(sizes)} frames, rows, columns do not divide into patches {patch}")
         if (image is None) != (self.config.image_dim is None):
             needs = "needs an image" if image is None else "has image_dim=None: it takes no image"
             raise InputError(f"this Wan model {needs}")
@@ -165,15 +152,14 @@ class Block(nn.Module):
 
     def forward(
         self, x: Tensor, modulation: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask, text: Tensor,
-        image: Tensor | None, pack: Pack | None,
+        image: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """x: [batch, seq, dim], of a pack [1, all tokens, dim]; modulation: fp32 [videos, 6, dim]; text, image:
-        [videos, tokens, dim]."""
-        rows = select(self.adaln.scale_shift_table + modulation, pack)
+        """x: [batch, seq, dim]; modulation: fp32 [batch, 6, dim]; text, image: [batch, tokens, dim]."""
+        rows = unbind_rows(self.adaln.scale_shift_table + modulation)
         attention_shift, attention_scale, attention_gate, mlp_shift, mlp_scale, mlp_gate = rows
         out = self.attn1(modulate(x, attention_shift, attention_scale, self.eps), rotary, mask)
         x = torch.addcmul(x, out, attention_gate).type_as(x)  # gates are in fp32, and so is this sum
-        x = x + self.attn2(layer_norm(self.norm2, x, self.eps), text, image, pack)
+        x = x + self.attn2(layer_norm(self.norm2, x, self.eps), text, image)
         out = self.ffn(modulate(x, mlp_shift, mlp_scale, self.eps))
         return torch.addcmul(x, out, mlp_gate).type_as(x)
 
@@ -212,20 +198,18 @@ class CrossAttention(nn.Module):
             self.norm_added_k = nn.RMSNorm(dim, eps)
         self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
 
-    def forward(self, x: Tensor, text: Tensor, image: Tensor | None, pack: Pack | None) -> Tensor:
-        """x: [batch, seq, dim]; text, image: [videos, tokens, dim]. Returns [batch, seq, dim]."""
+    def forward(self, x: Tensor, text: Tensor, image: Tensor | None) -> Tensor:
+        """x: [batch, seq, dim]; text, image: [batch, tokens, dim]. Returns [batch, seq, dim]."""
         q = self.norm_q(self.to_q(x))
-        out = self._look(q, self.norm_k(self.to_k(text)), self.to_v(text), pack and pack.text_mask)
+        out = self._look(q, self.norm_k(self.to_k(text)), self.to_v(text))
         if image is not None:
             keys = self.norm_added_k(self.add_k_proj(image))
-            out = out + self._look(q, keys, self.add_v_proj(image), pack and pack.image_mask)
+            out = out + self._look(q, keys, self.add_v_proj(image))
         return self.to_out[0](out)
 
-    def _look(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
-        if mask is not None:  # a pack: one sequence sees all keys, but for the mask
-            k, v = k.flatten(0, 1)[None], v.flatten(0, 1)[None]
+    def _look(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
-        return attention(q, k, v, mask or Mask(causal=False)).transpose(1, 2).flatten(2)
+        return attention(q, k, v, Mask(causal=False)).transpose(1, 2).flatten(2)
 
 
 class AdaLN(KeepsFP32):
@@ -325,10 +309,9 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
     return torch.addcmul(shift, F.layer_norm(upcast(x), x.shape[-1:], eps=eps), 1 + scale).type_as(x)
 
 
-def select(table: Tensor, pack: Pack | None) -> list[Tensor]:
-    """The rows of table [videos, rows, dim], each [videos, 1, dim]; for a pack each token's own, [1, seq, dim].
+def unbind_rows(table: Tensor) -> list[Tensor]:
+    """Return the rows of table [batch, rows, dim], each [batch, 1, dim].
 
-    By unbind: of chunks, torch 2.11 to 2.13 compile a backward pass that leaves gradients unwritten (#193061). Not as
-    row[pack.video]: not compiled, its gradient adds up a video's tokens one after the other (#41162).
+    By unbind: of chunks, torch 2.11 to 2.13 compile a backward pass that leaves gradients unwritten (#193061).
     """
-    return [row[:, None] if pack is None else F.embedding(pack.video, row) for row in table.unbind(1)]
+    return [row[:, None] for row in table.unbind(1)]

@@ -87,10 +87,9 @@ def _validate_sizes(c: "Config") -> None:
 
 
 def _validate_packed(c: "Config") -> None:
-    if c.data.packed is not None and c.task not in ("sft", "lora") and c.data.kind != "latents":
+    if c.data.packed is not None and c.task not in ("sft", "lora"):
         raise InputError(
-            f"data.packed={str(c.data.packed).lower()} is for task=sft and lora, or data.kind=latents, not for "
-            f"task={c.task} with data.kind={c.data.kind} (leave it out)"
+            f"data.packed={str(c.data.packed).lower()} is for task=sft and lora, not for task={c.task} (leave it out)"
         )
 
 

@@ -142,8 +142,6 @@ def check_device(config: Config, device: torch.device) -> None:
         raise InputError("parallel.async_tp=true needs CUDA devices, and this run is on the CPU (use false)")
     if config.precision == "fp8" and on_gpu and torch.cuda.get_device_capability(device) < (8, 9):
         raise InputError(f"precision=fp8 needs FP8 units, which {torch.cuda.get_device_name(device)} lacks (use bf16)")
-    if config.task == "diffusion" and config.data.packed and on_gpu and not config.compile:
-        raise InputError("data.packed=true on a GPU needs compile=true: else each new length compiles attention anew")
 
 
 def set_timeout(seconds: float, groups: Iterable[dist.ProcessGroup] | None = None) -> None:

@@ -29,7 +29,7 @@ class FlowMatching:
 
     Batches have latents, noise [batch, channels, frames, height, width], sigma [batch], text [batch, tokens, text_dim];
     for image-to-video also condition [batch, more channels, frames, height, width] and image [batch, tokens,
-    image_dim]. Lists of videos of different shapes in latents, noise and condition are packed into one sequence.
+    image_dim].
     patch_elements: how many elements of the latents make a token, for the log.
     """
 
@@ -47,8 +47,8 @@ class FlowMatching:
         noisy = [torch.lerp(x, e, s) for x, e, s in zip(latents, noise, sigma, strict=True)]
         if "condition" in batch:
             noisy = [torch.cat(pair) for pair in zip(noisy, batch["condition"], strict=True)]
-        noisy = noisy if isinstance(latents, list) else torch.stack(noisy)
-        velocities = model(noisy, 1000 * sigma, batch["text"], *([batch["image"]] if "image" in batch else []))
+        image = [batch["image"]] if "image" in batch else []
+        velocities = model(torch.stack(noisy), 1000 * sigma, batch["text"], *image)
         pairs = zip(velocities, noise, latents, strict=True)
         errors = torch.stack([(v - (e - x)).square().mean() * self._terms(x) for v, e, x in pairs])
         if not torch.is_grad_enabled():  # validation: runs that weigh otherwise are to compare

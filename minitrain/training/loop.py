@@ -155,12 +155,7 @@ def tell_routers(model: Module, micro_batches: list[dict[str, Tensor]], meshes: 
 
 
 def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Every tensor of the batch, those in lists too."""
-
-    def move(value):
-        return [move(x) for x in value] if isinstance(value, list) else value.to(device, non_blocking=True)
-
-    return {key: move(value) for key, value in batch.items()}
+    return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
 
 
 def training_steps(trainer: Trainer, dataset, start: int, seen: int) -> Iterator[dict[str, float]]:

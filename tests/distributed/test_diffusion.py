@@ -133,22 +133,14 @@ def test_adapters(pool, folder):
     check(pool, 4, settings, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("data, ranks, parallel", [
-    ({}, 2, {"dp_shard": 2}),
-    ({}, 4, {"tp": 2, "cp": 2, "context": "allgather"}),
-    ({"packed": True}, 2, {"dp_shard": 2}),
-    ({"packed": True}, 4, {"tp": 2, "cp": 2, "context": "allgather"}),
-    ({"packed": True}, 4, {"tp": 2, "cp": 2, "context": "ulysses"}),
+@pytest.mark.parametrize("ranks, parallel", [
+    (2, {"dp_shard": 2}),
+    (4, {"tp": 2, "cp": 2, "context": "allgather"}),
+    (4, {"tp": 2, "cp": 2, "context": "ulysses"}),
 ], ids=str)  # fmt: skip
-def test_videos_of_many_shapes(pool, folder, data, ranks, parallel):
-    batch = {"global": 4, "micro": 1 if data else 2, "seq_len": 12 if data else 8}
-    check(pool, ranks, tree(folder, data, parallel=parallel, batch=batch))
-
-
-def test_compiled_blocks_take_packs_of_any_length(pool, folder):
-    """As many lengths and numbers of videos as there are packs, for a few graphs."""
-    batch = {"global": 4, "micro": 1, "seq_len": 12}
-    check(pool, 1, tree(folder, {"packed": True}, batch=batch, compile=True), compiled_rank)
+def test_videos_of_many_shapes(pool, folder, ranks, parallel):
+    batch = {"global": 4, "micro": 2, "seq_len": 8}
+    check(pool, ranks, tree(folder, {}, parallel=parallel, batch=batch))
 
 
 def compiled_rank(tree: dict) -> tuple[float, dict, dict]:

@@ -94,19 +94,18 @@ def check_fp32_islands(model: Wan) -> None:
     seen = []
     for each in (model, rounded):
         each.blocks[0].register_forward_pre_hook(lambda _, args: seen.append(args))
-    given, calls = inputs(grid=(2, 2, 302)), []
+    given, tables = inputs(grid=(2, 2, 302)), []
 
-    def record(function, table, *rest):
-        calls.append((table, *rest[:1], out := function(table, *rest)))
-        return out
+    def record(function, table):
+        tables.append(table)
+        return function(table)
 
-    with mock.patch.object(wan, "select", partial(record, wan.select)):
+    with mock.patch.object(wan, "unbind_rows", partial(record, wan.unbind_rows)):
         out, exact = model(*given), rounded(*given)
     (x, _, rotary, *_), (_, _, exact_rotary, *_) = seen
     assert x.dtype == torch.bfloat16
     assert rotary[0].dtype == rotary[1].dtype == out.dtype == torch.float32
     torch.testing.assert_close(rotary, exact_rotary, atol=0, rtol=0)
-    tables = [table for table, *_ in calls]
     assert len(tables) == 2 * (CONFIG.num_layers + 1)
     torch.testing.assert_close(tables[: len(tables) // 2], tables[len(tables) // 2 :], atol=1e-5, rtol=1e-5)
     assert relative(out, exact) < 0.03
@@ -128,7 +127,7 @@ def test_modulations_rotations_and_norms_over_heads_are_rounded_once():
     x, (shift, scale) = torch.randn(2, 50, CONFIG.dim).bfloat16(), torch.randn(2, 2, 1, CONFIG.dim)
     exact = F.layer_norm(x.double(), [CONFIG.dim], eps=CONFIG.eps) * (1 + scale.double()) + shift
     check_rounded_once(wan.modulate(x, shift, scale, CONFIG.eps), exact)
-    cos, sin = wan.rotary_tables_3d([(2, 5, 5)], 12, "cpu")
+    cos, sin = wan.rotary_tables_3d((2, 5, 5), 12, "cpu")
     heads = x.view(2, 50, -1, 12)
     check_rounded_once(wan.rotate_pairs(heads, cos, sin), wan.rotate_pairs(heads.double(), cos.double(), sin.double()))
     norm, of_one_rank = RMSNormOverHeads(CONFIG.dim, CONFIG.eps).bfloat16(), mock.Mock(apply=lambda x, name: x)
@@ -145,7 +144,7 @@ def test_gated_sums_are_rounded_once(part, gate):
         for name in ("SelfAttention", "CrossAttention", "FeedForward"):
             value = out if name == part else torch.zeros_like(x)
             stack.enter_context(patch(getattr(wan, name), new=lambda *_, value=value: value))
-        found = block(x, modulation, *[None] * 5)
+        found = block(x, modulation, *[None] * 4)
     rows = (block.adaln.scale_shift_table + modulation).double()
     check_rounded_once(found, x.double() + rows[:, gate, None] * out.double())
 
@@ -157,16 +156,15 @@ def test_fsdp_gives_the_gradients_of_one_process(pool):
         assert_same_gradients(found, expected)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_blocks_compile_as_one_graph(packed):
-    videos = packed_inputs() if packed else inputs()
+def test_blocks_compile_as_one_graph():
+    videos = inputs()
     expected, model = gradients(make_model(), *videos), make_model()
     for block in model.blocks:
         block.compile(backend="aot_eager", fullgraph=True, dynamic=False)
     assert_same_gradients(gradients(model, *videos), expected)
 
 
-def gradients(model: Wan, latents: Tensor | list[Tensor], timestep: Tensor, text: Tensor) -> dict[str, Tensor]:
+def gradients(model: Wan, latents: Tensor, timestep: Tensor, text: Tensor) -> dict[str, Tensor]:
     out = model(latents, timestep, text)
     sum(video.square().sum() for video in out).backward()
     return {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
@@ -178,13 +176,6 @@ def sharded_gradients() -> dict[str, Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # FSDP warns of outputs whose hooks could be lost
         return gradients(model, *(value[torch.distributed.get_rank()][None] for value in inputs()))
-
-
-def packed_inputs() -> tuple[list[Tensor], Tensor, Tensor]:
-    """16 tokens of three videos, cut within the second."""
-    videos = [inputs(1, grid)[0][0] for grid in [(1, 2, 4), (2, 4, 4), (3, 2, 4)]]
-    _, timestep, text = inputs(3)
-    return videos, timestep, text
 
 
 def test_tokens_that_ranks_do_not_divide(pool):
