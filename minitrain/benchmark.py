@@ -26,7 +26,7 @@ from minitrain.bench.report import calibration_line, details, table
 from minitrain.bench.shrink import run_shrunk, shrink
 from minitrain.bench.versus import check_installed, check_versus, versus
 from minitrain.errors import InputError, refused
-from minitrain.run.cli import check_writable
+from minitrain.run.cli import check_writable, in_one_line
 from minitrain.run.config_checks import check_layout
 from minitrain.run.failures import rank
 from minitrain.run.launch import pick_device, start
@@ -315,5 +315,5 @@ def tell(row: str, error: Exception, debug: bool) -> None:
     if debug:
         traceback.print_exception(error)
     if rank() == 0:
-        kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
-        print(f"error: {row}: {kind}{(str(error).splitlines() or [''])[0]}", file=sys.stderr, flush=True)
+        line = in_one_line(error) or f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        print(f"error: {row}: {line}", file=sys.stderr, flush=True)

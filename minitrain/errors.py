@@ -1,9 +1,11 @@
 """The one exception that means "the input is wrong, not the program"."""
 
+import json
 import os
 import re
+import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 
@@ -31,6 +33,15 @@ def hub_hint(name: str, option: str, kind: str = "") -> str:
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) or os.path.exists(os.path.dirname(name)):
         return ""
     return f" (of the hub? hf download {name}{kind} --local-dir DIR, then {option}DIR)"
+
+
+def tell_torchrun(line: str) -> None:
+    """Write torchelastic's error file, with which torchrun's report ends; without torchrun, nothing."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # in seconds, of which the report takes the least: other ranks fail because of this one, and leave no file
+        when = str(int(time.time()) - 1)
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": {"timestamp": when}}}))
 
 
 @contextmanager

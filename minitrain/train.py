@@ -37,7 +37,7 @@ from minitrain.run.generate_video import draw_shapes
 from minitrain.run.health import batch_origin
 from minitrain.run.launch import checkpoint_group, make_trainer, start, wait_for_ever
 from minitrain.run.lock import locked
-from minitrain.run.metrics import MetricsLog
+from minitrain.run.metrics import MetricsLog, summary
 from minitrain.run.policy import Run
 from minitrain.run.rendezvous import world_size
 from minitrain.run.task import run_task
@@ -68,6 +68,8 @@ def train(config: Config) -> None:
     with refused(f"out_dir={config.out_dir!r} cannot be created"):
         folder.mkdir(parents=True, exist_ok=True)
     record_flights(folder)
+    if rank() == 0:
+        print(summary(config), flush=True)
     with locked(folder, leads=rank() == 0), recorded(folder):
         if config.task == "grpo":
             task = PolicyTask(config, folder)
@@ -90,6 +92,7 @@ class RowsTask:
         disks = checkpoint_group(config, range(dist.get_world_size()))
         settings = config.checkpoint
         self.checkpointer = Checkpointer(folder / "checkpoints", settings.keep, settings.asynchronous, disks)
+        self.wait = self.checkpointer.wait
         self.trainer = make_trainer(config, meshes)
         names, model, optimizer = ("loss", "tokens_per_sec", "tokens"), self.trainer.model, self.trainer.optimizer
         self.first, self.last = resume(self.checkpointer, config, model, optimizer, *names)
@@ -108,9 +111,6 @@ class RowsTask:
 
     def save(self, numbers: dict[str, float]) -> None:
         save_step(self.checkpointer, numbers, self.trainer.model, self.trainer.optimizer)
-
-    def wait(self) -> None:
-        self.checkpointer.wait()
 
     def finish(self, numbers: dict[str, float], log: MetricsLog, stopping: Callable[[], str]) -> bool:
         """Add the loss on held-out data, and after the last step the exact matches."""

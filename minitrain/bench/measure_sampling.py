@@ -51,7 +51,8 @@ def measure_sampling(
     memory = measure_memory(pick_device(config.device))
     device, matmul = prepare(config)
     together = config.batch.global_ * config.grpo.group
-    model, longest = build_model(config, meshes, partial(fill_weights, config)), config.batch.seq_len
+    model = build_model(config, meshes, partial(fill_weights, config), trained=False)
+    longest = config.batch.seq_len
     sampler = Sampler(model, settings=config.rollout, samples=together, longest=longest)
     firsts = []
     runs = [lambda prompts: firsts.append(sample(sampler, config, prompts))]

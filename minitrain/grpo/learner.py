@@ -136,7 +136,8 @@ class Learner:
         reference.
         """
         fp8 = dataclasses.replace(self.config.fp8, keep_transposed=False)  # it has no backward pass
-        self.reference = build_model(dataclasses.replace(self.config, fp8=fp8), self.meshes, fill=lambda model: None)
+        config = dataclasses.replace(self.config, fp8=fp8)
+        self.reference = build_model(config, self.meshes, fill=lambda model: None, trained=False)
         optimizer = make_optimizer(self.reference, self.config.optim)  # has no state, but belongs into a checkpoint
         if resumed:
             if checkpointer.latest() is None:

@@ -18,10 +18,7 @@ speculative decoding, and graphs of steps in which the host must wait for the de
 import gc
 import math
 import operator
-import os
-import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -39,8 +36,8 @@ from minitrain.rollout.sampling import Completion, SamplingParams, sample_key
 from minitrain.rollout.scheduler import Prefill, Sample, Scheduler, Work
 from minitrain.rollout.weights import Weights
 from minitrain.settings import Rollout
+from minitrain.training.footprint import free_memory
 
-LINUX_MEMORY = Path("/proc/meminfo")
 INDEXED = 2**31 - 1  # elements of a pool: for more, FlexAttention's kernel for decoding does not compile
 
 
@@ -351,14 +348,3 @@ def expert_stacks(model: Decoder) -> list[Tensor]:
 
 def capability(tensor: Tensor) -> tuple[int, int]:
     return torch.cuda.get_device_capability(tensor.device)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can be allocated on `device`; on a CPU, where the system does not tell (macOS), all that it has."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch's own allocator
-        return torch.cuda.mem_get_info(device)[0] + unused
-    if not LINUX_MEMORY.exists():
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # what caches of files hold can be had, too
-    return int(re.search(r"MemAvailable:\s+(\d+) kB", LINUX_MEMORY.read_text())[1]) * 1024

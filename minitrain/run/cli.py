@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from minitrain.errors import InputError, refused
+from minitrain.errors import InputError, refused, tell_torchrun
 
 
 class Parser(argparse.ArgumentParser):
@@ -79,26 +79,36 @@ def run(main: Callable[[list[str]], None]) -> None:
             from minitrain.parallel.agreement import wait_for_all
 
             wait_for_all()
-    except (InputError, OSError) as error:
-        code = 2
-        sys.stdout.flush()  # once this mistake is told, other ranks end this process
-        if "--debug" in arguments:
-            traceback.print_exc()
-        say_once(f"error: {error}")
     except KeyboardInterrupt:
         code = 130
         say_once("interrupted")
     except Exception as error:
-        if not group_is_up():
-            raise
-        code = 1
-        from minitrain.run import watch
+        line = in_one_line(error)
+        code = 2 if line else 1
+        tell_torchrun(f"error: {line}" if line else traceback.format_exc())
+        if line is None:
+            if not group_is_up():
+                raise
+            from minitrain.run import watch
 
-        watch.await_verdict(error)
-        traceback.print_exc()
+            watch.await_verdict(error)
+        sys.stdout.flush()  # once this mistake is told, other ranks end this process
+        if line is None or "--debug" in arguments:
+            traceback.print_exc()
+        if line:
+            say_once(f"error: {line}")
     if group_is_up():
         leave_group(code)
     sys.exit(code)
+
+
+def in_one_line(error: Exception) -> str | None:
+    """Return what to tell of an error whose cause is known: a mistake of the user's, or what the machine lacks."""
+    if isinstance(error, InputError | OSError):
+        return str(error)
+    from minitrain.run.failures import explain
+
+    return explain(error)
 
 
 class Display:

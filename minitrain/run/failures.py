@@ -8,6 +8,7 @@ at into the same folder, as nccl-rank-N, for `torchfrtrace`.
 
 import json
 import os
+import re
 import socket
 import time
 import traceback
@@ -64,6 +65,14 @@ def explain(error: Exception) -> str | None:
         )
     if "does not have a deterministic implementation" in message:
         return f"deterministic=true: {message.split(',')[0]} (use deterministic=false)"
+    if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", message):
+        asked = re.search(r"Tried to allocate [^.]*\.\d* \w+|you tried to allocate \d+ bytes", message)
+        return (
+            f"rank {rank()} is out of memory{f' ({asked[0]})' if asked else ''}: use recompute=full, a smaller "
+            f"batch.micro, batch.seq_len or optim.states=bf16, or more ranks; for sampling a smaller rollout.memory"
+        )
+    if re.search(r"No working C\+\+ compiler|Failed to find C compiler", message):
+        return "compile=true needs a C++ compiler, and torch finds none (install g++, set CXX, or use compile=false)"
     return None
 
 

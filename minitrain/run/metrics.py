@@ -24,6 +24,7 @@ from minitrain.run.durable import write_durably
 from minitrain.run.fingerprint import check_continuation
 from minitrain.run.health import WINDOW
 from minitrain.run.launch import pick_device
+from minitrain.run.rendezvous import world_size
 from minitrain.settings import Config, to_dict
 from minitrain.training.optim import warmup_steps
 
@@ -50,7 +51,7 @@ def open_log(config: Config, folder: Path, files: dict[str, str], first: int) ->
     shortened = short if warmup < config.optim.warmup else []
     if (config.lora or config.task in ("sft", "grpo")) and not config.model.path and first == 0:
         notes.insert(0, "note: what is fine-tuned are random weights (model=FOLDER names others)")
-    for note in [summary(config), *adapters, *shortened, *notes, *resumed, *finished]:
+    for note in [*adapters, *shortened, *notes, *resumed, *finished]:
         log.say(note)
     return log
 
@@ -70,7 +71,7 @@ def keep_earlier(folder: Path) -> list[str]:
 
 def summary(config: Config) -> str:
     """What is trained, how, on what, and where it goes, in a line."""
-    model, ranks = config.model, dist.get_world_size()
+    model, ranks = config.model, world_size()
     size = sum(p.numel() for p in empty_model(model.config).parameters())
     device = pick_device(config.device).type.upper()
     weights = f"weights of {model.path}" if model.path else f"{model.name or 'a model'} with random weights"

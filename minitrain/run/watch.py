@@ -15,7 +15,6 @@ from the last checkpoint. Ranks that live and wait for each other all the same a
 """
 
 import atexit
-import math
 import os
 import secrets
 import signal
@@ -31,6 +30,7 @@ from multiprocessing.connection import wait
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store  # no public name; the one that torchrun's ranks share
 
+from minitrain.errors import tell_torchrun
 from minitrain.parallel.agreement import broadcast, rank_0_says
 
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, times
@@ -53,18 +53,18 @@ def until_signal() -> Iterator[Callable[[], str]]:
     store, name = _get_default_store(), f"minitrain/signal/{broadcast(secrets.token_hex(8))}"  # one for each run
     # torchrun passes on what the terminal sends to all: that is no second Ctrl-C
     echo = 1.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
-    interrupted = math.inf
+    interrupted = 0.0
 
     def note(number: int, _) -> None:
         nonlocal interrupted
-        if number == signal.SIGINT and time.monotonic() > interrupted + echo:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            signal.raise_signal(signal.SIGINT)
-        if number == signal.SIGINT and interrupted == math.inf:
+        if number == signal.SIGINT and interrupted == 0:
             interrupted = time.monotonic()
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 with suppress(OSError):  # not print: the signal may have come in the middle of one
                     os.write(2, b"\nSIGINT: the run stops after this step, with a checkpoint (again: at once)\n")
+        elif number == signal.SIGINT and time.monotonic() > interrupted + echo:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         _signals.append(number)
 
     def stopping() -> str:
@@ -169,8 +169,9 @@ class Watch:
         """End this process and all others, from this thread, whatever the main one waits for."""
         if reason:
             # the first line break ends that of a progress bar
-            line = f"\nerror: {reason}; the run ends, and the same command continues from its last checkpoint\n"
-            sys.stderr.write(line)
+            line = f"error: {reason}; the run ends, and the same command continues from its last checkpoint"
+            tell_torchrun(line)
+            sys.stderr.write(f"\n{line}\n")
             sys.stderr.flush()
         self.tell(code)
         deadline = time.monotonic() + FAREWELL

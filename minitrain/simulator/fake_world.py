@@ -48,6 +48,7 @@ from minitrain.simulator.trace import (
 )
 from minitrain.training import build
 from minitrain.training.build import make_model
+from minitrain.training.footprint import footprint, told
 from minitrain.training.loop import Trainer
 
 
@@ -189,7 +190,8 @@ def stand_ins(visible: float | None) -> Iterator[None]:
                     if vars(module).get(real.__name__) is real:
                         stack.enter_context(patch.object(module, real.__name__, stand_in))
             stack.enter_context(patch("minitrain.training.loss._add_product", add_product))
-        stack.enter_context(patch("minitrain.training.build.to_onednn", lambda *args: None))
+        for name in ("check_fits", "to_onednn"):
+            stack.enter_context(patch(f"minitrain.training.build.{name}", lambda *args: None))
         stack.enter_context(patch("minitrain.parallel.parallelize.overlap_collectives", lambda *args: None))
         for room, name in ((build, "lay_out"), (shards, "compute_local_shape_and_global_offset")):
             stack.enter_context(patch.object(room, name, without_fake_tensors(getattr(room, name))))
@@ -307,5 +309,9 @@ def dry_run(config: Config) -> str:
         model = lay_out(partial(make_model, config), config, meshes_of(config, "cpu"))
         total = sum(p.numel() for p in make_model(config).parameters())
         mine = sum(local(p).numel() for p in model.parameters())
+        sizes = footprint(model, config)
     count = micro_batches(config)
-    return f"{total:,} parameters over {ranks} ranks, {mine:,} on rank 0; {count} micro-batch(es) a step: ok"
+    return (
+        f"{total:,} parameters over {ranks} ranks, {mine:,} on rank 0, which takes {told(sizes)} and activations; "
+        f"{count} micro-batch(es) a step: ok"
+    )

@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._ops import HigherOrderOperator, OpOverload  # no public name for either
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # no public name finds a group
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam  # no public name says what it gathers into
@@ -28,6 +29,7 @@ from torch.utils.flop_counter import flop_registry
 
 import minitrain.models.fp8
 import minitrain.models.lora  # noqa: F401  these two define operators
+from minitrain.errors import InputError
 
 aten = torch.ops.aten
 SHARDS = ("dp_replicate", "dp_shard")  # the dimensions over which FSDP communicates, by collectives of its own
@@ -250,6 +252,8 @@ class Tracer(TorchDispatchMode):
         if op is torch.ops.higher_order.auto_functionalized_v2:
             return self.in_place(*args, **kwargs)
         out = op(*args, **kwargs)
+        if isinstance(op, HigherOrderOperator):
+            op, args = wrapped_operator(op, args)
         if is_view(op) or op.namespace in ("profiler", "prim") or op.__name__.startswith("_local_scalar"):
             return out
         inputs, outputs = tensors((args, kwargs)), tensors(out)
@@ -314,6 +318,17 @@ class Tracer(TorchDispatchMode):
         """Dimensions of the same ranks share a group; FSDP's calls are told from others by their form."""
         names = self.trace.groups[group][0]
         return next((name for name in names if (name in SHARDS) != functional), names[0])
+
+
+def wrapped_operator(op: HigherOrderOperator, args: tuple) -> tuple[OpOverload, tuple]:
+    """Return the operator that a higher-order one runs, with its arguments.
+
+    Recomputation runs what draws random numbers so, with the random state saved or given back (run_and_save_rng_state).
+    """
+    places = [place for place, value in enumerate(args) if isinstance(value, OpOverload)]
+    if len(places) != 1:
+        raise InputError(f"--simulate does not know what the operator {op} costs (use compile=false)")
+    return args[places[0]], args[places[0] + 1 :]
 
 
 def is_view(op) -> bool:

@@ -23,19 +23,22 @@ from minitrain.parallel.parallelize import lay_out
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.shards import owned
 from minitrain.settings import Config
+from minitrain.training.footprint import check_fits
 
 
 def build_model(
-    config: Config, meshes: Meshes, fill: Callable[[Module], None] | None = None
+    config: Config, meshes: Meshes, fill: Callable[[Module], None] | None = None, trained: bool = True
 ) -> Decoder | Wan | Pipeline:
     """Return the config's model, laid out over the ranks.
 
     fill(model): gives the parameters values, which a config with a path to files needs; by default initial ones.
+    trained: it will have gradients and optimizer states. Raises InputError if this rank has no memory for all that.
     """
     if fill is None and (config.model.path or (config.lora and config.lora.path)):
         raise ValueError("model.path and lora.path need `fill` (see run/launch.py)")
     model = lay_out(partial(make_model, config), config, meshes)
     balance_over_ranks(model, config, meshes)
+    check_fits(model, config, meshes.device, trained)
     model.to_empty(device=meshes.device)
     if meshes.device.type == "cpu":
         to_onednn(model)

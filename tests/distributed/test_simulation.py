@@ -89,3 +89,16 @@ def test_attention_that_is_kept_runs_once(recompute, times):
     tree = {"model": {"name": "llama3-8b-tiny", "num_layers": 2}, "batch": {"global": 1, "micro": 1, "seq_len": 64}}
     trace = trace_step(configs.from_dict(tree | {"recompute": recompute, "device": "cpu"}), 1)
     assert sum(event.name == "attention" for event in trace.events) == 2 * times
+
+
+@pytest.mark.parametrize("position", ["pre", "post"])
+@pytest.mark.parametrize("recompute", ["full", "selective", 0.5])
+def test_compiled_recomputation_draws_dropout_again(recompute, position):
+    """By higher-order operators, which hide the one that draws."""
+    tree = {"model": {"name": "llama3-8b-tiny", "num_layers": 2}, "batch": {"global": 1, "micro": 1, "seq_len": 64}}
+    tree |= {"lora": {"dropout": 0.1, "dropout_position": position}, "recompute": recompute, "device": "cpu"}
+    compiled, without = (trace_step(configs.from_dict(tree | {"compile": True, "lora": lora}), 1)
+                         for lora in (tree["lora"], {}))  # fmt: skip
+    assert compiled.flops() == without.flops() > 0
+    draws = [event for event in compiled.events if "dropout" in event.name or "rand" in event.name]
+    assert len(draws) >= 2 * 7 and all(event.writes for event in draws)
