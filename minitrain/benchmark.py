@@ -8,6 +8,7 @@ import gc
 import json
 import math
 import os
+import signal
 import sys
 import traceback
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ class Case:
 
 def bench(files: list, overrides: list[str], options) -> None:
     """What the options ask for, with every file. Raises InputError, at the end if other files could be run."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is done is shown at the end
     if options.calibrate and not options.config:
         check_options([], options)
         check_writable("json", options.json)
@@ -139,16 +141,18 @@ def check_options(cases: list[Case], options) -> None:
 def run_all(cases: list[Case], options) -> None:
     """Every case, with a line for each that fails, and one table of all results."""
     results, failed = [], []
-    for case in cases:
-        try:
-            results += check_case(case) if options.dry_run else run_case(case, options)
-        except Exception as error:
-            if len(cases) == 1 or (world_size() > 1 and not isinstance(error, InputError)):
-                raise  # the other ranks may not have failed, and would wait for this one
-            failed.append(case.row)
-            tell(case.row, error, options.debug)
-    if len(results) > 1 and rank() == 0:
-        print(growth(results) if options.sweep else table(results, options.wide), flush=True)
+    try:
+        for case in cases:
+            try:
+                results += check_case(case) if options.dry_run else run_case(case, options)
+            except Exception as error:
+                if len(cases) == 1 or (world_size() > 1 and not isinstance(error, InputError)):
+                    raise  # the other ranks may not have failed, and would wait for this one
+                failed.append(case.row)
+                tell(case.row, error, options.debug)
+    finally:  # also where SIGTERM or Ctrl-C ends it
+        if len(results) > 1 and rank() == 0:
+            print(growth(results) if options.sweep else table(results, options.wide), flush=True)
     if failed:
         raise InputError(f"{len(failed)} of {len(cases)} configs failed: {', '.join(failed)}")
 
@@ -169,11 +173,15 @@ def simulate_combinations(file: str, overrides: list[str], options) -> None:
     """Every combination of `--sweep`: a ranking of those that can run, and why the others cannot."""
     system = chosen_system(load_row(file, overrides)[1], options)
     results = []
-    for result in sweep(file, overrides, options.sweep, system):
-        results.append(result)
-        if "error" not in result:
-            append(result, options.json)
-    print(ranking(results))
+    try:
+        for result in sweep(file, overrides, options.sweep, system):
+            results.append(result)
+            told = result.get("error") or f"{result['tokens_per_sec_per_gpu']:,.0f} tokens/s/GPU"
+            print(f"{result['settings']}: {told}", flush=True)
+            if "error" not in result:
+                append(result, options.json)
+    finally:  # also where SIGTERM or Ctrl-C ends it
+        print(ranking(results), flush=True)
     if all("error" in result for result in results):
         raise InputError(f"--sweep: none of {len(results)} combination(s) can run")
 

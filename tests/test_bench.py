@@ -5,6 +5,7 @@ import json
 import os
 import re
 import runpy
+import signal
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -506,3 +507,42 @@ def test_a_proxys_model_is_gone_before_the_next_is_made(monkeypatch):
     finally:
         gc.enable()
     assert len(models) == 3
+
+
+def test_a_sweep_that_is_stopped_shows_what_it_has_found(monkeypatch, capsys):
+    """Each point at once, and all in a table at the end."""
+    figures = {"tokens_per_sec_per_gpu": 5.0, "step_time_s": 1.0, "mfu": 0.5, "peak_memory_gib": 1.0, "fits": True}
+
+    def stopped(*args):
+        yield {"settings": "tp=1"} | figures
+        assert capsys.readouterr().out == "tp=1: 5 tokens/s/GPU\n"
+        yield {"settings": "tp=3", "error": "does not divide"}
+        assert capsys.readouterr().out == "tp=3: does not divide\n"
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(commands, "sweep", stopped)
+    monkeypatch.setattr("sys.argv", ["bench.py", "--simulate", "--sweep", "tp=1,3,4"])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            runpy.run_path(ROOT / "bench.py")["main"](["--simulate", "--sweep", "tp=1,3,4"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    shown = capsys.readouterr().out
+    assert "tp=1" in shown and "tp=3: does not divide" in shown
+
+
+def test_a_measured_sweep_that_is_stopped_shows_its_table(monkeypatch, capsys):
+    runs = iter(["16", "32"])
+
+    def run_case(case, options):
+        if (length := next(runs, None)) is None:
+            raise KeyboardInterrupt
+        return [{"row": length, "step_time_s": 1.0, "clean_tflops_per_gpu": 1.0, "mfu": 0.5}]
+
+    monkeypatch.setattr(commands, "run_case", run_case)
+    options = SimpleNamespace(dry_run=False, sweep=["x"], wide=False)
+    with pytest.raises(KeyboardInterrupt):
+        commands.run_all([commands.Case(name, None, []) for name in "abc"], options)
+    shown = capsys.readouterr().out
+    assert "16" in shown and "32" in shown
