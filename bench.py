@@ -35,7 +35,9 @@ RESULTS = Path(__file__).parent / "results"
 def main(arguments: list[str]) -> None:
     options = parser().parse_args(arguments)
     if options.steps < 1 or options.warmup < 0:
-        raise InputError(f"--steps={options.steps} must be at least 1 and --warmup={options.warmup} at least 0")
+        raise InputError(
+            f"--steps={options.steps} must be at least 1 and --warmup={options.warmup} at least 0"
+        )
     if options.list:
         print(list_rows())
     elif options.report is not None:
@@ -54,26 +56,61 @@ def main(arguments: list[str]) -> None:
 
 def parser() -> cli.Parser:
     parser = cli.Parser(prog="bench.py", description=__doc__)
-    parser.add_argument("--config", nargs="+", action="extend", default=[], metavar="FILE", help="default: quickstart")
+    parser.add_argument(
+        "--config",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE",
+        help="default: quickstart",
+    )
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default 10)")
-    parser.add_argument("--warmup", type=int, default=3, help="untimed steps before them (default 3)")
-    parser.add_argument("--json", metavar="FILE", type=cli.home_path, help="append each result to it as a JSON line")
-    parser.add_argument("--profile", action="store_true", help="and one step more: its seconds by kind of kernel")
+    parser.add_argument(
+        "--warmup", type=int, default=3, help="untimed steps before them (default 3)"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", type=cli.home_path, help="append each result to it as a JSON line"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="and one step more: its seconds by kind of kernel"
+    )
     parser.add_argument("--dry-run", action="store_true", help="validate and lay out, run nothing")
-    parser.add_argument("--shrink", action="store_true", help="toy width, two ranks per parallel dimension, on CPU")
-    parser.add_argument("--proxy", metavar="N[,N]", help="one rank and so many layers in the config's place")
-    parser.add_argument("--simulate", action="store_true", help="predict by running a rank of it on fake tensors")
-    parser.add_argument("--system", type=cli.home_path, help="simulate on this machine, or on a file of --calibrate")
-    parser.add_argument("--trace", metavar="PATH", type=cli.home_path, help="write Chrome traces: see above")
-    parser.add_argument("--sweep", nargs="+", default=[], metavar="KEY=V,V", help="all combinations")
+    parser.add_argument(
+        "--shrink", action="store_true", help="toy width, two ranks per parallel dimension, on CPU"
+    )
+    parser.add_argument(
+        "--proxy", metavar="N[,N]", help="one rank and so many layers in the config's place"
+    )
+    parser.add_argument(
+        "--simulate", action="store_true", help="predict by running a rank of it on fake tensors"
+    )
+    parser.add_argument(
+        "--system", type=cli.home_path, help="simulate on this machine, or on a file of --calibrate"
+    )
+    parser.add_argument(
+        "--trace", metavar="PATH", type=cli.home_path, help="write Chrome traces: see above"
+    )
+    parser.add_argument(
+        "--sweep", nargs="+", default=[], metavar="KEY=V,V", help="all combinations"
+    )
     parser.add_argument("--calibrate", action="store_true", help="measure this machine's rates")
-    parser.add_argument("--wide", action="store_true", help="tables with all columns, not 100 characters wide")
+    parser.add_argument(
+        "--wide", action="store_true", help="tables with all columns, not 100 characters wide"
+    )
     parser.add_argument("--list", action="store_true", help="print the published rows")
-    parser.add_argument("--report", nargs="*", metavar="FILE", help="merge these results with those in results/")
+    parser.add_argument(
+        "--report", nargs="*", metavar="FILE", help="merge these results with those in results/"
+    )
     where = "of the report (default out/report)"
-    parser.add_argument("--out", type=cli.home_path, default="out/report", metavar="FOLDER", help=where)
-    parser.add_argument("--generate", action="store_true", help="time the sampler on mock prompts, not training")
-    parser.add_argument("--versus", choices=("transformers", "diffusers", "peft", "full"), help="also time this one")
+    parser.add_argument(
+        "--out", type=cli.home_path, default="out/report", metavar="FOLDER", help=where
+    )
+    parser.add_argument(
+        "--generate", action="store_true", help="time the sampler on mock prompts, not training"
+    )
+    parser.add_argument(
+        "--versus", choices=("transformers", "diffusers", "peft", "full"), help="also time this one"
+    )
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     return parser
 

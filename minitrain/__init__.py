@@ -14,21 +14,38 @@ if TYPE_CHECKING:
     from minitrain.rollout.engine import Sampler
     from minitrain.rollout.sampling import Completion, SamplingParams
 
-__all__ = ["Completion", "InputError", "Sampler", "SamplingParams", "load_adapter", "load_pretrained",
-           "merge_adapters", "save_pretrained"]  # fmt: skip
+__all__ = [
+    "Completion",
+    "InputError",
+    "Sampler",
+    "SamplingParams",
+    "load_adapter",
+    "load_pretrained",
+    "merge_adapters",
+    "save_pretrained",
+]
 
 __version__ = "0.1.0"
 
 try:
     getpass.getuser()
-except (KeyError, OSError):  # a container's user whom its /etc/passwd does not have, as OpenShift makes up
-    os.environ["LOGNAME"] = f"uid{os.getuid()}"  # before torch 2.13 its compiler's import ends without a name
+except (
+    KeyError,
+    OSError,
+):  # a container's user whom its /etc/passwd does not have, as OpenShift makes up
+    os.environ["LOGNAME"] = (
+        f"uid{os.getuid()}"  # before torch 2.13 its compiler's import ends without a name
+    )
 
 _HOMES = {
-    "load_pretrained": "formats.hf", "save_pretrained": "formats.hf",
-    "load_adapter": "formats.peft", "merge_adapters": "models.lora", "Sampler": "rollout.engine",
-    "Completion": "rollout.sampling", "SamplingParams": "rollout.sampling",
-}  # fmt: skip
+    "load_pretrained": "formats.hf",
+    "save_pretrained": "formats.hf",
+    "load_adapter": "formats.peft",
+    "merge_adapters": "models.lora",
+    "Sampler": "rollout.engine",
+    "Completion": "rollout.sampling",
+    "SamplingParams": "rollout.sampling",
+}
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,9 @@
-"""What bench.py does when its arguments are read: measure, simulate, shrink or check each config, one after the other.
+"""What bench.py does when its arguments are read: measure, simulate, shrink or check each config,
+one after the other.
 
-Each result is printed and written as soon as it is there, since machines are rented by the hour. A config that fails is
-reported in one line and does not stop those after it; the exit code says so in the end.
+Each result is printed and written as soon as it is there, since machines are rented by the hour. A
+config that fails is reported in one line and does not stop those after it; the exit code says so in
+the end.
 """
 
 import gc
@@ -46,7 +48,9 @@ UNSTEADY = "steps were not of one speed, or faster than the machine's matrix pro
 
 @dataclass
 class Case:
-    """A config, and the runs made for it: the config itself or its proxies, each with the keys to add to its result."""
+    """A config, and the runs made for it: the config itself or its proxies, each with the keys to
+    add to its result.
+    """
 
     row: str
     config: Config
@@ -54,7 +58,9 @@ class Case:
 
 
 def bench(files: list, overrides: list[str], options) -> None:
-    """What the options ask for, with every file. Raises InputError, at the end if other files could be run."""
+    """What the options ask for, with every file. Raises InputError, at the end if other files could
+    be run.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is done is shown at the end
     if options.calibrate and not options.config:
         check_options([], options)
@@ -64,10 +70,15 @@ def bench(files: list, overrides: list[str], options) -> None:
     if options.sweep and len(files) > 1:
         raise InputError("--sweep takes one config at a time")
     if options.sweep and options.simulate and options.dry_run:
-        raise InputError("--simulate --sweep says itself which combinations cannot run: leave --dry-run out")
+        raise InputError(
+            "--simulate --sweep says itself which combinations cannot run: leave --dry-run out"
+        )
     if options.sweep and not options.simulate:  # the config need not be possible by itself
         choices = combinations(options.sweep)
-        cases = [make_case(name, load_row(files[0], [*overrides, *words])[1], options) for name, words in choices]
+        cases = [
+            make_case(name, load_row(files[0], [*overrides, *words])[1], options)
+            for name, words in choices
+        ]
     else:
         cases = file_cases(files, overrides, options)
     check_options(cases, options)
@@ -80,7 +91,9 @@ def bench(files: list, overrides: list[str], options) -> None:
     if options.sweep and options.simulate:
         simulate_combinations(files[0], overrides, options)
         return
-    if options.calibrate or (len(cases) > 1 and not (options.sweep or options.simulate or options.shrink)):
+    if options.calibrate or (
+        len(cases) > 1 and not (options.sweep or options.simulate or options.shrink)
+    ):
         show_calibration(cases[0].config, options.json)
     run_all(cases, options)
 
@@ -104,43 +117,79 @@ def make_case(row: str, config: Config, options) -> Case:
 
 
 def check_options(cases: list[Case], options) -> None:
-    """Refuse options that contradict each other."""
-    several, alone = sum(len(case.runs) for case in cases) > 1, world_size() == 1
-    trains_policy = any(case.config.task == "grpo" for case in cases)
-    contradictions = (
-        (options.shrink and (options.versus or options.simulate or options.generate or not alone),
-         "--shrink starts its own processes: use neither torchrun nor --versus, --simulate or --generate with it"),
-        (options.proxy and (options.shrink or options.generate or options.sweep or not alone),
-         "--proxy runs on one process, without --shrink, --generate or --sweep"),
-        (options.simulate and (options.generate or options.versus or options.calibrate or not alone),
-         "--simulate is for training, on one process: without --generate, --versus or --calibrate"),
-        (options.calibrate and (options.shrink or options.dry_run),
-         "--calibrate measures this machine: without --shrink or --dry-run"),
-        (options.calibrate and not cases
-         and (options.sweep or options.proxy or options.generate or options.versus or options.profile),
-         "--calibrate alone measures rates: with --sweep, --proxy, --generate, --versus or --profile add --config"),
-        (options.generate and options.versus not in (None, "transformers"),
-         f"--generate --versus {options.versus}: only transformers samples the same (use transformers)"),
-        (options.versus and not alone, f"--versus {options.versus} runs in one process, not in {world_size()}"),
-        (options.trace and not (options.simulate or options.profile), "--trace needs --simulate or --profile"),
-        (options.system and not options.simulate, "--system needs --simulate"),
-        (options.profile and (options.simulate or options.shrink or (trains_policy and not options.generate)),
-         "--profile is for measured steps of training or sampling, not for --simulate, --shrink or task=grpo, which "
-         "prints its phases"),
-        (options.dry_run and options.simulate, "--dry-run runs nothing: leave --simulate out"),
-        (options.sweep and options.simulate and options.trace, "--trace shows one layout, not those of --sweep"),
-        (options.trace and options.simulate and several, "--trace takes one config at a time"),
-    )  # fmt: skip
-    for found, line in contradictions:
+    """Raise InputError for options that contradict each other."""
+    for found, line in contradictions(cases, options):
         if found:
             raise InputError(line)
     if options.versus:
         check_installed(options.versus)
 
 
+def contradictions(cases: list[Case], options) -> tuple[tuple[bool, str], ...]:
+    """Return, for each pair of options that contradict each other, whether both are given, and what
+    to say.
+    """
+    need_configs = any(
+        [options.sweep, options.proxy, options.generate, options.versus, options.profile]
+    )
+    several = sum(len(case.runs) for case in cases) > 1
+    alone = world_size() == 1
+    trains_policy = any(case.config.task == "grpo" for case in cases)
+    return (
+        (
+            options.shrink
+            and (options.versus or options.simulate or options.generate or not alone),
+            "--shrink starts its own processes: use neither torchrun nor --versus, --simulate or --generate with it",
+        ),
+        (
+            options.proxy and (options.shrink or options.generate or options.sweep or not alone),
+            "--proxy runs on one process, without --shrink, --generate or --sweep",
+        ),
+        (
+            options.simulate
+            and (options.generate or options.versus or options.calibrate or not alone),
+            "--simulate is for training, on one process: without --generate, --versus or --calibrate",
+        ),
+        (
+            options.calibrate and (options.shrink or options.dry_run),
+            "--calibrate measures this machine: without --shrink or --dry-run",
+        ),
+        (
+            options.calibrate and not cases and need_configs,
+            "--calibrate alone measures rates: with --sweep, --proxy, --generate, --versus or --profile add --config",
+        ),
+        (
+            options.generate and options.versus not in (None, "transformers"),
+            f"--generate --versus {options.versus}: only transformers samples the same (use transformers)",
+        ),
+        (
+            options.versus and not alone,
+            f"--versus {options.versus} runs in one process, not in {world_size()}",
+        ),
+        (
+            options.trace and not (options.simulate or options.profile),
+            "--trace needs --simulate or --profile",
+        ),
+        (options.system and not options.simulate, "--system needs --simulate"),
+        (
+            options.profile
+            and (options.simulate or options.shrink or (trains_policy and not options.generate)),
+            "--profile is for measured steps of training or sampling, not for --simulate, --shrink or task=grpo, which "
+            "prints its phases",
+        ),
+        (options.dry_run and options.simulate, "--dry-run runs nothing: leave --simulate out"),
+        (
+            options.sweep and options.simulate and options.trace,
+            "--trace shows one layout, not those of --sweep",
+        ),
+        (options.trace and options.simulate and several, "--trace takes one config at a time"),
+    )
+
+
 def run_all(cases: list[Case], options) -> None:
     """Every case, with a line for each that fails, and one table of all results."""
-    results, failed = [], []
+    results = []
+    failed = []
     try:
         for case in cases:
             try:
@@ -158,7 +207,9 @@ def run_all(cases: list[Case], options) -> None:
 
 
 def file_cases(files: list, overrides: list[str], options) -> list[Case]:
-    """Every file's, all checked before the first runs; of several, a mistake is told with its file."""
+    """Every file's, all checked before the first runs; of several, a mistake is told with its
+    file.
+    """
     cases = []
     for file in files:
         try:
@@ -170,7 +221,9 @@ def file_cases(files: list, overrides: list[str], options) -> list[Case]:
 
 
 def simulate_combinations(file: str, overrides: list[str], options) -> None:
-    """Every combination of `--sweep`: a ranking of those that can run, and why the others cannot."""
+    """Every combination of `--sweep`: a ranking of those that can run, and why the others
+    cannot.
+    """
     system = chosen_system(load_row(file, overrides)[1], options)
     results = []
     try:
@@ -196,15 +249,21 @@ def check_case(case: Case) -> list[dict]:
 
 
 def run_case(case: Case, options) -> list[dict]:
-    """The results of a case, each written out at once; those of two proxies, and what they say of the whole."""
+    """The results of a case, each written out at once; those of two proxies, and what they say of
+    the whole.
+    """
     results = []
     for config, added in case.runs:
         free_memory()
         results.append(run(case.row, config, options) | added)
         try:
-            if options.versus and not options.generate:  # which takes its turns with the other library from the start
+            if (
+                options.versus and not options.generate
+            ):  # which takes its turns with the other library from the start
                 free_memory()
-                results[-1] |= versus(config, start(config), case.row, options.steps, options.warmup, options.versus)
+                results[-1] |= versus(
+                    config, start(config), case.row, options.steps, options.warmup, options.versus
+                )
         finally:  # ours is not lost where the other library fails, as where it needs more memory
             write_result(results[-1], options.json, options.wide)
     if options.proxy and len(results) == 2:
@@ -214,7 +273,9 @@ def run_case(case: Case, options) -> list[dict]:
 
 
 def free_memory() -> None:
-    """That of earlier models, which are full of cycles: it would be counted as this one's, and might be missing."""
+    """That of earlier models, which are full of cycles: it would be counted as this one's, and
+    might be missing.
+    """
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -229,19 +290,40 @@ def run(row: str, config: Config, options) -> dict:
     check_layout(config, world_size())
     if options.generate:
         return measure_sampling(
-            config, row, options.steps, options.warmup, options.versus is not None, options.profile, options.trace
+            config,
+            row,
+            options.steps,
+            options.warmup,
+            options.versus is not None,
+            options.profile,
+            options.trace,
         )
     config = placed(config, world_size(), describe(pick_device(config.device))["device"])
     if config.task == "grpo":
         return measure_policy(config, row, options.steps, options.warmup)
     estimate = announce_memory(row, config) if config.task == "diffusion" else {}
-    return measure(config, row, start(config), options.steps, options.warmup, options.profile, options.trace) | estimate
+    return (
+        measure(
+            config,
+            row,
+            start(config),
+            options.steps,
+            options.warmup,
+            options.profile,
+            options.trace,
+        )
+        | estimate
+    )
 
 
 def simulate(row: str, config: Config, options) -> dict:
     system = chosen_system(config, options)
     simulation, outcome = predicted_row(config, row, system)
-    if "recipe" in config.reference and system.name == system_of(config) and outcome["ratio"] is not None:
+    if (
+        "recipe" in config.reference
+        and system.name == system_of(config)
+        and outcome["ratio"] is not None
+    ):
         outcome["as_published"] = as_published(config, row, system, simulation)
     if options.trace:
         write_trace(simulation, options.trace)
@@ -249,7 +331,9 @@ def simulate(row: str, config: Config, options) -> dict:
 
 
 def chosen_system(config: Config, options) -> System:
-    """What to simulate on: --system, or what the config's published row ran on. Raises InputError."""
+    """What to simulate on: --system, or what the config's published row ran on. Raises
+    InputError.
+    """
     if options.system is not None:
         return find_system(options.system)
     return load_system(system_of(config), "reference.system")
@@ -260,7 +344,8 @@ def system_of(config: Config) -> str:
 
 
 def announce_memory(row: str, config: Config) -> dict[str, float]:
-    """Print, before anything is allocated, how much memory a rank will need; returns that for the config's result.
+    """Print, before anything is allocated, how much memory a rank will need; returns that for the
+    config's result.
 
     Under torchrun for the first config alone, whose process group stays up.
     """
@@ -286,8 +371,9 @@ def show_calibration(config: Config, file: str | None) -> None:
 
 
 def write_result(outcome: dict, file: str | None, wide: bool = False) -> None:
-    """Print it and append it to the file of results, at once: what comes later may fail. Either is done though the
-    other cannot be, as where whoever read the output has gone, or a disk is full."""
+    """Print it and append it to the file of results, at once: what comes later may fail. Either is
+    done though the other cannot be, as where whoever read the output has gone, or a disk is
+    full."""
     if rank() != 0:
         return
     try:
@@ -323,5 +409,7 @@ def tell(row: str, error: Exception, debug: bool) -> None:
     if debug:
         traceback.print_exception(error)
     if rank() == 0:
-        line = in_one_line(error) or f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        line = (
+            in_one_line(error) or f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        )
         print(f"error: {row}: {line}", file=sys.stderr, flush=True)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 
 class InputError(Exception):
-    """A mistake in a config, a file or a checkpoint, told in one line: what was wrong, where, and what would be right.
+    """A mistake in a config, a file or a checkpoint, told in one line: what was wrong, where, and
+    what would be right.
 
     The command lines print the message and end with exit code 2; `--debug` shows the traceback too.
     Whatever it quotes from a file, the message is one printable line.
@@ -26,22 +27,30 @@ class InputError(Exception):
 
 
 def hub_hint(name: str, option: str, kind: str = "") -> str:
-    """Return how to get what a name may stand for on Hugging Face's hub; empty for what cannot be one.
+    """Return how to get what a name may stand for on Hugging Face's hub; empty for what cannot be
+    one.
 
     kind: further words for the hub's command.
     """
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) or os.path.exists(os.path.dirname(name)):
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) or os.path.exists(
+        os.path.dirname(name)
+    ):
         return ""
     return f" (of the hub? hf download {name}{kind} --local-dir DIR, then {option}DIR)"
 
 
 def tell_torchrun(line: str) -> None:
-    """Write torchelastic's error file, with which torchrun's report ends; without torchrun, nothing."""
+    """Write torchelastic's error file, with which torchrun's report ends; without torchrun,
+    nothing.
+    """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # in seconds, of which the report takes the least: other ranks fail because of this one, and leave no file
+        # in seconds, of which the report takes the least: other ranks fail because of this one, and
+        # leave no file
         when = str(int(time.time()) - 1)
         with suppress(OSError):
-            Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": {"timestamp": when}}}))
+            Path(file).write_text(
+                json.dumps({"message": {"message": line, "extraInfo": {"timestamp": when}}})
+            )
 
 
 @contextmanager
@@ -55,7 +64,9 @@ def located(where: str | Path) -> Iterator[None]:
 
 @contextmanager
 def refused(problem: str) -> Iterator[None]:
-    """Raises InputError, with the problem and its reason, in place of an OSError, or of an error about characters."""
+    """Raises InputError, with the problem and its reason, in place of an OSError, or of an error
+    about characters.
+    """
     try:
         yield
     except (OSError, UnicodeError) as error:
@@ -68,7 +79,9 @@ def readable(file: Path) -> AbstractContextManager[None]:
 
 @contextmanager
 def naming(file: str | Path) -> Iterator[None]:
-    """An OSError gets the name of the file that is written, which the system leaves out where a disk is full."""
+    """An OSError gets the name of the file that is written, which the system leaves out where a
+    disk is full.
+    """
     try:
         yield
     except OSError as error:

@@ -1,7 +1,8 @@
-"""Random bits from hashes of names and numbered places, so that they depend on no generator's state, order or layout.
+"""Random bits from hashes of names and numbered places, so that they depend on no generator's
+state, order or layout.
 
-The 32-bit mixer "lowbias32" (Wellons, "Prospecting for hash functions", 2018) is a bijection: each bit of the input
-changes each of the output with a probability within 0.2 % of one half.
+The 32-bit mixer "lowbias32" (Wellons, "Prospecting for hash functions", 2018) is a bijection: each
+bit of the input changes each of the output with a probability within 0.2 % of one half.
 """
 
 import hashlib
@@ -31,20 +32,25 @@ def mix_int(x: int) -> int:
 
 
 def nth(n: int, length: int, seed: int) -> tuple[int, int]:
-    """The epoch of row n, and which of `length` rows it is: each epoch visits all of them, in another order."""
+    """The epoch of row n, and which of `length` rows it is: each epoch visits all of them, in
+    another order.
+    """
     epoch, index = divmod(int(n), length)
     return epoch, shuffled(index, length, seed, epoch)
 
 
 def shuffled(index: int, length: int, *key: int) -> int:
-    """Where a random permutation of range(length), chosen by `key`, sends `index`, without a table of the others.
+    """Where a random permutation of range(length), chosen by `key`, sends `index`, without a table
+    of the others.
 
-    A Feistel network permutes the next power of four; walking on along its cycle until the result is below `length`
-    restricts it to a permutation of range(length) (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    A Feistel network permutes the next power of four; walking on along its cycle until the result
+    is below `length` restricts it to a permutation of range(length) (Black and Rogaway, "Ciphers
+    with arbitrary finite domains", 2002).
     """
     half = ((length - 1).bit_length() + 1) // 2
     while True:
-        left, right = index >> half, index % (1 << half)
+        left = index >> half
+        right = index % (1 << half)
         for turn in range(8):
             left, right = right, left ^ _hash(*key, length, turn, right) % (1 << half)
         index = left << half | right

@@ -1,4 +1,5 @@
-"""Add adapters to the weights that they belong to: python -m minitrain.merge --model DIR --adapter DIR --out DIR.
+"""Add adapters to the weights that they belong to: python -m minitrain.merge --model DIR --adapter
+DIR --out DIR.
 
 --model is a folder in Hugging Face layout, --adapter one in PEFT's format, such as a LoRA run's out_dir, for Wan also a
 file as diffusers, ComfyUI or musubi-tuner write it. --out becomes a model like any other, in the base model's type,
@@ -35,7 +36,9 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     for name in ("model", "adapter"):
         if Path(options.out).resolve() == Path(getattr(options, name)).resolve():
-            raise InputError(f"--out {options.out} is --{name}, which would be overwritten (use another folder)")
+            raise InputError(
+                f"--out {options.out} is --{name}, which would be overwritten (use another folder)"
+            )
     source = tokenizer_folder(options.model, options.adapter)
     tokenizer = load_tokenizer(source) if Path(source, "tokenizer.json").exists() else None
     if tokenizer is None:
@@ -60,7 +63,9 @@ def main(arguments: list[str]) -> None:
 
 
 def chat_end(tokenizer: Tokenizer | None, template: Path) -> int | None:
-    """The token that ends a reply in the chat template of a tokenizer, if there is one that serves."""
+    """The token that ends a reply in the chat template of a tokenizer, if there is one that
+    serves.
+    """
     if tokenizer is None or not (tokenizer.chat_template or template.exists()):
         return None
     try:

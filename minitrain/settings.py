@@ -1,4 +1,5 @@
-"""Every setting as a dataclass, and nothing else: run/config.py reads them, run/config_checks.py refuses bad ones.
+"""Every setting as a dataclass, and nothing else: run/config.py reads them, run/config_checks.py
+refuses bad ones.
 
 The YAML keys are the field names below, nested as the dataclasses are.
 """
@@ -11,9 +12,11 @@ from typing import Any, Literal
 
 @dataclass
 class Model:
-    """`model: llama3-8b`, or `model: {name | path: ..., any field of its config: ...}`, or those fields alone.
+    """`model: llama3-8b`, or `model: {name | path: ..., any field of its config: ...}`, or those
+    fields alone.
 
-    name: of the zoo, with random weights. path: a folder in Hugging Face layout; training starts from its weights.
+    name: of the zoo, with random weights. path: a folder in Hugging Face layout; training starts
+    from its weights.
     """
 
     name: str = ""
@@ -23,27 +26,46 @@ class Model:
 
 @dataclass
 class Data:
-    """Where tokens come from: see data/text.py; for diffusion, data/latents.py and data/shapes.py."""
+    """Where tokens come from: see data/text.py; for diffusion, data/latents.py and
+    data/shapes.py.
+    """
 
     kind: Literal["mock", "text", "jsonl", "tokens", "latents", "shapes"] = "mock"
     path: str | list[str] = ""  # files, folders or globs; {stdlib} stands for Python's own library
-    exclude: list[str] = field(default_factory=list)  # glob patterns of paths to leave out, or of their ends
-    size: list[int] = field(default_factory=lambda: [24, 104, 60])  # mock latents: frames, height, width
-    field: str = "text"  # jsonl: the key that holds the text; chats are looked for, see data/chat.py
-    template: Literal["auto", "llama3", "chatml", "plain"] = "auto"  # fine-tuning: how chats become text
-    over_long: Literal["truncate", "drop"] = "truncate"  # fine-tuning: chats longer than batch.seq_len
+    exclude: list[str] = field(
+        default_factory=list
+    )  # glob patterns of paths to leave out, or of their ends
+    size: list[int] = field(
+        default_factory=lambda: [24, 104, 60]
+    )  # mock latents: frames, height, width
+    field: str = (
+        "text"  # jsonl: the key that holds the text; chats are looked for, see data/chat.py
+    )
+    template: Literal["auto", "llama3", "chatml", "plain"] = (
+        "auto"  # fine-tuning: how chats become text
+    )
+    over_long: Literal["truncate", "drop"] = (
+        "truncate"  # fine-tuning: chats longer than batch.seq_len
+    )
     packed: bool | None = None  # do chats share rows; None: they do; mock chats: as SQuAD's
     tokenizer: str = "bytes"  # or a tokenizer.json, or a folder that holds one; tokens: what to save with the model
-    token_dtype: Literal["uint16", "uint32"] = "uint16"  # tokens: of raw .bin files (.npy files know theirs)
-    document_end: int | None = None  # tokens: the id that ends a document; None: one document per file
-    on_error: Literal["error", "skip"] = "error"  # at lines, files or rows of tokens that cannot be used
+    token_dtype: Literal["uint16", "uint32"] = (
+        "uint16"  # tokens: of raw .bin files (.npy files know theirs)
+    )
+    document_end: int | None = (
+        None  # tokens: the id that ends a document; None: one document per file
+    )
+    on_error: Literal["error", "skip"] = (
+        "error"  # at lines, files or rows of tokens that cannot be used
+    )
     text_tokens: int = 512  # latents: texts are padded to this many tokens
     validation: float = 0.0  # the share of documents, or of videos, held out
 
 
 @dataclass
 class Batch:
-    """global_ (`global` in YAML): sequences per optimizer step over all ranks; micro: per rank and forward pass.
+    """global_ (`global` in YAML): sequences per optimizer step over all ranks; micro: per rank and
+    forward pass.
 
     For diffusion a sequence is a video, and seq_len the patches that it has, or has at most.
     """
@@ -66,19 +88,32 @@ class Parallel:
     cp: int = 1  # context parallel: each row's sequence
     pp: int = 1  # pipeline parallel: layers
     ep: int = 1  # expert parallel: experts, over ranks that are counted already; divides dp_shard x cp x tp
-    # true (ZeRO-3): free a block's weights after each use, reduce gradients after every micro-batch; false (ZeRO-2):
-    # both once per step. In a pipeline gradients are reduced once; true frees weights of all but the next three stages.
-    # None: true, but where a rank has the whole model, whose weights in bf16 it would only copy anew
+    # true (ZeRO-3): free a block's weights after each use, reduce gradients after every
+    # micro-batch; false (ZeRO-2): both once per step. In a pipeline gradients are reduced once;
+    # true frees weights of all but the next three stages. None: true, but where a rank has the
+    # whole model, whose weights in bf16 it would only copy anew
     reshard_after_forward: bool | None = None
-    reduce: Literal["fp32", "bf16"] = "fp32"  # type of gradients while ranks are summed; micro-batches: see precision
+    reduce: Literal["fp32", "bf16"] = (
+        "fp32"  # type of gradients while ranks are summed; micro-batches: see precision
+    )
     prefetch: int = 1  # how many blocks ahead to gather
-    context: Literal["allgather", "ulysses"] = "allgather"  # how context-parallel ranks exchange keys and values
+    context: Literal["allgather", "ulysses"] = (
+        "allgather"  # how context-parallel ranks exchange keys and values
+    )
     async_tp: bool = False  # CUDA and compile only: overlap tensor parallel's collectives with its matrix products
     schedule: Literal[
-        "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+        "GPipe",
+        "1F1B",
+        "Interleaved1F1B",
+        "LoopedBFS",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
     ] = "1F1B"
     vp: int = 1  # pipeline stages per rank
-    layers_per_stage: list[int] | None = None  # embedding and head count as a layer each; default: as even as possible
+    layers_per_stage: list[int] | None = (
+        None  # embedding and head count as a layer each; default: as even as possible
+    )
     head_layers: int = 1  # where stages are as even as possible, the head counts as so many layers
 
 
@@ -92,7 +127,9 @@ class Optim:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: float | None = 1.0
-    max_skipped: int = 10  # this many steps in a row without a finite loss and gradient norm end the run
+    max_skipped: int = (
+        10  # this many steps in a row without a finite loss and gradient norm end the run
+    )
     states: Literal["fp32", "bf16"] = "fp32"  # of AdamW's moments
     stochastic_rounding: bool = False  # of the weights and states that are stored in bf16
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -104,17 +141,22 @@ class Optim:
 class Fp8:
     """With precision=fp8: see models/fp8.py."""
 
-    fast_accumulation: Literal["none", "forward", "all"] = "forward"  # which products Hopper sums with fewer bits
+    fast_accumulation: Literal["none", "forward", "all"] = (
+        "forward"  # which products Hopper sums with fewer bits
+    )
     experts: bool = False  # routed experts too: saves time where a rank has one of them (parallel.ep = their number)
-    # weights are kept transposed, too, a byte for each of a rank's, unsharded: spares transposing for each micro-batch
+    # weights are kept transposed, too, a byte for each of a rank's, unsharded: spares transposing
+    # for each micro-batch
     keep_transposed: bool = False
 
 
 @dataclass
 class Validation:
-    """Every `every` steps (0: never) and after the last, on `batches` global batches of held-out data.
+    """Every `every` steps (0: never) and after the last, on `batches` global batches of held-out
+    data.
 
-    exact_match: fine-tuning; this many held-out chats are answered by the trained model and compared (0: none).
+    exact_match: fine-tuning; this many held-out chats are answered by the trained model and
+    compared (0: none).
     """
 
     every: int = 0
@@ -124,7 +166,9 @@ class Validation:
 
 @dataclass
 class Checkpoint:
-    """Every `every` steps, and `minutes` after the one before (0: never), and after the last; `keep` stay on disk."""
+    """Every `every` steps, and `minutes` after the one before (0: never), and after the last;
+    `keep` stay on disk.
+    """
 
     every: int = 0
     minutes: float = 10.0
@@ -137,7 +181,9 @@ class Checkpoint:
 class Metrics:
     """What a run reports besides metrics.jsonl: see run/health.py and run/metrics.py."""
 
-    spike: float = 6.0  # report losses this many deviations above the recent median, with their batch; 0: none
+    spike: float = (
+        6.0  # report losses this many deviations above the recent median, with their batch; 0: none
+    )
     tensorboard: bool = False  # to out_dir/tensorboard; needs the package tensorboard
 
 
@@ -156,7 +202,9 @@ class Rollout:
     temperature: float = 1.0
     max_tokens: int = 128  # of a response
     tp: int = 1  # task=grpo: ranks that share a sampler's model
-    ep: int = 1  # task=grpo: set to rollout.tp, it gives these ranks whole experts, not channels of all
+    ep: int = (
+        1  # task=grpo: set to rollout.tp, it gives these ranks whole experts, not channels of all
+    )
     slots: int = 256  # samples that are decoded at once, at most
     page_size: int = 128  # tokens; on CUDA a multiple of 128
     pages: int = 0  # in the pool; 0: as many as fit into `memory`
@@ -168,17 +216,19 @@ class Rollout:
 
 @dataclass
 class GRPO:
-    """Reinforcement learning on groups of samples; grpo/objective.py has the formulas, and the methods they make up, of
-    which the defaults are NeMo RL's GRPO.
+    """Reinforcement learning on groups of samples; grpo/objective.py has the formulas, and the
+    methods they make up, of which the defaults are NeMo RL's GRPO.
 
-    A step samples `group` responses to each of `prompts` prompts (see `rollout`), and updates the weights once for
-    every batch.global of them.
+    A step samples `group` responses to each of `prompts` prompts (see `rollout`), and updates the
+    weights once for every batch.global of them.
     """
 
     prompts: int = 16
     group: int = 8
     reward: str = "exact"  # exact, math, or a function of one's own as package.module:name (see grpo/rewards.py)
-    prompt_key: str = ""  # of the lines of data.path; default: the first usual name in a line (data/problems.py)
+    prompt_key: str = (
+        ""  # of the lines of data.path; default: the first usual name in a line (data/problems.py)
+    )
     answer_key: str = ""
     mock_digits: int = 4  # data.kind=mock: the length of the texts to be reversed
     baseline: Literal["group", "leave_one_out"] = "leave_one_out"
@@ -189,40 +239,62 @@ class GRPO:
     clip_high: float = 0.2
     dual_clip: float | None = None
     aggregation: Literal["token", "sequence", "constant"] = "token"
-    kl: float = 0.0  # weight of the divergence from the initial policy; with adapters, from the base model
+    kl: float = (
+        0.0  # weight of the divergence from the initial policy; with adapters, from the base model
+    )
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     importance: Literal["none", "truncate", "mask", "sequence-mask"] = "none"
     importance_low: float = 0.0
     importance_high: float = 2.0
     generations: int = 1  # above 1: groups without a signal are replaced, in up to this many rounds of sampling (DAPO)
-    overlong_buffer: int = 0  # the last tokens before a response would be cut off, over which the reward falls
+    overlong_buffer: int = (
+        0  # the last tokens before a response would be cut off, over which the reward falls
+    )
     overlong_penalty: float = 1.0  # by this much
     overlong_filter: bool = False  # leave truncated responses out of the loss
-    lag: Literal[0, 1] = 0  # 1: sample with weights one step old, so that sampling and training can overlap
-    generation_ranks: int = 0  # the last ranks only sample, the others only train (needs lag=1); 0: all do both
+    lag: Literal[0, 1] = (
+        0  # 1: sample with weights one step old, so that sampling and training can overlap
+    )
+    generation_ranks: int = (
+        0  # the last ranks only sample, the others only train (needs lag=1); 0: all do both
+    )
     keep_cache: bool = False  # keep the sampler's KV cache while its rank trains
     offload: bool = False  # sampling, log-probabilities and training leave each other their memory (grpo/offload.py)
     warmup_steps: int = 0  # of supervised training on the answers, before the first step
     warmup_lr: float = 1e-3
     eval_samples: int = 8  # per held-out prompt, for pass@k
-    keep_rollouts: int = 100  # steps whose responses stay in out_dir/rollouts, the newest ones; 0: all
+    keep_rollouts: int = (
+        100  # steps whose responses stay in out_dir/rollouts, the newest ones; 0: all
+    )
 
 
 TARGETS = (
-    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-    "to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2",  # of Wan
-)  # fmt: skip
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "to_q",
+    "to_k",
+    "to_v",
+    "to_out.0",
+    "ffn.net.0.proj",
+    "ffn.net.2",  # of Wan
+)
 
 
 @dataclass
 class Lora:
     """The settings of all adapters of a model.
 
-    targets: what to adapt, see `find_targets`. dtype: of A and B; they compute in the type of their input.
-    dropout: of the adapters' input (pre), as in peft, or of their update (post), as NeMo AutoModel does by default:
-    that keeps no second copy of the input.
-    path: what to start from, a folder in PEFT's format or a file of Wan's adapters (see formats/peft.py), whose
-    rank, alpha, rslora and targets then hold.
+    targets: what to adapt, see `find_targets`. dtype: of A and B; they compute in the type of their
+    input.
+    dropout: of the adapters' input (pre), as in peft, or of their update (post), as NeMo AutoModel
+    does by default: that keeps no second copy of the input.
+    path: what to start from, a folder in PEFT's format or a file of Wan's adapters (see
+    formats/peft.py), whose rank, alpha, rslora and targets then hold.
     """
 
     rank: int = 16
@@ -243,14 +315,18 @@ class Lora:
 class Diffusion:
     """How sigmas are drawn and weighed.
 
-    sampling, of u between 0 and 1: uniform; logit_normal, sigmoid(mean + std * normal); mode, heavy at both ends if
-    mode_scale > 0 (both Esser et al. 2024, section 3.1); mixed, logit_normal but for a uniform_share of the samples.
+    sampling, of u between 0 and 1: uniform; logit_normal, sigmoid(mean + std * normal); mode, heavy
+    at both ends if mode_scale > 0 (both Esser et al. 2024, section 3.1); mixed, logit_normal but
+    for a uniform_share of the samples.
     shift: then sigma = shift u / (1 + (shift - 1) u), more noise for larger videos.
-    sigma_min, sigma_max: only sigmas between these are drawn, as often one beside the other as without limits.
-    weighting: none; linear, 1 + shift sigma; bell, exp(-2 (sigma - 1/2)^2) less its minimum, of mean 1 over evenly
-    spaced u (DiffSynth).
-    reduction: sample, each video counts alike in a step; element, each element does, so a video by its size.
-    text_dropout: the share of samples without their text, which classifier-free guidance needs (Ho & Salimans 2022).
+    sigma_min, sigma_max: only sigmas between these are drawn, as often one beside the other as
+    without limits.
+    weighting: none; linear, 1 + shift sigma; bell, exp(-2 (sigma - 1/2)^2) less its minimum, of
+    mean 1 over evenly spaced u (DiffSynth).
+    reduction: sample, each video counts alike in a step; element, each element does, so a video by
+    its size.
+    text_dropout: the share of samples without their text, which classifier-free guidance needs (Ho
+    & Salimans 2022).
     """
 
     sampling: Literal["uniform", "logit_normal", "mode", "mixed"] = "uniform"
@@ -277,30 +353,40 @@ class Config:
     data: Data = field(default_factory=Data)
     batch: Batch = field(default_factory=Batch)
     parallel: Parallel = field(default_factory=Parallel)
-    # bf16: fp32 weights, computed with in bf16; fp8: the same, with the blocks' matrix products in FP8; bf16-pure: also
-    # stored in bf16, as are gradients: rounding their sum over 64 micro-batches costs 0.8 %, as much as bf16's products
-    # do, unless parallel.reshard_after_forward=false or replicas let two ranks or more add them up in parallel.reduce
+    # bf16: fp32 weights, computed with in bf16; fp8: the same, with the blocks' matrix products in
+    # FP8; bf16-pure: also stored in bf16, as are gradients: rounding their sum over 64
+    # micro-batches costs 0.8 %, as much as bf16's products do, unless
+    # parallel.reshard_after_forward=false or replicas let two ranks or more add them up in
+    # parallel.reduce
     precision: Literal["fp32", "bf16", "bf16-pure", "fp8"] = "fp32"
     fp8: Fp8 = field(default_factory=Fp8)
     optim: Optim = field(default_factory=Optim)
-    lora: Lora | None = None  # with it, whatever the task, only adapters are trained; task=lora is sft with them
+    lora: Lora | None = (
+        None  # with it, whatever the task, only adapters are trained; task=lora is sft with them
+    )
     diffusion: Diffusion = field(default_factory=Diffusion)
     rollout: Rollout = field(default_factory=Rollout)
     grpo: GRPO = field(default_factory=GRPO)
     compile: bool = False
-    recompute: Literal["none", "full", "attention", "selective"] | int = "none"  # see parallel/recompute.py
+    recompute: Literal["none", "full", "attention", "selective"] | int = (
+        "none"  # see parallel/recompute.py
+    )
     validation: Validation = field(default_factory=Validation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     profile: Profile = field(default_factory=Profile)
     deterministic: bool = False  # bitwise reproducible: see run/determinism.py
-    timeout_s: float = 600.0  # how long a rank waits for the others in a collective before it gives up
+    timeout_s: float = (
+        600.0  # how long a rank waits for the others in a collective before it gives up
+    )
     reference: dict = field(default_factory=dict)  # published figures of the same row
 
 
 def to_dict(config: Config) -> dict:
     """The nested dict that `from_dict` reads back as the same config."""
-    tree = dataclasses.asdict(config, dict_factory=lambda items: {key.rstrip("_"): value for key, value in items})
+    tree = dataclasses.asdict(
+        config, dict_factory=lambda items: {key.rstrip("_"): value for key, value in items}
+    )
     model = tree["model"]
     fields = model.pop("config")
     tree["model"] = {key: value for key, value in model.items() if value} | fields

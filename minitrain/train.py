@@ -1,9 +1,11 @@
-"""Train a model: python -m minitrain.train --config FILE [key=value ...], or the same under torchrun.
+"""Train a model: python -m minitrain.train --config FILE [key=value ...], or the same under
+torchrun.
 
-Writes to `out_dir`: metrics.jsonl (one JSON object per step), config.yaml (what ran), checkpoints/ (to resume from,
-which happens by itself when the same command runs again), and at the end the model in Hugging Face layout, or its
-adapters in PEFT's, with its tokenizer; for the toy world of shapes also before.png and after.png, what the model draws.
-Ctrl-C, SIGTERM and their like end it after the step, with a checkpoint (watch.py).
+Writes to `out_dir`: metrics.jsonl (one JSON object per step), config.yaml (what ran), checkpoints/
+(to resume from, which happens by itself when the same command runs again), and at the end the model
+in Hugging Face layout, or its adapters in PEFT's, with its tokenizer; for the toy world of shapes
+also before.png and after.png, what the model draws. Ctrl-C, SIGTERM and their like end it after the
+step, with a checkpoint (watch.py).
 """
 
 import math
@@ -16,7 +18,12 @@ import torch.distributed as dist
 from minitrain.data.chat import end_of_reply
 from minitrain.data.chat_templates import Template, asking_with, choose_template
 from minitrain.data.datasets import open_dataset
-from minitrain.data.tokenizer import CHAT_TEMPLATE, check_free_of_tokenizer, check_same_ids, load_tokenizer
+from minitrain.data.tokenizer import (
+    CHAT_TEMPLATE,
+    check_free_of_tokenizer,
+    check_same_ids,
+    load_tokenizer,
+)
 from minitrain.errors import InputError, refused
 from minitrain.formats.config_hf import end_also_at
 from minitrain.formats.hf import check_free_of_adapters, find_weights, save_tensors
@@ -48,8 +55,12 @@ from minitrain.training.loop import Trainer, is_due, training_steps
 def main(arguments: list[str]) -> None:
     parser = cli.Parser(prog="python -m minitrain.train", description=__doc__)
     parser.add_argument("--config", required=True, metavar="FILE", type=cli.home_path)
-    parser.add_argument("--deterministic", action="store_true", help="the same run again gives the same bits")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over those of the file")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="the same run again gives the same bits"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings over those of the file"
+    )
     options = parser.parse_args(arguments)
     train(load(options.config, options.overrides + ["deterministic=true"] * options.deterministic))
 
@@ -85,16 +96,21 @@ class RowsTask:
     updates = 1
 
     def __init__(self, config: Config, folder: Path):
-        self.config, self.folder = config, folder
+        self.config = config
+        self.folder = folder
         self.data, self.held_out = open_dataset(config)
         meshes = start(config)
         self.files = agreed_fingerprint(config)
         disks = checkpoint_group(config, range(dist.get_world_size()))
         settings = config.checkpoint
-        self.checkpointer = Checkpointer(folder / "checkpoints", settings.keep, settings.asynchronous, disks)
+        self.checkpointer = Checkpointer(
+            folder / "checkpoints", settings.keep, settings.asynchronous, disks
+        )
         self.wait = self.checkpointer.wait
         self.trainer = make_trainer(config, meshes)
-        names, model, optimizer = ("loss", "tokens_per_sec", "tokens"), self.trainer.model, self.trainer.optimizer
+        names = ("loss", "tokens_per_sec", "tokens")
+        model = self.trainer.model
+        optimizer = self.trainer.optimizer
         self.first, self.last = resume(self.checkpointer, config, model, optimizer, *names)
 
     def about(self) -> Iterator[str]:
@@ -112,9 +128,13 @@ class RowsTask:
     def save(self, numbers: dict[str, float]) -> None:
         save_step(self.checkpointer, numbers, self.trainer.model, self.trainer.optimizer)
 
-    def finish(self, numbers: dict[str, float], log: MetricsLog, stopping: Callable[[], str]) -> bool:
+    def finish(
+        self, numbers: dict[str, float], log: MetricsLog, stopping: Callable[[], str]
+    ) -> bool:
         """Add the loss on held-out data, and after the last step the exact matches."""
-        config, step, held_out = self.config, numbers["step"], self.held_out
+        config = self.config
+        step = numbers["step"]
+        held_out = self.held_out
         if config.validation.every and is_due(step, config.validation.every, config.steps):
             loss = self.trainer.evaluate(held_out, stopping)
             if loss is None:
@@ -146,19 +166,24 @@ class PolicyTask(Run):
 
 
 def export(trainer: Trainer, config: Config, folder: Path, asks: str | None = None) -> None:
-    """Write the model in Hugging Face layout, or its adapters in PEFT's; every rank must call it, rank 0 writes.
+    """Write the model in Hugging Face layout, or its adapters in PEFT's; every rank must call it,
+    rank 0 writes.
 
-    asks: the prompt that replies follow in training, if the tokenizer's chat template has another one.
+    asks: the prompt that replies follow in training, if the tokenizer's chat template has another
+    one.
     """
     wanted = is_adapter if config.lora else lambda name: True
     model = trainer.model
-    tensors = model.whole_tensors(wanted) if isinstance(model, Pipeline) else whole_tensors(model, wanted)
+    tensors = (
+        model.whole_tensors(wanted) if isinstance(model, Pipeline) else whole_tensors(model, wanted)
+    )
     wait_for_ever()  # others do while rank 0 writes; the watch sees those that die
     if dist.get_rank() != 0:
         for _ in tensors:
             pass
         return
-    shape, end = config.model.config, document_end(config)
+    shape = config.model.config
+    end = document_end(config)
     if has_tokenizer(config):
         tokenizer = load_tokenizer(config.data.tokenizer)
         tokenizer.save(folder)
@@ -168,7 +193,9 @@ def export(trainer: Trainer, config: Config, folder: Path, asks: str | None = No
             if isinstance(template, Template):  # else it came with the tokenizer
                 (folder / CHAT_TEMPLATE).write_text(template.jinja(tokenizer), encoding="utf-8")
             elif asks is not None:
-                (folder / CHAT_TEMPLATE).write_text(asking_with(asks, tokenizer.chat_template), encoding="utf-8")
+                (folder / CHAT_TEMPLATE).write_text(
+                    asking_with(asks, tokenizer.chat_template), encoding="utf-8"
+                )
         if shape.eos_token_id is None:
             shape = replace(shape, eos_token_id=tokenizer.eos_id)
     if config.task != "diffusion":
@@ -180,19 +207,25 @@ def export(trainer: Trainer, config: Config, folder: Path, asks: str | None = No
 
 
 def check_free_of_others(config: Config, folder: Path) -> None:
-    """Raises InputError for what an earlier run has left in `folder` that would be taken for this one's."""
+    """Raises InputError for what an earlier run has left in `folder` that would be taken for this
+    one's.
+    """
     if config.lora is None and config.task != "diffusion":
         check_free_of_adapters(folder)
     if config.lora and (folder / "config.json").exists():
-        raise InputError(f"{folder} holds a model, which adapters beside it do not belong to (use another out_dir)")
+        raise InputError(
+            f"{folder} holds a model, which adapters beside it do not belong to (use another out_dir)"
+        )
     if not has_tokenizer(config):
         check_free_of_tokenizer(folder)
 
 
 def with_ids_of_data(config: Config) -> Config:
-    """Return the config with its data's bos, eos and pad, in place of the zoo's, where weights start at random.
+    """Return the config with its data's bos, eos and pad, in place of the zoo's, where weights
+    start at random.
 
-    Raises InputError for an eos or bos in the settings that is neither the zoo's nor the tokenizer's.
+    Raises InputError for an eos or bos in the settings that is neither the zoo's nor the
+    tokenizer's.
     """
     shape = config.model.config
     if config.model.path or config.task == "diffusion":
@@ -207,7 +240,9 @@ def with_ids_of_data(config: Config) -> Config:
             if isinstance(given, list) and own in given:
                 ids[key] = given
             elif given not in (None, own, getattr(zoo, key)):
-                raise InputError(f"model.{key}={given}, but data.tokenizer={config.data.tokenizer} has {own}")
+                raise InputError(
+                    f"model.{key}={given}, but data.tokenizer={config.data.tokenizer} has {own}"
+                )
         extra = {"pad_token_id": pad if pad is not None and pad < shape.vocab_size else None}
         shape = replace(shape, **ids, extra_config=shape.extra_config | extra)
     elif document_end(config) is not None:
@@ -221,9 +256,15 @@ def document_end(config: Config) -> int | None:
 
 
 def has_tokenizer(config: Config) -> bool:
-    """Is data.tokenizer what made the run's tokens? Files of tokens may be any other's, unless it is named."""
+    """Is data.tokenizer what made the run's tokens? Files of tokens may be any other's, unless it
+    is named.
+    """
     kind = config.data.kind
-    return kind in ("text", "jsonl") or config.task == "grpo" or (kind == "tokens" and config.data.tokenizer != "bytes")
+    return (
+        kind in ("text", "jsonl")
+        or config.task == "grpo"
+        or (kind == "tokens" and config.data.tokenizer != "bytes")
+    )
 
 
 if __name__ == "__main__":

@@ -25,12 +25,12 @@ TREES = {
 }
 TECHNIQUES = [file for file in TREES if file.parent.name == "parallel" and file.stem not in ("__init__", "parallelize")]
 TECHNIQUES += [Path("minitrain/training", f"{name}.py") for name in ("loss", "optim", "adamw", "flow")]
-CLOSURES = {"tensor_wan": 3100, "tensor": 2550}  # still above the goal of 2,000 lines
+CLOSURES = {"tensor_wan": 3100, "tensor": 2550, "tensor_decoder": 2450}  # still above the goal of 2,000 lines
 
 TOKENS = (176_000, 160_000)
 CORE_TOKENS = (80_000, 80_000)
-TOKENS_PER_LINE = (11.7, 9.0)
-LONG_FILES = (6, 0)  # of more than 400 lines
+TOKENS_PER_LINE = (10.0, 9.0)
+LONG_FILES = (12, 0)  # of more than 400 lines
 
 
 def room(file: Path) -> str:

@@ -1,10 +1,11 @@
 """Chat templates: messages -> text in pieces, in turns what is given and what the model is to say.
 
-A chat model's own template comes with its tokenizer, in Jinja, and is rendered as transformers renders it: in Jinja's
-sandbox, where it can take its time but not reach Python. What the model is to say is found by rendering more than once,
-so any template will do that writes a reply behind its generation prompt and ends it with a token of its own. For models
-that come without, three are written out: Llama 3, ChatML (Qwen), and a plain one without special tokens.
-Left out: tools, images, options such as enable_thinking, and the date (a row must be the same tomorrow).
+A chat model's own template comes with its tokenizer, in Jinja, and is rendered as transformers
+renders it: in Jinja's sandbox, where it can take its time but not reach Python. What the model is
+to say is found by rendering more than once, so any template will do that writes a reply behind its
+generation prompt and ends it with a token of its own. For models that come without, three are
+written out: Llama 3, ChatML (Qwen), and a plain one without special tokens. Left out: tools,
+images, options such as enable_thinking, and the date (a row must be the same tomorrow).
 """
 
 import json
@@ -25,7 +26,9 @@ class Message(NamedTuple):
     content: str
 
 
-DATE = date(2024, 7, 26)  # what Llama 3.1's and 3.2's templates write where they are not told the date
+DATE = date(
+    2024, 7, 26
+)  # what Llama 3.1's and 3.2's templates write where they are not told the date
 Pieces = Iterator[tuple[str, bool]]  # text, and whether the model is to say it
 
 # --------------------------------------------------------------------------------------------------------- written out
@@ -43,7 +46,9 @@ class Template:
     strip: bool = False  # white space around a message is removed
     begin_with_bos: bool = True  # with whatever the tokenizer puts before a text
     reply_ends_with_eos: bool = False  # with that token, in place of `end`
-    notes, asks = (), None  # as of a JinjaTemplate
+    # as of a JinjaTemplate
+    notes = ()
+    asks = None
 
     def pieces(self, messages: list[Message]) -> Pieces:
         """The text of a chat, in turns what is given and what the model is to say."""
@@ -60,9 +65,13 @@ class Template:
         yield given, False
 
     def question(self, messages: list[Message]) -> Pieces:
-        """The text that a reply to `messages` follows; where the last of them is the assistant's, it is continued."""
+        """The text that a reply to `messages` follows; where the last of them is the assistant's,
+        it is continued.
+        """
         continued = bool(messages) and messages[-1].role == "assistant"
-        *given, (begun, _), _ = self.pieces(messages if continued else [*messages, Message("assistant", "")])
+        *given, (begun, _), _ = self.pieces(
+            messages if continued else [*messages, Message("assistant", "")]
+        )
         yield from given
         if continued:
             yield begun if self.reply_ends_with_eos else begun.removesuffix(self.end), False
@@ -75,7 +84,8 @@ class Template:
         end = repr(self.end + self.separator)
         if self.reply_ends_with_eos:
             end = f"({tokenizer.eos!r} if message.role == 'assistant' else {end})"
-        begin, ask = repr(self.begin or tokenizer.beginning), header.format(role="'assistant'")
+        begin = repr(self.begin or tokenizer.beginning)
+        ask = header.format(role="'assistant'")
         turn = f"{header.format(role='message.role')} + {content} + {end}"
         return (
             f"{{{{ {begin} }}}}{{% for message in messages %}}{{{{ {turn} }}}}{{% endfor %}}"
@@ -84,10 +94,16 @@ class Template:
 
 
 LLAMA3 = Template(
-    "<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", ("<|start_header_id|>", "<|eot_id|>"),
-    begin="<|begin_of_text|>", strip=True, begin_with_bos=False,
-)  # fmt: skip
-CHATML = Template("<|im_start|>{role}\n", "<|im_end|>", ("<|im_start|>", "<|im_end|>"), separator="\n")
+    "<|start_header_id|>{role}<|end_header_id|>\n\n",
+    "<|eot_id|>",
+    ("<|start_header_id|>", "<|eot_id|>"),
+    begin="<|begin_of_text|>",
+    strip=True,
+    begin_with_bos=False,
+)
+CHATML = Template(
+    "<|im_start|>{role}\n", "<|im_end|>", ("<|im_start|>", "<|im_end|>"), separator="\n"
+)
 PLAIN = Template("", "\n", reply_ends_with_eos=True)  # a question a line, eos after each answer
 TEMPLATES = {"llama3": LLAMA3, "chatml": CHATML, "plain": PLAIN}
 
@@ -97,8 +113,9 @@ TEMPLATES = {"llama3": LLAMA3, "chatml": CHATML, "plain": PLAIN}
 class JinjaTemplate:
     """The template that came with a tokenizer.
 
-    It counts the replies that `pieces` has shown, those that lack some of what was said, and those that follow another
-    prompt than generation has, by both prompts: templates of reasoning models drop thoughts, and ask for them.
+    It counts the replies that `pieces` has shown, those that lack some of what was said, and those
+    that follow another prompt than generation has, by both prompts: templates of reasoning models
+    drop thoughts, and ask for them.
     """
 
     begin_with_bos = False  # the template writes it
@@ -118,29 +135,36 @@ class JinjaTemplate:
         dicts = [message._asdict() for message in messages]
         try:
             return self.template.render(
-                messages=dicts, tools=None, documents=None, add_generation_prompt=add_generation_prompt,
+                messages=dicts,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
                 **self.special_tokens,
-            )  # fmt: skip
+            )
         except Exception as error:  # a template can raise whatever Python raises
             raise InputError(f"the chat template beside {self.file} refuses it: {error}") from error
 
     def question(self, messages: list[Message]) -> Pieces:
-        """The text that a reply to `messages` follows; where the last of them is the assistant's, it is continued."""
+        """The text that a reply to `messages` follows; where the last of them is the assistant's,
+        it is continued.
+        """
         if not messages or messages[-1].role != "assistant":
             yield self.render(messages, add_generation_prompt=True), False
             return
         *before, (role, begun) = messages
-        text, mark, rest = self.render([*before, Message(role, f"{begun}{self.PLACEHOLDER} ")]).rpartition(
-            self.PLACEHOLDER
-        )
+        text, mark, rest = self.render(
+            [*before, Message(role, f"{begun}{self.PLACEHOLDER} ")]
+        ).rpartition(self.PLACEHOLDER)
         if not mark or begun.strip() not in text:
             raise self.unclear(len(before))
-        # a template that drops the space behind the mark would have dropped one that the message ends in
+        # a template that drops the space behind the mark would have dropped one that the message
+        # ends in
         yield text if rest.startswith(" ") else text.rstrip(), False
 
     def pieces(self, messages: list[Message]) -> Pieces:
         """The text of a chat, in turns what is given and what the model is to say."""
-        text, seen = self.render(messages), 0
+        text = self.render(messages)
+        seen = 0
         for i, message in enumerate(messages):
             if message.role == "assistant":
                 start, end = self.reply_in(text, messages, i)
@@ -149,7 +173,9 @@ class JinjaTemplate:
                 yield text[seen:start], False
                 yield text[start:end], True
                 self.replies += 1  # a thought may begin in what is given
-                self.shortened += without_spaces(message.content) not in without_spaces(text[seen:end])
+                self.shortened += without_spaces(message.content) not in without_spaces(
+                    text[seen:end]
+                )
                 seen = end
         yield text[seen:], False
 
@@ -158,7 +184,9 @@ class JinjaTemplate:
         """What to say of the replies that `pieces` has shown."""
         found = []
         if self.shortened:
-            found.append(f"{self.shortened:,} of {self.replies:,} replies lose text in the chat template (thoughts?)")
+            found.append(
+                f"{self.shortened:,} of {self.replies:,} replies lose text in the chat template (thoughts?)"
+            )
         for (asked, given), count in self.prompts.items():
             kept = "is saved with" if self.asks else "keeps"
             found.append(
@@ -174,7 +202,9 @@ class JinjaTemplate:
         return given if count and count == self.replies else None
 
     def reply_in(self, text: str, messages: list[Message], i: int) -> tuple[int, int]:
-        """Where in the text of all messages that of message i begins and, with the token that ends it, ends."""
+        """Where in the text of all messages that of message i begins and, with the token that ends
+        it, ends.
+        """
         replaced = [*messages[:i], Message("assistant", self.PLACEHOLDER), *messages[i + 1 :]]
         before, *after = self.render(replaced).split(self.PLACEHOLDER)
         end = self.added_token.search(after[0]) if len(after) == 1 else None
@@ -182,7 +212,9 @@ class JinjaTemplate:
             raise self.unclear(i)
         asked = self.render(messages[:i], add_generation_prompt=True) if i else before
         start = len(asked)
-        if not text.startswith(asked):  # some ask for a thought, <think>, where they write a reply without one
+        if not text.startswith(
+            asked
+        ):  # some ask for a thought, <think>, where they write a reply without one
             given = self.render(messages[:i])
             if not text.startswith(given):
                 raise self.unclear(i)
@@ -213,7 +245,8 @@ def asking_with(prompt: str, jinja: str) -> str:
 
 
 def compile_template(text: str, file: Any) -> Any:
-    """A Jinja template with what Hugging Face's have at hand; tags around what to train, {% generation %}, are ignored.
+    """A Jinja template with what Hugging Face's have at hand; tags around what to train, {%
+    generation %}, are ignored.
 
     Raises InputError, with the line, for what is no template.
     """
@@ -223,20 +256,29 @@ def compile_template(text: str, file: Any) -> Any:
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:  # Jinja's own escapes HTML
+    def tojson(
+        value: Any, ensure_ascii: bool = False, **options: Any
+    ) -> str:  # Jinja's own escapes HTML
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = tojson
-    environment.globals |= {"raise_exception": raise_exception, "strftime_now": lambda layout: DATE.strftime(layout)}
+    environment.globals |= {
+        "raise_exception": raise_exception,
+        "strftime_now": lambda layout: DATE.strftime(layout),
+    }
     for tag, condition in (("generation", "if true"), ("endgeneration", "endif")):
         text = re.sub(rf"(\{{%[-+]?\s*){tag}(\s*[-+]?%\}})", rf"\1{condition}\2", text)
     try:
         return environment.from_string(text)
     except Exception as error:  # Jinja's own, and what Python's compiler raises
-        told = f"line {error.lineno}: {error.message}" if isinstance(error, TemplateSyntaxError) else error
+        told = (
+            f"line {error.lineno}: {error.message}"
+            if isinstance(error, TemplateSyntaxError)
+            else error
+        )
         raise InputError(f"the chat template beside {file} is not valid: {told}") from error
 
 
@@ -246,17 +288,25 @@ ChatTemplate = Template | JinjaTemplate
 
 
 def choose_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template called `name`; for `auto` the tokenizer's own, or if it has none the first whose tokens it has.
+    """The template called `name`; for `auto` the tokenizer's own, or if it has none the first whose
+    tokens it has.
 
     Raises InputError if the tokenizer lacks a token of the template.
     """
     if name == "auto" and tokenizer.chat_template:
         return JinjaTemplate(tokenizer)
     known = [name] if name != "auto" else TEMPLATES
-    missing = {each: [t for t in TEMPLATES[each].special if tokenizer.token_id(t) is None] for each in known}
+    missing = {
+        each: [t for t in TEMPLATES[each].special if tokenizer.token_id(t) is None]
+        for each in known
+    }
     chosen = next((each for each in known if not missing[each]), None)
     if chosen is None:
-        raise InputError(f"data.template={name} needs the token {missing[name][0]}, which data.tokenizer lacks")
+        raise InputError(
+            f"data.template={name} needs the token {missing[name][0]}, which data.tokenizer lacks"
+        )
     if TEMPLATES[chosen].reply_ends_with_eos and tokenizer.eos_id is None:
-        raise InputError("data.template=plain ends answers with eos, which data.tokenizer lacks (use llama3 or chatml)")
+        raise InputError(
+            "data.template=plain ends answers with eos, which data.tokenizer lacks (use llama3 or chatml)"
+        )
     return TEMPLATES[chosen]

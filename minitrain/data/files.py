@@ -1,7 +1,8 @@
 """Which files `data.path` stands for.
 
-Of a folder those below it that are of the kind, without hidden ones: as globs and the package datasets have it, what
-begins with a dot belongs to programs (.git, .ipynb_checkpoints, .cache), as do folders such as __pycache__.
+Of a folder those below it that are of the kind, without hidden ones: as globs and the package
+datasets have it, what begins with a dot belongs to programs (.git, .ipynb_checkpoints, .cache), as
+do folders such as __pycache__.
 """
 
 import fnmatch
@@ -17,25 +18,41 @@ from minitrain.errors import InputError, hub_hint
 from minitrain.settings import Data
 
 # which files of a folder are data
-_SUFFIXES = {"text": ("",), "jsonl": (".jsonl",), "tokens": (".npy", ".bin"), "latents": (".safetensors",)}
+_SUFFIXES = {
+    "text": ("",),
+    "jsonl": (".jsonl",),
+    "tokens": (".npy", ".bin"),
+    "latents": (".safetensors",),
+}
 
 
 def find_files(data: Data) -> list[Path]:
-    """Return the files of data.path but not of data.exclude, each once and sorted; of a folder, those of the kind."""
+    """Return the files of data.path but not of data.exclude, each once and sorted; of a folder,
+    those of the kind.
+    """
     found = {}
     for pattern in [data.path] if isinstance(data.path, str) else data.path:
         matches = _expand(pattern.replace("{stdlib}", sysconfig.get_paths()["stdlib"]), data.kind)
         if not matches:
-            raise InputError(f"data.path: no file matches {pattern!r}{_what_is_there(pattern, data.kind)}")
+            raise InputError(
+                f"data.path: no file matches {pattern!r}{_what_is_there(pattern, data.kind)}"
+            )
         found |= {os.path.abspath(file): file for file in matches}
     unwanted = [each for p in data.exclude for each in (p, f"*/{p}", os.path.abspath(p))]
-    kept = [file for path, file in found.items() if not any(fnmatch.fnmatchcase(path, p) for p in unwanted)]
+    kept = [
+        file
+        for path, file in found.items()
+        if not any(fnmatch.fnmatchcase(path, p) for p in unwanted)
+    ]
     if not kept:
         raise InputError(f"data.exclude={data.exclude} leaves no file of data.path={data.path}")
-    # links may lead to a folder by several names, in circles too: the shortest, which is the last here, counts
+    # links may lead to a folder by several names, in circles too: the shortest, which is the last
+    # here, counts
     kept.sort(key=lambda file: (len(file), file), reverse=True)
     real = functools.cache(os.path.realpath)  # there are far fewer folders than files
-    return sorted(map(Path, {(real(os.path.dirname(x)), os.path.basename(x)): x for x in kept}.values()))
+    return sorted(
+        map(Path, {(real(os.path.dirname(x)), os.path.basename(x)): x for x in kept}.values())
+    )
 
 
 def _expand(pattern: str, kind: str) -> list[str]:
@@ -48,7 +65,9 @@ def _expand(pattern: str, kind: str) -> list[str]:
 
 
 def _what_is_there(pattern: str, kind: str) -> str:
-    """Return in brackets which other files a folder has, or that a path with commas may be a list."""
+    """Return in brackets which other files a folder has, or that a path with commas may be a
+    list.
+    """
     folder = os.path.expanduser(pattern)
     if not os.path.isdir(folder):
         hub = hub_hint(pattern, "data.path=", " --repo-type dataset")
@@ -56,7 +75,9 @@ def _what_is_there(pattern: str, kind: str) -> str:
     suffixes = Counter(os.path.splitext(file)[1] for file in _files_below(folder))
     if not suffixes:
         return " (the folder is empty, or all in it is hidden)"
-    found = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in suffixes.most_common(3))
+    found = ", ".join(
+        f"{count:,} {suffix or 'without a suffix'}" for suffix, count in suffixes.most_common(3)
+    )
     wanted = " or ".join(_SUFFIXES[kind])
     return f" (as data.kind={kind} a folder's {wanted} files count, it has {found}; a glob such as '*.json' takes any)"
 
@@ -66,7 +87,8 @@ def _files_below(top: str) -> Iterator[str]:
 
     Each folder once, by its own name if it has one below top.
     """
-    tops, seen = [top], set()
+    tops = [top]
+    seen = set()
     for start in tops:
         for folder, folders, names in os.walk(start):
             if os.path.realpath(folder) in seen:

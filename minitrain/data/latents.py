@@ -1,18 +1,20 @@
-"""Videos as latents with their text embeddings: a cache of safetensors files, or random ones of one shape.
+"""Videos as latents with their text embeddings: a cache of safetensors files, or random ones of one
+shape.
 
-Encoding videos takes an autoencoder and a text encoder, both large and frozen, so it happens once, before training.
-Each file of the cache is one video: `latents` [channels, frames, height, width], normalised per channel (for Wan, less
-latents_mean and divided by latents_std of its autoencoder's config), and `text` [tokens, text_dim], the real tokens
-only; for image-to-video models also `condition` [more channels, frames, height, width] and `image` [tokens, image_dim].
-Where training hides a text (diffusion.text_dropout) the model sees the file's `negative` [tokens, text_dim], or zeros:
-published models are to see the embedding of an empty prompt, since that is what they are guided away from.
-Wan's condition is first a mask of 4 channels, one for each frame of the 4 that a latent frame stands for (the first is
-all 4 of its own), 1 where the frame is given; then the latents, normalised alike, of the video with all others grey.
-Videos of one shape form a bucket, and a micro-batch comes from one bucket.
-Every file's header is checked before training, its values (are they finite?) when they are read; with
-data.on_error=skip all values before training, to know which files to leave out.
-`open_latents` chooses among these by the config. What is not here: the encoders, and pickled files, which could run any
-code.
+Encoding videos takes an autoencoder and a text encoder, both large and frozen, so it happens once,
+before training. Each file of the cache is one video: `latents` [channels, frames, height, width],
+normalised per channel (for Wan, less latents_mean and divided by latents_std of its autoencoder's
+config), and `text` [tokens, text_dim], the real tokens only; for image-to-video models also
+`condition` [more channels, frames, height, width] and `image` [tokens, image_dim]. Where training
+hides a text (diffusion.text_dropout) the model sees the file's `negative` [tokens, text_dim], or
+zeros: published models are to see the embedding of an empty prompt, since that is what they are
+guided away from. Wan's condition is first a mask of 4 channels, one for each frame of the 4 that a
+latent frame stands for (the first is all 4 of its own), 1 where the frame is given; then the
+latents, normalised alike, of the video with all others grey. Videos of one shape form a bucket, and
+a micro-batch comes from one bucket. Every file's header is checked before training, its values (are
+they finite?) when they are read; with data.on_error=skip all values before training, to know which
+files to leave out. `open_latents` chooses among these by the config. What is not here: the
+encoders, and pickled files, which could run any code.
 """
 
 import math
@@ -39,7 +41,9 @@ from minitrain.training.flow import Noised, generator
 
 DIMENSIONS = {"latents": 4, "text": 2, "negative": 2, "condition": 4, "image": 2}
 TEXTS = "text", "negative"
-DIFFUSERS_TEXT = 512  # tokens behind those of the image: a constant in its attention of WanTransformer3DModel
+DIFFUSERS_TEXT = (
+    512  # tokens behind those of the image: a constant in its attention of WanTransformer3DModel
+)
 IMAGE_TOKENS = 257  # of CLIP's features of one image
 
 Shape = tuple[int | str, ...]  # "tokens" where any number will do
@@ -48,23 +52,32 @@ Shape = tuple[int | str, ...]  # "tokens" where any number will do
 def open_latents(config: Config) -> tuple[Noised, Noised]:
     """The videos to train on, and those to validate on, under noise held fixed.
 
-    The latter are data.validation of the files; if that is 0, or there are none, they are those to train on, under
-    other noise. Raises InputError for videos that the model does not take.
+    The latter are data.validation of the files; if that is 0, or there are none, they are those to
+    train on, under other noise. Raises InputError for videos that the model does not take.
     """
-    data, model, seed = config.data, config.model.config, config.seed
+    data = config.data
+    model = config.model.config
+    seed = config.seed
     noised = partial(Noised, settings=config.diffusion, seed=seed)
     if data.kind != "latents":
         if data.kind == "shapes":
             videos = ShapesWorld(seed)
         else:
-            videos = MockLatents(model_shapes(model, data.size, data.text_tokens, IMAGE_TOKENS), seed)
-        check_fit({name: tuple(x.shape) for name, x in videos.row(0).items()}, config, f"data.kind={data.kind}")
+            videos = MockLatents(
+                model_shapes(model, data.size, data.text_tokens, IMAGE_TOKENS), seed
+            )
+        check_fit(
+            {name: tuple(x.shape) for name, x in videos.row(0).items()},
+            config,
+            f"data.kind={data.kind}",
+        )
         return noised(videos), noised(videos, held_out=True)
     skips = Skips(data.on_error == "skip")
     buckets = find_buckets(config, skips)
     sides = split_buckets(buckets, data.validation, seed) if data.validation else (buckets, buckets)
     train, held = (LatentCache(side, data.text_tokens, config.batch.micro, seed) for side in sides)
-    train, held = noised(train), noised(held, held_out=True)
+    train = noised(train)
+    held = noised(held, held_out=True)
     notes = [skips.note]
     if model.image_dim is not None and data.text_tokens != DIFFUSERS_TEXT:
         notes.append(
@@ -77,43 +90,68 @@ def open_latents(config: Config) -> tuple[Noised, Noised]:
 
 def check_fit(shapes: dict[str, Shape], config: Config, where: str) -> None:
     """Can the config's model train on videos of these shapes, in its layout?"""
-    model, parallel, latents = config.model.config, config.parallel, shapes["latents"]
+    model = config.model.config
+    parallel = config.parallel
+    latents = shapes["latents"]
     check_shapes(shapes, model_shapes(model, latents[1:]), where)
     if any(size % patch for size, patch in zip(latents[1:], model.patch_size, strict=True)):
-        raise InputError(f"{where}: latents {list(latents[1:])} do not divide into patches {list(model.patch_size)}")
-    tokens, ranks = math.prod(latents[1:]) // math.prod(model.patch_size), parallel.cp * parallel.tp
+        raise InputError(
+            f"{where}: latents {list(latents[1:])} do not divide into patches {list(model.patch_size)}"
+        )
+    tokens = math.prod(latents[1:]) // math.prod(model.patch_size)
+    ranks = parallel.cp * parallel.tp
     if tokens > config.batch.seq_len:
-        raise InputError(f"{where}: {tokens} patches are more than batch.seq_len={config.batch.seq_len}")
+        raise InputError(
+            f"{where}: {tokens} patches are more than batch.seq_len={config.batch.seq_len}"
+        )
     if tokens % ranks:
-        raise InputError(f"{where}: {tokens} patches do not divide by parallel.cp={parallel.cp} x tp={parallel.tp}")
+        raise InputError(
+            f"{where}: {tokens} patches do not divide by parallel.cp={parallel.cp} x tp={parallel.tp}"
+        )
 
 
 def model_shapes(
-    model: WanConfig, size: Sequence[int], text_tokens: int | str = "tokens", image_tokens: int | str = "tokens"
+    model: WanConfig,
+    size: Sequence[int],
+    text_tokens: int | str = "tokens",
+    image_tokens: int | str = "tokens",
 ) -> dict[str, Shape]:
-    """The shapes of what a model takes for one video. size: frames, height and width; "tokens": any number."""
+    """The shapes of what a model takes for one video. size: frames, height and width; "tokens": any
+    number.
+    """
     shapes = {"latents": (model.out_channels, *size), "text": (text_tokens, model.text_dim)}
     if model.in_channels > model.out_channels:
         shapes["condition"] = (model.in_channels - model.out_channels, *size)
-    return shapes if model.image_dim is None else shapes | {"image": (image_tokens, model.image_dim)}
+    return (
+        shapes if model.image_dim is None else shapes | {"image": (image_tokens, model.image_dim)}
+    )
 
 
 def check_shapes(found: dict[str, Shape], wanted: dict[str, Shape], where: str) -> None:
-    """Raises InputError if the tensors found are not those that the model takes; `negative` may be like the text."""
+    """Raises InputError if the tensors found are not those that the model takes; `negative` may be
+    like the text.
+    """
     if "negative" in found:
         wanted = wanted | {"negative": wanted["text"]}
     for name in wanted | found:
         pair = found.get(name, ()), wanted.get(name, ())
-        if len(pair[0]) != len(pair[1]) or any(b not in (a, "tokens") for a, b in zip(*pair, strict=True)):
-            given, taken = (f"[{', '.join(map(str, shape))}]" if shape else "none" for shape in pair)
+        if len(pair[0]) != len(pair[1]) or any(
+            b not in (a, "tokens") for a, b in zip(*pair, strict=True)
+        ):
+            given, taken = (
+                f"[{', '.join(map(str, shape))}]" if shape else "none" for shape in pair
+            )
             raise InputError(f"{where}: {name} is {given}, the model takes {taken}")
 
 
 class MockLatents:
-    """Normal tensors of given shapes, such as latents [channels, frames, height, width]: for benchmarks."""
+    """Normal tensors of given shapes, such as latents [channels, frames, height, width]: for
+    benchmarks.
+    """
 
     def __init__(self, shapes: dict[str, Shape], seed: int):
-        self.shapes, self.seed = shapes, seed
+        self.shapes = shapes
+        self.seed = seed
 
     def __len__(self) -> int:
         return 1 << 40  # no epoch ever ends
@@ -126,14 +164,18 @@ class MockLatents:
 class LatentCache:
     """Videos in files, by bucket, as `find_buckets` has them.
 
-    Row n is a pure function of (seed, n). An epoch visits the buckets in groups of `group` videos, in an order that
-    differs from epoch to epoch; a bucket that `group` does not divide repeats a few of its videos. So rows
-    k * group ... k * group + group - 1, one micro-batch, have the same shape.
+    Row n is a pure function of (seed, n). An epoch visits the buckets in groups of `group` videos,
+    in an order that differs from epoch to epoch; a bucket that `group` does not divide repeats a
+    few of its videos. So rows k * group ... k * group + group - 1, one micro-batch, have the same
+    shape.
     text_tokens: texts, negative ones too, are padded with zeros to it, as Wan was trained.
     """
 
     def __init__(self, buckets: list[list[Path]], text_tokens: int, group: int, seed: int):
-        self.buckets, self.text_tokens, self.group, self.seed = buckets, text_tokens, group, seed
+        self.buckets = buckets
+        self.text_tokens = text_tokens
+        self.group = group
+        self.seed = seed
         self.stamps = {file: stamp_of(file) for files in buckets for file in files}
         self.firsts = list(accumulate((-(-len(files) // group) for files in buckets), initial=0))
 
@@ -161,11 +203,15 @@ class LatentCache:
         check_unchanged(path, path, self.stamps[path])
         row = read_video(path)
         texts = {name: row[name] for name in TEXTS if name in row}
-        return row | {name: F.pad(text, (0, 0, 0, self.text_tokens - len(text))) for name, text in texts.items()}
+        return row | {
+            name: F.pad(text, (0, 0, 0, self.text_tokens - len(text)))
+            for name, text in texts.items()
+        }
 
 
 def find_buckets(config: Config, skips: Skips) -> list[list[Path]]:
-    """The files of data.path, by the shapes of what they hold, texts apart; all headers are checked.
+    """The files of data.path, by the shapes of what they hold, texts apart; all headers are
+    checked.
 
     Raises InputError for a file that is not a video, or not one that the config's model takes.
     """
@@ -187,11 +233,16 @@ def split_buckets(buckets: list[list[Path]], share: float, seed: int) -> Iterato
 
 
 def read_usable(path: Path, config: Config, with_values: bool) -> dict[str, Shape]:
-    """`read_shapes` of a file that the config's model takes, and, if asked for, whose values are finite."""
-    shapes, text_tokens = read_shapes(path), config.data.text_tokens
+    """`read_shapes` of a file that the config's model takes, and, if asked for, whose values are
+    finite.
+    """
+    shapes = read_shapes(path)
+    text_tokens = config.data.text_tokens
     for name in TEXTS:
         if name in shapes and shapes[name][0] > text_tokens:
-            raise InputError(f"{path}: {name} has {shapes[name][0]} tokens, more than the {text_tokens} of a row")
+            raise InputError(
+                f"{path}: {name} has {shapes[name][0]} tokens, more than the {text_tokens} of a row"
+            )
     check_fit(shapes, config, str(path))
     if with_values:
         read_video(path)
@@ -199,13 +250,17 @@ def read_usable(path: Path, config: Config, with_values: bool) -> dict[str, Shap
 
 
 def read_shapes(path: Path) -> dict[str, Shape]:
-    """The shapes of what a file holds, from its header. Raises InputError for one that is not a video."""
+    """The shapes of what a file holds, from its header. Raises InputError for one that is not a
+    video.
+    """
     headers = read_headers(path)
     shapes = {name: headers[name][0] for name in DIMENSIONS if name in headers}
     for name in ("latents", "text"):
         if name not in shapes:
             held = ", ".join(list(headers)[:3]) or "nothing"
-            raise InputError(f"{path}: tensor {name} is missing (it holds {held}; see minitrain/data/latents.py)")
+            raise InputError(
+                f"{path}: tensor {name} is missing (it holds {held}; see minitrain/data/latents.py)"
+            )
     for name, shape in shapes.items():
         if len(shape) != DIMENSIONS[name] or 0 in shape:
             expected = f"expected {DIMENSIONS[name]} dimensions, none of them 0"
@@ -216,11 +271,15 @@ def read_shapes(path: Path) -> dict[str, Shape]:
 
 def check_stored(path: Path, name: str, dtype: str) -> None:
     if dtype not in FLOATS:
-        raise InputError(f"{path}: tensor {name} is stored as {dtype}, not one of {', '.join(FLOATS)}")
+        raise InputError(
+            f"{path}: tensor {name} is stored as {dtype}, not one of {', '.join(FLOATS)}"
+        )
 
 
 def read_video(path: Path, names: Iterable[str] = tuple(DIMENSIONS)) -> dict[str, Tensor]:
-    """Those of the named tensors that a file holds, in fp32. Raises InputError for what is not finite, or no floats."""
+    """Those of the named tensors that a file holds, in fp32. Raises InputError for what is not
+    finite, or no floats.
+    """
     video = {}
     with open_tensors(path) as file:
         for name in (name for name in names if name in file.keys()):  # noqa: SIM118

@@ -1,10 +1,10 @@
 """What to learn from: prompts with right answers, read from JSONL or made up.
 
-A line has a prompt under one of the usual names and an answer under one of the usual names (GSM8K, OpenMathInstruct-2,
-DAPO-Math-17k and their like), or a chat whose last message is the assistant's answer. The chat template (see
-data/chat_templates.py) turns the prompt into tokens, up to where the response begins, and says which token ends a
-response.
-So do those at which the model ends any text: it would go on with another one, and be rewarded for that.
+A line has a prompt under one of the usual names and an answer under one of the usual names (GSM8K,
+OpenMathInstruct-2, DAPO-Math-17k and their like), or a chat whose last message is the assistant's
+answer. The chat template (see data/chat_templates.py) turns the prompt into tokens, up to where the
+response begins, and says which token ends a response. So do those at which the model ends any text:
+it would go on with another one, and be rewarded for that.
 
 Which problems a step takes is a pure function of the seed and the step.
 """
@@ -39,14 +39,24 @@ from minitrain.hashing import nth
 from minitrain.models.decoder_config import DecoderConfig, find_ends
 from minitrain.settings import Config
 
-ANSWERS = ("expected_answer", "answer", "ground_truth", "solution", "response", "output", "completion")
+ANSWERS = (
+    "expected_answer",
+    "answer",
+    "ground_truth",
+    "solution",
+    "response",
+    "output",
+    "completion",
+)
 
 
 class Problems:
     """A shuffled, endless sequence of problems."""
 
     def __init__(self, problems: list[Problem], seed: int, note: str = ""):
-        self.problems, self.seed, self.about = problems, seed, f"{len(problems):,} problems{note}"
+        self.problems = problems
+        self.seed = seed
+        self.about = f"{len(problems):,} problems{note}"
 
     def __len__(self) -> int:
         return len(self.problems)
@@ -57,14 +67,16 @@ class Problems:
 
 
 def open_problems(config: Config) -> tuple[Problems, Problems | None, Tokenizer, tuple[int, ...]]:
-    """The problems to train on, those held out (None without data.validation), the tokenizer, and the tokens that end
-    a response, the template's own first.
+    """The problems to train on, those held out (None without data.validation), the tokenizer, and
+    the tokens that end a response, the template's own first.
 
-    Raises InputError for lines that are no problems, and for prompts that leave no room for a response.
+    Raises InputError for lines that are no problems, and for prompts that leave no room for a
+    response.
     """
     tokenizer = fitting_tokenizer(config.data.tokenizer, config.model.config.vocab_size)
     template = choose_template(config.data.template, tokenizer)
-    made_up, skips = config.data.kind == "mock", Skips(config.data.on_error == "skip")
+    made_up = config.data.kind == "mock"
+    skips = Skips(config.data.on_error == "skip")
 
     def read(row: dict, where: str) -> Problem:
         messages, answer = read_problem(row, where, config.grpo.prompt_key, config.grpo.answer_key)
@@ -74,7 +86,9 @@ def open_problems(config: Config) -> tuple[Problems, Problems | None, Tokenizer,
 
     if made_up:
         where = f"grpo.mock_digits={config.grpo.mock_digits}"
-        problems = [encode(*made, template, tokenizer, where) for made in reversals(config.grpo.mock_digits)]
+        problems = [
+            encode(*made, template, tokenizer, where) for made in reversals(config.grpo.mock_digits)
+        ]
         check_length(problems[0], config, where)
     else:
         problems = list(read_jsonl(find_files(config.data), read, skips))
@@ -91,11 +105,14 @@ def open_problems(config: Config) -> tuple[Problems, Problems | None, Tokenizer,
     return train, held, tokenizer, ends
 
 
-def split_by_prompt(problems: list[Problem], share: float, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """The problems to train on, and those held out, which are of a share of all different prompts, one of each.
+def split_by_prompt(
+    problems: list[Problem], share: float, seed: int
+) -> tuple[list[Problem], list[Problem]]:
+    """The problems to train on, and those held out, which are of a share of all different prompts,
+    one of each.
 
-    Other lines often have the same prompt: DAPO-Math-17k has all of them a hundred times, OpenMathInstruct-2 several
-    solutions of many.
+    Other lines often have the same prompt: DAPO-Math-17k has all of them a hundred times,
+    OpenMathInstruct-2 several solutions of many.
     """
     different: dict[tuple[int, ...], Problem] = {}
     for problem in problems:
@@ -106,24 +123,38 @@ def split_by_prompt(problems: list[Problem], share: float, seed: int) -> tuple[l
 
 
 def encode(
-    messages: list[Message], answer: str, row: dict, template: ChatTemplate, tokenizer: Tokenizer, where: str
+    messages: list[Message],
+    answer: str,
+    row: dict,
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    where: str,
 ) -> Problem:
-    """The problem that asks for a reply to the messages, or, where they end with the beginning of one, for the rest."""
+    """The problem that asks for a reply to the messages, or, where they end with the beginning of
+    one, for the rest.
+    """
     prompt = encode_question(messages, template, tokenizer, where)
     if messages[-1].role != "assistant":
-        sample = make_sample(*encode_chat([*messages, Message("assistant", answer)], template, tokenizer, where))
+        sample = make_sample(
+            *encode_chat([*messages, Message("assistant", answer)], template, tokenizer, where)
+        )
         return Problem(prompt, split_reply(sample)[1], answer, row)
     *before, (role, begun) = messages
-    sample = make_sample(*encode_chat([*before, Message(role, begun + answer)], template, tokenizer, where))
+    sample = make_sample(
+        *encode_chat([*before, Message(role, begun + answer)], template, tokenizer, where)
+    )
     end = split_reply(sample)[1][-1]
     return Problem(prompt, [*encode_after(begun, answer, tokenizer), end], answer, row)
 
 
 def check_length(problem: Problem, config: Config, where: str) -> None:
-    room, length = config.batch.seq_len, len(problem.prompt)
+    room = config.batch.seq_len
+    length = len(problem.prompt)
     whole = length + len(problem.reply) - 1
     if length > min(room, config.model.config.max_position_embeddings - 1):
-        raise InputError(f"{where}: batch.seq_len={room} leaves no room for a response to a prompt of {length} tokens")
+        raise InputError(
+            f"{where}: batch.seq_len={room} leaves no room for a response to a prompt of {length} tokens"
+        )
     if config.grpo.warmup_steps and whole > room:
         raise InputError(
             f"{where}: batch.seq_len={room} is too short to warm up on a prompt with its answer, {whole} tokens "
@@ -134,7 +165,9 @@ def check_length(problem: Problem, config: Config, where: str) -> None:
 # ----------------------------------------------------------------------------------------------------------- JSON lines
 
 
-def read_problem(row: dict, where: str, prompt_key: str, answer_key: str) -> tuple[list[Message], str]:
+def read_problem(
+    row: dict, where: str, prompt_key: str, answer_key: str
+) -> tuple[list[Message], str]:
     """The messages and the answer of a line; where a key is empty, what the first usual name has.
 
     Raises InputError, which begins with `where`.
@@ -142,7 +175,9 @@ def read_problem(row: dict, where: str, prompt_key: str, answer_key: str) -> tup
     chat = chat_key(row)
     refuse_shown(row, SHOWN, "the prompt", where)
     if chat is None or prompt_key:
-        return with_system(read_prompt(row, where, prompt_key), row, where), answer_of(row, where, answer_key)
+        return with_system(read_prompt(row, where, prompt_key), row, where), answer_of(
+            row, where, answer_key
+        )
     refuse_shown(row, ("context",), "the messages", where)
     turns = read_turns(row[chat], f"{where}: {chat!r}")
     if len(turns) < 2 or turns[-1].role != "assistant":
@@ -170,7 +205,9 @@ def read_prompt(row: dict, where: str, key: str) -> list[Message]:
 
 
 def answer_of(row: dict, where: str, key: str) -> str:
-    """Return the answer as text, a number with the digits it has there. DAPO-Math-17k has it in `reward_model`."""
+    """Return the answer as text, a number with the digits it has there. DAPO-Math-17k has it in
+    `reward_model`.
+    """
     row = row | (row["reward_model"] if isinstance(row.get("reward_model"), dict) else {})
     name = key or usual_name(row, ANSWERS, where, "answer")
     value = row.get(name)
@@ -182,7 +219,9 @@ def answer_of(row: dict, where: str, key: str) -> str:
 def usual_name(row: dict, names: tuple[str, ...], where: str, what: str) -> str:
     found = usual_key(row, names)
     if found is None:
-        raise InputError(f"{where}: no {what} (one of {', '.join(names)}; or name its key by grpo.{what}_key)")
+        raise InputError(
+            f"{where}: no {what} (one of {', '.join(names)}; or name its key by grpo.{what}_key)"
+        )
     return found
 
 

@@ -1,8 +1,10 @@
-"""Supervised fine-tuning data: chats packed into rows, of which row n is a pure function of (seed, n).
+"""Supervised fine-tuning data: chats packed into rows, of which row n is a pure function of (seed,
+n).
 
-Samples that share a row do not see each other, so packing changes nothing but the number of empty slots: the gradients
-are those of one sample per row (`data.packed: false`). The packing is made once; each epoch visits its rows in another
-order. All samples are tokenised at the start and stay in memory. Left out: streaming, and mixing files by weight.
+Samples that share a row do not see each other, so packing changes nothing but the number of empty
+slots: the gradients are those of one sample per row (`data.packed: false`). The packing is made
+once; each epoch visits its rows in another order. All samples are tokenised at the start and stay
+in memory. Left out: streaming, and mixing files by weight.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,14 +25,19 @@ from minitrain.training.packing import PADDING, first_fit_decreasing, pack_row
 
 
 def open_chats(config: Config) -> "tuple[Chats | Mock, Chats | Mock | None]":
-    """The training samples in rows, and the held-out ones (None if data.validation is 0; mock data always has some).
+    """The training samples in rows, and the held-out ones (None if data.validation is 0; mock data
+    always has some).
 
-    As `open_data`, with document -1 where a row is padding. Without data.packed, rows have neither `positions` nor
-    `documents`, unless experts are balanced, which padding must not be; and mock data is pretraining's.
-    Raises InputError, with FILE:LINE, for a line that is not a chat.
+    As `open_data`, with document -1 where a row is padding. Without data.packed, rows have neither
+    `positions` nor `documents`, unless experts are balanced, which padding must not be; and mock
+    data is pretraining's. Raises InputError, with FILE:LINE, for a line that is not a chat.
     """
-    data, seq_len, vocab_size, seed = config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed
-    packed, model = data.packed is not False, config.model.config
+    data = config.data
+    seq_len = config.batch.seq_len
+    vocab_size = config.model.config.vocab_size
+    seed = config.seed
+    packed = data.packed is not False
+    model = config.model.config
     numbered = packed or model.bias_update_speed > 0 or model.router_aux_loss_coef > 0
     if data.kind == "mock":
         mock = MockChats if packed else Mock
@@ -41,14 +48,20 @@ def open_chats(config: Config) -> "tuple[Chats | Mock, Chats | Mock | None]":
     samples, counts = fit(read_samples(data, template, tokenizer, skips), seq_len, data.over_long)
     counts += skips.aside
     if not samples:
-        raise InputError(f"data.path={data.path} holds no chat to learn from with batch.seq_len={seq_len}{counts}")
+        raise InputError(
+            f"data.path={data.path} holds no chat to learn from with batch.seq_len={seq_len}{counts}"
+        )
     if not data.validation:
         return Chats(samples, seq_len, seed, packed, numbered, counts, template), None
     train, held = split_off(samples, data.validation, seed)
-    return Chats(train, seq_len, seed, packed, numbered, counts, template), Chats(held, seq_len, seed, packed, numbered)
+    return Chats(train, seq_len, seed, packed, numbered, counts, template), Chats(
+        held, seq_len, seed, packed, numbered
+    )
 
 
-def read_samples(data: Data, template: ChatTemplate, tokenizer: Tokenizer, skips: Skips) -> Iterator[Sample]:
+def read_samples(
+    data: Data, template: ChatTemplate, tokenizer: Tokenizer, skips: Skips
+) -> Iterator[Sample]:
     """The samples of all lines of all files, in order and however long."""
 
     def read(record: dict, where: str) -> Sample:
@@ -60,9 +73,12 @@ def read_samples(data: Data, template: ChatTemplate, tokenizer: Tokenizer, skips
 def fit(samples: Iterable[Sample], seq_len: int, over_long: str) -> tuple[list[Sample], str]:
     """The samples, none longer than a row, and a note on those that were.
 
-    over_long: `drop` those, or `truncate` them. A sample that has nothing to predict (any more) is dropped in any case.
+    over_long: `drop` those, or `truncate` them. A sample that has nothing to predict (any more) is
+    dropped in any case.
     """
-    kept, truncated, dropped = [], 0, 0
+    kept = []
+    truncated = 0
+    dropped = 0
     for sample in samples:
         is_long = len(sample.tokens) > seq_len
         predicted = np.flatnonzero(sample.labels[:seq_len] != IGNORE)
@@ -78,20 +94,31 @@ def fit(samples: Iterable[Sample], seq_len: int, over_long: str) -> tuple[list[S
 class Chats:
     """Samples, of at most seq_len tokens each, in rows: packed, or one in each.
 
-    numbered: do rows have `positions` and `documents`? template: what has written the samples, and counted them.
+    numbered: do rows have `positions` and `documents`? template: what has written the samples, and
+    counted them.
     """
 
     def __init__(
-        self, samples: list[Sample], seq_len: int, seed: int, packed: bool, numbered: bool, note: str = "",
+        self,
+        samples: list[Sample],
+        seq_len: int,
+        seed: int,
+        packed: bool,
+        numbered: bool,
+        note: str = "",
         template: ChatTemplate = PLAIN,
-    ):  # fmt: skip
-        self.samples, self.seq_len, self.seed, self.numbered = samples, seq_len, seed, numbered
+    ):
+        self.samples = samples
+        self.seq_len = seq_len
+        self.seed = seed
+        self.numbered = numbered
         lengths = [len(sample.tokens) for sample in samples]
-        self.rows = first_fit_decreasing(lengths, seq_len) if packed else [[i] for i in range(len(samples))]
-        self.fill = sum(lengths) / (len(self.rows) * seq_len)
-        self.about = (
-            f"{len(samples):,} chats{note} in {len(self.rows):,} rows of {seq_len:,} tokens, {self.fill:.1%} filled"
+        self.rows = (
+            first_fit_decreasing(lengths, seq_len) if packed else [[i] for i in range(len(samples))]
         )
+        self.fill = sum(lengths) / (len(self.rows) * seq_len)
+        rows = f"{len(self.rows):,} rows of {seq_len:,} tokens, {self.fill:.1%} filled"
+        self.about = f"{len(samples):,} chats{note} in {rows}"
         self.about = "\nnote: ".join([self.about, *template.notes])
         self.asks = template.asks
 
@@ -117,17 +144,22 @@ class Chats:
 
 
 class MockChats(Mock):
-    """Random tokens in the shape of packed SQuAD, as the published fine-tuning tables have it. `split` 0 and 1 differ.
+    """Random tokens in the shape of packed SQuAD, as the published fine-tuning tables have it.
+    `split` 0 and 1 differ.
 
-    What those tables count fits rows with 17 empty slots, and questions, contexts and answers of such lengths s that
-    attention sees sum(s^2) / sum(s) = 208 tokens: log-normal lengths do, of which a row's last is cut to fit.
+    What those tables count fits rows with 17 empty slots, and questions, contexts and answers of
+    such lengths s that attention sees sum(s^2) / sum(s) = 208 tokens: log-normal lengths do, of
+    which a row's last is cut to fit.
     """
 
-    EMPTY, ANSWER = 17, 5  # slots of a row without a token; tokens of a chat that are predicted
+    # slots of a row without a token; tokens of a chat that are predicted
+    EMPTY = 17
+    ANSWER = 5
 
     def row(self, n: int) -> dict[str, Tensor]:
         random = self.random(n)
-        lengths, room = [], max(1, self.seq_len - self.EMPTY)
+        lengths = []
+        room = max(1, self.seq_len - self.EMPTY)
         while room:
             drawn = max(self.ANSWER, round(random.lognormal(5.109, 0.410)))
             lengths.append(min(drawn, room))

@@ -1,8 +1,10 @@
-"""A toy world of video with text: a coloured shape that moves, drawn by numpy, for training Wan on a laptop.
+"""A toy world of video with text: a coloured shape that moves, drawn by numpy, for training Wan on
+a laptop.
 
-4 colours x 3 shapes x 4 directions, each from 9 places: 432 clips of 4 frames, 16 x 16 pixels, all known, so that what
-a model generates can be judged by the clip nearest to it. In place of an autoencoder stands a principal component
-analysis of 4 x 4 pixels, in place of a text encoder a fixed random vector for each word.
+4 colours x 3 shapes x 4 directions, each from 9 places: 432 clips of 4 frames, 16 x 16 pixels, all
+known, so that what a model generates can be judged by the clip nearest to it. In place of an
+autoencoder stands a principal component analysis of 4 x 4 pixels, in place of a text encoder a
+fixed random vector for each word.
 """
 
 import hashlib
@@ -19,11 +21,22 @@ from torch import Tensor
 
 from minitrain.hashing import nth
 
-COLOURS = {"red": (1, 0.15, 0.1), "green": (0.1, 0.9, 0.2), "blue": (0.15, 0.3, 1), "yellow": (1, 0.9, 0.1)}
+COLOURS = {
+    "red": (1, 0.15, 0.1),
+    "green": (0.1, 0.9, 0.2),
+    "blue": (0.15, 0.3, 1),
+    "yellow": (1, 0.9, 0.1),
+}
 SHAPES = ("square", "ring", "cross")
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
-FRAMES, SIZE, PATCH, CHANNELS, TEXT_DIM = 4, 16, 4, 8, 64
-SPEED, RADIUS = 2, 3.4  # pixels per frame; pixels
+FRAMES = 4
+SIZE = 16
+PATCH = 4
+CHANNELS = 8
+TEXT_DIM = 64
+# pixels per frame; pixels
+SPEED = 2
+RADIUS = 3.4
 
 
 class Clip(NamedTuple):
@@ -38,7 +51,8 @@ def all_prompts() -> list[tuple[str, str, str]]:
 
 def all_clips() -> list[Clip]:
     """Every prompt, on paths whose middles lie within one pixel of the centre."""
-    clips, back = [], SPEED * (FRAMES - 1) / 2
+    clips = []
+    back = SPEED * (FRAMES - 1) / 2
     for words, dx, dy in itertools.product(all_prompts(), (-1, 0, 1), (-1, 0, 1)):
         vx, vy = DIRECTIONS[words[2]]
         clips.append(Clip(words, SIZE / 2 + dx - vx * back, SIZE / 2 + dy - vy * back))
@@ -59,7 +73,9 @@ def render(clip: Clip) -> np.ndarray:
 
 
 def distance(shape: str, dx: np.ndarray, dy: np.ndarray) -> np.ndarray:
-    """How far outside the shape's edge a point dx, dy from its centre lies, in pixels; negative inside."""
+    """How far outside the shape's edge a point dx, dy from its centre lies, in pixels; negative
+    inside.
+    """
     if shape == "square":
         return np.maximum(dx, dy) - 0.9 * RADIUS
     if shape == "ring":
@@ -78,12 +94,14 @@ class ShapesWorld:
     """All clips, as a dataset of latents and texts and as what generated latents are judged by."""
 
     def __init__(self, seed: int = 0):
-        self.seed, self.clips = seed, all_clips()
+        self.seed = seed
+        self.clips = all_clips()
         self.videos = torch.from_numpy(np.stack([render(clip) for clip in self.clips]))
         patches = self._cut(self.videos).flatten(0, 3).double()
         self.mean = patches.mean(0)
         variances, axes = torch.linalg.eigh(torch.cov((patches - self.mean).T))
-        axes, self.scale = axes[:, -CHANNELS:], variances[-CHANNELS:].sqrt()
+        axes = axes[:, -CHANNELS:]
+        self.scale = variances[-CHANNELS:].sqrt()
         largest = axes.gather(0, axes.abs().argmax(0, keepdim=True))
         self.axes = axes * largest.sign()  # which eigh leaves open
 
@@ -100,7 +118,9 @@ class ShapesWorld:
         return self.encode(self.videos)
 
     def encode(self, videos: Tensor) -> Tensor:
-        """[batch, frames, height, width, 3] -> fp32 [batch, CHANNELS, frames, height / PATCH, width / PATCH]."""
+        """[batch, frames, height, width, 3] -> fp32 [batch, CHANNELS, frames, height / PATCH, width
+        / PATCH].
+        """
         values = (self._cut(videos).double() - self.mean) @ self.axes / self.scale
         return values.permute(0, 4, 1, 2, 3).float().contiguous()
 
@@ -111,15 +131,26 @@ class ShapesWorld:
         return pixels.flatten(4, 5).flatten(2, 3).clamp(0, 1).float()
 
     def judge(self, videos: Tensor, prompts: list[tuple[str, str, str]]) -> dict[str, float]:
-        """The share of prompts whose colour, shape, direction the nearest clip has. videos: [prompts, frames, ...]."""
+        """The share of prompts whose colour, shape, direction the nearest clip has. videos:
+        [prompts, frames, ...].
+        """
         nearest = torch.cdist(videos.flatten(1), self.videos.flatten(1)).argmin(1)
         found = [self.clips[i].words for i in nearest.tolist()]
-        right = np.array([[a == b for a, b in zip(*pair, strict=True)] for pair in zip(found, prompts, strict=True)])
+        right = np.array(
+            [
+                [a == b for a, b in zip(*pair, strict=True)]
+                for pair in zip(found, prompts, strict=True)
+            ]
+        )
         return dict(zip(("colour", "shape", "direction"), right.mean(0).tolist(), strict=True))
 
     def _cut(self, videos: Tensor) -> Tensor:
-        """[batch, frames, height, width, 3] -> [batch, frames, rows, columns, PATCH * PATCH * 3]."""
-        pieces = videos.unflatten(3, (-1, PATCH)).unflatten(2, (-1, PATCH)).permute(0, 1, 2, 4, 3, 5, 6)
+        """[batch, frames, height, width, 3] -> [batch, frames, rows, columns, PATCH * PATCH *
+        3].
+        """
+        pieces = (
+            videos.unflatten(3, (-1, PATCH)).unflatten(2, (-1, PATCH)).permute(0, 1, 2, 4, 3, 5, 6)
+        )
         return pieces.flatten(4)
 
 
@@ -127,19 +158,28 @@ class ShapesWorld:
 
 
 def write_sheet(path: str | Path, videos: Tensor, zoom: int = 4) -> None:
-    """A PNG of videos [n, frames, height, width, 3] between 0 and 1: a video a row, frames left to right."""
-    framed = torch.nn.functional.pad(videos, (0, 0, 0, 1, 0, 1), value=0.35)  # a grey line below and right of each
+    """A PNG of videos [n, frames, height, width, 3] between 0 and 1: a video a row, frames left to
+    right.
+    """
+    framed = torch.nn.functional.pad(
+        videos, (0, 0, 0, 1, 0, 1), value=0.35
+    )  # a grey line below and right of each
     rows = framed.permute(0, 2, 1, 3, 4).flatten(2, 3).flatten(0, 1)
-    write_png(path, (rows.repeat_interleave(zoom, 0).repeat_interleave(zoom, 1) * 255).byte().numpy())
+    write_png(
+        path, (rows.repeat_interleave(zoom, 0).repeat_interleave(zoom, 1) * 255).byte().numpy()
+    )
 
 
 def write_png(path: str | Path, pixels: np.ndarray) -> None:
-    """pixels: uint8 [height, width, 3]. Format: W3C PNG specification, with filter 0 on every line."""
+    """pixels: uint8 [height, width, 3]. Format: W3C PNG specification, with filter 0 on every
+    line.
+    """
     height, width = pixels.shape[:2]
     lines = b"".join(b"\0" + line.tobytes() for line in pixels)
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits, RGB
     chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(lines, 9)), (b"IEND", b"")]
     body = b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
     )
     Path(path).write_bytes(b"\x89PNG\r\n\x1a\n" + body)

@@ -1,14 +1,17 @@
-"""Training data: row n of a dataset is a pure function of (seed, n), so a resumed run needs no saved iterator.
+"""Training data: row n of a dataset is a pure function of (seed, n), so a resumed run needs no
+saved iterator.
 
-Documents are tokenised, each begun as a prompt is (with bos, where the tokenizer puts one) and ended by eos, laid end
-to end, and cut into rows of seq_len. A row numbers its documents, so that attention stays inside each, and positions
-restart with them. An epoch visits every row once, in an order that is computed for one row at a time (`shuffled`) and
-never stored. Token files are read row by row: any size opens at once. Left out: streaming from a network, mixing
-sources by weight, and packing that avoids cutting documents.
+Documents are tokenised, each begun as a prompt is (with bos, where the tokenizer puts one) and
+ended by eos, laid end to end, and cut into rows of seq_len. A row numbers its documents, so that
+attention stays inside each, and positions restart with them. An epoch visits every row once, in an
+order that is computed for one row at a time (`shuffled`) and never stored. Token files are read row
+by row: any size opens at once. Left out: streaming from a network, mixing sources by weight, and
+packing that avoids cutting documents.
 
-What is unusable is an error, or with data.on_error=skip left out and counted. Text and JSONL are read, and so checked,
-in full before the first step. Of token files at most CHECKED tokens to train on, and as many held out, are checked
-before the first step, spread evenly over all files, and every row when it is read; to skip bad rows, all are read once.
+What is unusable is an error, or with data.on_error=skip left out and counted. Text and JSONL are
+read, and so checked, in full before the first step. Of token files at most CHECKED tokens to train
+on, and as many held out, are checked before the first step, spread evenly over all files, and every
+row when it is read; to skip bad rows, all are read once.
 """
 
 import json
@@ -36,13 +39,17 @@ from minitrain.training.loss import IGNORE
 CHECKED = 1 << 21  # tokens of token files that are looked at before training
 
 
-def open_data(data: Data, seq_len: int, vocab_size: int, seed: int) -> tuple["Mock | Packed", "Mock | Packed | None"]:
-    """The training dataset, and the held-out one (None if data.validation is 0; mock data always has one).
+def open_data(
+    data: Data, seq_len: int, vocab_size: int, seed: int
+) -> tuple["Mock | Packed", "Mock | Packed | None"]:
+    """The training dataset, and the held-out one (None if data.validation is 0; mock data always
+    has one).
 
-    A dataset has `row(n)` for n = 0, 1, 2, ... without end: a dict of int64 [seq_len] tensors. `tokens` and `labels`
-    (the next token, or IGNORE); but for mock data also `positions` and `documents`, both counted from 0 in each row.
-    len(dataset): rows per epoch. Some also have `origin(n)`, where row n comes from, for humans; `about`, what the log
-    should say of the data; and `bytes_per_token`, the UTF-8 bytes of the text per predicted token, if it is known.
+    A dataset has `row(n)` for n = 0, 1, 2, ... without end: a dict of int64 [seq_len] tensors.
+    `tokens` and `labels` (the next token, or IGNORE); but for mock data also `positions` and
+    `documents`, both counted from 0 in each row. len(dataset): rows per epoch. Some also have
+    `origin(n)`, where row n comes from, for humans; `about`, what the log should say of the data;
+    and `bytes_per_token`, the UTF-8 bytes of the text per predicted token, if it is known.
     """
     if data.kind == "mock":
         return Mock(seq_len, vocab_size, seed, split=0), Mock(seq_len, vocab_size, seed, split=1)
@@ -57,7 +64,9 @@ def open_data(data: Data, seq_len: int, vocab_size: int, seed: int) -> tuple["Mo
 
 @dataclass
 class Mock:
-    """Uniformly random tokens, one endless document per row: for benchmarks. `split` 0 and 1 differ."""
+    """Uniformly random tokens, one endless document per row: for benchmarks. `split` 0 and 1
+    differ.
+    """
 
     seq_len: int
     vocab_size: int
@@ -79,15 +88,24 @@ class Mock:
 class Packed:
     """Rows cut from a corpus with a length in tokens, `read` and `origin(start, length)`.
 
-    What is left at its end, fewer than seq_len tokens, is not used. usable: the numbers of the rows to use; None: all.
+    What is left at its end, fewer than seq_len tokens, is not used. usable: the numbers of the rows
+    to use; None: all.
     """
 
     def __init__(
-        self, corpus: "Corpus | TokenFiles", seq_len: int, seed: int, bytes_per_token: float | None = None,
-        usable: Sequence[int] | None = None, about: str = "",
-    ):  # fmt: skip
-        self.corpus, self.seq_len, self.seed = corpus, seq_len, seed
-        self.bytes_per_token, self.about = bytes_per_token, about
+        self,
+        corpus: "Corpus | TokenFiles",
+        seq_len: int,
+        seed: int,
+        bytes_per_token: float | None = None,
+        usable: Sequence[int] | None = None,
+        about: str = "",
+    ):
+        self.corpus = corpus
+        self.seq_len = seq_len
+        self.seed = seed
+        self.bytes_per_token = bytes_per_token
+        self.about = about
         self.usable = range(len(corpus) // seq_len) if usable is None else usable
 
     def __len__(self) -> int:
@@ -108,7 +126,8 @@ class Packed:
 def pack(window: np.ndarray, ends: np.ndarray) -> dict[str, Tensor]:
     """One row from its tokens and where its documents end.
 
-    window: integers [seq_len + 1], or [seq_len] if nothing follows; ends: bool [seq_len], the last tokens of documents.
+    window: integers [seq_len + 1], or [seq_len] if nothing follows; ends: bool [seq_len], the last
+    tokens of documents.
     """
     index = np.arange(len(ends))
     begins = np.concatenate(([True], ends[:-1]))
@@ -129,7 +148,9 @@ def pack(window: np.ndarray, ends: np.ndarray) -> dict[str, Tensor]:
 
 @dataclass
 class Corpus:
-    """Documents in memory, end to end. tokens: [n]; ends: [documents], last indices; sizes: [documents], in bytes."""
+    """Documents in memory, end to end. tokens: [n]; ends: [documents], last indices; sizes:
+    [documents], in bytes.
+    """
 
     tokens: np.ndarray
     ends: np.ndarray
@@ -139,7 +160,9 @@ class Corpus:
         return len(self.tokens)
 
     def read(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """tokens [length + 1] from `start` on ([length] at the very end), and bool [length]: which end a document."""
+        """tokens [length + 1] from `start` on ([length] at the very end), and bool [length]: which
+        end a document.
+        """
         first, last = np.searchsorted(self.ends, (start, start + length))
         ends = np.zeros(length, bool)
         ends[self.ends[first:last] - start] = True
@@ -162,20 +185,28 @@ class Corpus:
 
 
 def tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> Corpus:
-    """All documents, each begun and ended as the tokenizer has it, at 2 or 4 bytes a token. Empty ones are left out.
+    """All documents, each begun and ended as the tokenizer has it, at 2 or 4 bytes a token. Empty
+    ones are left out.
 
-    A model is asked to continue what begins with bos: if it never saw one, that would be an untrained embedding. Texts
-    that have it written at their start, as rendered chats do, get no second.
+    A model is asked to continue what begins with bos: if it never saw one, that would be an
+    untrained embedding. Texts that have it written at their start, as rendered chats do, get no
+    second.
     """
-    count = max(tokenizer.vocab_size, 1 + (tokenizer.eos_id or 0))  # config.json may name an eos far beyond the words
+    count = max(
+        tokenizer.vocab_size, 1 + (tokenizer.eos_id or 0)
+    )  # config.json may name an eos far beyond the words
     dtype = np.dtype(np.uint16 if count <= 1 << 16 else np.uint32)
     beginning = np.array(tokenizer.beginning_ids, dtype)
     eos = np.array([] if tokenizer.eos_id is None else [tokenizer.eos_id], dtype).tobytes()
-    tokens, ends, sizes = bytearray(), array("q"), array("q")
+    tokens = bytearray()
+    ends = array("q")
+    sizes = array("q")
     for text in documents:
         ids = tokenizer.encode_array(text)
         if len(ids):
-            tokens += b"" if np.array_equal(ids[: len(beginning)], beginning) else beginning.tobytes()
+            tokens += (
+                b"" if np.array_equal(ids[: len(beginning)], beginning) else beginning.tobytes()
+            )
             tokens += memoryview(ids.astype(dtype))
             tokens += eos
             ends.append(len(tokens) // dtype.itemsize - 1)
@@ -198,13 +229,26 @@ def _open_documents(
     note = unended if tokenizer.eos_id is None else ""
     documents = read_texts(files, skips) if data.kind == "text" else read_jsonl(files, parse, skips)
     if not data.validation:
-        return _cut(tokenize(documents, tokenizer), seq_len, seed, f"data.path={data.path}", skips, note), None
+        return _cut(
+            tokenize(documents, tokenizer), seq_len, seed, f"data.path={data.path}", skips, note
+        ), None
     lone, documents = split_lone(documents, data.validation)
     corpus = tokenize(documents, tokenizer)
     count = len(corpus.ends)
-    held = np.array([False, True]) if lone and count == 2 else hold_out(count, data.validation, seed)
-    train = _cut(corpus.select(~held), seq_len, seed, f"data.path={data.path} without validation", skips, note)
-    return train, _cut(corpus.select(held), seq_len, seed, f"data.validation={data.validation}", skips)
+    held = (
+        np.array([False, True]) if lone and count == 2 else hold_out(count, data.validation, seed)
+    )
+    train = _cut(
+        corpus.select(~held),
+        seq_len,
+        seed,
+        f"data.path={data.path} without validation",
+        skips,
+        note,
+    )
+    return train, _cut(
+        corpus.select(held), seq_len, seed, f"data.validation={data.validation}", skips
+    )
 
 
 def fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
@@ -217,13 +261,19 @@ def fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     if beyond and beyond == {tokenizer.named_id("pad")}:
         tokenizer.below = vocab_size
     elif beyond:
-        raise InputError(f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}")
+        raise InputError(
+            f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}"
+        )
     if tokenizer.eos_id is not None and not 0 <= tokenizer.eos_id < vocab_size:
-        raise InputError(f"data.tokenizer={name} has eos={tokenizer.eos_id}, outside model.vocab_size={vocab_size}")
+        raise InputError(
+            f"data.tokenizer={name} has eos={tokenizer.eos_id}, outside model.vocab_size={vocab_size}"
+        )
     return tokenizer
 
 
-def _cut(corpus: Corpus, seq_len: int, seed: int, what: str, skips: "Skips", note: str = "") -> Packed:
+def _cut(
+    corpus: Corpus, seq_len: int, seed: int, what: str, skips: "Skips", note: str = ""
+) -> Packed:
     if not corpus.predicted:
         raise InputError(f"{what} holds no token to predict{skips.aside}")
     if len(corpus) < seq_len:
@@ -234,19 +284,26 @@ def _cut(corpus: Corpus, seq_len: int, seed: int, what: str, skips: "Skips", not
 
 
 def split_lone(documents: Iterator[str], share: float) -> tuple[bool, Iterator[str]]:
-    """Whether there is one document only, and the documents; a lone one's tail, a `share` of it, becomes a second."""
+    """Whether there is one document only, and the documents; a lone one's tail, a `share` of it,
+    becomes a second.
+    """
     documents = filter(None, documents)
     first = list(islice(documents, 2))
     if len(first) != 1:
         return False, chain(first, documents)
-    text, cut = first[0], round(len(first[0]) * (1 - share))
+    text = first[0]
+    cut = round(len(first[0]) * (1 - share))
     return True, iter((text[:cut], text[cut:]))
 
 
 def hold_out(documents: int, share: float, seed: int) -> np.ndarray:
-    """bool [documents]: true for a random `share`, chosen by (seed, index); at least one is true and one false."""
+    """bool [documents]: true for a random `share`, chosen by (seed, index); at least one is true
+    and one false.
+    """
     if documents < 2:
-        raise InputError(f"data.validation={share} needs 2 documents, one for each side, but there is {documents}")
+        raise InputError(
+            f"data.validation={share} needs 2 documents, one for each side, but there is {documents}"
+        )
     count = min(max(1, round(share * documents)), documents - 1)
     held = np.zeros(documents, bool)
     held[[shuffled(i, documents, seed) for i in range(count)]] = True
@@ -318,7 +375,9 @@ def decode(raw: bytes, file: Path) -> str:
 
 
 class Written(float):
-    """A number of a JSON file that keeps how it was written, which Python would write another way: 0.00005 as 5e-05."""
+    """A number of a JSON file that keeps how it was written, which Python would write another way:
+    0.00005 as 5e-05.
+    """
 
     def __new__(cls, text: str):
         number = super().__new__(cls, text)
@@ -332,7 +391,9 @@ class Written(float):
 
 
 def read_jsonl(files: list[Path], parse: Callable[[dict, str], Any], skips: Skips) -> Iterator[Any]:
-    """Yield parse(object, FILE:LINE) for every line that is not blank. A file without any is unusable."""
+    """Yield parse(object, FILE:LINE) for every line that is not blank. A file without any is
+    unusable.
+    """
     for file in files:
         empty = True
         with readable(file):
@@ -354,7 +415,9 @@ def read_jsonl(files: list[Path], parse: Callable[[dict, str], Any], skips: Skip
 def _parse_line(line: bytes, where: str, parse: Callable[[dict, str], Any]) -> Any:
     try:
         text = line.decode("utf-8-sig")
-        tree = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object, parse_float=Written)
+        tree = json.loads(
+            text, parse_constant=_refuse_constant, object_pairs_hook=_object, parse_float=Written
+        )
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(tree, dict):
@@ -375,7 +438,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def text_of(record: dict, key: str, where: str, hint: str = "") -> str:
-    """record[key]; an InputError that begins with `where` if that is not text. hint: what to say if it is missing."""
+    """record[key]; an InputError that begins with `where` if that is not text. hint: what to say if
+    it is missing.
+    """
     if key not in record:
         raise InputError(f"{where}: no key {key!r}{hint}")
     text = record[key]
@@ -384,7 +449,9 @@ def text_of(record: dict, key: str, where: str, hint: str = "") -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InputError(f"{where}: {key!r} holds half of a surrogate pair, which is not text") from None
+        raise InputError(
+            f"{where}: {key!r} holds half of a surrogate pair, which is not text"
+        ) from None
     return text
 
 
@@ -394,13 +461,19 @@ def text_of(record: dict, key: str, where: str, hint: str = "") -> str:
 def _open_token_files(
     data: Data, files: list[Path], seq_len: int, vocab_size: int, seed: int
 ) -> tuple[Packed, Packed | None]:
-    """Open token files and hold out the end of each, in whole rows unless that share is less than one."""
+    """Open token files and hold out the end of each, in whole rows unless that share is less than
+    one.
+    """
     end = -1 if data.document_end is None else data.document_end
     if data.document_end is not None and not 0 <= end < vocab_size:
-        raise InputError(f"data.document_end={end} is outside the vocabulary of model.vocab_size={vocab_size}")
+        raise InputError(
+            f"data.document_end={end} is outside the vocabulary of model.vocab_size={vocab_size}"
+        )
     if data.tokenizer != "bytes":
         fitting_tokenizer(data.tokenizer, vocab_size)  # which is saved with the model
-    skips, train, held = Skips(data.on_error == "skip"), [], []
+    skips = Skips(data.on_error == "skip")
+    train = []
+    held = []
     for file in files:
         tokens = skips.read(open_tokens, file, data.token_dtype, vocab_size, end)
         if tokens is not None:
@@ -420,8 +493,14 @@ def _open_token_files(
 
 
 def _usable_rows(corpus: TokenFiles, seq_len: int, seed: int, skips: Skips) -> Packed:
-    """Return all rows, some of them checked; or if unusable ones are to be skipped, the rows that pass the check."""
+    """Return all rows, some of them checked; or if unusable ones are to be skipped, the rows that
+    pass the check.
+    """
     every = Packed(corpus, seq_len, seed)
     step = 1 if skips.allowed else 1 + len(every) * seq_len // CHECKED
-    good = [n for n in every.usable[::step] if skips.read(corpus.read, n * seq_len, seq_len) is not None]
-    return Packed(corpus, seq_len, seed, usable=np.array(good, np.int64)) if skips.allowed else every
+    good = [
+        n for n in every.usable[::step] if skips.read(corpus.read, n * seq_len, seq_len) is not None
+    ]
+    return (
+        Packed(corpus, seq_len, seed, usable=np.array(good, np.int64)) if skips.allowed else every
+    )

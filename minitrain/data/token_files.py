@@ -1,9 +1,9 @@
 """Files of tokens, raw or .npy, of any size: a row is read when it is needed.
 
-They are not memory-mapped, because reading a mapped file that has shrunk kills the process; here it is an error, as is
-any other change of a file since it was opened. The files read last stay open, since opening is slow on network file
-systems; one that is deleted or replaced meanwhile goes on giving its old bytes. What rows are made of tokens is in
-data.py.
+They are not memory-mapped, because reading a mapped file that has shrunk kills the process; here it
+is an error, as is any other change of a file since it was opened. The files read last stay open,
+since opening is slow on network file systems; one that is deleted or replaced meanwhile goes on
+giving its old bytes. What rows are made of tokens is in data.py.
 """
 
 import os
@@ -22,14 +22,21 @@ from minitrain.formats.magic import kind_of_binary, kind_of_tokens, read_head
 
 OPEN = 128  # files at once; a process may usually have 256 or 1024
 LLMC_HEADER = 1024  # bytes
-LLMC = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # magic number: version and type, of GPT-2's and Llama 3's tokens
+LLMC = {
+    20240520: (1, "<u2"),
+    20240801: (7, "<u4"),
+}  # magic number: version and type, of GPT-2's and Llama 3's tokens
 NPY = b"\x93NUMPY"
-LOOKED_AT, FEWEST = 1 << 13, 1 << 7  # tokens that tell of which type they are
+# tokens that tell of which type they are
+LOOKED_AT = 1 << 13
+FEWEST = 1 << 7
 
 
 @dataclass
 class TokenFile:
-    """Tokens [n] of a file, from number `first` to before `stop`. document_end: the id that ends a document, or -1."""
+    """Tokens [n] of a file, from number `first` to before `stop`. document_end: the id that ends a
+    document, or -1.
+    """
 
     file: Path
     dtype: np.dtype
@@ -44,13 +51,17 @@ class TokenFile:
         return self.stop - self.first
 
     def read(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """As Corpus.read (data.py); a token outside the vocabulary is an InputError, as is a changed file."""
+        """As Corpus.read (data.py); a token outside the vocabulary is an InputError, as is a
+        changed file.
+        """
         place = self.first + start
         window = self._load(place, min(length + 1, self.stop - place))
         wrong = np.flatnonzero((window < 0) | (window >= self.vocab_size))
         if len(wrong):
             where = f"{self.file} holds {window[wrong[0]]} at token {place + wrong[0]}"
-            raise InputError(f"{where}, outside the vocabulary of model.vocab_size={self.vocab_size}")
+            raise InputError(
+                f"{where}, outside the vocabulary of model.vocab_size={self.vocab_size}"
+            )
         return window, window[:length] == self.document_end
 
     def origin(self, start: int, length: int) -> str:
@@ -63,12 +74,16 @@ class TokenFile:
             check_unchanged(self.file, file.fileno(), self.stamp)
             raw = os.pread(file.fileno(), count * size, self.offset + place * size)
         if len(raw) < count * size:
-            raise InputError(f"{self.file} ends before token {place + count}, which it had when the run began")
+            raise InputError(
+                f"{self.file} ends before token {place + count}, which it had when the run began"
+            )
         return np.frombuffer(raw, self.dtype)
 
 
 class TokenFiles:
-    """Token files laid end to end, as documents are; where a file ends, a document does. Files may be empty."""
+    """Token files laid end to end, as documents are; where a file ends, a document does. Files may
+    be empty.
+    """
 
     def __init__(self, files: list[TokenFile]):
         self.files = [file for file in files if len(file)]
@@ -79,30 +94,42 @@ class TokenFiles:
 
     def read(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Return what Corpus.read (text.py) does, from as many files as it takes."""
-        windows, ends = [], []
+        windows = []
+        ends = []
         for file, place, count in self._parts(start, length):
             window, document_ends = file.read(place, count)
             document_ends[count - 1] |= place + count == len(file)
             windows.append(window[:count].astype(np.int64))
             ends.append(document_ends)
-        windows.append(window[count:].astype(np.int64))  # the token that follows, if the last file has one
+        windows.append(
+            window[count:].astype(np.int64)
+        )  # the token that follows, if the last file has one
         return np.concatenate(windows), np.concatenate(ends)
 
     def origin(self, start: int, length: int) -> str:
-        return ", ".join(file.origin(place, count) for file, place, count in self._parts(start, length))
+        return ", ".join(
+            file.origin(place, count) for file, place, count in self._parts(start, length)
+        )
 
     def _parts(self, start: int, length: int) -> Iterator[tuple[TokenFile, int, int]]:
-        """Yield the files that have a piece of these tokens, each with the piece's start and length in it."""
+        """Yield the files that have a piece of these tokens, each with the piece's start and length
+        in it.
+        """
         number = bisect_right(self.firsts, start) - 1
         while length:
-            file, place = self.files[number], start - self.firsts[number]
+            file = self.files[number]
+            place = start - self.firsts[number]
             count = min(length, len(file) - place)
             yield file, place, count
-            number, start, length = number + 1, start + count, length - count
+            number = number + 1
+            start = start + count
+            length = length - count
 
 
 def check_width(file: Path, tokens: np.ndarray, vocab_size: int) -> None:
-    """Raises InputError if raw tokens are halves of others: so read, every other one is 0, and nothing else amiss."""
+    """Raises InputError if raw tokens are halves of others: so read, every other one is 0, and
+    nothing else amiss.
+    """
     even = tokens[: len(tokens) // 2 * 2]
     if len(even) < FEWEST:
         return
@@ -110,12 +137,16 @@ def check_width(file: Path, tokens: np.ndarray, vocab_size: int) -> None:
     pairs = np.unique(even.view(f"<u{size}"))
     if pairs[-1] < vocab_size and len(pairs) > 4:  # of which 0 and 1, in any order, make up no more
         better = "data.token_dtype=uint32" if size == 4 else "uint32 or .npy"
-        raise InputError(f"{file} holds tokens of {size} bytes each, not {tokens.dtype} (use {better})")
+        raise InputError(
+            f"{file} holds tokens of {size} bytes each, not {tokens.dtype} (use {better})"
+        )
 
 
 @lru_cache(OPEN)
 def kept_open(file: Path, stamp: tuple[int, int]) -> FileIO:
-    """The file, which is closed once it is used no more. stamp: so that a dataset made later finds the file of now."""
+    """The file, which is closed once it is used no more. stamp: so that a dataset made later finds
+    the file of now.
+    """
     return open(file, "rb", buffering=0)
 
 
@@ -127,14 +158,19 @@ def stamp_of(file: Path | int) -> tuple[int, int]:
 
 def check_unchanged(name: Path, file: Path | int, stamp: tuple[int, int]) -> None:
     if stamp_of(file) != stamp:
-        raise InputError(f"{name} has changed since the run began: its rows are no longer those of the earlier steps")
+        raise InputError(
+            f"{name} has changed since the run began: its rows are no longer those of the earlier steps"
+        )
 
 
 def open_tokens(file: Path, raw_dtype: str, vocab_size: int, document_end: int) -> TokenFile:
-    """Open a .npy file, one with llm.c's header, or any other, which holds raw little-endian tokens of `raw_dtype`."""
+    """Open a .npy file, one with llm.c's header, or any other, which holds raw little-endian tokens
+    of `raw_dtype`.
+    """
     try:
         with readable(file):
-            stamp, head = stamp_of(file), read_head(file)
+            stamp = stamp_of(file)
+            head = read_head(file)
             if file.suffix == ".npy":
                 tokens = np.lib.format.open_memmap(file, mode="r")
             elif header := read_llmc_header(file, head, stamp[0]):
@@ -148,25 +184,36 @@ def open_tokens(file: Path, raw_dtype: str, vocab_size: int, document_end: int) 
     except Exception as error:  # NumPy's parser of a damaged header can raise nearly anything
         told = error
         if file.suffix == ".npy" and head and not head.startswith(NPY):
-            what = kind_of_binary(file, head) or "without a header (raw tokens, as Dolma's, are read from .bin)"
+            what = (
+                kind_of_binary(file, head)
+                or "without a header (raw tokens, as Dolma's, are read from .bin)"
+            )
             told = f"it is {what}"
-        raise InputError(f"{file} does not hold tokens as {file.suffix or raw_dtype}: {told}") from error
+        raise InputError(
+            f"{file} does not hold tokens as {file.suffix or raw_dtype}: {told}"
+        ) from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise InputError(f"{file} must hold integers [n], not {tokens.dtype} {list(tokens.shape)}")
     if file.suffix != ".npy" and not tokens.offset:
         check_width(file, tokens[:LOOKED_AT], vocab_size)
-    return TokenFile(file, tokens.dtype, tokens.offset, 0, len(tokens), vocab_size, document_end, stamp)
+    return TokenFile(
+        file, tokens.dtype, tokens.offset, 0, len(tokens), vocab_size, document_end, stamp
+    )
 
 
 def read_llmc_header(file: Path, head: bytes, size: int) -> np.dtype | None:
-    """Return the type of the tokens behind the 256 int32 of llm.c's header, None where there is no such header.
+    """Return the type of the tokens behind the 256 int32 of llm.c's header, None where there is no
+    such header.
 
-    They are a magic number, a version and the number of tokens; llm.c/dev/data/data_common.py. size: the file's.
+    They are a magic number, a version and the number of tokens; llm.c/dev/data/data_common.py.
+    size: the file's.
     """
     magic, version, count = np.frombuffer(head[:12].ljust(12), "<i4").tolist()
     wanted, dtype = LLMC.get(magic, (None, None))
     if dtype is None or version != wanted:
         return None
     if size != LLMC_HEADER + count * np.dtype(dtype).itemsize:
-        raise InputError(f"{file} has llm.c's header for {count:,} {dtype} tokens, but {size:,} bytes (is it whole?)")
+        raise InputError(
+            f"{file} has llm.c's header for {count:,} {dtype} tokens, but {size:,} bytes (is it whole?)"
+        )
     return np.dtype(dtype)

@@ -1,9 +1,11 @@
-"""Short dialogues about sums, as JSONL: python -m minitrain.examples.arithmetic FILE [--count N] [--seed S]
+"""Short dialogues about sums, as JSONL: python -m minitrain.examples.arithmetic FILE [--count N]
+[--seed S]
 
     user: 47 + 38        assistant: 7+8=15 4+3+1=8 85
     user: - 19           assistant: 15-9=6 8-1-1=6 66
 
-The second question goes on from the first one's result. Answers are worked out digit by digit from the lowest, as at
+The second question goes on from the first one's result. Answers are worked out digit by digit from
+the lowest, as at
 school: that a small model learns in minutes, where the bare result would take it far longer.
 """
 
@@ -41,15 +43,22 @@ def dialogues(count: int, seed: int) -> list[list[dict[str, str]]]:
 
 
 def dialogue(generator: random.Random) -> list[dict[str, str]]:
-    """A question about two numbers, and one that goes on from its result; no result is above LARGEST or below 0."""
-    messages, value = [], generator.randint(0, LARGEST)
+    """A question about two numbers, and one that goes on from its result; no result is above
+    LARGEST or below 0.
+    """
+    messages = []
+    value = generator.randint(0, LARGEST)
     for start in (f"{value} ", ""):
         if generator.random() < 0.5:
             other = generator.randint(0, LARGEST - value)
-            sign, working, value = "+", add(value, other), value + other
+            sign = "+"
+            working = add(value, other)
+            value = value + other
         else:
             other = generator.randint(0, value)
-            sign, working, value = "-", subtract(value, other), value - other
+            sign = "-"
+            working = subtract(value, other)
+            value = value - other
         messages.append({"role": "user", "content": f"{start}{sign} {other}"})
         messages.append({"role": "assistant", "content": f"{working} {value}"})
     return messages
@@ -57,7 +66,8 @@ def dialogue(generator: random.Random) -> list[dict[str, str]]:
 
 def add(a: int, b: int) -> str:
     """The columns of a sum from the lowest on, each with a carry: 47 + 38 is 7+8=15 4+3+1=8."""
-    columns, carry = [], 0
+    columns = []
+    carry = 0
     for x, y in digits(a, b):
         total = x + y + carry
         columns.append(f"{x}+{y}{'+1' * carry}={total}")
@@ -67,7 +77,8 @@ def add(a: int, b: int) -> str:
 
 def subtract(a: int, b: int) -> str:
     """The columns of a difference that is not negative: 85 - 19 is 15-9=6 8-1-1=6."""
-    columns, borrowed = [], 0
+    columns = []
+    borrowed = 0
     for x, y in digits(a, b):
         borrow = x < y + borrowed
         x += 10 * borrow
@@ -78,7 +89,9 @@ def subtract(a: int, b: int) -> str:
 
 def digits(a: int, b: int) -> list[tuple[int, int]]:
     """The digits of both numbers from the lowest on, as long as one has any."""
-    return list(zip_longest(*([int(digit) for digit in reversed(str(n))] for n in (a, b)), fillvalue=0))
+    return list(
+        zip_longest(*([int(digit) for digit in reversed(str(n))] for n in (a, b)), fillvalue=0)
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""What config.json and tensors of a GPT-2 checkpoint mean; GPT-3 has the same architecture, and no public checkpoint.
+"""What config.json and tensors of a GPT-2 checkpoint mean; GPT-3 has the same architecture, and no
+public checkpoint.
 
-Three things differ from the families that our names are from: names and keys are older; linear layers are stored
-transposed, [in, out]; and q, k and v are one of them. Reading and writing the files themselves is in hf.py.
+Three things differ from the families that our names are from: names and keys are older; linear
+layers are stored transposed, [in, out]; and q, k and v are one of them. Reading and writing the
+files themselves is in hf.py.
 """
 
 import re
@@ -34,7 +36,9 @@ NAMES = {  # of modules: ours -> GPT-2's
 
 
 def with_defaults(raw: dict) -> dict:
-    """config.json with what GPT-2 has where a key is absent; a key may have Llama's name, as in transformers."""
+    """config.json with what GPT-2 has where a key is absent; a key may have Llama's name, as in
+    transformers.
+    """
     raw = {"tie_word_embeddings": True} | {KEYS.get(key, key): value for key, value in raw.items()}
     if raw.get("n_inner") is None and isinstance(raw.get("n_embd"), int):
         raw["n_inner"] = 4 * raw["n_embd"]
@@ -42,7 +46,9 @@ def with_defaults(raw: dict) -> dict:
 
 
 def full_name(key: str) -> str:
-    """A stored tensor's name as transformers writes it; the files that OpenAI's weights are in lack the first part."""
+    """A stored tensor's name as transformers writes it; the files that OpenAI's weights are in lack
+    the first part.
+    """
     return key if key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
 
 
@@ -66,7 +72,8 @@ def to_stored(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tens
     """Stored tensors from parameters by our names; q and k wait until v has come."""
     waiting: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors:
-        stored, part = stored_name(name), fused_part(name)
+        stored = stored_name(name)
+        part = fused_part(name)
         if part is not None:
             parts = waiting.setdefault(stored, {})
             parts[part] = tensor

@@ -31,12 +31,17 @@ FP8_SCALE = "_scale_inv"
 MXFP4_BLOCK = 32
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 without sign
 Fetch = Callable[[str, Slices], Tensor]  # key of a stored tensor, which part -> that part
-EXPERT_KEYS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+EXPERT_KEYS = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "up_proj": ("up_proj",),
+    "down_proj": ("down_proj",),
+}
 MIXTRAL_KEYS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 class Piece(NamedTuple):
-    """region: what of the parameter it holds. needs: shape and possible types of the stored tensors it is read from.
+    """region: what of the parameter it holds. needs: shape and possible types of the stored tensors
+    it is read from.
 
     read(fetch, slices): the part `slices` of the region.
     """
@@ -60,8 +65,11 @@ def stored_name(name: str, family: str) -> str:
 def pieces(
     name: str, shape: tuple[int, ...], config: DecoderConfig | WanConfig, stored: Mapping[str, str]
 ) -> list[Piece]:
-    """Where the parameter `name` comes from. stored: the safetensors dtype of every tensor there is."""
-    whole, family = tuple(slice(0, n) for n in shape), config.family
+    """Where the parameter `name` comes from. stored: the safetensors dtype of every tensor there
+    is.
+    """
+    whole = tuple(slice(0, n) for n in shape)
+    family = config.family
     if family == "gpt2":
         return [gpt2_matrix(name, whole)]
     if parts := mamba_parts(name, config):
@@ -71,36 +79,48 @@ def pieces(
             for ours, theirs, n in config.mamba.rows(parts)
         ]
     prefix, _, last = name.rpartition(".experts.")
-    if not prefix:  # our own name is also transformers 5's of Mixtral's router, in its files with stacks
+    if (
+        not prefix
+    ):  # our own name is also transformers 5's of Mixtral's router, in its files with stacks
         return [matrix(name if name in stored else stored_name(name, family), shape, stored)]
     if family == "gpt_oss":
         return stacked_experts(name, shape, stored)
-    found, parts = [], EXPERT_KEYS[last]
+    found = []
+    parts = EXPERT_KEYS[last]
     for expert in range(shape[0]):
         if name in stored:
             rows = [in_stack(name, shape, expert, i, len(parts)) for i in range(len(parts))]
         else:
             keys = [expert_key(name, family, expert, part) for part in parts]
-            rows = [of_expert(expert, matrix(key, (shape[1] // len(parts), shape[2]), stored)) for key in keys]
+            rows = [
+                of_expert(expert, matrix(key, (shape[1] // len(parts), shape[2]), stored))
+                for key in keys
+            ]
         found.append(rows[0] if len(rows) == 1 else in_turn(*rows))
     return found
 
 
 def mamba_parts(name: str, config: DecoderConfig | WanConfig) -> list[int] | None:
-    """Of what the rows of a parameter consist that the hub has in another order (see mamba.py); None if it does not."""
+    """Of what the rows of a parameter consist that the hub has in another order (see mamba.py);
+    None if it does not.
+    """
     if ".mamba.in_proj." in name:
         return config.mamba.projected
     return config.mamba.convolved if ".mamba.conv1d." in name else None
 
 
 def expert_key(name: str, family: str, expert: int, part: str) -> str:
-    """layers.0.mlp.experts.down_proj, expert 3 -> layers.0.mlp.experts.3.down_proj.weight, or Mixtral's spelling."""
+    """layers.0.mlp.experts.down_proj, expert 3 -> layers.0.mlp.experts.3.down_proj.weight, or
+    Mixtral's spelling.
+    """
     part = MIXTRAL_KEYS[part] if family == "mixtral" else part
     return stored_name(f"{name.rpartition('.')[0]}.{expert}.{part}.weight", family)
 
 
 def to_stored(name: str, tensor: Tensor, config: DecoderConfig) -> Iterator[tuple[str, Tensor]]:
-    """The stored tensors that a whole parameter becomes, one after the other. Not for GPT-2: see gpt2.py."""
+    """The stored tensors that a whole parameter becomes, one after the other. Not for GPT-2: see
+    gpt2.py.
+    """
     prefix, _, last = name.rpartition(".experts.")
     family = config.family
     if parts := mamba_parts(name, config):
@@ -112,13 +132,16 @@ def to_stored(name: str, tensor: Tensor, config: DecoderConfig) -> Iterator[tupl
     else:
         for expert, weights in enumerate(tensor):
             parts = EXPERT_KEYS[last]
-            for part, rows in zip(parts, weights.unflatten(0, (-1, len(parts))).unbind(1), strict=True):
+            for part, rows in zip(
+                parts, weights.unflatten(0, (-1, len(parts))).unbind(1), strict=True
+            ):
                 yield expert_key(name, family, expert, part), rows
 
 
 def is_ignored(key: str, config: DecoderConfig | WanConfig) -> bool:
-    """Stored tensors without a place here: multi-token prediction (layers after the last), old tables and masks, a tied
-    head; and a norm of Wan's image to video that has nothing to do, in diffusers either."""
+    """Stored tensors without a place here: multi-token prediction (layers after the last), old
+    tables and masks, a tied head; and a norm of Wan's image to video that has nothing to do, in
+    diffusers either."""
     if isinstance(config, WanConfig):
         return key.endswith(".attn2.norm_added_q.weight")
     layer = re.match(r"model\.layers\.(\d{1,9})\.", key) if config.family == "deepseek_v3" else None
@@ -149,9 +172,10 @@ def of_expert(expert: int, piece: Piece) -> Piece:
 
 
 def in_stack(key: str, shape: tuple[int, ...], expert: int, part: int, parts: int) -> Piece:
-    """An expert's rows in a stack as transformers 5 holds it, and saves it with save_original_format=False: those of
-    gate, then those of up."""
-    stack, rows = slice(expert, expert + 1), shape[1] // parts
+    """An expert's rows in a stack as transformers 5 holds it, and saves it with
+    save_original_format=False: those of gate, then those of up."""
+    stack = slice(expert, expert + 1)
+    rows = shape[1] // parts
 
     def read(fetch: Fetch, slices: Slices) -> Tensor:
         first, last = (part * rows + place for place in (slices[1].start, slices[1].stop))
@@ -161,7 +185,9 @@ def in_stack(key: str, shape: tuple[int, ...], expert: int, part: int, parts: in
 
 
 def in_turn(gate: Piece, up: Piece) -> Piece:
-    """A piece whose rows are gate 0, up 0, gate 1, up 1, ... Of both, as many are read as are needed."""
+    """A piece whose rows are gate 0, up 0, gate 1, up 1, ... Of both, as many are read as are
+    needed.
+    """
 
     def read(fetch: Fetch, slices: Slices) -> Tensor:
         expert, rows, columns = slices
@@ -175,14 +201,19 @@ def in_turn(gate: Piece, up: Piece) -> Piece:
 
 def gpt2_matrix(name: str, whole: Slices) -> Piece:
     """A matrix is stored transposed, and q, k and v are the rows of one."""
-    key, part = gpt2.stored_name(name), gpt2.fused_part(name)
+    key = gpt2.stored_name(name)
+    part = gpt2.fused_part(name)
     rows, *columns = (part.stop for part in whole)
     first, stored_rows = (0, rows) if part is None else (part * rows, 3 * rows)
     return rows_from(first, key, (stored_rows, *columns), whole, gpt2.is_transposed(name))
 
 
-def rows_from(first: int, key: str, shape: tuple[int, ...], region: Slices, transposed: bool = False) -> Piece:
-    """A region that is stored in the rows from `first` on of a tensor of this `shape`, before it was transposed."""
+def rows_from(
+    first: int, key: str, shape: tuple[int, ...], region: Slices, transposed: bool = False
+) -> Piece:
+    """A region that is stored in the rows from `first` on of a tensor of this `shape`, before it
+    was transposed.
+    """
 
     def read(fetch: Fetch, slices: Slices) -> Tensor:
         slices = (slice(first + slices[0].start, first + slices[0].stop), *slices[1:])
@@ -209,15 +240,20 @@ def stacked_experts(name: str, shape: tuple[int, ...], stored: Mapping[str, str]
     experts, out, into = shape
     if name + "_blocks" in stored:
         scales = (experts, out, into // MXFP4_BLOCK)
-        needs = {name + "_blocks": ((*scales, MXFP4_BLOCK // 2), ("U8",)), name + "_scales": (scales, ("U8",))}
+        needs = {
+            name + "_blocks": ((*scales, MXFP4_BLOCK // 2), ("U8",)),
+            name + "_scales": (scales, ("U8",)),
+        }
         read_expert = read_mxfp4
     else:
-        needs, read_expert = {name: ((experts, into, out), FLOATS)}, read_transposed
+        needs = {name: ((experts, into, out), FLOATS)}
+        read_expert = read_transposed
 
     def read(expert: slice, fetch: Fetch, slices: Slices) -> Tensor:
         return read_expert(name, fetch, expert)[(slice(None), *slices[1:])]
 
-    each, rest = [slice(e, e + 1) for e in range(experts)], (slice(0, out), slice(0, into))
+    each = [slice(e, e + 1) for e in range(experts)]
+    rest = (slice(0, out), slice(0, into))
     return [Piece((expert, *rest), needs, partial(read, expert)) for expert in each]
 
 
@@ -226,14 +262,20 @@ def read_transposed(name: str, fetch: Fetch, expert: slice) -> Tensor:
 
 
 def read_mxfp4(name: str, fetch: Fetch, expert: slice) -> Tensor:
-    """fp32 [1, out, in]: 32 neighbours share a power of two; two values to a byte, the first in its low half."""
+    """fp32 [1, out, in]: 32 neighbours share a power of two; two values to a byte, the first in its
+    low half.
+    """
     blocks = fetch(name + "_blocks", (expert,))  # [1, out, in / 32, 16]
     exponents = fetch(name + "_scales", (expert,)).int() - 127
     values = torch.tensor([*MXFP4_VALUES, *(-value for value in MXFP4_VALUES)])
-    halves = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2).long()  # [1, out, in / 32, 32]
+    halves = (
+        torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2).long()
+    )  # [1, out, in / 32, 32]
     return torch.ldexp(values[halves], exponents[..., None]).flatten(-2)
 
 
 def interleave(gate: Tensor, up: Tensor) -> Tensor:
-    """Two stacks [experts, rows, ...] -> [experts, 2 x rows, ...], whose rows are gate 0, up 0, gate 1, up 1, ..."""
+    """Two stacks [experts, rows, ...] -> [experts, 2 x rows, ...], whose rows are gate 0, up 0,
+    gate 1, up 1, ...
+    """
     return torch.stack([gate, up], dim=2).flatten(1, 2)

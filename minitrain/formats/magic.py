@@ -1,4 +1,6 @@
-"""Name what a file is that is not what was asked for, by its first bytes or its name, and what to do with it."""
+"""Name what a file is that is not what was asked for, by its first bytes or its name, and what to
+do with it.
+"""
 
 import re
 from pathlib import Path
@@ -55,7 +57,9 @@ def placeholder(file: Path, head: bytes) -> str:
 
 
 def kind_of_binary(file: Path, head: bytes) -> str:
-    """Return what a file that begins with `head` is; empty for what neither its bytes nor its name tell."""
+    """Return what a file that begins with `head` is; empty for what neither its bytes nor its name
+    tell.
+    """
     length = int.from_bytes(head[:8], "little")
     if head[8:10] == b'{"' and length < 1 << 27:
         return "a safetensors file (of tensors, not of tokens or text)"
@@ -63,11 +67,15 @@ def kind_of_binary(file: Path, head: bytes) -> str:
         return "an arrow stream, as in datasets' cache (its to_json writes JSONL)"
     if head[257:262] == b"ustar":
         return "a tar archive (unpack it)"
-    return placeholder(file, head) or next((what for magic, what in MAGICS.items() if head.startswith(magic)), "")
+    return placeholder(file, head) or next(
+        (what for magic, what in MAGICS.items() if head.startswith(magic)), ""
+    )
 
 
 def kind_of_folder(folder: Path) -> str:
-    """Return what a folder is that lacks what was looked for, as the end of a sentence; empty where nothing tells."""
+    """Return what a folder is that lacks what was looked for, as the end of a sentence; empty where
+    nothing tells.
+    """
     names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
     known = {
         ADAPTER_CONFIG: "an adapter (give it as --adapter, or as lora.path, and its base model as the model)",
@@ -80,7 +88,9 @@ def kind_of_folder(folder: Path) -> str:
     suffixes = {Path(name).suffix: name for name in names}
     if not found and (unfinished := suffixes.keys() & set(UNFINISHED)):
         found = f"{suffixes[unfinished.pop()]}, an unfinished download (the same download again finishes it)"
-    if not found and (others := suffixes.keys() & {".gguf", ".pt", ".pth", ".bin", ".ckpt", ".nemo"}):
+    if not found and (
+        others := suffixes.keys() & {".gguf", ".pt", ".pth", ".bin", ".ckpt", ".nemo"}
+    ):
         found = f"{suffixes[others.pop()]}, which is not read (save it as safetensors with a config, as on the hub)"
     return f"; it is {found}" if found else ""
 
@@ -110,4 +120,8 @@ def kind_of_tokens(file: Path, head: bytes) -> str:
         return found
     text = head.decode("utf-8", "ignore")
     whole = len(text.encode()) >= len(head) - 3  # a character may be cut at the end
-    return "text (data.kind=text, or jsonl)" if whole and all(c.isprintable() or c in "\t\n\r" for c in text) else ""
+    return (
+        "text (data.kind=text, or jsonl)"
+        if whole and all(c.isprintable() or c in "\t\n\r" for c in text)
+        else ""
+    )

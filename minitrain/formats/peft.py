@@ -44,44 +44,82 @@ from minitrain.models.zoo import empty_model
 from minitrain.parallel.shards import Slices, all_of
 from minitrain.settings import Lora
 
-LARGEST_RANK, LARGEST_ALPHA = 1 << 16, 10**9
+LARGEST_RANK = 1 << 16
+LARGEST_ALPHA = 10**9
 TARGETS = ("target_modules", "target_parameters")  # keys of adapter_config.json
 PATTERNS = ("rank_pattern", "alpha_pattern")
-MIXERS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mamba": ("in_proj", "out_proj")}  # the rest: mlp
-CONFIG, WEIGHTS = ADAPTER_CONFIG, "adapter_model.safetensors"
+MIXERS = {
+    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mamba": ("in_proj", "out_proj"),
+}  # the rest: mlp
+CONFIG = ADAPTER_CONFIG
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of all names in it
-PIPELINE_WEIGHTS = "pytorch_lora_weights.safetensors"  # what diffusers' load_lora_weights looks for in a folder
+PIPELINE_WEIGHTS = (
+    "pytorch_lora_weights.safetensors"  # what diffusers' load_lora_weights looks for in a folder
+)
 UNREADABLE = {
-    "deepseek_v3": ("gate_proj", "up_proj", "down_proj"),  # PEFT takes them for the stacks of experts
+    "deepseek_v3": (
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ),  # PEFT takes them for the stacks of experts
     "nemotron_h": ("out_proj",),  # PEFT refuses it: the kernels of Mamba go around it
 }
 VARIANTS = (
-    "use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "use_qalora", "layers_to_transform",
-    "layer_replication", "trainable_token_indices", "alora_invocation_tokens", "use_bdlora", "exclude_modules",
-)  # fmt: skip
+    "use_dora",
+    "lora_bias",
+    "fan_in_fan_out",
+    "modules_to_save",
+    "use_qalora",
+    "layers_to_transform",
+    "layer_replication",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+    "use_bdlora",
+    "exclude_modules",
+)
 
 
 def read_adapter_config(path: str | Path) -> Lora:
-    """What adapter_config.json in folder `path` says, but for dropout, or what a file of Wan's adapters does.
+    """What adapter_config.json in folder `path` says, but for dropout, or what a file of Wan's
+    adapters does.
 
     Raises InputError for what is no plain LoRA.
     """
     file, raw, stored = _open(path)
-    variants = [key for key in VARIANTS if raw.get(key)] + ["bias"] * (raw.get("bias", "none") != "none")
-    if isinstance(start := raw.get("init_lora_weights"), str) and start not in ("gaussian", "eva", "orthogonal"):
+    variants = [key for key in VARIANTS if raw.get(key)] + ["bias"] * (
+        raw.get("bias", "none") != "none"
+    )
+    if isinstance(start := raw.get("init_lora_weights"), str) and start not in (
+        "gaussian",
+        "eva",
+        "orthogonal",
+    ):
         variants.append(f"init_lora_weights={start}")  # these change the base weights
     if raw.get("peft_type") != "LORA" or variants:
-        raise InputError(f"{file}: only plain LoRA is supported, not {', '.join(variants) or raw.get('peft_type')}")
-    targets = [_our_target(target, key) for key in TARGETS for target in _names(raw, key, file, stored)]
+        raise InputError(
+            f"{file}: only plain LoRA is supported, not {', '.join(variants) or raw.get('peft_type')}"
+        )
+    targets = [
+        _our_target(target, key) for key in TARGETS for target in _names(raw, key, file, stored)
+    ]
     sizes = _sizes(raw, file)
     for rank, alpha in sizes:
         if type(rank) is not int or not 1 <= rank <= LARGEST_RANK:
-            raise InputError(f"{file}: r={rank!r} must be a whole number from 1 to {LARGEST_RANK:,}")
+            raise InputError(
+                f"{file}: r={rank!r} must be a whole number from 1 to {LARGEST_RANK:,}"
+            )
         if type(alpha) not in (int, float) or not abs(alpha) <= LARGEST_ALPHA:  # nan is not
             raise InputError(f"{file}: lora_alpha={alpha!r} must be a number")
-    settings = [Lora(rank, float(alpha), rslora=bool(raw.get("use_rslora")), targets=targets) for rank, alpha in sizes]
+    settings = [
+        Lora(rank, float(alpha), rslora=bool(raw.get("use_rslora")), targets=targets)
+        for rank, alpha in sizes
+    ]
     if len({lora.scale for lora in settings}) > 1:
-        raise InputError(f"{file}: only plain LoRA is supported, not a rank_pattern that changes the scale of updates")
+        raise InputError(
+            f"{file}: only plain LoRA is supported, not a rank_pattern that changes the scale of updates"
+        )
     return max(settings, key=lambda lora: lora.rank)
 
 
@@ -90,12 +128,17 @@ def _sizes(raw: dict, file: Path) -> list[tuple]:
     ranks, alphas = (raw.get(key) or {} for key in PATTERNS)
     if not isinstance(ranks, dict) or not isinstance(alphas, dict):
         raise InputError(f"{file}: {' and '.join(PATTERNS)} must give numbers by name")
-    rank, alpha = raw.get("r"), raw.get("lora_alpha")
-    return [(rank, alpha)] + [(ranks.get(name, rank), alphas.get(name, alpha)) for name in ranks | alphas]
+    rank = raw.get("r")
+    alpha = raw.get("lora_alpha")
+    return [(rank, alpha)] + [
+        (ranks.get(name, rank), alphas.get(name, alpha)) for name in ranks | alphas
+    ]
 
 
 def adapter_files(path: str | Path) -> tuple[Path | None, Path]:
-    """Settings and tensors of the adapters at `path`: PEFT's two files in a folder, or one that says all."""
+    """Settings and tensors of the adapters at `path`: PEFT's two files in a folder, or one that
+    says all.
+    """
     path = Path(path)
     folder = path.parent if os.path.isfile(path) and path.name == WEIGHTS else path
     pipelines = folder / PIPELINE_WEIGHTS
@@ -105,7 +148,9 @@ def adapter_files(path: str | Path) -> tuple[Path | None, Path]:
 
 
 def _open(path: str | Path) -> tuple[Path, dict, dict[str, StoredTensor]]:
-    """The file that has the settings, these as adapter_config.json says them, and the tensors by PEFT's names."""
+    """The file that has the settings, these as adapter_config.json says them, and the tensors by
+    PEFT's names.
+    """
     if not os.path.exists(path) and (hint := hub_hint(str(path), "give ")):
         raise InputError(f"{path} is no folder{hint}")
     config, weights = adapter_files(path)
@@ -116,9 +161,13 @@ def _open(path: str | Path) -> tuple[Path, dict, dict[str, StoredTensor]]:
         raise InputError(f"{config}: only plain LoRA is supported, not {library_of(raw)}")
     pickled = weights.with_suffix(".bin")
     if os.path.exists(pickled) and not os.path.exists(weights):
-        raise InputError(f"{pickled} is not read (save the adapters again with PEFT's save_pretrained)")
+        raise InputError(
+            f"{pickled} is not read (save the adapters again with PEFT's save_pretrained)"
+        )
     raw = raw if config else _told_in_header(weights)
-    stored, ranks, alphas = {}, {}, {}
+    stored = {}
+    ranks = {}
+    alphas = {}
     for name, tensor in stored_tensors([weights]).items():
         module, role = adapter_place(name) or (None, None)
         if role == "alpha" and raw is None:
@@ -134,7 +183,9 @@ def _open(path: str | Path) -> tuple[Path, dict, dict[str, StoredTensor]]:
             raise InputError(f"{weights}: without an {CONFIG} it must be a LoRA of Wan, {known}")
         alphas = ranks | alphas  # without an alpha the scale is 1
         rank, alpha = (next(iter(each.values())) for each in (ranks, alphas))
-        raw = dict(peft_type="LORA", r=rank, lora_alpha=alpha, rank_pattern=ranks, alpha_pattern=alphas)
+        raw = dict(
+            peft_type="LORA", r=rank, lora_alpha=alpha, rank_pattern=ranks, alpha_pattern=alphas
+        )
     return config or weights, raw | (dict(target_modules=list(ranks)) if ranks else {}), stored
 
 
@@ -148,22 +199,34 @@ def _told_in_header(file: Path) -> dict | None:
     try:
         raw = {key.removeprefix("transformer."): value for key, value in json.loads(told).items()}
     except (ValueError, AttributeError, RecursionError) as error:
-        raise InputError(f"{file}: the settings in its header are no JSON object: {error}") from None
+        raise InputError(
+            f"{file}: the settings in its header are no JSON object: {error}"
+        ) from None
     return dict(peft_type="LORA") | raw
 
 
 def _number(tensor: StoredTensor) -> float:
     if math.prod(tensor.shape) != 1:
-        raise InputError(f"{tensor.file}: tensor {tensor.name} has shape {list(tensor.shape)}, expected one number")
+        raise InputError(
+            f"{tensor.file}: tensor {tensor.name} has shape {list(tensor.shape)}, expected one number"
+        )
     with open_tensors(tensor.file) as contents:
         return contents.get_tensor(tensor.name).item()
 
 
 def _names(raw: dict, key: str, file: Path, stored: dict[str, StoredTensor]) -> list[str]:
     names = raw.get(key) or []
-    if key == "target_modules" and isinstance(names, str):  # a regular expression: what it found, the tensors tell
-        found = (re.fullmatch(r"base_model\.model\.(.*)\.lora_A\.weight", tensor) for tensor in stored)
-        return [match[1] for match in found if match and not match[1].endswith((".experts", ".experts.base_layer"))]
+    if key == "target_modules" and isinstance(
+        names, str
+    ):  # a regular expression: what it found, the tensors tell
+        found = (
+            re.fullmatch(r"base_model\.model\.(.*)\.lora_A\.weight", tensor) for tensor in stored
+        )
+        return [
+            match[1]
+            for match in found
+            if match and not match[1].endswith((".experts", ".experts.base_layer"))
+        ]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InputError(f"{file}: {key} must be a list of names, not {names!r}")
     return names
@@ -172,7 +235,8 @@ def _names(raw: dict, key: str, file: Path, stored: dict[str, StoredTensor]) -> 
 def load_adapter(model: nn.Module, path: str | Path) -> None:
     """Give an unsharded model the adapters of folder `path`, in place; the model is frozen.
 
-    Raises InputError, before anything is changed, for a folder that is no plain LoRA or does not fit the model.
+    Raises InputError, before anything is changed, for a folder that is no plain LoRA or does not
+    fit the model.
     """
     lora = read_adapter_config(path)
     stored = _read_tensors(model.config, lora, Path(path))
@@ -183,7 +247,9 @@ def load_adapter(model: nn.Module, path: str | Path) -> None:
 def fill_adapters(
     model: nn.Module, lora: Lora, path: str | Path, owned: Callable[[Tensor], tuple[Tensor, Slices]]
 ) -> None:
-    """Read adapters that the model has already. owned: what of a parameter this process holds, see `load_weights`."""
+    """Read adapters that the model has already. owned: what of a parameter this process holds, see
+    `load_weights`.
+    """
     _fill(model, _read_tensors(model.config, lora, Path(path)), owned)
 
 
@@ -196,12 +262,15 @@ def _fill(model: nn.Module, stored: dict[str, Tensor], owned: Callable) -> None:
 
 
 def _read_tensors(config, lora: Lora, path: Path) -> dict[str, Tensor]:
-    """Every adapter's tensors by our names, those of a lower rank filled up with zeros. config: the model's."""
+    """Every adapter's tensors by our names, those of a lower rank filled up with zeros. config: the
+    model's.
+    """
     (source, raw, stored), file = _open(path), adapter_files(path)[1]
     with located(source):
         shapes = adapter_shapes(config, lora)
     keys = {name: stored_name(name, shapes, config) for name in shapes}
-    stated, own = {rank for rank, _ in _sizes(raw, source)}, {}
+    stated = {rank for rank, _ in _sizes(raw, source)}
+    own = {}
     for name, key in keys.items():
         a = stored.get(keys[f"{name[:-1]}A"])
         rank = a.shape[0] // math.prod(shapes[name][:-2]) if a and a.shape else 0
@@ -211,7 +280,9 @@ def _read_tensors(config, lora: Lora, path: Path) -> dict[str, Tensor]:
     places = set(keys.values())
     if extra := [key for key in stored if key not in places]:
         raise InputError(f"{file}: tensor {extra[0]} has no place in the model")
-    if all(own[name] != shape for name, shape in shapes.items()):  # all would be filled up, for nothing
+    if all(
+        own[name] != shape for name, shape in shapes.items()
+    ):  # all would be filled up, for nothing
         raise InputError(f"{source}: no adapter has the largest rank, {lora.rank}")
     with open_tensors(file) as contents:
         tensors = {
@@ -233,23 +304,35 @@ def filled_up(tensor: Tensor, shape: torch.Size) -> Tensor:
 
 
 def adapter_shapes(config, lora: Lora) -> dict[str, torch.Size]:
-    """Name and shape of every adapter's parameters in the model of `config`. Raises InputError: see `check_targets`."""
+    """Name and shape of every adapter's parameters in the model of `config`. Raises InputError: see
+    `check_targets`.
+    """
     if config.family == "gpt2":
-        raise InputError("lora: adapters of GPT-3's q_proj, k_proj and v_proj have no form in PEFT: there they are one")
+        raise InputError(
+            "lora: adapters of GPT-3's q_proj, k_proj and v_proj have no form in PEFT: there they are one"
+        )
     model = empty_model(config)
     check_targets(model, lora.targets)
     add_adapters(model, lora)
-    return {name: parameter.shape for name, parameter in model.named_parameters() if is_adapter(name)}
+    return {
+        name: parameter.shape for name, parameter in model.named_parameters() if is_adapter(name)
+    }
 
 
-def save_adapter(tensors: Iterable[tuple[str, Tensor]], config, lora: Lora, path: str | Path, base: str = "") -> None:
-    """Write whole adapters, by our names, so that `peft.PeftModel.from_pretrained(model, path)` loads them.
+def save_adapter(
+    tensors: Iterable[tuple[str, Tensor]], config, lora: Lora, path: str | Path, base: str = ""
+) -> None:
+    """Write whole adapters, by our names, so that `peft.PeftModel.from_pretrained(model, path)`
+    loads them.
 
     config: the model's. base: its name or folder, as peft's Auto classes want to know it.
     """
-    folder, shapes = Path(path), adapter_shapes(config, lora)
+    folder = Path(path)
+    shapes = adapter_shapes(config, lora)
     stored = {
-        stored_name(name, shapes, config): to_stored(name, tensor.detach().cpu(), config).contiguous()
+        stored_name(name, shapes, config): to_stored(
+            name, tensor.detach().cpu(), config
+        ).contiguous()
         for name, tensor in tensors
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -259,22 +342,27 @@ def save_adapter(tensors: Iterable[tuple[str, Tensor]], config, lora: Lora, path
     for name, contents in files.items():
         write_tensors(contents, folder / f"{name}.tmp", metadata={"format": "pt"})
     write_json(folder / f"{CONFIG}.tmp", adapter_config(config, lora, shapes, base))
-    (folder / CONFIG).unlink(missing_ok=True)  # whoever finds it shall find the weights that it describes
+    (folder / CONFIG).unlink(
+        missing_ok=True
+    )  # whoever finds it shall find the weights that it describes
     for name in (*files, CONFIG):
         (folder / f"{name}.tmp").replace(folder / name)
 
 
 def for_pipelines(stored: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """Wan's adapters as diffusers' pipelines and ComfyUI load them: under the original names, and with the scale in B,
-    since neither reads adapter_config.json. stored: in PEFT's names."""
+    """Wan's adapters as diffusers' pipelines and ComfyUI load them: under the original names, and
+    with the scale in B, since neither reads adapter_config.json. stored: in PEFT's names."""
     return {
-        f"diffusion_model.{original_name(name.removeprefix(PREFIX))}": scale * x if ".lora_B." in name else x
+        f"diffusion_model.{original_name(name.removeprefix(PREFIX))}": scale * x
+        if ".lora_B." in name
+        else x
         for name, x in stored.items()
     }
 
 
 def adapter_config(config, lora: Lora, names: Iterable[str], base: str) -> dict:
-    """adapter_config.json, with those targets that the model has. names: of all adapters' parameters.
+    """adapter_config.json, with those targets that the model has. names: of all adapters'
+    parameters.
 
     PEFT has no dropout for experts, so there it is not told of any.
     """
@@ -300,7 +388,14 @@ def adapter_config(config, lora: Lora, names: Iterable[str], base: str) -> dict:
 def unreadable_note(config, lora: Lora) -> list[str]:
     """A line for the user where PEFT cannot read adapters of such a model's, none otherwise."""
     paths = [name[: -len(".lora_A")] for name in adapter_shapes(config, lora) if not is_stack(name)]
-    lost = sorted({name for name in UNREADABLE.get(config.family, ()) for path in paths if matches(path, name)})
+    lost = sorted(
+        {
+            name
+            for name in UNREADABLE.get(config.family, ())
+            for path in paths
+            if matches(path, name)
+        }
+    )
     note = f"PEFT cannot read adapters of this model's {', '.join(lost)}, but minitrain.merge and generate can"
     return [note] if lost else []
 
@@ -310,7 +405,8 @@ def unreadable_note(config, lora: Lora) -> list[str]:
 
 def stored_name(name: str, names: Iterable[str], config) -> str:
     """Our name of an adapter's parameter -> PEFT's. names: all that there are."""
-    path, letter = name[: -len("lora_A")], name[-1]
+    path = name[: -len("lora_A")]
+    letter = name[-1]
     module = path.rstrip("._")
     if path.endswith("_"):  # a stack, of the module above
         module, _, stack = module.rpartition(".")
@@ -320,13 +416,19 @@ def stored_name(name: str, names: Iterable[str], config) -> str:
 
 
 def _module(path: str, config) -> str:
-    """The path of a module, or the end of one, as transformers has it: in Nemotron-H every part is a `mixer`."""
-    return re.sub(r"\b(self_attn|mamba|mlp)\.", "mixer.", path) if config.family == "nemotron_h" else path
+    """The path of a module, or the end of one, as transformers has it: in Nemotron-H every part is
+    a `mixer`.
+    """
+    return (
+        re.sub(r"\b(self_attn|mamba|mlp)\.", "mixer.", path)
+        if config.family == "nemotron_h"
+        else path
+    )
 
 
 def _our_target(target: str, key: str) -> str:
-    """The end of a path as it is here: which of Nemotron-H's mixers it is in, its own name tells. Parameters are those
-    of experts."""
+    """The end of a path as it is here: which of Nemotron-H's mixers it is in, its own name tells.
+    Parameters are those of experts."""
     last = target.rpartition(".")[2]
     if key == "target_parameters" and target == last:
         return f"experts.{last}"

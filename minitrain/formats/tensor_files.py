@@ -1,8 +1,9 @@
 """Opening safetensors files that anybody may have written, and writing some that others may read.
 
-The package checks what a header claims: every tensor's bytes lie in the file, in turn, without gaps or overlaps, and
-are as many as its shape and type need; so nothing is ever allocated that is not there. What is left to check here is
-how long the header itself is. Of a name that is given twice the last entry counts.
+The package checks what a header claims: every tensor's bytes lie in the file, in turn, without gaps
+or overlaps, and are as many as its shape and type need; so nothing is ever allocated that is not
+there. What is left to check here is how long the header itself is. Of a name that is given twice
+the last entry counts.
 """
 
 import os
@@ -18,12 +19,18 @@ from minitrain.errors import InputError
 from minitrain.formats.magic import kind_of_binary, read_head
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-FLOATS = tuple(DTYPES)  # what weights that are not quantised are stored as, in safetensors' spelling
-LONGEST_HEADER = 16 << 20  # bytes, enough for 100,000 tensors; the package would parse 100 MB for half a minute
+FLOATS = tuple(
+    DTYPES
+)  # what weights that are not quantised are stored as, in safetensors' spelling
+LONGEST_HEADER = (
+    16 << 20
+)  # bytes, enough for 100,000 tensors; the package would parse 100 MB for half a minute
 
 
 def open_tensors(file: str | Path) -> safe_open:
-    """The file, to be used in a `with`. Raises InputError for one that is missing, damaged or too large to map."""
+    """The file, to be used in a `with`. Raises InputError for one that is missing, damaged or too
+    large to map.
+    """
     try:
         head = read_head(file)
         what = "" if head[8:9] == b"{" else kind_of_binary(Path(file), head)
@@ -41,14 +48,19 @@ def open_tensors(file: str | Path) -> safe_open:
 
 
 def read_headers(file: str | Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and type, as safetensors spells it, of every tensor in the file, by name. Raises InputError as above."""
+    """Shape and type, as safetensors spells it, of every tensor in the file, by name. Raises
+    InputError as above.
+    """
     with open_tensors(file) as contents:
         slices = {name: contents.get_slice(name) for name in contents.keys()}  # noqa: SIM118
         return {name: (tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()}
 
 
-def write_tensors(tensors: dict[str, Tensor], file: str | Path, metadata: dict[str, str] | None = None) -> None:
-    """A whole new file, with the rights of any other: from 0.8 on, the package gives them to the owner alone.
+def write_tensors(
+    tensors: dict[str, Tensor], file: str | Path, metadata: dict[str, str] | None = None
+) -> None:
+    """A whole new file, with the rights of any other: from 0.8 on, the package gives them to the
+    owner alone.
 
     Raises InputError where it cannot be written, on a full disk too.
     """

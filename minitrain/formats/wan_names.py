@@ -1,7 +1,8 @@
-"""What config.json and tensor names of a Wan checkpoint mean, in diffusers' spelling and in that of Wan's repository.
+"""What config.json and tensor names of a Wan checkpoint mean, in diffusers' spelling and in that of
+Wan's repository.
 
-Our parameter names are diffusers', but for scale_shift_table, which lies in a module `adaln` of its own here. The
-original ones differ in name only too: no tensor is transposed, split or reordered.
+Our parameter names are diffusers', but for scale_shift_table, which lies in a module `adaln` of its
+own here. The original ones differ in name only too: no tensor is transposed, split or reordered.
 Reading and writing the files themselves is in hf.py.
 """
 
@@ -14,8 +15,12 @@ from minitrain.formats.config_hf import read_number, refuse_other_values
 from minitrain.models.wan import WanConfig
 
 STEM = "diffusion_pytorch_model"  # of the weight files, in both spellings
-DIFFUSERS, ORIGINAL = "WanTransformer3DModel", "WanModel"  # _class_name in config.json
-FIXED = dict(cross_attn_norm=True, qk_norm="rms_norm_across_heads", pos_embed_seq_len=None)  # for diffusers
+# _class_name in config.json
+DIFFUSERS = "WanTransformer3DModel"
+ORIGINAL = "WanModel"
+FIXED = dict(
+    cross_attn_norm=True, qk_norm="rms_norm_across_heads", pos_embed_seq_len=None
+)  # for diffusers
 IMAGE_DIM = 1280  # the only one that Wan's own code has
 
 ORIGINAL_FIELDS = {  # ours -> theirs; a head's width is dim / num_heads there
@@ -57,16 +62,30 @@ ORIGINAL_PARTS = {
 }
 ADAPTED = (  # Linears of a block
     *(f"attn{i}.{linear}" for i in (1, 2) for linear in ("to_q", "to_k", "to_v", "to_out.0")),
-    "attn2.add_k_proj", "attn2.add_v_proj", "ffn.net.0.proj", "ffn.net.2",
-)  # fmt: skip
-ROLES = {"lora_A.weight": "A", "lora_down.weight": "A", "lora_B.weight": "B", "lora_up.weight": "B", "alpha": "alpha"}
+    "attn2.add_k_proj",
+    "attn2.add_v_proj",
+    "ffn.net.0.proj",
+    "ffn.net.2",
+)
+ROLES = {
+    "lora_A.weight": "A",
+    "lora_down.weight": "A",
+    "lora_B.weight": "B",
+    "lora_up.weight": "B",
+    "alpha": "alpha",
+}
 
 
 def is_wan(raw: dict, file: Path) -> bool:
-    """Is this config.json one of Wan's, in either spelling? Raises InputError for another of diffusers' models."""
-    kind, known = raw.get("_class_name"), (DIFFUSERS, ORIGINAL)
+    """Is this config.json one of Wan's, in either spelling? Raises InputError for another of
+    diffusers' models.
+    """
+    kind = raw.get("_class_name")
+    known = (DIFFUSERS, ORIGINAL)
     if kind not in (None, *known):
-        raise InputError(f"{file}: _class_name={kind!r} is not supported (known: {', '.join(known)})")
+        raise InputError(
+            f"{file}: _class_name={kind!r} is not supported (known: {', '.join(known)})"
+        )
     return kind is not None
 
 
@@ -101,23 +120,36 @@ def adapter_place(key: str) -> tuple[str, str] | None:
     lora_unet_blocks_0_self_attn_q.lora_down.weight         musubi-tuner, as kohya's other programs; VideoX-Fun (`__`)
     blocks.0.self_attn.q.lora_A.default.weight              DiffSynth-Studio, also behind `pipe.dit.`
     """
-    block = r"(?:transformer\.|diffusion_model\.|pipe\.dit\.|lora_unet__?)?blocks[._](\d{1,9})[._](.+?)"
-    match = re.fullmatch(rf"{block}\.({'|'.join(map(re.escape, ROLES))})", key.replace(".default.", "."))
+    block = (
+        r"(?:transformer\.|diffusion_model\.|pipe\.dit\.|lora_unet__?)?blocks[._](\d{1,9})[._](.+?)"
+    )
+    match = re.fullmatch(
+        rf"{block}\.({'|'.join(map(re.escape, ROLES))})", key.replace(".default.", ".")
+    )
     linear = SPELT.get(match[2].replace(".", "_")) if match else None
     return (f"blocks.{match[1]}.{linear}", ROLES[match[3]]) if linear else None
 
 
 # Those of ADAPTED by both names, with `_` for each dot: so kohya's programs join them.
-SPELT = {spell(f".{linear}")[1:].replace(".", "_"): linear for linear in ADAPTED for spell in (str, original_name)}
+SPELT = {
+    spell(f".{linear}")[1:].replace(".", "_"): linear
+    for linear in ADAPTED
+    for spell in (str, original_name)
+}
 
 
 def config_from_json(raw: dict, file: Path, stored: dict) -> WanConfig:
     """The shape of the network that config.json `raw` describes.
 
-    stored: the checkpoint's tensors by name, each with a `.shape`; the original config.json leaves some sizes to them.
-    Raises InputError, naming `file`, for what the network would not compute exactly.
+    stored: the checkpoint's tensors by name, each with a `.shape`; the original config.json leaves
+    some sizes to them. Raises InputError, naming `file`, for what the network would not compute
+    exactly.
     """
-    fields = _from_diffusers(raw, file) if raw["_class_name"] == DIFFUSERS else _from_original(raw, file, stored)
+    fields = (
+        _from_diffusers(raw, file)
+        if raw["_class_name"] == DIFFUSERS
+        else _from_original(raw, file, stored)
+    )
     with located(file):
         return WanConfig(**fields)
 
@@ -125,7 +157,9 @@ def config_from_json(raw: dict, file: Path, stored: dict) -> WanConfig:
 def _from_diffusers(raw: dict, file: Path) -> dict:
     sizes = ("attention_head_dim", "text_dim", *ORIGINAL_FIELDS)
     fields = {key: read_number(raw, key, file) for key in sizes} | _patch_and_eps(raw, file)
-    fields["image_dim"] = None if raw.get("image_dim") is None else read_number(raw, "image_dim", file)
+    fields["image_dim"] = (
+        None if raw.get("image_dim") is None else read_number(raw, "image_dim", file)
+    )
     dim = fields["num_attention_heads"] * fields["attention_head_dim"]
     values = FIXED | dict(added_kv_proj_dim=None if fields["image_dim"] is None else dim)
     refuse_other_values(raw, values, DIFFUSERS, file)
@@ -133,16 +167,21 @@ def _from_diffusers(raw: dict, file: Path) -> dict:
 
 
 def _from_original(raw: dict, file: Path, stored: dict) -> dict:
-    """Wan 2.1's and 2.2's image-to-video models have the same config.json, but only the former see CLIP features.
+    """Wan 2.1's and 2.2's image-to-video models have the same config.json, but only the former see
+    CLIP features.
 
-    ti2v, Wan 2.2's of 5B, is text to video in its network; of an image it takes the first frame, as latents.
+    ti2v, Wan 2.2's of 5B, is text to video in its network; of an image it takes the first frame, as
+    latents.
     """
     kind = raw.get("model_type")
     if kind not in ("t2v", "i2v", "ti2v"):
-        raise InputError(f"{file}: model_type={kind!r} is not supported (known: 't2v', 'i2v', 'ti2v')")
+        raise InputError(
+            f"{file}: model_type={kind!r} is not supported (known: 't2v', 'i2v', 'ti2v')"
+        )
     refuse_other_values(raw, dict(cross_attn_norm=True, qk_norm=True), ORIGINAL, file)
     fields = {ours: read_number(raw, theirs, file) for ours, theirs in ORIGINAL_FIELDS.items()}
-    dim, heads = read_number(raw, "dim", file), fields["num_attention_heads"]
+    dim = read_number(raw, "dim", file)
+    heads = fields["num_attention_heads"]
     if heads < 1 or dim % heads:
         raise InputError(f"{file}: num_heads={heads} does not divide dim={dim}")
     fields |= _patch_and_eps(raw, file)
@@ -174,7 +213,9 @@ def config_to_original_json(config: WanConfig) -> dict:
     for field, known in (("image_dim", (None, IMAGE_DIM)), ("patch_size", ((1, 2, 2),))):
         if getattr(config, field) not in known:
             values = " or ".join(map(str, known))
-            raise InputError(f"model.{field}={getattr(config, field)} cannot be saved as {ORIGINAL} (must be {values})")
+            raise InputError(
+                f"model.{field}={getattr(config, field)} cannot be saved as {ORIGINAL} (must be {values})"
+            )
     fields = {theirs: getattr(config, ours) for ours, theirs in ORIGINAL_FIELDS.items()}
     return fields | dict(
         _class_name=ORIGINAL,
@@ -188,7 +229,8 @@ def config_to_original_json(config: WanConfig) -> dict:
 
 def _patch_and_eps(raw: dict, file: Path) -> dict:
     """What both spellings have by the same names, and may leave out."""
-    eps, patch = read_number(raw, "eps", file, float, default=1e-6), raw.get("patch_size", [1, 2, 2])
+    eps = read_number(raw, "eps", file, float, default=1e-6)
+    patch = raw.get("patch_size", [1, 2, 2])
     if not 0 < eps <= 1:
         raise InputError(f"{file}: eps={raw['eps']!r} must be a number above 0, and at most 1")
     if not isinstance(patch, list) or not all(type(p) is int for p in patch):

@@ -1,4 +1,5 @@
-"""How much better a sample is than the others of its prompt: the advantage, and when a group has none to tell.
+"""How much better a sample is than the others of its prompt: the advantage, and when a group has
+none to tell.
 
 GRPO (Shao et al. 2024) samples a group of completions per prompt and compares each one's reward with a baseline, the
 group's own mean, so that no value network is needed. Leaving the sample itself out of the mean (RLOO, Ahmadian et al.
@@ -13,8 +14,8 @@ from torch import Tensor
 def advantages(rewards: Tensor, baseline: str, std_scaling: bool) -> Tensor:
     """Reward minus baseline, divided by the group's standard deviation if `std_scaling`.
 
-    rewards: [groups, samples], with at least 2 samples; baseline: `group` or `leave_one_out`. Returns fp64 of the same
-    shape. A group whose rewards are all the same gets zeros.
+    rewards: [groups, samples], with at least 2 samples; baseline: `group` or `leave_one_out`.
+    Returns fp64 of the same shape. A group whose rewards are all the same gets zeros.
     """
     rewards = rewards.double()
     size = rewards.shape[1]
@@ -28,5 +29,7 @@ def advantages(rewards: Tensor, baseline: str, std_scaling: bool) -> Tensor:
 
 
 def has_signal(rewards: Tensor) -> Tensor:
-    """bool [groups]: do the rewards [groups, samples] of a group differ? If not, it teaches nothing."""
+    """bool [groups]: do the rewards [groups, samples] of a group differ? If not, it teaches
+    nothing.
+    """
     return (rewards != rewards[:, :1]).any(1)

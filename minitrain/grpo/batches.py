@@ -1,6 +1,7 @@
 """From sampled responses to micro-batches.
 
-Every rank knows all responses of a step and packs them into the same rows, of which it then takes its share.
+Every rank knows all responses of a step and packs them into the same rows, of which it then takes
+its share.
 """
 
 import itertools
@@ -15,7 +16,8 @@ from minitrain.settings import Config, Parallel
 from minitrain.training.loss import IGNORE
 from minitrain.training.packing import PADDING, first_fit_decreasing, pack_row, stack
 
-Example = dict[str, np.ndarray]  # of a sequence: values are [n], n = tokens - 1
+# of a sequence: values are [n], n = tokens - 1
+Example = dict[str, np.ndarray]
 
 
 @dataclass
@@ -24,7 +26,8 @@ class Response:
 
     log_probs: of each response token when it was sampled. truncated: it did not come to its end.
     score: what the reward function said. reward: that, less the penalty for length.
-    no_signal: of all groups that were sampled for its step, replaced ones too, the share whose scores are all alike.
+    no_signal: of all groups that were sampled for its step, replaced ones too, the share whose
+    scores are all alike.
     problems: how many had been sampled when its step was complete, by all steps together.
     settings: a digest of those that it was sampled and rewarded with.
     """
@@ -43,18 +46,25 @@ class Response:
     settings: str = ""
 
 
-def micro_batches(samples: list[Example], config: Config, rank: int, ranks: int) -> list[dict[str, Tensor]]:
-    """The samples packed into rows: the micro-batches of data-parallel rank `rank` of `ranks`, values [micro, seq].
+def micro_batches(
+    samples: list[Example], config: Config, rank: int, ranks: int
+) -> list[dict[str, Tensor]]:
+    """The samples packed into rows: the micro-batches of data-parallel rank `rank` of `ranks`,
+    values [micro, seq].
 
     All ranks get equally many, filled up with empty rows where the packed ones do not suffice.
     """
-    micro, length = config.batch.micro, config.batch.seq_len
+    micro = config.batch.micro
+    length = config.batch.seq_len
     bins = first_fit_decreasing([len(sample["tokens"]) for sample in samples], length)
     count = enough_for_pipeline(config.parallel, -(-len(bins) // (micro * ranks)))
     bins += [[]] * (count * micro * ranks - len(bins))
     padding = dict.fromkeys(samples[0], 0.0) | PADDING
     nothing = {key: np.empty(0, column.dtype) for key, column in samples[0].items()}
-    rows = [pack_row([samples[i] for i in each] or [nothing], length, padding) for each in bins[rank::ranks]]
+    rows = [
+        pack_row([samples[i] for i in each] or [nothing], length, padding)
+        for each in bins[rank::ranks]
+    ]
     return [stack(rows[n : n + micro]) for n in range(0, len(rows), micro)]
 
 
@@ -64,8 +74,11 @@ def enough_for_pipeline(parallel: Parallel, count: int) -> int:
 
 
 def response_sample(rollout: Response, advantage: float, config: Config) -> Example:
-    """What the model reads, and at the place of each response token what PolicyGradient wants to know of it."""
-    before, size = len(rollout.prompt) - 1, len(rollout.response)
+    """What the model reads, and at the place of each response token what PolicyGradient wants to
+    know of it.
+    """
+    before = len(rollout.prompt) - 1
+    size = len(rollout.response)
     filtered = config.grpo.overlong_filter and rollout.truncated
 
     def column(values):
@@ -83,12 +96,15 @@ def response_sample(rollout: Response, advantage: float, config: Config) -> Exam
 def reply_sample(prompt: list[int], reply: list[int], learned: bool = True) -> Example:
     """A prompt with a reply of which every token is to be predicted, or none."""
     tokens = np.array(prompt + reply, np.int64)
-    labels = np.where((np.arange(len(tokens) - 1) < len(prompt) - 1) | (not learned), IGNORE, tokens[1:])
+    labels = np.where(
+        (np.arange(len(tokens) - 1) < len(prompt) - 1) | (not learned), IGNORE, tokens[1:]
+    )
     return {"tokens": tokens[:-1], "labels": labels}
 
 
 class Problem(NamedTuple):
-    """prompt: its tokens, all that stands before the response; reply: a right response's tokens, with their end.
+    """prompt: its tokens, all that stands before the response; reply: a right response's tokens,
+    with their end.
 
     answer: what the response is compared with; row: the line that it was read from.
     """

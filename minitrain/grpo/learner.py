@@ -34,18 +34,27 @@ Batch = dict[str, Tensor]
 class Learner:
     """A Trainer of the policy, and the reference model if divergence from it costs something.
 
-    phase(name): a context with the memory that this part of a step needs, in which the time is booked under its name.
+    phase(name): a context with the memory that this part of a step needs, in which the time is
+    booked under its name.
     fill: see `build_model`.
     """
 
     def __init__(
-        self, config: Config, meshes: Meshes, phase: Callable[[str], AbstractContextManager],
+        self,
+        config: Config,
+        meshes: Meshes,
+        phase: Callable[[str], AbstractContextManager],
         fill: Callable[[Module], None] | None = None,
-    ):  # fmt: skip
-        self.config, self.meshes, self.phase = config, meshes, phase
-        objective = PolicyGradient(config.grpo, config.rollout.temperature, config.rollout.max_tokens)
+    ):
+        self.config = config
+        self.meshes = meshes
+        self.phase = phase
+        objective = PolicyGradient(
+            config.grpo, config.rollout.temperature, config.rollout.max_tokens
+        )
         self.trainer = Trainer(config, meshes, objective, fill)
-        self.model, self.device = self.trainer.model, self.trainer.device
+        self.model = self.trainer.model
+        self.device = self.trainer.device
         self.reference: Module | None = None
 
     # -------------------------------------------------------------------------------------------------------- training
@@ -53,13 +62,17 @@ class Learner:
     def learn(self, groups: list[Group], step: int) -> dict[str, float]:
         """One update for every batch.global responses; returns the step's numbers.
 
-        With one update the first weights are the current ones, whose log-probabilities the update computes anyway.
+        With one update the first weights are the current ones, whose log-probabilities the update
+        computes anyway.
         """
-        grpo, size = self.config.grpo, self.config.batch.global_
+        grpo = self.config.grpo
+        size = self.config.batch.global_
         with self.phase("logprobs"):
             values = advantages(rewards(groups), grpo.baseline, grpo.std_scaling).flatten().tolist()
             pairs = zip(chain(*groups), values, strict=True)
-            samples = [response_sample(rollout, advantage, self.config) for rollout, advantage in pairs]
+            samples = [
+                response_sample(rollout, advantage, self.config) for rollout, advantage in pairs
+            ]
             updates = [self.batches(samples[n : n + size]) for n in range(0, len(samples), size)]
             every = [batch for update in updates for batch in update]
             if len(updates) > 1:
@@ -72,7 +85,9 @@ class Learner:
         with self.phase("training"):
             results = [self.trainer.update(batches, step) for batches in updates]
             results = [{key: value.item() for key, value in result.items()} for result in results]
-            numbers = {key: sum(result[key] for result in results) / len(results) for key in results[0]}
+            numbers = {
+                key: sum(result[key] for result in results) / len(results) for key in results[0]
+            }
             numbers["skipped"] = sum(not is_finite(result) for result in results)
             return numbers | self.trainer.objective.metrics(self.total)
 
@@ -81,13 +96,16 @@ class Learner:
 
         On the host, where they can be counted without waiting for the device.
         """
-        ranks, cp = self.meshes.batch, self.meshes.cp
+        ranks = self.meshes.batch
+        cp = self.meshes.cp
         batches = micro_batches(samples, self.config, ranks.get_local_rank(), ranks.size())
         return [own_tokens(each, cp, self.config.parallel.context) for each in batches]
 
     @torch.no_grad()
     def add_log_probs(self, name: str, model: Module, batches: list[Batch]) -> None:
-        """Give each batch its labels' log-probabilities under `model`; in a pipeline only the last stage gets them."""
+        """Give each batch its labels' log-probabilities under `model`; in a pipeline only the last
+        stage gets them.
+        """
         objective = LogProbs(self.config.rollout.temperature)
         inputs = [to_device(batch, self.device) for batch in batches]
         if isinstance(model, Pipeline):
@@ -97,29 +115,41 @@ class Learner:
         for batch, output in zip(batches, outputs, strict=False):
             batch[name] = output
         for module in model.modules():
-            if isinstance(module, FSDPModule):  # no backward pass will free what is gathered
+            # no backward pass will free what is gathered
+            if isinstance(module, FSDPModule):
                 module.reshard()
 
     def states(self) -> list[Tensor]:
         """The optimizer's."""
-        states = [value for state in self.trainer.optimizer.state.values() for value in state.values()]
+        states = [
+            value for state in self.trainer.optimizer.state.values() for value in state.values()
+        ]
         return [state for state in states if isinstance(state, Tensor) and state.ndim]
 
     def reference_weights(self) -> list[Tensor]:
         return [] if self.reference is None else list(self.reference.parameters())
 
     def total(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks that see other tokens, of whom in a pipeline only the last stage's have anything."""
+        """The sum over the ranks that see other tokens, of whom in a pipeline only the last stage's
+        have anything.
+        """
         return sum_over(self.meshes.pp, sum_over(self.meshes.loss, tensor.to(self.device)))
 
     def warm_up(self, problems) -> float:
-        """Supervised training on right replies, with an optimizer of its own; returns the last loss."""
-        config, model = self.config, self.model
-        optimizer = make_optimizer(model, dataclasses.replace(config.optim, lr=config.grpo.warmup_lr))
+        """Supervised training on right replies, with an optimizer of its own; returns the last
+        loss.
+        """
+        config = self.config
+        model = self.model
+        optimizer = make_optimizer(
+            model, dataclasses.replace(config.optim, lr=config.grpo.warmup_lr)
+        )
         loss = torch.zeros(())
         for step in range(config.grpo.warmup_steps):
             chosen = problems.take(step * config.batch.global_, config.batch.global_)
-            batches = self.batches([reply_sample(problem.prompt, problem.reply) for problem in chosen])
+            batches = self.batches(
+                [reply_sample(problem.prompt, problem.reply) for problem in chosen]
+            )
             loss = forward_backward(model, LanguageModeling(), batches, self.meshes, self.device)
             norm = clip_gradients(list(model.parameters()), config.optim.clip, self.meshes.pp)
             update_weights(optimizer, loss.isfinite() & norm.isfinite())
@@ -129,16 +159,19 @@ class Learner:
     # ------------------------------------------------------------------------------------------- weights that are kept
 
     def keep_reference(self, checkpointer, resumed: bool = False) -> None:
-        """Make the reference model: the weights as they are now, for which `checkpointer` (see run/checkpoint.py), if
-        there is one, writes a checkpoint, or if the run has been resumed, those that it wrote when it began.
+        """Make the reference model: the weights as they are now, for which `checkpointer` (see
+        run/checkpoint.py), if there is one, writes a checkpoint, or if the run has been resumed,
+        those that it wrote when it began.
 
-        Not for adapters, whose reference is the model without them. Raises InputError for a run that began without a
-        reference.
+        Not for adapters, whose reference is the model without them. Raises InputError for a run
+        that began without a reference.
         """
-        fp8 = dataclasses.replace(self.config.fp8, keep_transposed=False)  # it has no backward pass
+        # it has no backward pass
+        fp8 = dataclasses.replace(self.config.fp8, keep_transposed=False)
         config = dataclasses.replace(self.config, fp8=fp8)
         self.reference = build_model(config, self.meshes, fill=lambda model: None, trained=False)
-        optimizer = make_optimizer(self.reference, self.config.optim)  # has no state, but belongs into a checkpoint
+        # has no state, but belongs into a checkpoint
+        optimizer = make_optimizer(self.reference, self.config.optim)
         if resumed:
             if checkpointer.latest() is None:
                 raise InputError(
@@ -157,19 +190,23 @@ class Learner:
         self.reference.requires_grad_(False)
 
     def weights(self) -> Parts:
-        """This rank's parts of the policy's weights and buffers, adapters merged. All that train call it together.
+        """This rank's parts of the policy's weights and buffers, adapters merged. All that train
+        call it together.
 
-        In bf16 they are rounded up or down at random, always alike: the nearest would be the weights without adapters
-        for as long as these change them by less than 1 in 512, and the sampler would lag behind the policy.
+        In bf16 they are rounded up or down at random, always alike: the nearest would be the
+        weights without adapters for as long as these change them by less than 1 in 512, and the
+        sampler would lag behind the policy.
         """
-        state = self.model.state_dict()  # with FSDP, what the optimizer updates, and not what was gathered from it
+        # with FSDP, what the optimizer updates, and not what was gathered from it
+        state = self.model.state_dict()
         parts = {name: owned(tensor) for name, tensor in state.items() if not is_adapter(name)}
         for name, (part, where) in parts.items():
             adapters = [state[adapter] for adapter in adapter_names(name) if adapter in state]
             if adapters:
                 *stack, rows, columns = where
                 a, b = map(whole, adapters)
-                a, b = a[(*stack, slice(None), columns)], b[(*stack, rows)]
+                a = a[(*stack, slice(None), columns)]
+                b = b[(*stack, rows)]
                 weight = merged(part.float(), a, b, self.config.lora)
                 if part.dtype == torch.bfloat16:
                     always = torch.zeros((), device=part.device)

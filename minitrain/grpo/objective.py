@@ -1,17 +1,22 @@
 """The policy-gradient losses of GRPO and its relatives, as one objective with independent choices.
 
-Of every response token we know its log-probability under four policies: the sampler that drew it (`sampled`), the
-trainer's weights when the step began (`old`), the weights now (`log_probs`), and a reference model (`reference`); and
-the advantage A of its sequence (grpo/advantages.py). The loss of a token is
+Of every response token we know its log-probability under four policies: the sampler that drew it
+(`sampled`), the trainer's weights when the step began (`old`), the weights now (`log_probs`), and a
+reference model (`reference`); and the advantage A of its sequence (grpo/advantages.py). The loss of
+a token is
 
     w * (surrogate(r, A) + kl * estimator(log_probs, reference))
 
-    r, how much likelier the token is now than when the step began: exp(log_probs - old); with ratio=sequence, the
+    r, how much likelier the token is now than when the step began: exp(log_probs - old); with
+    ratio=sequence, the
        geometric mean of that over the sequence, the same for all of its tokens.
-    w, how much likelier it was then than under the sampler, whose kernels, precision or weights may differ:
-       exp(old - sampled), truncated or masked (`importance`). A constant: it corrects what the samples stand for.
+    w, how much likelier it was then than under the sampler, whose kernels, precision or weights may
+    differ:
+       exp(old - sampled), truncated or masked (`importance`). A constant: it corrects what the
+       samples stand for.
 
-and the loss is a sum over all response tokens of the step, over all ranks and micro-batches, divided once:
+and the loss is a sum over all response tokens of the step, over all ranks and micro-batches,
+divided once:
 
     aggregation   weight of a token            divided by
     token         1                            number of tokens: long sequences count more
@@ -28,7 +33,8 @@ Published methods are points in this space (G: samples of a prompt, R: reward):
     Dr. GRPO (Liu et al. 2025)           baseline=group std_scaling=false aggregation=constant
     RLOO (Ahmadian et al. 2024)          baseline=leave_one_out std_scaling=false surrogate=reinforce
     DAPO (Yu et al. 2025)                baseline=group std_scaling=true aggregation=token clip_low=0.2 clip_high=0.28
-                                         generations=10 overlong_buffer=4096 (or overlong_filter=true)
+                                         generations=10 overlong_buffer=4096 (or
+                                         overlong_filter=true)
     GSPO (Zheng et al. 2025)             baseline=group std_scaling=true ratio=sequence aggregation=sequence
                                          clip_low=3e-4 clip_high=4e-4
     CISPO (MiniMax 2025)                 baseline=group std_scaling=true surrogate=cispo clip_low=1 clip_high=4
@@ -37,8 +43,8 @@ Published methods are points in this space (G: samples of a prompt, R: reward):
     truncated importance sampling        importance=truncate importance_high=2
     IcePop (Ling team 2025)              importance=mask importance_low=0.5 importance_high=5
 
-NeMo RL leaves the sample out of the standard deviation, too; here that is the group's. Its recipes add kl=0.01.
-Left out: an entropy bonus, value networks, rewards per token.
+NeMo RL leaves the sample out of the standard deviation, too; here that is the group's. Its recipes
+add kl=0.01. Left out: an entropy bonus, value networks, rewards per token.
 """
 
 import math
@@ -52,7 +58,8 @@ from torch.nn import Module
 from minitrain.settings import GRPO
 from minitrain.training.loss import IGNORE, linear_log_probs
 
-LOG_RATIO_LIMIT = 20.0  # log-ratios are cut off at +- this before exp, which would overflow
+# log-ratios are cut off at +- this before exp, which would overflow
+LOG_RATIO_LIMIT = 20.0
 
 
 # ------------------------------------------------------------------------------------------------------- the formulas
@@ -68,12 +75,15 @@ def k3(gap: Tensor) -> Tensor:
 
 
 def surrogate(settings: GRPO, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """What to minimise so that better tokens become likelier, of each token; arguments and result have one shape.
+    """What to minimise so that better tokens become likelier, of each token; arguments and result
+    have one shape.
 
-    clip: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), PPO's pessimistic bound (Schulman et al. 2017): no gain
-        from moving further than the limits; with dual_clip=c at most -c A where A < 0, or one unlikely token could
-        outweigh all others.
-    cispo: -clip(r) A log_probs, with clip(r) a constant: every token keeps its gradient, only its weight is limited.
+    clip: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), PPO's pessimistic bound (Schulman et
+    al. 2017): no gain
+        from moving further than the limits; with dual_clip=c at most -c A where A < 0, or one
+        unlikely token could outweigh all others.
+    cispo: -clip(r) A log_probs, with clip(r) a constant: every token keeps its gradient, only its
+    weight is limited.
     reinforce: -A log_probs, the policy gradient itself, right for samples of the current policy.
     """
     if settings.surrogate == "reinforce":
@@ -92,34 +102,43 @@ def is_clipped(settings: GRPO, log_ratio: Tensor, advantages: Tensor) -> Tensor:
     """bool: where the ratio is beyond the limit on the side to which the advantage pushes."""
     ratio = log_ratio.exp()
     return torch.where(
-        advantages < 0, ratio < 1 - settings.clip_low, (ratio > 1 + settings.clip_high) & (advantages > 0)
+        advantages < 0,
+        ratio < 1 - settings.clip_low,
+        (ratio > 1 + settings.clip_high) & (advantages > 0),
     )
 
 
 def kl_estimate(kind: str, log_probs: Tensor, reference: Tensor, old: Tensor) -> Tensor:
-    """An estimate of KL(policy || reference) from each sampled token, whose expected gradient is the divergence's.
+    """An estimate of KL(policy || reference) from each sampled token, whose expected gradient is
+    the divergence's.
 
-    With g = reference - log_probs (Schulman 2020, "Approximating KL divergence"): k1 = -g, unbiased; k2 = g^2 / 2,
-    of low variance; k3 = e^g - 1 - g, unbiased, never negative, of low variance.
-    The gradient of the estimate is not an estimate of the gradient: the distribution that tokens are drawn from moves
-    too. Hence k1 and k3 are multiplied by r = exp(log_probs - old), which is about 1 and has the missing gradient.
-    k2's own gradient is the right one (-g times that of log_probs), so there r is a constant.
+    With g = reference - log_probs (Schulman 2020, "Approximating KL divergence"): k1 = -g,
+    unbiased; k2 = g^2 / 2, of low variance; k3 = e^g - 1 - g, unbiased, never negative, of low
+    variance. The gradient of the estimate is not an estimate of the gradient: the distribution that
+    tokens are drawn from moves too. Hence k1 and k3 are multiplied by r = exp(log_probs - old),
+    which is about 1 and has the missing gradient. k2's own gradient is the right one (-g times that
+    of log_probs), so there r is a constant.
     """
-    gap, ratio = bounded(reference - log_probs), bounded(log_probs - old).exp()
+    gap = bounded(reference - log_probs)
+    ratio = bounded(log_probs - old).exp()
     if kind == "k1":
         return -gap * ratio
     return gap.square() / 2 * ratio.detach() if kind == "k2" else k3(gap) * ratio
 
 
-def importance_weights(settings: GRPO, old: Tensor, sampled: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
+def importance_weights(
+    settings: GRPO, old: Tensor, sampled: Tensor, mean: Callable[[Tensor], Tensor]
+) -> Tensor:
     """The constant factor w = exp(old - sampled) of each token's loss, kept in bounds low and high.
 
-    none: 1. truncate: at least low, at most high (truncated importance sampling). mask: w, but 0 outside of the bounds
-    (IcePop). sequence-mask: w, but 0 in sequences whose geometric mean is outside. mean: see `sequence_mean`.
+    none: 1. truncate: at least low, at most high (truncated importance sampling). mask: w, but 0
+    outside of the bounds (IcePop). sequence-mask: w, but 0 in sequences whose geometric mean is
+    outside. mean: see `sequence_mean`.
     """
     if settings.importance == "none":
         return torch.ones_like(old)
-    low, high = settings.importance_low, settings.importance_high
+    low = settings.importance_low
+    high = settings.importance_high
     log_weight = old - sampled
     weight = bounded(log_weight).exp()
     if settings.importance == "truncate":
@@ -129,9 +148,11 @@ def importance_weights(settings: GRPO, old: Tensor, sampled: Tensor, mean: Calla
 
 
 def sequence_mean(x: Tensor, valid: Tensor, documents: Tensor) -> Tensor:
-    """At every token the mean of x over the valid tokens of its sequence; all three are [rows, seq].
+    """At every token the mean of x over the valid tokens of its sequence; all three are [rows,
+    seq].
 
-    documents: which sequence of the row a token belongs to, below seq. What belongs to none, below 0, is not valid.
+    documents: which sequence of the row a token belongs to, below seq. What belongs to none, below
+    0, is not valid.
     """
     documents = documents.clamp(min=0)
     sums = torch.zeros_like(x).scatter_add(1, documents, x * valid)
@@ -145,28 +166,37 @@ def sequence_mean(x: Tensor, valid: Tensor, documents: Tensor) -> Tensor:
 class PolicyGradient:
     """The loss above, for micro-batches as grpo/batches.py makes them; every field is [rows, seq].
 
-    tokens, positions, documents: packed sequences; labels: the next token where that is part of a response, or IGNORE.
-    advantages, sampled: of the label. old, reference: likewise, where `settings` needs them; without `old` the weights
-    are those that the step began with, r is 1, and only its gradient matters.
+    tokens, positions, documents: packed sequences; labels: the next token where that is part of a
+    response, or IGNORE.
+    advantages, sampled: of the label. old, reference: likewise, where `settings` needs them;
+    without `old` the weights are those that the step began with, r is 1, and only its gradient
+    matters.
     weights: of a token in the sum; starts: 1 at a sequence's first label.
     longest: tokens of the longest possible response. temperature: that of the sampler.
     """
 
-    layouts = ("cp", "pp")  # cp but for terms of whole sequences, which config_checks.py refuses
+    # cp but for terms of whole sequences, which config_checks.py refuses
+    layouts = ("cp", "pp")
 
     def __init__(self, settings: GRPO, temperature: float, longest: int):
-        self.settings, self.temperature, self.longest = settings, temperature, longest
+        self.settings = settings
+        self.temperature = temperature
+        self.longest = longest
         self.sums: dict[str, Tensor] = {}
 
     def count(self, batch: dict[str, Tensor]) -> int:
         if self.settings.aggregation == "token":
             return int((batch["labels"] != IGNORE).sum())
-        return int(batch["starts"].sum()) * (self.longest if self.settings.aggregation == "constant" else 1)
+        return int(batch["starts"].sum()) * (
+            self.longest if self.settings.aggregation == "constant" else 1
+        )
 
     def loss(self, model: Module, batch: dict[str, Tensor]) -> Tensor:
         return call(model, batch, partial(self.head, batch))
 
-    def head(self, batch: dict[str, Tensor], hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def head(
+        self, batch: dict[str, Tensor], hidden: Tensor, weight: Tensor, labels: Tensor
+    ) -> Tensor:
         log_probs, entropy = linear_log_probs(hidden, weight, labels, self.temperature)
         losses, terms = token_losses(self.settings, log_probs, batch)
         self.add({"entropy": entropy} | terms, labels != IGNORE)
@@ -175,21 +205,32 @@ class PolicyGradient:
     @torch.no_grad()
     def add(self, terms: dict[str, Tensor], valid: Tensor) -> None:
         """Add a micro-batch's tokens to the sums from which `metrics` takes means."""
-        terms = {name: (value * valid).sum() for name, value in terms.items()} | {"tokens": valid.sum().float()}
+        terms = {name: (value * valid).sum() for name, value in terms.items()} | {
+            "tokens": valid.sum().float()
+        }
         self.sums = {name: value + self.sums.get(name, 0) for name, value in terms.items()}
 
     def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Means over the step's response tokens of the terms of `token_losses` and of the entropy; NaN without any."""
+        """Means over the step's response tokens of the terms of `token_losses` and of the entropy;
+        NaN without any.
+        """
         names = ["tokens", "entropy", *TERMS]
         device = next((value.device for value in self.sums.values()), None)
-        sums = torch.stack([torch.as_tensor(self.sums.get(name, 0.0), device=device) for name in names])
+        sums = torch.stack(
+            [torch.as_tensor(self.sums.get(name, 0.0), device=device) for name in names]
+        )
         tokens, *totals = sum_over(sums).tolist()
         self.sums = {}
-        return {name: total / tokens if tokens else math.nan for name, total in zip(names[1:], totals, strict=True)}
+        return {
+            name: total / tokens if tokens else math.nan
+            for name, total in zip(names[1:], totals, strict=True)
+        }
 
 
 class LogProbs:
-    """In an objective's place where only the labels' log-probabilities are asked for: `loss` returns them."""
+    """In an objective's place where only the labels' log-probabilities are asked for: `loss`
+    returns them.
+    """
 
     def __init__(self, temperature: float):
         self.temperature = temperature
@@ -199,20 +240,36 @@ class LogProbs:
 
 
 def call(model: Module, batch: dict[str, Tensor], head: Callable[..., Tensor]) -> Tensor:
-    return model(batch["tokens"], **{key: batch[key] for key in ("positions", "documents", "labels")}, head=head)
+    return model(
+        batch["tokens"],
+        **{key: batch[key] for key in ("positions", "documents", "labels")},
+        head=head,
+    )
 
 
-TERMS = ("clip_fraction", "kl", "importance", "masked", "token_mult_prob_error", "generation_kl_error")
+TERMS = (
+    "clip_fraction",
+    "kl",
+    "importance",
+    "masked",
+    "token_mult_prob_error",
+    "generation_kl_error",
+)
 
 
-def token_losses(settings: GRPO, log_probs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def token_losses(
+    settings: GRPO, log_probs: Tensor, batch: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token, 0 where there is no label, and what to log of it; all [rows, seq].
 
-    clip_fraction: is the token clipped; kl: k3 to the reference, or without one to the weights that the step began
-    with; importance: w; masked: is w 0. Two that tell whether sampler and trainer agree, 1 and 0 if they do:
-    token_mult_prob_error, exp |sampled - old|; generation_kl_error, k3 of KL(sampler || trainer).
+    clip_fraction: is the token clipped; kl: k3 to the reference, or without one to the weights that
+    the step began with; importance: w; masked: is w 0. Two that tell whether sampler and trainer
+    agree, 1 and 0 if they do: token_mult_prob_error, exp |sampled - old|; generation_kl_error, k3
+    of KL(sampler || trainer).
     """
-    valid, sampled, advantages = batch["labels"] != IGNORE, batch["sampled"], batch["advantages"]
+    valid = batch["labels"] != IGNORE
+    sampled = batch["sampled"]
+    advantages = batch["advantages"]
     old = batch.get("old", log_probs.detach())
     mean = partial(sequence_mean, valid=valid, documents=batch["documents"])
     log_ratio = log_probs - old
@@ -221,10 +278,13 @@ def token_losses(settings: GRPO, log_probs: Tensor, batch: dict[str, Tensor]) ->
     losses = surrogate(settings, log_probs, log_ratio, advantages)
     reference = batch.get("reference", old)
     if settings.kl:
-        losses = losses + settings.kl * kl_estimate(settings.kl_estimator, log_probs, reference, old)
+        losses = losses + settings.kl * kl_estimate(
+            settings.kl_estimator, log_probs, reference, old
+        )
     weight = importance_weights(settings, old, sampled, mean)
     with torch.no_grad():
-        gap, clipped = bounded(old - sampled), is_clipped(settings, log_ratio, advantages)
+        gap = bounded(old - sampled)
+        clipped = is_clipped(settings, log_ratio, advantages)
         kl = k3(bounded(reference - log_probs))
         terms = clipped, kl, weight, weight == 0, gap.abs().exp(), k3(gap)
     return losses * weight * valid, dict(zip(TERMS, terms, strict=True))

@@ -1,13 +1,16 @@
-"""Memory that the parts of a step leave to each other, where a rank both trains and samples (grpo.offload).
+"""Memory that the parts of a step leave to each other, where a rank both trains and samples
+(grpo.offload).
 
     generation, refit   the sampler's own weights
     logprobs            the reference's weights
     training            the optimizer's states
 
-What a part does not need waits on the host, but for the sampler's weights: the next refit writes all of them anew.
+What a part does not need waits on the host, but for the sampler's weights: the next refit writes
+all of them anew.
 
-Tensors stay what they are, so that optimizers, FSDP and compiled graphs need not know: only their storage is given
-back, and taken again. Copies wait for no one, since all that the device does later comes after them.
+Tensors stay what they are, so that optimizers, FSDP and compiled graphs need not know: only their
+storage is given back, and taken again. Copies wait for no one, since all that the device does later
+comes after them.
 """
 
 from collections import defaultdict
@@ -24,12 +27,16 @@ Tensors = Callable[[], Iterable[Tensor]]
 class Memory:
     """Holds everything at first.
 
-    kept, lost: tensors that only one part of a step needs, by its name; of those in `lost` the values are lost.
+    kept, lost: tensors that only one part of a step needs, by its name; of those in `lost` the
+    values are lost.
     """
 
     def __init__(self, kept: dict[str, Tensors], lost: dict[str, Tensors]):
-        self.kept, self.lost = kept, lost
-        self.away: dict[str, list[tuple[UntypedStorage, int, UntypedStorage | None]]] = defaultdict(list)
+        self.kept = kept
+        self.lost = lost
+        self.away: dict[str, list[tuple[UntypedStorage, int, UntypedStorage | None]]] = defaultdict(
+            list
+        )
 
     def hold(self, name: str) -> None:
         """From now on the tensors of this name, and no others."""
@@ -46,11 +53,16 @@ class Memory:
 
 def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     """Of this rank's parts, each once, whoever shares it."""
-    found = {storage.data_ptr(): storage for storage in (local(tensor).untyped_storage() for tensor in tensors)}
+    found = {
+        storage.data_ptr(): storage
+        for storage in (local(tensor).untyped_storage() for tensor in tensors)
+    }
     return [storage for storage in found.values() if storage.nbytes()]
 
 
 def to_host(storage: UntypedStorage) -> UntypedStorage:
     """A copy."""
-    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda").untyped_storage()
+    copy = torch.empty(
+        storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda"
+    ).untyped_storage()
     return copy.copy_(storage, non_blocking=True)

@@ -1,13 +1,16 @@
-"""Bring the trainer's weights to the sampler, from any layout to any other, while both stay sharded.
+"""Bring the trainer's weights to the sampler, from any layout to any other, while both stay
+sharded.
 
-Every rank tells once which box (a range per dimension) of each whole tensor it has to give, and which it wants. Boxes
-that overlap make a plan: who sends which region of which tensor to whom. Each rank finds its own part of it by itself.
-If several ranks have a region (replicas), the receiver itself is the first choice, and receivers take turns among the
-others. A refit then posts the plan's sends and receives, point to point and in one order everywhere, some tensors at a
-time; no rank ever holds more than its own parts and one such bucket, which is bounded for each rank by itself.
+Every rank tells once which box (a range per dimension) of each whole tensor it has to give, and
+which it wants. Boxes that overlap make a plan: who sends which region of which tensor to whom. Each
+rank finds its own part of it by itself. If several ranks have a region (replicas), the receiver
+itself is the first choice, and receivers take turns among the others. A refit then posts the plan's
+sends and receives, point to point and in one order everywhere, some tensors at a time; no rank ever
+holds more than its own parts and one such bucket, which is bounded for each rank by itself.
 
-So a layout is nothing but boxes: FSDP, tensor, expert and pipeline parallel, on the same ranks or on others. Weights
-travel in the receiver's type. Left out: compression, and sampling on with the old weights while the new ones travel.
+So a layout is nothing but boxes: FSDP, tensor, expert and pipeline parallel, on the same ranks or
+on others. Weights travel in the receiver's type. Left out: compression, and sampling on with the
+old weights while the new ones travel.
 """
 
 import math
@@ -22,9 +25,12 @@ from torch.nn import Module
 from minitrain.parallel.agreement import gather
 from minitrain.parallel.shards import Slices, owned
 
-Box = tuple[tuple[int, int], ...]  # first and behind the last index, per dimension
-Parts = dict[str, tuple[Tensor, Slices]]  # by name: this rank's part, and where it lies in the whole tensor
-BUCKET = 1 << 28  # elements that a rank sends or receives at most between two waits
+# first and behind the last index, per dimension
+Box = tuple[tuple[int, int], ...]
+# by name: this rank's part, and where it lies in the whole tensor
+Parts = dict[str, tuple[Tensor, Slices]]
+# elements that a rank sends or receives at most between two waits
+BUCKET = 1 << 28
 
 
 class Move(NamedTuple):
@@ -38,30 +44,42 @@ class Move(NamedTuple):
 
 
 class Refit:
-    """Calling it copies what the ranks' `give()` returns into their `want()`. All ranks of the world call it together.
+    """Calling it copies what the ranks' `give()` returns into their `want()`. All ranks of the
+    world call it together.
 
-    give: returns this rank's parts of the trainer's weights. want: this rank's parts of the sampler's weights, where
-    they are now. A rank that does not train, or does not sample, has none. Raises ValueError if a part that is wanted
-    is nowhere given.
+    give: returns this rank's parts of the trainer's weights. want: this rank's parts of the
+    sampler's weights, where they are now. A rank that does not train, or does not sample, has none.
+    Raises ValueError if a part that is wanted is nowhere given.
     group: where the plan is made; the weights themselves travel in the default group.
     """
 
-    def __init__(self, give: Callable[[], Parts], want: Callable[[], Parts], group: dist.ProcessGroup | None = None):
-        self.give, self.want, self.rank = give, want, dist.get_rank()
-        offers, wishes = gather(describe(give()), group), gather(describe(want()), group)
+    def __init__(
+        self,
+        give: Callable[[], Parts],
+        want: Callable[[], Parts],
+        group: dist.ProcessGroup | None = None,
+    ):
+        self.give = give
+        self.want = want
+        self.rank = dist.get_rank()
+        offers = gather(describe(give()), group)
+        wishes = gather(describe(want()), group)
         self.buckets = plan(self.rank, offers, wishes, BUCKET)
-        if dist.get_backend() == "nccl":  # where all ranks must take part in a group's first operation
+        # where all ranks must take part in a group's first operation
+        if dist.get_backend() == "nccl":
             dist.all_reduce(torch.zeros((), device="cuda"))
 
     @torch.no_grad()
     def __call__(self) -> None:
-        given, wanted = self.give(), self.want()
+        given = self.give()
+        wanted = self.want()
         for bucket in self.buckets:
             self.run(bucket, given, wanted)
 
     def run(self, moves: list[Move], given: Parts, wanted: Parts) -> None:
         """Post all of this rank's sends and receives in a bucket at once, then wait for them."""
-        operations, arrivals = [], []
+        operations = []
+        arrivals = []
         for move in moves:
             place = region(wanted[move.name], move.box) if move.target == self.rank else None
             if move.source == self.rank:
@@ -69,7 +87,9 @@ class Refit:
                 if place is not None:
                     place.copy_(source)
                 else:
-                    operations.append(dist.P2POp(dist.isend, source.to(move.dtype).contiguous(), move.target))
+                    operations.append(
+                        dist.P2POp(dist.isend, source.to(move.dtype).contiguous(), move.target)
+                    )
             elif place is not None:
                 arrivals.append((place, place.new_empty(place.shape)))
                 operations.append(dist.P2POp(dist.irecv, arrivals[-1][1], move.source))
@@ -87,36 +107,51 @@ def parts_of(model: Module) -> Parts:
 def region(part: tuple[Tensor, Slices], box: Box) -> Tensor:
     """The view of a part that is the region `box` of the whole tensor."""
     tensor, where = part
-    return tensor[tuple(slice(a - s.start, b - s.start) for (a, b), s in zip(box, where, strict=True))]
+    return tensor[
+        tuple(slice(a - s.start, b - s.start) for (a, b), s in zip(box, where, strict=True))
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------- the plan
 
 
 def describe(parts: Parts) -> dict[str, tuple[Box, torch.dtype]]:
-    return {name: (tuple((s.start, s.stop) for s in where), part.dtype) for name, (part, where) in parts.items()}
+    return {
+        name: (tuple((s.start, s.stop) for s in where), part.dtype)
+        for name, (part, where) in parts.items()
+    }
 
 
 def plan(rank: int, offers: list[dict], wishes: list[dict], most: int) -> list[list[Move]]:
-    """What `rank` has to send, receive or copy, in buckets; offers, wishes: of each rank, as `describe` has them.
+    """What `rank` has to send, receive or copy, in buckets; offers, wishes: of each rank, as
+    `describe` has them.
 
-    Every rank goes through the moves of all, in the same order, and so makes the same cuts: before a move by which some
-    rank would send and receive more than `most` elements in a bucket. They are millions on hundreds of ranks.
+    Every rank goes through the moves of all, in the same order, and so makes the same cuts: before
+    a move by which some rank would send and receive more than `most` elements in a bucket. They are
+    millions on hundreds of ranks.
     """
-    holders: dict[str, dict[Box, list[int]]] = {}  # by tensor and box
+    # by tensor and box
+    holders: dict[str, dict[Box, list[int]]] = {}
     for holder, boxes in enumerate(offers):
         for name, (box, _) in boxes.items():
             holders.setdefault(name, {}).setdefault(box, []).append(holder)
-    buckets, load = [[]], [0] * len(wishes)
+    buckets = [[]]
+    load = [0] * len(wishes)
     for name in sorted(set().union(*wishes)):
         receivers = [(target, *boxes[name]) for target, boxes in enumerate(wishes) if name in boxes]
-        pieces = {wanted: cut(wanted, holders.get(name, {})) for wanted in {wanted for _, wanted, _ in receivers}}
+        pieces = {
+            wanted: cut(wanted, holders.get(name, {}))
+            for wanted in {wanted for _, wanted, _ in receivers}
+        }
         for turn, (target, wanted, dtype) in enumerate(receivers):
             if sum(size for *_, size in pieces[wanted]) != volume(wanted):
-                raise ValueError(f"rank {target} wants {name} {wanted}, of which the trainer has {pieces[wanted]}")
+                raise ValueError(
+                    f"rank {target} wants {name} {wanted}, of which the trainer has {pieces[wanted]}"
+                )
             for ranks, box, size in pieces[wanted]:
                 source = target if target in ranks else ranks[turn % len(ranks)]
-                if source != target:  # a copy needs no buffer
+                # a copy needs no buffer
+                if source != target:
                     busiest = max(load[source], load[target])
                     if busiest and busiest + size > most:
                         buckets.append([])

@@ -1,12 +1,14 @@
-r"""What a response is worth: the reward functions, and how to compare answers to mathematical questions.
+r"""What a response is worth: the reward functions, and how to compare answers to mathematical
+questions.
 
 A reward function takes the response's text, the right answer and the problem's whole line of data:
 
     def reward(response: str, answer: str, row: dict) -> float
 
-`exact` and `math` are built in; a config may name any other as `package.module:name`. `math` writes every number as its
-exact value, <3/2> for 1\frac{1}{2} or 1.50; then answers are equal if their texts are. Its time is bounded: of a long
-text only the end counts. Left out: symbolic equality (sqrt(8) is not 2 sqrt(2), 3 * 4 is not yet 12) and units.
+`exact` and `math` are built in; a config may name any other as `package.module:name`. `math` writes
+every number as its exact value, <3/2> for 1\frac{1}{2} or 1.50; then answers are equal if their
+texts are. Its time is bounded: of a long text only the end counts. Left out: symbolic equality
+(sqrt(8) is not 2 sqrt(2), 3 * 4 is not yet 12) and units.
 """
 
 import importlib
@@ -20,7 +22,8 @@ from pathlib import Path
 from minitrain.errors import InputError
 
 Reward = Callable[[str, str, dict], float]
-LOOKED_AT = 20_000  # characters at a text's end: an answer comes last
+# characters at a text's end: an answer comes last
+LOOKED_AT = 20_000
 
 # ways to write the same thing, and the one that is read; \frac{a}{b} of numbers becomes a/b
 SPELLINGS = {
@@ -44,7 +47,8 @@ NUMBER = re.compile(
     rf"(?=[-\d.])({SIGN})?(?<![\d.])(?:(\d+) (?=\d+ ?/))?({POWER})(?: ?/ ?(-?{POWER}))?"  # sign, whole, above, below
 )
 BRACES = r"[^{}]*+"
-for _ in range(8):  # inside each other
+# inside each other
+for _ in range(8):
     BRACES = rf"(?:[^{{}}]++|\{{{BRACES}\}})*+"
 BOXED = re.compile(rf"\\f?box(?:ed)?\s*\{{({BRACES})\}}")
 MARKED = r"^.*####\s*(.*?)(?:(?<=[\d.}]) (?:\(|[a-z]{2}).*)?$"
@@ -60,9 +64,13 @@ def exact(response: str, answer: str, row: dict) -> float:
 
 
 def math(response: str, answer: str, row: dict) -> float:
-    """Return 1 if the response's final answer equals the marked answer in `answer`, or else all of it."""
-    response, answer = spell(response), spell(answer)
-    marked, right = marked_answer(response), marked_answer(answer)
+    """Return 1 if the response's final answer equals the marked answer in `answer`, or else all of
+    it.
+    """
+    response = spell(response)
+    answer = spell(answer)
+    marked = marked_answer(response)
+    right = marked_answer(answer)
     given = last_number(response) if marked is None else plain(marked)
     return float(given == plain(answer if right is None else right))
 
@@ -75,9 +83,11 @@ def spell(text: str) -> str:
 
 
 def marked_answer(text: str) -> str | None:
-    r"""Find the content of the last \boxed{...}; else the rest of the line after the last ####; else None.
+    r"""Find the content of the last \boxed{...}; else the rest of the line after the last ####;
+    else None.
 
-    Behind #### a number ends where words or a bracket begin, as GSM8K's own grader has it (Cobbe et al. 2021).
+    Behind #### a number ends where words or a bracket begin, as GSM8K's own grader has it (Cobbe et
+    al. 2021).
     """
     found = BOXED.findall(text) or re.findall(MARKED, text, re.M)
     return found[-1] if found else None
@@ -92,9 +102,14 @@ def last_number(text: str) -> str | None:
 
 
 def plain(answer: str) -> str:
-    """Write equal answers as the same text. Of an equation with a name, such as x = 5, the right side counts."""
+    """Write equal answers as the same text. Of an equation with a name, such as x = 5, the right
+    side counts.
+    """
     answer = re.sub(r"^(?:[a-z]{1,2}|\\[a-z]+) ?=(?=[^=]*$)", "", answer.strip().rstrip("."))
-    answer = re.sub(r"(?:[(\[]|\\\{)[^()\[\]{}]*", lambda inside: inside[0].replace(",", ", "), answer)  # no thousands
+    # no thousands
+    answer = re.sub(
+        r"(?:[(\[]|\\\{)[^()\[\]{}]*", lambda inside: inside[0].replace(",", ", "), answer
+    )
     return tidy(with_values(answer))
 
 
@@ -106,7 +121,8 @@ def with_values(text: str) -> str:
         try:
             number = int(whole or 0) + power(above) / power(below or "1")
             return f"<{-number if sign else number}>"
-        except (ArithmeticError, ValueError):  # 1/0, or too large to be written
+        except (ArithmeticError, ValueError):
+            # 1/0, or too large to be written
             return match[0]
 
     return re.sub(rf"(\\sqrt|[\^_]) ?\{{ ?(\w|{VALUE}) ?\}}", r"\1\2", NUMBER.sub(value, text))
@@ -118,7 +134,9 @@ def power(text: str) -> Fraction:
 
 
 def tidy(text: str) -> str:
-    r"""Drop units, blanks and a plus in front; write \frac{a}{b} as a/b, a sum and a product below in brackets."""
+    r"""Drop units, blanks and a plus in front; write \frac{a}{b} as a/b, a sum and a product below
+    in brackets.
+    """
     text = re.sub(r"\s", "", re.sub(UNIT, "", text))
     part = rf"(?:\{{([^{{}}]*)\}}|({VALUE}))"
     text = re.sub(rf"\\[dtc]?frac{part}{part}", r"(\1\2)/(\3\4)", text)
@@ -129,7 +147,9 @@ def tidy(text: str) -> str:
 
 
 def overlong(tokens: int, longest: int, buffer: int, penalty: float) -> float:
-    """What to add to the reward for length: 0 up to longest - buffer tokens, then linearly down to -penalty (DAPO)."""
+    """What to add to the reward for length: 0 up to longest - buffer tokens, then linearly down to
+    -penalty (DAPO).
+    """
     return -penalty * min(max(tokens - (longest - buffer), 0) / buffer, 1) if buffer else 0.0
 
 
@@ -137,7 +157,9 @@ BUILT_IN: dict[str, Reward] = {"exact": exact, "math": math}
 
 
 def load_reward(name: str) -> Reward:
-    """`exact`, `math`, or the function at `package.module:name`, looked for in the current folder too."""
+    """`exact`, `math`, or the function at `package.module:name`, looked for in the current folder
+    too.
+    """
     if name in BUILT_IN:
         return BUILT_IN[name]
     module, colon, function = name.partition(":")
@@ -153,6 +175,9 @@ def load_reward(name: str) -> Reward:
         raise InputError(f"grpo.reward={name!r} is a {type(found).__name__}, not a function")
     try:
         inspect.signature(found).bind("response", "answer", {})
-    except (TypeError, ValueError) as error:  # ValueError: some of Python's own functions do not tell what they take
-        raise InputError(f"grpo.reward={name!r} must take (response, answer, row): {error}") from error
+    except (TypeError, ValueError) as error:
+        # ValueError: some of Python's own functions do not tell what they take
+        raise InputError(
+            f"grpo.reward={name!r} must take (response, answer, row): {error}"
+        ) from error
     return found

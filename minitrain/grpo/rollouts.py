@@ -1,7 +1,8 @@
-"""The sampling side: prompts in, groups of rewarded responses out; and how good the policy is on held-out problems.
+"""The sampling side: prompts in, groups of rewarded responses out; and how good the policy is on
+held-out problems.
 
-Replicas of the sampler share the prompts. What comes out is the same however many there are: a response's randomness
-depends on (seed, number of its problem, number in its group) alone.
+Replicas of the sampler share the prompts. What comes out is the same however many there are: a
+response's randomness depends on (seed, number of its problem, number in its group) alone.
 """
 
 import hashlib
@@ -18,32 +19,52 @@ from minitrain.parallel.agreement import gather
 from minitrain.rollout.sampling import Completion, SamplingParams
 from minitrain.settings import Config
 
-Group = list[Response]  # all responses to one prompt
+# all responses to one prompt
+Group = list[Response]
 
 
 class Collector:
-    """Samples groups of responses with `sampler` and rewards them, together with the other replicas.
+    """Samples groups of responses with `sampler` and rewards them, together with the other
+    replicas.
 
     ends: the tokens that end a response. reward: see grpo/rewards.py.
     replica: which of how many `replicas` this rank is. group: the ranks of all replicas, on gloo.
     """
 
     def __init__(
-        self, config: Config, sampler, tokenizer, ends: tuple[int, ...], reward: Reward, replica: int, replicas: int,
+        self,
+        config: Config,
+        sampler,
+        tokenizer,
+        ends: tuple[int, ...],
+        reward: Reward,
+        replica: int,
+        replicas: int,
         group,
-    ):  # fmt: skip
-        self.config, self.sampler, self.tokenizer, self.ends, self.reward = config, sampler, tokenizer, ends, reward
-        self.replica, self.replicas, self.group = replica, replicas, group
+    ):
+        self.config = config
+        self.sampler = sampler
+        self.tokenizer = tokenizer
+        self.ends = ends
+        self.reward = reward
+        self.replica = replica
+        self.replicas = replicas
+        self.group = group
 
     def collect(self, problems, first: int) -> list[Group]:
-        """Return the groups of a step, on all replicas. first: the number of the first problem that no step has had.
+        """Return the groups of a step, on all replicas. first: the number of the first problem that
+        no step has had.
 
-        With grpo.generations above 1 those without a signal are replaced, by groups of further problems (DAPO's dynamic
-        sampling); should there still not be enough, they fill up the step after all. A signal are scores that differ:
-        in a group that is all wrong, the penalty for length would only teach to be wrong in fewer words.
+        With grpo.generations above 1 those without a signal are replaced, by groups of further
+        problems (DAPO's dynamic sampling); should there still not be enough, they fill up the step
+        after all. A signal are scores that differ: in a group that is all wrong, the penalty for
+        length would only teach to be wrong in fewer words.
         """
-        count, rounds = self.config.grpo.prompts, self.config.grpo.generations
-        chosen, silent = [], []  # with and without a signal
+        count = self.config.grpo.prompts
+        rounds = self.config.grpo.generations
+        # with and without a signal
+        chosen = []
+        silent = []
         for _ in range(rounds):
             groups = self.sample(problems.take(first, count), first, self.config.grpo.group)
             for group in groups:
@@ -53,34 +74,49 @@ class Collector:
                 break
         if rounds > 1:
             groups = (chosen + silent)[:count]
-        share, settings = len(silent) / len(chosen + silent), sampling_settings(self.config)
+        share = len(silent) / len(chosen + silent)
+        settings = sampling_settings(self.config)
         for number, group in enumerate(groups):
             for rollout in group:
-                rollout.group, rollout.no_signal, rollout.problems, rollout.settings = number, share, first, settings
+                rollout.group = number
+                rollout.no_signal = share
+                rollout.problems = first
+                rollout.settings = settings
         return groups
 
-    def sample(self, problems: list[Problem], first: int, n: int, greedy: bool = False) -> list[Group]:
+    def sample(
+        self, problems: list[Problem], first: int, n: int, greedy: bool = False
+    ) -> list[Group]:
         """n responses to each problem; they are problems number first, first + 1, ... of all."""
         mine = range(self.replica, len(problems), self.replicas)
         requests = [self.request(problems[i], first + i, n, greedy) for i in mine]
         prompts = [problems[i].prompt for i in mine]
         completions = self.sampler.generate(prompts, requests) if requests else []
-        groups, tp = {}, self.config.rollout.tp
-        for k in range(dist.get_rank() % tp, len(mine), tp):  # ranks that share a sampler have the same responses
+        groups = {}
+        tp = self.config.rollout.tp
+        # ranks that share a sampler have the same responses
+        for k in range(dist.get_rank() % tp, len(mine), tp):
             own = completions[k * n : (k + 1) * n]
-            groups[mine[k]] = [self.rewarded(mine[k], problems[mine[k]], completion) for completion in own]
+            groups[mine[k]] = [
+                self.rewarded(mine[k], problems[mine[k]], completion) for completion in own
+            ]
         every = {i: group for share in gather(groups, self.group) for i, group in share.items()}
         return [every[i] for i in sorted(every)]
 
     def request(self, problem: Problem, number: int, n: int, greedy: bool) -> SamplingParams:
-        temperature, limit = 0.0 if greedy else self.config.rollout.temperature, self.longest(problem)
+        temperature = 0.0 if greedy else self.config.rollout.temperature
+        limit = self.longest(problem)
         seed = self.seed(number)
-        return SamplingParams(temperature, max_tokens=limit, n=n, stop_tokens=self.ends, seed=seed, ignore_eos=True)
+        return SamplingParams(
+            temperature, max_tokens=limit, n=n, stop_tokens=self.ends, seed=seed, ignore_eos=True
+        )
 
     def longest(self, problem: Problem) -> int:
-        """Tokens of a response that is cut off. A prompt and its response fit into the model's positions, and into a
-        row of batch.seq_len, which reads all of it but the last token."""
-        positions = min(self.config.batch.seq_len + 1, self.config.model.config.max_position_embeddings)
+        """Tokens of a response that is cut off. A prompt and its response fit into the model's
+        positions, and into a row of batch.seq_len, which reads all of it but the last token."""
+        positions = min(
+            self.config.batch.seq_len + 1, self.config.model.config.max_position_embeddings
+        )
         return min(self.config.rollout.max_tokens, positions - len(problem.prompt))
 
     def seed(self, number: int) -> int:
@@ -88,40 +124,58 @@ class Collector:
         return int.from_bytes(digest) >> 1
 
     def rewarded(self, group: int, problem: Problem, completion: Completion) -> Response:
-        grpo, ended = self.config.grpo, completion.finish_reason == "stop"
+        grpo = self.config.grpo
+        ended = completion.finish_reason == "stop"
         tokens = completion.tokens
         text = self.tokenizer.decode(tokens[:-1] if ended else tokens)
-        score, longest = self.score(text, problem), self.longest(problem)
-        reward = score + overlong(len(tokens), longest, min(grpo.overlong_buffer, longest), grpo.overlong_penalty)
+        score = self.score(text, problem)
+        longest = self.longest(problem)
+        reward = score + overlong(
+            len(tokens), longest, min(grpo.overlong_buffer, longest), grpo.overlong_penalty
+        )
         return Response(
-            group, problem.prompt, tokens, completion.logprobs, not ended, score, reward, text, problem.answer
+            group,
+            problem.prompt,
+            tokens,
+            completion.logprobs,
+            not ended,
+            score,
+            reward,
+            text,
+            problem.answer,
         )
 
     def score(self, text: str, problem: Problem) -> float:
-        """Return what the reward function says of a response. Raises InputError if it fails, or that is no finite
-        number."""
-        called, response = f"grpo.reward={self.config.grpo.reward}", f"for the response {text[:80]!r}"
+        """Return what the reward function says of a response. Raises InputError if it fails, or
+        that is no finite number."""
+        called = f"grpo.reward={self.config.grpo.reward}"
+        response = f"for the response {text[:80]!r}"
         try:
             given = self.reward(text, problem.answer, problem.row)
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             what = traceback.format_exception_only(error)[-1].partition("\n")[0]
-            raise InputError(f"{called} raised {what} {response}, at {last.filename}:{last.lineno}") from error
+            raise InputError(
+                f"{called} raised {what} {response}, at {last.filename}:{last.lineno}"
+            ) from error
         try:
             score = float(given)
-        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last of a tensor with several elements
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            # the last of a tensor with several elements
             score = math.nan
         if not math.isfinite(score):
             raise InputError(f"{called} returned {given!r} {response}, and not a finite number")
         return score
 
     def evaluate(self, problems, count: int) -> dict[str, float]:
-        """pass@1 of the likeliest response to the first `count` problems, and pass@k of sampled ones, k = 1, 2, 4, ...
+        """pass@1 of the likeliest response to the first `count` problems, and pass@k of sampled
+        ones, k = 1, 2, 4, ...
 
-        A response passes if its score, without the penalty for length, is at least 1. pass@k: is one of k right, see
-        `pass_at`.
+        A response passes if its score, without the penalty for length, is at least 1. pass@k: is
+        one of k right, see `pass_at`.
         """
-        chosen, n = problems.problems[:count], self.config.grpo.eval_samples
+        chosen = problems.problems[:count]
+        n = self.config.grpo.eval_samples
         greedy = self.sample(chosen, 0, n=1, greedy=True)
         sampled = self.sample(chosen, 0, n)
         right = [sum(rollout.score >= 1 for rollout in group) for group in sampled]
@@ -133,13 +187,17 @@ class Collector:
 
 def most_samples(config: Config, replicas: int) -> int:
     """How many a replica is asked for at once: in a step, or in an evaluation if that is more."""
-    grpo, validation = config.grpo, config.validation
+    grpo = config.grpo
+    validation = config.validation
     held_out = validation.batches * grpo.prompts if validation.every else 0
-    return max(-(-grpo.prompts // replicas) * grpo.group, -(-held_out // replicas) * grpo.eval_samples)
+    return max(
+        -(-grpo.prompts // replicas) * grpo.group, -(-held_out // replicas) * grpo.eval_samples
+    )
 
 
 def pass_at(k: int, n: int, c: int) -> float:
-    """The chance that k of n responses, drawn without putting back, hold at least one of the c right ones.
+    """The chance that k of n responses, drawn without putting back, hold at least one of the c
+    right ones.
 
     An unbiased estimate of pass@k (Chen et al. 2021): 1 - C(n - c, k) / C(n, k).
     """
@@ -148,17 +206,33 @@ def pass_at(k: int, n: int, c: int) -> float:
 
 def rewards(groups: list[Group]) -> torch.Tensor:
     """[groups, samples]"""
-    return torch.tensor([[rollout.reward for rollout in group] for group in groups], dtype=torch.float64)
+    return torch.tensor(
+        [[rollout.reward for rollout in group] for group in groups], dtype=torch.float64
+    )
 
 
 def sampling_settings(config: Config) -> str:
-    """A digest of what decides, besides the weights, which responses a step has and what they are worth."""
-    grpo, rollout = config.grpo, config.rollout
+    """A digest of what decides, besides the weights, which responses a step has and what they are
+    worth.
+    """
+    grpo = config.grpo
+    rollout = config.rollout
     deciding = (
-        config.seed, config.data, config.batch.seq_len, rollout.temperature, rollout.max_tokens, grpo.prompts,
-        grpo.group, grpo.generations, grpo.prompt_key, grpo.answer_key, grpo.mock_digits, grpo.reward,
-        grpo.overlong_buffer, grpo.overlong_penalty,
-    )  # fmt: skip
+        config.seed,
+        config.data,
+        config.batch.seq_len,
+        rollout.temperature,
+        rollout.max_tokens,
+        grpo.prompts,
+        grpo.group,
+        grpo.generations,
+        grpo.prompt_key,
+        grpo.answer_key,
+        grpo.mock_digits,
+        grpo.reward,
+        grpo.overlong_buffer,
+        grpo.overlong_penalty,
+    )
     return hashlib.blake2b(repr(deciding).encode(), digest_size=8).hexdigest()
 
 

@@ -1,7 +1,8 @@
 """The shape of a decoder as data, with the checks that no model's weights need to exist for.
 
-A family is a choice of these fields: `zoo.py` holds their values for each published model, `formats/config_hf.py` reads
-them from a Hugging Face config.json, and `decoder.py` builds what they say.
+A family is a choice of these fields: `zoo.py` holds their values for each published model,
+`formats/config_hf.py` reads them from a Hugging Face config.json, and `decoder.py` builds what they
+say.
 """
 
 import dataclasses
@@ -12,14 +13,16 @@ from minitrain.errors import InputError
 from minitrain.models.layers import MLPS, NORMS
 from minitrain.models.limits import check_size
 
-EXPERT_MLPS = ("swiglu", "clamped_swiglu", "relu2")  # see moe.py
+# see moe.py
+EXPERT_MLPS = ("swiglu", "clamped_swiglu", "relu2")
 POSITIONS = ("rotary", "learned", "none")
 LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 ROPE_SCALINGS = {  # what each kind must have
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # what yarn may have too, and `truncate`
+# what yarn may have too, and `truncate`
+YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 PARTS = {  # what a layer consists of, by its letter in a pattern
     "M": ("mamba", None),
     "*": ("attention", None),
@@ -30,7 +33,8 @@ PARTS = {  # what a layer consists of, by its letter in a pattern
 
 @dataclass(frozen=True)
 class MambaShape:
-    """heads: H, each of head_dim P; groups: G, a divisor of H; state: N; conv: taps of the causal convolution.
+    """heads: H, each of head_dim P; groups: G, a divisor of H; state: N; conv: taps of the causal
+    convolution.
 
     chunk: Q, which changes speed and memory only. dt_min: dt is at least so much.
     """
@@ -59,8 +63,11 @@ class MambaShape:
         return [self.width, self.groups * self.state, self.groups * self.state]
 
     def rows(self, parts: list[int]) -> list[tuple[int, int, int]]:
-        """`by_group` as ranges of rows that stay together: (first row after, first row before, how many)."""
-        found, after = [], 0
+        """`by_group` as ranges of rows that stay together: (first row after, first row before, how
+        many).
+        """
+        found = []
+        after = 0
         for group in range(self.groups):
             for i, part in enumerate(parts):
                 size = part // self.groups
@@ -71,7 +78,9 @@ class MambaShape:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Everything that fixes a decoder's shape. Names follow Hugging Face's config.json where it has one."""
+    """Everything that fixes a decoder's shape. Names follow Hugging Face's config.json where it has
+    one.
+    """
 
     family: str = "llama"  # which Hugging Face architecture reads and writes the checkpoint
     vocab_size: int = 32000
@@ -114,7 +123,9 @@ class DecoderConfig:
     routed_scaling_factor: float = 1.0
     bias_update_speed: float = 0.0  # of the selection bias, after every step
     router_aux_loss_coef: float = 0.0
-    seq_aux: bool = False  # balance each sequence, rather than the tokens of a forward pass together
+    seq_aux: bool = (
+        False  # balance each sequence, rather than the tokens of a forward pass together
+    )
     fake_balanced_gate: bool = False  # experts in turn, whatever the token: for benchmarks
     layer_pattern: str = ""  # a letter per layer, see `parts`; empty: attention and MLP in each
     mamba_num_heads: int = 8
@@ -125,34 +136,67 @@ class DecoderConfig:
     mamba_chunk_size: int = 128
     time_step_min: float = 0.0  # dt is at least so much
     initializer_range: float = 0.02
-    scaled_residual_init: bool = False  # divide what writes into the residual stream by sqrt(number of writers)
+    scaled_residual_init: bool = (
+        False  # divide what writes into the residual stream by sqrt(number of writers)
+    )
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None  # Llama 3.1 has several
-    # what the model's files say besides, for those of what is made of it: other keys of config.json, and
-    # generation_config.json
+    # what the model's files say besides, for those of what is made of it: other keys of
+    # config.json, and generation_config.json
     extra_config: dict = dataclasses.field(default_factory=dict, compare=False)
     generation_config: dict = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self):
         """Raises InputError for sizes that no model can have."""
-        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_attention_heads",
-                      "num_key_value_heads", "head_dim", "max_position_embeddings", "mamba_num_heads", "mamba_head_dim",
-                      "mamba_n_groups", "ssm_state_size", "conv_kernel", "mamba_chunk_size"):  # fmt: skip
+        for field in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+            "mamba_num_heads",
+            "mamba_head_dim",
+            "mamba_n_groups",
+            "ssm_state_size",
+            "conv_kernel",
+            "mamba_chunk_size",
+        ):
             check_size(field, getattr(self, field))
-        for field in ("moe_intermediate_size", "shared_expert_intermediate_size", "moe_latent_size", "num_experts",
-                      "sliding_window", *LATENT):  # fmt: skip
+        for field in (
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "moe_latent_size",
+            "num_experts",
+            "sliding_window",
+            *LATENT,
+        ):
             check_size(field, getattr(self, field), least=0)
-        for field in ("norm_eps", "initializer_range", "time_step_min", "first_k_dense_replace", "bias_update_speed",
-                      "router_aux_loss_coef", "routed_scaling_factor"):  # fmt: skip
+        for field in (
+            "norm_eps",
+            "initializer_range",
+            "time_step_min",
+            "first_k_dense_replace",
+            "bias_update_speed",
+            "router_aux_loss_coef",
+            "routed_scaling_factor",
+        ):
             if getattr(self, field) < 0:
                 raise self._wrong(field, "must be at least 0")
         if self.rope_theta <= 1:
             raise self._wrong("rope_theta", "must be above 1")
         if self.num_attention_heads % self.num_key_value_heads:
-            raise self._wrong("num_key_value_heads", f"does not divide num_attention_heads={self.num_attention_heads}")
+            raise self._wrong(
+                "num_key_value_heads",
+                f"does not divide num_attention_heads={self.num_attention_heads}",
+            )
         self._check_latent_attention()
         rotates = self.position_embedding == "rotary"
-        if rotates and not (0 < self.partial_rotary_factor <= 1 and self.rotary_dim % 2 == 0 < self.rotary_dim):
+        if rotates and not (
+            0 < self.partial_rotary_factor <= 1 and self.rotary_dim % 2 == 0 < self.rotary_dim
+        ):
             why = f"of head_dim={self.head_dim} must rotate an even number of channels, between 2 and head_dim"
             raise self._wrong("partial_rotary_factor", why)
         mlps = EXPERT_MLPS if self.num_experts else MLPS
@@ -170,18 +214,33 @@ class DecoderConfig:
         if self.rope_scaling is None:
             return
         given = dict(self.rope_scaling)
-        kind, _ = given.pop("rope_type", None), given.pop("truncate", None)
-        if not isinstance(kind, str) or kind not in ROPE_SCALINGS or set(ROPE_SCALINGS[kind]) - given.keys():
-            wanted = " or ".join(f"rope_type {kind} and {', '.join(sorted(x))}" for kind, x in ROPE_SCALINGS.items())
-            raise InputError(f"model.rope_scaling={self.rope_scaling} is not supported: it must have {wanted}")
+        kind = given.pop("rope_type", None)
+        _ = given.pop("truncate", None)
+        if (
+            not isinstance(kind, str)
+            or kind not in ROPE_SCALINGS
+            or set(ROPE_SCALINGS[kind]) - given.keys()
+        ):
+            wanted = " or ".join(
+                f"rope_type {kind} and {', '.join(sorted(x))}" for kind, x in ROPE_SCALINGS.items()
+            )
+            raise InputError(
+                f"model.rope_scaling={self.rope_scaling} is not supported: it must have {wanted}"
+            )
         for key, value in given.items():
             if key not in ROPE_SCALINGS[kind] and not (kind == "yarn" and key in YARN):
                 raise InputError(f"model.rope_scaling.{key} is not a setting of {kind}")
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 <= value <= 1e9 or (value == 0 and not str(key).startswith("mscale")):
+            if (
+                not number
+                or not 0 <= value <= 1e9
+                or (value == 0 and not str(key).startswith("mscale"))
+            ):
                 raise InputError(f"model.rope_scaling.{key}={value!r} must be a number above 0")
         if kind == "llama3" and given["low_freq_factor"] >= given["high_freq_factor"]:
-            raise InputError(f"model.rope_scaling={self.rope_scaling}: low_freq_factor must be below high_freq_factor")
+            raise InputError(
+                f"model.rope_scaling={self.rope_scaling}: low_freq_factor must be below high_freq_factor"
+            )
 
     def _check_latent_attention(self):
         if not self.kv_lora_rank:
@@ -196,7 +255,8 @@ class DecoderConfig:
             raise self._wrong("num_key_value_heads", why)
 
     def _check_experts(self):
-        experts, chosen = self.num_experts, self.num_experts_per_tok
+        experts = self.num_experts
+        chosen = self.num_experts_per_tok
         if experts == 0:
             return
         if not 1 <= chosen <= experts:
@@ -208,13 +268,21 @@ class DecoderConfig:
         if self.scoring_func not in ("softmax", "sigmoid"):
             raise self._wrong("scoring_func", "is not one of softmax, sigmoid")
         if self.mlp not in MLPS and (self.first_k_dense_replace or "-" in self.layer_pattern):
-            raise InputError(f"model.mlp={self.mlp} is for experts only: it needs first_k_dense_replace=0, no layer -")
+            raise InputError(
+                f"model.mlp={self.mlp} is for experts only: it needs first_k_dense_replace=0, no layer -"
+            )
         self._check_groups()
 
     def _check_groups(self):
-        experts, groups, kept = self.num_experts, self.n_group, self.topk_group
+        experts = self.num_experts
+        groups = self.n_group
+        kept = self.topk_group
         softmax = self.scoring_func == "softmax"
-        for field, needless in (("n_group", 1), ("routed_scaling_factor", 1), ("bias_update_speed", 0)):
+        for field, needless in (
+            ("n_group", 1),
+            ("routed_scaling_factor", 1),
+            ("bias_update_speed", 0),
+        ):
             if softmax and getattr(self, field) != needless:
                 raise self._wrong(field, "needs scoring_func=sigmoid")
         if groups < 1 or experts % groups:
@@ -222,9 +290,13 @@ class DecoderConfig:
         if not 1 <= kept <= groups:
             raise self._wrong("topk_group", f"must be between 1 and n_group={groups}")
         if groups > 1 and experts // groups < 2:
-            raise self._wrong("n_group", f"leaves 1 of num_experts={experts} to a group (at least 2)")
+            raise self._wrong(
+                "n_group", f"leaves 1 of num_experts={experts} to a group (at least 2)"
+            )
         if (left := kept * (experts // groups)) < self.num_experts_per_tok:
-            raise self._wrong("num_experts_per_tok", f"exceeds the {left} experts of topk_group={kept} groups")
+            raise self._wrong(
+                "num_experts_per_tok", f"exceeds the {left} experts of topk_group={kept} groups"
+            )
 
     def _check_pattern(self):
         pattern = self.layer_pattern
@@ -237,19 +309,33 @@ class DecoderConfig:
         if "E" in pattern and not self.num_experts:
             raise self._wrong("layer_pattern", "has layers of experts, but num_experts=0")
         if pattern and len(pattern) != self.num_layers:
-            raise self._wrong("layer_pattern", f"has {len(pattern)} letters, expected num_layers={self.num_layers}")
+            raise self._wrong(
+                "layer_pattern",
+                f"has {len(pattern)} letters, expected num_layers={self.num_layers}",
+            )
         if self.mamba_num_heads % self.mamba_n_groups:
-            raise self._wrong("mamba_n_groups", f"does not divide mamba_num_heads={self.mamba_num_heads}")
+            raise self._wrong(
+                "mamba_n_groups", f"does not divide mamba_num_heads={self.mamba_num_heads}"
+            )
 
     @property
     def rotary_dim(self) -> int:
-        return self.qk_rope_head_dim if self.kv_lora_rank else int(self.head_dim * self.partial_rotary_factor)
+        return (
+            self.qk_rope_head_dim
+            if self.kv_lora_rank
+            else int(self.head_dim * self.partial_rotary_factor)
+        )
 
     def parts(self, layer: int) -> tuple[str | None, str | None]:
-        """What layer 0, 1, ... is: a mixer of tokens ("attention", "mamba") and an "mlp" or "moe", or only one."""
+        """What layer 0, 1, ... is: a mixer of tokens ("attention", "mamba") and an "mlp" or "moe",
+        or only one.
+        """
         if self.layer_pattern:
             return PARTS[self.layer_pattern[layer]]
-        return "attention", "moe" if self.num_experts and layer >= self.first_k_dense_replace else "mlp"
+        return (
+            "attention",
+            "moe" if self.num_experts and layer >= self.first_k_dense_replace else "mlp",
+        )
 
     def windowed(self, layer: int) -> bool:
         return bool(self.sliding_window) and layer % 2 == 0
@@ -257,13 +343,20 @@ class DecoderConfig:
     @property
     def mamba(self) -> MambaShape:
         return MambaShape(
-            self.mamba_num_heads, self.mamba_head_dim, self.mamba_n_groups, self.ssm_state_size, self.conv_kernel,
-            self.mamba_chunk_size, self.time_step_min,
-        )  # fmt: skip
+            self.mamba_num_heads,
+            self.mamba_head_dim,
+            self.mamba_n_groups,
+            self.ssm_state_size,
+            self.conv_kernel,
+            self.mamba_chunk_size,
+            self.time_step_min,
+        )
 
 
 def find_ends(config: DecoderConfig, *known: int | list[int] | None) -> tuple[int, ...]:
-    """Return the tokens that end a text: those that are known, then those at which transformers stops the model."""
+    """Return the tokens that end a text: those that are known, then those at which transformers
+    stops the model.
+    """
     found = [*known, config.eos_token_id, config.generation_config.get("eos_token_id")]
     flat = chain.from_iterable(ids if isinstance(ids, list) else [ids] for ids in found)
     return tuple(dict.fromkeys(token for token in flat if isinstance(token, int)))

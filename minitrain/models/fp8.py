@@ -1,37 +1,44 @@
-"""FP8 matrix products (Micikevicius et al. 2022), with per-tensor current scaling: what wraps a Linear.
+"""FP8 matrix products (Micikevicius et al. 2022), with per-tensor current scaling: what wraps a
+Linear.
 
-A Linear has three products, of its input x [tokens, in], its weight w [out, in] and its output's gradient g:
+A Linear has three products, of its input x [tokens, in], its weight w [out, in] and its output's
+gradient g:
 
     output                y  = x w^T     e4m3 x e4m3
     gradient of the input dx = g w       e5m2 x e4m3     gradients need range more than digits
     gradient of the weight dw = g^T x    e5m2 x e4m3
 
-Each factor is multiplied by one scale, so that its largest element just fits into FP8, clamped and rounded; the product
-is summed up at higher precision and divided by both scales. A scale is computed from the tensor itself ("current"), in
-plain operations, which the compiler can fuse with what made the tensor. It is a power of two: scaling is then exact,
-rounding does not depend on the scale, and so other cuts of the same data (micro-batches, ranks), whose largest elements
-differ, get the same FP8 numbers but for those 2^14 times smaller than the largest. The price is at most one of e4m3's
-18 binades. An infinity or NaN anywhere in a factor makes the whole product NaN.
+Each factor is multiplied by one scale, so that its largest element just fits into FP8, clamped and
+rounded; the product is summed up at higher precision and divided by both scales. A scale is
+computed from the tensor itself ("current"), in plain operations, which the compiler can fuse with
+what made the tensor. It is a power of two: scaling is then exact, rounding does not depend on the
+scale, and so other cuts of the same data (micro-batches, ranks), whose largest elements differ, get
+the same FP8 numbers but for those 2^14 times smaller than the largest. The price is at most one of
+e4m3's 18 binades. An infinity or NaN anywhere in a factor makes the whole product NaN.
 
-Of the forward pass the FP8 input is kept, half the bytes of bf16's. A Linear's weight stays a parameter as before;
-where FSDP gathers it in FP8 already (parallel/fsdp_fp8.py), that copy comes in as `gathered`.
+Of the forward pass the FP8 input is kept, half the bytes of bf16's. A Linear's weight stays a
+parameter as before; where FSDP gathers it in FP8 already (parallel/fsdp_fp8.py), that copy comes in
+as `gathered`.
 
-FP8 units sum along the rows of both factors, so the gradients' products take the weight, x and g transposed: copies,
-byte by byte, which are a fifth of all that such a block does in memory. So q, k and v, and gate and up, which have the
-same input, round and transpose it once, unless they have adapters; and transposed weights can be kept for all
-micro-batches.
+FP8 units sum along the rows of both factors, so the gradients' products take the weight, x and g
+transposed: copies, byte by byte, which are a fifth of all that such a block does in memory. So q, k
+and v, and gate and up, which have the same input, round and transpose it once, unless they have
+adapters; and transposed weights can be kept for all micro-batches.
 
-FP8 units take sizes that are multiples of 16. A Linear whose sizes are not, on any tensor-parallel rank, stays as it
-is; tokens are padded with zeros in the one product that sums over them. Embedding, head and router stay too. On CPU,
-what the FP8 numbers stand for is multiplied, slower than in bf16.
+FP8 units take sizes that are multiples of 16. A Linear whose sizes are not, on any tensor-parallel
+rank, stays as it is; tokens are padded with zeros in the one product that sums over them.
+Embedding, head and router stay too. On CPU, what the FP8 numbers stand for is multiplied, slower
+than in bf16.
 
-Experts, if asked for, get the same three products, and each expert's weight a scale of its own. Where a rank has one
-expert, because expert parallelism gives each to another, these are the products of a Linear. Where it has more, what
-the FP8 numbers stand for, which bf16 and fp32 can hold, is multiplied in the type of x: the layout does not change the
-results, but there FP8 costs time, that of rounding, and saves none.
+Experts, if asked for, get the same three products, and each expert's weight a scale of its own.
+Where a rank has one expert, because expert parallelism gives each to another, these are the
+products of a Linear. Where it has more, what the FP8 numbers stand for, which bf16 and fp32 can
+hold, is multiplied in the type of x: the layout does not change the results, but there FP8 costs
+time, that of rounding, and saves none.
 
-Left out: scales per row or block, delayed scaling, FP8 attention, FP8 weights without a wider copy; and scaled grouped
-products, which on Hopper refuse e5m2, and save 10 % of a step with two experts per rank, 1 % with 16 (torchao #2864).
+Left out: scales per row or block, delayed scaling, FP8 attention, FP8 weights without a wider copy;
+and scaled grouped products, which on Hopper refuse e5m2, and save 10 % of a step with two experts
+per rank, 1 % with 16 (torchao #2864).
 """
 
 from collections.abc import Callable
@@ -47,13 +54,18 @@ from minitrain.models.moe import Experts, grouped_mm
 from minitrain.models.quantize import E4M3, E5M2, dequantize, quantize
 
 ALIGNMENT = 16
-READ_NO_NORM = ("o_proj", "down_proj")  # how names of decoders' Linears end that read attention or an activation
+# how names of decoders' Linears end that read attention or an activation
+READ_NO_NORM = ("o_proj", "down_proj")
 
 
-def to_fp8(blocks: list[nn.Module], fast_accumulation: str, tp: int = 1, experts: bool = False) -> None:
-    """Make the Linears in `blocks` multiply in FP8, in place; parameters, their names, and hooks stay.
+def to_fp8(
+    blocks: list[nn.Module], fast_accumulation: str, tp: int = 1, experts: bool = False
+) -> None:
+    """Make the Linears in `blocks` multiply in FP8, in place; parameters, their names, and hooks
+    stay.
 
-    fast_accumulation: which products Hopper may sum up faster, with about 14 bits: `none`, `forward` or `all`.
+    fast_accumulation: which products Hopper may sum up faster, with about 14 bits: `none`,
+    `forward` or `all`.
     tp: into how many parts tensor parallelism will split a weight.
     experts: whether routed experts multiply in FP8, too.
     """
@@ -65,10 +77,17 @@ def to_fp8(blocks: list[nn.Module], fast_accumulation: str, tp: int = 1, experts
             module.__class__ = Fp8Experts
         else:
             continue
-        module.fast, module.gathered = (fast_accumulation != "none", fast_accumulation == "all"), {}
+        module.fast = (fast_accumulation != "none", fast_accumulation == "all")
+        module.gathered = {}
     for module in (module for block in blocks for module in block.modules()):
-        linears = [getattr(module, name) for name in module.same_input] if hasattr(module, "project") else []
-        if linears and all(type(linear) is Fp8Linear and not hasattr(linear, "lora") for linear in linears):
+        linears = (
+            [getattr(module, name) for name in module.same_input]
+            if hasattr(module, "project")
+            else []
+        )
+        if linears and all(
+            type(linear) is Fp8Linear and not hasattr(linear, "lora") for linear in linears
+        ):
             module.project = partial(project, linears)
 
 
@@ -77,10 +96,11 @@ def fits(matrix: Tensor, multiple: int) -> bool:
 
 
 def in_fp8(module: nn.Module, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A matrix of the module and its inverse scale, as from `quantize`, and its column-major copy, if one is kept: as
-    they were gathered, or rounded now.
+    """A matrix of the module and its inverse scale, as from `quantize`, and its column-major copy,
+    if one is kept: as they were gathered, or rounded now.
 
-    module.gathered: by a matrix's name, all three. They count while the parameter is a `placeholder`.
+    module.gathered: by a matrix's name, all three. They count while the parameter is a
+    `placeholder`.
     """
     matrix = getattr(module, name)
     if is_placeholder(matrix):
@@ -91,7 +111,8 @@ def in_fp8(module: nn.Module, name: str) -> tuple[Tensor, Tensor, Tensor | None]
 class Fp8Linear(nn.Linear):
     """x: [..., in] in any floating type, which y: [..., out] gets."""
 
-    multiplies_in_fp8 = True  # so tensor parallelism may gather x in FP8
+    # so tensor parallelism may gather x in FP8
+    multiplies_in_fp8 = True
 
     def forward(self, x: Tensor) -> Tensor:
         return products([self], x)[0]
@@ -104,25 +125,38 @@ class Fp8Experts(Experts):
         stack, (stack8, inverses, copy8) = getattr(self, name), in_fp8(self, name)
         if len(stack) == 1 and fits(stack, ALIGNMENT):
             weight = stack.squeeze(0), stack8[0], inverses.squeeze(), copy8
-            return Fp8Products.apply(x, *self.fast, False, True, *weight)[0]  # x is sorted, by a kernel of its own
+            # x is sorted, by a kernel of its own
+            return Fp8Products.apply(x, *self.fast, False, True, *weight)[0]
         return Fp8GroupedProduct.apply(x, stack, stack8, inverses, offsets)
 
 
 def project(linears: list[Fp8Linear], x: Tensor) -> list[Tensor]:
-    """In place of a module's own `project`, which calls its Linears one by one, as is done here for hooks of others."""
-    return [linear(x) for linear in linears] if any(map(has_hooks, linears)) else products(linears, x)
+    """In place of a module's own `project`, which calls its Linears one by one, as is done here for
+    hooks of others.
+    """
+    return (
+        [linear(x) for linear in linears] if any(map(has_hooks, linears)) else products(linears, x)
+    )
 
 
 def products(linears: list[Fp8Linear], x: Tensor) -> list[Tensor]:
     """The outputs [..., out] of Linears for the same x [..., in]."""
-    first, weights = linears[0], [(linear.weight, *in_fp8(linear, "weight")) for linear in linears]
-    outputs = Fp8Products.apply(x.flatten(0, -2), *first.fast, True, first.reads_norm, *chain(*weights))
+    first = linears[0]
+    weights = [(linear.weight, *in_fp8(linear, "weight")) for linear in linears]
+    outputs = Fp8Products.apply(
+        x.flatten(0, -2), *first.fast, True, first.reads_norm, *chain(*weights)
+    )
     outputs = [y.unflatten(0, x.shape[:-1]) for y in outputs]
-    return [y if linear.bias is None else y + linear.bias for linear, y in zip(linears, outputs, strict=True)]
+    return [
+        y if linear.bias is None else y + linear.bias
+        for linear, y in zip(linears, outputs, strict=True)
+    ]
 
 
 def placeholder(shape: torch.Size, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """What stands for a parameter whose values are in FP8 elsewhere, and gets its gradient: one NaN, `shape` times."""
+    """What stands for a parameter whose values are in FP8 elsewhere, and gets its gradient: one
+    NaN, `shape` times.
+    """
     return torch.full((), float("nan"), dtype=dtype, device=like.device).expand(shape)
 
 
@@ -133,33 +167,44 @@ def is_placeholder(parameter: Tensor) -> bool:
 class Fp8Products(torch.autograd.Function):
     """x w^T of x [tokens, in] and each of some weights [out, in].
 
-    Inputs: x; fast_forward, fast_backward: whether to sum up faster; rows_known: whether a compiler knows how many
-    tokens there are: not those of experts; reads_norm: see `transposed`; and four of each weight: itself, which only
-    gets its gradient, and what `in_fp8` gives.
+    Inputs: x; fast_forward, fast_backward: whether to sum up faster; rows_known: whether a compiler
+    knows how many tokens there are: not those of experts; reads_norm: see `transposed`; and four of
+    each weight: itself, which only gets its gradient, and what `in_fp8` gives.
     """
 
     @staticmethod
-    def forward(ctx, *inputs):  # the compiler miscounts where some have names and some have not
+    # the compiler miscounts where some have names and some have not
+    def forward(ctx, *inputs):
         x, fast_forward, ctx.fast, ctx.rows_known, ctx.reads_norm, *given = inputs
         weights, weights8, inverses, copies8 = (given[n::4] for n in range(4))
         ctx.needs_x, *ctx.need_weights = ctx.needs_input_grad[0], *ctx.needs_input_grad[5::4]
         ctx.dtypes = [x.dtype, *(weight.dtype for weight in weights)]
         x8, x_inverse = quantize(x, E4M3, rows_known=ctx.rows_known)
         kept = (x8, x_inverse) if any(ctx.need_weights) else (None, None)
-        later = (w8 if copy8 is None else copy8 for w8, copy8 in zip(weights8, copies8, strict=True))
+        later = (
+            w8 if copy8 is None else copy8 for w8, copy8 in zip(weights8, copies8, strict=True)
+        )
         ctx.save_for_backward(*kept, *later, *inverses)
         multiply = product_of(x, ctx.rows_known)
         matrices = zip(weights8, inverses, strict=True)
-        return tuple(multiply(x8, w8.t(), x_inverse, inverse, x.dtype, fast_forward) for w8, inverse in matrices)
+        return tuple(
+            multiply(x8, w8.t(), x_inverse, inverse, x.dtype, fast_forward)
+            for w8, inverse in matrices
+        )
 
     @staticmethod
     def backward(ctx, *grads):
         x8, x_inverse, *weights = ctx.saved_tensors
-        multiply, dx, dws = product_of(grads[0], ctx.rows_known), None, [None] * len(grads)
+        multiply = product_of(grads[0], ctx.rows_known)
+        dx = None
+        dws = [None] * len(grads)
         grads = [quantize(grad, E5M2, rows_known=ctx.rows_known) for grad in grads]
         if ctx.needs_x:
-            weights8, inverses = weights[: len(grads)], weights[len(grads) :]
-            for (grad8, grad_inverse), weight8, inverse in zip(grads, weights8, inverses, strict=True):
+            weights8 = weights[: len(grads)]
+            inverses = weights[len(grads) :]
+            for (grad8, grad_inverse), weight8, inverse in zip(
+                grads, weights8, inverses, strict=True
+            ):
                 weight8 = column_major(weight8, grad_inverse)
                 term = multiply(grad8, weight8, grad_inverse, inverse, ctx.dtypes[0], ctx.fast)
                 dx = term if dx is None else dx + term
@@ -170,12 +215,15 @@ class Fp8Products(torch.autograd.Function):
             for n, (grad8, grad_inverse) in enumerate(grads):
                 if ctx.need_weights[n]:
                     grad8 = pad_rows(grad8, tokens, ctx.rows_known).t().contiguous()
-                    dws[n] = multiply(grad8, x8.t(), grad_inverse, x_inverse, ctx.dtypes[1 + n], ctx.fast)
+                    dws[n] = multiply(
+                        grad8, x8.t(), grad_inverse, x_inverse, ctx.dtypes[1 + n], ctx.fast
+                    )
         return dx, *[None] * 4, *chain(*((dw, None, None, None) for dw in dws))
 
 
 class Fp8GroupedProduct(torch.autograd.Function):
-    """x W_e^T of x [rows, in], sorted by expert, and weights in FP8, [experts, out, in]; `stack` only gets a gradient.
+    """x W_e^T of x [rows, in], sorted by expert, and weights in FP8, [experts, out, in]; `stack`
+    only gets a gradient.
 
     offsets: int32 [experts], where each expert's rows end.
     """
@@ -203,15 +251,23 @@ class Fp8GroupedProduct(torch.autograd.Function):
 
 
 def product_of(x: Tensor, rows_known: bool = True) -> Callable:
-    """`scaled_mm`, or `opaque_scaled_mm`, where torch's own operator does not serve. rows_known: see `Fp8Products`."""
+    """`scaled_mm`, or `opaque_scaled_mm`, where torch's own operator does not serve. rows_known:
+    see `Fp8Products`.
+    """
     return scaled_mm if rows_known and x.is_cuda else opaque_scaled_mm
 
 
-def scaled_mm(a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    """a b x both inverse scales. a: FP8 [m, k], row-major; b: FP8 [k, n], column-major, as Hopper wants them."""
+def scaled_mm(
+    a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype: torch.dtype, fast: bool
+) -> Tensor:
+    """a b x both inverse scales. a: FP8 [m, k], row-major; b: FP8 [k, n], column-major, as Hopper
+    wants them.
+    """
     if a.is_cuda:
-        return torch._scaled_mm(a, b, a_inverse, b_inverse, out_dtype=dtype, use_fast_accum=fast)  # not public in 2.11
-    # torch's own, left to oneDNN on CPUs with AMX, takes 1,000 times as long there (uxlfoundation/oneDNN #3349)
+        # not public in 2.11
+        return torch._scaled_mm(a, b, a_inverse, b_inverse, out_dtype=dtype, use_fast_accum=fast)
+    # torch's own, left to oneDNN on CPUs with AMX, takes 1,000 times as long there
+    # (uxlfoundation/oneDNN #3349)
     return (a.float() @ b.float() * (a_inverse * b_inverse)).to(dtype)
 
 
@@ -219,29 +275,36 @@ def scaled_mm(a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype:
 def opaque_scaled_mm(
     a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    """`scaled_mm` as one operator for the compiler, for no rows, too: of torch's own it asks for sizes that are not
-    known when it compiles."""
+    """`scaled_mm` as one operator for the compiler, for no rows, too: of torch's own it asks for
+    sizes that are not known when it compiles."""
     if not a.numel():
         return a.new_zeros(a.shape[0], b.shape[1], dtype=dtype)
     return scaled_mm(a, b, a_inverse, b_inverse, dtype, fast)
 
 
 @opaque_scaled_mm.register_fake
-def _(a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+def _(
+    a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype: torch.dtype, fast: bool
+) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
 
 def column_major(weight8: Tensor, grad_inverse: Tensor) -> Tensor:
     """A copy, unless it is so already."""
-    return weight8 if weight8.stride(0) == 1 else not_before(grad_inverse, weight8).t().contiguous().t()
+    return (
+        weight8
+        if weight8.stride(0) == 1
+        else not_before(grad_inverse, weight8).t().contiguous().t()
+    )
 
 
 @torch.library.custom_op("minitrain::transposed", mutates_args=())
 def transposed(x: Tensor) -> Tensor:
     """x [n, m] of FP8 -> [m, n], by a kernel of its own.
 
-    For inputs that come from a norm: the backward pass computes their FP8 again, inside the norm's, where the compiler
-    would store each row's bytes n apart. Other computations it does in tiles, and transposes these in passing.
+    For inputs that come from a norm: the backward pass computes their FP8 again, inside the norm's,
+    where the compiler would store each row's bytes n apart. Other computations it does in tiles,
+    and transposes these in passing.
     """
     return (compiled_transpose() if x.is_cuda else transpose)(x.view(torch.uint8)).view(x.dtype)
 
@@ -252,18 +315,21 @@ def _(x: Tensor) -> Tensor:
 
 
 def transpose(x: Tensor) -> Tensor:
-    return x.t().clone(memory_format=torch.contiguous_format)  # a new tensor also where contiguous() gives x
+    # a new tensor also where contiguous() gives x
+    return x.t().clone(memory_format=torch.contiguous_format)
 
 
 @cache
 def compiled_transpose() -> Callable:
-    return torch.compile(transpose, dynamic=True)  # in tiles; torch's own copy reads byte by byte
+    # in tiles; torch's own copy reads byte by byte
+    return torch.compile(transpose, dynamic=True)
 
 
 def not_before(grad_inverse: Tensor, x8: Tensor) -> Tensor:
     """x8 as it is, but known only once a gradient's inverse scale is, which is never negative.
 
-    Else the compiler transposes it in the forward pass and keeps the copies, of weights for every micro-batch.
+    Else the compiler transposes it in the forward pass and keeps the copies, of weights for every
+    micro-batch.
     """
     return (x8.view(torch.uint8) + (grad_inverse < 0).to(torch.uint8)).view(x8.dtype)
 
@@ -271,7 +337,12 @@ def not_before(grad_inverse: Tensor, x8: Tensor) -> Tensor:
 def pad_rows(x: Tensor, rows: int, rows_known: bool = True) -> Tensor:
     """FP8 [n, m] with zeros below: [rows, m]. Zero is zero as a byte, too, which can be padded.
 
-    rows_known: see `Fp8Products`; a compiler that does not know n cannot ask whether any row is missing.
+    rows_known: see `Fp8Products`; a compiler that does not know n cannot ask whether any row is
+    missing.
     """
     missing = rows - len(x)
-    return x if rows_known and not missing else F.pad(x.view(torch.uint8), (0, 0, 0, missing)).view(x.dtype)
+    return (
+        x
+        if rows_known and not missing
+        else F.pad(x.view(torch.uint8), (0, 0, 0, missing)).view(x.dtype)
+    )

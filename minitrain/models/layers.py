@@ -1,6 +1,7 @@
 """The parts of a decoder block other than attention: norms, rotary embeddings, MLPs.
 
-Everything takes and returns plain tensors, and module names are those of the Hugging Face checkpoints.
+Everything takes and returns plain tensors, and module names are those of the Hugging Face
+checkpoints.
 """
 
 import math
@@ -12,21 +13,27 @@ from torch import Tensor, nn
 
 
 class KeepsFP32(nn.Module):
-    """Holds parameters that stay in fp32 when the model is cast to bf16, which would round them too coarsely.
+    """Holds parameters that stay in fp32 when the model is cast to bf16, which would round them too
+    coarsely.
 
-    A holder is never called: other modules read what it holds, and parallel/fsdp.py leaves its parameters as they are.
+    A holder is never called: other modules read what it holds, and parallel/fsdp.py leaves its
+    parameters as they are.
     """
 
     def _apply(self, fn, recurse=True):
         def keep(tensor: Tensor) -> Tensor:
             changed = fn(tensor)
-            return changed if changed.dtype.itemsize >= 4 else tensor.to(changed.device, torch.float32)
+            return (
+                changed if changed.dtype.itemsize >= 4 else tensor.to(changed.device, torch.float32)
+            )
 
         return super()._apply(keep, recurse)
 
 
 class LayerNorm1P(nn.LayerNorm):
-    """LayerNorm whose weight is stored around zero: y = normalise(x) * (weight + 1) + bias (Nemotron-4)."""
+    """LayerNorm whose weight is stored around zero: y = normalise(x) * (weight + 1) + bias
+    (Nemotron-4).
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
@@ -44,8 +51,8 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
-        """The outputs of `same_input`'s Linears. LoRA, FP8 and the sampler put in its place what computes them
-        at once."""
+        """The outputs of `same_input`'s Linears. LoRA, FP8 and the sampler put in its place what
+        computes them at once."""
         return self.gate_proj(x), self.up_proj(x)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,7 +61,9 @@ class GatedMLP(nn.Module):
 
 
 class SquaredReluMLP(nn.Module):
-    """down(relu(up(x)) ** 2), without a gate (Primer, So et al. 2021; Nemotron). x: [..., hidden]."""
+    """down(relu(up(x)) ** 2), without a gate (Primer, So et al. 2021; Nemotron). x: [...,
+    hidden].
+    """
 
     def __init__(self, hidden: int, intermediate: int):
         super().__init__()
@@ -66,7 +75,9 @@ class SquaredReluMLP(nn.Module):
 
 
 class GeluMLP(nn.Module):
-    """down(gelu(up(x))) with biases, and tanh in place of the error function (GPT-2, GPT-3). x: [..., hidden]."""
+    """down(gelu(up(x))) with biases, and tanh in place of the error function (GPT-2, GPT-3). x:
+    [..., hidden].
+    """
 
     def __init__(self, hidden: int, intermediate: int):
         super().__init__()
@@ -87,7 +98,8 @@ MLPS = {"swiglu": GatedMLP, "relu2": SquaredReluMLP, "gelu": GeluMLP}
 
 
 def rotary_frequencies(dim: int, theta: float, scaling: dict | None = None, device=None) -> Tensor:
-    """Angle per position of each rotated pair: theta ** (-2i / dim), rescaled where `scaling` says so.
+    """Angle per position of each rotated pair: theta ** (-2i / dim), rescaled where `scaling` says
+    so.
 
     dim: how many channels of a head are rotated. Returns fp32 [dim / 2].
     `scaling` is the `rope_scaling` of a Hugging Face config: `rope_type` llama3 or yarn.
@@ -101,13 +113,16 @@ def rotary_frequencies(dim: int, theta: float, scaling: dict | None = None, devi
 
 
 def llama3_scaled(frequencies: Tensor, scaling: dict) -> Tensor:
-    """Llama 3.1's context extension (Llama 3 paper, section 3.4; transformers modeling_rope_utils.py).
+    """Llama 3.1's context extension (Llama 3 paper, section 3.4; transformers
+    modeling_rope_utils.py).
 
     Fast rotations stay, slow ones are divided by `factor`, those between are interpolated.
     """
     original = scaling["original_max_position_embeddings"]
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    rotations = original * frequencies / (2 * math.pi)  # full turns within the original context
+    low = scaling["low_freq_factor"]
+    high = scaling["high_freq_factor"]
+    # full turns within the original context
+    rotations = original * frequencies / (2 * math.pi)
     keep = ((rotations - low) / (high - low)).clamp(0, 1)
     return frequencies * (keep + (1 - keep) / scaling["factor"])
 
@@ -115,25 +130,32 @@ def llama3_scaled(frequencies: Tensor, scaling: dict) -> Tensor:
 def yarn_scaled(frequencies: Tensor, theta: float, scaling: dict) -> Tensor:
     """YaRN's context extension (Peng et al. 2023, section 3.2; DeepSeek-V3, GPT-OSS).
 
-    Pairs that turn more than beta_fast times within the original context stay, those below beta_slow are divided by
-    `factor`, and between these two the share that stays falls linearly with the pair's number.
+    Pairs that turn more than beta_fast times within the original context stay, those below
+    beta_slow are divided by `factor`, and between these two the share that stays falls linearly
+    with the pair's number.
     """
-    dim, original = 2 * len(frequencies), scaling["original_max_position_embeddings"]
+    dim = 2 * len(frequencies)
+    original = scaling["original_max_position_embeddings"]
 
     def number_of(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = number_of(scaling.get("beta_fast", 32.0)), number_of(scaling.get("beta_slow", 1.0))
+    low = number_of(scaling.get("beta_fast", 32.0))
+    high = number_of(scaling.get("beta_slow", 1.0))
     if scaling.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)
     numbers = torch.arange(dim // 2, device=frequencies.device, dtype=torch.float32)
     divided = ((numbers - low) / (high - low or 0.001)).clamp(0, 1)
     return frequencies * ((1 - divided) + divided / scaling["factor"])
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's temperature: scores over a longer context are multiplied by its square (Peng et al. 2023, section 3.3)."""
+    """YaRN's temperature: scores over a longer context are multiplied by its square (Peng et al.
+    2023, section 3.3).
+    """
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -141,26 +163,34 @@ def rotary_magnitude(scaling: dict | None) -> float:
     """The factor on cosines and sines: on rotated queries and keys alike. 1 without yarn."""
     if scaling is None or scaling["rope_type"] != "yarn":
         return 1.0
-    factor, mscale, all_dim = scaling["factor"], scaling.get("mscale"), scaling.get("mscale_all_dim")
+    factor = scaling["factor"]
+    mscale = scaling.get("mscale")
+    all_dim = scaling.get("mscale_all_dim")
     if mscale and all_dim:
         return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
     return yarn_magnitude(factor)
 
 
-def rotary_tables(positions: Tensor, frequencies: Tensor, magnitude: float) -> tuple[Tensor, Tensor]:
-    """magnitude x cosines and sines, in fp32, for `apply_rotary`: [batch or 1, seq] -> 2 x [batch or 1, seq, 1, dim].
+def rotary_tables(
+    positions: Tensor, frequencies: Tensor, magnitude: float
+) -> tuple[Tensor, Tensor]:
+    """magnitude x cosines and sines, in fp32, for `apply_rotary`: [batch or 1, seq] -> 2 x [batch
+    or 1, seq, 1, dim].
 
     A pair of channels has twice the same cosine, and the sine with both signs.
     """
     angles = (positions[..., None].float() * frequencies)[..., None, :]
-    cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
+    cos = angles.cos() * magnitude
+    sin = angles.sin() * magnitude
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channel i against channel i + dim / 2 (the "rotate half" pairing of Llama and most others), in fp32.
+    """Rotate channel i against channel i + dim / 2 (the "rotate half" pairing of Llama and most
+    others), in fp32.
 
-    x: [batch, seq, heads, head_dim]; cos, sin: from `rotary_tables`. Only a head's first `dim` channels turn.
+    x: [batch, seq, heads, head_dim]; cos, sin: from `rotary_tables`. Only a head's first `dim`
+    channels turn.
     """
     dim = cos.shape[-1]
     turning, rest = x.split([dim, x.shape[-1] - dim], dim=-1)

@@ -5,15 +5,17 @@
     experts   grouped matrix products over stacks [experts, out, in]: one kernel for all experts, whatever their loads
     combine   each token adds up its experts' outputs; the weights are already in them
 
-No token is dropped and no expert's rows are padded; an expert without tokens is an empty group. How many rows an expert
-has is known to the device only, so nothing waits for it. Copying rows out and adding them up are each other's
-transposes: forward and backward both gather, without atomic additions, and so give the same bits every time.
-Largest tensors: [tokens x top_k, hidden] and [tokens x top_k, 2 x intermediate]; none has tokens x experts x channels.
+No token is dropped and no expert's rows are padded; an expert without tokens is an empty group. How
+many rows an expert has is known to the device only, so nothing waits for it. Copying rows out and
+adding them up are each other's
+transposes: forward and backward both gather, without atomic additions, and so give the same bits
+every time. Largest tensors: [tokens x top_k, hidden] and [tokens x top_k, 2 x intermediate]; none
+has tokens x experts x channels.
 
-Balance, all off by default: `bias_update_speed` for the selection bias of DeepSeek-V3, `router_aux_loss_coef` for an
-auxiliary loss, and `fake_balanced_gate`, with which the published throughput tables were measured.
-Left out: capacity limits, router noise and z-loss; and expert parallelism, which replaces `MoE.dispatch`
-(parallel/expert.py).
+Balance, all off by default: `bias_update_speed` for the selection bias of DeepSeek-V3,
+`router_aux_loss_coef` for an auxiliary loss, and `fake_balanced_gate`, with which the published
+throughput tables were measured. Left out: capacity limits, router noise and z-loss; and expert
+parallelism, which replaces `MoE.dispatch` (parallel/expert.py).
 """
 
 from collections.abc import Callable
@@ -28,20 +30,28 @@ from minitrain.models.onednn import grouped_matmul, takes
 
 
 class MoE(nn.Module):
-    """Routed experts plus, where the family has one, a shared expert that sees every token. x: [..., hidden].
+    """Routed experts plus, where the family has one, a shared expert that sees every token. x:
+    [..., hidden].
 
-    documents: int [...], as `Router` takes it.
-    With moe_latent_size, experts work on a projection of that width (Nemotron 3 Super); router and shared expert see x.
+    documents: int [...], as `Router` takes it. With moe_latent_size, experts work on a projection
+    of that width (Nemotron 3 Super); router and shared expert see x.
     """
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
-        hidden, latent, shared = config.hidden_size, config.moe_latent_size, config.shared_expert_intermediate_size
+        hidden = config.hidden_size
+        latent = config.moe_latent_size
+        shared = config.shared_expert_intermediate_size
         self.gate = Router(config)
         self.experts = Experts(
-            config.num_experts, latent or hidden, config.moe_intermediate_size, config.mlp, config.expert_bias
+            config.num_experts,
+            latent or hidden,
+            config.moe_intermediate_size,
+            config.mlp,
+            config.expert_bias,
         )
-        self.dispatch = dispatch  # expert parallelism puts its all-to-alls in its place
+        # expert parallelism puts its all-to-alls in its place
+        self.dispatch = dispatch
         dense = SquaredReluMLP if config.mlp == "relu2" else GatedMLP
         self.shared_experts = dense(hidden, shared) if shared else None
         self.fc1_latent_proj = nn.Linear(hidden, latent, bias=False) if latent else nn.Identity()
@@ -61,29 +71,38 @@ class MoE(nn.Module):
 class Router(nn.Module):
     """Which experts a token goes to, and with which weights.
 
-    scoring_func: `softmax` over all experts' logits, or `sigmoid` of each (DeepSeek-V3). With norm_topk_prob, as all
-    published models have it, the weights of the chosen are divided by their sum; sigmoid's are then multiplied by
-    routed_scaling_factor. Sigmoid routers choose by score + e_score_correction_bias, a buffer that no gradient reaches;
-    with n_group > 1, only from the topk_group groups of experts whose two best sum highest.
+    scoring_func: `softmax` over all experts' logits, or `sigmoid` of each (DeepSeek-V3). With
+    norm_topk_prob, as all published models have it, the weights of the chosen are divided by their
+    sum; sigmoid's are then multiplied by routed_scaling_factor. Sigmoid routers choose by score +
+    e_score_correction_bias, a buffer that no gradient reaches; with n_group > 1, only from the
+    topk_group groups of experts whose two best sum highest.
     """
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
-        self.config, self.sigmoid = config, config.scoring_func == "sigmoid"
-        self.num_experts, self.top_k = config.num_experts, config.num_experts_per_tok
-        self.load: Tensor | None = None  # int64 [experts]: tokens per expert since the last update of the bias
-        self.tokens_per_step: Tensor | None = None  # of all ranks and micro-batches; None: this forward pass is all
-        self.sum_counts: Callable = lambda counts: counts  # over the ranks that share the tokens that are balanced
+        self.config = config
+        self.sigmoid = config.scoring_func == "sigmoid"
+        self.num_experts = config.num_experts
+        self.top_k = config.num_experts_per_tok
+        # int64 [experts]: tokens per expert since the last update of the bias
+        self.load: Tensor | None = None
+        # of all ranks and micro-batches; None: this forward pass is all
+        self.tokens_per_step: Tensor | None = None
+        # over the ranks that share the tokens that are balanced
+        self.sum_counts: Callable = lambda counts: counts
         self.weight = nn.Parameter(torch.empty(self.num_experts, config.hidden_size))
         self.bias = nn.Parameter(torch.empty(self.num_experts)) if config.expert_bias else None
         if self.sigmoid:
-            self.register_buffer("e_score_correction_bias", torch.zeros(self.num_experts, dtype=torch.float32))
+            self.register_buffer(
+                "e_score_correction_bias", torch.zeros(self.num_experts, dtype=torch.float32)
+            )
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x: [..., hidden] -> experts int64 [tokens, top_k], weights fp32 [tokens, top_k].
 
-        documents: int [...], below 0 for padding. That is routed like any token but nothing is balanced by it: all of a
-        row's padding is the same token, and would fill the same few experts.
+        documents: int [...], below 0 for padding. That is routed like any token but nothing is
+        balanced by it: all of a row's padding is the same token, and would fill the same few
+        experts.
         """
         if self.config.fake_balanced_gate:
             return balanced_choice(x.shape[:-1].numel(), self.top_k, self.num_experts, x.device)
@@ -99,11 +118,15 @@ class Router(nn.Module):
             self.load = counts if self.load is None else self.load + counts
         if self.config.router_aux_loss_coef and torch.is_grad_enabled():
             shares = scores / scores.sum(-1, keepdim=True) if self.sigmoid else scores.softmax(-1)
-            weights = AttachLoss.apply(weights, self._aux_loss(shares, indices, x.shape[:-2].numel(), real))
+            weights = AttachLoss.apply(
+                weights, self._aux_loss(shares, indices, x.shape[:-2].numel(), real)
+            )
         return indices, weights
 
     def _apply(self, fn, recurse=True):
-        """Whatever type the model is cast to, the selection bias stays in fp32: steps of 1e-3 would be lost in bf16."""
+        """Whatever type the model is cast to, the selection bias stays in fp32: steps of 1e-3 would
+        be lost in bf16.
+        """
         before = getattr(self, "e_score_correction_bias", None)
         super()._apply(fn, recurse)
         if before is not None and self.e_score_correction_bias.dtype != torch.float32:
@@ -113,39 +136,66 @@ class Router(nn.Module):
     def _choose(self, scores: Tensor) -> Tensor:
         if not self.sigmoid:
             return scores.topk(self.top_k, dim=-1).indices
-        choice, config = scores + self.e_score_correction_bias, self.config
+        choice = scores + self.e_score_correction_bias
+        config = self.config
         if config.n_group > 1:
-            groups = choice.unflatten(-1, (config.n_group, -1))  # [tokens, groups, experts per group]
+            # [tokens, groups, experts per group]
+            groups = choice.unflatten(-1, (config.n_group, -1))
             rank = groups.topk(2, dim=-1).values.sum(-1)
-            kept = torch.zeros_like(rank).scatter(1, rank.topk(config.topk_group, dim=-1).indices, 1).bool()
+            kept = (
+                torch.zeros_like(rank)
+                .scatter(1, rank.topk(config.topk_group, dim=-1).indices, 1)
+                .bool()
+            )
             choice = groups.masked_fill(~kept[..., None], -torch.inf).flatten(1)
         return choice.topk(self.top_k, dim=-1).indices
 
     def _weigh(self, scores: Tensor, indices: Tensor) -> Tensor:
         chosen = scores.gather(1, indices)
         if self.sigmoid:
-            weights = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) if self.config.norm_topk_prob else chosen
+            weights = (
+                chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+                if self.config.norm_topk_prob
+                else chosen
+            )
             return weights * self.config.routed_scaling_factor
         if self.config.norm_topk_prob:
-            return chosen.softmax(-1)  # the same as over all, divided by the sum of the chosen
+            # the same as over all, divided by the sum of the chosen
+            return chosen.softmax(-1)
         return (chosen - scores.logsumexp(-1, keepdim=True)).exp()
 
-    def _aux_loss(self, shares: Tensor, indices: Tensor, rows: int, real: Tensor | None = None) -> Tensor:
-        """coef x mean over the step's tokens of E sum_e f_e P_e: 1 x coef if all experts are chosen alike.
+    def _aux_loss(
+        self, shares: Tensor, indices: Tensor, rows: int, real: Tensor | None = None
+    ) -> Tensor:
+        """coef x mean over the step's tokens of E sum_e f_e P_e: 1 x coef if all experts are chosen
+        alike.
 
-        f_e: the share of choices that fell on expert e, P_e: its mean `shares` [tokens, experts], both over all tokens
-        of this forward pass (Fedus et al. 2021, eq. 4) or, per sequence, over each of its rows (DeepSeek-V3, eq. 17).
+        f_e: the share of choices that fell on expert e, P_e: its mean `shares` [tokens, experts],
+        both over all tokens of this forward pass (Fedus et al. 2021, eq. 4) or, per sequence, over
+        each of its rows (DeepSeek-V3, eq. 17).
         real: bool [tokens], those that count; None: all.
         """
         rows = rows if self.config.seq_aux else 1
-        real = torch.ones(len(shares), dtype=torch.bool, device=shares.device) if real is None else real
+        real = (
+            torch.ones(len(shares), dtype=torch.bool, device=shares.device)
+            if real is None
+            else real
+        )
         row = torch.arange(rows, device=indices.device)[:, None, None]
         indices = (indices.view(rows, -1, self.top_k) + self.num_experts * row).flatten(0, 1)
-        counts = self.sum_counts(count_tokens(indices, rows * self.num_experts, real).view(rows, -1)).float()
+        counts = self.sum_counts(
+            count_tokens(indices, rows * self.num_experts, real).view(rows, -1)
+        ).float()
         f = counts / counts.sum(-1, keepdim=True).clamp(min=1)
-        summed = (shares * real[:, None]).view(rows, -1, self.num_experts).sum(1)  # a row's P times its tokens
+        # a row's P times its tokens
+        summed = (shares * real[:, None]).view(rows, -1, self.num_experts).sum(1)
         tokens = real.sum() if self.tokens_per_step is None else self.tokens_per_step
-        return self.config.router_aux_loss_coef * self.num_experts * (f * summed).sum() / tokens.clamp(min=1)
+        return (
+            self.config.router_aux_loss_coef
+            * self.num_experts
+            * (f * summed).sum()
+            / tokens.clamp(min=1)
+        )
 
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
@@ -157,8 +207,9 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
 
 @torch.library.custom_op("minitrain::linear_fp32", mutates_args=())
 def _linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
-    """Of bf16 factors. fp32 holds their products exactly, and tensor cores sum them up in fp32; with fp32 copies of the
-    factors they would be of no use, and the product could take 15 times as long."""
+    """Of bf16 factors. fp32 holds their products exactly, and tensor cores sum them up in fp32;
+    with fp32 copies of the factors they would be of no use, and the product could take 15 times as
+    long."""
     if x.is_cuda:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return F.linear(x.float(), weight.float())
@@ -185,16 +236,19 @@ _linear_fp32.register_autograd(_linear_fp32_backward, setup_context=_keep_factor
 
 
 def balanced_choice(tokens: int, top_k: int, num_experts: int, device) -> tuple[Tensor, Tensor]:
-    """The fake gate of published benchmarks: experts in turn, top_k neighbouring ones for each token, equal weights.
+    """The fake gate of published benchmarks: experts in turn, top_k neighbouring ones for each
+    token, equal weights.
 
-    A token's experts depend on its place in the forward pass, so what is learned depends on how a step is cut up.
+    A token's experts depend on its place in the forward pass, so what is learned depends on how a
+    step is cut up.
     """
     indices = torch.arange(tokens * top_k, device=device).view(tokens, top_k) % num_experts
     return indices, torch.full((tokens, top_k), 1 / top_k, device=device)
 
 
 def count_tokens(indices: Tensor, num_experts: int, real: Tensor | None = None) -> Tensor:
-    """int64 [num_experts]: how often each occurs in `indices` [tokens, top_k], of the tokens where `real` is true.
+    """int64 [num_experts]: how often each occurs in `indices` [tokens, top_k], of the tokens where
+    `real` is true.
 
     real: bool [tokens]; None: of all. Unlike bincount, does not wait for the device.
     """
@@ -204,12 +258,17 @@ def count_tokens(indices: Tensor, num_experts: int, real: Tensor | None = None) 
 
 
 def is_recomputing() -> bool:
-    """Is this a second forward pass, run inside a backward pass? A compiled block keeps what the first one counted."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1  # there is no public name
+    """Is this a second forward pass, run inside a backward pass? A compiled block keeps what the
+    first one counted.
+    """
+    # there is no public name
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class AttachLoss(torch.autograd.Function):
-    """Returns `x` and gives `loss`, a scalar, the gradient 1, as if it were added to what is differentiated."""
+    """Returns `x` and gives `loss`, a scalar, the gradient 1, as if it were added to what is
+    differentiated.
+    """
 
     @staticmethod
     def forward(ctx, x, loss):
@@ -222,9 +281,12 @@ class AttachLoss(torch.autograd.Function):
 
 @torch.no_grad()
 def update_selection_bias(
-    model: nn.Module, speed: float | Tensor, sum_load: Callable[[Tensor], Tensor] = lambda load: load
+    model: nn.Module,
+    speed: float | Tensor,
+    sum_load: Callable[[Tensor], Tensor] = lambda load: load,
 ):
-    """After an optimizer step: bias += speed x sign(mean load - load) in every sigmoid router (DeepSeek-V3, 2.1.2).
+    """After an optimizer step: bias += speed x sign(mean load - load) in every sigmoid router
+    (DeepSeek-V3, 2.1.2).
 
     sum_load: [routers, experts] -> the same, summed over all ranks that saw other tokens.
     """
@@ -242,8 +304,11 @@ def update_selection_bias(
 
 
 def dispatch(x: Tensor, indices: Tensor, weights: Tensor, experts: "Experts") -> Tensor:
-    """Each token's weighted sum over its experts. x: [tokens, hidden]; indices, weights: [tokens, top_k]."""
-    # token x top_k + choice, sorted by expert; a sort passes over its keys once for every few bits that they have
+    """Each token's weighted sum over its experts. x: [tokens, hidden]; indices, weights: [tokens,
+    top_k].
+    """
+    # token x top_k + choice, sorted by expert; a sort passes over its keys once for every few bits
+    # that they have
     order = indices.flatten().to(torch.int32).argsort(stable=True)
     place = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
     counts = count_tokens(indices, experts.num_experts)
@@ -271,7 +336,9 @@ class Permute(torch.autograd.Function):
 
 
 class Unpermute(torch.autograd.Function):
-    """[tokens x top_k, ...] -> [tokens, ...]: the sum of each token's rows. Backward is `Permute`."""
+    """[tokens x top_k, ...] -> [tokens, ...]: the sum of each token's rows. Backward is
+    `Permute`.
+    """
 
     @staticmethod
     def forward(ctx, rows, source, place, top_k):
@@ -292,49 +359,59 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """GPT-OSS: both inputs are limited to 7, the sigmoid is steeper, and the linear part is shifted by one."""
+    """GPT-OSS: both inputs are limited to 7, the sigmoid is steeper, and the linear part is shifted
+    by one.
+    """
     gate = gate.clamp(max=7.0)
     return (up.clamp(-7.0, 7.0) + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
-GATED = {"swiglu": swiglu, "clamped_swiglu": clamped_swiglu}  # and relu2, of decoder_config.EXPERT_MLPS, without a gate
+# and relu2, of decoder_config.EXPERT_MLPS, without a gate
+GATED = {"swiglu": swiglu, "clamped_swiglu": clamped_swiglu}
 
 
 class Experts(nn.Module):
-    """All experts' weights. gate_up_proj: gate and up rows interleaved (gate 0, up 0, gate 1, ...); without a gate,
-    up_proj.
+    """All experts' weights. gate_up_proj: gate and up rows interleaved (gate 0, up 0, gate 1, ...);
+    without a gate, up_proj.
 
-    So a range of rows is a range of whole channels, and tensor parallelism can split every parameter here evenly.
+    So a range of rows is a range of whole channels, and tensor parallelism can split every
+    parameter here evenly.
     """
 
     def __init__(self, num_experts: int, hidden: int, intermediate: int, mlp: str, bias: bool):
         super().__init__()
-        self.num_experts, self.gated = num_experts, GATED.get(mlp)
+        self.num_experts = num_experts
+        self.gated = GATED.get(mlp)
         self.first = "gate_up_proj" if self.gated else "up_proj"
         width = 2 * intermediate if self.gated else intermediate
         for name, out, into in ((self.first, width, hidden), ("down_proj", hidden, intermediate)):
             self.register_parameter(name, nn.Parameter(torch.empty(num_experts, out, into)))
-            self.register_parameter(name + "_bias", nn.Parameter(torch.empty(num_experts, out)) if bias else None)
+            self.register_parameter(
+                name + "_bias", nn.Parameter(torch.empty(num_experts, out)) if bias else None
+            )
 
     def forward(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """x: [rows, hidden], sorted by expert; weights: [rows]; counts: int64 [experts]. Returns x's shape.
+        """x: [rows, hidden], sorted by expert; weights: [rows]; counts: int64 [experts]. Returns
+        x's shape.
 
-        A row's output is multiplied by its weight, before the last product: on fewer channels, and its backward then
-        needs no output.
+        A row's output is multiplied by its weight, before the last product: on fewer channels, and
+        its backward then needs no output.
         """
         offsets = counts.cumsum(0, dtype=torch.int32)
         weights = weights[:, None]
         hidden = self._linear(self.first, x, torch.ones_like(weights), offsets)
         if self.gated:
             gate, up = hidden.unflatten(-1, (-1, 2)).unbind(-1)
-            hidden = self.gated(gate.contiguous(), up.contiguous())  # copies, without the compiler: far faster on CPU
+            # copies, without the compiler: far faster on CPU
+            hidden = self.gated(gate.contiguous(), up.contiguous())
         else:
             hidden = F.relu(hidden).square()
         return self._linear("down_proj", hidden * weights, weights, offsets)
 
     def _linear(self, name: str, x: Tensor, scale: Tensor, offsets: Tensor) -> Tensor:
         """x W_e^T + scale b_e."""
-        y, bias = self._product(name, x, offsets), getattr(self, name + "_bias")
+        y = self._product(name, x, offsets)
+        bias = getattr(self, name + "_bias")
         return y if bias is None else y + RowBiases.apply(bias, scale, offsets)
 
     def _product(self, name: str, x: Tensor, offsets: Tensor) -> Tensor:
@@ -344,8 +421,8 @@ class Experts(nn.Module):
 class RowBiases(torch.autograd.Function):
     """[rows, out]: scale [rows, 1] x its expert's row of bias [experts, out].
 
-    A few biases stay in the cache: looking them up costs no memory traffic. Their gradient, which autograd would
-    scatter row by row, is a product.
+    A few biases stay in the cache: looking them up costs no memory traffic. Their gradient, which
+    autograd would scatter row by row, is a product.
     """
 
     @staticmethod
@@ -358,40 +435,51 @@ class RowBiases(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         bias, scale, expert, offsets = ctx.saved_tensors
-        grad, grad_bias, grad_scale = grad.contiguous(), None, None
+        grad = grad.contiguous()
+        grad_bias = None
+        grad_scale = None
         if ctx.needs_input_grad[0]:
-            padded = F.pad(scale.to(grad.dtype), (0, 7))  # grouped_mm wants rows of 16 bytes
-            grad_bias = grouped_mm(grad.T, padded, offsets)[..., 0]  # a padded.T would be copied by the compiler
+            # grouped_mm wants rows of 16 bytes
+            padded = F.pad(scale.to(grad.dtype), (0, 7))
+            # a padded.T would be copied by the compiler
+            grad_bias = grouped_mm(grad.T, padded, offsets)[..., 0]
         if ctx.needs_input_grad[1]:
             grad_scale = (grad * bias[expert]).sum(-1, keepdim=True)
         return grad_bias, grad_scale, None
 
 
 def grouped_mm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    """Rows that are sorted by expert, each expert's on their own. offsets: int32 [experts], where each one's rows end.
+    """Rows that are sorted by expert, each expert's on their own. offsets: int32 [experts], where
+    each one's rows end.
 
-    x: [rows, in], y: a stack [experts, in, out]: each row times its expert's matrix, [rows, out]. Or x: [in, rows],
-    y: [rows, out]: the stack [experts, in, out] of the products of each expert's rows, 0 for an expert without any.
-    The compiler knows the shapes of torch's operator in bf16 only, so in other types it gets ours, which is the same,
-    or made of oneDNN's products.
+    x: [rows, in], y: a stack [experts, in, out]: each row times its expert's matrix, [rows, out].
+    Or x: [in, rows],
+    y: [rows, out]: the stack [experts, in, out] of the products of each expert's rows, 0 for an
+    expert without any. The compiler knows the shapes of torch's operator in bf16 only, so in other
+    types it gets ours, which is the same, or made of oneDNN's products.
     """
     garbage = leaves_garbage(x.device.type)
     if garbage and y.ndim == 3:
         y = CleanGradient.apply(y, offsets)
     ours = torch.compiler.is_compiling() and x.dtype != torch.bfloat16
-    product = _grouped_mm(x, y, offsets) if ours or _by_onednn(x, y) else F.grouped_mm(x, y, offs=offsets)
+    product = (
+        _grouped_mm(x, y, offsets) if ours or _by_onednn(x, y) else F.grouped_mm(x, y, offs=offsets)
+    )
     return zero_where_empty(product, offsets) if garbage and y.ndim == 2 else product
 
 
 @torch.compiler.assume_constant_result
 def leaves_garbage(device: str) -> bool:
-    """On Blackwell, torch's product of no rows is whatever was there before (pytorch's issue 172439, open in 2.13)."""
+    """On Blackwell, torch's product of no rows is whatever was there before (pytorch's issue
+    172439, open in 2.13).
+    """
     return device == "cuda" and torch.cuda.get_device_capability() >= (10, 0)
 
 
 def zero_where_empty(stack: Tensor, offsets: Tensor) -> Tensor:
     empty = offsets.diff(prepend=offsets.new_zeros(1)) == 0
-    return torch.where(empty[:, None, None], 0, stack)  # which keeps the layout
+    # which keeps the layout
+    return torch.where(empty[:, None, None], 0, stack)
 
 
 class CleanGradient(torch.autograd.Function):
@@ -420,15 +508,19 @@ def _grouped_mm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 
 @_grouped_mm.register_fake
 def _(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    stacked = () if y.ndim == 3 else offsets.shape  # of matrices alone, what they have in common is cut by expert
+    # of matrices alone, what they have in common is cut by expert
+    stacked = () if y.ndim == 3 else offsets.shape
     return x.new_empty(*stacked, x.shape[0], y.shape[-1])
 
 
 def _grouped_mm_backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    """A stack is weights transposed, and so is its gradient: the weights' is contiguous, and nothing copies it."""
+    """A stack is weights transposed, and so is its gradient: the weights' is contiguous, and
+    nothing copies it.
+    """
     x, stack, offsets = ctx.saved_tensors
     grad = grad.contiguous()
-    grad_weights = _grouped_mm(grad.T, x, offsets)  # [experts, out, in]
+    # [experts, out, in]
+    grad_weights = _grouped_mm(grad.T, x, offsets)
     return _grouped_mm(grad, stack.transpose(-2, -1), offsets), grad_weights.transpose(-2, -1), None
 
 

@@ -1,10 +1,12 @@
-"""fp32 matrix products on AMD's CPUs with AVX-512, by oneDNN: on Zen 5 twice as fast as MKL's, which torch takes there.
+"""fp32 matrix products on AMD's CPUs with AVX-512, by oneDNN: on Zen 5 twice as fast as MKL's,
+which torch takes there.
 
-MKL keeps its AVX-512 kernels for Intel's CPUs, and uses half of the others' width. oneDNN, which comes with torch too,
-makes kernels for the CPU that it finds. Zen 4 does such instructions in two halves, and gains an eighth. `to_onednn`
-lets a model's Linears multiply so; the loss and experts call `matmul` and its relatives. Small products stay torch's
-own: there a call costs more than it saves. On other CPUs, on GPUs and in other types nothing changes. Left out:
-products inside attention, and of more than two dimensions.
+MKL keeps its AVX-512 kernels for Intel's CPUs, and uses half of the others' width. oneDNN, which
+comes with torch too, makes kernels for the CPU that it finds. Zen 4 does such instructions in two
+halves, and gains an eighth. `to_onednn` lets a model's Linears multiply so; the loss and experts
+call `matmul` and its relatives. Small products stay torch's
+own: there a call costs more than it saves. On other CPUs, on GPUs and in other types nothing
+changes. Left out: products inside attention, and of more than two dimensions.
 """
 
 import math
@@ -26,17 +28,25 @@ def read_cpuinfo() -> str:
     """Its first processor; empty where there is no such file."""
     try:
         with open("/proc/cpuinfo") as file:
-            return file.read(1000)  # of hundreds of kilobytes on large machines
+            # of hundreds of kilobytes on large machines
+            return file.read(1000)
     except OSError:
         return ""
 
 
 FAMILY = amd_family(read_cpuinfo())
 # than MKL, on this CPU
-FASTER = FAMILY > 0 and torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
-LEAST = 1 << 24  # FLOPs of a product: below, calling oneDNN takes longer than it saves
-TRANSPOSED = 256 if FAMILY > 25 else math.inf  # columns of a product that make up for copying a transposed left factor
-COPIED = 256 if FAMILY > 25 else 512  # terms of its sums that make up for copying the product itself
+FASTER = (
+    FAMILY > 0
+    and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    and torch.backends.mkldnn.is_available()
+)
+# FLOPs of a product: below, calling oneDNN takes longer than it saves
+LEAST = 1 << 24
+# columns of a product that make up for copying a transposed left factor
+TRANSPOSED = 256 if FAMILY > 25 else math.inf
+# terms of its sums that make up for copying the product itself
+COPIED = 256 if FAMILY > 25 else 512
 
 
 def to_onednn(model: nn.Module) -> None:
@@ -47,8 +57,12 @@ def to_onednn(model: nn.Module) -> None:
 
 
 def takes(x: Tensor, flops: int) -> bool:
-    """Is a product with x, of so many FLOPs, one for oneDNN? Not of fake tensors, which stand for a GPU's."""
-    plain = type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 and x.device.type == "cpu"
+    """Is a product with x, of so many FLOPs, one for oneDNN? Not of fake tensors, which stand for a
+    GPU's.
+    """
+    plain = (
+        type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 and x.device.type == "cpu"
+    )
     return plain and flops >= LEAST and FASTER
 
 
@@ -59,7 +73,9 @@ def multiplies(a: Tensor, b: Tensor) -> bool:
 
 
 def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """torch.mm, for matrices in any strides. Not differentiable where it is oneDNN's: see `Product`."""
+    """torch.mm, for matrices in any strides. Not differentiable where it is oneDNN's: see
+    `Product`.
+    """
     if not multiplies(a, b) or (out is not None and a.shape[1] < COPIED):
         return torch.mm(a, b, out=out)
     product = torch.ops.minitrain.onednn_linear(a, b.T, None)
@@ -93,15 +109,17 @@ class Product(torch.autograd.Function):
         )
 
 
-torch.library.define("minitrain::onednn_linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+torch.library.define(
+    "minitrain::onednn_linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
+)
 
 
 @torch.library.impl("minitrain::onednn_linear", "CompositeExplicitAutograd")
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear, without a gradient. weight: in any strides, or packed (rollout/weights.py).
 
-    torch's operator has no public name. This is one of our own, as the compiler takes torch's only with weights that
-    are constants of the graph.
+    torch's operator has no public name. This is one of our own, as the compiler takes torch's only
+    with weights that are constants of the graph.
     """
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
@@ -119,8 +137,9 @@ def _(x_shape: torch.Size, weight_shape: torch.Size, *_, **__) -> int:
 def grouped_matmul(x: Tensor, y: Tensor, ends: list[int]) -> Tensor:
     """F.grouped_mm, one product after the other. ends: where each group does.
 
-    x: rows [tokens, in], y: a stack [groups, in, out]; each group of rows times its matrix. Or, if y is a matrix
-    [tokens, out] and x is [in, tokens]: the stack [groups, in, out] of products over each group's tokens.
+    x: rows [tokens, in], y: a stack [groups, in, out]; each group of rows times its matrix. Or, if
+    y is a matrix [tokens, out] and x is [in, tokens]: the stack [groups, in, out] of products over
+    each group's tokens.
     """
     groups = list(pairwise([0, *ends]))
     if y.ndim == 3:

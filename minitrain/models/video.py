@@ -8,17 +8,22 @@ import math
 import torch
 from torch import Tensor
 
-THETA = 10000.0  # of the rotations and of the timestep's sinusoids
+# of the rotations and of the timestep's sinusoids
+THETA = 10000.0
 
 
 def patch_grid(latents: Tensor, patch: tuple[int, int, int]) -> tuple[int, int, int]:
-    """How many patches of [..., frames, height, width] lie along each axis; their product is the number of tokens."""
+    """How many patches of [..., frames, height, width] lie along each axis; their product is the
+    number of tokens.
+    """
     frames, height, width = (size // p for size, p in zip(latents.shape[-3:], patch, strict=True))
     return frames, height, width
 
 
 def patchify(latents: Tensor, patch: tuple[int, int, int]) -> Tensor:
-    """[batch, channels, frames, height, width] -> [batch, tokens, channels * patch], frame by frame, row by row."""
+    """[batch, channels, frames, height, width] -> [batch, tokens, channels * patch], frame by
+    frame, row by row.
+    """
     batch, channels = latents.shape[:2]
     (f, h, w), (pf, ph, pw) = patch_grid(latents, patch), patch
     pieces = latents.reshape(batch, channels, f, pf, h, ph, w, pw).permute(0, 2, 4, 6, 1, 3, 5, 7)
@@ -26,27 +31,32 @@ def patchify(latents: Tensor, patch: tuple[int, int, int]) -> Tensor:
 
 
 def unpatchify(x: Tensor, grid: tuple[int, int, int], patch: tuple[int, int, int]) -> Tensor:
-    """[batch, tokens, patch * channels] -> [batch, channels, frames, height, width]. Channels come last here, but first
-    in `patchify`: so they are in Wan."""
+    """[batch, tokens, patch * channels] -> [batch, channels, frames, height, width]. Channels come
+    last here, but first in `patchify`: so they are in Wan."""
     frames, height, width = (n * p for n, p in zip(grid, patch, strict=True))
     pieces = x.unflatten(-1, (*patch, -1)).unflatten(1, grid).permute(0, 7, 1, 4, 2, 5, 3, 6)
     return pieces.reshape(len(x), -1, frames, height, width)
 
 
 def rotary_tables_3d(grid: tuple[int, int, int], head_dim: int, device) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of all tokens of a video, for `rotate_pairs`, fp32: 2 x [1, tokens, 1, head_dim].
+    """Return cosines and sines of all tokens of a video, for `rotate_pairs`, fp32: 2 x [1, tokens,
+    1, head_dim].
 
     A pair of channels has twice the same cosine, and the sine with both signs.
     """
     angles = grid_angles(grid, head_dim, device)
-    cos, sin = angles.cos().float(), angles.sin().float()
-    return torch.stack([cos, cos], -1).flatten(1)[None, :, None], torch.stack([-sin, sin], -1).flatten(1)[None, :, None]
+    cos = angles.cos().float()
+    sin = angles.sin().float()
+    return torch.stack([cos, cos], -1).flatten(1)[None, :, None], torch.stack(
+        [-sin, sin], -1
+    ).flatten(1)[None, :, None]
 
 
 def grid_angles(grid: tuple[int, int, int], head_dim: int, device) -> Tensor:
     """fp64 [tokens, head_dim / 2]: what each pair of channels turns by at each token.
 
-    A third of the pairs, rounded down, turns with the row and as many with the column, the rest with the frame.
+    A third of the pairs, rounded down, turns with the row and as many with the column, the rest
+    with the frame.
     """
     third = head_dim // 6
     columns = []
@@ -60,13 +70,17 @@ def grid_angles(grid: tuple[int, int, int], head_dim: int, device) -> Tensor:
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channel 2i against 2i + 1, in fp32. x: [batch, seq, heads, head_dim]; cos, sin: `rotary_tables_3d`."""
+    """Rotate channel 2i against 2i + 1, in fp32. x: [batch, seq, heads, head_dim]; cos, sin:
+    `rotary_tables_3d`.
+    """
     swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return torch.addcmul(x * cos, swapped, sin).type_as(x)
 
 
 def timestep_sinusoids(timestep: Tensor, dim: int) -> Tensor:
-    """fp32 [batch] -> [batch, dim]: cosines, then sines, of dim / 2 frequencies from 1 down to almost 1 / 10000."""
+    """fp32 [batch] -> [batch, dim]: cosines, then sines, of dim / 2 frequencies from 1 down to
+    almost 1 / 10000.
+    """
     exponents = torch.arange(dim // 2, dtype=torch.float32, device=timestep.device) / (dim // 2)
     angles = timestep.float()[:, None] * torch.exp(-math.log(THETA) * exponents)
     return torch.cat([angles.cos(), angles.sin()], dim=-1)

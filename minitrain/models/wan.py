@@ -1,14 +1,17 @@
-"""The Wan 2.1 video diffusion transformer: noisy latents, a timestep and text embeddings in, velocity out.
+"""The Wan 2.1 video diffusion transformer: noisy latents, a timestep and text embeddings in,
+velocity out.
 
-A video of latents is cut into patches, one token each; blocks of self-attention over all tokens, cross-attention to the
-text and an MLP follow, each shifted, scaled and gated by the timestep ("adaLN", Peebles & Xie 2022). The image-to-video
-models see the first frame twice: as 20 more input channels, which the caller adds, and as CLIP features in a second
-cross-attention. Parameter names are those of diffusers. Wan 2.2's A14B models are two such networks, one per range of
-timesteps. What is not here: the video autoencoder, the text and image encoders, first-and-last-frame models, and the
-5B model of Wan 2.2, whose timesteps differ between tokens.
+A video of latents is cut into patches, one token each; blocks of self-attention over all tokens,
+cross-attention to the text and an MLP follow, each shifted, scaled and gated by the timestep
+("adaLN", Peebles & Xie 2022). The image-to-video models see the first frame twice: as 20 more input
+channels, which the caller adds, and as CLIP features in a second cross-attention. Parameter names
+are those of diffusers. Wan 2.2's A14B models are two such networks, one per range of timesteps.
+What is not here: the video autoencoder, the text and image encoders, first-and-last-frame models,
+and the 5B model of Wan 2.2, whose timesteps differ between tokens.
 
-Computed in fp32 whatever the other weights' type: timesteps, all that is derived from them, norms, and rotations. In
-bf16, timestep 998.4 would be 1000. Sources: Wan-Video/Wan2.1, wan/modules/model.py; diffusers, transformer_wan.py.
+Computed in fp32 whatever the other weights' type: timesteps, all that is derived from them, norms,
+and rotations. In bf16, timestep 998.4 would be 1000. Sources: Wan-Video/Wan2.1,
+wan/modules/model.py; diffusers, transformer_wan.py.
 """
 
 import math
@@ -37,7 +40,8 @@ from minitrain.models.video import (
 class WanConfig:
     """Everything that fixes the network's shape; names follow diffusers' config.json."""
 
-    family = "wan"  # beside those of DecoderConfig, and no field
+    # beside those of DecoderConfig, and no field
+    family = "wan"
     num_attention_heads: int = 12
     attention_head_dim: int = 128
     ffn_dim: int = 8960
@@ -49,13 +53,23 @@ class WanConfig:
     patch_size: tuple[int, int, int] = (1, 2, 2)  # frames, rows, columns
     eps: float = 1e-6
     image_dim: int | None = None  # of the CLIP features; None: no image cross-attention
-    embedder_std: float = 0.02  # initial text and time embedders; made for dim 5120: small models need about 0.1
+    embedder_std: float = (
+        0.02  # initial text and time embedders; made for dim 5120: small models need about 0.1
+    )
 
     def __post_init__(self):
         """Raises InputError for sizes that no model can have."""
         object.__setattr__(self, "patch_size", tuple(self.patch_size))
-        sizes = ("num_attention_heads", "attention_head_dim", "ffn_dim", "num_layers", "in_channels", "out_channels",
-                 "text_dim", "freq_dim")  # fmt: skip
+        sizes = (
+            "num_attention_heads",
+            "attention_head_dim",
+            "ffn_dim",
+            "num_layers",
+            "in_channels",
+            "out_channels",
+            "text_dim",
+            "freq_dim",
+        )
         for field in sizes:
             check_size(field, getattr(self, field))
         check_size("dim", self.dim)
@@ -63,7 +77,9 @@ class WanConfig:
             if getattr(self, field) % 2:
                 raise InputError(f"model.{field}={getattr(self, field)} must be even")
         if len(self.patch_size) != 3 or not all(1 <= size <= 256 for size in self.patch_size):
-            raise InputError(f"model.patch_size={list(self.patch_size)} must be three numbers from 1 to 256")
+            raise InputError(
+                f"model.patch_size={list(self.patch_size)} must be three numbers from 1 to 256"
+            )
         if self.image_dim is not None:
             check_size("image_dim", self.image_dim)
         for field in ("eps", "embedder_std"):
@@ -76,34 +92,45 @@ class WanConfig:
 
 
 class Wan(nn.Module):
-    """The whole network; see `forward`. `blocks` are the units of recomputation, compilation and sharding."""
+    """The whole network; see `forward`. `blocks` are the units of recomputation, compilation and
+    sharding.
+    """
 
     def __init__(self, config: WanConfig):
         super().__init__()
         self.config = config
-        # Context and tensor parallelism replace these: by a mask of the whole row, by what takes a context-parallel
-        # rank's tokens (dim 1), then a tensor-parallel rank's share of them, and by what gathers all ranks' tokens.
+        # Context and tensor parallelism replace these: by a mask of the whole row, by what takes a
+        # context-parallel rank's tokens (dim 1), then a tensor-parallel rank's share of them, and
+        # by what gathers all ranks' tokens.
         self.make_mask = make_mask
         self.split_cp = self.split_tp = self.gather = identity
-        self.patch_embedding = PatchEmbedding(config.in_channels, config.dim, config.patch_size, config.patch_size)
+        self.patch_embedding = PatchEmbedding(
+            config.in_channels, config.dim, config.patch_size, config.patch_size
+        )
         self.condition_embedder = ConditionEmbedder(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.proj_out = nn.Linear(config.dim, config.out_channels * math.prod(config.patch_size))
         self.adaln = AdaLN(2, config.dim)
 
-    def forward(self, latents: Tensor, timestep: Tensor, text: Tensor, image: Tensor | None = None) -> Tensor:
-        """Return the velocity noise - data, with `out_channels` channels and otherwise in the latents' shape, in fp32.
+    def forward(
+        self, latents: Tensor, timestep: Tensor, text: Tensor, image: Tensor | None = None
+    ) -> Tensor:
+        """Return the velocity noise - data, with `out_channels` channels and otherwise in the
+        latents' shape, in fp32.
 
         latents: [batch, in_channels, frames, height, width].
-        timestep: [batch], 0 (data) to 1000 (noise), not rounded. text: [batch, tokens, text_dim]; padding is seen.
-        image: [batch, tokens, image_dim], for image-to-video models only.
-        Raises InputError for latents that the patches do not divide, and for an image too many or too few.
+        timestep: [batch], 0 (data) to 1000 (noise), not rounded. text: [batch, tokens, text_dim];
+        padding is seen.
+        image: [batch, tokens, image_dim], for image-to-video models only. Raises InputError for
+        latents that the patches do not divide, and for an image too many or too few.
         """
         patch = self.config.patch_size
         self._check(latents, image)
         grid = patch_grid(latents, patch)
         x = self.patch_embedding(self.split_tp(self.split_cp(patchify(latents, patch))))
-        rotary = tuple(map(self.split_cp, rotary_tables_3d(grid, self.config.attention_head_dim, x.device)))
+        rotary = tuple(
+            map(self.split_cp, rotary_tables_3d(grid, self.config.attention_head_dim, x.device))
+        )
         embedding, modulation, text, image = self.condition_embedder(timestep, text, image)
         mask = self.make_mask(rotary[0].shape[1], x.device, None, causal=False)
         for block in self.blocks:
@@ -113,16 +140,20 @@ class Wan(nn.Module):
         return unpatchify(x, grid, patch)
 
     def _check(self, latents: Tensor, image: Tensor | None) -> None:
-        sizes, patch = tuple(latents.shape[-3:]), self.config.patch_size
+        sizes = tuple(latents.shape[-3:])
+        patch = self.config.patch_size
         if any(size % p for size, p in zip(sizes, patch, strict=True)):
-            raise InputError(f"latents of {list(sizes)} frames, rows, columns do not divide into patches {patch}")
+            raise InputError(
+                f"latents of {list(sizes)} frames, rows, columns do not divide into patches {patch}"
+            )
         if (image is None) != (self.config.image_dim is None):
             needs = "needs an image" if image is None else "has image_dim=None: it takes no image"
             raise InputError(f"this Wan model {needs}")
 
     @torch.no_grad()
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill `tensor`, the whole parameter called `name`, with its initial value, as the original does.
+        """Fill `tensor`, the whole parameter called `name`, with its initial value, as the original
+        does.
 
         The last layer starts at zero, so that an untrained model predicts no velocity at all.
         """
@@ -132,52 +163,70 @@ class Wan(nn.Module):
             tensor.zero_()
         elif "text_embedder" in name or "time_embedder" in name:
             tensor.normal_(0, self.config.embedder_std, generator=generator)
-        elif tensor.ndim == 1:  # a norm's weight
+        elif tensor.ndim == 1:
+            # a norm's weight
             tensor.fill_(1)
         else:
             nn.init.xavier_uniform_(tensor.flatten(1), generator=generator)
 
 
 class Block(nn.Module):
-    """Self-attention, cross-attention and MLP, each added to the residual stream; the first and last gated."""
+    """Self-attention, cross-attention and MLP, each added to the residual stream; the first and
+    last gated.
+    """
 
     def __init__(self, config: WanConfig):
         super().__init__()
         self.eps = config.eps
         self.attn1 = SelfAttention(config.dim, config.num_attention_heads, config.eps)
-        self.attn2 = CrossAttention(config.dim, config.num_attention_heads, config.eps, config.image_dim is not None)
+        self.attn2 = CrossAttention(
+            config.dim, config.num_attention_heads, config.eps, config.image_dim is not None
+        )
         self.norm2 = FP32Norm(config.dim)
         self.ffn = FeedForward(config.dim, config.ffn_dim, config.dim, approximate="tanh")
         self.adaln = AdaLN(6, config.dim)
 
     def forward(
-        self, x: Tensor, modulation: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask, text: Tensor,
+        self,
+        x: Tensor,
+        modulation: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Mask,
+        text: Tensor,
         image: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        """x: [batch, seq, dim]; modulation: fp32 [batch, 6, dim]; text, image: [batch, tokens, dim]."""
+    ) -> Tensor:
+        """x: [batch, seq, dim]; modulation: fp32 [batch, 6, dim]; text, image: [batch, tokens,
+        dim].
+        """
         rows = unbind_rows(self.adaln.scale_shift_table + modulation)
         attention_shift, attention_scale, attention_gate, mlp_shift, mlp_scale, mlp_gate = rows
         out = self.attn1(modulate(x, attention_shift, attention_scale, self.eps), rotary, mask)
-        x = torch.addcmul(x, out, attention_gate).type_as(x)  # gates are in fp32, and so is this sum
+        # gates are in fp32, and so is this sum
+        x = torch.addcmul(x, out, attention_gate).type_as(x)
         x = x + self.attn2(layer_norm(self.norm2, x, self.eps), text, image)
         out = self.ffn(modulate(x, mlp_shift, mlp_scale, self.eps))
         return torch.addcmul(x, out, mlp_gate).type_as(x)
 
 
 class SelfAttention(nn.Module):
-    """Every token sees every token. Queries and keys are normalised over all heads together, then rotated."""
+    """Every token sees every token. Queries and keys are normalised over all heads together, then
+    rotated.
+    """
 
     def __init__(self, dim: int, heads: int, eps: float):
         super().__init__()
         self.head_dim = dim // heads
-        self.attend = attention  # context parallelism puts its exchange of keys and values around it
+        # context parallelism puts its exchange of keys and values around it
+        self.attend = attention
         self.to_q, self.to_k, self.to_v = (nn.Linear(dim, dim) for _ in range(3))
-        self.norm_q, self.norm_k = nn.RMSNorm(dim, eps), nn.RMSNorm(dim, eps)
+        self.norm_q = nn.RMSNorm(dim, eps)
+        self.norm_k = nn.RMSNorm(dim, eps)
         self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
         """x: [batch, seq, dim]; rotary: from `rotary_tables_3d`. Returns [batch, seq, dim]."""
-        split = (*x.shape[:2], -1, self.head_dim)  # -1: a tensor-parallel rank holds fewer heads
+        # -1: a tensor-parallel rank holds fewer heads
+        split = (*x.shape[:2], -1, self.head_dim)
         q = rotate_pairs(self.norm_q(self.to_q(x)).view(split), *rotary)
         k = rotate_pairs(self.norm_k(self.to_k(x)).view(split), *rotary)
         v = self.to_v(x).view(split)
@@ -186,15 +235,19 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Tokens see the text, and apart from it the image; the two outputs are added. Nothing is rotated."""
+    """Tokens see the text, and apart from it the image; the two outputs are added. Nothing is
+    rotated.
+    """
 
     def __init__(self, dim: int, heads: int, eps: float, image: bool):
         super().__init__()
         self.head_dim = dim // heads
         self.to_q, self.to_k, self.to_v = (nn.Linear(dim, dim) for _ in range(3))
-        self.norm_q, self.norm_k = nn.RMSNorm(dim, eps), nn.RMSNorm(dim, eps)
+        self.norm_q = nn.RMSNorm(dim, eps)
+        self.norm_k = nn.RMSNorm(dim, eps)
         if image:
-            self.add_k_proj, self.add_v_proj = nn.Linear(dim, dim), nn.Linear(dim, dim)
+            self.add_k_proj = nn.Linear(dim, dim)
+            self.add_v_proj = nn.Linear(dim, dim)
             self.norm_added_k = nn.RMSNorm(dim, eps)
         self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
 
@@ -213,7 +266,9 @@ class CrossAttention(nn.Module):
 
 
 class AdaLN(KeepsFP32):
-    """The learned part of shifts, scales and gates, to which the timestep's is added: `rows` rows."""
+    """The learned part of shifts, scales and gates, to which the timestep's is added: `rows`
+    rows.
+    """
 
     def __init__(self, rows: int, dim: int):
         super().__init__()
@@ -225,7 +280,8 @@ class FP32Norm(KeepsFP32):
 
     def __init__(self, dim: int):
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim))
 
 
 class FP32Linear(KeepsFP32):
@@ -245,17 +301,27 @@ class ConditionEmbedder(nn.Module):
         self.time_embedder = two_linears(FP32Linear, config.freq_dim, config.dim)
         self.time_proj = FP32Linear(config.dim, 6 * config.dim)
         self.text_embedder = two_linears(nn.Linear, config.text_dim, config.dim)
-        self.image_embedder = None if config.image_dim is None else ImageEmbedder(config.image_dim, config.dim)
+        self.image_embedder = (
+            None if config.image_dim is None else ImageEmbedder(config.image_dim, config.dim)
+        )
 
     def forward(self, timestep: Tensor, text: Tensor, image: Tensor | None):
-        """Returns the timestep's embedding [batch, dim] and modulation [batch, 6, dim] in fp32, then text and image."""
-        time, dtype = self.time_embedder, self.text_embedder.linear_1.weight.dtype
+        """Returns the timestep's embedding [batch, dim] and modulation [batch, 6, dim] in fp32,
+        then text and image.
+        """
+        time = self.time_embedder
+        dtype = self.text_embedder.linear_1.weight.dtype
         hidden = F.silu(linear_fp32(time.linear_1, timestep_sinusoids(timestep, self.freq_dim)))
         embedding = linear_fp32(time.linear_2, hidden)
         modulation = linear_fp32(self.time_proj, F.silu(embedding)).unflatten(1, (6, -1))
         hidden = F.gelu(self.text_embedder.linear_1(text.to(dtype)), approximate="tanh")
         text = self.text_embedder.linear_2(hidden)
-        return embedding, modulation, text, None if image is None else self.image_embedder(image.to(dtype))
+        return (
+            embedding,
+            modulation,
+            text,
+            None if image is None else self.image_embedder(image.to(dtype)),
+        )
 
 
 class ImageEmbedder(nn.Module):
@@ -301,17 +367,22 @@ def linear_fp32(layer: FP32Linear, x: Tensor) -> Tensor:
 
 def layer_norm(norm: FP32Norm, x: Tensor, eps: float = 1e-5) -> Tensor:
     """Computed in the norm's type, returned in x's."""
-    return F.layer_norm(x.to(norm.weight.dtype), x.shape[-1:], norm.weight, norm.bias, eps).type_as(x)
+    return F.layer_norm(x.to(norm.weight.dtype), x.shape[-1:], norm.weight, norm.bias, eps).type_as(
+        x
+    )
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
     """normalise(x) * (1 + scale) + shift, computed in fp32 and returned in x's type."""
-    return torch.addcmul(shift, F.layer_norm(upcast(x), x.shape[-1:], eps=eps), 1 + scale).type_as(x)
+    return torch.addcmul(shift, F.layer_norm(upcast(x), x.shape[-1:], eps=eps), 1 + scale).type_as(
+        x
+    )
 
 
 def unbind_rows(table: Tensor) -> list[Tensor]:
     """Return the rows of table [batch, rows, dim], each [batch, 1, dim].
 
-    By unbind: of chunks, torch 2.11 to 2.13 compile a backward pass that leaves gradients unwritten (#193061).
+    By unbind: of chunks, torch 2.11 to 2.13 compile a backward pass that leaves gradients unwritten
+    (#193061).
     """
     return [row[:, None] for row in table.unbind(1)]

@@ -1,4 +1,6 @@
-"""Every model of the tables by name, and a tiny twin of each (NAME-tiny) with its quirks, for tests and laptops."""
+"""Every model of the tables by name, and a tiny twin of each (NAME-tiny) with its quirks, for tests
+and laptops.
+"""
 
 import dataclasses
 import difflib
@@ -11,58 +13,150 @@ from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.wan import Wan, WanConfig
 
 _LLAMA3 = dict(
-    family="llama", vocab_size=128256, head_dim=128, num_key_value_heads=8, max_position_embeddings=8192,
-    norm_eps=1e-5, rope_theta=500000.0, bos_token_id=128000, eos_token_id=128001,
-)  # fmt: skip
+    family="llama",
+    vocab_size=128256,
+    head_dim=128,
+    num_key_value_heads=8,
+    max_position_embeddings=8192,
+    norm_eps=1e-5,
+    rope_theta=500000.0,
+    bos_token_id=128000,
+    eos_token_id=128001,
+)
 _LLAMA3_8B = dict(hidden_size=4096, intermediate_size=14336, num_layers=32, num_attention_heads=32)
 _LLAMA3_70B = dict(hidden_size=8192, intermediate_size=28672, num_layers=80, num_attention_heads=64)
-_LLAMA3_405B = dict(hidden_size=16384, intermediate_size=53248, num_layers=126, num_attention_heads=128)
+_LLAMA3_405B = dict(
+    hidden_size=16384, intermediate_size=53248, num_layers=126, num_attention_heads=128
+)
 _LLAMA31 = _LLAMA3 | dict(
     max_position_embeddings=131072,
     rope_scaling=dict(
-        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
     ),
 )
 _QWEN25 = dict(
-    family="qwen2", vocab_size=152064, head_dim=128, max_position_embeddings=131072, rope_theta=1e6, qkv_bias=True,
-    bos_token_id=151643, eos_token_id=151643,
-)  # fmt: skip
+    family="qwen2",
+    vocab_size=152064,
+    head_dim=128,
+    max_position_embeddings=131072,
+    rope_theta=1e6,
+    qkv_bias=True,
+    bos_token_id=151643,
+    eos_token_id=151643,
+)
 _NEMOTRON4 = dict(
-    family="nemotron", vocab_size=256000, num_key_value_heads=8, max_position_embeddings=4096, norm="layernorm1p",
-    mlp="relu2", partial_rotary_factor=0.5, bos_token_id=2, eos_token_id=3,
-)  # fmt: skip
+    family="nemotron",
+    vocab_size=256000,
+    num_key_value_heads=8,
+    max_position_embeddings=4096,
+    norm="layernorm1p",
+    mlp="relu2",
+    partial_rotary_factor=0.5,
+    bos_token_id=2,
+    eos_token_id=3,
+)
 _MIXTRAL = dict(
-    family="mixtral", vocab_size=32000, head_dim=128, num_key_value_heads=8, norm_eps=1e-5, rope_theta=1e6,
-    num_experts=8, num_experts_per_tok=2, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+    family="mixtral",
+    vocab_size=32000,
+    head_dim=128,
+    num_key_value_heads=8,
+    norm_eps=1e-5,
+    rope_theta=1e6,
+    num_experts=8,
+    num_experts_per_tok=2,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 _QWEN3_MOE = dict(
-    family="qwen3_moe", vocab_size=151936, num_key_value_heads=4, head_dim=128, max_position_embeddings=40960,
-    norm_eps=1e-6, rope_theta=1e6, qk_norm=True, num_experts=128, num_experts_per_tok=8, bos_token_id=151643,
+    family="qwen3_moe",
+    vocab_size=151936,
+    num_key_value_heads=4,
+    head_dim=128,
+    max_position_embeddings=40960,
+    norm_eps=1e-6,
+    rope_theta=1e6,
+    qk_norm=True,
+    num_experts=128,
+    num_experts_per_tok=8,
+    bos_token_id=151643,
     eos_token_id=151645,
-)  # fmt: skip
+)
 _DEEPSEEK_V3 = dict(
-    family="deepseek_v3", hidden_size=7168, intermediate_size=18432, num_layers=61, norm_eps=1e-6, head_dim=192,
-    q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
-    num_experts_per_tok=8, moe_intermediate_size=2048, shared_expert_intermediate_size=2048, scoring_func="sigmoid",
-)  # fmt: skip
-_DEEPSEEK_YARN = dict(rope_type="yarn", original_max_position_embeddings=4096, beta_slow=1.0, mscale=1.0,
-                      mscale_all_dim=1.0)  # fmt: skip
+    family="deepseek_v3",
+    hidden_size=7168,
+    intermediate_size=18432,
+    num_layers=61,
+    norm_eps=1e-6,
+    head_dim=192,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=2048,
+    shared_expert_intermediate_size=2048,
+    scoring_func="sigmoid",
+)
+_DEEPSEEK_YARN = dict(
+    rope_type="yarn",
+    original_max_position_embeddings=4096,
+    beta_slow=1.0,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+)
 _GPT_OSS = dict(
-    family="gpt_oss", vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_attention_heads=64,
-    num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, norm_eps=1e-5, mlp="clamped_swiglu",
-    qkv_bias=True, o_bias=True, rope_theta=150000.0, sliding_window=128, sinks=True, num_experts_per_tok=4,
-    moe_intermediate_size=2880, expert_bias=True, bos_token_id=199998, eos_token_id=200002,
+    family="gpt_oss",
+    vocab_size=201088,
+    hidden_size=2880,
+    intermediate_size=2880,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=64,
+    max_position_embeddings=131072,
+    norm_eps=1e-5,
+    mlp="clamped_swiglu",
+    qkv_bias=True,
+    o_bias=True,
+    rope_theta=150000.0,
+    sliding_window=128,
+    sinks=True,
+    num_experts_per_tok=4,
+    moe_intermediate_size=2880,
+    expert_bias=True,
+    bos_token_id=199998,
+    eos_token_id=200002,
     rope_scaling=dict(
-        rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, beta_fast=32.0, beta_slow=1.0,
+        rope_type="yarn",
+        factor=32.0,
+        original_max_position_embeddings=4096,
+        beta_fast=32.0,
+        beta_slow=1.0,
         truncate=False,
     ),
-)  # fmt: skip
+)
 _NEMOTRON3 = dict(
-    family="nemotron_h", vocab_size=131072, num_attention_heads=32, num_key_value_heads=2, head_dim=128,
-    max_position_embeddings=262144, norm_eps=1e-5, mlp="relu2", position_embedding="none", mamba_head_dim=64,
-    mamba_n_groups=8, ssm_state_size=128, scoring_func="sigmoid", scaled_residual_init=True, bos_token_id=1,
+    family="nemotron_h",
+    vocab_size=131072,
+    num_attention_heads=32,
+    num_key_value_heads=2,
+    head_dim=128,
+    max_position_embeddings=262144,
+    norm_eps=1e-5,
+    mlp="relu2",
+    position_embedding="none",
+    mamba_head_dim=64,
+    mamba_n_groups=8,
+    ssm_state_size=128,
+    scoring_func="sigmoid",
+    scaled_residual_init=True,
+    bos_token_id=1,
     eos_token_id=2,
-)  # fmt: skip
+)
 
 ZOO: dict[str, dict] = {
     "llama3-8b": _LLAMA3 | _LLAMA3_8B,
@@ -70,73 +164,177 @@ ZOO: dict[str, dict] = {
     "llama3.1-8b": _LLAMA31 | _LLAMA3_8B,
     "llama3.1-70b": _LLAMA31 | _LLAMA3_70B,
     "llama3.1-405b": _LLAMA31 | _LLAMA3_405B,
-    "qwen2.5-7b": _QWEN25 | dict(
-        hidden_size=3584, intermediate_size=18944, num_layers=28, num_attention_heads=28, num_key_value_heads=4,
+    "qwen2.5-7b": _QWEN25
+    | dict(
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
         norm_eps=1e-6,
     ),
-    "qwen2.5-32b": _QWEN25 | dict(
-        hidden_size=5120, intermediate_size=27648, num_layers=64, num_attention_heads=40, num_key_value_heads=8,
+    "qwen2.5-32b": _QWEN25
+    | dict(
+        hidden_size=5120,
+        intermediate_size=27648,
+        num_layers=64,
+        num_attention_heads=40,
+        num_key_value_heads=8,
         norm_eps=1e-5,
     ),
     "qwen3-32b": dict(
-        family="qwen3", vocab_size=151936, hidden_size=5120, intermediate_size=25600, num_layers=64,
-        num_attention_heads=64, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, norm_eps=1e-6,
-        rope_theta=1e6, qk_norm=True, bos_token_id=151643, eos_token_id=151645,
+        family="qwen3",
+        vocab_size=151936,
+        hidden_size=5120,
+        intermediate_size=25600,
+        num_layers=64,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        norm_eps=1e-6,
+        rope_theta=1e6,
+        qk_norm=True,
+        bos_token_id=151643,
+        eos_token_id=151645,
     ),
-    "nemotron4-15b": _NEMOTRON4 | dict(
-        hidden_size=6144, intermediate_size=24576, num_layers=32, num_attention_heads=48, head_dim=128,
+    "nemotron4-15b": _NEMOTRON4
+    | dict(
+        hidden_size=6144,
+        intermediate_size=24576,
+        num_layers=32,
+        num_attention_heads=48,
+        head_dim=128,
         initializer_range=0.0134,
     ),
-    "nemotron4-340b": _NEMOTRON4 | dict(
-        hidden_size=18432, intermediate_size=73728, num_layers=96, num_attention_heads=96, head_dim=192,
+    "nemotron4-340b": _NEMOTRON4
+    | dict(
+        hidden_size=18432,
+        intermediate_size=73728,
+        num_layers=96,
+        num_attention_heads=96,
+        head_dim=192,
         initializer_range=0.0063,
     ),
-    "mixtral-8x7b": _MIXTRAL | dict(
-        hidden_size=4096, intermediate_size=14336, num_layers=32, num_attention_heads=32,
-        max_position_embeddings=32768, moe_intermediate_size=14336,
+    "mixtral-8x7b": _MIXTRAL
+    | dict(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_attention_heads=32,
+        max_position_embeddings=32768,
+        moe_intermediate_size=14336,
     ),
-    "mixtral-8x22b": _MIXTRAL | dict(
-        hidden_size=6144, intermediate_size=16384, num_layers=56, num_attention_heads=48,
-        max_position_embeddings=65536, moe_intermediate_size=16384,
+    "mixtral-8x22b": _MIXTRAL
+    | dict(
+        hidden_size=6144,
+        intermediate_size=16384,
+        num_layers=56,
+        num_attention_heads=48,
+        max_position_embeddings=65536,
+        moe_intermediate_size=16384,
     ),
-    "qwen3-30b-a3b": _QWEN3_MOE | dict(
-        hidden_size=2048, intermediate_size=6144, num_layers=48, num_attention_heads=32, moe_intermediate_size=768
+    "qwen3-30b-a3b": _QWEN3_MOE
+    | dict(
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_layers=48,
+        num_attention_heads=32,
+        moe_intermediate_size=768,
     ),
-    "qwen3-235b-a22b": _QWEN3_MOE | dict(
-        hidden_size=4096, intermediate_size=12288, num_layers=94, num_attention_heads=64, moe_intermediate_size=1536
+    "qwen3-235b-a22b": _QWEN3_MOE
+    | dict(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_layers=94,
+        num_attention_heads=64,
+        moe_intermediate_size=1536,
     ),
-    "deepseek-v3": _DEEPSEEK_V3 | dict(
-        vocab_size=129280, num_attention_heads=128, num_key_value_heads=128, max_position_embeddings=163840,
-        rope_theta=10000.0, rope_scaling=_DEEPSEEK_YARN | dict(factor=40.0, beta_fast=32.0), num_experts=256,
-        first_k_dense_replace=3, n_group=8, topk_group=4, routed_scaling_factor=2.5, bos_token_id=0, eos_token_id=1,
+    "deepseek-v3": _DEEPSEEK_V3
+    | dict(
+        vocab_size=129280,
+        num_attention_heads=128,
+        num_key_value_heads=128,
+        max_position_embeddings=163840,
+        rope_theta=10000.0,
+        rope_scaling=_DEEPSEEK_YARN | dict(factor=40.0, beta_fast=32.0),
+        num_experts=256,
+        first_k_dense_replace=3,
+        n_group=8,
+        topk_group=4,
+        routed_scaling_factor=2.5,
+        bos_token_id=0,
+        eos_token_id=1,
     ),
-    "kimi-k2": _DEEPSEEK_V3 | dict(
-        vocab_size=163840, num_attention_heads=64, num_key_value_heads=64, max_position_embeddings=131072,
-        rope_theta=50000.0, rope_scaling=_DEEPSEEK_YARN | dict(factor=32.0, beta_fast=1.0), num_experts=384,
-        first_k_dense_replace=1, routed_scaling_factor=2.827, bos_token_id=163584, eos_token_id=163585,
+    "kimi-k2": _DEEPSEEK_V3
+    | dict(
+        vocab_size=163840,
+        num_attention_heads=64,
+        num_key_value_heads=64,
+        max_position_embeddings=131072,
+        rope_theta=50000.0,
+        rope_scaling=_DEEPSEEK_YARN | dict(factor=32.0, beta_fast=1.0),
+        num_experts=384,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.827,
+        bos_token_id=163584,
+        eos_token_id=163585,
     ),
     "gpt-oss-20b": _GPT_OSS | dict(num_layers=24, num_experts=32),
     "gpt-oss-120b": _GPT_OSS | dict(num_layers=36, num_experts=128),
-    "nemotron3-nano-30b-a3b": _NEMOTRON3 | dict(
-        hidden_size=2688, intermediate_size=1856, num_layers=52, mamba_num_heads=64,
-        layer_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", num_experts=128, num_experts_per_tok=6,
-        moe_intermediate_size=1856, shared_expert_intermediate_size=3712, routed_scaling_factor=2.5,
+    "nemotron3-nano-30b-a3b": _NEMOTRON3
+    | dict(
+        hidden_size=2688,
+        intermediate_size=1856,
+        num_layers=52,
+        mamba_num_heads=64,
+        layer_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        num_experts=128,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1856,
+        shared_expert_intermediate_size=3712,
+        routed_scaling_factor=2.5,
     ),
-    "nemotron3-super-120b-a12b": _NEMOTRON3 | dict(
-        hidden_size=4096, intermediate_size=2688, num_layers=88, mamba_num_heads=128,
+    "nemotron3-super-120b-a12b": _NEMOTRON3
+    | dict(
+        hidden_size=4096,
+        intermediate_size=2688,
+        num_layers=88,
+        mamba_num_heads=128,
         layer_pattern="MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*"
-        "EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME", num_experts=512, num_experts_per_tok=22,
-        moe_intermediate_size=2688, shared_expert_intermediate_size=5376, moe_latent_size=1024,
+        "EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+        num_experts=512,
+        num_experts_per_tok=22,
+        moe_intermediate_size=2688,
+        shared_expert_intermediate_size=5376,
+        moe_latent_size=1024,
         routed_scaling_factor=5.0,
     ),
     "gpt3-175b": dict(
-        family="gpt2", vocab_size=50257, hidden_size=12288, intermediate_size=49152, num_layers=96,
-        num_attention_heads=96, num_key_value_heads=96, head_dim=128, max_position_embeddings=2048, norm="layernorm",
-        norm_eps=1e-5, mlp="gelu", qkv_bias=True, o_bias=True, position_embedding="learned", tie_word_embeddings=True,
-        scaled_residual_init=True, bos_token_id=50256, eos_token_id=50256,
-        extra_config=dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),  # transformers' defaults are 0.1
+        family="gpt2",
+        vocab_size=50257,
+        hidden_size=12288,
+        intermediate_size=49152,
+        num_layers=96,
+        num_attention_heads=96,
+        num_key_value_heads=96,
+        head_dim=128,
+        max_position_embeddings=2048,
+        norm="layernorm",
+        norm_eps=1e-5,
+        mlp="gelu",
+        qkv_bias=True,
+        o_bias=True,
+        position_embedding="learned",
+        tie_word_embeddings=True,
+        scaled_residual_init=True,
+        bos_token_id=50256,
+        eos_token_id=50256,
+        extra_config=dict(
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        ),  # transformers' defaults are 0.1
     ),
-}  # fmt: skip
+}
 
 WAN: dict[str, dict] = {
     "wan2.1-14b": dict(num_attention_heads=40, ffn_dim=13824, num_layers=40),
@@ -144,27 +342,52 @@ WAN: dict[str, dict] = {
 }
 
 _TINY = dict(
-    vocab_size=512, hidden_size=64, intermediate_size=192, num_layers=4, num_attention_heads=8, num_key_value_heads=4,
-    head_dim=16, bos_token_id=256, eos_token_id=257,
-)  # fmt: skip
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=192,
+    num_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=16,
+    bos_token_id=256,
+    eos_token_id=257,
+)
 
 TINY_WAN = dict(
-    num_attention_heads=4, attention_head_dim=16, ffn_dim=192, num_layers=4, text_dim=64, freq_dim=64, embedder_std=0.1
+    num_attention_heads=4,
+    attention_head_dim=16,
+    ffn_dim=192,
+    num_layers=4,
+    text_dim=64,
+    freq_dim=64,
+    embedder_std=0.1,
 )
 _TINY_MOE = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48)
 _TINY_GROUPS = dict(num_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2)
 _TINY_LATENT = dict(
-    q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, head_dim=24,
-    first_k_dense_replace=1, shared_expert_intermediate_size=48,
-)  # fmt: skip
+    q_lora_rank=48,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    head_dim=24,
+    first_k_dense_replace=1,
+    shared_expert_intermediate_size=48,
+)
 _TINY_HYBRID = dict(
-    mamba_num_heads=8, mamba_head_dim=16, mamba_n_groups=4, ssm_state_size=16, mamba_chunk_size=16,
+    mamba_num_heads=8,
+    mamba_head_dim=16,
+    mamba_n_groups=4,
+    ssm_state_size=16,
+    mamba_chunk_size=16,
     shared_expert_intermediate_size=96,
-)  # fmt: skip
+)
 
 
 def tiny(fields: dict, num_layers: int = 4) -> dict:
-    """The same family and quirks at toy width; a scaled context shrinks with it, so that the scaling still acts."""
+    """The same family and quirks at toy width; a scaled context shrinks with it, so that the
+    scaling still acts.
+    """
     small = _TINY | dict(num_layers=num_layers, initializer_range=0.02)
     if fields.get("rope_scaling") is not None:
         small["rope_scaling"] = fields["rope_scaling"] | dict(original_max_position_embeddings=64)
@@ -193,11 +416,13 @@ def is_known(name: str) -> bool:
 
 
 def model_config(name: str, **overrides) -> DecoderConfig | WanConfig:
-    """The config of the model called `name`, with some fields replaced. Raises InputError for an unknown name.
+    """The config of the model called `name`, with some fields replaced. Raises InputError for an
+    unknown name.
 
     Its bos and eos are left out where a smaller vocabulary does not hold them.
     """
-    base, shrunk = name.removesuffix("-tiny"), name.endswith("-tiny")
+    base = name.removesuffix("-tiny")
+    shrunk = name.endswith("-tiny")
     if base in WAN:
         return WanConfig(**WAN[base] | (TINY_WAN if shrunk else {}) | overrides)
     if hint := hub_hint(name, "model="):
@@ -205,7 +430,9 @@ def model_config(name: str, **overrides) -> DecoderConfig | WanConfig:
     fields = ZOO.get(base)
     if fields is None:
         known = [n for base in (*ZOO, *WAN) for n in (base, base + "-tiny")]
-        near = "".join(f"nearest: {like!r}; " for like in difflib.get_close_matches(name, known, n=1))
+        near = "".join(
+            f"nearest: {like!r}; " for like in difflib.get_close_matches(name, known, n=1)
+        )
         names = ", ".join((*ZOO, *WAN))
         raise InputError(
             f"model {name!r} is unknown ({near}known: {names}, each also with -tiny, all with random weights; for "
@@ -219,6 +446,8 @@ def model_config(name: str, **overrides) -> DecoderConfig | WanConfig:
 
 
 def empty_model(config: DecoderConfig | WanConfig, **stage) -> Decoder | Wan:
-    """The model of a config on the meta device, without values; or one stage of a pipeline, see `Decoder`."""
+    """The model of a config on the meta device, without values; or one stage of a pipeline, see
+    `Decoder`.
+    """
     with torch.device("meta"):
         return (Wan if isinstance(config, WanConfig) else Decoder)(config, **stage)

@@ -12,41 +12,60 @@ from minitrain.rollout.sampling import Choice, choose, compiled_choose
 from minitrain.rollout.scheduler import Sample
 from minitrain.training.loss import local_part
 
-WORTH = 512  # tokens that a group must save from being read again: with fewer it costs more than it saves
-PADDING = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)  # the settings of rows without a sample
+# tokens that a group must save from being read again: with fewer it costs more than it saves
+WORTH = 512
+# the settings of rows without a sample
+PADDING = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
 class Batch:
-    """The buffers in which `sampler` decodes up to `rows` samples. graphs: are its steps captured as CUDA graphs?"""
+    """The buffers in which `sampler` decodes up to `rows` samples. graphs: are its steps captured
+    as CUDA graphs?
+    """
 
     def __init__(self, sampler, rows: int, graphs: bool):
-        self.sampler, self.rows, self.graphs = sampler, rows, graphs
-        device, caches = sampler.device, sampler.caches
+        self.sampler = sampler
+        self.rows = rows
+        self.graphs = graphs
+        device = sampler.device
+        caches = sampler.caches
         # on CUDA without graphs the compiled parts' own calls would cost what they save
         self.compiles = sampler.compiles and (graphs or device.type == "cpu")
 
         def numbers(*shape, dtype=torch.int64):
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.tokens, self.positions, self.turn = numbers(rows), numbers(rows), numbers(1)
-        self.last_position = min(sampler.width * caches.page_size, sampler.config.max_position_embeddings) - 1
-        table, slots = numbers(rows, sampler.width), numbers(rows)
+        self.tokens = numbers(rows)
+        self.positions = numbers(rows)
+        self.turn = numbers(1)
+        self.last_position = (
+            min(sampler.width * caches.page_size, sampler.config.max_position_embeddings) - 1
+        )
+        table = numbers(rows, sampler.width)
+        slots = numbers(rows)
         self.step = DecodingStep(self.positions, table, slots, caches.page_size, caches.pages)
-        real = {name: numbers(rows, dtype=torch.float32) for name in ("temperature", "top_p", "min_p")}
+        real = {
+            name: numbers(rows, dtype=torch.float32) for name in ("temperature", "top_p", "min_p")
+        }
         self.choice = Choice(keys=numbers(rows, dtype=torch.int32), top_k=numbers(rows), **real)
         self.new_tokens = numbers(sampler.steps, rows)
         self.new_logprobs = numbers(sampler.steps, rows, dtype=torch.float32)
-        self.places: list[tuple] = []  # (sample, slot, pages) of each row, as they were loaded last
+        # (sample, slot, pages) of each row, as they were loaded last
+        self.places: list[tuple] = []
         self.captured: dict[tuple[bool, ...], torch.cuda.CUDAGraph] = {}
 
     def load(self, samples: list[Sample], steps: int) -> None:
         """Fill the buffers for `samples`; the other rows are padding."""
         padding = self.rows - len(samples)
-        put(self.tokens, [(sample.produced or sample.prompt)[-1] for sample in samples] + [0] * padding)
+        put(
+            self.tokens,
+            [(sample.produced or sample.prompt)[-1] for sample in samples] + [0] * padding,
+        )
         put(self.positions, [sample.cached for sample in samples] + [0] * padding)
         self.turn.zero_()
         places = [(sample, sample.slot, list(sample.pages)) for sample in samples]
-        if places != self.places:  # most steps change nothing else
+        # most steps change nothing else
+        if places != self.places:
             self.places = places
             self._load_places(samples, padding)
         if self.sampler.device.type == "cpu":
@@ -61,14 +80,23 @@ class Batch:
         put(self.step.slots, [sample.slot for sample in samples] + [caches.null_slot] * padding)
         put(self.choice.keys, [sample.key for sample in samples] + [0] * padding)
         for name, value in PADDING.items():
-            put(getattr(self.choice, name), [getattr(s.params, name) for s in samples] + [value] * padding)
+            put(
+                getattr(self.choice, name),
+                [getattr(s.params, name) for s in samples] + [value] * padding,
+            )
         self.choice.greedy = any(sample.params.temperature == 0 for sample in samples)
         self.choice.noisy = any(sample.params.temperature > 0 for sample in samples)
-        self.choice.filtered = any(s.params.top_k > 0 or s.params.top_p < 1 or s.params.min_p > 0 for s in samples)
+        self.choice.filtered = any(
+            s.params.top_k > 0 or s.params.top_p < 1 or s.params.min_p > 0 for s in samples
+        )
 
     def _load_rows(self, samples: list[Sample], steps: int) -> None:
-        """For the CPU's buffers: which samples share a prefix, and what their rows must gather again."""
-        caches, step, pages = self.sampler.caches, self.step, self.sampler.scheduler.pages
+        """For the CPU's buffers: which samples share a prefix, and what their rows must gather
+        again.
+        """
+        caches = self.sampler.caches
+        step = self.step
+        pages = self.sampler.scheduler.pages
         step.longest = max(sample.cached for sample in samples) + 1
         height, width = caches.buffer_shape
         if self.rows > height or step.longest + steps > width:
@@ -76,18 +104,25 @@ class Batch:
             caches.rows_held = {}
         step.shared, groups = shared_prefixes(samples, pages.size)
         step.groups = [(group[0], index_of(group)) for group in groups]
-        prefix_rows = {group[0] for group in groups}  # only these hold what their group shares
-        spans: dict[tuple[int, int], list[int]] = {}  # from and to which token a row lacks all, and which rows do
+        # only these hold what their group shares
+        prefix_rows = {group[0] for group in groups}
+        # from and to which token a row lacks all, and which rows do
+        spans: dict[tuple[int, int], list[int]] = {}
         for row, sample in enumerate(samples):
             begin = 0 if row in prefix_rows or self.sampler.config.sliding_window else step.shared
             held = caches.rows_held.get(row)
-            if held is None or (held.sample, held.end) != (sample, sample.cached) or held.begin > begin:
+            if (
+                held is None
+                or (held.sample, held.end) != (sample, sample.cached)
+                or held.begin > begin
+            ):
                 held = Held(sample, begin, sample.cached)
                 if begin < sample.cached:
                     spans.setdefault((begin, sample.cached), []).append(row)
             caches.rows_held[row] = held._replace(end=sample.cached + steps)
         for row in range(len(samples), self.rows):
-            caches.rows_held.pop(row, None)  # padding rows write there
+            # padding rows write there
+            caches.rows_held.pop(row, None)
         step.gathered = []
         for (begin, end), rows in spans.items():
             lists = [samples[row].pages[begin // pages.size : pages.needed(end)] for row in rows]
@@ -111,12 +146,18 @@ class Batch:
             self.sampler.forward(self.tokens, self.positions, self.head)
 
     def head(self, hidden: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
-        """Choose the next tokens from [1, rows, hidden], write them down, and make them the next step's."""
+        """Choose the next tokens from [1, rows, hidden], write them down, and make them the next
+        step's.
+        """
         weight, part = local_part(weight)
-        [logits] = self.sampler.weights.products(self.sampler.model, hidden[0], lambda: [(weight, None)])
+        [logits] = self.sampler.weights.products(
+            self.sampler.model, hidden[0], lambda: [(weight, None)]
+        )
         # of several rows that are filtered, torch 2.11's compiler fails to make a kernel
         compiled = self.sampler.settings.compile and part.group is None and not self.choice.filtered
-        tokens, logprobs = (compiled_choose() if compiled else choose)(logits, self.choice, self.positions + 1, part)
+        tokens, logprobs = (compiled_choose() if compiled else choose)(
+            logits, self.choice, self.positions + 1, part
+        )
         self.new_tokens.index_copy_(0, self.turn, tokens[None])
         self.new_logprobs.index_copy_(0, self.turn, logprobs[None])
         self.tokens.copy_(tokens)
@@ -129,7 +170,8 @@ class Batch:
         return self.new_tokens[:steps].T.tolist(), self.new_logprobs[:steps].T.tolist()
 
     def _graph(self) -> torch.cuda.CUDAGraph:
-        """The step as a CUDA graph, for the way of choosing that the rows need; captured at first use.
+        """The step as a CUDA graph, for the way of choosing that the rows need; captured at first
+        use.
 
         Capturing runs nothing, but the warm-up before it does: what that changes is put back.
         """
@@ -137,12 +179,14 @@ class Batch:
         if kind not in self.captured:
             changed = [self.tokens, self.positions, self.turn, self.step.table, self.step.slots]
             before = [tensor.clone() for tensor in changed]
-            self.step.table.fill_(self.sampler.caches.null_page)  # so that no sample's pages or states change
+            # so that no sample's pages or states change
+            self.step.table.fill_(self.sampler.caches.null_page)
             self.step.slots.fill_(self.sampler.caches.null_slot)
             stream = warmup_stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                for _ in range(2):  # compile, and let libraries allocate what they need
+                # compile, and let libraries allocate what they need
+                for _ in range(2):
                     self.turn.zero_()
                     self.decode()
             torch.cuda.current_stream().wait_stream(stream)
@@ -157,33 +201,49 @@ class Batch:
 
 @cache
 def warmup_stream() -> torch.cuda.Stream:
-    """One for all: torch keeps cuBLAS' workspace, 32 MB, of every stream that has multiplied anything."""
+    """One for all: torch keeps cuBLAS' workspace, 32 MB, of every stream that has multiplied
+    anything.
+    """
     return torch.cuda.Stream()
 
 
 def shared_prefixes(samples: list[Sample], page_size: int) -> tuple[int, list[list[int]]]:
     """The number of tokens that the samples of every group share, and each group's rows.
 
-    A group is the samples of one prompt. (0, []) where reading the shared tokens once is not worth it.
+    A group is the samples of one prompt. (0, []) where reading the shared tokens once is not worth
+    it.
     """
     groups: dict[int, list[int]] = {}
     for row, sample in enumerate(samples):
         groups.setdefault(sample.pages[0], []).append(row)
     if len(groups) == len(samples):
         return 0, []
-    shared = page_size * min(common_pages([samples[row] for row in rows], page_size) for rows in groups.values())
-    return (shared, list(groups.values())) if shared * (len(samples) - len(groups)) >= WORTH * len(groups) else (0, [])
+    shared = page_size * min(
+        common_pages([samples[row] for row in rows], page_size) for rows in groups.values()
+    )
+    return (
+        (shared, list(groups.values()))
+        if shared * (len(samples) - len(groups)) >= WORTH * len(groups)
+        else (0, [])
+    )
 
 
 def index_of(rows: list[int]) -> slice | Tensor:
-    """What picks these rows, which ascend, out of a tensor: without a copy where none is left out."""
-    return slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] == len(rows) - 1 else torch.tensor(rows)
+    """What picks these rows, which ascend, out of a tensor: without a copy where none is left
+    out.
+    """
+    return (
+        slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] == len(rows) - 1 else torch.tensor(rows)
+    )
 
 
 def common_pages(samples: list[Sample], page_size: int) -> int:
     """How many full pages the samples begin with alike."""
-    first, full = samples[0].pages, min(sample.cached for sample in samples) // page_size
-    different = (i for i in range(full) if any(sample.pages[i] != first[i] for sample in samples[1:]))
+    first = samples[0].pages
+    full = min(sample.cached for sample in samples) // page_size
+    different = (
+        i for i in range(full) if any(sample.pages[i] != first[i] for sample in samples[1:])
+    )
     return next(different, full)
 
 

@@ -1,16 +1,20 @@
 """A decoder block as decoding steps run it: compiled.
 
-A step of few tokens takes as long as its kernels are many: some 45 in a block of Llama that is not compiled.
+A step of few tokens takes as long as its kernels are many: some 45 in a block of Llama that is not
+compiled.
 
     CUDA     a cache stays what it is, with a kernel of its own: the compiler makes graphs of what comes before (norm,
-             projections, rotation) and of what comes after (`Apart`): 10 kernels, and those of attention
+             projections, rotation) and of what comes after (`Apart`): 10 kernels, and those of
+             attention
     CPU      each graph's call costs the host 0.1 ms, so one has all of a block, its attention too (`Inside`): four
-             products and five loops. Where samples share what they read, and where states are kept, it is as on CUDA
+             products and five loops. Where samples share what they read, and where states are kept,
+             it is as on CUDA
 
-All layers of a kind share graphs, since weights are arguments; a second number of rows makes them anew for any number,
-a single row once more. Where several ranks share a model, their collectives are part of the graphs. Importing this file
-takes seconds. Left out: prompts, whose products are large, Mamba's scan, which belongs to its cache here, steps that
-send tokens to experts on other ranks or gather weights, and on CUDA those that are not captured.
+All layers of a kind share graphs, since weights are arguments; a second number of rows makes them
+anew for any number, a single row once more. Where several ranks share a model, their collectives
+are part of the graphs. Importing this file takes seconds. Left out: prompts, whose products are
+large, Mamba's scan, which belongs to its cache here, steps that send tokens to experts on other
+ranks or gather weights, and on CUDA those that are not captured.
 """
 
 from collections.abc import Callable
@@ -23,20 +27,26 @@ from torch._dynamo import config, maybe_mark_dynamic
 from minitrain.models.decoder import Block
 from minitrain.rollout.caches import Keys, States, attend, write, write_and_attend
 
-LIMIT = 64  # graphs for one place in the code: kinds of layers, times three for the numbers of rows, times models
-FEW = 8  # queries per key, up to which sums of products are faster than the kernel for attention, on the CPU
+# graphs for one place in the code: kinds of layers, times three for the numbers of rows, times
+# models
+LIMIT = 64
+# queries per key, up to which sums of products are faster than the kernel for attention, on the CPU
+FEW = 8
 
 
 class Apart:
-    """A layer's cache, at which the compiler stops; on CUDA once the new keys and values are in their pages, since the
-    loops that compute them can write them there."""
+    """A layer's cache, at which the compiler stops; on CUDA once the new keys and values are in
+    their pages, since the loops that compute them can write them there."""
 
-    output_unused = False  # decoding needs every layer's output
+    # decoding needs every layer's output
+    output_unused = False
 
     def __init__(self, layer: Keys | States):
-        self.layer, self.once = layer, layer.once
+        self.layer = layer
+        self.once = layer.once
         if isinstance(layer, Keys):
-            self.pools, self.places = layer.pools, layer.caches.step.places
+            self.pools = layer.pools
+            self.places = layer.caches.step.places
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor | int, sinks: Tensor | None = None) -> Tensor:
         if not (q.is_cuda and self.pools):
@@ -64,10 +74,14 @@ class Inside:
 
     def __init__(self, layer: Keys):
         step = layer.caches.step
-        self.once, self.pools, self.places = layer.once, layer.pools, step.places
-        self.buffers, self.positions = layer.gather(), step.positions
+        self.once = layer.once
+        self.pools = layer.pools
+        self.places = step.places
+        self.buffers = layer.gather()
+        self.positions = step.positions
         self.bias = step.bias(layer.window, self.pools[0].dtype)
-        maybe_mark_dynamic(self.bias, 3)  # it grows with every step
+        # it grows with every step
+        maybe_mark_dynamic(self.bias, 3)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor | int, sinks: Tensor | None = None) -> Tensor:
         new = [k[0]] if isinstance(v, int) else [k[0], v[0]]
@@ -80,7 +94,9 @@ class Inside:
 
 
 def attend_by_sums(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """As `attend` of caches.py, for the compiler: with few queries its loops are up to twice as fast as the kernel."""
+    """As `attend` of caches.py, for the compiler: with few queries its loops are up to twice as
+    fast as the kernel.
+    """
     scores = (q.float()[..., None, :] * keys[:, :, None]).sum(-1) * q.shape[-1] ** -0.5 + bias
     log_sum = scores.logsumexp(-1)
     weights = (scores - log_sum[..., None]).exp()
@@ -101,10 +117,11 @@ def compiled_forward() -> Callable:
 
 
 def run(block: Block, groups: list, *inputs) -> Tensor:
-    """What `block` returns for the inputs of its forward, the last of which is its layer's cache. What replaces that to
-    save memory is left out. groups: its Linears', see weights.py.
+    """What `block` returns for the inputs of its forward, the last of which is its layer's cache.
+    What replaces that to save memory is left out. groups: its Linears', see weights.py.
 
-    Hooks of ranks that share the model give them plain tensors, this rank's parts, that hide the parameters.
+    Hooks of ranks that share the model give them plain tensors, this rank's parts, that hide the
+    parameters.
     """
     for hook in block._forward_pre_hooks.values():
         hook(block, ())

@@ -1,6 +1,8 @@
-"""From noise to data along a learned velocity: Euler's method, UniPC of order 2, and classifier-free guidance.
+"""From noise to data along a learned velocity: Euler's method, UniPC of order 2, and
+classifier-free guidance.
 
-A velocity is a function of x, of any shape, and sigma, a float: dx / dsigma. Sigmas fall from 1, pure noise, to 0.
+A velocity is a function of x, of any shape, and sigma, a float: dx / dsigma. Sigmas fall from 1,
+pure noise, to 0.
 """
 
 import math
@@ -14,7 +16,8 @@ from torch.nn import Module
 from minitrain.errors import InputError
 from minitrain.training.flow import shift_sigma
 
-MOST_NOISE = 1 - 1e-6  # the sigma that stands for 1, since pure noise has no signal
+# the sigma that stands for 1, since pure noise has no signal
+MOST_NOISE = 1 - 1e-6
 
 Velocity = Callable[[Tensor, float], Tensor]
 
@@ -34,16 +37,21 @@ def euler(velocity: Velocity, x: Tensor, sigmas: list[float]) -> Tensor:
 
 @torch.no_grad()
 def unipc(velocity: Velocity, x: Tensor, sigmas: list[float]) -> Tensor:
-    """UniPC-2 on predicted data, with B(h) = e^h - 1 (Zhao et al. 2023): far more exact than Euler for the same steps.
+    """UniPC-2 on predicted data, with B(h) = e^h - 1 (Zhao et al. 2023): far more exact than Euler
+    for the same steps.
 
-    In terms of lambda, half the logarithm of the signal-to-noise ratio, the way from one sigma to the next is an
-    integral over the data that x is predicted to become. A predictor puts a line through the last two predictions; once
-    the velocity is known at its result, a corrector takes the same step again with a parabola through three. Each
-    sigma's velocity is evaluated once, at the uncorrected x. Raises InputError for a second sigma that is nearly 1.
+    In terms of lambda, half the logarithm of the signal-to-noise ratio, the way from one sigma to
+    the next is an integral over the data that x is predicted to become. A predictor puts a line
+    through the last two predictions; once the velocity is known at its result, a corrector takes
+    the same step again with a parabola through three. Each sigma's velocity is evaluated once, at
+    the uncorrected x. Raises InputError for a second sigma that is nearly 1.
     """
     if sigmas[1] >= MOST_NOISE:
-        raise InputError(f"UniPC cannot tell sigma={sigmas[1]} from pure noise (use euler, or a smaller shift)")
-    data: list[Tensor] = []  # what each x seen so far was predicted to become
+        raise InputError(
+            f"UniPC cannot tell sigma={sigmas[1]} from pure noise (use euler, or a smaller shift)"
+        )
+    # what each x seen so far was predicted to become
+    data: list[Tensor] = []
     lambdas = [half_log_snr(sigma) for sigma in sigmas]
     last = x
     for i, sigma in enumerate(sigmas[:-1]):
@@ -62,9 +70,14 @@ def half_log_snr(sigma: float) -> float:
     return math.log((1 - sigma) / sigma) if sigma > 0 else math.inf
 
 
-def _step(x: Tensor, data: Tensor, sigmas, lambdas, i: int, corrections: list[tuple[float, Tensor]]) -> Tensor:
-    """From sigmas[i] to the next, with constant predicted data plus factor * difference for each correction."""
-    sigma, after = min(sigmas[i], MOST_NOISE), sigmas[i + 1]
+def _step(
+    x: Tensor, data: Tensor, sigmas, lambdas, i: int, corrections: list[tuple[float, Tensor]]
+) -> Tensor:
+    """From sigmas[i] to the next, with constant predicted data plus factor * difference for each
+    correction.
+    """
+    sigma = min(sigmas[i], MOST_NOISE)
+    after = sigmas[i + 1]
     change = -math.expm1(lambdas[i] - lambdas[i + 1])
     for factor, difference in corrections:
         data = data + factor * difference
@@ -72,12 +85,16 @@ def _step(x: Tensor, data: Tensor, sigmas, lambdas, i: int, corrections: list[tu
 
 
 def _slope(data: list[Tensor], lambdas, i: int) -> Tensor:
-    """How predicted data changes over the step from i, judged by how it changed over the one before."""
+    """How predicted data changes over the step from i, judged by how it changed over the one
+    before.
+    """
     return (data[i] - data[i - 1]) * (lambdas[i + 1] - lambdas[i]) / (lambdas[i] - lambdas[i - 1])
 
 
 def _corrections(data: list[Tensor], lambdas, i: int) -> list[tuple[float, Tensor]]:
-    """Factors that make the step from i - 1 to i exact for predicted data that is a parabola in lambda."""
+    """Factors that make the step from i - 1 to i exact for predicted data that is a parabola in
+    lambda.
+    """
     new = data[i] - data[i - 1]
     if i == 1:
         return [(0.5, new)]
@@ -86,7 +103,8 @@ def _corrections(data: list[Tensor], lambdas, i: int) -> list[tuple[float, Tenso
     change = math.expm1(-h)
     phi2 = -change / h - 1
     phi3 = -phi2 / h - 0.5
-    first, second = phi2 / change, 2 * phi3 / change
+    first = phi2 / change
+    second = 2 * phi3 / change
     old = (first - second) / (1 - ratio)
     return [(old, (data[i - 2] - data[i - 1]) / ratio), (first - old, new)]
 
@@ -95,13 +113,18 @@ SAMPLERS = {"euler": euler, "unipc": unipc}
 
 
 def guided(
-    model: Module, text: Tensor, scale: float, negative: Tensor | None = None, image: Tensor | None = None,
+    model: Module,
+    text: Tensor,
+    scale: float,
+    negative: Tensor | None = None,
+    image: Tensor | None = None,
     condition: Tensor | None = None,
-) -> Velocity:  # fmt: skip
+) -> Velocity:
     """The model's velocity v for `text` [batch, tokens, text_dim], away from that for `negative`, alike (Ho & Salimans
     2022): v(negative) + scale * (v(text) - v(negative)). A scale of 1 is the plain velocity, at half the work.
 
-    negative: by default zeros, as in training (see Noised); published models know an empty prompt's embedding.
+    negative: by default zeros, as in training (see Noised); published models know an empty prompt's
+    embedding.
     image, condition: for image-to-video models, which see them with both texts; see FlowMatching.
     """
     negative = torch.zeros_like(text) if negative is None else negative

@@ -1,16 +1,20 @@
-"""What the sampler does next: which prompts are computed, which samples are decoded, and with which pages.
+"""What the sampler does next: which prompts are computed, which samples are decoded, and with which
+pages.
 
     queue      prefills in order of arrival. A prefill is a sequence of tokens to be computed once, and the samples that
-               go on from it: the n of one prompt, or one that was interrupted, with what it had produced
+               go on from it: the n of one prompt, or one that was interrupted, with what it had
+               produced
     resident   prefills that have pages; they are computed in chunks, all but their last token
     running    samples, each in a row of the decoding batch; the first token they decode is their prefill's last
 
-A sample joins from its prefill: it shares the full pages and gets a copy of the last, partly filled one, which it will
-write to; the prefill's last sample takes over everything. When pages run out, prefills that only wait give theirs back,
-then the youngest sample: it goes back to the queue as a prefill of its own and is computed again. Everything is first
-come, first served, so the oldest always gets on, and a request that fits the pool alone is always finished.
+A sample joins from its prefill: it shares the full pages and gets a copy of the last, partly filled
+one, which it will write to; the prefill's last sample takes over everything. When pages run out,
+prefills that only wait give theirs back, then the youngest sample: it goes back to the queue as a
+prefill of its own and is computed again. Everything is first come, first served, so the oldest
+always gets on, and a request that fits the pool alone is always finished.
 
-No tensors and no clock: the same calls give the same schedule, so that tensor-parallel ranks need not talk about it.
+No tensors and no clock: the same calls give the same schedule, so that tensor-parallel ranks need
+not talk about it.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +27,9 @@ from minitrain.rollout.sampling import SamplingParams
 
 @dataclass(eq=False)
 class Sample:
-    """One continuation of a prompt. `pages` hold the first `cached` of its tokens; `slot` the state of its layers."""
+    """One continuation of a prompt. `pages` hold the first `cached` of its tokens; `slot` the state
+    of its layers.
+    """
 
     prompt: list[int]
     params: SamplingParams
@@ -44,7 +50,9 @@ class Sample:
 
 @dataclass(eq=False)
 class Prefill:
-    """`tokens`, of which all but the last are to be computed, for the `samples` that wait for it."""
+    """`tokens`, of which all but the last are to be computed, for the `samples` that wait for
+    it.
+    """
 
     tokens: list[int]
     samples: list[Sample]
@@ -61,8 +69,8 @@ class Prefill:
 class Work:
     """What to do next, in this order: copies, then chunks or decoding steps.
 
-    page_copies, slot_copies: (from, to). chunks: (prefill, how many tokens after its `cached`). samples: the rows of
-    `steps` decoding steps, each with pages for all of them.
+    page_copies, slot_copies: (from, to). chunks: (prefill, how many tokens after its `cached`).
+    samples: the rows of `steps` decoding steps, each with pages for all of them.
     """
 
     page_copies: list[tuple[int, int]] = field(default_factory=list)
@@ -73,18 +81,24 @@ class Work:
 
 
 class Scheduler:
-    """rows: how many samples are decoded at once. chunk: prompt tokens computed at once. steps: decoded in a row
-    at most, and no more than some sample has left.
+    """rows: how many samples are decoded at once. chunk: prompt tokens computed at once. steps:
+    decoded in a row at most, and no more than some sample has left.
 
-    reuse: do new prompts look for pages of earlier ones? Not where layers have states besides pages.
+    reuse: do new prompts look for pages of earlier ones? Not where layers have states besides
+    pages.
     """
 
     def __init__(self, pages: Pages, rows: int, chunk: int, steps: int, reuse: bool = True):
-        self.pages, self.rows, self.chunk, self.steps, self.reuse = pages, rows, chunk, steps, reuse
+        self.pages = pages
+        self.rows = rows
+        self.chunk = chunk
+        self.steps = steps
+        self.reuse = reuse
         self.queue: list[Prefill] = []
         self.resident: list[Prefill] = []
         self.running: list[Sample] = []
-        self.slots = list(range(rows + 1))[::-1]  # a prefill that waits for a free row has one too
+        # a prefill that waits for a free row has one too
+        self.slots = list(range(rows + 1))[::-1]
         self.arrivals = count()
         self.chunks_last = False
         self.preemptions = 0
@@ -108,7 +122,9 @@ class Scheduler:
         self.queue.append(Prefill(first.prompt, list(samples)))
 
     def plan(self) -> Work:
-        """The next work. Chunks and decoding take turns, so that long prompts do not hold up those who decode."""
+        """The next work. Chunks and decoding take turns, so that long prompts do not hold up those
+        who decode.
+        """
         self._start_prefills()
         work = Work()
         if not (self.running and self.chunks_last):
@@ -127,7 +143,9 @@ class Scheduler:
         if self.reuse:
             self.pages.publish(prefill.tokens[: prefill.cached], prefill.pages)
 
-    def decoded(self, sample: Sample, tokens: list[int], logprobs: list[float], finish_reason: str | None) -> None:
+    def decoded(
+        self, sample: Sample, tokens: list[int], logprobs: list[float], finish_reason: str | None
+    ) -> None:
         """`sample` produced these."""
         sample.produced += tokens
         sample.logprobs += logprobs
@@ -163,29 +181,41 @@ class Scheduler:
                 return
 
     def _start(self, prefill: Prefill) -> bool:
-        """Leave a page to each sample that will need one: to be put back right after starting would be a waste.
+        """Leave a page to each sample that will need one: to be put back right after starting would
+        be a waste.
 
-        What another one is about to compute is waited for: prompts that begin alike often come together.
+        What another one is about to compute is waited for: prompts that begin alike often come
+        together.
         """
         found = self.pages.match(prefill.tokens[: prefill.length]) if self.reuse else []
         if self.reuse and self._is_coming(prefill.tokens[: prefill.length], len(found) + 1):
             self.pages.release(found)
             return False
         missing = self.pages.needed(prefill.length) - len(found)
-        growing = sum(self.pages.needed(sample.limit - 1) > len(sample.pages) for sample in self.running)
+        growing = sum(
+            self.pages.needed(sample.limit - 1) > len(sample.pages) for sample in self.running
+        )
         spare = growing + 1 if self.running or self.resident else 0
         taken = self.pages.take(missing) if missing + spare <= self.pages.available else None
         if taken is None:
             self.pages.release(found)
             return False
-        prefill.pages, prefill.cached, prefill.slot = found + taken, len(found) * self.pages.size, self.slots.pop()
+        prefill.pages = found + taken
+        prefill.cached = len(found) * self.pages.size
+        prefill.slot = self.slots.pop()
         self.resident.append(prefill)
         return True
 
     def _is_coming(self, tokens: list[int], pages: int) -> bool:
-        """Will a prefill that has begun soon hold so many full pages with what `tokens` begins with?"""
+        """Will a prefill that has begun soon hold so many full pages with what `tokens` begins
+        with?
+        """
         count = pages * self.pages.size
-        alike = (p.tokens[:count] == tokens[:count] for p in self.resident if p.cached < count <= p.length)
+        alike = (
+            p.tokens[:count] == tokens[:count]
+            for p in self.resident
+            if p.cached < count <= p.length
+        )
         return count <= len(tokens) and any(alike)
 
     def _drop(self, prefill: Prefill) -> None:
@@ -194,14 +224,18 @@ class Scheduler:
             self.resident.remove(prefill)
             self.pages.release(prefill.pages)
             self.slots.append(prefill.slot)
-            prefill.pages, prefill.cached, prefill.slot = [], 0, None
+            prefill.pages = []
+            prefill.cached = 0
+            prefill.slot = None
 
     def _chunks(self) -> list[tuple[Prefill, int]]:
-        left, chunks = self.chunk, []
+        left = self.chunk
+        chunks = []
         for prefill in self.resident:
             missing = prefill.length - prefill.cached
             tokens = min(left, missing)
-            if chunks and tokens < missing:  # only the first is cut: pieces cost a mask, and tiny ones gain nothing
+            # only the first is cut: pieces cost a mask, and tiny ones gain nothing
+            if chunks and tokens < missing:
                 break
             if tokens > 0:
                 chunks.append((prefill, tokens))
@@ -212,7 +246,11 @@ class Scheduler:
 
     def _admit(self, work: Work) -> None:
         """Let samples of computed prefills join the batch, in order."""
-        while self.resident and len(self.running) < self.rows and self.resident[0].cached == self.resident[0].length:
+        while (
+            self.resident
+            and len(self.running) < self.rows
+            and self.resident[0].cached == self.resident[0].length
+        ):
             prefill = self.resident[0]
             sample = prefill.samples.pop(0)
             if not prefill.samples or not self._fork(prefill, sample, work):
@@ -228,21 +266,29 @@ class Scheduler:
                 return False
             self._drop(self.resident[-1])
         self.pages.share(prefill.pages[:full])
-        sample.pages, sample.slot = prefill.pages[:full] + tail, self.slots.pop()
+        sample.pages = prefill.pages[:full] + tail
+        sample.slot = self.slots.pop()
         work.page_copies += [(prefill.pages[full], page) for page in tail]
         work.slot_copies.append((prefill.slot, sample.slot))
         return True
 
     def _inherit(self, prefill: Prefill, sample: Sample) -> None:
-        """The prefill's last sample takes over; if there are others after all, they have to start again."""
-        sample.pages, sample.slot = prefill.pages, prefill.slot
-        prefill.pages, prefill.cached, prefill.slot = [], 0, None
+        """The prefill's last sample takes over; if there are others after all, they have to start
+        again.
+        """
+        sample.pages = prefill.pages
+        sample.slot = prefill.slot
+        prefill.pages = []
+        prefill.cached = 0
+        prefill.slot = None
         self.resident.remove(prefill)
         if not prefill.samples:
             self.queue.remove(prefill)
 
     def _grow(self) -> list[Sample]:
-        """Pages for the next `steps` tokens of every running sample, oldest first; the youngest may lose theirs."""
+        """Pages for the next `steps` tokens of every running sample, oldest first; the youngest may
+        lose theirs.
+        """
         for sample in sorted(self.running, key=lambda sample: sample.arrival):
             while sample.slot is not None:
                 tokens = min(sample.cached + self.steps, sample.limit - 1)
@@ -260,19 +306,24 @@ class Scheduler:
         sample = max(self.running, key=lambda sample: sample.arrival)
         self.preemptions += 1
         self._leave(sample)
-        self.queue.insert(0, Prefill(sample.tokens, [sample]))  # all in the queue came later than all that run
+        # all in the queue came later than all that run
+        self.queue.insert(0, Prefill(sample.tokens, [sample]))
 
     def _finish(self, sample: Sample, reason: str) -> None:
         sample.finish_reason = reason
         self._leave(sample)
 
     def _leave(self, sample: Sample) -> None:
-        """Out of the batch; the last row takes the place, so that the others stay where they are."""
+        """Out of the batch; the last row takes the place, so that the others stay where they
+        are.
+        """
         if self.reuse:
             self.pages.publish(sample.tokens[: sample.cached], sample.pages)
         self.pages.release(sample.pages)
         self.slots.append(sample.slot)
-        sample.pages, sample.cached, sample.slot = [], 0, None
+        sample.pages = []
+        sample.cached = 0
+        sample.slot = None
         row = self.running.index(sample)
         self.running[row] = self.running[-1]
         self.running.pop()

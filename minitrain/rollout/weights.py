@@ -1,11 +1,14 @@
-"""The trainer's modules, as the sampler runs them: the same weights, without what training has put around them.
+"""The trainer's modules, as the sampler runs them: the same weights, without what training has put
+around them.
 
-While `in_use`, blocks run uncompiled, since the compiler would build them anew for the sampler's shapes, or `compiled`
-in the sampler's own way. On the CPU in fp32, matrices are also repacked, once per set of weights, into the order in
-which oneDNN reads them, and those that get the same input side by side: products with the few rows of a decoding step
-are then 1.3 to 2.5 times as fast. That costs a second copy of the weights, which `refresh` renews. Small matrices stay
-as they are: each call of oneDNN costs more than their product. On CUDA, matrices that get the same input are moved to
-lie side by side, once and for good, and are read as one: a decoding step has fewer and larger products, and no copies.
+While `in_use`, blocks run uncompiled, since the compiler would build them anew for the sampler's
+shapes, or `compiled` in the sampler's own way. On the CPU in fp32, matrices are also repacked, once
+per set of weights, into the order in which oneDNN reads them, and those that get the same input
+side by side: products with the few rows of a decoding step are then 1.3 to 2.5 times as fast. That
+costs a second copy of the weights, which `refresh` renews. Small matrices stay as they are: each
+call of oneDNN costs more than their product. On CUDA, matrices that get the same input are moved to
+lie side by side, once and for good, and are read as one: a decoding step has fewer and larger
+products, and no copies.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +25,10 @@ from torch.distributed.tensor import DTensor
 
 from minitrain.models.onednn import OnednnLinear
 
-LEAST = 1 << 18  # elements of what is repacked: 1 MiB
-Packed = tuple[Tensor, Tensor | None, list[int]]  # matrices side by side as oneDNN reads them, biases, rows of each
+# elements of what is repacked: 1 MiB
+LEAST = 1 << 18
+# matrices side by side as oneDNN reads them, biases, rows of each
+Packed = tuple[Tensor, Tensor | None, list[int]]
 
 
 class Weights:
@@ -32,11 +37,14 @@ class Weights:
     def __init__(self, model: nn.Module):
         self.model = model
         device = model.head_weight.device
-        whole = not isinstance(model, FSDPModule)  # which gathers a layer's weights and frees them
+        # which gathers a layer's weights and frees them
+        whole = not isinstance(model, FSDPModule)
         self.packs = whole and device.type == "cpu" and torch.backends.mkldnn.is_available()
         self.joins = whole and can_join(device)
-        self.packed: dict[object, Packed | None] = {}  # by owner, see `products`; None: better as they are
-        self.groups: dict[nn.Module, list[Group]] = {}  # by block
+        # by owner, see `products`; None: better as they are
+        self.packed: dict[object, Packed | None] = {}
+        # by block
+        self.groups: dict[nn.Module, list[Group]] = {}
         self.entered = False
 
     def refresh(self) -> None:
@@ -49,12 +57,21 @@ class Weights:
         if self.entered:
             yield
             return
-        compiled = {block: block._compiled_call_impl for block in self.model.blocks}  # there is no public switch
-        recomputed = {block: block.__dict__["forward"] for block in compiled if "forward" in block.__dict__}
+        # there is no public switch
+        compiled = {block: block._compiled_call_impl for block in self.model.blocks}
+        recomputed = {
+            block: block.__dict__["forward"] for block in compiled if "forward" in block.__dict__
+        }
         if self.packs:
-            self.groups = {block: [Group(self, linears) for linears in linears_by_input(block)] for block in compiled}
-        with torch.inference_mode(False):  # parameters must stay what can be trained
-            joined = [module for module in self.model.modules() if join(module)] if self.joins else []
+            self.groups = {
+                block: [Group(self, linears) for linears in linears_by_input(block)]
+                for block in compiled
+            }
+        # parameters must stay what can be trained
+        with torch.inference_mode(False):
+            joined = (
+                [module for module in self.model.modules() if join(module)] if self.joins else []
+            )
         self.entered = True
         try:
             for block in compiled:
@@ -64,7 +81,8 @@ class Weights:
             for group in chain(*self.groups.values()):
                 for number, linear in enumerate(group.linears):
                     # not a closure: the compiler, which follows, would make a graph for each
-                    linear.group, linear.number = group, number
+                    linear.group = group
+                    linear.number = number
                     setattr(linear, forward_of(linear), MethodType(forward_in_group, linear))
             yield
         finally:
@@ -77,7 +95,8 @@ class Weights:
                 for linear in group.linears:
                     del linear.group, linear.number
                     delattr(linear, forward_of(linear))
-            self.groups = {}  # they hold packed copies
+            # they hold packed copies
+            self.groups = {}
             for module in joined:
                 del module.joint, module.project
 
@@ -95,7 +114,8 @@ class Weights:
                 block._compiled_call_impl = None
 
     def products(self, owner: object, x: Tensor, parameters: Callable) -> Sequence[Tensor]:
-        """F.linear of x with each of `owner`'s matrices, from their packed copy if there can be one.
+        """F.linear of x with each of `owner`'s matrices, from their packed copy if there can be
+        one.
 
         parameters: gives their (weight, bias), all with biases or none.
         """
@@ -106,7 +126,9 @@ class Weights:
         if self.packs and owner not in self.packed:
             weights, biases = zip(*parameters(), strict=True)
             small = sum(weight.numel() for weight in weights) < LEAST
-            if small or any((weight.device.type, weight.dtype) != ("cpu", torch.float32) for weight in weights):
+            if small or any(
+                (weight.device.type, weight.dtype) != ("cpu", torch.float32) for weight in weights
+            ):
                 self.packed[owner] = None
             else:
                 packed = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights))
@@ -126,7 +148,8 @@ class Group:
     """Linears that get the same input, in this order: the first computes for all."""
 
     def __init__(self, weights: Weights, linears: tuple[nn.Linear, ...]):
-        self.weights, self.linears = weights, linears
+        self.weights = weights
+        self.linears = linears
         self.x = self.outs = self.packed = None
 
     def pack(self) -> None:
@@ -137,7 +160,8 @@ class Group:
             compiling = torch.compiler.is_compiling()
             if not compiling:
                 self.pack()
-            if self.packed is None and not compiling:  # too few weights to pack: each as it trains
+            # too few weights to pack: each as it trains
+            if self.packed is None and not compiling:
                 self.outs = [type(linear).forward(linear, x) for linear in self.linears]
             else:
                 self.outs = multiply(self.packed, x, self.parameters)
@@ -157,7 +181,9 @@ def forward_in_group(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 def forward_of(linear: nn.Linear) -> str:
-    """The name of what multiplies by the Linear's matrix: adapters have a `forward` of their own, around `product`."""
+    """The name of what multiplies by the Linear's matrix: adapters have a `forward` of their own,
+    around `product`.
+    """
     return "product" if hasattr(linear, "lora_A") else "forward"
 
 
@@ -182,7 +208,9 @@ def can_join(device: torch.device) -> bool:
 
 
 def join(module: nn.Module) -> bool:
-    """Make one product of those of `module.project`, if they are of plain Linears, and say whether."""
+    """Make one product of those of `module.project`, if they are of plain Linears, and say
+    whether.
+    """
     if not hasattr(module, "project"):
         return False
     linears = [getattr(module, name) for name in module.same_input]
@@ -190,14 +218,23 @@ def join(module: nn.Module) -> bool:
         return False
     biases = [linear.bias for linear in linears]
     bias = None if biases[0] is None else side_by_side(biases)
-    module.joint = side_by_side([linear.weight for linear in linears]), bias, [len(linear.weight) for linear in linears]
-    module.project = MethodType(project_at_once, module)  # not a closure, as above
+    module.joint = (
+        side_by_side([linear.weight for linear in linears]),
+        bias,
+        [len(linear.weight) for linear in linears],
+    )
+    # not a closure, as above
+    module.project = MethodType(project_at_once, module)
     return True
 
 
 def is_plain(linear: nn.Module) -> bool:
     """Is it just a Linear, with matrices of its own: no adapters, no FP8, no tensor parallelism?"""
-    changed = linear._forward_hooks or linear._forward_pre_hooks or {"forward", "weight"} & linear.__dict__.keys()
+    changed = (
+        linear._forward_hooks
+        or linear._forward_pre_hooks
+        or {"forward", "weight"} & linear.__dict__.keys()
+    )
     return type(linear) is nn.Linear and not changed and not isinstance(linear.weight, DTensor)
 
 
@@ -207,9 +244,14 @@ def project_at_once(module: nn.Module, x: Tensor) -> Sequence[Tensor]:
 
 
 def side_by_side(parameters: list[nn.Parameter]) -> Tensor:
-    """One tensor of which the parameters are the rows, in this order. If they are not yet, they are moved there."""
+    """One tensor of which the parameters are the rows, in this order. If they are not yet, they are
+    moved there.
+    """
     places = [(p.untyped_storage().data_ptr(), p.storage_offset()) for p in parameters]
-    ends = [(storage, offset + p.numel()) for (storage, offset), p in zip(places, parameters, strict=True)]
+    ends = [
+        (storage, offset + p.numel())
+        for (storage, offset), p in zip(places, parameters, strict=True)
+    ]
     if places[1:] != ends[:-1]:
         rows = torch.cat([p.data for p in parameters]).split([len(p) for p in parameters])
         for parameter, part in zip(parameters, rows, strict=True):

@@ -1,6 +1,8 @@
-"""From a config to this rank's part of its model: made on the meta device, laid out, filled with weights.
+"""From a config to this rank's part of its model: made on the meta device, laid out, filled with
+weights.
 
-No rank ever holds the whole: storage is allocated after sharding, and values are written into the parts.
+No rank ever holds the whole: storage is allocated after sharding, and values are written into the
+parts.
 """
 
 from collections.abc import Callable
@@ -27,12 +29,17 @@ from minitrain.training.footprint import check_fits
 
 
 def build_model(
-    config: Config, meshes: Meshes, fill: Callable[[Module], None] | None = None, trained: bool = True
+    config: Config,
+    meshes: Meshes,
+    fill: Callable[[Module], None] | None = None,
+    trained: bool = True,
 ) -> Decoder | Wan | Pipeline:
     """Return the config's model, laid out over the ranks.
 
-    fill(model): gives the parameters values, which a config with a path to files needs; by default initial ones.
-    trained: it will have gradients and optimizer states. Raises InputError if this rank has no memory for all that.
+    fill(model): gives the parameters values, which a config with a path to files needs; by default
+    initial ones.
+    trained: it will have gradients and optimizer states. Raises InputError if this rank has no
+    memory for all that.
     """
     if fill is None and (config.model.path or (config.lora and config.lora.path)):
         raise ValueError("model.path and lora.path need `fill` (see run/launch.py)")
@@ -55,7 +62,8 @@ def make_model(config: Config, **stage) -> Decoder | Wan:
     """The config's model on the meta device, or one stage of it (see Decoder)."""
     model = empty_model(config.model.config, **stage)
     if config.precision == "bf16-pure" or (config.lora and config.precision != "fp32"):
-        model.to(torch.bfloat16)  # frozen weights need no more than what is computed with
+        # frozen weights need no more than what is computed with
+        model.to(torch.bfloat16)
     if config.lora:
         add_adapters(model, config.lora)
     if config.precision == "fp8":
@@ -72,13 +80,17 @@ def balance_over_ranks(model: Module, config: Config, meshes: Meshes) -> None:
 
 
 @torch.no_grad()
-def initialize(model: Decoder | Wan, seed: int, wanted: Callable[[str], bool] = lambda name: True) -> None:
-    """Fill the parameters with values that depend on the seed and their names alone, however they are sharded.
+def initialize(
+    model: Decoder | Wan, seed: int, wanted: Callable[[str], bool] = lambda name: True
+) -> None:
+    """Fill the parameters with values that depend on the seed and their names alone, however they
+    are sharded.
 
     wanted(name): is this one to be filled?
     Each rank draws every parameter in full and keeps its part, one parameter at a time.
     """
-    for name, parameter in model.state_dict().items():  # with buffers
+    # with buffers
+    for name, parameter in model.state_dict().items():
         if not wanted(name):
             continue
         generator = torch.Generator(parameter.device).manual_seed(seed_of(f"{seed}/{name}"))

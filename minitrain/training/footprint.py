@@ -1,7 +1,8 @@
 """Reckon what a rank's weights, gradients and optimizer states take, before any of it is allocated.
 
-Bytes per parameter: weights 4 (precision=bf16-pure and frozen ones beside bf16: 2), gradients as weights, AdamW's
-states 8 (optim.states=bf16: 4). Left out: activations, weights that are gathered, and what libraries take.
+Bytes per parameter: weights 4 (precision=bf16-pure and frozen ones beside bf16: 2), gradients as
+weights, AdamW's states 8 (optim.states=bf16: 4). Left out: activations, weights that are gathered,
+and what libraries take.
 """
 
 import math
@@ -24,7 +25,9 @@ GIB = 1 << 30
 
 
 def footprint(model: Module, config: Config, trained: bool = True) -> dict[str, int]:
-    """Return the bytes of this rank's parts, by kind. The model may be on the meta device; trained: not a reference."""
+    """Return the bytes of this rank's parts, by kind. The model may be on the meta device; trained:
+    not a reference.
+    """
     parts = [local(parameter) for parameter in model.parameters()]
     learned = [part for part in parts if part.requires_grad and trained]
     moments = {"fp32": 8, "bf16": 4}[config.optim.states] if config.optim.name == "adamw" else 0
@@ -36,15 +39,25 @@ def footprint(model: Module, config: Config, trained: bool = True) -> dict[str, 
 
 
 def check_fits(model: Module, config: Config, device: torch.device, trained: bool = True) -> None:
-    """Raise InputError if this rank's parts of a model on the meta device exceed the free memory of `device`."""
-    sizes, room = footprint(model, config, trained), free_memory(device)
+    """Raise InputError if this rank's parts of a model on the meta device exceed the free memory of
+    `device`.
+    """
+    sizes = footprint(model, config, trained)
+    room = free_memory(device)
     need = sum(sizes.values())
     if need <= room:
         return
     count = sum(local(parameter).numel() for parameter in model.parameters())
-    ways = {"precision=bf16-pure optim.states=bf16": 8 * count, "lora.rank=16 precision=bf16": 2 * count}
-    fitting = [f"{words} ({size / GIB:.1f})" for words, size in ways.items() if size < min(need, room)]
-    fitting.append(f"{dist.get_world_size() * math.ceil(need / room)} ranks that share them, or a smaller model")
+    ways = {
+        "precision=bf16-pure optim.states=bf16": 8 * count,
+        "lora.rank=16 precision=bf16": 2 * count,
+    }
+    fitting = [
+        f"{words} ({size / GIB:.1f})" for words, size in ways.items() if size < min(need, room)
+    ]
+    fitting.append(
+        f"{dist.get_world_size() * math.ceil(need / room)} ranks that share them, or a smaller model"
+    )
     raise InputError(
         f"{told(sizes)} are needed on a rank, and {room / GIB:.1f} are free on its {device.type.upper()} "
         f"(use {', '.join(fitting)})"
@@ -57,13 +70,15 @@ def told(sizes: dict[str, int]) -> str:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that can be allocated on `device`; on a CPU where the system does not tell (macOS), all it has.
+    """Return the bytes that can be allocated on `device`; on a CPU where the system does not tell
+    (macOS), all it has.
 
-    On Linux not more than the limits of this process's control groups, as containers and Slurm set them: the kernel
-    kills what takes more.
+    On Linux not more than the limits of this process's control groups, as containers and Slurm set
+    them: the kernel kills what takes more.
     """
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch's own allocator
+        # by torch's own allocator
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
     if not LINUX_MEMORY.exists():
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -72,9 +87,11 @@ def free_memory(device: torch.device) -> int:
     limits = [1024 * int(available)]
     for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.exists() else ():
         _, controllers, path = line.split(":", 2)
-        group = CONTROL_GROUPS / controllers / path.strip("/")  # of version 2, which names no controllers
+        # of version 2, which names no controllers
+        group = CONTROL_GROUPS / controllers / path.strip("/")
         for folder in (group, *group.parents):
             for file in (folder / "memory.max", folder / "memory.limit_in_bytes"):
                 if file.exists():
-                    limits += map(int, re.findall(r"\d+", file.read_text()))  # none for "max"
+                    # none for "max"
+                    limits += map(int, re.findall(r"\d+", file.read_text()))
     return min(limits)

@@ -1,8 +1,9 @@
 """The training loop, one for all objectives, layouts and kinds of data.
 
-A step: take this rank's share of the step's rows, run forward and backward on each micro-batch, clip, update. The loss
-that is differentiated is a sum over valid tokens divided by their number in the whole step, over all ranks and
-micro-batches, so the gradients do not depend on how the rows were split.
+A step: take this rank's share of the step's rows, run forward and backward on each micro-batch,
+clip, update. The loss that is differentiated is a sum over valid tokens divided by their number in
+the whole step, over all ranks and micro-batches, so the gradients do not depend on how the rows
+were split.
 """
 
 import math
@@ -28,9 +29,17 @@ from minitrain.training.packing import rows
 
 
 class Trainer:
-    """A model, its objective (by default the task's) and optimizer, on this rank. fill: see `build_model`."""
+    """A model, its objective (by default the task's) and optimizer, on this rank. fill: see
+    `build_model`.
+    """
 
-    def __init__(self, config: Config, meshes: Meshes, objective=None, fill: Callable[[Module], None] | None = None):
+    def __init__(
+        self,
+        config: Config,
+        meshes: Meshes,
+        objective=None,
+        fill: Callable[[Module], None] | None = None,
+    ):
         self.config = config
         self.device = meshes.device
         self.meshes = meshes
@@ -40,18 +49,25 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, config.optim)
 
     def micro_batches(self, dataset, step: int, read: Callable = rows) -> list[dict[str, Tensor]]:
-        """This rank's rows of step 0, 1, ...: consecutive ones, so that all ranks together see rows 0..n in order.
+        """This rank's rows of step 0, 1, ...: consecutive ones, so that all ranks together see rows
+        0..n in order.
 
         With context parallelism, just its tokens of them.
         """
-        batch, ranks = self.config.batch, self.meshes.batch
+        batch = self.config.batch
+        ranks = self.meshes.batch
         share = batch.global_ // ranks.size()
         first = step * batch.global_ + ranks.get_local_rank() * share
-        batches = (read(dataset, range(n, n + batch.micro)) for n in range(first, first + share, batch.micro))
+        batches = (
+            read(dataset, range(n, n + batch.micro))
+            for n in range(first, first + share, batch.micro)
+        )
         return [own_tokens(each, self.meshes.cp, self.config.parallel.context) for each in batches]
 
     def step(self, dataset, step: int) -> dict[str, Tensor]:
-        """One optimizer step on the rows of `step`. Returns loss and grad_norm, without waiting for the device."""
+        """One optimizer step on the rows of `step`. Returns loss and grad_norm, without waiting for
+        the device.
+        """
         return self.update(self.micro_batches(dataset, step), step)
 
     def update(self, micro_batches: list[dict[str, Tensor]], step: int) -> dict[str, Tensor]:
@@ -67,19 +83,25 @@ class Trainer:
         finite = loss.isfinite() & norm.isfinite()
         update_weights(self.optimizer, finite)
         self.optimizer.zero_grad(set_to_none=True)
-        speed = getattr(self.config.model.config, "bias_update_speed", 0)  # Wan has no experts
+        # Wan has no experts
+        speed = getattr(self.config.model.config, "bias_update_speed", 0)
         update_selection_bias(self.model, speed * finite, partial(sum_over, self.meshes.tokens))
         return {"loss": loss, "grad_norm": norm}
 
     @torch.no_grad()
     def evaluate(self, dataset, stopping: Callable[[], bool] = lambda: False) -> float | None:
-        """Mean loss over the first `validation.batches` global batches of a dataset, or as many full ones as it has.
+        """Mean loss over the first `validation.batches` global batches of a dataset, or as many
+        full ones as it has.
 
-        A dataset smaller than one batch is repeated to fill it: tokens count once, videos each time, with other noise.
-        None where `stopping`, which all ranks ask before each batch, says to leave it.
+        A dataset smaller than one batch is repeated to fill it: tokens count once, videos each
+        time, with other noise. None where `stopping`, which all ranks ask before each batch, says
+        to leave it.
         """
-        batches = max(1, min(self.config.validation.batches, len(dataset) // self.config.batch.global_))
-        total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        batches = max(
+            1, min(self.config.validation.batches, len(dataset) // self.config.batch.global_)
+        )
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        count = 0
         for step in range(batches):
             if stopping():
                 return None
@@ -90,7 +112,9 @@ class Trainer:
                 total += self.model.evaluate(self.objective, inputs)
             else:
                 total += sum(self.objective.loss(self.model, batch) for batch in inputs)
-        total, count = sum_over(self.meshes.loss, torch.stack([total, torch.full_like(total, count)])).tolist()
+        total, count = sum_over(
+            self.meshes.loss, torch.stack([total, torch.full_like(total, count)])
+        ).tolist()
         return total / max(count, 1)
 
 
@@ -103,15 +127,24 @@ def rows_once(dataset, numbers: range) -> dict[str, Tensor]:
 
 
 def dropout_seed(seed: int, step: int, meshes: Meshes) -> int:
-    """Ranks with other tokens or other layers draw other masks; those of a tensor-parallel group must draw the same."""
+    """Ranks with other tokens or other layers draw other masks; those of a tensor-parallel group
+    must draw the same.
+    """
     numbers = seed, step, meshes.loss.get_local_rank(), meshes.pp.get_local_rank()
-    return hash(numbers) & (2**63 - 1)  # Python salts the hashes of texts, not those of whole numbers
+    # Python salts the hashes of texts, not those of whole numbers
+    return hash(numbers) & (2**63 - 1)
 
 
 def forward_backward(
-    model: Module, objective, micro_batches: list[dict[str, Tensor]], meshes: Meshes, device: torch.device
+    model: Module,
+    objective,
+    micro_batches: list[dict[str, Tensor]],
+    meshes: Meshes,
+    device: torch.device,
 ) -> Tensor:
-    """Add the gradients of the mean loss over all ranks' micro-batches to the parameters; returns that loss."""
+    """Add the gradients of the mean loss over all ranks' micro-batches to the parameters; returns
+    that loss.
+    """
     count = global_count(objective, micro_batches, meshes, device)
     tell_routers(model, micro_batches, meshes, device)
     batches = [to_device(batch, device) for batch in micro_batches]
@@ -123,8 +156,12 @@ def forward_backward(
     return total
 
 
-def accumulate_gradients(model: Module, objective, batches: list[dict[str, Tensor]], count: Tensor) -> Tensor:
-    """Forward and backward of one micro-batch after the other; returns the sum of this rank's losses / count."""
+def accumulate_gradients(
+    model: Module, objective, batches: list[dict[str, Tensor]], count: Tensor
+) -> Tensor:
+    """Forward and backward of one micro-batch after the other; returns the sum of this rank's
+    losses / count.
+    """
     total = torch.zeros((), device=count.device)
     for i, batch in enumerate(batches):
         set_gradient_sync(model, i == len(batches) - 1)
@@ -142,8 +179,12 @@ def global_count(objective, micro_batches, meshes: Meshes, device: torch.device)
     return count.clamp(min=1).float()
 
 
-def tell_routers(model: Module, micro_batches: list[dict[str, Tensor]], meshes: Meshes, device: torch.device) -> None:
-    """Tell them how many tokens, without padding, the step has on all ranks: auxiliary losses are means over these."""
+def tell_routers(
+    model: Module, micro_batches: list[dict[str, Tensor]], meshes: Meshes, device: torch.device
+) -> None:
+    """Tell them how many tokens, without padding, the step has on all ranks: auxiliary losses are
+    means over these.
+    """
     routers = [module for module in model.modules() if isinstance(module, Router)]
     if any(router.config.router_aux_loss_coef for router in routers):
         # without documents, nothing is padding; numbers of tokens are never below 0
@@ -159,7 +200,8 @@ def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tenso
 
 
 def training_steps(trainer: Trainer, dataset, start: int, seen: int) -> Iterator[dict[str, float]]:
-    """Run the config's steps from `start` on, yielding each one's numbers, for the log, once its loss is known.
+    """Run the config's steps from `start` on, yielding each one's numbers, for the log, once its
+    loss is known.
 
     seen: the tokens, of videos the patches, of the steps before, which may have had other batches.
     """
@@ -170,7 +212,8 @@ def training_steps(trainer: Trainer, dataset, start: int, seen: int) -> Iterator
         metrics = {key: value.item() for key, value in trainer.step(dataset, step).items()}
         metrics["skipped"] = int(not is_finite(metrics))
         metrics |= trainer.objective.metrics(partial(sum_over, trainer.meshes.batch))
-        filled = round(metrics.get("video_tokens", tokens))  # videos differ in length
+        # videos differ in length
+        filled = round(metrics.get("video_tokens", tokens))
         now = time.perf_counter()
         seen += filled
         yield {

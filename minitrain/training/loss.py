@@ -1,16 +1,19 @@
 """Cross-entropy of a linear output head, without ever holding the logits of all tokens.
 
-For a 128k vocabulary the logits of 8192 tokens are 4 GB in fp32, and autograd would keep several copies. Here the head
-and the loss are one autograd function that takes `CHUNK` tokens at a time and computes their gradients right away,
-while their logits are at hand: memory no longer grows with tokens x vocabulary, and backward only scales. On CUDA what
-lies between the matrix products is compiled, also where the model is not: else it would read and write a chunk's logits
-about ten times, in fp32, and take as long as one of the products.
+For a 128k vocabulary the logits of 8192 tokens are 4 GB in fp32, and autograd would keep several
+copies. Here the head and the loss are one autograd function that takes `CHUNK` tokens at a time and
+computes their gradients right away, while their logits are at hand: memory no longer grows with
+tokens x vocabulary, and backward only scales. On CUDA what lies between the matrix products is
+compiled, also where the model is not: else it would read and write a chunk's logits about ten
+times, in fp32, and take as long as one of the products.
 
-Where tensor parallelism splits the head by vocabulary, each rank computes the logits and gradients of its own part, and
-the ranks tell each other three numbers per token: the peak, the sum of exponentials and the label's logit of each part.
+Where tensor parallelism splits the head by vocabulary, each rank computes the logits and gradients
+of its own part, and the ranks tell each other three numbers per token: the peak, the sum of
+exponentials and the label's logit of each part.
 
-`linear_log_probs` gives each token's log-probability instead of their sum, for objectives that are other functions of
-them. How much a token matters is then not known before the backward pass, which computes the logits again.
+`linear_log_probs` gives each token's log-probability instead of their sum, for objectives that are
+other functions of them. How much a token matters is then not known before the backward pass, which
+computes the logits again.
 """
 
 from collections.abc import Callable
@@ -24,8 +27,10 @@ from torch.distributed.tensor import DTensor
 
 from minitrain.models.onednn import matmul, multiplies
 
-IGNORE = -100  # the label of a token that is not predicted
-CHUNK = 2048  # tokens at a time: matrix products still run at full rate, and the logits of a chunk fit
+# the label of a token that is not predicted
+IGNORE = -100
+# tokens at a time: matrix products still run at full rate, and the logits of a chunk fit
+CHUNK = 2048
 
 
 class Part(NamedTuple):
@@ -44,13 +49,16 @@ class Part(NamedTuple):
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Sum over tokens of -log softmax(hidden @ weight^T)[label], in fp32; tokens labelled IGNORE count nothing.
+    """Sum over tokens of -log softmax(hidden @ weight^T)[label], in fp32; tokens labelled IGNORE
+    count nothing.
 
-    hidden: [..., dim]; weight: [vocab, dim], whole or a DTensor split evenly by vocabulary, whose ranks all have the
-    same hidden and labels; labels: int [...]. Returns a scalar: divide by the number of valid labels. With a split
-    weight, the gradient of `hidden` is this rank's term of a sum over ranks.
+    hidden: [..., dim]; weight: [vocab, dim], whole or a DTensor split evenly by vocabulary, whose
+    ranks all have the same hidden and labels; labels: int [...]. Returns a scalar: divide by the
+    number of valid labels. With a split weight, the gradient of `hidden` is this rank's term of a
+    sum over ranks.
     """
-    hidden, labels = hidden.flatten(0, -2), labels.flatten()
+    hidden = hidden.flatten(0, -2)
+    labels = labels.flatten()
     weight, part = local_part(weight)
     if torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(hidden, weight, labels, part)
@@ -70,7 +78,8 @@ def local_part(weight: Tensor) -> tuple[Tensor, Part]:
     """This process's rows of a head's weight, and which part of the vocabulary they are."""
     if not isinstance(weight, DTensor):
         return weight, Part()
-    mesh, weight = weight.device_mesh, weight.to_local()
+    mesh = weight.device_mesh
+    weight = weight.to_local()
     return weight, Part(mesh.get_local_rank() * len(weight), mesh.get_group())
 
 
@@ -99,10 +108,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply x by an fp32 scalar in one pass. Only the product is rounded: 1 / 3 in bf16 is 0.2 % off."""
-    if x.is_cuda:  # torch's own kernel for two types took 2.4 ms of a head's gradient on an H200, at 1.3 TB/s
+    """Multiply x by an fp32 scalar in one pass. Only the product is rounded: 1 / 3 in bf16 is 0.2 %
+    off.
+    """
+    # torch's own kernel for two types took 2.4 ms of a head's gradient on an H200, at 1.3 TB/s
+    if x.is_cuda:
         return _compiled(_product)(x, factor, dtype)
-    return torch.mul(x, factor.view(1), out=x.new_empty(x.shape, dtype=dtype))  # a scalar would take x's type first
+    # a scalar would take x's type first
+    return torch.mul(x, factor.view(1), out=x.new_empty(x.shape, dtype=dtype))
 
 
 def _product(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -110,14 +123,21 @@ def _product(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _gradients(
-    hidden: Tensor, weight: Tensor, needed: tuple[bool, ...], grad_of: Callable[[Tensor, slice], Tensor]
+    hidden: Tensor,
+    weight: Tensor,
+    needed: tuple[bool, ...],
+    grad_of: Callable[[Tensor, slice], Tensor],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of hidden and, in fp32, of weight, as far as they are needed: those that give a chunk's logits the
-    gradient grad_of(logits, chunk). The logits are computed here and may be overwritten."""
+    """The gradients of hidden and, in fp32, of weight, as far as they are needed: those that give a
+    chunk's logits the gradient grad_of(logits, chunk). The logits are computed here and may be
+    overwritten."""
     need_hidden, need_weight, *_ = needed
     grad_hidden = torch.empty_like(hidden) if need_hidden else None
-    new = torch.empty if len(hidden) else torch.zeros  # the first product overwrites it, if there is one
-    grad_weight = new(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
+    # the first product overwrites it, if there is one
+    new = torch.empty if len(hidden) else torch.zeros
+    grad_weight = (
+        new(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
+    )
     for start in range(0, len(hidden), CHUNK):
         chunk = slice(start, start + CHUNK)
         grad_logits = grad_of(matmul(hidden[chunk], weight.T), chunk)
@@ -129,9 +149,10 @@ def _gradients(
 
 
 def _loss_and_grad(logits: Tensor, labels: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-    """Of a chunk of logits [tokens, part], which are overwritten in fp32: the sum of its tokens' losses, in fp32, and
-    its gradient softmax(logits) - onehot(labels), in the logits' type."""
-    dtype, logits = logits.dtype, logits.float()
+    """Of a chunk of logits [tokens, part], which are overwritten in fp32: the sum of its tokens'
+    losses, in fp32, and its gradient softmax(logits) - onehot(labels), in the logits' type."""
+    dtype = logits.dtype
+    logits = logits.float()
     valid, mine, columns = _find(labels, part, logits.shape[1])
     peak = logits.amax(-1, keepdim=True)
     target = logits.gather(1, columns)
@@ -148,7 +169,9 @@ def _loss_and_grad(logits: Tensor, labels: Tensor, part: Part) -> tuple[Tensor, 
 
 
 def _find(labels: Tensor, part: Part, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which labels count, which are among this part's `size` columns, and in which (else 0); each [tokens, 1]."""
+    """Which labels count, which are among this part's `size` columns, and in which (else 0); each
+    [tokens, 1].
+    """
     valid = (labels != IGNORE)[:, None]
     columns = labels[:, None] - part.first
     mine = valid & (columns >= 0) & (columns < size)
@@ -159,7 +182,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
     """total += a @ b, or total = a @ b, with total in fp32 also where a and b are bf16."""
     if a.dtype == total.dtype and not multiplies(a, b):
         total.addmm_(a, b, beta=int(add))
-    elif total.is_cuda:  # its kernel adds: the product is not rounded, nor written and read again
+    elif total.is_cuda:
+        # its kernel adds: the product is not rounded, nor written and read again
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=int(add), out=total)
     elif add:
         total += matmul(a, b)
@@ -170,14 +194,20 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
 # ------------------------------------------------------------------------------------------------------- every token's
 
 
-def linear_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden @ weight^T / temperature)[label], and that distribution's entropy; 0 where label is IGNORE.
+def linear_log_probs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden @ weight^T / temperature)[label], and that distribution's entropy; 0 where
+    label is IGNORE.
 
-    Arguments as in `linear_cross_entropy`, with the same rule for the gradient of `hidden` where the weight is split.
-    Returns two fp32 tensors of labels' shape; only the first can be differentiated.
+    Arguments as in `linear_cross_entropy`, with the same rule for the gradient of `hidden` where
+    the weight is split. Returns two fp32 tensors of labels' shape; only the first can be
+    differentiated.
     """
     local, part = local_part(weight)
-    log_probs, entropy = _LinearLogProbs.apply(hidden.flatten(0, -2), local, labels.flatten(), temperature, part)
+    log_probs, entropy = _LinearLogProbs.apply(
+        hidden.flatten(0, -2), local, labels.flatten(), temperature, part
+    )
     return log_probs.view(labels.shape), entropy.view(labels.shape)
 
 
@@ -185,10 +215,14 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, temperature, part):
         chunks = zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True)
-        results = [fused(_log_prob_entropy_norm, weight)(matmul(x, weight.T), y, temperature, part) for x, y in chunks]
+        results = [
+            fused(_log_prob_entropy_norm, weight)(matmul(x, weight.T), y, temperature, part)
+            for x, y in chunks
+        ]
         log_probs, entropy, log_total = map(torch.cat, zip(*results, strict=True))
         ctx.save_for_backward(hidden, weight, labels, log_total)
-        ctx.temperature, ctx.part = temperature, part
+        ctx.temperature = temperature
+        ctx.part = part
         ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
 
@@ -198,19 +232,31 @@ class _LinearLogProbs(torch.autograd.Function):
 
         def grad_of(logits: Tensor, chunk: slice) -> Tensor:
             return fused(_log_prob_grad, weight)(
-                logits, labels[chunk], ctx.temperature, ctx.part, log_total[chunk, None], grad[chunk, None]
+                logits,
+                labels[chunk],
+                ctx.temperature,
+                ctx.part,
+                log_total[chunk, None],
+                grad[chunk, None],
             )
 
         grad_hidden, grad_weight = _gradients(hidden, weight, ctx.needs_input_grad, grad_of)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 def _log_prob_grad(
     logits: Tensor, labels: Tensor, temperature: float, part: Part, log_total: Tensor, grad: Tensor
 ) -> Tensor:
-    """Of a chunk of logits [tokens, part], which are overwritten in fp32: its gradient, in the logits' type, from that
-    of the labels' log-probabilities. log_total, grad: fp32 [tokens, 1]."""
-    dtype, logits = logits.dtype, logits.float().div_(temperature)
+    """Of a chunk of logits [tokens, part], which are overwritten in fp32: its gradient, in the
+    logits' type, from that of the labels' log-probabilities. log_total, grad: fp32 [tokens, 1]."""
+    dtype = logits.dtype
+    logits = logits.float().div_(temperature)
     valid, mine, columns = _find(labels, part, logits.shape[1])
     scale = grad * valid / temperature
     at_labels = scale * (mine.float() - (logits.gather(1, columns) - log_total).exp())
@@ -221,12 +267,12 @@ def _log_prob_grad(
 def _log_prob_entropy_norm(
     logits: Tensor, labels: Tensor, temperature: float, part: Part
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a chunk of logits [tokens, part], which are overwritten in fp32: the label's log-probability, the entropy, the
-    log of the sum of exponentials; each [tokens].
+    """Of a chunk of logits [tokens, part], which are overwritten in fp32: the label's
+    log-probability, the entropy, the log of the sum of exponentials; each [tokens].
 
-    With shifted logits s = logit - highest and their sum of exponentials T, the entropy is log T - sum(s e^s) / T. A
-    part that has them shifted by its own peak, with T' and M' = sum(s' e^s'), adds T' e^d to T and (M' + T' d) e^d to
-    the sum, where d = peak - highest.
+    With shifted logits s = logit - highest and their sum of exponentials T, the entropy is log T -
+    sum(s e^s) / T. A part that has them shifted by its own peak, with T' and M' = sum(s' e^s'),
+    adds T' e^d to T and (M' + T' d) e^d to the sum, where d = peak - highest.
     """
     logits = logits.float().div_(temperature)
     valid, mine, columns = _find(labels, part, logits.shape[1])
@@ -236,7 +282,9 @@ def _log_prob_entropy_norm(
     exponentials = shifted.exp()
     total = exponentials.sum(-1, keepdim=True)
     weighted = torch.linalg.vecdot(exponentials, shifted)[:, None]
-    peaks, totals, weighted, targets = part.gather(torch.stack([peak, total, weighted, target])).unbind(1)
+    peaks, totals, weighted, targets = part.gather(
+        torch.stack([peak, total, weighted, target])
+    ).unbind(1)
     highest = peaks.amax(0)
     d = peaks - highest
     total = (totals * d.exp()).sum(0)

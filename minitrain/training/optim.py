@@ -18,24 +18,35 @@ from minitrain.training.adamw import AdamW
 
 def make_optimizer(model: Module, optim: Optim) -> torch.optim.Optimizer:
     """AdamW (Loshchilov & Hutter 2019) or SGD. Matrices decay; norms and biases do not."""
-    decayed, others = [], []
+    decayed = []
+    others = []
     for name, p in model.named_parameters():
-        if p.requires_grad:  # experts' biases have two dimensions, Wan's shifts, scales and gates three
+        # experts' biases have two dimensions, Wan's shifts, scales and gates three
+        if p.requires_grad:
             is_matrix = p.ndim > 1 and not name.endswith(("bias", "scale_shift_table"))
             (decayed if is_matrix else others).append(p)
-    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": optim.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     if optim.name == "sgd":
         return SGD(groups, dict(lr=optim.lr))
     settings = dict(lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps)
-    in_bf16 = optim.states == "bf16"  # torch's own has states of the parameters' type
-    if optim.stochastic_rounding or any((p.dtype == torch.bfloat16) != in_bf16 for p in decayed + others):
-        names, states = {p: name for name, p in model.named_parameters()}, torch.bfloat16 if in_bf16 else torch.float32
+    # torch's own has states of the parameters' type
+    in_bf16 = optim.states == "bf16"
+    if optim.stochastic_rounding or any(
+        (p.dtype == torch.bfloat16) != in_bf16 for p in decayed + others
+    ):
+        names = {p: name for name, p in model.named_parameters()}
+        states = torch.bfloat16 if in_bf16 else torch.float32
         return AdamW(groups, names, states, optim.stochastic_rounding, **settings)
     return torch.optim.AdamW(groups, **settings, fused=True)
 
 
 class SGD(torch.optim.Optimizer):
-    """Plain gradient descent. Unlike torch's own, it can leave out an update of DTensors; see `update_weights`."""
+    """Plain gradient descent. Unlike torch's own, it can leave out an update of DTensors; see
+    `update_weights`.
+    """
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
@@ -43,15 +54,18 @@ class SGD(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    weight, gradient = local(parameter), local(parameter.grad)
+                    weight = local(parameter)
+                    gradient = local(parameter.grad)
                     change = group["lr"] * (gradient + group["weight_decay"] * weight)
                     weight -= change if skip is None else torch.where(skip > 0, 0, change)
 
 
 def update_weights(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
-    """optimizer.step() if `finite`, a bool scalar on the device; else weights, states and step counts stay, to the bit.
+    """optimizer.step() if `finite`, a bool scalar on the device; else weights, states and step
+    counts stay, to the bit.
 
-    `found_inf` is how torch.amp.GradScaler tells torch's fused optimizers the same; it has no public name.
+    `found_inf` is how torch.amp.GradScaler tells torch's fused optimizers the same; it has no
+    public name.
     """
     optimizer.found_inf = (~finite).float()
     optimizer.step()
@@ -59,49 +73,66 @@ def update_weights(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
 
 
 def learning_rate(step: int, steps: int, optim: Optim) -> float:
-    """Return the rate of a step from 0 on: linear warm-up, then constant, linear or cosine to final_lr * lr."""
+    """Return the rate of a step from 0 on: linear warm-up, then constant, linear or cosine to
+    final_lr * lr.
+    """
     warmup = warmup_steps(steps, optim)
     if step < warmup:
         return optim.lr * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - 1 - warmup)
-    left = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[optim.schedule]
+    left = {
+        "constant": 1.0,
+        "linear": 1 - progress,
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+    }[optim.schedule]
     return optim.lr * (optim.final_lr + (1 - optim.final_lr) * left)
 
 
 def warmup_steps(steps: int, optim: Optim) -> int:
-    """Return how many of `steps` warm up: optim.warmup, or in a run that is shorter than that a tenth."""
+    """Return how many of `steps` warm up: optim.warmup, or in a run that is shorter than that a
+    tenth.
+    """
     return optim.warmup if optim.warmup <= steps else steps // 10
 
 
 @torch.no_grad()
-def clip_gradients(parameters: list[Parameter], max_norm: float | None, stages: DeviceMesh | None = None) -> Tensor:
-    """Scale all gradients so that their common 2-norm is at most `max_norm`; returns the norm from before, a scalar.
+def clip_gradients(
+    parameters: list[Parameter], max_norm: float | None, stages: DeviceMesh | None = None
+) -> Tensor:
+    """Scale all gradients so that their common 2-norm is at most `max_norm`; returns the norm from
+    before, a scalar.
 
-    The norm is that of the full gradients, wherever their shards live: one value for all ranks, as in one process. The
-    factor is rounded to the gradients' type. stages: the ranks of a pipeline, which have different parameters.
+    The norm is that of the full gradients, wherever their shards live: one value for all ranks, as
+    in one process. The factor is rounded to the gradients' type. stages: the ranks of a pipeline,
+    which have different parameters.
     """
     by_mesh: dict = {}
     for parameter in parameters:
         if parameter.grad is not None:
             by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
     norms = [whole(total_norm([p.grad for p in group])) for group in by_mesh.values()]
-    if not norms:  # a stage of a pipeline may have nothing to train
+    # a stage of a pipeline may have nothing to train
+    if not norms:
         norms = [torch.zeros((), device=parameters[0].device)]
     total = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
     if stages is not None and stages.size() > 1:
-        squares = total.double().square()  # one type for all stages, whatever they train
+        # one type for all stages, whatever they train
+        squares = total.double().square()
         dist.all_reduce(squares, group=stages.get_group())
         total = squares.sqrt()
     if max_norm is not None:
         scale = (max_norm / (total + 1e-6)).clamp(max=1)
         gradients = [local(p.grad) for group in by_mesh.values() for p in group]
         for dtype, each in by_type(gradients).items():
-            torch._foreach_mul_(each, scale.to(dtype))  # of another type it would be a kernel for each
+            # of another type it would be a kernel for each
+            torch._foreach_mul_(each, scale.to(dtype))
     return total
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
-    """Their common 2-norm, in fp32 also where they are bf16: in that, a sum over more than 256 ranks stops growing."""
+    """Their common 2-norm, in fp32 also where they are bf16: in that, a sum over more than 256
+    ranks stops growing.
+    """
     norms = [
         norm
         for dtype, group in by_type(gradients).items()
