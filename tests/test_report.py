@@ -278,9 +278,15 @@ def test_the_simulator_predicts_a_calibrated_product_as_measured(tmp_path):
     file.write_text(json.dumps({"mode": "measured"}) + "\n" + json.dumps(outcome) + "\n")
     system, named = find_system(str(file)), load_system("h200")
     for element, rate in ((2, 6e14), (1, 1e15)):
-        product = Event("mm", "gemm", 2 * 8192**3, [], [], sizes=(1, 8192, 8192, 8192), element=element)
+        moved = [(1, 2 * 8192**2 * element)], [(2, 2 * 8192**2)]
+        product = Event("mm", "gemm", 2 * 8192**3, *moved, sizes=(1, 8192, 8192, 8192), element=element)
         assert system.kernel_seconds(product) - system.launch == pytest.approx(2 * 8192**3 / rate)
-    assert (system.memory, system.attention_forward, system.attention_backward) == (4e12, 5e14, 4e14)
+    for name, rate in (("attention", 5e14), ("attention_backward", 4e14)):
+        event = Event(name, "attention", 10**15, [], [], (128, 4096), form="causal")
+        assert system.kernel_seconds(event) - system.launch == pytest.approx(1e15 / rate)
+    assert system.memory == pytest.approx(0.89 * 4e12)
+    flex, causal = named.attention["flex"], named.attention["causal"]
+    assert system.attention["flex"].forward / system.attention["causal"].forward == flex.forward / causal.forward
     assert (system.nvlink, system.capacity) == (named.nvlink, named.capacity)
     assert find_system("h200") == named
 

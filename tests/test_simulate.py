@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minitrain.bench.flops import count_work
 from minitrain.bench.measure import visible_share
@@ -23,7 +24,7 @@ from minitrain.run.layout import micro_batches
 from minitrain.settings import Lora
 from minitrain.simulator import sweep
 from minitrain.simulator.chrome import write_trace
-from minitrain.simulator.fake_world import attend, counting_mask, stand_ins, trace_step
+from minitrain.simulator.fake_world import attend, counting_mask, fake_world, stand_ins, trace_step
 from minitrain.simulator.replay import Replay
 from minitrain.simulator.simulate import (
     Simulation,
@@ -35,7 +36,7 @@ from minitrain.simulator.simulate import (
     timed,
 )
 from minitrain.simulator.timeline import Span, Timeline, load_system
-from minitrain.simulator.trace import Trace
+from minitrain.simulator.trace import Trace, Tracer
 
 TREE = {
     "model": {"name": "llama3-8b-tiny", "num_layers": 1}, "batch": {"global": 10, "micro": 1, "seq_len": 64},
@@ -141,10 +142,27 @@ def test_model_flops_of_packed_documents_are_those_that_run():
 
 @pytest.mark.parametrize("window", [None, 16, 64, 200])
 def test_windows_end_where_documents_do(window):
-    """Two rows of four documents of 64 tokens each: of 256 tokens a window would see more than there is of one."""
+    """Rows of four documents of 64 tokens each: of 256 tokens a window would see more than there is of one."""
     documents = torch.arange(4).repeat_interleave(64).expand(2, -1)
     unseen = max(64 - (window or 64), 0)
-    assert counting_mask(1 / 4, 256, "cpu", documents, window=window).pairs == 2 * 4 * (64**2 - unseen**2) / 2
+    assert counting_mask(1 / 4, 256, "cpu", documents, window=window).pairs == 4 * (64**2 - unseen**2) / 2
+
+
+@pytest.mark.parametrize(("given", "form", "sizes", "flops"), [
+    ({}, "causal", (16, 32), 32), ({"causal": False}, "full", (16, 64), 64), ({"plain": False}, "flex", (16, 32), 32),
+    ({"window": 8}, "flex", (16, 8), 64 * 8 / 64 - 8 * 8 / 2 / 64),
+    ({"places": torch.arange(16)}, "flex", (16, 32), 32),
+    ({"places": torch.arange(16), "causal": False}, "full", (16, 64), 64),
+])  # fmt: skip
+def test_attention_runs_on_the_kernel_that_a_gpu_would_take(given, form, sizes, flops):
+    """Plain causal and full attention on cuDNN's, sinks and other masks on FlexAttention; of two rows, as for each."""
+    queries = len(given.get("places", range(64)))
+    with fake_world(1), FakeTensorMode(), Tracer({}) as tracer:
+        q, kv = torch.empty(2, 4, queries, 16), torch.empty(2, 2, 64, 16)
+        attend(q, kv, kv, counting_mask(1.0, 64, "cpu", **given))
+    (event,) = (event for event in tracer.trace.events if event.kind == "attention")
+    assert (event.form, event.sizes) == (form, sizes)
+    assert event.flops == 2 * 2 * 4 * queries * flops * 32
 
 
 @pytest.mark.parametrize("layers, alike", [(10, {0: 0, 1: 1, 2: 2, 3: 3}), (14, {0: 0, 1: 1, 2: 1, 3: 3})])

@@ -35,7 +35,8 @@ def meta(*shape: int) -> torch.Tensor:
     ],
 )
 def test_products(op, operands, out, expected):
-    assert work(op.default, op.__name__, [meta(*shape) for shape in operands], {}, meta(*out)) == expected
+    found = work(op.default, op.__name__, [meta(*shape) for shape in operands], {}, meta(*out))
+    assert (found["flops"], found["kind"], found["sizes"]) == expected
 
 
 def test_a_product_is_as_fast_as_its_factors_are_narrow():
@@ -53,10 +54,12 @@ def test_attention(causal):
     q, k, v = meta(2, 3, 8, 16), meta(2, 3, 10, 16), meta(2, 3, 10, 5)
     pairs = 2 * 3 * 8 * 10 / (2 if causal else 1)
     forward = aten._scaled_dot_product_flash_attention_for_cpu
-    assert work(forward.default, "x", (q, k, v, 0.0, causal), {}, None)[:2] == (2 * pairs * (16 + 5), "attention")
+    found = work(forward.default, "x", (q, k, v, 0.0, causal), {}, None)
+    form = {"kind": "attention", "sizes": (16, 5 if causal else 10), "form": "causal" if causal else "full"}
+    assert found == form | {"flops": 2 * pairs * (16 + 5)}
     given = (meta(2, 3, 8, 5), q, k, v, meta(2, 3, 8, 5), meta(2, 3, 8), 0.0, causal)
     found = work(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, "x", given, {}, None)
-    assert found[0] == 2 * pairs * (16 + 5 + 5 + 16 + 16)
+    assert found == form | {"flops": 2 * pairs * (16 + 5 + 5 + 16 + 16)}
 
 
 def test_bytes_that_a_kernel_moves():

@@ -36,6 +36,7 @@ PEAKS = (
 
 OTHER_FORMS = {"pcie", "nvl", "mig"}  # words in the names of GPUs that are slower than a system's, or parts of them
 
+ATTENTION_LENGTH = 8192  # tokens of the attention that is timed on CUDA
 MATMUL_SIZE = 8192  # rows, columns and depth of the product that is timed on CUDA
 RUN = 0.1  # seconds for which something is repeated to measure its rate
 LINUX_STATUS = Path("/proc/self/status")
@@ -89,7 +90,7 @@ def measure_attention(device: torch.device, dtype: torch.dtype) -> tuple[float, 
 
     Half of the square counts; the backward pass is 2.5 times the forward (five matrix products instead of two).
     """
-    heads, length, width = (32, 8192, 128) if device.type == "cuda" else (8, 512, 128)
+    heads, length, width = (32, ATTENTION_LENGTH, 128) if device.type == "cuda" else (8, 512, 128)
     shape = 1, heads, length, width
     q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)

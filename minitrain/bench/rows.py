@@ -22,7 +22,7 @@ REFERENCE = {  # kinds of what a config's `reference` may say
     "recipe": dict,
 }
 RECIPE = {"compile": bool, "attention": str, "micro_batches": int, "stack": str}  # see recipe.py
-NAMES = {"attention": "attention", "stack": "stacks"}  # sections of systems.yaml with what a recipe may name
+NAMES = {"attention": "kernels", "stack": "stacks"}  # sections of systems.yaml with what a recipe may name
 
 
 def constants(section: str) -> Any:

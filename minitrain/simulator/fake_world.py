@@ -42,9 +42,7 @@ from minitrain.simulator.trace import (
     ATTENTION,
     Trace,
     Tracer,
-    attention_backward_flops,
-    attention_flops,
-    attention_pairs,
+    attention_work,
 )
 from minitrain.training import build
 from minitrain.training.build import make_model
@@ -76,72 +74,72 @@ def process_groups(meshes: Meshes) -> dict[str, tuple[list[str], list[int]]]:
 
 
 @torch.library.custom_op("minitrain::attention", mutates_args=())
-def fake_attention(q: Tensor, k: Tensor, v: Tensor, pairs: float) -> tuple[Tensor, Tensor]:
-    """Shapes as in models/attention.py, with the log of the softmax's sum; pairs: per head, over all rows."""
+def fake_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, pairs: float | None) -> tuple[Tensor, Tensor]:
+    """Shapes as in models/attention.py, with the log of the softmax's sum. causal, pairs: as in `attention_work`."""
     raise NotImplementedError("this operator exists for fake tensors only")
 
 
 @torch.library.custom_op("minitrain::attention_backward", mutates_args=())
 def fake_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, pairs: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, causal: bool, pairs: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     raise NotImplementedError("this operator exists for fake tensors only")
 
 
 @fake_attention.register_fake
-def _(q, k, v, pairs):
+def _(q, k, v, causal, pairs):
     # as the kernels lay it out: heads next to their channels
     out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 @fake_attention_backward.register_fake
-def _(grad, q, k, v, out, log_sum, pairs):
+def _(grad, q, k, v, out, log_sum, causal, pairs):
     return tuple(torch.empty_like(x) for x in (q, k, v))
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.pairs = inputs
+    *tensors, ctx.causal, ctx.pairs = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def _differentiate(ctx, grad, _):
-    return *fake_attention_backward(grad, *ctx.saved_tensors, ctx.pairs), None
+    return *fake_attention_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.pairs), None, None
 
 
 fake_attention.register_autograd(_differentiate, setup_context=_save)
 for kept in KEPT.values():
     kept.add(torch.ops.minitrain.attention.default)
 ATTENTION |= {
-    torch.ops.minitrain.attention: lambda q, k, v, pairs: attention_flops(q, v, pairs),
-    torch.ops.minitrain.attention_backward: lambda grad, q, k, v, *rest: attention_backward_flops(q, v, rest[-1]),
+    torch.ops.minitrain.attention: attention_work,
+    torch.ops.minitrain.attention_backward: lambda grad, q, k, v, out, log_sum, causal, pairs=None: attention_work(
+        q, k, v, causal, pairs, backward=True
+    ),
 }
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, sinks: Tensor | None = None) -> Tensor:
     """In place of models/attention.py's `attention`."""
-    pairs = None if mask is None else mask.pairs
-    if pairs is None:
-        pairs = attention_pairs(q, k, causal=mask is not None and mask.causal)
-    out, log_sum = fake_attention(q, k, v, pairs)
+    mask = mask or Mask(causal=False)
+    out, log_sum = fake_attention(q, k, v, mask.causal, mask.pairs)
     return out if sinks is None else apply_sinks(out, log_sum, sinks[:, None])
 
 
 def counting_mask(
     visible: float, length: int, device, documents=None, causal=True, places=None, window=None, plain=True
 ) -> Mask:
-    """In place of `make_mask`: how many pairs it would allow, as `pairs`.
+    """In place of `make_mask`: how many pairs it would allow in a row, as `pairs`.
 
     visible: with documents, the share of a row's causal pairs whose two tokens belong to one document. Context-parallel
     ranks have equally many pairs each, so a rank with `places` has its share of the row's.
     """
-    rows = 1 if documents is None else len(documents)
+    if plain and documents is None and window is None and (places is None or not causal):
+        return Mask(causal)
     seen = length if documents is None else length * visible
     pairs = length * seen / (2 if causal else 1)
     if window is not None:
         pairs -= length * max(seen - window, 0) ** 2 / seen / 2  # as flops.py's Work.keys
-    share = 1 if places is None else len(places) / length
-    return Mask(causal, rows * pairs * share if documents is not None or window is not None or share < 1 else None)
+    return Mask(causal, pairs if places is None else pairs * len(places) / length)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:

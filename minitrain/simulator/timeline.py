@@ -5,9 +5,10 @@ when their inputs are there; a kernel that reads what a collective brings waits 
 communication. FSDP's own copies run on its streams, as in PyTorch, and its next all-gather starts only when the one
 before has been copied out, which bounds how far it runs ahead.
 
-    matrix product   launch + max(FLOPs / (rate x filled x k / (k + 128)), bytes / HBM); filled: the share of the waves
-                     of 128 x 256 tiles that has work, with RECOVERED of the idle rest
-    attention        launch + FLOPs / the rate of its direction
+    matrix product   launch + max(FLOPs / (rate x filled x k / (k + 128)) + BESIDE x bytes / HBM, bytes / HBM);
+                     filled: the share of the waves of 128 x 256 tiles that has work, with RECOVERED of the idle rest;
+                     of an expert's products, with a share and a launch of their own
+    attention        launch + FLOPs / (rate of the kernel and direction x keys / (keys + start)), keys: of a query
     other kernels    launch + bytes / HBM; with the compiler, neighbours become one kernel, whose inner tensors cost
                      nothing unless something later reads them
     collective       latency + bytes on the wire / bandwidth: (n - 1) / n of the payload, twice for an all-reduce;
@@ -27,26 +28,50 @@ from minitrain.simulator.trace import SHARDS, Event, Trace
 TILE = 128, 256  # of a matrix product's result, per multiprocessor
 READS_GATHERED = ("split_with_sizes_copy", "embedding")  # the latter from one rank, where nothing is copied out
 RECOVERED = 0.6  # how much of an incomplete last wave smaller tiles and split products recover
+NARROW = 64  # channels per head
+BESIDE = 0.27  # how much of the time for a product's bytes is not hidden: fitted with bf16, see systems.yaml
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Rates of an attention kernel.
+
+    forward, backward: FLOP/s with 128 channels per head and very many keys. narrow: the share of these with 64 channels
+    or fewer. start: what a query costs besides its keys, in keys.
+    """
+
+    forward: float
+    backward: float
+    narrow: float
+    start: float
+
+    def seconds(self, event: Event) -> float:
+        channels, keys = event.sizes
+        rate = self.backward if "backward" in event.name else self.forward
+        return event.flops / rate / (self.narrow if channels <= NARROW else 1) * (1 + self.start / keys)
 
 
 @dataclass(frozen=True)
 class System:
     """Rates that large kernels and messages reach, per GPU; systems.yaml has their sources.
 
-    FLOP/s: bf16, fp8, attention_*; grouped: the share of these that grouped products reach. bytes/s: memory, nvlink,
-    network; decode_weights, decode_caches: shares of memory's. Seconds: launch (a kernel's least), latency and
-    far_latency (of a message), step (the host's, per optimizer step), decode_step. capacity: bytes. domain: GPUs that
-    NVLink connects. gemm_tiles: multiprocessors.
+    FLOP/s: bf16, fp8. attention: by the form of the event. bytes/s: memory, nvlink, network; decode_weights,
+    decode_caches: shares of memory's. grouped_beside: as BESIDE, of an expert's products. dispatch_passes: how often
+    what an all-to-all sends is read or written besides. Seconds: launch (a kernel's least), grouped_launch, latency and
+    far_latency (of a message), dispatch (of an all-to-all, besides), step (the host's, per optimizer step),
+    decode_step. capacity: bytes. domain: GPUs that NVLink connects. gemm_tiles: multiprocessors.
     """
 
     name: str
     bf16: float
     fp8: float
-    grouped: float
-    attention_forward: float
-    attention_backward: float
+    attention: dict[str, Attention]
     memory: float
     launch: float
+    grouped_beside: float
+    grouped_launch: float
+    dispatch: float
+    dispatch_passes: float
     nvlink: float
     domain: int
     network: float
@@ -63,16 +88,15 @@ class System:
         """Of a matrix product, of attention, or of another kernel by itself."""
         moved = sum(n for _, n in event.reads + event.writes) / self.memory
         if event.kind == "attention":
-            rate = self.attention_backward if "backward" in event.name else self.attention_forward
-            return event.flops / rate + self.launch
-        if event.kind in ("gemm", "grouped"):
-            return max(event.flops / self.gemm_rate(event), moved) + self.launch
+            return self.attention[event.form].seconds(event) + self.launch
+        if event.kind == "grouped":
+            return event.flops / self.gemm_rate(event) + self.grouped_beside * moved + self.grouped_launch
+        if event.kind == "gemm":
+            return max(event.flops / self.gemm_rate(event) + BESIDE * moved, moved) + self.launch
         return moved + self.launch
 
     def gemm_rate(self, event: Event) -> float:
         rate = self.fp8 if event.element == 1 else self.bf16 if event.element == 2 else self.bf16 / 16
-        if event.kind == "grouped" and event.sizes[0] > 1:
-            rate *= self.grouped
         if not event.sizes:
             return rate
         batch, m, n, k = event.sizes
@@ -89,7 +113,8 @@ class System:
         if "alltoall" in event.name or "all_to_all" in event.name:
             near = self.in_domain(ranks)
             far = event.payload * (len(ranks) - near) / len(ranks)
-            return self.latency + max(far / self.network, moved / self.nvlink)
+            besides = self.dispatch + self.dispatch_passes * event.payload / self.memory
+            return self.latency + max(far / self.network, moved / self.nvlink) + besides
         return self.latency + moved / self.bandwidth(ranks)
 
     def bandwidth(self, ranks: list[int]) -> float:
@@ -110,7 +135,15 @@ def load_system(name: str, setting: str = "--system") -> System:
     known = constants("systems")
     if name.lower() not in known:
         raise InputError(f"{setting}={name} is not one of {', '.join(known)}")
-    return System(name.lower(), **{rate: float(value) for rate, value in known[name.lower()].items()})
+    return System(name.lower(), **rates_of(known[name.lower()]))
+
+
+def rates_of(values: dict) -> dict:
+    """Fields of a System, from what systems.yaml says of one. attention: the names of its kernels, by form."""
+    kernels = {name: Attention(**rates) for name, rates in constants("kernels").items()}
+    attention = {form: kernels[kernel] for form, kernel in values.get("attention", {}).items()}
+    numbers = {field: float(value) for field, value in values.items() if field != "attention"}
+    return numbers | ({"attention": attention} if attention else {})
 
 
 class Span(NamedTuple):

@@ -43,9 +43,10 @@ class Event:
     """One kernel or collective.
 
     kind: `gemm`, `grouped`, `attention`, `memory`, `collective`, or the `wait` for one. reads, writes: (storage number,
-    bytes) of each tensor. sizes: of a matrix product, (batch or groups, m, n, k). payload: bytes of a collective's
-    full, gathered or unreduced tensor; group: its name in `Trace.groups`; dimension: that of the mesh that it runs
-    over. element: bytes per element of what is multiplied.
+    bytes) of each tensor. sizes: of a matrix product, (batch or groups, m, n, k); of attention, channels per head and
+    keys per query. payload: bytes of a collective's full, gathered or unreduced tensor; group: its name in
+    `Trace.groups`; dimension: that of the mesh that it runs over. element: bytes per element of what is multiplied.
+    form: of attention, `full`, `causal` or `flex`, which computes any other mask.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Event:
     payload: int = 0
     group: str = ""
     dimension: str = ""
+    form: str = ""
 
     def renumbered(self, now: dict[int, int]) -> "Event":
         """The same on other storages. now: their numbers, by those here."""
@@ -279,10 +281,10 @@ class Tracer(TorchDispatchMode):
         writes = {self.number(x): traffic(x) for x in written}
         most = max(writes.values(), default=0)
         reads = {self.number(x): min(traffic(x), most) if name in ROWS_READ else traffic(x) for x in inputs}
-        flops, kind, sizes = work(op, name, args, kwargs, out)
+        kernel = work(op, name, args, kwargs, out)
         # of the factors, not of what their product is added to
         element = min((x.element_size() for x in inputs if x.is_floating_point()), default=2)
-        self.record(Event(name, kind, flops, list(reads.items()), list(writes.items()), sizes, element))
+        self.record(Event(name, reads=list(reads.items()), writes=list(writes.items()), element=element, **kernel))
 
     def record_collective(self, op, args, inputs, outputs) -> None:
         name = op._overloadpacket.__name__
@@ -362,23 +364,23 @@ def traffic(tensor: Tensor) -> int:
 # ---------------------------------------------------------------------------------------------------------------- work
 
 
-def work(op, name: str, args, kwargs, out) -> tuple[int, str, tuple[int, ...]]:
-    """FLOPs, kind and, for a matrix product, (batch, m, n, k) of an operator's call."""
+def work(op, name: str, args, kwargs, out) -> dict[str, object]:
+    """What an Event has of an operator's call: kind, FLOPs, and sizes if these matter."""
     packet = op._overloadpacket
     if packet in FACTORS:
         a, b = FACTORS[packet](*args)
         m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
         if packet is aten._grouped_mm:  # rows by expert times a stack; or k is cut by expert, which gives a stack
             groups = len(b) if b.dim() == 3 else len(out)
-            return 2 * m * n * k, "grouped", (groups, m, n, k)
+            return {"kind": "grouped", "flops": 2 * m * n * k, "sizes": (groups, m, n, k)}
         batch = len(a) if a.dim() == 3 else 1
-        return 2 * batch * m * n * k, "gemm", (batch, m, n, k)
+        return {"kind": "gemm", "flops": 2 * batch * m * n * k, "sizes": (batch, m, n, k)}
     if packet in ATTENTION:
-        return int(ATTENTION[packet](*args)), "attention", ()
+        return ATTENTION[packet](*args)
     if packet in flop_registry:
         flops = flop_registry[packet](*args, **kwargs, out_val=out)
-        return flops, ("attention" if "attention" in name else "gemm"), ()
-    return 0, "memory", ()
+        return {"kind": "attention" if "attention" in name else "gemm", "flops": flops}
+    return {"kind": "memory", "flops": 0}
 
 
 FACTORS: dict[object, Callable] = {  # of each matrix product, among its arguments
@@ -394,27 +396,30 @@ FACTORS: dict[object, Callable] = {  # of each matrix product, among its argumen
 }
 
 
-def attention_flops(q: Tensor, v: Tensor, pairs: float) -> float:
-    return 2 * pairs * q.shape[1] * (q.shape[-1] + v.shape[-1])
+def attention_work(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, pairs: float | None = None, backward: bool = False
+) -> dict[str, object]:
+    """What an Event has of attention.
 
-
-def attention_backward_flops(q: Tensor, v: Tensor, pairs: float) -> float:
-    """Of five products: scores again, and the gradients of weights, values, queries and keys."""
-    return 2 * pairs * q.shape[1] * (3 * q.shape[-1] + 2 * v.shape[-1])
-
-
-def attention_pairs(q: Tensor, k: Tensor, causal: bool) -> float:
-    """Pairs of query and key over all rows: half of the square if causal."""
-    return q.shape[0] * q.shape[2] * k.shape[2] / (2 if causal else 1)
+    pairs: of query and key in a row, as FlexAttention's mask allows them; None: plain attention, of half of the square
+    if causal, else of all of it. Backward there are five products: scores again, and the gradients of weights, values,
+    queries and keys.
+    """
+    rows, heads, queries, channels = q.shape
+    form = "flex" if pairs is not None else "causal" if causal else "full"
+    pairs = queries * k.shape[2] / (2 if causal else 1) if pairs is None else pairs
+    products = 3 * channels + 2 * v.shape[-1] if backward else channels + v.shape[-1]
+    sizes = channels, round(pairs / queries)
+    return {"kind": "attention", "flops": int(2 * rows * heads * pairs * products), "sizes": sizes, "form": form}
 
 
 ATTENTION: dict[object, Callable] = {
     aten._scaled_dot_product_flash_attention_for_cpu: (
-        lambda q, k, v, dropout=0.0, causal=False, *_: attention_flops(q, v, attention_pairs(q, k, causal))
+        lambda q, k, v, dropout=0.0, causal=False, *_: attention_work(q, k, v, causal)
     ),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda grad, q, k, v, out, log_sum, dropout=0.0, causal=False, *_: attention_backward_flops(
-            q, v, attention_pairs(q, k, causal)
+        lambda grad, q, k, v, out, log_sum, dropout=0.0, causal=False, *_: attention_work(
+            q, k, v, causal, backward=True
         )
     ),
 }
