@@ -221,24 +221,33 @@ def time_stack(result: dict) -> str:
 
 def pipeline(lanes: list[str], step: float) -> str:
     """The ranks of a pipeline over a step, as Replay.lanes has them."""
-    colours = {kind: f"c{number}" for number, kind in enumerate(ACTIONS)}
-    columns, drawn = len(lanes[0]), ""
-    for place, lane in enumerate(lanes):
-        top = place * (LANE + 3)
-        drawn += f'<text x="0" y="{top + 10}">rank {place}</text><rect class="idle" x="40" y="{top}" ' \
-                 f'width="{columns}" height="{LANE}"/>'  # fmt: skip
-        drawn += "".join(path(lane, kind, top, colours[kind]) for kind in ACTIONS if kind in lane)
-    seen = [kind for kind in ACTIONS if any(kind in lane for lane in lanes)]
-    keys = "".join(f'<li><i class="{colours[kind]}"></i>{ACTIONS[kind]}</li>' for kind in seen)
+    columns, drawn, height = len(lanes[0]), draw_lanes(lanes), len(lanes) * (LANE + 3)
+    keys = "".join(f'<li><i class="{colour}"></i>{name}</li>' for name, colour in actions(lanes).items())
     busy = [1 - lane.count(".") / columns for lane in lanes]
     text = f"Pipeline of {len(lanes)} ranks over a step of {step:.4g} s; busy " + ", ".join(f"{b:.0%}" for b in busy)
-    height = len(lanes) * (LANE + 3)
     return (
         f'<figure><div class="lanes" tabindex="0" role="region" aria-label="timeline"><svg role="img" '
         f'aria-label="{escape(text)}" viewBox="0 0 {columns + 40} {height}">{drawn}</svg></div>'
         f'<figcaption>{escape(text)}<ul class="key">{keys}<li><i class="idle"></i>idle: the bubble</li></ul>'
         "</figcaption></figure>"
     )
+
+
+def actions(lanes: list[str]) -> dict[str, str]:
+    """Return the names of the actions that occur, with the class of each one's colour."""
+    colours = {letter: f"c{number}" for number, letter in enumerate(ACTIONS)}
+    return {ACTIONS[letter]: colours[letter] for letter in ACTIONS if any(letter in lane for lane in lanes)}
+
+
+def draw_lanes(lanes: list[str]) -> str:
+    """Draw each rank's actions as one row of SVG boxes, its name to the left."""
+    drawn = ""
+    for rank, lane in enumerate(lanes):
+        top = rank * (LANE + 3)
+        drawn += f'<text x="0" y="{top + 10}">rank {rank}</text>'
+        drawn += f'<rect class="idle" x="40" y="{top}" width="{len(lane)}" height="{LANE}"/>'
+        drawn += "".join(path(lane, kind, top, f"c{n}") for n, kind in enumerate(ACTIONS) if kind in lane)
+    return drawn
 
 
 def path(lane: str, kind: str, top: int, colour: str) -> str:
