@@ -116,7 +116,7 @@ def layout(pp: int, dp: int, cp: int, tp: int, ep: int) -> str:
 
     Ranks count tensor-parallel neighbors first, then context, data, and pipeline stages (parallel/mesh.py).
     """
-    wide, high, floor = 80, 40, 40 * (dp * cp + tp) + 20  # half a tile's width and height; a floor's height
+    wide, high, floor = 76, 34, 34 * (dp * cp + tp) + 12  # half a tile's width and height; a floor's height
     left, heights = wide * dp * cp + 10, [floor * (pp - 1 - stage) + 50 for stage in range(pp)]
     body = ""
     for stage, data, context, tensor in product(range(pp), range(dp), range(cp), range(tp)):
@@ -138,9 +138,9 @@ def layout(pp: int, dp: int, cp: int, tp: int, ep: int) -> str:
     ]
     right = left + wide * tp
     for number, words in enumerate(lines):
-        body += svg.text(right, heights[0] + high * dp * cp + 18 * number, words, color="#1a1a1a")
+        body += svg.text(right, heights[0] + high * dp * cp - 12 + 18 * number, words, color="#1a1a1a")
     title = f"{pp * dp * cp * tp} ranks = {pp} stages x {dp} data x {cp} context x {tp} tensor"
-    return svg.picture(right + 280, floor * pp + 50, title, svg.text(12, 24, title, color="#1a1a1a") + body)
+    return svg.picture(right + 280, floor * pp + 46, title, svg.text(12, 24, title, color="#1a1a1a") + body)
 
 
 if __name__ == "__main__":
