@@ -329,7 +329,8 @@ def test_a_run_may_go_on_with_states_of_another_type(pool, tmp_path, first, seco
     assert results == [(dtypes[first], 1), (dtypes[second], 2)]
 
 
-BYTES = [  # precision, optim.states: bytes per parameter of weights, gradients, states; the README's table
+# precision, optim.states: bytes per parameter of weights, gradients, states; as configs/train/README.md has them
+BYTES = [
     ("fp32", "fp32", (4, 4, 8)),
     ("fp32", "bf16", (4, 4, 4)),
     ("bf16", "fp32", (4, 4, 8)),

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import runpy
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
 
@@ -10,7 +11,6 @@ import pytest
 import torch
 
 from minitrain import curves, svg
-from minitrain.bench import pictures
 from minitrain.bench.results import held_back, merge, predicted, read_results
 from minitrain.errors import InputError
 from tests.commands import ROOT
@@ -43,8 +43,9 @@ def ticks(text: str, anchor: str, coordinate: str, limit: float = 575) -> dict[f
 
 
 def test_committed_pictures_are_what_the_command_draws(tmp_path):
-    """After new results: python -m minitrain.bench.pictures results/simulated/*.jsonl"""
-    pictures.main([*map(str, RESULTS), "--out", str(tmp_path)])
+    """After new results: python results/pictures/draw.py results/simulated/*.jsonl"""
+    draw = runpy.run_path(str(PICTURES / "draw.py"))
+    draw["main"]([*map(str, RESULTS), "--out", str(tmp_path)])
     drawn = {file.name: file.read_text() for file in tmp_path.iterdir()}
     assert drawn == {name: (PICTURES / name).read_text() for name in ("accuracy.svg", "pipeline.svg", "layout.svg")}
 
@@ -111,7 +112,7 @@ def test_curves_of_no_run_is_one_line(tmp_path):
 
 @pytest.mark.parametrize("values", [[3.0], [0.0, 0.0], [1e-9, 2e-9], [5.4e3, 5.5e3], [-2.0, 1e6], [1e20, 3e20]])
 def test_ticks_are_few_and_round(values):
-    axis = svg.axis(values, 0, 100)
+    axis = svg.make_axis(values, 0, 100)
     found = axis.ticks()
     assert 2 <= len(found) <= 9
     assert all(axis.low <= tick <= axis.high for tick in found)

@@ -1,32 +1,189 @@
-"""The README's files exist and are as long as it says, and the configs that it names can be read."""
+"""What README.md and the READMEs beside the code claim: sizes, links, configs, commands, counts and figures."""
 
+import ast
+import json
 import re
+import shlex
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from minitrain.bench.report import markdown
+from minitrain.bench.results import accuracy_cells, held_back, merge, read_results, summary
+from minitrain.models.zoo import WAN, ZOO
 from minitrain.run.config import load
 from tests.commands import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-COUNTED = re.findall(r"\| ([\w/]+\.py) \| (\d+) \|", README)
+WRITTEN = [  # by hand; results/simulated/README.md is generated
+    ROOT / name
+    for name in (
+        "README.md",
+        "configs/train/README.md",
+        "minitrain/formats/README.md",
+        "minitrain/models/README.md",
+        "results/README.md",
+        "tests/faults/README.md",
+    )
+]
+TEXTS = {file: file.read_text(encoding="utf-8") for file in WRITTEN}
+COMMANDS = re.compile(r"^(?:\S+=\S+ )*((?:python|torchrun) .*)$", re.MULTILINE)
 
 
-def test_tables_are_there():
-    assert len(COUNTED) > 20
+def names(files: dict) -> list[str]:
+    return [str(file.relative_to(ROOT)) for file in files]
 
 
-@pytest.mark.parametrize(("name", "count"), COUNTED)
-def test_files_are_as_long_as_it_says(name, count):
-    file = next(path for path in (ROOT / name, ROOT / "minitrain" / name) if path.exists())
-    assert len(file.read_text(encoding="utf-8").splitlines()) == pytest.approx(int(count), rel=0.1)
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"configs/[\w./-]+\.yaml", README))))
-def test_configs_that_it_names_are_valid(name):
-    load(ROOT / name)
+def simulated():
+    files = sorted((ROOT / "results" / "simulated").glob("*.jsonl"))
+    return merge([result for file in files for result in read_results(str(file))], "")
+
+
+def test_readme_is_short():
+    assert len(README.encode()) <= 14_000
+
+
+@pytest.mark.parametrize("file", WRITTEN, ids=names(TEXTS))
+def test_paragraphs_and_cells_are_short(file):
+    for paragraph in without_code(TEXTS[file]).split("\n\n"):
+        lines = paragraph.strip().splitlines()
+        assert all(len(line) <= 140 for line in lines if not line.startswith("|") and "`python bench.py" not in line)
+        if paragraph.lstrip().startswith("|"):
+            cells = [cell.strip() for line in lines for cell in line.strip("|").split(" | ")]
+            shown = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", cell) for cell in cells]
+            assert not [cell for cell in shown if len(cell) > 90]
+        elif not lines or not re.match(r"[-\d]", lines[0]):
+            assert len(lines) <= 5, paragraph
+    assert "EPYC 9" not in TEXTS[file]  # no list of CPU models
+
+
+@pytest.mark.parametrize("file", WRITTEN, ids=names(TEXTS))
+def test_links_and_pictures_exist(file):
+    for target in re.findall(r"\]\(([^)\s]+)\)", TEXTS[file]):
+        assert (file.parent / target.split("#")[0]).exists(), target
+
+
+def test_every_folder_of_the_package_is_named():
+    folders = {path.parent.name for path in (ROOT / "minitrain").glob("*/__init__.py")}
+    assert folders - set(re.findall(r"\(minitrain/(\w+)\)", README)) <= {"examples"}
+    bare = re.findall(r"(?<!\[)\b(\w+\.py)\b(?!\]|\))", without_code(README))
+    assert set(bare) <= {"bench.py"}  # every other file that it names is a link
+
+
+@pytest.mark.parametrize("file", WRITTEN, ids=names(TEXTS))
+def test_configs_that_it_names_are_valid(file):
+    for name in set(re.findall(r"configs/[\w./-]+\.yaml", TEXTS[file])):
+        load(ROOT / name)
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda file: file.stem)
 def test_every_config_is_valid(file: Path):
     load(file)
+
+
+@pytest.mark.parametrize("file", WRITTEN, ids=names(TEXTS))
+def test_commands_name_files_options_and_settings_that_exist(file):
+    for command in COMMANDS.findall(TEXTS[file].replace("\\\n", " ")):
+        check_command(command.split("  #")[0].rstrip("`."))
+
+
+def check_command(command: str) -> None:
+    words = shlex.split(command, comments=True)
+    start = words.index("-m") if "-m" in words else 1
+    name = words[start + 1] if "-m" in words else words[start]
+    source = ROOT / (name.replace(".", "/") + ".py") if "-m" in words else ROOT / name
+    assert source.exists(), command
+    arguments = words[start + 2 if "-m" in words else start + 1 :]
+    known = source.read_text(encoding="utf-8")
+    if "diffusion" in arguments:
+        known += (ROOT / "minitrain" / "run" / "generate_video.py").read_text(encoding="utf-8")
+    options = [word.split("=")[0] for word in arguments if word.startswith("--")]
+    assert not [option for option in options if f'"{option}"' not in known], command
+    settings = [word for word in arguments if re.match(r"[a-z][\w.]*=", word) and "," not in word]
+    if source.name == "train.py" and "FILE" not in command.replace("--config FILE", ""):
+        config = arguments[arguments.index("--config") + 1]
+        load(ROOT / "configs/quickstart.yaml" if config == "FILE" else ROOT / config, settings)
+
+
+def test_first_commands_are_those_that_ci_runs():
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    for command in ("pip install -e . && python bench.py", "pip install -e '.[test]' && pytest"):
+        assert re.search(rf"^{re.escape(command)} ", README, re.MULTILINE)
+        assert command in ci.replace("install -q", "install")
+
+
+def test_python_snippets_use_what_there_is(tmp_path, monkeypatch):
+    """It runs as it stands, on a model of the same kind as that of the commands above it."""
+    import minitrain
+    from minitrain.models.decoder import Decoder
+    from minitrain.models.zoo import model_config
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    minitrain.save_pretrained(Decoder(model_config("llama3-8b-tiny")), "out/arithmetic")
+    for snippet in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+        exec(compile(ast.parse(snippet), "README.md", "exec"), {})
+    assert (tmp_path / "copy" / "model.safetensors").exists()
+
+
+def test_hours_of_reading_follow_from_the_files():
+    table = README[README.index("## Reading order") : README.index("Folders:")]
+    files = re.findall(r"\]\((minitrain/[\w/]+\.py)\)", table)
+    count = sum(len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in files)
+    package = sum(
+        len(file.read_text(encoding="utf-8").splitlines()) for file in (ROOT / "minitrain").rglob("*.py")
+    )
+    said = (
+        f"These {len(files)} files are {round(count, -2):,} lines: {count / 400:.0f} to {count / 300:.0f} hours at 300 "
+        f"to 400 lines an hour. The whole package is {round(package, -3):,} lines."
+    )
+    assert len(files) == 15
+    assert said in README
+
+
+def test_simulated_figures_are_those_of_the_results():
+    report = simulated()
+    rows = [row for rows in report.tables.values() for row in rows]
+    assert f"the {len(rows)} published rows, a config each" in README
+    assert f"throughput of all {len(rows)} rows" in README
+    middle, worst = re.search(r"off by ([\d.]+)% in the median, (\d+)% at worst", summary(report)).groups()
+    found = re.search(r"On the (\d+) rows .* off by ([\d.]+) % in the median and (\d+) % at worst", README)
+    assert found.groups() == (str(len(held_back(rows))), middle, worst)
+    row = next(row for row in rows if row.name == "automodel/llama3-70b-pretrain-64gpu")
+    figure = row.results["simulated"]["tokens_per_sec_per_gpu"]
+    assert f"The first one says {figure:,.0f} tokens/s per GPU; {row.published:,.0f} were published" in README
+    assert markdown(accuracy_cells(report)) in TEXTS[ROOT / "results/README.md"]
+
+
+def test_measured_figures_are_those_of_the_h200():
+    lines = (ROOT / "results/h200/rows.jsonl").read_text(encoding="utf-8").splitlines()
+    found = {f"{json.loads(line).get('tokens_per_sec_per_gpu', 0):,.0f}" for line in lines}
+    table = README[README.index("| tokens/s | published") : README.index("Decoding Llama")].splitlines()[2:]
+    measured = [line.strip("| ").split(" | ")[-1] for line in table if line]
+    assert measured and set(measured) <= found
+    report = (ROOT / "results/h200/README.md").read_text(encoding="utf-8")
+    assert not [cell for line in table for cell in re.findall(r"\d+,\d+", line) if cell not in report]
+
+
+def test_models_are_those_of_the_zoo():
+    said = Counter(re.findall(r"`([a-z][\w.-]+)`", TEXTS[ROOT / "minitrain/models/README.md"].split("## To add")[0]))
+    assert said == Counter(name for name in (ZOO | WAN) if not name.endswith("-tiny"))
+
+
+def test_seconds_and_shares_agree_between_documents():
+    """The same run is described in README.md and configs/train/README.md."""
+    details = TEXTS[ROOT / "configs/train/README.md"]
+    for figure in ("94.6 %", "61.8 %", "93.7 %", "49 s", "80 s", "1.87"):
+        assert figure in README and figure in details
+
+
+def test_tests_that_the_fault_table_names_exist():
+    rows = [line for line in TEXTS[ROOT / "tests/faults/README.md"].splitlines() if line.startswith("|")]
+    tests = {Path(target).name for line in rows for target in re.findall(r"\(([\w./]+\.py)\)", line)}
+    there = {file.name for file in (ROOT / "tests" / "faults").glob("test_*.py")}
+    assert there <= tests

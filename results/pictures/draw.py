@@ -1,4 +1,5 @@
-"""Draw the README's pictures: python -m minitrain.bench.pictures FILE.jsonl... [--row NAME] [--out FOLDER].
+"""Draw the pictures of README.md and results/README.md:
+ python results/pictures/draw.py FILE.jsonl... [--row NAME] [--out FOLDER].
 
 From results as --json writes them, into FOLDER:
     accuracy.svg   predicted beside published figures, one dot a row
@@ -25,10 +26,10 @@ TASKS = {  # colors by what a row trains
 
 
 def main(arguments: list[str]) -> None:
-    parser = cli.Parser(prog="python -m minitrain.bench.pictures", description=__doc__)
+    parser = cli.Parser(prog="python results/pictures/draw.py", description=__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE.jsonl", type=cli.home_path)
     parser.add_argument("--row", default="automodel/deepseek-v3-pretrain-256gpu", help="whose pipeline is drawn")
-    parser.add_argument("--out", metavar="FOLDER", default="results/pictures", type=cli.home_path)
+    parser.add_argument("--out", metavar="FOLDER", default=str(Path(__file__).parent), type=cli.home_path)
     options = parser.parse_args(arguments)
     report = results.merge([result for file in options.files for result in results.read_results(file)], "")
     rows = [row for rows in report.tables.values() for row in rows if "simulated" in row.results]
@@ -56,11 +57,11 @@ def accuracy(rows: list[results.Row]) -> str:
     tested = {row.name for row in held_back}
     figures = [(row, row.published, row.published * results.predicted(row)) for row in rows]
     both = [value for _, *values in figures for value in values]
-    x, y = svg.axis(both, 60, 560, log=True), svg.axis(both, 480, 40, log=True)
+    x, y = svg.make_axis(both, 60, 560, log=True), svg.make_axis(both, 480, 40, log=True)
     body = svg.grid(x, y, "published: tokens/s per GPU (video: TFLOP/s per GPU)", "predicted")
-    for share, dashes in ((1.0, ""), (0.8, "4 4"), (1.25, "4 4")):
+    for share, dashes in ((1.0, "none"), (0.8, "4 4"), (1.25, "4 4")):
         low, high = x.low * max(1.0, 1 / share), x.high * min(1.0, 1 / share)
-        body += svg.line([(x(low), y(low * share)), (x(high), y(high * share))], "#8a8a8a", 1.2, dashes)
+        body += svg.line([(x(low), y(low * share)), (x(high), y(high * share))], "#8a8a8a", dashes)
     for row, published, predicted in figures:
         color = TASKS[kind(row)]
         fill = color if row.name in tested else "#fff"
