@@ -1,16 +1,15 @@
 """Pictures against the numbers that they draw: places are read back from the SVG by its ticks."""
 
+import importlib
 import json
 import math
 import re
-import runpy
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
 
 import pytest
 import torch
 
-from minitrain import curves, svg
 from minitrain.bench.results import held_back, merge, predicted, read_results
 from minitrain.errors import InputError
 from tests.commands import ROOT
@@ -18,6 +17,15 @@ from tests.commands import ROOT
 PICTURES = ROOT / "results" / "pictures"
 RESULTS = sorted((ROOT / "results" / "simulated").glob("*.jsonl"))
 SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(autouse=True)
+def scripts_find_each_other(monkeypatch):
+    monkeypatch.syspath_prepend(PICTURES)
+
+
+def script(name: str):
+    return importlib.import_module(name)
 
 
 def elements(text: str, name: str) -> list[ElementTree.Element]:
@@ -44,8 +52,7 @@ def ticks(text: str, anchor: str, coordinate: str, limit: float = 575) -> dict[f
 
 def test_committed_pictures_are_what_the_command_draws(tmp_path):
     """After new results: python results/pictures/draw.py results/simulated/*.jsonl"""
-    draw = runpy.run_path(str(PICTURES / "draw.py"))
-    draw["main"]([*map(str, RESULTS), "--out", str(tmp_path)])
+    script("draw").main([*map(str, RESULTS), "--out", str(tmp_path)])
     drawn = {file.name: file.read_text() for file in tmp_path.iterdir()}
     assert drawn == {name: (PICTURES / name).read_text() for name in ("accuracy.svg", "pipeline.svg", "layout.svg")}
 
@@ -91,7 +98,7 @@ def test_curves_draw_each_finite_number_of_every_run(tmp_path):
         lines[4]["loss"] = None  # a skipped step's
         lines[9]["val_loss"] = 7.0
         (tmp_path / run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    curves.main([str(tmp_path / "a"), str(tmp_path / "b")])
+    script("curves").main([str(tmp_path / "a"), str(tmp_path / "b")])
     text = (tmp_path / "a" / "curves.svg").read_text()
     across = ticks(text, "middle", "x", 455)
     upward = {value: place - 4 for value, place in ticks(text, "end", "y", 455).items()}
@@ -107,12 +114,12 @@ def test_curves_draw_each_finite_number_of_every_run(tmp_path):
 
 def test_curves_of_no_run_is_one_line(tmp_path):
     with pytest.raises(InputError, match="has no metrics.jsonl with steps"):
-        curves.main([str(tmp_path)])
+        script("curves").main([str(tmp_path)])
 
 
 @pytest.mark.parametrize("values", [[3.0], [0.0, 0.0], [1e-9, 2e-9], [5.4e3, 5.5e3], [-2.0, 1e6], [1e20, 3e20]])
 def test_ticks_are_few_and_round(values):
-    axis = svg.make_axis(values, 0, 100)
+    axis = script("svg").make_axis(values, 0, 100)
     found = axis.ticks()
     assert 2 <= len(found) <= 9
     assert all(axis.low <= tick <= axis.high for tick in found)

@@ -1,7 +1,6 @@
-"""Draw the pictures of README.md and results/README.md:
- python results/pictures/draw.py FILE.jsonl... [--row NAME] [--out FOLDER].
+"""Draw the READMEs' pictures: python results/pictures/draw.py FILE.jsonl... [--row NAME] [--out FOLDER].
 
-From results as --json writes them, into FOLDER:
+From results as bench.py's --json writes them, into FOLDER:
     accuracy.svg   predicted beside published figures, one dot a row
     pipeline.svg   the pipeline of --row over one step, as simulated
     layout.svg     ranks by tensor, context, data, expert and pipeline parallelism
@@ -11,7 +10,8 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
-from minitrain import svg
+import svg
+
 from minitrain.bench import results
 from minitrain.bench.page import LANE, actions, draw_lanes
 from minitrain.errors import InputError, refused

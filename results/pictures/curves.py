@@ -1,18 +1,19 @@
-"""Draw training curves: python -m minitrain.curves RUN... [--out FILE.svg].
+"""Draw training curves: python results/pictures/curves.py RUN... [--out FILE.svg].
 
 Reads metrics.jsonl in each run's out_dir. Without --out, curves.svg goes into the first run's folder.
 """
 
 from pathlib import Path
 
-import minitrain.svg as svg
+import svg
+
 from minitrain.errors import InputError, refused
 from minitrain.run import cli
 from minitrain.run.metrics import read_lines
 
 
 def main(arguments: list[str]) -> None:
-    parser = cli.Parser(prog="python -m minitrain.curves", description=__doc__)
+    parser = cli.Parser(prog="python results/pictures/curves.py", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", type=cli.home_path, help="a run's out_dir")
     parser.add_argument("--out", metavar="FILE", type=cli.home_path)
     options = parser.parse_args(arguments)
