@@ -13,7 +13,7 @@ from minitrain.run import config as configs
 from minitrain.run.generate_video import draw_shapes
 from minitrain.run.launch import start, trial_step
 from minitrain.training.build import build_model
-from minitrain.training.loop import Trainer, is_due, tell_routers, to_device, training_steps
+from minitrain.training.loop import Trainer, is_due, set_token_counts, to_device, training_steps
 from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import LanguageModeling
 from minitrain.training.packing import rows
@@ -81,7 +81,7 @@ def test_routers_are_told_of_all_tokens_but_padding():
     config = configs.from_dict(TREE | {"model": model})
     trainer, tokens = Trainer(config, start(config)), torch.zeros(1, 4, dtype=torch.int64)
     batches = [{"tokens": tokens, "documents": torch.tensor([[0, 0, 1, -1]])}, {"tokens": tokens}]
-    tell_routers(trainer.model, batches, trainer.meshes, trainer.device)
+    set_token_counts(trainer.model, batches, trainer.meshes, trainer.device)
     assert [module.tokens_per_step for module in trainer.model.modules() if isinstance(module, Router)] == [3 + 4]
 
 

@@ -28,7 +28,7 @@ from minitrain.rollout.sampling import (
     waiting_times,
 )
 from minitrain.settings import Rollout
-from minitrain.training.loss import Part
+from minitrain.training.loss import VocabShard
 
 LOGITS = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, -3.0, 1.5, 0.2])
 
@@ -66,7 +66,7 @@ def test_chi_square_against_the_exact_distribution(params, kept):
     rows, drawn, logprobs = 8000, [], []
     settings = choice(rows, **params)
     for position in range(5):
-        tokens, logprob = choose(LOGITS.expand(rows, -1), settings, torch.full((rows,), position), Part())
+        tokens, logprob = choose(LOGITS.expand(rows, -1), settings, torch.full((rows,), position), VocabShard())
         drawn.append(tokens)
         logprobs.append(logprob)
     scaled = LOGITS.double() / params.get("temperature", 1.0)
@@ -136,7 +136,7 @@ def lone_token():
 @pytest.mark.parametrize("params", LONE, ids=str)
 def test_a_token_that_waits_longest_is_drawn_if_it_is_the_only_one(params):
     logits, seed = lone_token()
-    tokens, logprobs = choose(logits, choice(1, seed=seed, **params), torch.tensor([5]), Part())
+    tokens, logprobs = choose(logits, choice(1, seed=seed, **params), torch.tensor([5]), VocabShard())
     assert tokens.tolist() == [170] and logprobs.tolist() == [0]
 
 
@@ -163,12 +163,12 @@ def test_a_seed_has_64_bits():
 def test_a_row_draws_the_same_among_others():
     logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(0))
     settings, positions = choice(6), torch.tensor([3, 5, 3, 9, 1, 0])
-    together, _ = choose(logits, settings, positions, Part())
+    together, _ = choose(logits, settings, positions, VocabShard())
     order = torch.tensor([4, 2])
     fields = {name: getattr(settings, name)[order] for name in ("keys", "temperature", "top_k", "top_p", "min_p")}
-    apart, _ = choose(logits[order], Choice(**fields), positions[order], Part())
+    apart, _ = choose(logits[order], Choice(**fields), positions[order], VocabShard())
     assert apart.tolist() == together[order].tolist()
-    others, _ = choose(logits, choice(6, seed=1), positions, Part())
+    others, _ = choose(logits, choice(6, seed=1), positions, VocabShard())
     assert others.tolist() != together.tolist()
 
 
@@ -182,8 +182,8 @@ def test_the_compiled_choice_is_the_same(monkeypatch):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Dynamo")
         for settings in (choice(6), choice(6, temperature=0.7), choice(6, temperature=0)):
-            tokens, logprobs = choose(logits, settings, positions, Part())
-            found, theirs = compiled_choose()(logits, settings, positions, Part())
+            tokens, logprobs = choose(logits, settings, positions, VocabShard())
+            found, theirs = compiled_choose()(logits, settings, positions, VocabShard())
             assert found.tolist() == tokens.tolist()
             torch.testing.assert_close(theirs, logprobs, atol=1e-5, rtol=0)
     model = Decoder(model_config("qwen3-32b-tiny"))
@@ -199,7 +199,7 @@ def test_the_compiled_choice_is_the_same(monkeypatch):
 def test_bf16_logits_are_computed_with_in_fp32():
     logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(0)).bfloat16()
     for params in ({}, {"temperature": [0.0, 0.7]}, {"top_p": 0.9}):
-        found, exact = (choose(x, choice(6, **params), torch.arange(6), Part()) for x in (logits, logits.float()))
+        found, exact = (choose(x, choice(6, **params), torch.arange(6), VocabShard()) for x in (logits, logits.float()))
         assert torch.equal(found[0], exact[0]) and torch.equal(found[1], exact[1])
 
 
@@ -208,7 +208,7 @@ def test_the_coldest_draw_is_the_likeliest():
     assert SamplingParams(temperature=COLDEST).temperature == COLDEST
     logits, positions = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)) * 1e4, torch.arange(6)
     for params in ({}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}):
-        tokens, logprobs = choose(logits, choice(6, temperature=COLDEST, **params), positions, Part())
+        tokens, logprobs = choose(logits, choice(6, temperature=COLDEST, **params), positions, VocabShard())
         assert tokens.tolist() == logits.argmax(1).tolist() and logprobs.tolist() == [0.0] * 6
 
 
@@ -224,7 +224,7 @@ def test_the_first_of_the_largest_wins():
 
 def test_greedy_and_drawing_rows_share_a_batch():
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(1)).expand(2000, -1)
-    tokens, logprobs = choose(logits, choice(2000, [0, 1] * 1000), torch.zeros(2000, dtype=torch.long), Part())
+    tokens, logprobs = choose(logits, choice(2000, [0, 1] * 1000), torch.zeros(2000, dtype=torch.long), VocabShard())
     assert (tokens[::2] == logits[0].argmax()).all() and len(tokens[1::2].unique()) > 20
     torch.testing.assert_close(logprobs, logits[0].log_softmax(0)[tokens])
 
@@ -249,7 +249,7 @@ def chosen_over_ranks(logits, params, positions):
     size = logits.shape[1] // 2
     gathered = []
 
-    class Recording(Part):
+    class Recording(VocabShard):
         def gather(self, x):
             gathered.append(x.shape[1])
             return super().gather(x)
@@ -280,7 +280,7 @@ def test_top_p_keeps_the_same_tokens_in_whatever_order_probabilities_are_summed(
 def test_a_split_vocabulary_gives_the_same_tokens(pool, params):
     generator = torch.Generator().manual_seed(0)
     logits, positions = torch.randn(40, 300, generator=generator) * 2, torch.arange(40)
-    tokens, logprobs = choose(logits, choice(40, **params), positions, Part())
+    tokens, logprobs = choose(logits, choice(40, **params), positions, VocabShard())
     for found in pool.run(2, chosen_over_ranks, logits, params, positions):
         assert torch.equal(found[0], tokens)
         torch.testing.assert_close(found[1], logprobs)

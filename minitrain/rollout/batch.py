@@ -10,7 +10,7 @@ from torch import Tensor
 from minitrain.rollout.caches import DecodingStep, Held
 from minitrain.rollout.sampling import Choice, choose, compiled_choose
 from minitrain.rollout.scheduler import Sample
-from minitrain.training.loss import local_part
+from minitrain.training.loss import vocab_shard
 
 # tokens that a group must save from being read again: with fewer it costs more than it saves
 WORTH = 512
@@ -149,7 +149,7 @@ class Batch:
         """Choose the next tokens from [1, rows, hidden], write them down, and make them the next
         step's.
         """
-        weight, part = local_part(weight)
+        weight, part = vocab_shard(weight)
         [logits] = self.sampler.weights.products(
             self.sampler.model, hidden[0], lambda: [(weight, None)]
         )

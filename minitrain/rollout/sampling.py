@@ -22,7 +22,7 @@ from torch import Tensor
 from minitrain.errors import InputError
 from minitrain.hashing import mix, mix_int
 from minitrain.models.attention import COMPILING
-from minitrain.training.loss import Part
+from minitrain.training.loss import VocabShard
 
 # random numbers that are made at once, on the CPU: what stays in its caches
 CHUNK = 1 << 17
@@ -170,7 +170,7 @@ class Choice:
     filtered: bool = True
 
 
-def choose(logits: Tensor, choice: Choice, positions: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+def choose(logits: Tensor, choice: Choice, positions: Tensor, part: VocabShard) -> tuple[Tensor, Tensor]:
     """A token for each row, int64 [rows], and its log-probability, fp32 [rows].
 
     logits: [rows, vocab], or this rank's `part` of the vocabulary, for which ranks exchange five
@@ -179,7 +179,7 @@ def choose(logits: Tensor, choice: Choice, positions: Tensor, part: Part) -> tup
     """
     if choice.filtered and part.group is not None:
         logits = part.gather(logits).transpose(0, 1).flatten(1)
-        part = Part()
+        part = VocabShard()
     greedy = choice.temperature == 0
     logits = logits.float()
     temperature = torch.where(greedy, 1, choice.temperature)[:, None]
@@ -238,7 +238,7 @@ def first_largest(x: Tensor) -> Tensor:
     return (first * block + inside)[:, None]
 
 
-def _best_of_parts(mine: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+def _best_of_parts(mine: Tensor, part: VocabShard) -> tuple[Tensor, Tensor]:
     """mine: [rows, 5], a part's best score, that token's logit, the peak, the sum of exponentials,
     and the token.
     """

@@ -146,7 +146,7 @@ def forward_backward(
     that loss.
     """
     count = global_count(objective, micro_batches, meshes, device)
-    tell_routers(model, micro_batches, meshes, device)
+    set_token_counts(model, micro_batches, meshes, device)
     batches = [to_device(batch, device) for batch in micro_batches]
     if isinstance(model, Pipeline):
         total = model.forward_backward(objective, batches, count)
@@ -179,7 +179,7 @@ def global_count(objective, micro_batches, meshes: Meshes, device: torch.device)
     return count.clamp(min=1).float()
 
 
-def tell_routers(
+def set_token_counts(
     model: Module, micro_batches: list[dict[str, Tensor]], meshes: Meshes, device: torch.device
 ) -> None:
     """Tell them how many tokens, without padding, the step has on all ranks: auxiliary losses are
