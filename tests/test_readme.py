@@ -11,9 +11,10 @@ import pytest
 
 from minitrain.bench.report import markdown
 from minitrain.bench.results import accuracy_cells, held_back, merge, read_results, summary
+from minitrain.bench.rows import published_rows
 from minitrain.models.zoo import WAN, ZOO
 from minitrain.run.config import load
-from tests.commands import ROOT
+from tests.commands import ROOT, command
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 WRITTEN = [  # by hand; results/simulated/README.md is generated
@@ -21,8 +22,11 @@ WRITTEN = [  # by hand; results/simulated/README.md is generated
     for name in (
         "README.md",
         "configs/train/README.md",
+        "minitrain/bench/README.md",
         "minitrain/formats/README.md",
         "minitrain/models/README.md",
+        "minitrain/parallel/README.md",
+        "minitrain/training/README.md",
         "results/README.md",
         "tests/faults/README.md",
     )
@@ -88,33 +92,34 @@ def test_every_config_is_valid(file: Path):
 
 @pytest.mark.parametrize("file", WRITTEN, ids=names(TEXTS))
 def test_commands_name_files_options_and_settings_that_exist(file):
-    for command in COMMANDS.findall(TEXTS[file].replace("\\\n", " ")):
-        check_command(command.split("  #")[0].rstrip("`."))
+    text = TEXTS[file].replace("\\\n", " ")
+    for words in COMMANDS.findall(text) + re.findall(r"`(python [^`]*)`", text):
+        check_command(words.split("  #")[0])
 
 
-def check_command(command: str) -> None:
-    words = shlex.split(command, comments=True)
+def check_command(line: str) -> None:
+    words = shlex.split(line, comments=True)
     start = words.index("-m") if "-m" in words else 1
     name = words[start + 1] if "-m" in words else words[start]
     source = ROOT / (name.replace(".", "/") + ".py") if "-m" in words else ROOT / name
-    assert source.exists(), command
+    assert source.exists(), line
     arguments = words[start + 2 if "-m" in words else start + 1 :]
     known = source.read_text(encoding="utf-8")
     if "diffusion" in arguments:
         known += (ROOT / "minitrain" / "run" / "generate_video.py").read_text(encoding="utf-8")
     options = [word.split("=")[0] for word in arguments if word.startswith("--")]
-    assert not [option for option in options if f'"{option}"' not in known], command
+    assert not [option for option in options if f'"{option}"' not in known], line
     settings = [word for word in arguments if re.match(r"[a-z][\w.]*=", word) and "," not in word]
-    if source.name == "train.py" and "FILE" not in command.replace("--config FILE", ""):
+    if source.name == "train.py" and "FILE" not in line.replace("--config FILE", ""):
         config = arguments[arguments.index("--config") + 1]
         load(ROOT / "configs/quickstart.yaml" if config == "FILE" else ROOT / config, settings)
 
 
 def test_first_commands_are_those_that_ci_runs():
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    for command in ("pip install -e . && python bench.py", "pip install -e '.[test]' && pytest"):
-        assert re.search(rf"^{re.escape(command)} ", README, re.MULTILINE)
-        assert command in ci.replace("install -q", "install")
+    for words in ("pip install -e . && python bench.py", "pip install -e '.[test]' && pytest"):
+        assert re.search(rf"^{re.escape(words)} ", README, re.MULTILINE)
+        assert words in ci.replace("install -q", "install")
 
 
 def test_python_snippets_use_what_there_is(tmp_path, monkeypatch):
@@ -135,9 +140,7 @@ def test_hours_of_reading_follow_from_the_files():
     table = README[README.index("## Reading order") : README.index("Folders:")]
     files = re.findall(r"\]\((minitrain/[\w/]+\.py)\)", table)
     count = sum(len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in files)
-    package = sum(
-        len(file.read_text(encoding="utf-8").splitlines()) for file in (ROOT / "minitrain").rglob("*.py")
-    )
+    package = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in (ROOT / "minitrain").rglob("*.py"))
     said = (
         f"These {len(files)} files are {round(count, -2):,} lines: {count / 400:.0f} to {count / 300:.0f} hours at 300 "
         f"to 400 lines an hour. The whole package is {round(package, -3):,} lines."
@@ -154,10 +157,17 @@ def test_simulated_figures_are_those_of_the_results():
     middle, worst = re.search(r"off by ([\d.]+)% in the median, (\d+)% at worst", summary(report)).groups()
     found = re.search(r"On the (\d+) rows .* off by ([\d.]+) % in the median and (\d+) % at worst", README)
     assert found.groups() == (str(len(held_back(rows))), middle, worst)
-    row = next(row for row in rows if row.name == "automodel/llama3-70b-pretrain-64gpu")
-    figure = row.results["simulated"]["tokens_per_sec_per_gpu"]
-    assert f"The first one says {figure:,.0f} tokens/s per GPU; {row.published:,.0f} were published" in README
     assert markdown(accuracy_cells(report)) in TEXTS[ROOT / "results/README.md"]
+
+
+def test_first_simulation_says_what_is_written(tmp_path):
+    name = "automodel/llama3-70b-pretrain-64gpu"
+    assert f"python bench.py --simulate --config configs/{name}.yaml\n" in README
+    run = command("bench.py", "--simulate", "--config", f"configs/{name}.yaml", "--json", tmp_path / "row.jsonl")
+    assert run.returncode == 0, run.stderr
+    result = json.loads((tmp_path / "row.jsonl").read_text())
+    figures = (result["tokens_per_sec_per_gpu"], published_rows()[name]["tokens_per_sec_per_gpu"])
+    assert "The first one says {:,.0f} tokens/s per GPU; {:,.0f} were published".format(*figures) in README
 
 
 def test_measured_figures_are_those_of_the_h200():

@@ -14,7 +14,9 @@ from minitrain.run.metrics import read_lines
 
 def main(arguments: list[str]) -> None:
     parser = cli.Parser(prog="python results/pictures/curves.py", description=__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", type=cli.home_path, help="a run's out_dir")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", type=cli.home_path, help="a run's out_dir"
+    )
     parser.add_argument("--out", metavar="FILE", type=cli.home_path)
     options = parser.parse_args(arguments)
     runs = {run: read_lines(Path(run, "metrics.jsonl"))[0] for run in options.runs}

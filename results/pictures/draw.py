@@ -28,10 +28,16 @@ TASKS = {  # colors by what a row trains
 def main(arguments: list[str]) -> None:
     parser = cli.Parser(prog="python results/pictures/draw.py", description=__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE.jsonl", type=cli.home_path)
-    parser.add_argument("--row", default="automodel/deepseek-v3-pretrain-256gpu", help="whose pipeline is drawn")
-    parser.add_argument("--out", metavar="FOLDER", default=str(Path(__file__).parent), type=cli.home_path)
+    parser.add_argument(
+        "--row", default="automodel/deepseek-v3-pretrain-256gpu", help="whose pipeline is drawn"
+    )
+    parser.add_argument(
+        "--out", metavar="FOLDER", default=str(Path(__file__).parent), type=cli.home_path
+    )
     options = parser.parse_args(arguments)
-    report = results.merge([result for file in options.files for result in results.read_results(file)], "")
+    report = results.merge(
+        [result for file in options.files for result in results.read_results(file)], ""
+    )
     rows = [row for rows in report.tables.values() for row in rows if "simulated" in row.results]
     pictures = {
         "accuracy.svg": accuracy(rows),
@@ -52,7 +58,9 @@ def main(arguments: list[str]) -> None:
 def accuracy(rows: list[results.Row]) -> str:
     """Return predicted over published figures, both on log scales: filled dots for rows not fitted to."""
     if not rows:
-        raise InputError("no result here is a simulated published row (see bench.py --simulate --json FILE)")
+        raise InputError(
+            "no result here is a simulated published row (see bench.py --simulate --json FILE)"
+        )
     held_back = results.held_back(rows)
     tested = {row.name for row in held_back}
     figures = [(row, row.published, row.published * results.predicted(row)) for row in rows]
@@ -70,7 +78,10 @@ def accuracy(rows: list[results.Row]) -> str:
             f'stroke-width="1.5" fill-opacity="0.8"><title>{row.name}: {predicted / published:.2f}</title></circle>'
         )
     body += svg.legend(TASKS, 80, 60)
-    lines = [f"open: {len(rows) - len(tested)} rows that constants were fitted to", "dashed: 0.8 and 1.25 of published"]
+    lines = [
+        f"open: {len(rows) - len(tested)} rows that constants were fitted to",
+        "dashed: 0.8 and 1.25 of published",
+    ]
     if held_back:
         off = median(map(results.error, held_back))
         lines.insert(0, f"filled: {len(tested)} rows not fitted to, median error {off:.1%}")
@@ -99,14 +110,22 @@ def pipeline(rows: list[results.Row], name: str) -> str:
     style = "".join(f".{name}{{fill:{color}}}" for name, color in colors.items())
     names = actions(lanes) | {"idle: the bubble": "idle"}
     busy = "".join(
-        svg.text(len(lanes[0]) + 48, rank * (LANE + 3) + 11, f"{1 - lane.count('.') / len(lane):.0%} busy")
+        svg.text(
+            len(lanes[0]) + 48,
+            rank * (LANE + 3) + 11,
+            f"{1 - lane.count('.') / len(lane):.0%} busy",
+        )
         for rank, lane in enumerate(lanes)
     )
-    body = f"<style>{style}</style>" + svg.text(50, 18, f"{name}: one step of {step:.3g} s, simulated")
+    body = f"<style>{style}</style>" + svg.text(
+        50, 18, f"{name}: one step of {step:.3g} s, simulated"
+    )
     body += f'<g transform="translate(10 28)">{draw_lanes(lanes)}{busy}</g>'
     below = 36 + len(lanes) * (LANE + 3)
     body += svg.legend({name: colors[used] for name, used in names.items()}, 50, below)
-    return svg.picture(len(lanes[0]) + 120, below + 16 * len(names) + 8, f"pipeline of {name}", body)
+    return svg.picture(
+        len(lanes[0]) + 120, below + 16 * len(names) + 8, f"pipeline of {name}", body
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- layout
@@ -117,7 +136,11 @@ def layout(pp: int, dp: int, cp: int, tp: int, ep: int) -> str:
 
     Ranks count tensor-parallel neighbors first, then context, data, and pipeline stages (parallel/mesh.py).
     """
-    wide, high, floor = 76, 34, 34 * (dp * cp + tp) + 12  # half a tile's width and height; a floor's height
+    wide, high, floor = (
+        76,
+        34,
+        34 * (dp * cp + tp) + 12,
+    )  # half a tile's width and height; a floor's height
     left, heights = wide * dp * cp + 10, [floor * (pp - 1 - stage) + 50 for stage in range(pp)]
     body = ""
     for stage, data, context, tensor in product(range(pp), range(dp), range(cp), range(tp)):
@@ -126,7 +149,9 @@ def layout(pp: int, dp: int, cp: int, tp: int, ep: int) -> str:
         x, y = left + wide * (tensor - row), heights[stage] + high * (tensor + row)
         corners = f"{x},{y + 3} {x + wide - 6},{y + high} {x},{y + 2 * high - 3} {x - wide + 6},{y + high}"
         body += f'<polygon points="{corners}" fill="{svg.COLORS[inside % ep]}" fill-opacity="0.35" stroke="#595959"/>'
-        body += svg.text(x, y + high - 2, f"rank {stage * dp * cp * tp + inside}", "middle", "#1a1a1a")
+        body += svg.text(
+            x, y + high - 2, f"rank {stage * dp * cp * tp + inside}", "middle", "#1a1a1a"
+        )
         body += svg.text(x, y + high + 12, f"dp{data} cp{context} tp{tensor}", "middle")
     for stage, y in enumerate(heights):
         body += svg.text(12, y + 20, f"pipeline stage {stage} of {pp}", color="#1a1a1a")
@@ -139,9 +164,13 @@ def layout(pp: int, dp: int, cp: int, tp: int, ep: int) -> str:
     ]
     right = left + wide * tp
     for number, words in enumerate(lines):
-        body += svg.text(right, heights[0] + high * dp * cp - 12 + 18 * number, words, color="#1a1a1a")
+        body += svg.text(
+            right, heights[0] + high * dp * cp - 12 + 18 * number, words, color="#1a1a1a"
+        )
     title = f"{pp * dp * cp * tp} ranks = {pp} stages x {dp} data x {cp} context x {tp} tensor"
-    return svg.picture(right + 280, floor * pp + 46, title, svg.text(12, 24, title, color="#1a1a1a") + body)
+    return svg.picture(
+        right + 280, floor * pp + 46, title, svg.text(12, 24, title, color="#1a1a1a") + body
+    )
 
 
 if __name__ == "__main__":

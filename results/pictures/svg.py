@@ -4,7 +4,14 @@ import math
 from dataclasses import dataclass
 from html import escape
 
-COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # Okabe and Ito: for color-blind readers
+COLORS = (
+    "#0072b2",
+    "#e69f00",
+    "#009e73",
+    "#cc79a7",
+    "#56b4e9",
+    "#d55e00",
+)  # Okabe and Ito: for color-blind readers
 PANELS = {  # of curves: their titles and the keys of metrics.jsonl that they show
     "loss; dots: validation (nats per token)": ("loss", "val_loss"),
     "validation (bits per byte)": ("val_bits_per_byte",),
@@ -37,8 +44,12 @@ class Axis:
             return [10.0**power for power in powers]
         span = self.high - self.low
         smallest = 10.0 ** (math.floor(math.log10(span)) - 1)
-        step = next(smallest * factor for factor in (1, 2, 5, 10, 20) if span <= 8 * smallest * factor)
-        return [n * step for n in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
+        step = next(
+            smallest * factor for factor in (1, 2, 5, 10, 20) if span <= 8 * smallest * factor
+        )
+        return [
+            n * step for n in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)
+        ]
 
 
 def make_axis(values: list[float], start: float, end: float, log: bool = False) -> Axis:
@@ -52,7 +63,9 @@ def make_axis(values: list[float], start: float, end: float, log: bool = False) 
 
 def grid(x: Axis, y: Axis, x_label: str, y_label: str) -> str:
     """Draw thin lines at the ticks of both axes, with their values and the axes' labels."""
-    drawn = text((x.start + x.end) / 2, y.start + 32, x_label, "middle") + text(x.start - 6, y.end - 10, y_label)
+    drawn = text((x.start + x.end) / 2, y.start + 32, x_label, "middle") + text(
+        x.start - 6, y.end - 10, y_label
+    )
     for value in x.ticks():
         drawn += line([(x(value), y.start), (x(value), y.end)], "#d5d5d5")
         drawn += text(x(value), y.start + 14, f"{value:,.6g}", "middle")
@@ -100,7 +113,11 @@ def curves(runs: dict[str, list[dict]]) -> str:
         found = {}
         for run, lines in runs.items():
             for key in keys:
-                points = [(each["step"], each[key]) for each in lines if isinstance(each.get(key), int | float)]
+                points = [
+                    (each["step"], each[key])
+                    for each in lines
+                    if isinstance(each.get(key), int | float)
+                ]
                 if points:
                     found[run, key] = points
         if found:
@@ -121,5 +138,7 @@ def panel(title: str, found: dict, colors: dict[str, str], left: float, above: f
         places = [(x(step), y(value)) for step, value in points]
         drawn += line(places, colors[run])
         if key.startswith("val_"):
-            drawn += "".join(f'<circle cx="{px:g}" cy="{py:g}" r="3" fill="{colors[run]}"/>' for px, py in places)
+            drawn += "".join(
+                f'<circle cx="{px:g}" cy="{py:g}" r="3" fill="{colors[run]}"/>' for px, py in places
+            )
     return drawn
