@@ -30,9 +30,9 @@ from minitrain.bench.shrink import run_shrunk, shrink
 from minitrain.bench.versus import check_installed, check_versus, versus
 from minitrain.errors import InputError, refused
 from minitrain.run.cli import check_writable, in_one_line
-from minitrain.run.config_checks import check_layout
 from minitrain.run.failures import rank
 from minitrain.run.launch import pick_device, start
+from minitrain.run.parallel_checks import check_layout
 from minitrain.run.rendezvous import world_size
 from minitrain.settings import Config
 from minitrain.simulator.calibrate import calibrate, find_system

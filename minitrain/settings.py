@@ -9,6 +9,17 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+LARGEST_RANK = 1 << 16  # of adapters
+LARGEST_ALPHA = 10**9
+RATIO = (
+    10**9
+)  # above any ratio of probabilities (e^20, see grpo/objective.py), below what fp32 holds
+
+
+def number(default: float, least: float, most: float = math.inf) -> Any:
+    """Return the field of a setting that must lie between `least` and `most`."""
+    return field(default=default, metadata={"least": least, "most": most})
+
 
 @dataclass
 class Model:
@@ -58,7 +69,7 @@ class Data:
     on_error: Literal["error", "skip"] = (
         "error"  # at lines, files or rows of tokens that cannot be used
     )
-    text_tokens: int = 512  # latents: texts are padded to this many tokens
+    text_tokens: int = number(512, 1, 1 << 20)  # latents: texts are padded to this many tokens
     validation: float = 0.0  # the share of documents, or of videos, held out
 
 
@@ -70,9 +81,9 @@ class Batch:
     For diffusion a sequence is a video, and seq_len the patches that it has, or has at most.
     """
 
-    global_: int = 8
-    micro: int = 8
-    seq_len: int = 1024
+    global_: int = number(8, 1, 1 << 24)
+    micro: int = number(8, 1)
+    seq_len: int = number(1024, 1, 1 << 30)
 
 
 @dataclass
@@ -82,12 +93,13 @@ class Parallel:
     dp_shard=-1 takes all ranks that the others leave.
     """
 
-    dp_replicate: int = 1  # copies of the parameters, each trained on different rows
+    dp_replicate: int = number(1, 1)  # copies of the parameters, each trained on different rows
     dp_shard: int = -1  # shards of the parameters, each rank trained on different rows
-    tp: int = 1  # tensor and sequence parallel: heads, MLP channels, vocabulary
-    cp: int = 1  # context parallel: each row's sequence
-    pp: int = 1  # pipeline parallel: layers
-    ep: int = 1  # expert parallel: experts, over ranks that are counted already; divides dp_shard x cp x tp
+    tp: int = number(1, 1)  # tensor and sequence parallel: heads, MLP channels, vocabulary
+    cp: int = number(1, 1)  # context parallel: each row's sequence
+    pp: int = number(1, 1)  # pipeline parallel: layers
+    # expert parallel: experts, over ranks that are counted already; divides dp_shard x cp x tp
+    ep: int = number(1, 1)
     # true (ZeRO-3): free a block's weights after each use, reduce gradients after every
     # micro-batch; false (ZeRO-2): both once per step. In a pipeline gradients are reduced once;
     # true frees weights of all but the next three stages. None: true, but where a rank has the
@@ -96,7 +108,7 @@ class Parallel:
     reduce: Literal["fp32", "bf16"] = (
         "fp32"  # type of gradients while ranks are summed; micro-batches: see precision
     )
-    prefetch: int = 1  # how many blocks ahead to gather
+    prefetch: int = number(1, 0)  # how many blocks ahead to gather
     context: Literal["allgather", "ulysses"] = (
         "allgather"  # how context-parallel ranks exchange keys and values
     )
@@ -110,11 +122,12 @@ class Parallel:
         "ZBVZeroBubble",
         "DualPipeV",
     ] = "1F1B"
-    vp: int = 1  # pipeline stages per rank
+    vp: int = number(1, 1)  # pipeline stages per rank
     layers_per_stage: list[int] | None = (
         None  # embedding and head count as a layer each; default: as even as possible
     )
-    head_layers: int = 1  # where stages are as even as possible, the head counts as so many layers
+    # where stages are as even as possible, the head counts as so many layers
+    head_layers: int = number(1, 1)
 
 
 @dataclass
@@ -122,18 +135,20 @@ class Optim:
     """The optimizer and its learning-rate schedule: see training/optim.py."""
 
     name: Literal["adamw", "sgd"] = "adamw"
-    lr: float = 3e-4
+    lr: float = number(3e-4, 0)
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
-    weight_decay: float = 0.1
+    weight_decay: float = number(0.1, 0)
     clip: float | None = 1.0
     max_skipped: int = (
-        10  # this many steps in a row without a finite loss and gradient norm end the run
+        number(
+            10, 1
+        )  # this many steps in a row without a finite loss and gradient norm end the run
     )
     states: Literal["fp32", "bf16"] = "fp32"  # of AdamW's moments
     stochastic_rounding: bool = False  # of the weights and states that are stored in bf16
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup: int = 0
+    warmup: int = number(0, 0)
     final_lr: float = 0.0  # as a share of lr, reached at the last step, if two follow the warm-up
 
 
@@ -159,9 +174,9 @@ class Validation:
     compared (0: none).
     """
 
-    every: int = 0
-    batches: int = 8
-    exact_match: int = 0
+    every: int = number(0, 0)
+    batches: int = number(8, 1)
+    exact_match: int = number(0, 0)
 
 
 @dataclass
@@ -170,9 +185,9 @@ class Checkpoint:
     `keep` stay on disk.
     """
 
-    every: int = 0
-    minutes: float = 10.0
-    keep: int = 2
+    every: int = number(0, 0)
+    minutes: float = number(10.0, 0)
+    keep: int = number(2, 1)
     asynchronous: bool = False
     resume: bool = True  # from the newest complete checkpoint under out_dir, if there is one
 
@@ -182,7 +197,9 @@ class Metrics:
     """What a run reports besides metrics.jsonl: see run/health.py and run/metrics.py."""
 
     spike: float = (
-        6.0  # report losses this many deviations above the recent median, with their batch; 0: none
+        number(
+            6.0, 0
+        )  # report losses this many deviations above the recent median, with their batch; 0: none
     )
     tensorboard: bool = False  # to out_dir/tensorboard; needs the package tensorboard
 
@@ -199,18 +216,21 @@ class Profile:
 class Rollout:
     """How the sampler draws responses: see rollout/."""
 
-    temperature: float = 1.0
-    max_tokens: int = 128  # of a response
-    tp: int = 1  # task=grpo: ranks that share a sampler's model
+    temperature: float = number(1.0, 0)
+    max_tokens: int = number(128, 1, 1 << 30)  # of a response
+    tp: int = number(1, 1)  # task=grpo: ranks that share a sampler's model
     ep: int = (
-        1  # task=grpo: set to rollout.tp, it gives these ranks whole experts, not channels of all
+        number(
+            1, 1
+        )  # task=grpo: set to rollout.tp, it gives these ranks whole experts, not channels of all
     )
-    slots: int = 256  # samples that are decoded at once, at most
-    page_size: int = 128  # tokens; on CUDA a multiple of 128
-    pages: int = 0  # in the pool; 0: as many as fit into `memory`
+    slots: int = number(256, 1, 1 << 20)  # samples that are decoded at once, at most
+    page_size: int = number(128, 1, 1 << 20)  # tokens; on CUDA a multiple of 128
+    pages: int = number(0, 0, 1 << 24)  # in the pool; 0: as many as fit into `memory`
     memory: float = 0.5  # a share of what is free when the pool is made
-    chunk: int = 2048  # prompt tokens that are computed at once
-    steps: int = 0  # decoding steps between two looks at their tokens; 0: 16 on CUDA, 1 on the CPU
+    chunk: int = number(2048, 1, 1 << 30)  # prompt tokens that are computed at once
+    # decoding steps between two looks at their tokens; 0: 16 on CUDA, 1 on the CPU
+    steps: int = number(0, 0, 1 << 20)
     compile: bool = False  # the blocks of decoding steps and, unless ranks share the model, the choice of tokens
 
 
@@ -223,49 +243,56 @@ class GRPO:
     weights once for every batch.global of them.
     """
 
-    prompts: int = 16
-    group: int = 8
+    prompts: int = number(16, 1, 1 << 24)
+    group: int = number(8, 1, 1 << 24)
     reward: str = "exact"  # exact, math, or a function of one's own as package.module:name (see grpo/rewards.py)
     prompt_key: str = (
         ""  # of the lines of data.path; default: the first usual name in a line (data/problems.py)
     )
     answer_key: str = ""
-    mock_digits: int = 4  # data.kind=mock: the length of the texts to be reversed
+    mock_digits: int = number(4, 1, 1000)  # data.kind=mock: the length of the texts to be reversed
     baseline: Literal["group", "leave_one_out"] = "leave_one_out"
     std_scaling: bool = True
     ratio: Literal["token", "sequence"] = "token"
     surrogate: Literal["clip", "cispo", "reinforce"] = "clip"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: float = number(0.2, 0, RATIO)
+    clip_high: float = number(0.2, 0, RATIO)
     dual_clip: float | None = None
     aggregation: Literal["token", "sequence", "constant"] = "token"
     kl: float = (
-        0.0  # weight of the divergence from the initial policy; with adapters, from the base model
+        number(
+            0.0, 0
+        )  # weight of the divergence from the initial policy; with adapters, from the base model
     )
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     importance: Literal["none", "truncate", "mask", "sequence-mask"] = "none"
-    importance_low: float = 0.0
-    importance_high: float = 2.0
-    generations: int = 1  # above 1: groups without a signal are replaced, in up to this many rounds of sampling (DAPO)
+    importance_low: float = number(0.0, 0, RATIO)
+    importance_high: float = number(2.0, 0, RATIO)
+    # above 1: groups without a signal are replaced, in up to this many rounds of sampling (DAPO)
+    generations: int = number(1, 1, 1000)
     overlong_buffer: int = (
-        0  # the last tokens before a response would be cut off, over which the reward falls
+        number(
+            0, 0
+        )  # the last tokens before a response would be cut off, over which the reward falls
     )
-    overlong_penalty: float = 1.0  # by this much
+    overlong_penalty: float = number(1.0, 0)  # by this much
     overlong_filter: bool = False  # leave truncated responses out of the loss
     lag: Literal[0, 1] = (
         0  # 1: sample with weights one step old, so that sampling and training can overlap
     )
     generation_ranks: int = (
-        0  # the last ranks only sample, the others only train (needs lag=1); 0: all do both
+        number(
+            0, 0
+        )  # the last ranks only sample, the others only train (needs lag=1); 0: all do both
     )
     keep_cache: bool = False  # keep the sampler's KV cache while its rank trains
     offload: bool = False  # sampling, log-probabilities and training leave each other their memory (grpo/offload.py)
-    warmup_steps: int = 0  # of supervised training on the answers, before the first step
-    warmup_lr: float = 1e-3
-    eval_samples: int = 8  # per held-out prompt, for pass@k
-    keep_rollouts: int = (
-        100  # steps whose responses stay in out_dir/rollouts, the newest ones; 0: all
-    )
+    # of supervised training on the answers, before the first step
+    warmup_steps: int = number(0, 0, 1 << 20)
+    warmup_lr: float = number(1e-3, 0)
+    eval_samples: int = number(8, 1, 1 << 20)  # per held-out prompt, for pass@k
+    # steps whose responses stay in out_dir/rollouts, the newest ones; 0: all
+    keep_rollouts: int = number(100, 0)
 
 
 TARGETS = (
@@ -297,8 +324,8 @@ class Lora:
     formats/peft.py), whose rank, alpha, rslora and targets then hold.
     """
 
-    rank: int = 16
-    alpha: float = 32.0
+    rank: int = number(16, 1, LARGEST_RANK)
+    alpha: float = number(32.0, 0, LARGEST_ALPHA)
     dropout: float = 0.0
     dropout_position: Literal["pre", "post"] = "pre"
     rslora: bool = False
@@ -346,8 +373,8 @@ class Diffusion:
 class Config:
     model: Model = field(default_factory=Model)
     task: Literal["pretrain", "sft", "diffusion", "lora", "grpo"] = "pretrain"
-    steps: int = 100
-    seed: int = 0
+    steps: int = number(100, 1)
+    seed: int = number(0, 0)
     out_dir: str = "out/run"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     data: Data = field(default_factory=Data)
@@ -377,7 +404,9 @@ class Config:
     profile: Profile = field(default_factory=Profile)
     deterministic: bool = False  # bitwise reproducible: see run/determinism.py
     timeout_s: float = (
-        600.0  # how long a rank waits for the others in a collective before it gives up
+        number(
+            600.0, 1, 1_000_000
+        )  # how long a rank waits for the others in a collective before it gives up
     )
     reference: dict = field(default_factory=dict)  # published figures of the same row
 

@@ -37,7 +37,6 @@ from minitrain.parallel.shards import whole_tensors
 from minitrain.run import cli
 from minitrain.run.checkpoint import Checkpointer, resume, save_step
 from minitrain.run.config import load
-from minitrain.run.config_checks import check_layout
 from minitrain.run.failures import rank, record_flights, recorded
 from minitrain.run.fingerprint import agreed_fingerprint
 from minitrain.run.generate_video import draw_shapes
@@ -45,6 +44,7 @@ from minitrain.run.health import batch_origin
 from minitrain.run.launch import checkpoint_group, make_trainer, start, wait_for_ever
 from minitrain.run.lock import locked
 from minitrain.run.metrics import MetricsLog, summary
+from minitrain.run.parallel_checks import check_layout
 from minitrain.run.policy import Run
 from minitrain.run.rendezvous import world_size
 from minitrain.run.task import run_task

@@ -9,7 +9,7 @@ from minitrain.bench.rows import CONFIGS, list_rows, published_rows, read_row
 from minitrain.errors import InputError
 from minitrain.models.zoo import model_config
 from minitrain.run.config import load
-from minitrain.run.config_checks import check_layout
+from minitrain.run.parallel_checks import check_layout
 from minitrain.training.build import make_model
 
 ROWS = {row["id"]: row for row in yaml.safe_load((Path(__file__).parent / "published/tables.yaml").read_text())}

@@ -42,10 +42,8 @@ from minitrain.models.mamba import by_group, by_part
 from minitrain.models.wan import WanConfig
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.shards import Slices, all_of
-from minitrain.settings import Lora
+from minitrain.settings import LARGEST_ALPHA, LARGEST_RANK, Lora
 
-LARGEST_RANK = 1 << 16
-LARGEST_ALPHA = 10**9
 TARGETS = ("target_modules", "target_parameters")  # keys of adapter_config.json
 PATTERNS = ("rank_pattern", "alpha_pattern")
 MIXERS = {

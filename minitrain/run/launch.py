@@ -26,8 +26,8 @@ from minitrain.parallel.mesh import Meshes, build_meshes
 from minitrain.parallel.shards import local, owned
 from minitrain.parallel.tensor import check_overlap
 from minitrain.run import watch
-from minitrain.run.config_checks import check_layout
 from minitrain.run.determinism import be_deterministic
+from minitrain.run.parallel_checks import check_layout
 from minitrain.run.rendezvous import check_device_type, join_store, number, prepare_connections, world_size
 from minitrain.settings import Config, to_dict
 from minitrain.training.build import initialize

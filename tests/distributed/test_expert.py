@@ -26,8 +26,8 @@ from minitrain.parallel.expert import dispatch, sizes_of
 from minitrain.parallel.fsdp import widest_dimension
 from minitrain.parallel.shards import whole
 from minitrain.run import config as configs
-from minitrain.run.config_checks import check_layout
 from minitrain.run.launch import fill_weights, start
+from minitrain.run.parallel_checks import check_layout
 from minitrain.simulator.fake_world import fake_world
 from minitrain.training.build import build_model, initialize
 from minitrain.training.loop import Trainer

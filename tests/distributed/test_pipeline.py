@@ -16,8 +16,8 @@ from minitrain.models.decoder import Decoder
 from minitrain.parallel.parallelize import lay_out
 from minitrain.parallel.pipeline import V_SHAPED, cut, rank_of
 from minitrain.run import config as configs
-from minitrain.run.config_checks import check_layout
 from minitrain.run.launch import meshes_of, start
+from minitrain.run.parallel_checks import check_layout
 from minitrain.simulator.fake_world import dry_run, fake_world
 from minitrain.train import export
 from minitrain.training.build import build_model, make_model

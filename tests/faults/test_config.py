@@ -21,8 +21,8 @@ from minitrain.errors import InputError
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.wan import WanConfig
 from minitrain.run.config import from_dict, load
-from minitrain.run.config_checks import check_layout
 from minitrain.run.config_yaml import MAX_CHARACTERS
+from minitrain.run.parallel_checks import check_layout
 from minitrain.settings import Config, Model, to_dict
 from minitrain.training.build import make_model
 

@@ -25,8 +25,8 @@ from minitrain.models.zoo import model_config
 from minitrain.rollout.sampling import Completion
 from minitrain.run import config as configs
 from minitrain.run import policy as loop
-from minitrain.run.config_checks import check_layout
 from minitrain.run.launch import start
+from minitrain.run.parallel_checks import check_layout
 from minitrain.run.policy import Run
 from minitrain.run.rollout_files import read_rollouts, write_rollouts
 from tests.distributed.test_grpo import TREE, made_up_groups
@@ -326,6 +326,7 @@ def test_rewards_that_are_no_numbers():
 
 def test_rewards_that_raise():
     """One line, which names the response and the place; of an interrupt nothing is made."""
+
     def wrong(response, answer, row):
         return 1 / row["missing"]
 
