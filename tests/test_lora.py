@@ -121,11 +121,8 @@ def test_blocks_compile_once(setting):
     torch.compiler.reset()
 
 
-BY_BUDGET = "aot_eager_decomp_partition"  # without kernels, but what is kept is chosen as for them
-
-
 @pytest.mark.parametrize("setting, backend", [
-    ("full", None), ("full", "aot_eager"), ("selective", None), ("selective", "aot_eager"), (0.1, BY_BUDGET),
+    ("full", None), ("full", "aot_eager"), ("selective", None), ("selective", "aot_eager"),
 ])  # fmt: skip
 def test_recomputation_drops_the_same(setting, backend):
     def gradients(setting):

@@ -52,10 +52,10 @@ def test_quirks_of_the_model_stay():
 
 
 def test_sizes_that_are_small_already_stay_and_odd_ones_go():
-    tree = {"model": {"name": "llama3-8b", "num_layers": 12}, "recompute": 2, "compile": True}
+    tree = {"model": {"name": "llama3-8b", "num_layers": 12}, "compile": True}
     batch, split = {"global": 4, "micro": 4, "seq_len": 20}, {"dp_shard": 1, "pp": 2, "layers_per_stage": [6, 8]}
     small = shrink(from_dict(tree | {"batch": batch | {"global": 8}, "parallel": split}))
-    assert (small.batch.micro, small.batch.seq_len, small.recompute, small.compile) == (2, 16, "none", False)
+    assert (small.batch.micro, small.batch.seq_len, small.compile) == (2, 16, False)
     assert small.parallel.layers_per_stage is None
     overlapping = from_dict({"parallel": {"dp_shard": 1, "tp": 2, "async_tp": True}, "compile": True})
     assert not shrink(overlapping).parallel.async_tp

@@ -55,7 +55,6 @@ def shrink(config: Config) -> Config:
         batch=batch,
         parallel=parallel,
         compile=False,
-        recompute="none" if isinstance(config.recompute, float) else config.recompute,
         validation=Validation(),
         reference={k: v for k, v in config.reference.items() if v != "nemo_squad"},  # a convention for real packs only
     )

@@ -220,6 +220,8 @@ class Noised:
     """
 
     def __init__(self, dataset, settings: Diffusion, seed: int, held_out: bool = False):
+        # also finds the limits, before a step that may be traced
+        check_diffusion(settings)
         self.dataset = dataset
         self.settings = settings
         self.seed = seed

@@ -41,10 +41,10 @@ class Trainer:
         fill: Callable[[Module], None] | None = None,
     ):
         self.config = config
-        self.device = meshes.device
         self.meshes = meshes
         self.objective = objective or make_objective(config)
         check_objective(self.objective, config.parallel)
+        self.device = meshes.device
         self.model = build_model(config, meshes, fill)
         self.optimizer = make_optimizer(self.model, config.optim)
 
