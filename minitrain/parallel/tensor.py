@@ -71,22 +71,10 @@ def split_block(
     """Split a block in place over the 1-D `mesh`; between blocks hidden states are [batch, seq / tp, hidden] then.
 
     column, row: how the names of column-parallel and row-parallel modules end; what is not named stays whole.
+    Outputs of row-parallel modules are terms of a sum over ranks, which a reduce-scatter adds up.
     parts: those of the block, such as attention and MLP, whose first input is gathered: [batch, seq, hidden].
     """
     gather, scatter = collectives(mesh)
-    split_modules(block, mesh, scatter, column, row)
-    for part in parts:
-        part.register_forward_pre_hook(partial(gather_input, gather, row))
-    block.register_forward_pre_hook(use_parts)
-
-
-def split_modules(
-    block: Module, mesh: DeviceMesh, scatter: Callable, column: tuple[str, ...], row: tuple[str, ...]
-) -> None:
-    """Split the parameters of all modules, as the ends of their names say; what is not named stays whole.
-
-    Outputs of row-parallel modules are terms of a sum over ranks, which `scatter` adds up.
-    """
     for name, module in block.named_modules():
         if name.endswith(column) and not hasattr(module, "own_rows"):
             split_parameters(module, mesh, Shard(0))
@@ -95,6 +83,9 @@ def split_modules(
             module.register_forward_hook(partial(scatter_output, scatter))
         else:
             split_parameters(module, mesh, Replicate())
+    for part in parts:
+        part.register_forward_pre_hook(partial(gather_input, gather, row))
+    block.register_forward_pre_hook(use_parts)
 
 
 def gather_input(gather: Callable, row: tuple[str, ...], part: Module, inputs: tuple) -> tuple:

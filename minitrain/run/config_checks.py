@@ -45,47 +45,49 @@ def validate(config: Config) -> None:
         (not 0 <= o.final_lr <= 1, f"optim.final_lr={o.final_lr} must be between 0 and 1, a share of optim.lr"),
         (not 0 <= c.data.validation < 1, f"data.validation={c.data.validation} must be at least 0 and below 1"),
         (c.data.kind not in ("mock", "shapes") and not c.data.path, f"data.kind={c.data.kind} needs data.path"),
+        (max(c.data.size, default=0) > 1 << 20, f"data.size={c.data.size} must be numbers of at most {1 << 20:,}"),
+        (
+            c.data.packed is not None and c.task not in ("sft", "lora"),
+            f"data.packed={str(c.data.packed).lower()} is for task=sft and lora, not for task={c.task} (leave it out)",
+        ),
+        (
+            isinstance(c.recompute, int) and c.recompute < 2,
+            f"recompute={c.recompute} must be none, full, attention, selective or a whole number of at least 2 "
+            f"(every n-th block)",
+        ),
+        (
+            c.grpo.generation_ranks and c.task != "grpo",
+            f"grpo.generation_ranks={c.grpo.generation_ranks} is for task=grpo, not {c.task}",
+        ),
+        (
+            0 < c.rollout.temperature < COLDEST,
+            f"rollout.temperature={c.rollout.temperature} must be 0, or at least {COLDEST}",
+        ),
+        (
+            not 0 < c.rollout.memory <= 1,
+            f"rollout.memory={c.rollout.memory} must be above 0 and at most 1: a share of the free memory",
+        ),
+        (not c.out_dir, "out_dir is empty (give the folder that is to hold the run)"),
     )
     check_diffusion(c.diffusion)
     _validate_folders(c)
-    _validate_sizes(c)
-    _validate_packed(c)
     _validate_observation(c)
     _validate_states(c)
-    _validate_recompute(c)
     _validate_fp8(c)
     _validate_lora(c)
     validate_expert_parallel(c)
-    _validate_rollout(c)
     _validate_exact_match(c)
     (_validate_diffusion if c.task == "diffusion" else _validate_language)(c)
     validate_pipeline(c)
     if c.task == "grpo":
         _validate_grpo(c)
-    elif c.grpo.generation_ranks:
-        raise InputError(f"grpo.generation_ranks={c.grpo.generation_ranks} is for task=grpo, not {c.task}")
 
 
 def _validate_folders(c: Config) -> None:
     """What a run starts from is not to be overwritten by what it writes at its end."""
-    if not c.out_dir:
-        raise InputError("out_dir is empty (give the folder that is to hold the run)")
     for name, path in (("model.path", c.model.path), ("lora.path", c.lora.path if c.lora else "")):
         if path and os.path.realpath(path) == os.path.realpath(c.out_dir):
             raise InputError(f"out_dir={c.out_dir!r} is {name}, which the result would overwrite (use another out_dir)")
-
-
-def _validate_sizes(c: Config) -> None:
-    """Beyond these a run would only fill memory, or never begin."""
-    if max(c.data.size, default=0) > 1 << 20:
-        raise InputError(f"data.size={c.data.size} must be numbers of at most {1 << 20:,}")
-
-
-def _validate_packed(c: Config) -> None:
-    if c.data.packed is not None and c.task not in ("sft", "lora"):
-        raise InputError(
-            f"data.packed={str(c.data.packed).lower()} is for task=sft and lora, not for task={c.task} (leave it out)"
-        )
 
 
 def _validate_observation(c: Config) -> None:
@@ -225,22 +227,6 @@ def _validate_video_size(size: list[int], patch: list[int], length: int) -> None
     patches = math.prod(size) // math.prod(patch)
     if length != patches:
         raise InputError(f"batch.seq_len={length} is not the number of patches of data.size={size}, {patches}")
-
-
-def _validate_recompute(config: Config) -> None:
-    if isinstance(config.recompute, int) and config.recompute < 2:
-        raise InputError(
-            f"recompute={config.recompute} must be none, full, attention, selective or a whole number of at least 2 "
-            f"(every n-th block)"
-        )
-
-
-def _validate_rollout(config: Config) -> None:
-    r = config.rollout
-    refuse(
-        (0 < r.temperature < COLDEST, f"rollout.temperature={r.temperature} must be 0, or at least {COLDEST}"),
-        (not 0 < r.memory <= 1, f"rollout.memory={r.memory} must be above 0 and at most 1: a share of the free memory"),
-    )
 
 
 def _validate_grpo(config: Config) -> None:

@@ -71,11 +71,8 @@ def pack_row(
 
 
 def rows(dataset, numbers: Iterable[int]) -> dict[str, Tensor]:
-    """Rows `numbers` of a dataset, stacked, or as its own `collate` has it: each value is
-    [len(numbers), seq_len].
-    """
-    each = [dataset.row(n) for n in numbers]
-    return getattr(dataset, "collate", stack)(each)
+    """Return rows `numbers` of a dataset, stacked: each value is [len(numbers), ...]."""
+    return stack([dataset.row(n) for n in numbers])
 
 
 def stack(each: list[dict[str, Tensor]]) -> dict[str, Tensor]:
