@@ -94,7 +94,7 @@ def test_the_other_library_keeps_packed_documents_apart(pool, model, documents):
 def test_steps_to_warm_up_count_for_nothing(monkeypatch):
     seconds = iter([9.0, 1.0, 2.0, 4.0, 2.0, 8.0, 4.0, 4.0])  # ours and theirs in turns
     monkeypatch.setattr(rivals, "timed", lambda *_: next(seconds))
-    monkeypatch.setattr(rivals, "Trainer", lambda *_: SimpleNamespace(device="cpu", step=print))
+    monkeypatch.setattr(rivals, "make_trainer", lambda *_: SimpleNamespace(device="cpu", step=print))
     monkeypatch.setattr(rivals, "progress", lambda steps, text: range(steps))
     monkeypatch.setitem(RIVALS, "transformers", lambda ours: ours)
     assert rivals.versus(from_dict({}), None, "row", steps=3, warmup=1, library="transformers") == {

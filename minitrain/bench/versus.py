@@ -136,7 +136,7 @@ def transformers_model(config: Config, device: torch.device, dtype: torch.dtype)
     from transformers import AutoConfig, AutoModelForCausalLM
 
     no_dropout = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)  # which GPT-2 alone has, by default
-    hf_config = AutoConfig.for_model(**config_to_hf(config.model.config, dtype), **no_dropout)
+    hf_config = AutoConfig.for_model(**config_to_hf(config.model.config, dtype) | no_dropout)
     with device:
         return AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
 
