@@ -182,8 +182,8 @@ def test_adamw_is_the_papers(monkeypatch, states, stochastic, at_once):
 def test_small_parameters_share_a_batch(monkeypatch):
     """Also after the first batch."""
     monkeypatch.setattr(adamw, "AT_ONCE", 10)
-    pieces = [adamw.Piece("", (), *(torch.empty(4),) * 5) for _ in range(7)]
-    assert [len(batch) for batch in adamw.batches(iter(pieces))] == [3, 3, 1]
+    blocks = [adamw.RowBlock("", (), *(torch.empty(4),) * 5) for _ in range(7)]
+    assert [len(batch) for batch in adamw.group_by_size(iter(blocks))] == [3, 3, 1]
 
 
 def test_bf16_weights_are_the_fp32_step_rounded():

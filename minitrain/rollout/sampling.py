@@ -170,7 +170,9 @@ class Choice:
     filtered: bool = True
 
 
-def choose(logits: Tensor, choice: Choice, positions: Tensor, part: VocabShard) -> tuple[Tensor, Tensor]:
+def choose(
+    logits: Tensor, choice: Choice, positions: Tensor, part: VocabShard
+) -> tuple[Tensor, Tensor]:
     """A token for each row, int64 [rows], and its log-probability, fp32 [rows].
 
     logits: [rows, vocab], or this rank's `part` of the vocabulary, for which ranks exchange five

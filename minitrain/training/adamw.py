@@ -1,16 +1,15 @@
-"""AdamW (Loshchilov & Hutter 2019) on weights and states that are stored in bf16, with or without
-stochastic rounding.
+"""AdamW (Loshchilov & Hutter 2019) with weights and states in bf16, with or without stochastic rounding.
 
-The arithmetic is torch's fused kernel, in fp32: a few million numbers at a time are widened,
-updated, and rounded back, so that the copies take no memory worth mentioning. Per parameter,
-gradients included, a step then takes 8 bytes for weights and states in bf16, and 12 with states in
-fp32, against the 16 of fp32 throughout.
+torch's fused kernel computes the update in fp32. A few million numbers at a time are converted to
+fp32, updated and rounded back, so the copies take little memory. A parameter then takes 8 bytes
+with its gradient if weights and states are bf16, and 12 bytes if the states are fp32. fp32
+throughout takes 16.
 
-A bf16 number has 8 significant bits. Rounding to the nearest loses updates below 1/512 of a weight,
-however often they are repeated, and the slow decay of the second moment. Stochastic rounding goes
-up or down with probabilities that make the mean right (Zamirai et al. 2020, "Revisiting BFloat16
-training"). Its random bits are a hash of the parameter's name, the step and the place in the whole
-tensor, so they depend neither on the layout nor on where a run was resumed.
+bf16 has 8 significant bits. Rounding to nearest loses every update below 1/512 of a weight, however
+often it is repeated, and also the slow decay of the second moment. Stochastic rounding rounds up or
+down with probabilities that keep the mean (Zamirai et al. 2020, "Revisiting BFloat16 training").
+Its random bits are a hash of the parameter's name, the step and the index in the full tensor. So
+they depend neither on the layout nor on where a run is resumed.
 """
 
 import hashlib
@@ -25,19 +24,18 @@ from torch.optim.adamw import adamw
 from minitrain.hashing import mix
 from minitrain.parallel.shards import Slices, local, owned
 
-# numbers that are widened at a time
+# numbers that are converted to fp32 at a time
 AT_ONCE = 1 << 24
 
 
-class Piece(NamedTuple):
-    """Rows of a parameter and all that belongs to them, as plain tensors that share the parameter's
-    memory.
+class RowBlock(NamedTuple):
+    """Consecutive rows of a parameter with their gradient and states, all views of local shards.
 
-    place: where they lie in the whole parameter.
+    slices: their position in the full parameter.
     """
 
     name: str
-    place: Slices
+    slices: Slices
     step: Tensor
     weight: Tensor
     gradient: Tensor
@@ -46,10 +44,11 @@ class Piece(NamedTuple):
 
 
 class AdamW(torch.optim.Optimizer):
-    """As torch.optim.AdamW, whose checkpoints fit, for parameters in fp32 or bf16, sharded or not.
+    """AdamW for parameters in fp32 or bf16, sharded or not. Its checkpoints are torch.optim.AdamW's.
 
-    names: of all parameters. states: the type of exp_avg and exp_avg_sq. stochastic: how to round
-    what is in bf16.
+    names: the name of every parameter.
+    states: the type of exp_avg and exp_avg_sq.
+    stochastic: round bf16 numbers stochastically, not to nearest.
     """
 
     def __init__(
@@ -68,32 +67,28 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
+        # a scalar 1 if `update_weights` skips this update
+        skip = getattr(self, "found_inf", None)
         for group in self.param_groups:
-            for pieces in batches(self.pieces(group)):
-                self.update(pieces, group)
+            for blocks in group_by_size(self.row_blocks(group)):
+                self.update(blocks, group, skip)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self.state[parameter]["step"] += 1 if self.skip is None else 1 - self.skip
+                    self.state[parameter]["step"] += 1 if skip is None else 1 - skip
 
-    @property
-    def skip(self) -> Tensor | None:
-        """1 on the device where this update is to be left out: what `update_weights` tells all
-        optimizers.
-        """
-        return getattr(self, "found_inf", None)
-
-    def pieces(self, group: dict) -> Iterator[Piece]:
-        """This rank's part of all parameters of a group that have gradients."""
+    def row_blocks(self, group: dict) -> Iterator[RowBlock]:
+        """Yield the local shards of a group's parameters that have gradients, in blocks of rows."""
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
             state = self.state[parameter] or self.new_state(parameter, group["states"])
-            weight, place = owned(parameter)
-            tensors = (weight, *map(local, (parameter.grad, state["exp_avg"], state["exp_avg_sq"])))
-            yield from split_rows(self.names[parameter], place, state["step"], tensors)
+            weight, slices = owned(parameter)
+            others = (parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+            tensors = [weight, *map(local, others)]
+            yield from split_rows(self.names[parameter], slices, state["step"], tensors)
 
     def new_state(self, parameter: Parameter, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Zeros, stored under the names that torch.optim.AdamW gives them."""
+        """Set a parameter's state to zeros, under the names of torch.optim.AdamW, and return it."""
         self.state[parameter] = {
             "step": torch.zeros((), device=parameter.device),
             "exp_avg": torch.zeros_like(parameter, dtype=dtype),
@@ -101,9 +96,10 @@ class AdamW(torch.optim.Optimizer):
         }
         return self.state[parameter]
 
-    def update(self, pieces: list[Piece], group: dict) -> None:
+    def update(self, blocks: list[RowBlock], group: dict, skip: Tensor | None) -> None:
+        """Update blocks of rows in place with torch's fused kernel, unless `skip` is 1."""
         weights, gradients, averages, squares = (
-            [getattr(piece, key).float() for piece in pieces]
+            [getattr(block, key).float() for block in blocks]
             for key in ("weight", "gradient", "exp_avg", "exp_avg_sq")
         )
         beta1, beta2 = group["betas"]
@@ -113,7 +109,7 @@ class AdamW(torch.optim.Optimizer):
             averages,
             squares,
             [],
-            [piece.step.clone() for piece in pieces],
+            [block.step.clone() for block in blocks],
             fused=True,
             amsgrad=False,
             beta1=beta1,
@@ -122,45 +118,40 @@ class AdamW(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
-            found_inf=self.skip,
+            found_inf=skip,
         )
-        for piece, *updated in zip(pieces, weights, averages, squares, strict=True):
+        for block, *updated in zip(blocks, weights, averages, squares, strict=True):
             for key, value in zip(("weight", "exp_avg", "exp_avg_sq"), updated, strict=True):
-                stored = getattr(piece, key)
-                if stored.dtype != torch.bfloat16:
-                    # fp32 was updated in place
-                    continue
-                if self.stochastic:
-                    value = round_stochastically(
-                        value, random_bits(f"{piece.name}/{key}", piece.step, piece.place)
-                    )
-                stored.copy_(value)
+                stored = getattr(block, key)
+                # fp32 numbers are updated in place
+                if stored.dtype == torch.bfloat16:
+                    if self.stochastic:
+                        bits = random_bits(f"{block.name}/{key}", block.step, block.slices)
+                        value = round_stochastically(value, bits)
+                    stored.copy_(value)
 
 
 def split_rows(
-    name: str, place: Slices, step: Tensor, tensors: tuple[Tensor, ...]
-) -> Iterator[Piece]:
-    """Pieces of at most AT_ONCE numbers, or one row; none of tensors that are empty on this
-    rank.
-    """
-    rows = max(1, AT_ONCE // max(1, tensors[0][:1].numel()))
-    first = place[0].start
-    for start in range(0, len(tensors[0]) if tensors[0].numel() else 0, rows):
+    name: str, slices: Slices, step: Tensor, tensors: list[Tensor]
+) -> Iterator[RowBlock]:
+    """Yield blocks of at most AT_ONCE numbers, or one row; none of an empty shard."""
+    if not tensors[0].numel():
+        return
+    rows = max(1, AT_ONCE // tensors[0][:1].numel())
+    first = slices[0].start
+    for start in range(0, len(tensors[0]), rows):
         parts = [tensor[start : start + rows] for tensor in tensors]
-        yield Piece(
-            name, (slice(first + start, first + start + len(parts[0])), *place[1:]), step, *parts
-        )
+        where = slice(first + start, first + start + len(parts[0]))
+        yield RowBlock(name, (where, *slices[1:]), step, *parts)
 
 
-def batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in groups of about AT_ONCE numbers: many small parameters share the launches of a
-    kernel.
-    """
+def group_by_size(blocks: Iterator[RowBlock]) -> Iterator[list[RowBlock]]:
+    """Yield lists of blocks with about AT_ONCE numbers: small parameters share kernel launches."""
     batch = []
     count = 0
-    for piece in pieces:
-        batch.append(piece)
-        count += piece.weight.numel()
+    for block in blocks:
+        batch.append(block)
+        count += block.weight.numel()
         if count >= AT_ONCE:
             yield batch
             batch = []
@@ -169,32 +160,29 @@ def batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-# ------------------------------------------------------------------------------------------------- stochastic rounding
+# --- stochastic rounding
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
-    """x, fp32, as bf16: one of its two neighbours there, the nearer one more often, so that the
-    mean over `bits` is x.
+    """Round x, fp32, up or down to bf16, the nearer number more often: the mean over `bits` is x.
 
-    bits: int32, uniform in [0, 2^16). A bf16 number is the upper half of an fp32 one: adding to the
-    lower half carries into the upper with just the right probability. Infinities stay; so do NaNs,
-    whose sum could be a number.
+    bits: int32, uniform in [0, 2^16), of x's shape.
+    bf16 is the upper half of fp32. Adding random bits to the lower half carries into the upper half
+    with the right probability. Infinities and NaNs stay.
     """
     rounded = ((x.view(torch.int32) + bits) & -0x10000).view(torch.float32)
+    # a carry can turn NaN into a number
     return torch.where(x.isnan(), x, rounded).bfloat16()
 
 
-def random_bits(key: str, step: Tensor, place: Slices) -> Tensor:
-    """int32 in [0, 2^16), uniform: the part at `place` of the random tensor that `key` and `step`
-    choose.
+def random_bits(key: str, step: Tensor, slices: Slices) -> Tensor:
+    """Return int32 numbers, uniform in [0, 2^16): `slices` of the tensor that key and step choose.
 
-    Each index is hashed in turn, so that the last dimension's hash alone has the full size.
+    One dimension is hashed after the other, so only the last hash has the full size.
     """
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "little", signed=True)
     bits = mix(step.to(torch.int32) ^ seed)
-    for part in place:
-        bits = mix(
-            bits[..., None]
-            ^ torch.arange(part.start, part.stop, dtype=torch.int32, device=step.device)
-        )
+    for part in slices:
+        index = torch.arange(part.start, part.stop, dtype=torch.int32, device=step.device)
+        bits = mix(bits[..., None] ^ index)
     return (bits >> 16) & 0xFFFF

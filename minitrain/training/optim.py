@@ -1,6 +1,6 @@
-"""Optimizer, learning-rate schedule and gradient clipping, for parameters on one or several meshes.
+"""Optimizer, learning-rate schedule and gradient clipping, for parameters on one or more meshes.
 
-An update that is not finite is skipped on the device, so that the host need not wait for it.
+An update that is not finite is skipped on the device, so the host does not wait for it.
 """
 
 import math
@@ -17,14 +17,17 @@ from minitrain.training.adamw import AdamW
 
 
 def make_optimizer(model: Module, optim: Optim) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter 2019) or SGD. Matrices decay; norms and biases do not."""
+    """Return AdamW (Loshchilov & Hutter 2019) or SGD. Only matrices have weight decay."""
     decayed = []
     others = []
     for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
         # experts' biases have two dimensions, Wan's shifts, scales and gates three
-        if p.requires_grad:
-            is_matrix = p.ndim > 1 and not name.endswith(("bias", "scale_shift_table"))
-            (decayed if is_matrix else others).append(p)
+        if p.ndim > 1 and not name.endswith(("bias", "scale_shift_table")):
+            decayed.append(p)
+        else:
+            others.append(p)
     groups = [
         {"params": decayed, "weight_decay": optim.weight_decay},
         {"params": others, "weight_decay": 0.0},
@@ -32,21 +35,17 @@ def make_optimizer(model: Module, optim: Optim) -> torch.optim.Optimizer:
     if optim.name == "sgd":
         return SGD(groups, dict(lr=optim.lr))
     settings = dict(lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps)
-    # torch's own has states of the parameters' type
-    in_bf16 = optim.states == "bf16"
-    if optim.stochastic_rounding or any(
-        (p.dtype == torch.bfloat16) != in_bf16 for p in decayed + others
-    ):
+    # torch's AdamW keeps states in the parameters' type
+    states = torch.bfloat16 if optim.states == "bf16" else torch.float32
+    differ = any((p.dtype == torch.bfloat16) != (optim.states == "bf16") for p in decayed + others)
+    if optim.stochastic_rounding or differ:
         names = {p: name for name, p in model.named_parameters()}
-        states = torch.bfloat16 if in_bf16 else torch.float32
         return AdamW(groups, names, states, optim.stochastic_rounding, **settings)
     return torch.optim.AdamW(groups, **settings, fused=True)
 
 
 class SGD(torch.optim.Optimizer):
-    """Plain gradient descent. Unlike torch's own, it can leave out an update of DTensors; see
-    `update_weights`.
-    """
+    """Gradient descent that can skip an update (see `update_weights`), of DTensors too."""
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
@@ -61,11 +60,10 @@ class SGD(torch.optim.Optimizer):
 
 
 def update_weights(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
-    """optimizer.step() if `finite`, a bool scalar on the device; else weights, states and step
-    counts stay, to the bit.
+    """Run optimizer.step() if `finite`, a bool scalar on the device; else change nothing.
 
-    `found_inf` is how torch.amp.GradScaler tells torch's fused optimizers the same; it has no
-    public name.
+    torch.amp.GradScaler sets `found_inf` of torch's fused optimizers likewise; there is no public
+    name.
     """
     optimizer.found_inf = (~finite).float()
     optimizer.step()
@@ -73,9 +71,7 @@ def update_weights(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
 
 
 def learning_rate(step: int, steps: int, optim: Optim) -> float:
-    """Return the rate of a step from 0 on: linear warm-up, then constant, linear or cosine to
-    final_lr * lr.
-    """
+    """Return the learning rate of step 0, 1, ...: warm-up, then the schedule to final_lr * lr."""
     warmup = warmup_steps(steps, optim)
     if step < warmup:
         return optim.lr * (step + 1) / warmup
@@ -89,9 +85,7 @@ def learning_rate(step: int, steps: int, optim: Optim) -> float:
 
 
 def warmup_steps(steps: int, optim: Optim) -> int:
-    """Return how many of `steps` warm up: optim.warmup, or in a run that is shorter than that a
-    tenth.
-    """
+    """Return the number of warm-up steps: optim.warmup, or a tenth of a run shorter than that."""
     return optim.warmup if optim.warmup <= steps else steps // 10
 
 
@@ -99,24 +93,24 @@ def warmup_steps(steps: int, optim: Optim) -> int:
 def clip_gradients(
     parameters: list[Parameter], max_norm: float | None, stages: DeviceMesh | None = None
 ) -> Tensor:
-    """Scale all gradients so that their common 2-norm is at most `max_norm`; returns the norm from
-    before, a scalar.
+    """Scale all gradients so that their global 2-norm is at most `max_norm`.
 
-    The norm is that of the full gradients, wherever their shards live: one value for all ranks, as
-    in one process. The factor is rounded to the gradients' type. stages: the ranks of a pipeline,
-    which have different parameters.
+    stages: the ranks of a pipeline, which have different parameters.
+    Returns the norm before clipping, a scalar: that of the full gradients, equal on all ranks. The
+    scale is rounded to the gradients' type.
     """
+    # a DTensor's norm is reduced over its own mesh: dense weights and experts have different ones
     by_mesh: dict = {}
     for parameter in parameters:
         if parameter.grad is not None:
             by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
     norms = [whole(total_norm([p.grad for p in group])) for group in by_mesh.values()]
-    # a stage of a pipeline may have nothing to train
     if not norms:
+        # a stage of a pipeline may have nothing to train
         norms = [torch.zeros((), device=parameters[0].device)]
     total = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
     if stages is not None and stages.size() > 1:
-        # one type for all stages, whatever they train
+        # stages may train parameters of different types
         squares = total.double().square()
         dist.all_reduce(squares, group=stages.get_group())
         total = squares.sqrt()
@@ -124,24 +118,21 @@ def clip_gradients(
         scale = (max_norm / (total + 1e-6)).clamp(max=1)
         gradients = [local(p.grad) for group in by_mesh.values() for p in group]
         for dtype, each in by_type(gradients).items():
-            # of another type it would be a kernel for each
+            # with a scale of another type, torch would launch one kernel per gradient
             torch._foreach_mul_(each, scale.to(dtype))
     return total
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
-    """Their common 2-norm, in fp32 also where they are bf16: in that, a sum over more than 256
-    ranks stops growing.
-    """
-    norms = [
-        norm
-        for dtype, group in by_type(gradients).items()
-        for norm in torch._foreach_norm(group, 2, torch.promote_types(dtype, torch.float32))
-    ]
+    """Return the common 2-norm in at least fp32: a bf16 sum over 256 ranks stops growing."""
+    norms = []
+    for dtype, group in by_type(gradients).items():
+        norms += torch._foreach_norm(group, 2, torch.promote_types(dtype, torch.float32))
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def by_type(tensors: list[Tensor]) -> dict[torch.dtype, list[Tensor]]:
+    """Group tensors by type: torch's foreach kernels want one type."""
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
