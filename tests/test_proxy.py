@@ -16,7 +16,7 @@ from minitrain.bench.rows import CONFIGS
 from minitrain.benchmark import write_result
 from minitrain.errors import InputError
 from minitrain.run.config import load
-from minitrain.run.layout import micro_batches
+from minitrain.run.parallel_checks import micro_batches
 from minitrain.settings import Lora
 from minitrain.simulator import simulate_policy
 from tests.commands import command

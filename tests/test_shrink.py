@@ -16,8 +16,7 @@ import pytest
 from minitrain.bench.proxy import make_proxy
 from minitrain.bench.shrink import shrink, shrink_parallel, shrunk_micro_batches
 from minitrain.run.config import from_dict, load
-from minitrain.run.layout import stated_ranks
-from minitrain.run.parallel_checks import check_layout
+from minitrain.run.parallel_checks import check_layout, stated_ranks
 from minitrain.settings import Config, Parallel
 from tests.commands import ROOT, command
 

@@ -20,7 +20,7 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.lora import add_adapters, is_adapter
 from minitrain.models.zoo import model_config
 from minitrain.run import config as configs
-from minitrain.run.layout import micro_batches
+from minitrain.run.parallel_checks import micro_batches
 from minitrain.settings import Lora
 from minitrain.simulator import sweep
 from minitrain.simulator.chrome import write_trace

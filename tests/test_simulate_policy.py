@@ -11,8 +11,7 @@ from minitrain.bench.rows import CONFIGS
 from minitrain.data.datasets import open_dataset
 from minitrain.models.zoo import empty_model, model_config
 from minitrain.run.config import from_dict, load
-from minitrain.run.layout import stated_ranks
-from minitrain.run.parallel_checks import check_layout
+from minitrain.run.parallel_checks import check_layout, stated_ranks
 from minitrain.simulator.simulate import Simulation
 from minitrain.simulator.simulate_policy import (
     HOST_LINK,

@@ -17,8 +17,7 @@ from minitrain.bench.measure import count_flops, placed, published_step_time, ra
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.run.config_checks import validate
-from minitrain.run.layout import micro_batches, stated_ranks
-from minitrain.run.parallel_checks import check_layout
+from minitrain.run.parallel_checks import check_layout, micro_batches, stated_ranks
 from minitrain.settings import Config
 
 MICRO_BATCHES = 8  # per step, at most

@@ -28,8 +28,7 @@ from minitrain.models.wan import WanConfig
 from minitrain.models.zoo import TINY_WAN, tiny
 from minitrain.run.config_checks import validate
 from minitrain.run.launch import start
-from minitrain.run.layout import stated_ranks, training_ranks
-from minitrain.run.parallel_checks import check_layout
+from minitrain.run.parallel_checks import check_layout, stated_ranks, training_ranks
 from minitrain.settings import Batch, Config, Data, Model, Parallel, Validation
 
 VIDEO, VIDEO_TOKENS = [2, 8, 16], 64  # frames, height, width of latents, in patches of (1, 2, 2)

@@ -34,8 +34,7 @@ from minitrain.parallel.pipeline import Stage
 from minitrain.parallel.recompute import KEPT
 from minitrain.parallel.shards import local
 from minitrain.run.launch import meshes_of
-from minitrain.run.layout import micro_batches, stated_ranks
-from minitrain.run.parallel_checks import check_layout
+from minitrain.run.parallel_checks import check_layout, micro_batches, stated_ranks
 from minitrain.settings import Config
 from minitrain.simulator.repeat import RepeatedGraph
 from minitrain.simulator.trace import (

@@ -26,8 +26,7 @@ from minitrain.bench.measure import published_step_time, rates, token_flops, vis
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.parallel.pipeline import local_stages
-from minitrain.run.layout import micro_batches, row_ranks, stated_ranks
-from minitrain.run.parallel_checks import check_layout
+from minitrain.run.parallel_checks import check_layout, micro_batches, row_ranks, stated_ranks
 from minitrain.settings import Config
 from minitrain.simulator import tracers
 from minitrain.simulator.fake_world import trace_step
