@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitrain.models import attention as models_attention
-from minitrain.models.attention import Mask, attention, attention_with_sinks, block_pairs, dense_pairs, make_mask
+from minitrain.models.attention import Mask, attention, attention_with_sinks, block_mask, dense_mask, make_mask
 from minitrain.models.decoder import Decoder
 from minitrain.models.layers import apply_rotary, rotary_frequencies, rotary_tables
 from minitrain.models.zoo import model_config
@@ -52,12 +52,12 @@ def test_attention_equals_brute_force(kv_heads, causal, packed, place):
 
 def test_only_what_needs_pairs_has_them():
     """Plain causal and full attention are left to the kernel that is fastest at them."""
-    documents, places = torch.zeros(1, 8, dtype=torch.long), torch.tensor([0, 1, 6, 7])
+    documents, q_positions = torch.zeros(1, 8, dtype=torch.long), torch.tensor([0, 1, 6, 7])
     for causal in (True, False):
-        assert make_mask(8, CPU, causal=causal).pairs is None
-        assert make_mask(8, CPU, documents, causal).pairs.shape == (1, 1, 8, 8)
-    assert make_mask(8, CPU, places=places, causal=False).pairs is None  # all see all, wherever they are
-    assert make_mask(8, CPU, places=places).pairs.shape == (1, 1, 4, 8)
+        assert make_mask(8, CPU, causal=causal).attn_mask is None
+        assert make_mask(8, CPU, documents, causal).attn_mask.shape == (1, 1, 8, 8)
+    assert make_mask(8, CPU, q_positions=q_positions, causal=False).attn_mask is None  # all see all, wherever they are
+    assert make_mask(8, CPU, q_positions=q_positions).attn_mask.shape == (1, 1, 4, 8)
 
 
 def packed_rows(length):
@@ -71,36 +71,36 @@ def split_places(rank, length=512):
 
 
 CASES = [
-    pytest.param(causal, packed, places, id=f"{causal=} {packed=} places={'all' if places is None else 'own'}")
+    pytest.param(causal, packed, q_positions, id=f"{causal=} {packed=} {'all' if q_positions is None else 'own'}")
     for causal in (True, False)
     for packed in (True, False)
-    for places in (None, split_places(0), split_places(1))
-    if packed or (causal and places is not None)
+    for q_positions in (None, split_places(0), split_places(1))
+    if packed or (causal and q_positions is not None)
 ]
 
 
-@pytest.mark.parametrize("causal, packed, places", CASES)
-def test_tiles_equal_dense_mask(causal, packed, places):
+@pytest.mark.parametrize("causal, packed, q_positions", CASES)
+def test_tiles_equal_dense_mask(causal, packed, q_positions):
     """The form for CUDA, which FlexAttention can run on CPU forwards."""
     torch.manual_seed(0)
-    q = torch.randn(2, 2, 512 if places is None else len(places), 16)
+    q = torch.randn(2, 2, 512 if q_positions is None else len(q_positions), 16)
     k, v = torch.randn(2, 2, 1, 512, 16)
-    rule = dict(documents=packed_rows(512) if packed else None, causal=causal, places=places)
+    rule = dict(documents=packed_rows(512) if packed else None, causal=causal, q_positions=q_positions)
     expected = attention(q, k, v, make_mask(512, CPU, **rule))
     ours = flex_attention(q, k, v, block_mask=blocks(CPU, **rule), enable_gqa=True)
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("causal, packed, places", CASES)
+@pytest.mark.parametrize("causal, packed, q_positions", CASES)
 @pytest.mark.parametrize("length", [512, 300])
-def test_tiles_are_those_of_torch(monkeypatch, causal, packed, places, length):
+def test_tiles_are_those_of_torch(monkeypatch, causal, packed, q_positions, length):
     """Made from three stretches of queries, or four; 300 leaves tiles that are not whole."""
-    if places is not None:
-        places = places[places < length]
-    rule = dict(documents=packed_rows(length) if packed else None, causal=causal, places=places, window=200)
-    monkeypatch.setattr(models_attention, "dense_pairs", lambda *given: create_block_mask(*given[:2], None, *given[2:]))
-    expected = make_mask(length, CPU, **rule).pairs
-    monkeypatch.setattr(models_attention, "PAIRS", 128 * 512)
+    if q_positions is not None:
+        q_positions = q_positions[q_positions < length]
+    rule = dict(documents=packed_rows(length) if packed else None, causal=causal, q_positions=q_positions, window=200)
+    monkeypatch.setattr(models_attention, "dense_mask", lambda *given: create_block_mask(*given[:2], None, *given[2:]))
+    expected = make_mask(length, CPU, **rule).attn_mask
+    monkeypatch.setattr(models_attention, "MAX_PAIRS", 128 * 512)
     ours = blocks(CPU, length, **rule)
     assert ours.seq_lengths == expected.seq_lengths and ours.BLOCK_SIZE == expected.BLOCK_SIZE
     for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
@@ -119,7 +119,7 @@ def test_masks_of_long_rows_do_not_hold_all_pairs(monkeypatch):
             largest = max(largest, out.numel() if isinstance(out, torch.Tensor) else 0)
             return out
 
-    monkeypatch.setattr(models_attention, "PAIRS", 2 * 256 * 2048)
+    monkeypatch.setattr(models_attention, "MAX_PAIRS", 2 * 256 * 2048)
     with Record():
         blocks(CPU, 2048, documents=packed_rows(2048))
     assert largest == 2 * 256 * 2048
@@ -128,8 +128,8 @@ def test_masks_of_long_rows_do_not_hold_all_pairs(monkeypatch):
 def blocks(device, length=512, **rule):
     """`make_mask` with the form for CUDA, on any device."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("minitrain.models.attention.dense_pairs", block_pairs)
-        return make_mask(length, device, **rule).pairs
+        patch.setattr("minitrain.models.attention.dense_mask", block_mask)
+        return make_mask(length, device, **rule).attn_mask
 
 
 def test_flex_attention_is_compiled_for_many_shapes_and_never_runs_uncompiled(monkeypatch):
@@ -154,12 +154,12 @@ def test_flex_attention_is_compiled_for_many_shapes_and_never_runs_uncompiled(mo
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("causal, packed, places", CASES)
-def test_flex_attention_equals_dense_mask(causal, packed, places):
+@pytest.mark.parametrize("causal, packed, q_positions", CASES)
+def test_flex_attention_equals_dense_mask(causal, packed, q_positions):
     torch.manual_seed(0)
-    q = torch.randn(2, 4, 512 if places is None else len(places), 64, requires_grad=True)
+    q = torch.randn(2, 4, 512 if q_positions is None else len(q_positions), 64, requires_grad=True)
     k, v = (torch.randn(2, 2, 512, 64, requires_grad=True) for _ in range(2))
-    rule = dict(documents=packed_rows(512) if packed else None, places=places)
+    rule = dict(documents=packed_rows(512) if packed else None, q_positions=q_positions)
     on_gpu = {key: value if value is None else value.cuda() for key, value in rule.items()}
     ours = attention(*(x.cuda() for x in (q, k, v)), make_mask(512, torch.device("cuda"), causal=causal, **on_gpu))
     dense = attention(q, k, v, make_mask(512, CPU, causal=causal, **rule))
@@ -205,7 +205,7 @@ def test_sinks_are_one_more_term_below_the_line(window):
 def test_masks_for_sinks_are_built_once_for_all_layers():
     model = Decoder(model_config("gpt-oss-20b-tiny", num_layers=4))
     initialize(model, seed=0)
-    with mock.patch("minitrain.models.attention.dense_pairs", wraps=dense_pairs) as build:
+    with mock.patch("minitrain.models.attention.dense_mask", wraps=dense_mask) as build:
         model(torch.arange(32).view(2, 16))
     assert build.call_count == 2  # with and without a window
 

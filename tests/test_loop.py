@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from minitrain.data.text import Mock
-from minitrain.models.moe import Router
+from minitrain.models.router import Router
 from minitrain.run import config as configs
 from minitrain.run.generate_video import draw_shapes
 from minitrain.run.launch import start, trial_step

@@ -13,12 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 from minitrain.data.text import open_data
 from minitrain.errors import InputError
-from minitrain.models import moe
+from minitrain.models import grouped_mm as grouped
+from minitrain.models import router as routing
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.grouped_mm import grouped_mm
 from minitrain.models.limits import OTHERS
 from minitrain.models.lora import add_adapters
-from minitrain.models.moe import Experts, MoE, Router, dispatch, grouped_mm, update_selection_bias
+from minitrain.models.moe import Experts, MoE, dispatch
+from minitrain.models.router import Router, update_selection_bias
 from minitrain.models.zoo import model_config
 from minitrain.parallel.recompute import recompute
 from minitrain.run import config as configs
@@ -136,7 +139,7 @@ def test_what_a_kernel_leaves_for_an_expert_without_tokens_is_no_gradient(adapte
     expected = gradients()
     with Garbage():
         assert not all(gradient.isfinite().all() for gradient in gradients())
-        with mock.patch.object(moe, "leaves_garbage", lambda device: True):
+        with mock.patch.object(grouped, "leaves_garbage", lambda device: True):
             for mine, oracle in zip(gradients(), expected, strict=True):
                 assert torch.equal(mine, oracle) and mine.stride() == oracle.stride()
 
@@ -362,7 +365,7 @@ def test_even_routing_costs_the_coefficient():
     """f = P = 1 / E: the loss is 1, whatever E, top_k and the lengths."""
     router = make_router(6, 2, router_aux_loss_coef=0.7)
     indices = torch.arange(24).view(12, 2) % 6
-    loss = router._aux_loss(torch.full((12, 6), 1 / 6), indices, rows=1)
+    loss = router._aux_loss(torch.full((12, 6), 1 / 6), indices, sequences=1)
     assert loss.item() == pytest.approx(0.7)
 
 
@@ -569,7 +572,7 @@ def test_a_router_on_cuda_in_bf16(experts, hidden, compiled):
     router.to(torch.bfloat16)
     x, grad = torch.randn(500, hidden).to(torch.bfloat16), torch.randn(500, experts)
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
-        scores = torch.compile(moe.linear_fp32) if compiled and device == "cuda" else moe.linear_fp32
+        scores = torch.compile(routing.linear_fp32) if compiled and device == "cuda" else routing.linear_fp32
         factors = x.to(device, dtype).requires_grad_(), router.weight.detach().to(device, dtype).requires_grad_()
         logits = factors[0] @ factors[1].T if device == "cpu" else scores(*factors)
         results.append([logits, *torch.autograd.grad(logits, factors, grad.to(device, logits.dtype))])

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from minitrain.models import onednn
-from minitrain.models.moe import grouped_mm
+from minitrain.models.grouped_mm import grouped_mm
 from minitrain.run.config import from_dict
 from minitrain.run.launch import start
 from minitrain.training.build import build_model

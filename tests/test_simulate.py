@@ -145,18 +145,18 @@ def test_windows_end_where_documents_do(window):
     """Rows of four documents of 64 tokens each: of 256 tokens a window would see more than there is of one."""
     documents = torch.arange(4).repeat_interleave(64).expand(2, -1)
     unseen = max(64 - (window or 64), 0)
-    assert counting_mask(1 / 4, 256, "cpu", documents, window=window).pairs == 4 * (64**2 - unseen**2) / 2
+    assert counting_mask(1 / 4, 256, "cpu", documents, window=window).attn_mask == 4 * (64**2 - unseen**2) / 2
 
 
 @pytest.mark.parametrize(("given", "form", "sizes", "flops"), [
     ({}, "causal", (16, 32), 32), ({"causal": False}, "full", (16, 64), 64), ({"plain": False}, "flex", (16, 32), 32),
     ({"window": 8}, "flex", (16, 8), 64 * 8 / 64 - 8 * 8 / 2 / 64),
-    ({"places": torch.arange(16)}, "flex", (16, 32), 32),
-    ({"places": torch.arange(16), "causal": False}, "full", (16, 64), 64),
+    ({"q_positions": torch.arange(16)}, "flex", (16, 32), 32),
+    ({"q_positions": torch.arange(16), "causal": False}, "full", (16, 64), 64),
 ])  # fmt: skip
 def test_attention_runs_on_the_kernel_that_a_gpu_would_take(given, form, sizes, flops):
     """Plain causal and full attention on cuDNN's, sinks and other masks on FlexAttention; of two rows, as for each."""
-    queries = len(given.get("places", range(64)))
+    queries = len(given.get("q_positions", range(64)))
     with fake_world(1), FakeTensorMode(), Tracer({}) as tracer:
         q, kv = torch.empty(2, 4, queries, 16), torch.empty(2, 2, 64, 16)
         attend(q, kv, kv, counting_mask(1.0, 64, "cpu", **given))

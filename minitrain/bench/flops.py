@@ -22,7 +22,8 @@ from torch import nn
 from minitrain.errors import InputError
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.lora import find_targets
-from minitrain.models.moe import Experts, Router
+from minitrain.models.moe import Experts
+from minitrain.models.router import Router
 from minitrain.models.zoo import empty_model
 from minitrain.settings import TARGETS
 

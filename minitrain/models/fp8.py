@@ -49,8 +49,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minitrain.models.grouped_mm import grouped_mm
 from minitrain.models.layers import has_hooks
-from minitrain.models.moe import Experts, grouped_mm
+from minitrain.models.moe import Experts
 from minitrain.models.quantize import E4M3, E5M2, dequantize, quantize
 
 ALIGNMENT = 16

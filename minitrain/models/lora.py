@@ -33,8 +33,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.errors import InputError
+from minitrain.models.grouped_mm import grouped_mm
 from minitrain.models.layers import has_hooks
-from minitrain.models.moe import Experts, grouped_mm
+from minitrain.models.moe import Experts
 from minitrain.settings import TARGETS, Lora
 
 ADAPTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

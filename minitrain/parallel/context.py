@@ -123,7 +123,7 @@ def whole_row_mask(make_mask: Callable, mesh: DeviceMesh, form: str, zigzag: boo
 
     def build(length, device, documents=None, **rule):
         if form == "allgather":
-            rule["places"] = places(length, mesh, zigzag, device)
+            rule["q_positions"] = places(length, mesh, zigzag, device)
         return make_mask(length, device, documents, **rule)
 
     build_once = cache(build)

@@ -40,7 +40,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.nn import Module
 
-from minitrain.models.moe import Experts, MoE, Router
+from minitrain.models.moe import Experts, MoE
+from minitrain.models.router import Router
 from minitrain.parallel.parts import split_parameters, use_parts
 
 NOT_CHOSEN = -1.0  # where a weight would be, and none is negative

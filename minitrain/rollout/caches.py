@@ -41,7 +41,7 @@ from minitrain.models.attention import (
     apply_sinks,
     attention,
     compiled_flex_attention,
-    dense_pairs,
+    dense_mask,
 )
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layers import rotary_frequencies
@@ -107,7 +107,7 @@ class PromptStep:
             def allows(row, head, i, j):
                 return (j <= query[i]) & (j > query[i] - (window or chunk.end))
 
-            pairs = dense_pairs(allows, 1, chunk.count, chunk.end, chunk.pages.device)
+            pairs = dense_mask(allows, 1, chunk.count, chunk.end, chunk.pages.device)
             self.masks[key] = Mask(True, pairs)
         return self.masks[key]
 

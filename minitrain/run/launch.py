@@ -20,7 +20,7 @@ from minitrain.errors import InputError
 from minitrain.formats.hf import load_weights
 from minitrain.formats.peft import fill_adapters
 from minitrain.models.lora import is_adapter
-from minitrain.models.moe import update_selection_bias
+from minitrain.models.router import update_selection_bias
 from minitrain.parallel.agreement import FOR_EVER, check_same, code_digests, flatten, gather
 from minitrain.parallel.mesh import Meshes, build_meshes
 from minitrain.parallel.shards import local, owned

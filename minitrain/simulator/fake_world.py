@@ -120,25 +120,25 @@ ATTENTION |= {
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, sinks: Tensor | None = None) -> Tensor:
     """In place of models/attention.py's `attention`."""
     mask = mask or Mask(causal=False)
-    out, log_sum = fake_attention(q, k, v, mask.causal, mask.pairs)
+    out, log_sum = fake_attention(q, k, v, mask.causal, mask.attn_mask)
     return out if sinks is None else apply_sinks(out, log_sum, sinks[:, None])
 
 
 def counting_mask(
-    visible: float, length: int, device, documents=None, causal=True, places=None, window=None, plain=True
+    visible: float, length: int, device, documents=None, causal=True, q_positions=None, window=None, plain=True
 ) -> Mask:
     """In place of `make_mask`: how many pairs it would allow in a row, as `pairs`.
 
     visible: with documents, the share of a row's causal pairs whose two tokens belong to one document. Context-parallel
-    ranks have equally many pairs each, so a rank with `places` has its share of the row's.
+    ranks have equally many pairs each, so a rank with `q_positions` has its share of the row's.
     """
-    if plain and documents is None and window is None and (places is None or not causal):
+    if plain and documents is None and window is None and (q_positions is None or not causal):
         return Mask(causal)
     seen = length if documents is None else length * visible
     pairs = length * seen / (2 if causal else 1)
     if window is not None:
         pairs -= length * max(seen - window, 0) ** 2 / seen / 2  # as flops.py's Work.keys
-    return Mask(causal, pairs if places is None else pairs * len(places) / length)
+    return Mask(causal, pairs if q_positions is None else pairs * len(q_positions) / length)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:

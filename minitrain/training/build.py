@@ -15,8 +15,8 @@ from minitrain.hashing import seed_of
 from minitrain.models.decoder import Decoder
 from minitrain.models.fp8 import to_fp8
 from minitrain.models.lora import add_adapters, initialize_adapter, is_adapter
-from minitrain.models.moe import Router
 from minitrain.models.onednn import to_onednn
+from minitrain.models.router import Router
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.fsdp_fp8 import gather_in_fp8

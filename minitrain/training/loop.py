@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from minitrain.models.moe import Router, update_selection_bias
+from minitrain.models.router import Router, update_selection_bias
 from minitrain.parallel.context import own_tokens
 from minitrain.parallel.fsdp import set_gradient_sync
 from minitrain.parallel.mesh import Meshes, sum_over

@@ -129,7 +129,7 @@ def look_at_masks(form, size, length):
     make = partial(model.make_mask, length // size, torch.device("cpu"))
     documents = torch.zeros(1, length // size, dtype=torch.long)
     again = make() is not make(), make(documents) is not make(documents)
-    pairs = make().pairs
+    pairs = make().attn_mask
     return None if pairs is None else pairs.sum().item(), again
 
 

@@ -19,8 +19,9 @@ from minitrain.errors import InputError
 from minitrain.formats.hf import save_pretrained
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.models.moe import Experts, Router, balanced_choice
+from minitrain.models.moe import Experts
 from minitrain.models.moe import dispatch as dispatch_alone
+from minitrain.models.router import Router, balanced_choice
 from minitrain.models.zoo import model_config
 from minitrain.parallel.expert import dispatch, sizes_of
 from minitrain.parallel.fsdp import widest_dimension
@@ -76,7 +77,7 @@ def test_gradients_with_tensor_parallel(pool, tp, ep, recompute):
 
 def all_to_the_first():
     """Every token goes to experts 0, 1, ...: of four ranks with two experts each, three get no token."""
-    return mock.patch.object(Router, "_choose", lambda self, scores: torch.arange(self.top_k).expand(len(scores), -1))
+    return mock.patch.object(Router, "_select", lambda self, scores: torch.arange(self.top_k).expand(len(scores), -1))
 
 
 def train_with_idle_ranks(*args):

@@ -12,7 +12,7 @@ from minitrain import load_pretrained, save_pretrained
 from minitrain.formats.hf import read_config
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layers import rotary_frequencies, rotary_magnitude
-from minitrain.models.moe import Router
+from minitrain.models.router import Router
 from tests.parity.hf_models import MOE_CONFIGS, build, random_tokens, reload
 from tests.parity.test_decoder import assert_same
 

@@ -1,0 +1,91 @@
+"""Grouped matrix products, over rows that are sorted by expert: one call for all experts.
+
+torch's F.grouped_mm does the work, with three additions: gradients that are 0 for experts without
+rows on every GPU, an operator that compiles in types other than bf16, and oneDNN's kernels on CPUs
+where they are faster.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minitrain.models.onednn import grouped_matmul, takes
+
+
+def grouped_mm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """Multiply the rows of each expert by themselves. offsets: int32 [experts], their ends.
+
+    x [rows, in], y [experts, in, out]: each row times its expert's matrix, [rows, out].
+    x [in, rows], y [rows, out]: the products over each expert's rows, [experts, in, out], which are
+    0 for an expert without rows.
+    """
+    garbage = leaves_garbage(x.device.type)
+    if garbage and y.ndim == 3:
+        y = CleanGradient.apply(y, offsets)
+    # the compiler knows the shapes of torch's operator in bf16 only
+    opaque = torch.compiler.is_compiling() and x.dtype != torch.bfloat16
+    if opaque or _by_onednn(x, y):
+        product = _grouped_mm(x, y, offsets)
+    else:
+        product = F.grouped_mm(x, y, offs=offsets)
+    return zero_where_empty(product, offsets) if garbage and y.ndim == 2 else product
+
+
+@torch.compiler.assume_constant_result
+def leaves_garbage(device: str) -> bool:
+    """Return whether F.grouped_mm leaves memory unwritten for experts without rows.
+
+    It does on Blackwell (pytorch's issue 172439, open in 2.13).
+    """
+    return device == "cuda" and torch.cuda.get_device_capability() >= (10, 0)
+
+
+def zero_where_empty(stack: Tensor, offsets: Tensor) -> Tensor:
+    """Return `stack` [experts, ...] in its layout, with 0 for experts without rows."""
+    empty = offsets.diff(prepend=offsets.new_zeros(1)) == 0
+    return torch.where(empty[:, None, None], 0, stack)
+
+
+class CleanGradient(torch.autograd.Function):
+    """The identity on a stack, whose gradient becomes 0 for experts without rows."""
+
+    @staticmethod
+    def forward(ctx, stack, offsets):
+        ctx.save_for_backward(offsets)
+        return stack.view_as(stack)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return zero_where_empty(grad, *ctx.saved_tensors), None
+
+
+def _by_onednn(x: Tensor, y: Tensor) -> bool:
+    return takes(x, 2 * x.numel() * y.shape[-1])
+
+
+@torch.library.custom_op("minitrain::grouped_mm", mutates_args=())
+def _grouped_mm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    if _by_onednn(x, y):
+        return grouped_matmul(x, y, offsets.tolist())
+    return F.grouped_mm(x, y, offs=offsets)
+
+
+@_grouped_mm.register_fake
+def _(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    experts = () if y.ndim == 3 else offsets.shape
+    return x.new_empty(*experts, x.shape[0], y.shape[-1])
+
+
+def _keep_inputs(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_mm_backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    x, stack, offsets = ctx.saved_tensors
+    grad = grad.contiguous()
+    # [experts, out, in]: contiguous as the weights, of which `stack` is the transpose
+    grad_weights = _grouped_mm(grad.T, x, offsets)
+    return _grouped_mm(grad, stack.transpose(-2, -1), offsets), grad_weights.transpose(-2, -1), None
+
+
+_grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_keep_inputs)
