@@ -1,9 +1,9 @@
 """The decoder-only language model: one class for every family, shaped by its `DecoderConfig`.
 
-A family differs from another in data, not in code: biases, norms, rotary scaling and activations
-are fields of the config, and `zoo.py` holds their values for each published model. Parameter names
-are those of the Hugging Face checkpoints. What is not here: losses (training/loss.py), sharding
-(parallel/), reading weights (formats/hf.py).
+Families differ in data, not in code: biases, norms, rotary scaling and activations are fields of
+the config, and `zoo.py` holds their values for each published model. Parameter names are those of
+the Hugging Face checkpoints. Elsewhere: losses (training/loss.py), sharding (parallel/), reading
+weights (formats/hf.py).
 """
 
 from collections.abc import Callable
@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from minitrain.models.attention import GroupedQueryAttention, Mask, make_mask
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.models.layers import MLPS, NORMS, rotary_frequencies, rotary_magnitude, rotary_tables
+from minitrain.models.layers import MLPS, NORMS, attention_factor, rotary_frequencies, rotary_tables
 from minitrain.models.mamba import Mamba2
 from minitrain.models.mamba import initialize_parameter as initialize_mamba
 from minitrain.models.mla import LatentAttention
 from minitrain.models.moe import MoE
 
+# the matrices that write into the residual stream
 RESIDUAL_OUTPUTS = (
     "o_proj.weight",
     "out_proj.weight",
@@ -29,9 +30,7 @@ RESIDUAL_OUTPUTS = (
 
 
 class Block(nn.Module):
-    """Pre-norm residual block: x + mixer(norm(x)), then x + mlp(norm(x)); some layers have only one
-    of the two.
-    """
+    """A pre-norm residual block: x + mixer(norm(x)), then x + mlp(norm(x)), or only one of them."""
 
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
@@ -42,17 +41,17 @@ class Block(nn.Module):
         if mixer:
             self.input_layernorm = norm(hidden, eps=config.norm_eps)
         if mixer == "attention":
-            self.self_attn = (LatentAttention if config.kv_lora_rank else GroupedQueryAttention)(
-                config
-            )
+            attention = LatentAttention if config.kv_lora_rank else GroupedQueryAttention
+            self.self_attn = attention(config)
             self.windowed = config.windowed(layer)
         if mixer == "mamba":
             self.mamba = Mamba2(hidden, config.mamba, config.norm_eps)
         if mlp:
             self.post_attention_layernorm = norm(hidden, eps=config.norm_eps)
-            self.mlp = (
-                MoE(config) if mlp == "moe" else MLPS[config.mlp](hidden, config.intermediate_size)
-            )
+        if mlp == "moe":
+            self.mlp = MoE(config)
+        elif mlp:
+            self.mlp = MLPS[config.mlp](hidden, config.intermediate_size)
 
     def forward(
         self,
@@ -63,28 +62,33 @@ class Block(nn.Module):
         window_mask: Mask | None = None,
         cache=None,
     ) -> Tensor:
-        """x: [batch, seq, hidden]. documents: int [batch, seq], for Mamba-2, which no mask
-        constrains, and for routers, which do not count padding. cache: the sampler's; while a
-        prompt only fills it, `output_unused` is true in the last layer, whose output nothing
-        reads."""
+        """Return [batch, seq, hidden], as x.
+
+        rotary: from `rotary_tables`. window_mask: the mask of layers with a sliding window.
+        documents: int [batch, seq], for Mamba-2, which has no mask, and for routers, which do not
+        count padding.
+        cache: this layer's. During prefill the last layer skips its MLP (`output_unused`): nothing
+        reads its output.
+        """
         if self.self_attn is not None:
-            x = x + self.self_attn(
-                self.input_layernorm(x), rotary, window_mask if self.windowed else mask, cache
-            )
+            seen = window_mask if self.windowed else mask
+            x = x + self.self_attn(self.input_layernorm(x), rotary, seen, cache)
         if self.mamba is not None:
             x = x + self.mamba(self.input_layernorm(x), documents, cache)
-        if self.mlp is not None and not (cache is not None and cache.output_unused):
-            normed = self.post_attention_layernorm(x)
-            x = x + (self.mlp(normed, documents) if isinstance(self.mlp, MoE) else self.mlp(normed))
-        return x
+        if self.mlp is None or (cache is not None and cache.output_unused):
+            return x
+        normed = self.post_attention_layernorm(x)
+        if isinstance(self.mlp, MoE):
+            return x + self.mlp(normed, documents)
+        return x + self.mlp(normed)
 
 
 class Decoder(nn.Module):
-    """Token ids in, logits out; or, with a `head`, whatever that makes of the last hidden states.
+    """A language model, or one pipeline stage of it.
 
-    A pipeline stage holds only some `layers`; the `first` stage has the embedding, the `last` the
-    final norm and the head, and the others take and return hidden states. With tied embeddings,
-    first and last each have the matrix.
+    A stage holds some `layers`. The `first` has the embedding, the `last` the final norm and the
+    head; the others take and return hidden states. With tied embeddings, first and last each have
+    the matrix.
     """
 
     def __init__(
@@ -98,9 +102,9 @@ class Decoder(nn.Module):
         self.config = config
         self.first = first
         self.last = last
-        # over so many ranks tensor parallelism splits a row's hidden states between layers
+        # number of ranks that shard hidden states along seq (sequence parallelism)
         self.sequence_split = 1
-        # context parallelism replaces it by one that knows where this rank's tokens are
+        # exchange point: context parallelism knows which tokens this rank has
         self.make_mask = make_mask
         hidden = config.hidden_size
         vocab = config.vocab_size
@@ -125,33 +129,32 @@ class Decoder(nn.Module):
         head: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None,
         cache=None,
     ) -> Tensor:
-        """Logits [batch, seq, vocab] of tokens, int [batch, seq]; or head(hidden [batch, seq,
-        hidden], weight, labels).
+        """Return logits [batch, seq, vocab], or head(hidden [batch, seq, hidden], weight, labels).
 
-        x: the tokens; in a pipeline, all stages but the first get hidden states, and all but the
-        last return them.
-        positions: int [batch, seq], for rotary or learned embeddings; 0, 1, 2, ... if not given.
+        x: token ids, int [batch, seq]; in a pipeline, all stages but the first take hidden states,
+        and all but the last return them.
+        positions: int [batch or 1, seq], for rotary or learned embeddings; None: 0, 1, 2, ...
         documents: int [batch, seq]; tokens see only those with the same number (packed sequences).
         Below 0: padding.
         head: called inside the forward pass, where a sharded head weight [vocab, hidden] is whole.
-        cache: what each layer keeps of earlier tokens, by its number (rollout/caches.py). The
-        tokens are then one row of pieces of sequences, and the cache knows which are whose; they
-        need positions, and no documents.
+        cache: the KV cache of each layer, by its number (rollout/caches.py). Then x is one row of
+        parts of sequences, which the cache tells apart, with positions and no documents.
         """
         if positions is None:
-            positions = torch.arange(
-                x.shape[1] * (1 if self.first else self.sequence_split), device=x.device
-            )[None]
+            length = x.shape[1] if self.first else x.shape[1] * self.sequence_split
+            positions = torch.arange(length, device=x.device)[None]
         if self.first:
+            # [batch, seq, hidden]
             x = self.model.embed_tokens(x)
             if self.config.position_embedding == "learned":
                 x = x + self.model.embed_positions(positions)
-        mask, window_mask = (
-            self._masks(positions.shape[1], x.device, documents) if cache is None else (None, None)
-        )
+        masks = None, None
+        if cache is None:
+            masks = self._masks(positions.shape[1], x.device, documents)
         rotary = self._rotary(positions, cache)
         for number, layer in self.model.layers.items():
-            x = layer(x, rotary, mask, documents, window_mask, cache and cache[int(number)])
+            layer_cache = None if cache is None else cache[int(number)]
+            x = layer(x, rotary, masks[0], documents, masks[1], layer_cache)
         if not self.last:
             return x
         x = self.model.norm(x)
@@ -161,7 +164,7 @@ class Decoder(nn.Module):
     def _masks(
         self, length: int, device: torch.device, documents: Tensor | None
     ) -> tuple[Mask, Mask | None]:
-        """What layers may see, and what windowed ones may, if there are any."""
+        """Return the mask of full attention, and that of sliding windows if layers have one."""
         window = self.config.sliding_window
         mask = self.make_mask(length, device, documents, plain=not self.config.sinks)
         return mask, self.make_mask(length, device, documents, window=window) if window else None
@@ -170,24 +173,27 @@ class Decoder(nn.Module):
         config = self.config
         if config.position_embedding != "rotary":
             return None
-        shape = config.rotary_dim, config.rope_theta, config.rope_scaling, positions.device
-        frequencies = (rotary_frequencies if cache is None else cache.frequencies)(*shape)
-        return rotary_tables(positions, frequencies, rotary_magnitude(config.rope_scaling))
+        # a cache remembers them
+        compute = rotary_frequencies if cache is None else cache.frequencies
+        frequencies = compute(
+            config.rotary_dim, config.rope_theta, config.rope_scaling, positions.device
+        )
+        return rotary_tables(positions, frequencies, attention_factor(config.rope_scaling))
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The layers in order: the units of recomputation, compilation and sharding."""
+        """Return the layers in order: the units of recomputation, compilation and sharding."""
         return list(self.model.layers.values())
 
     @property
     def head_weight(self) -> Tensor:
-        """[vocab, hidden]: the output head, which is the embedding where the two are tied."""
+        """Return the output head [vocab, hidden], which is the embedding where they are tied."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     @torch.no_grad()
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill `tensor`, the whole parameter called `name`: matrices at random, norms with 1, all
-        else with 0.
+        """Fill `tensor`, the full parameter called `name`: matrices at random, norms with 1, the
+        rest with 0.
         """
         if ".mamba." in name and initialize_mamba(name.rpartition(".mamba.")[2], tensor, generator):
             return
@@ -199,16 +205,16 @@ class Decoder(nn.Module):
             tensor.zero_()
 
     def _initial_std(self, name: str) -> float:
-        """GPT-2's rule, where the config asks for it, keeps the residual stream's size from growing
-        with depth.
+        """Return the standard deviation of a matrix's initial values.
+
+        With scaled_residual_init, GPT-2's rule keeps the residual stream from growing with depth.
         """
         config = self.config
-        outputs = (
-            RESIDUAL_OUTPUTS if config.moe_latent_size else (*RESIDUAL_OUTPUTS, "experts.down_proj")
-        )
+        outputs = RESIDUAL_OUTPUTS
+        if not config.moe_latent_size:
+            outputs = (*RESIDUAL_OUTPUTS, "experts.down_proj")
         if not config.scaled_residual_init or not name.endswith(outputs):
             return config.initializer_range
-        writers = sum(
-            part is not None for layer in range(config.num_layers) for part in config.parts(layer)
-        )
+        parts = [config.parts(layer) for layer in range(config.num_layers)]
+        writers = 2 * len(parts) - sum(layer.count(None) for layer in parts)
         return config.initializer_range * writers**-0.5

@@ -1,7 +1,28 @@
-"""The parts of a decoder block other than attention: norms, rotary embeddings, MLPs.
+"""Norms, MLPs and rotary embeddings of a decoder, and how a model is changed.
 
-Everything takes and returns plain tensors, and module names are those of the Hugging Face
-checkpoints.
+Models are plain modules, whose parameters have the names of Hugging Face checkpoints. LoRA, FP8,
+parallelism and the sampler change them in place, in three ways:
+
+    way                            who uses it
+    (a) a variant of a module      Fp8Linear, Fp8Experts (fp8.py), OnednnLinear (onednn.py),
+        that holds the same        RMSNormOverHeads (parallel/tensor_wan.py): `__class__` is set.
+        parameters                 LoRA (lora.py): `forward` of a Linear and `_linear` of Experts
+                                   are set, and adapters registered, around any of these classes.
+    (b) an exchange point, which   attend, mix, make_mask, split_cp, gather: context parallelism
+        the constructor or class   dispatch: expert and tensor parallelism; sum_counts: balancing
+        names, is set              split_tp, gather: tensor parallelism of Wan
+                                   project: LoRA, FP8, and the sampler on CUDA
+    (c) a hook of torch            FSDP's own; forward hooks and pre-hooks of Linears, norms, parts
+                                   of blocks and blocks in parallel/tensor*.py and expert.py, and of
+                                   LoRA's embedding
+
+Exceptions, none of which outlives its reason:
+
+    parallel/parts.py      a rank's plain tensors hide DTensor parameters of the same names
+    parallel/recompute.py  `forward` of a block is set: checkpointing must be inside what compiles
+    parallel/tensor*.py    `forward` of embeddings split over ranks is set
+    rollout/weights.py     while the sampler runs, `forward` of Linears (`product` of adapted ones)
+                           and the compiled call of blocks are set; they are put back after it
 """
 
 import math
@@ -13,35 +34,35 @@ from torch import Tensor, nn
 
 
 class KeepsFP32(nn.Module):
-    """Holds parameters that stay in fp32 when the model is cast to bf16, which would round them too
-    coarsely.
+    """A holder of parameters that stay in fp32 when the model is cast to bf16, too coarse for them.
 
-    A holder is never called: other modules read what it holds, and parallel/fsdp.py leaves its
-    parameters as they are.
+    It is never called: other modules read its parameters, and parallel/fsdp.py casts none of them.
     """
 
     def _apply(self, fn, recurse=True):
         def keep(tensor: Tensor) -> Tensor:
             changed = fn(tensor)
-            return (
-                changed if changed.dtype.itemsize >= 4 else tensor.to(changed.device, torch.float32)
-            )
+            if changed.dtype.itemsize >= 4:
+                return changed
+            return tensor.to(changed.device, torch.float32)
 
         return super()._apply(keep, recurse)
 
 
+# ------------------------------------------------------------------------------------------------------- norms and MLPs
+
+
 class LayerNorm1P(nn.LayerNorm):
-    """LayerNorm whose weight is stored around zero: y = normalise(x) * (weight + 1) + bias
-    (Nemotron-4).
-    """
+    """LayerNorm whose weight is stored around zero: normalize(x) * (weight + 1) + bias (Nemotron-4)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)). x: [..., hidden]."""
+    """SwiGLU: down(silu(gate(x)) * up(x)). x: [batch, seq, hidden]."""
 
+    # the Linears of `project`
     same_input = ("gate_proj", "up_proj")
 
     def __init__(self, hidden: int, intermediate: int):
@@ -51,8 +72,10 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
-        """The outputs of `same_input`'s Linears. LoRA, FP8 and the sampler put in its place what
-        computes them at once."""
+        """Return the outputs of `same_input`, each [batch, seq, intermediate].
+
+        Exchange point: LoRA, FP8 and the sampler compute all of them at once.
+        """
         return self.gate_proj(x), self.up_proj(x)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,9 +84,7 @@ class GatedMLP(nn.Module):
 
 
 class SquaredReluMLP(nn.Module):
-    """down(relu(up(x)) ** 2), without a gate (Primer, So et al. 2021; Nemotron). x: [...,
-    hidden].
-    """
+    """down(relu(up(x)) ** 2), without a gate (Primer, So et al. 2021; Nemotron)."""
 
     def __init__(self, hidden: int, intermediate: int):
         super().__init__()
@@ -75,9 +96,7 @@ class SquaredReluMLP(nn.Module):
 
 
 class GeluMLP(nn.Module):
-    """down(gelu(up(x))) with biases, and tanh in place of the error function (GPT-2, GPT-3). x:
-    [..., hidden].
-    """
+    """down(gelu(up(x))) with biases, and tanh in place of the error function (GPT-2, GPT-3)."""
 
     def __init__(self, hidden: int, intermediate: int):
         super().__init__()
@@ -89,6 +108,7 @@ class GeluMLP(nn.Module):
 
 
 def has_hooks(module: nn.Module) -> bool:
+    """Return whether calling the module does more than its `forward`."""
     forward = module._forward_pre_hooks or module._forward_hooks
     return bool(forward or module._backward_pre_hooks or module._backward_hooks)
 
@@ -97,123 +117,120 @@ NORMS = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm, "layernorm1p": LayerN
 MLPS = {"swiglu": GatedMLP, "relu2": SquaredReluMLP, "gelu": GeluMLP}
 
 
-def rotary_frequencies(dim: int, theta: float, scaling: dict | None = None, device=None) -> Tensor:
-    """Angle per position of each rotated pair: theta ** (-2i / dim), rescaled where `scaling` says
-    so.
+# ---------------------------------------------------------------------------------------------------- rotary embeddings
 
-    dim: how many channels of a head are rotated. Returns fp32 [dim / 2].
-    `scaling` is the `rope_scaling` of a Hugging Face config: `rope_type` llama3 or yarn.
+
+def rotary_frequencies(dim: int, theta: float, scaling: dict | None = None, device=None) -> Tensor:
+    """Return the angle per position of each rotated pair of channels, fp32 [dim / 2].
+
+    dim: how many channels of a head are rotated.
+    scaling: `rope_scaling` of a Hugging Face config, with `rope_type` llama3 or yarn; None: the
+    angles are theta ** (-2i / dim).
     """
     frequencies = theta ** -(torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
     if scaling is None:
         return frequencies
-    if scaling["rope_type"] == "yarn":
-        return yarn_scaled(frequencies, theta, scaling)
-    return llama3_scaled(frequencies, scaling)
+    keep = yarn_keep if scaling["rope_type"] == "yarn" else llama3_keep
+    kept = keep(frequencies, theta, scaling)
+    return frequencies * (kept + (1 - kept) / scaling["factor"])
 
 
-def llama3_scaled(frequencies: Tensor, scaling: dict) -> Tensor:
-    """Llama 3.1's context extension (Llama 3 paper, section 3.4; transformers
-    modeling_rope_utils.py).
+def llama3_keep(frequencies: Tensor, theta: float, scaling: dict) -> Tensor:
+    """Return how much of each frequency Llama 3.1's context extension keeps, [dim / 2].
 
-    Fast rotations stay, slow ones are divided by `factor`, those between are interpolated.
+    1: fast rotations stay; 0: slow ones are divided by `factor`; between them it is linear.
+    Source: Llama 3 paper, section 3.4; transformers, modeling_rope_utils.py.
     """
-    original = scaling["original_max_position_embeddings"]
     low = scaling["low_freq_factor"]
     high = scaling["high_freq_factor"]
     # full turns within the original context
-    rotations = original * frequencies / (2 * math.pi)
-    keep = ((rotations - low) / (high - low)).clamp(0, 1)
-    return frequencies * (keep + (1 - keep) / scaling["factor"])
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    return ((turns - low) / (high - low)).clamp(0, 1)
 
 
-def yarn_scaled(frequencies: Tensor, theta: float, scaling: dict) -> Tensor:
-    """YaRN's context extension (Peng et al. 2023, section 3.2; DeepSeek-V3, GPT-OSS).
+def yarn_keep(frequencies: Tensor, theta: float, scaling: dict) -> Tensor:
+    """Return how much of each frequency YaRN's context extension keeps, [dim / 2].
 
-    Pairs that turn more than beta_fast times within the original context stay, those below
-    beta_slow are divided by `factor`, and between these two the share that stays falls linearly
-    with the pair's number.
+    1: pairs that turn more than beta_fast times within the original context stay; 0: those below
+    beta_slow turns are divided by `factor`; between them it is linear in the pair's index.
+    Source: Peng et al. 2023, section 3.2; DeepSeek-V3, GPT-OSS.
     """
     dim = 2 * len(frequencies)
     original = scaling["original_max_position_embeddings"]
 
-    def number_of(turns: float) -> float:
+    def find_correction_dim(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = number_of(scaling.get("beta_fast", 32.0))
-    high = number_of(scaling.get("beta_slow", 1.0))
+    low = find_correction_dim(scaling.get("beta_fast", 32.0))
+    high = find_correction_dim(scaling.get("beta_slow", 1.0))
     if scaling.get("truncate", True):
         low = math.floor(low)
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, dim - 1)
-    numbers = torch.arange(dim // 2, device=frequencies.device, dtype=torch.float32)
-    divided = ((numbers - low) / (high - low or 0.001)).clamp(0, 1)
-    return frequencies * ((1 - divided) + divided / scaling["factor"])
+    index = torch.arange(dim // 2, device=frequencies.device, dtype=torch.float32)
+    return 1 - ((index - low) / (high - low or 0.001)).clamp(0, 1)
 
 
-def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's temperature: scores over a longer context are multiplied by its square (Peng et al.
-    2023, section 3.3).
-    """
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """Return YaRN's mscale, whose square multiplies attention scores (Peng et al. 2023, 3.3)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def rotary_magnitude(scaling: dict | None) -> float:
-    """The factor on cosines and sines: on rotated queries and keys alike. 1 without yarn."""
+def attention_factor(scaling: dict | None) -> float:
+    """Return the factor on cosines and sines, so on queries and on keys. 1 without yarn."""
     if scaling is None or scaling["rope_type"] != "yarn":
         return 1.0
     factor = scaling["factor"]
     mscale = scaling.get("mscale")
     all_dim = scaling.get("mscale_all_dim")
     if mscale and all_dim:
-        return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
-    return yarn_magnitude(factor)
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
+    return yarn_mscale(factor)
 
 
-def rotary_tables(
-    positions: Tensor, frequencies: Tensor, magnitude: float
-) -> tuple[Tensor, Tensor]:
-    """magnitude x cosines and sines, in fp32, for `apply_rotary`: [batch or 1, seq] -> 2 x [batch
-    or 1, seq, 1, dim].
+def rotary_tables(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Return factor x cosines and factor x sines for `apply_rotary`, fp32 [batch or 1, seq, 1, dim].
 
-    A pair of channels has twice the same cosine, and the sine with both signs.
+    positions: [batch or 1, seq]; frequencies: [dim / 2]. The two channels of a pair, dim / 2 apart,
+    have the same cosine, and the sine with opposite signs.
     """
+    # [batch or 1, seq, 1, dim / 2]
     angles = (positions[..., None].float() * frequencies)[..., None, :]
-    cos = angles.cos() * magnitude
-    sin = angles.sin() * magnitude
+    cos = angles.cos() * factor
+    sin = angles.sin() * factor
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channel i against channel i + dim / 2 (the "rotate half" pairing of Llama and most
-    others), in fp32.
+    """Rotate channel i against channel i + dim / 2 ("rotate half"), in fp32; return x's shape.
 
-    x: [batch, seq, heads, head_dim]; cos, sin: from `rotary_tables`. Only a head's first `dim`
-    channels turn.
+    x: [batch, seq, heads, head_dim]; cos, sin: from `rotary_tables`. Of a head, only the first
+    `dim` channels are rotated.
     """
     dim = cos.shape[-1]
-    turning, rest = x.split([dim, x.shape[-1] - dim], dim=-1)
-    rotated = Rotation.apply(turning, cos, sin)
-    return torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated
+    x_rot, x_pass = x.split([dim, x.shape[-1] - dim], dim=-1)
+    x_rot = RotateHalf.apply(x_rot, cos, sin)
+    return torch.cat([x_rot, x_pass], dim=-1) if x_pass.shape[-1] else x_rot
 
 
-class Rotation(torch.autograd.Function):
-    """The gradient of a rotation is rotated back."""
+class RotateHalf(torch.autograd.Function):
+    """`rotate_half`, whose gradient is rotated back, so that backward keeps cos and sin alone."""
 
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return rotate(x, cos, sin)
+        return rotate_half(x, cos, sin)
 
     @staticmethod
     def backward(ctx, grad):
         cos, sin = ctx.saved_tensors
-        return rotate(grad, cos, -sin), None, None
+        return rotate_half(grad, cos, -sin), None, None
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x cos + (x with its halves swapped) sin, as x. x: [batch, seq, heads, dim]."""
     swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-    turned = torch.addcmul(x * cos, swapped, sin)
+    rotated = torch.addcmul(x * cos, swapped, sin)
     # compiled by torch 2.11, a Function that ends in a `to` that changes nothing gives no gradient
-    return turned if turned.dtype == x.dtype else turned.to(x.dtype)
+    return rotated if rotated.dtype == x.dtype else rotated.to(x.dtype)

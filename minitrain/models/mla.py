@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from minitrain.models.attention import Mask, attention
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.models.layers import apply_rotary, yarn_magnitude
+from minitrain.models.layers import apply_rotary, yarn_mscale
 
 
 class LatentAttention(nn.Module):
@@ -117,7 +117,7 @@ def score_scale(scaling: dict | None) -> float:
     """
     if scaling is None or scaling["rope_type"] != "yarn" or not scaling.get("mscale_all_dim"):
         return 1.0
-    return yarn_magnitude(scaling["factor"], scaling["mscale_all_dim"]) ** 2
+    return yarn_mscale(scaling["factor"], scaling["mscale_all_dim"]) ** 2
 
 
 def pairs_to_halves(x: Tensor) -> Tensor:

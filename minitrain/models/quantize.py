@@ -29,7 +29,7 @@ def quantize(
 def dequantize(x8: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
     """Exact in bf16 and fp32."""
     wide = x8.float() * inverse
-    # see `rotate` in layers.py
+    # see `rotate_half` in layers.py
     return wide if wide.dtype == dtype else wide.to(dtype)
 
 

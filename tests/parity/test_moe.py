@@ -11,7 +11,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from minitrain import load_pretrained, save_pretrained
 from minitrain.formats.hf import read_config
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.models.layers import rotary_frequencies, rotary_magnitude
+from minitrain.models.layers import attention_factor, rotary_frequencies
 from minitrain.models.router import Router
 from tests.parity.hf_models import MOE_CONFIGS, build, random_tokens, reload
 from tests.parity.test_decoder import assert_same
@@ -60,7 +60,7 @@ def test_yarn_frequencies(family, tmp_path):
     config, oracle = read_config(tmp_path), theirs.model.rotary_emb
     found = rotary_frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling)
     torch.testing.assert_close(found, oracle.inv_freq, atol=0, rtol=1e-6)
-    assert rotary_magnitude(config.rope_scaling) == pytest.approx(oracle.attention_scaling, rel=1e-12)
+    assert attention_factor(config.rope_scaling) == pytest.approx(oracle.attention_scaling, rel=1e-12)
 
 
 @pytest.mark.parametrize(("dim", "theta", "changes"), [
@@ -82,7 +82,7 @@ def test_corners_of_yarn(dim, theta, changes):
     )
     expected, magnitude = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
     torch.testing.assert_close(rotary_frequencies(dim, theta, settings), expected, atol=0, rtol=1e-6)
-    assert rotary_magnitude(settings) == pytest.approx(magnitude, rel=1e-12)
+    assert attention_factor(settings) == pytest.approx(magnitude, rel=1e-12)
 
 
 # ---------------------------------------------------------------------------------------------------------- round trips
