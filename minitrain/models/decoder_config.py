@@ -11,7 +11,7 @@ from itertools import chain
 
 from minitrain.errors import InputError
 from minitrain.models.layers import MLPS, NORMS
-from minitrain.models.limits import check_size
+from minitrain.models.limits import check_fields
 
 # see moe.py
 EXPERT_MLPS = ("swiglu", "clamped_swiglu", "relu2")
@@ -147,44 +147,9 @@ class DecoderConfig:
     generation_config: dict = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self):
-        """Raises InputError for sizes that no model can have."""
-        for field in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "max_position_embeddings",
-            "mamba_num_heads",
-            "mamba_head_dim",
-            "mamba_n_groups",
-            "ssm_state_size",
-            "conv_kernel",
-            "mamba_chunk_size",
-        ):
-            check_size(field, getattr(self, field))
-        for field in (
-            "moe_intermediate_size",
-            "shared_expert_intermediate_size",
-            "moe_latent_size",
-            "num_experts",
-            "sliding_window",
-            *LATENT,
-        ):
-            check_size(field, getattr(self, field), least=0)
-        for field in (
-            "norm_eps",
-            "initializer_range",
-            "time_step_min",
-            "first_k_dense_replace",
-            "bias_update_speed",
-            "router_aux_loss_coef",
-            "routed_scaling_factor",
-        ):
-            if getattr(self, field) < 0:
-                raise self._wrong(field, "must be at least 0")
+        """Raise InputError for sizes that no model can have."""
+        self._check_experts()
+        check_fields(self)
         if self.rope_theta <= 1:
             raise self._wrong("rope_theta", "must be above 1")
         if self.num_attention_heads % self.num_key_value_heads:
@@ -204,7 +169,6 @@ class DecoderConfig:
             if getattr(self, field) not in known:
                 raise self._wrong(field, f"is not one of {', '.join(known)}")
         self._check_rope_scaling()
-        self._check_experts()
         self._check_pattern()
 
     def _wrong(self, field: str, why: str) -> InputError:
@@ -257,7 +221,7 @@ class DecoderConfig:
     def _check_experts(self):
         experts = self.num_experts
         chosen = self.num_experts_per_tok
-        if experts == 0:
+        if experts < 1:
             return
         if not 1 <= chosen <= experts:
             raise self._wrong("num_experts_per_tok", f"must be between 1 and num_experts={experts}")

@@ -1,9 +1,10 @@
-"""The largest sizes that a model may claim: above any that exists, below what overflows or takes
-minutes to lay out.
+"""The largest sizes that a model's config may claim.
 
-A config is a claim by whoever wrote the file, and models are built from it before their weights are
-looked at.
+They are above those of any model, and below what overflows or takes minutes to allocate. A config
+is a claim of whoever wrote the file, and models are built from it before weights are looked at.
 """
+
+import dataclasses
 
 from minitrain.errors import InputError
 
@@ -29,8 +30,21 @@ LARGEST = {
 OTHERS = 1 << 16
 
 
+def check_fields(config) -> None:
+    """Raise InputError for a negative float of a config, or a size: an int that its default bounds.
+
+    An int may be 0 if that is its default, which then means that the model has no such part.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.type is int:
+            check_size(field.name, value, min(field.default, 1))
+        elif field.type is float and value < 0:
+            raise InputError(f"model.{field.name}={value!r} must be at least 0")
+
+
 def check_size(name: str, value: int, least: int = 1) -> None:
-    """Raises InputError for a size `name` of a model that is below `least` or absurdly large."""
+    """Raise InputError for a size `name` of a model that is below `least` or absurdly large."""
     if value < least:
         raise InputError(f"model.{name}={value} must be at least {least}")
     if value > LARGEST.get(name, OTHERS):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from minitrain.errors import InputError
 from minitrain.models.attention import Mask, attention, make_mask
 from minitrain.models.layers import KeepsFP32
-from minitrain.models.limits import check_size
+from minitrain.models.limits import check_fields, check_size
 from minitrain.models.video import (
     patch_grid,
     patchify,
@@ -58,20 +58,9 @@ class WanConfig:
     )
 
     def __post_init__(self):
-        """Raises InputError for sizes that no model can have."""
+        """Raise InputError for sizes that no model can have."""
         object.__setattr__(self, "patch_size", tuple(self.patch_size))
-        sizes = (
-            "num_attention_heads",
-            "attention_head_dim",
-            "ffn_dim",
-            "num_layers",
-            "in_channels",
-            "out_channels",
-            "text_dim",
-            "freq_dim",
-        )
-        for field in sizes:
-            check_size(field, getattr(self, field))
+        check_fields(self)
         check_size("dim", self.dim)
         for field in ("attention_head_dim", "freq_dim"):
             if getattr(self, field) % 2:
@@ -82,9 +71,6 @@ class WanConfig:
             )
         if self.image_dim is not None:
             check_size("image_dim", self.image_dim)
-        for field in ("eps", "embedder_std"):
-            if getattr(self, field) < 0:
-                raise InputError(f"model.{field}={getattr(self, field)} must be at least 0")
 
     @property
     def dim(self) -> int:
