@@ -45,7 +45,7 @@ from minitrain.simulator.trace import (
 )
 from minitrain.training import build
 from minitrain.training.build import make_model
-from minitrain.training.footprint import footprint, told
+from minitrain.training.footprint import describe_sizes, footprint
 from minitrain.training.loop import Trainer
 
 
@@ -309,6 +309,6 @@ def dry_run(config: Config) -> str:
         sizes = footprint(model, config)
     count = micro_batches(config)
     return (
-        f"{total:,} parameters over {ranks} ranks, {mine:,} on rank 0, which takes {told(sizes)} and activations; "
+        f"{total:,} parameters over {ranks} ranks, {mine:,} on rank 0, which takes {describe_sizes(sizes)} and activations; "
         f"{count} micro-batch(es) a step: ok"
     )

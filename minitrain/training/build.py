@@ -1,8 +1,7 @@
-"""From a config to this rank's part of its model: made on the meta device, laid out, filled with
-weights.
+"""Build this rank's shard of a config's model: on the meta device, then sharded, then filled.
 
-No rank ever holds the whole: storage is allocated after sharding, and values are written into the
-parts.
+No rank ever holds the full model: storage is allocated after sharding, and values are written into
+the shards.
 """
 
 from collections.abc import Callable
@@ -34,12 +33,12 @@ def build_model(
     fill: Callable[[Module], None] | None = None,
     trained: bool = True,
 ) -> Decoder | Wan | Pipeline:
-    """Return the config's model, laid out over the ranks.
+    """Return the config's model, parallelized over the ranks.
 
-    fill(model): gives the parameters values, which a config with a path to files needs; by default
-    initial ones.
-    trained: it will have gradients and optimizer states. Raises InputError if this rank has no
-    memory for all that.
+    fill(model): sets the parameters, which a config with a path to files needs; by default random
+        initial values.
+    trained: the model will have gradients and optimizer states.
+    Raises InputError if they do not fit this rank's memory.
     """
     if fill is None and (config.model.path or (config.lora and config.lora.path)):
         raise ValueError("model.path and lora.path need `fill` (see run/launch.py)")
@@ -59,10 +58,10 @@ def build_model(
 
 
 def make_model(config: Config, **stage) -> Decoder | Wan:
-    """The config's model on the meta device, or one stage of it (see Decoder)."""
+    """Return the config's model on the meta device, or one pipeline stage of it (see Decoder)."""
     model = empty_model(config.model.config, **stage)
+    # frozen weights are stored in the compute type
     if config.precision == "bf16-pure" or (config.lora and config.precision != "fp32"):
-        # frozen weights need no more than what is computed with
         model.to(torch.bfloat16)
     if config.lora:
         add_adapters(model, config.lora)
@@ -72,7 +71,7 @@ def make_model(config: Config, **stage) -> Decoder | Wan:
 
 
 def balance_over_ranks(model: Module, config: Config, meshes: Meshes) -> None:
-    """Let auxiliary losses see the choices of all ranks' tokens, or of whole sequences'."""
+    """Let auxiliary losses count the routing of all ranks' tokens, or of full sequences."""
     for module in model.modules():
         if isinstance(module, Router):
             mesh = meshes.row if config.model.config.seq_aux else meshes.tokens
@@ -83,13 +82,11 @@ def balance_over_ranks(model: Module, config: Config, meshes: Meshes) -> None:
 def initialize(
     model: Decoder | Wan, seed: int, wanted: Callable[[str], bool] = lambda name: True
 ) -> None:
-    """Fill the parameters with values that depend on the seed and their names alone, however they
-    are sharded.
+    """Fill parameters and buffers with values that depend only on the seed and their names.
 
-    wanted(name): is this one to be filled?
-    Each rank draws every parameter in full and keeps its part, one parameter at a time.
+    wanted(name): says whether to fill a tensor.
+    Each rank draws one full tensor at a time and keeps its shard, so layouts do not matter.
     """
-    # with buffers
     for name, parameter in model.state_dict().items():
         if not wanted(name):
             continue

@@ -1,8 +1,8 @@
-"""Reckon what a rank's weights, gradients and optimizer states take, before any of it is allocated.
+"""Estimate the bytes of a rank's weights, gradients and optimizer states before allocating them.
 
-Bytes per parameter: weights 4 (precision=bf16-pure and frozen ones beside bf16: 2), gradients as
-weights, AdamW's states 8 (optim.states=bf16: 4). Left out: activations, weights that are gathered,
-and what libraries take.
+Bytes per parameter: weights 4 (2 with precision=bf16-pure, or if frozen with bf16), gradients as
+many as weights, AdamW's states 8 (4 with optim.states=bf16). Left out: activations, gathered
+weights, and what libraries take.
 """
 
 import math
@@ -25,8 +25,9 @@ GIB = 1 << 30
 
 
 def footprint(model: Module, config: Config, trained: bool = True) -> dict[str, int]:
-    """Return the bytes of this rank's parts, by kind. The model may be on the meta device; trained:
-    not a reference.
+    """Return the bytes of this rank's shards by kind. The model may be on the meta device.
+
+    trained: with gradients and optimizer states.
     """
     parts = [local(parameter) for parameter in model.parameters()]
     learned = [part for part in parts if part.requires_grad and trained]
@@ -39,9 +40,7 @@ def footprint(model: Module, config: Config, trained: bool = True) -> dict[str, 
 
 
 def check_fits(model: Module, config: Config, device: torch.device, trained: bool = True) -> None:
-    """Raise InputError if this rank's parts of a model on the meta device exceed the free memory of
-    `device`.
-    """
+    """Raise InputError if this rank's shards of a meta-device model exceed the free memory."""
     sizes = footprint(model, config, trained)
     room = free_memory(device)
     need = sum(sizes.values())
@@ -52,46 +51,44 @@ def check_fits(model: Module, config: Config, device: torch.device, trained: boo
         "precision=bf16-pure optim.states=bf16": 8 * count,
         "lora.rank=16 precision=bf16": 2 * count,
     }
-    fitting = [
-        f"{words} ({size / GIB:.1f})" for words, size in ways.items() if size < min(need, room)
-    ]
-    fitting.append(
-        f"{dist.get_world_size() * math.ceil(need / room)} ranks that share them, or a smaller model"
-    )
+    limit = min(need, room)
+    fitting = [f"{words} ({size / GIB:.1f})" for words, size in ways.items() if size < limit]
+    ranks = dist.get_world_size() * math.ceil(need / room)
+    fitting.append(f"{ranks} ranks that share them, or a smaller model")
     raise InputError(
-        f"{told(sizes)} are needed on a rank, and {room / GIB:.1f} are free on its {device.type.upper()} "
+        f"{describe_sizes(sizes)} are needed on a rank, and {room / GIB:.1f} are free on its {device.type.upper()} "
         f"(use {', '.join(fitting)})"
     )
 
 
-def told(sizes: dict[str, int]) -> str:
+def describe_sizes(sizes: dict[str, int]) -> str:
+    """Return the sum and the parts in GiB."""
     parts = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in sizes.items())
     return f"{sum(sizes.values()) / GIB:.1f} GiB ({parts})"
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that can be allocated on `device`; on a CPU where the system does not tell
-    (macOS), all it has.
+    """Return the bytes that can be allocated on `device`.
 
-    On Linux not more than the limits of this process's control groups, as containers and Slurm set
-    them: the kernel kills what takes more.
+    On Linux that is at most the limit of this process's control groups, which containers and Slurm
+    set: the kernel kills processes above it. On macOS it is all the memory of the machine.
     """
     if device.type == "cuda":
-        # by torch's own allocator
+        # torch's allocator holds it and can use it
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
     if not LINUX_MEMORY.exists():
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # what caches of files hold can be had, too
+    # includes file caches, which the kernel can drop
     available = re.search(r"MemAvailable:\s+(\d+) kB", LINUX_MEMORY.read_text())[1]
     limits = [1024 * int(available)]
     for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.exists() else ():
         _, controllers, path = line.split(":", 2)
-        # of version 2, which names no controllers
+        # version 2 has one tree for all controllers and names none
         group = CONTROL_GROUPS / controllers / path.strip("/")
         for folder in (group, *group.parents):
             for file in (folder / "memory.max", folder / "memory.limit_in_bytes"):
                 if file.exists():
-                    # none for "max"
+                    # "max" has no digits: no limit
                     limits += map(int, re.findall(r"\d+", file.read_text()))
     return min(limits)

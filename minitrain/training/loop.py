@@ -1,9 +1,8 @@
 """The training loop, one for all objectives, layouts and kinds of data.
 
-A step: take this rank's share of the step's rows, run forward and backward on each micro-batch,
-clip, update. The loss that is differentiated is a sum over valid tokens divided by their number in
-the whole step, over all ranks and micro-batches, so the gradients do not depend on how the rows
-were split.
+A step takes this rank's rows, runs forward and backward on each micro-batch, clips and updates. The
+loss is the sum over valid tokens divided by their number in the whole step, over all ranks and
+micro-batches. So the gradients do not depend on how the rows are split.
 """
 
 import math
@@ -29,8 +28,10 @@ from minitrain.training.packing import rows
 
 
 class Trainer:
-    """A model, its objective (by default the task's) and optimizer, on this rank. fill: see
-    `build_model`.
+    """This rank's model, optimizer and objective.
+
+    objective: by default that of the config's task.
+    fill: see `build_model`.
     """
 
     def __init__(
@@ -49,31 +50,27 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, config.optim)
 
     def micro_batches(self, dataset, step: int, read: Callable = rows) -> list[dict[str, Tensor]]:
-        """This rank's rows of step 0, 1, ...: consecutive ones, so that all ranks together see rows
-        0..n in order.
+        """Read this rank's rows of step 0, 1, ...; all ranks together read consecutive rows.
 
-        With context parallelism, just its tokens of them.
+        read(dataset, numbers): returns a batch of rows.
+        Values are [batch.micro, seq, ...], with context parallelism seq / cp.
         """
         batch = self.config.batch
         ranks = self.meshes.batch
         share = batch.global_ // ranks.size()
         first = step * batch.global_ + ranks.get_local_rank() * share
-        batches = (
-            read(dataset, range(n, n + batch.micro))
-            for n in range(first, first + share, batch.micro)
-        )
+        starts = range(first, first + share, batch.micro)
+        batches = (read(dataset, range(n, n + batch.micro)) for n in starts)
         return [own_tokens(each, self.meshes.cp, self.config.parallel.context) for each in batches]
 
     def step(self, dataset, step: int) -> dict[str, Tensor]:
-        """One optimizer step on the rows of `step`. Returns loss and grad_norm, without waiting for
-        the device.
-        """
+        """Run one optimizer step on the rows of `step`. Return loss and grad_norm, on the device."""
         return self.update(self.micro_batches(dataset, step), step)
 
     def update(self, micro_batches: list[dict[str, Tensor]], step: int) -> dict[str, Tensor]:
-        """One optimizer step on this rank's micro-batches, at the learning rate of `step`.
+        """Run one optimizer step on this rank's micro-batches, at the learning rate of `step`.
 
-        If loss or norm is not finite nothing changes, on any rank: all have the same loss and norm.
+        If loss or norm is not finite, no rank changes anything: all ranks have the same values.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.config.steps, self.config.optim)
@@ -90,16 +87,14 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, dataset, stopping: Callable[[], bool] = lambda: False) -> float | None:
-        """Mean loss over the first `validation.batches` global batches of a dataset, or as many
-        full ones as it has.
+        """Return the mean loss over the first `validation.batches` full global batches of a dataset.
 
         A dataset smaller than one batch is repeated to fill it: tokens count once, videos each
-        time, with other noise. None where `stopping`, which all ranks ask before each batch, says
-        to leave it.
+        time, with new noise.
+        stopping(): called on all ranks before each batch; if it returns True, return None.
         """
-        batches = max(
-            1, min(self.config.validation.batches, len(dataset) // self.config.batch.global_)
-        )
+        full = len(dataset) // self.config.batch.global_
+        batches = max(1, min(self.config.validation.batches, full))
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         count = 0
         for step in range(batches):
@@ -112,14 +107,13 @@ class Trainer:
                 total += self.model.evaluate(self.objective, inputs)
             else:
                 total += sum(self.objective.loss(self.model, batch) for batch in inputs)
-        total, count = sum_over(
-            self.meshes.loss, torch.stack([total, torch.full_like(total, count)])
-        ).tolist()
+        sums = torch.stack([total, torch.full_like(total, count)])
+        total, count = sum_over(self.meshes.loss, sums).tolist()
         return total / max(count, 1)
 
 
 def rows_once(dataset, numbers: range) -> dict[str, Tensor]:
-    """As `rows`, but rows after the first epoch predict nothing, if they have labels."""
+    """Read `rows`, and set the labels of those after the first epoch to IGNORE."""
     batch = rows(dataset, numbers)
     if "labels" in batch:
         batch["labels"][torch.tensor(numbers) >= len(dataset)] = IGNORE
@@ -127,11 +121,12 @@ def rows_once(dataset, numbers: range) -> dict[str, Tensor]:
 
 
 def dropout_seed(seed: int, step: int, meshes: Meshes) -> int:
-    """Ranks with other tokens or other layers draw other masks; those of a tensor-parallel group
-    must draw the same.
+    """Return a seed that differs between steps, and between ranks with other tokens or layers.
+
+    Ranks of a tensor-parallel group get the same seed: they must draw the same masks.
     """
     numbers = seed, step, meshes.loss.get_local_rank(), meshes.pp.get_local_rank()
-    # Python salts the hashes of texts, not those of whole numbers
+    # Python salts the hashes of strings, not those of ints
     return hash(numbers) & (2**63 - 1)
 
 
@@ -142,9 +137,7 @@ def forward_backward(
     meshes: Meshes,
     device: torch.device,
 ) -> Tensor:
-    """Add the gradients of the mean loss over all ranks' micro-batches to the parameters; returns
-    that loss.
-    """
+    """Add the gradients of the mean loss over all ranks' micro-batches. Return that loss, a scalar."""
     count = global_count(objective, micro_batches, meshes, device)
     set_token_counts(model, micro_batches, meshes, device)
     batches = [to_device(batch, device) for batch in micro_batches]
@@ -159,9 +152,7 @@ def forward_backward(
 def accumulate_gradients(
     model: Module, objective, batches: list[dict[str, Tensor]], count: Tensor
 ) -> Tensor:
-    """Forward and backward of one micro-batch after the other; returns the sum of this rank's
-    losses / count.
-    """
+    """Run forward and backward of each micro-batch. Return this rank's loss sum / count, a scalar."""
     total = torch.zeros((), device=count.device)
     for i, batch in enumerate(batches):
         set_gradient_sync(model, i == len(batches) - 1)
@@ -172,8 +163,8 @@ def accumulate_gradients(
 
 
 def global_count(objective, micro_batches, meshes: Meshes, device: torch.device) -> Tensor:
-    """How many terms the loss has on all ranks together, as a float scalar, at least 1."""
-    # torch.tensor would wait for the device
+    """Return the number of loss terms on all ranks, a float scalar, at least 1."""
+    # torch.tensor would synchronize with the device
     count = torch.full((), sum(map(objective.count, micro_batches)), device=device)
     sum_over(meshes.loss, count)
     return count.clamp(min=1).float()
@@ -182,12 +173,13 @@ def global_count(objective, micro_batches, meshes: Meshes, device: torch.device)
 def set_token_counts(
     model: Module, micro_batches: list[dict[str, Tensor]], meshes: Meshes, device: torch.device
 ) -> None:
-    """Tell them how many tokens, without padding, the step has on all ranks: auxiliary losses are
-    means over these.
+    """Set the routers' number of tokens in the step, on all ranks and without padding.
+
+    Auxiliary losses are means over these tokens.
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
     if any(router.config.router_aux_loss_coef for router in routers):
-        # without documents, nothing is padding; numbers of tokens are never below 0
+        # padding has document -1; without documents count token ids, which are never negative
         count = sum((batch.get("documents", batch["tokens"]) >= 0).sum() for batch in micro_batches)
         count = count.to(device, non_blocking=True)
         sum_over(meshes.loss, count)
@@ -200,10 +192,9 @@ def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tenso
 
 
 def training_steps(trainer: Trainer, dataset, start: int, seen: int) -> Iterator[dict[str, float]]:
-    """Run the config's steps from `start` on, yielding each one's numbers, for the log, once its
-    loss is known.
+    """Run the config's steps from `start` on, and yield the metrics of each.
 
-    seen: the tokens, of videos the patches, of the steps before, which may have had other batches.
+    seen: tokens (for videos, patches) of earlier steps, which may have had other batch sizes.
     """
     config = trainer.config
     tokens = config.batch.global_ * config.batch.seq_len
@@ -212,7 +203,7 @@ def training_steps(trainer: Trainer, dataset, start: int, seen: int) -> Iterator
         metrics = {key: value.item() for key, value in trainer.step(dataset, step).items()}
         metrics["skipped"] = int(not is_finite(metrics))
         metrics |= trainer.objective.metrics(partial(sum_over, trainer.meshes.batch))
-        # videos differ in length
+        # the size of videos varies
         filled = round(metrics.get("video_tokens", tokens))
         now = time.perf_counter()
         seen += filled
@@ -228,10 +219,10 @@ def training_steps(trainer: Trainer, dataset, start: int, seen: int) -> Iterator
 
 
 def is_due(step: int, every: int, last: int) -> bool:
-    """Every `every` steps, where 0 means never, and always after the last."""
+    """Return True at multiples of `every` (0: never), and after the last step."""
     return step == last or (every > 0 and step % every == 0)
 
 
 def is_finite(numbers: dict[str, float]) -> bool:
-    """Did the step with this loss and grad_norm change the weights?"""
+    """Return whether the step with this loss and grad_norm changed the weights."""
     return math.isfinite(numbers["loss"]) and math.isfinite(numbers["grad_norm"])

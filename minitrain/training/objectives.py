@@ -1,23 +1,23 @@
-"""What is minimized. An objective is an object with three methods, and the loop knows nothing else
-of the task:
+"""Objectives: the interface between the training loop and a task, and next-token prediction.
 
-    count(batch)         how many terms of `batch` the loss sums over, an int; the loop divides by the step's count. A
-                         row whose labels are all IGNORE has none: with such, validation fills its
-                         last batch
-    loss(model, batch)   the sum of the terms, a scalar that can be differentiated
-    metrics(sum_over)    what else the log should say of the micro-batches with gradients since the last call, a dict of
-                         floats; sum_over(tensor) adds up what ranks with other rows have: all ranks
-                         must call it
+An objective has three methods:
 
-That is right wherever ranks have other rows, or share the weights (dp_replicate, dp_shard, tp, ep).
-Two layouts ask for more, and are refused to an objective that does not name them in `layouts`:
+    count(batch)         return the number of loss terms in `batch`, an int. The loop divides by the
+                         step's count. A row whose labels are all IGNORE has none: validation fills
+                         its last batch with such rows
+    loss(model, batch)   return the sum of the terms, a differentiable scalar
+    metrics(sum_over)    return a dict of floats for the log, about the micro-batches with gradients
+                         since the last call. sum_over(tensor) sums over ranks with other rows; all
+                         ranks must call it
 
-    cp   ranks have other tokens of the same rows, and their losses are added up. So each term must depend on the hidden
-         state of one token. A term of a whole sequence, such as DPO's log-sigmoid of summed
-         log-probabilities, does not
-    pp   every stage calls `loss` with itself as the model, and only the last one gives a scalar. So `loss` must return
-         what the model does, unchanged, and leave what follows the hidden states to the model's
-         `head`
+That suffices if ranks have different rows or share weights (dp_replicate, dp_shard, tp, ep). Two
+layouts need more, and are refused unless the objective names them in `layouts`:
+
+    cp   ranks have different tokens of the same rows, and their losses are summed. So each term may
+         depend on the hidden state of one token only. DPO's log-sigmoid of a sequence's
+         log-probabilities does not fit
+    pp   every stage calls `loss` with itself as the model, and only the last returns a scalar. So
+         `loss` must return the model's result unchanged, and compute the rest in the model's `head`
 """
 
 import math
@@ -33,9 +33,7 @@ from minitrain.training.loss import IGNORE, linear_cross_entropy
 
 
 def make_objective(config: Config) -> "LanguageModeling | FlowMatching":
-    """The objective of the config's task, where rows come from a dataset (grpo/learner.py has its
-    own).
-    """
+    """Return the objective of the config's task (grpo/ has its own)."""
     if config.task != "diffusion":
         return LanguageModeling()
     model = config.model.config
@@ -43,7 +41,7 @@ def make_objective(config: Config) -> "LanguageModeling | FlowMatching":
 
 
 def check_objective(objective, parallel: Parallel) -> None:
-    """Raise InputError for an objective that does not say that it is right in this layout."""
+    """Raise InputError if the objective does not declare that it supports this layout."""
     for name in ("cp", "pp"):
         size = getattr(parallel, name)
         if size > 1 and name not in getattr(objective, "layouts", ()):
@@ -54,8 +52,9 @@ def check_objective(objective, parallel: Parallel) -> None:
 
 
 class LanguageModeling:
-    """Predict the next token: -log p(label | tokens before it), summed over the labels that are not
-    IGNORE.
+    """The sum of -log p(label | tokens before it) over the labels that are not IGNORE.
+
+    A batch has tokens and labels [batch, seq], and further inputs of the model by name.
     """
 
     layouts = ("cp", "pp")
