@@ -142,8 +142,8 @@ def test_hours_of_reading_follow_from_the_files():
     count = sum(len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in files)
     package = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in (ROOT / "minitrain").rglob("*.py"))
     said = (
-        f"These {len(files)} files are {round(count, -2):,} lines: {count / 400:.0f} to {count / 300:.0f} hours at 300 "
-        f"to 400 lines an hour. The whole package is {round(package, -3):,} lines."
+        f"These {len(files)} files take {count / 400:.0f} to {count / 300:.0f} hours at 300 to 400 lines an hour. "
+        f"The whole package has {round(package, -3):,} lines."
     )
     assert len(files) == 15
     assert said in README
