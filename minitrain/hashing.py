@@ -52,11 +52,10 @@ def shuffled(index: int, length: int, *key: int) -> int:
         left = index >> half
         right = index % (1 << half)
         for turn in range(8):
-            left, right = right, left ^ _hash(*key, length, turn, right) % (1 << half)
+            digest = hashlib.blake2b(
+                repr((*key, length, turn, right)).encode(), digest_size=8
+            ).digest()
+            left, right = right, left ^ int.from_bytes(digest, "little") % (1 << half)
         index = left << half | right
         if index < length:
             return index
-
-
-def _hash(*values: int) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")
