@@ -10,14 +10,17 @@ FlexAttention has no backward on CPU.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layers import apply_rotary
+
+if TYPE_CHECKING:
+    from minitrain.models.decoder_config import DecoderConfig
 
 # Trainer and sampler together compile one kernel per kind and size of mask. It must not fall back
 # to eager flex_attention, which computes all scores and ignores a BlockMask's lists of blocks: the
@@ -229,7 +232,7 @@ class GroupedQueryAttention(nn.Module):
 
     same_input = ("q_proj", "k_proj", "v_proj")
 
-    def __init__(self, config: DecoderConfig):
+    def __init__(self, config: "DecoderConfig"):
         super().__init__()
         hidden = config.hidden_size
         head_dim = config.head_dim

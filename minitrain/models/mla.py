@@ -12,12 +12,16 @@ So all heads attend to the latents themselves, [latent | k_rope] as the one key 
 one value, and W_v comes after the sum over tokens.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from minitrain.models.attention import Mask, attention
-from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layers import apply_rotary, yarn_mscale
+
+if TYPE_CHECKING:
+    from minitrain.models.decoder_config import DecoderConfig
 
 
 class LatentAttention(nn.Module):
@@ -27,7 +31,7 @@ class LatentAttention(nn.Module):
 
     same_input = ("q_a_proj", "kv_a_proj_with_mqa")
 
-    def __init__(self, config: DecoderConfig):
+    def __init__(self, config: "DecoderConfig"):
         super().__init__()
         hidden = config.hidden_size
         heads = config.num_attention_heads

@@ -14,14 +14,18 @@ experts x channels. Left out: capacity limits, and expert parallelism, which rep
 (parallel/expert.py).
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.grouped_mm import grouped_mm
 from minitrain.models.layers import GatedMLP, SquaredReluMLP
 from minitrain.models.router import Router, count_tokens
+
+if TYPE_CHECKING:
+    from minitrain.models.decoder_config import DecoderConfig
 
 
 class MoE(nn.Module):
@@ -31,7 +35,7 @@ class MoE(nn.Module):
     router and shared expert see the full hidden state.
     """
 
-    def __init__(self, config: DecoderConfig):
+    def __init__(self, config: "DecoderConfig"):
         super().__init__()
         hidden = config.hidden_size
         latent = config.moe_latent_size

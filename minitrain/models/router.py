@@ -7,12 +7,14 @@ Left out: router noise and z-loss.
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitrain.models.decoder_config import DecoderConfig
+if TYPE_CHECKING:
+    from minitrain.models.decoder_config import DecoderConfig
 
 
 class Router(nn.Module):
@@ -25,7 +27,7 @@ class Router(nn.Module):
     groups of experts whose two best scores have the largest sums.
     """
 
-    def __init__(self, config: DecoderConfig):
+    def __init__(self, config: "DecoderConfig"):
         super().__init__()
         self.config = config
         self.sigmoid = config.scoring_func == "sigmoid"

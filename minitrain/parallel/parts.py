@@ -1,7 +1,6 @@
 """Parameters that are DTensors, in modules that compute with this rank's parts of them, plain tensors.
 
-So FSDP can shard them once more and checkpoints store them whole, but no operation is dispatched through DTensor on the
-host, and a block compiles as one graph.
+FSDP can shard them once more and checkpoints store them whole; a block compiles as one graph.
 """
 
 import torch
