@@ -309,6 +309,7 @@ def dry_run(config: Config) -> str:
         sizes = footprint(model, config)
     count = micro_batches(config)
     return (
-        f"{total:,} parameters over {ranks} ranks, {mine:,} on rank 0, which takes {describe_sizes(sizes)} and activations; "
+        f"{total:,} parameters over {ranks} ranks, {mine:,} on rank 0, which takes "
+        f"{describe_sizes(sizes)} and activations; "
         f"{count} micro-batch(es) a step: ok"
     )
