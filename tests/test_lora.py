@@ -23,17 +23,17 @@ from minitrain.errors import InputError
 from minitrain.formats.peft import adapter_shapes, save_adapter
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import (
-    adaptable,
+    adaptable_weights,
     adapted_linear,
     add_adapters,
     check_targets,
-    drop,
-    expand,
+    dropout,
     find_targets,
     initialize_adapter,
     is_adapter,
+    low_rank_update,
     merge_adapters,
-    merged,
+    merged_weight,
 )
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import empty_model, model_config
@@ -285,7 +285,7 @@ def test_elements_are_dropped_independently():
     """The share, all pairs within rows and within columns, and corners of rectangles, which share rows and columns."""
     torch.manual_seed(0)
     lora, x = Lora(dropout=0.1, dropout_position="post"), torch.ones(2, 500, 800)
-    dropped, others = (((drop(lora, x, "post").flatten(0, 1) == 0).float() - 0.1) / 0.3 for _ in range(2))
+    dropped, others = (((dropout(lora, x, "post").flatten(0, 1) == 0).float() - 0.1) / 0.3 for _ in range(2))
     assert abs(dropped.mean()) < 5 / dropped.numel() ** 0.5
     for mask in (dropped, dropped.T):
         correlation = (mask @ mask.T / mask.shape[1] ** 0.5).fill_diagonal_(0)
@@ -310,7 +310,7 @@ def test_updates_are_rounded_once():
     linear = nn.Linear(8, 6, bias=False).bfloat16()
     linear.lora = Lora(rank=4, alpha=5.0)
     linear.lora_A, linear.lora_B = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(6, 4))
-    assert torch.equal(expand(linear, torch.eye(4).bfloat16()).T, (1.25 * linear.lora_B.double()).bfloat16())
+    assert torch.equal(low_rank_update(linear, torch.eye(4).bfloat16()).T, (1.25 * linear.lora_B.double()).bfloat16())
     assert adapted_linear(linear, torch.ones(2, 8).bfloat16()).dtype == torch.bfloat16
 
 
@@ -355,7 +355,7 @@ def test_by_default_all_linears_of_attention_and_mlps_are_adapted():
     for name in ("llama3-8b-tiny", "mixtral-8x7b-tiny", "wan2.1-1.3b-tiny"):
         model = empty_model(model_config(name))
         check_targets(model, list(TARGETS))
-        linears = {path for path, (module, _) in adaptable(model).items() if isinstance(module, nn.Linear)}
+        linears = {path for path, (module, _) in adaptable_weights(model).items() if isinstance(module, nn.Linear)}
         routers = {path for path in linears if path.endswith("gate")}
         assert find_targets(model, TARGETS).keys() == linears - routers
 
@@ -405,7 +405,7 @@ def test_a_model_is_saved_when_its_adapters_are_merged(name, tmp_path):
 def test_merged_weights_are_rounded_once():
     weight, a, b = (torch.randn(4, 4, dtype=torch.float64) for _ in range(3))
     for dtype in (torch.float64, torch.bfloat16):
-        found = merged(weight.to(dtype), a.float(), b.float(), Lora(rank=4, alpha=4.0))
+        found = merged_weight(weight.to(dtype), a.float(), b.float(), Lora(rank=4, alpha=4.0))
         exact = weight.to(dtype).double() + b.float().double() @ a.float().double()
         torch.testing.assert_close(found, exact.to(dtype), rtol=0 if dtype == torch.bfloat16 else 1e-12, atol=0)
 

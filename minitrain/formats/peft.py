@@ -37,7 +37,7 @@ from minitrain.formats.layouts_hf import interleave, mamba_parts
 from minitrain.formats.magic import ADAPTER_CONFIG, kind_of_folder, library_of
 from minitrain.formats.tensor_files import FLOATS, open_tensors, write_tensors
 from minitrain.formats.wan_names import adapter_place, original_name
-from minitrain.models.lora import add_adapters, check_targets, is_adapter, is_stack, matches
+from minitrain.models.lora import add_adapters, check_targets, is_adapter, is_expert_stack, matches
 from minitrain.models.mamba import by_group, by_part
 from minitrain.models.wan import WanConfig
 from minitrain.models.zoo import empty_model
@@ -366,7 +366,7 @@ def adapter_config(config, lora: Lora, names: Iterable[str], base: str) -> dict:
     """
     paths = [name[: -len("_lora_A")] for name in names]
     targets = [target for target in lora.targets if any(matches(path, target) for path in paths)]
-    experts = [target for target in targets if is_stack(target)]
+    experts = [target for target in targets if is_expert_stack(target)]
     return dict(
         peft_type="LORA",
         task_type=None if isinstance(config, WanConfig) else "CAUSAL_LM",
@@ -385,7 +385,7 @@ def adapter_config(config, lora: Lora, names: Iterable[str], base: str) -> dict:
 
 def unreadable_note(config, lora: Lora) -> list[str]:
     """A line for the user where PEFT cannot read adapters of such a model's, none otherwise."""
-    paths = [name[: -len(".lora_A")] for name in adapter_shapes(config, lora) if not is_stack(name)]
+    paths = [name[: -len(".lora_A")] for name in adapter_shapes(config, lora) if not is_expert_stack(name)]
     lost = sorted(
         {
             name

@@ -16,7 +16,7 @@ from minitrain.grpo.batches import Example, micro_batches, reply_sample, respons
 from minitrain.grpo.objective import LogProbs, PolicyGradient
 from minitrain.grpo.refit import Parts
 from minitrain.grpo.rollouts import Group, rewards
-from minitrain.models.lora import adapter_names, is_adapter, merged, without_adapters
+from minitrain.models.lora import adapter_names, is_adapter, merged_weight, without_adapters
 from minitrain.parallel.context import own_tokens
 from minitrain.parallel.mesh import Meshes, sum_over
 from minitrain.parallel.pipeline import Pipeline
@@ -207,7 +207,7 @@ class Learner:
                 a, b = map(whole, adapters)
                 a = a[(*stack, slice(None), columns)]
                 b = b[(*stack, rows)]
-                weight = merged(part.float(), a, b, self.config.lora)
+                weight = merged_weight(part.float(), a, b, self.config.lora)
                 if part.dtype == torch.bfloat16:
                     always = torch.zeros((), device=part.device)
                     weight = round_stochastically(weight, random_bits(name, always, where))

@@ -7,23 +7,23 @@
     B  [out, rank]  zero at first, so that training starts from the base model
     scale           alpha / rank, or alpha / sqrt(rank) with rslora (Kalajdzievski 2023)
 
-A Linear keeps its class, its weight and their names; A and B are further parameters of it, `lora_A`
-and `lora_B`, and its forward adds their product to its output. So checkpoints, sharding and number
-formats of the base need not know of adapters. A stack of experts [experts, out, in] gets stacks of
-As and Bs.
+A Linear keeps its class, its weight and their names. A and B are further parameters of it, `lora_A`
+and `lora_B`, so checkpoints, sharding and number formats of the base need not know of adapters. A
+stack of experts [experts, out, in] gets stacks of As and Bs.
 
-The update's matrix products are thin: what it costs is memory traffic, a pass over each adapted
-input and output. That is why Linears of the same input share one product with their As, why the
-terms of that input's gradient are added up by the products that compute them, why the update is one
-sum, which the compiler merges into whatever reads the output, and why the scale is applied to B. W
-+ BA is not formed for training: in bf16 it would lose updates that are smaller than W's rounding.
+The products with A and B are thin: memory traffic bounds them. Therefore
 
-Left out: adapters of the embedding, the head and what else is outside the blocks; several adapters
-at once; DoRA.
+- Linears of the same input share one product with their As, which reads the input once;
+- each product adds its term of the input's gradient to those before it;
+- the update is one sum, which the compiler fuses into whatever reads the output;
+- the scale multiplies B, not the output.
+
+W + B A is not formed in training: bf16 would lose updates that are smaller than W's rounding.
+Left out: adapters outside the blocks (embedding, head), several adapters at once, and DoRA.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -42,10 +42,9 @@ ADAPTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def add_adapters(model: nn.Module, lora: Lora) -> None:
-    """Freeze `model` in place and give it adapters, whose values are still to be set: see
-    `initialize_adapter`.
+    """Freeze `model` in place and add adapters without values: see `initialize_adapter`.
 
-    Raises InputError for a model that has some: both would be added.
+    Raise InputError for a model that has adapters: both would be added.
     """
     if any(is_adapter(name) for name, _ in model.named_parameters()):
         raise InputError(
@@ -55,42 +54,41 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
     for module, name in find_targets(model, lora.targets).values():
         weight = getattr(module, name)
         *stack, out, into = weight.shape
-        for adapter, shape in zip(
-            adapter_names(name), ((lora.rank, into), (out, lora.rank)), strict=True
-        ):
-            values = torch.empty(
-                *stack, *shape, dtype=ADAPTER_DTYPES[lora.dtype], device=weight.device
-            )
+        name_a, name_b = adapter_names(name)
+        for adapter, shape in ((name_a, (lora.rank, into)), (name_b, (out, lora.rank))):
+            values = weight.new_empty(*stack, *shape, dtype=ADAPTER_DTYPES[lora.dtype])
             module.register_parameter(adapter, nn.Parameter(values))
         module.lora = lora
         if isinstance(module, Experts):
-            module._linear = partial(adapted_product, module)
+            module._linear = partial(adapted_experts, module)
         else:
-            # the compiler takes a partial for a constant
+            # not a partial, which the compiler would take for a constant
             module.forward = MethodType(adapted_linear, module)
     for module in model.modules():
         if hasattr(module, "project"):
-            module.project = partial(project, [getattr(module, name) for name in module.same_input])
+            linears = [getattr(module, name) for name in module.same_input]
+            module.project = partial(project_adapted, linears)
     for name, module in model.named_modules():
         if name.endswith(("embed_tokens", "patch_embedding")):
             module.lora_hook = module.register_forward_hook(require_gradient)
 
 
 def find_targets(model: nn.Module, targets: Iterable[str]) -> dict[str, tuple[nn.Module, str]]:
-    """The weights that `targets` name: path -> (module, name of its parameter).
+    """Return the weights that `targets` name: path -> (module, name of its parameter).
 
     A target is the path of a Linear in the model's blocks or the end of one (`q_proj`,
     `self_attn.q_proj`). Stacks of experts are only meant where `experts.` says so
     (`experts.down_proj`).
     """
-    weights = adaptable(model)
-    return {
-        path: weights[path] for path in weights if any(matches(path, target) for target in targets)
-    }
+    found = {}
+    for path, weight in adaptable_weights(model).items():
+        if any(matches(path, target) for target in targets):
+            found[path] = weight
+    return found
 
 
-def adaptable(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """All that can be a target, as `find_targets` gives it."""
+def adaptable_weights(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return all weights that can be a target, as `find_targets` does."""
     inside = {id(module) for block in model.blocks for module in block.modules()}
     weights = {}
     for path, module in model.named_modules():
@@ -102,65 +100,61 @@ def adaptable(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 
 def check_targets(model: nn.Module, targets: list[str]) -> None:
-    """Raises InputError for a target that names nothing in a complete `model`.
+    """Raise InputError for a target that names nothing in a complete `model`.
 
-    Of the usual TARGETS a family has some: others may be missing, as long as one target is there.
+    A family has only some of the usual TARGETS: those may be missing, as long as one is there.
     """
-    paths = adaptable(model)
+    paths = adaptable_weights(model)
     missing = [target for target in targets if not any(matches(path, target) for path in paths)]
     unknown = [target for target in missing if target not in TARGETS or missing == targets]
     if unknown or not targets:
         names = ", ".join(sorted({_short(path) for path in paths}))
-        # of a larger model's blocks: hundreds
+        # a larger model's list of blocks may have hundreds
         more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
         raise InputError(
             f"lora.targets: the model has no {', '.join(unknown[:4]) or 'target'}{more} (it has {names})"
         )
 
 
-def is_stack(path: str) -> bool:
-    """Is it a parameter of routed experts, or a target that means one? Shared experts have Linears
-    like any MLP.
-    """
+def is_expert_stack(path: str) -> bool:
+    """Return whether a path or target is of routed experts. Shared experts have plain Linears."""
     return ".experts." in f".{path}"
 
 
 def _short(path: str) -> str:
-    """The end of a path that says enough: of a Linear in a list its number is not."""
-    return (
-        path[path.index(".experts.") + 1 :]
-        if is_stack(path)
-        else re.search(r"[^.\d][^.]*(\.\d+)*$", path)[0]
-    )
+    """Return the end of a path that tells kinds of weights apart: a number alone does not."""
+    if is_expert_stack(path):
+        return path[path.index(".experts.") + 1 :]
+    return re.search(r"[^.\d][^.]*(\.\d+)*$", path)[0]
 
 
 def matches(path: str, target: str) -> bool:
-    """Does `target` name the weight at `path`? A Linear's is the Linear's own, a stack's ends with
-    the parameter.
+    """Return whether `target` names the weight at `path`: a Linear's own path, or a stack's, which
+    ends with the parameter.
     """
-    return f".{path}".endswith(f".{target}") and (not is_stack(path) or is_stack(target))
+    return f".{path}".endswith(f".{target}") and (
+        not is_expert_stack(path) or is_expert_stack(target)
+    )
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
-    """The names of a weight's A and B, with the path before them if `weight` has one.
+    """Return the names of a weight's A and B, with the path that `weight` has.
 
-    Of a Linear's `q_proj.weight` they are `q_proj.lora_A` and `q_proj.lora_B`, of a stack
-    `experts.down_proj` `experts.down_proj_lora_A` and `experts.down_proj_lora_B`.
+    q_proj.weight (a Linear): q_proj.lora_A, q_proj.lora_B.
+    experts.down_proj (a stack): experts.down_proj_lora_A, experts.down_proj_lora_B.
     """
     stem = weight.removesuffix("weight") if weight.endswith("weight") else f"{weight}_"
     return f"{stem}lora_A", f"{stem}lora_B"
 
 
 def is_adapter(name: str) -> bool:
-    """Is this the name of an adapter's parameter?"""
+    """Return whether a parameter of this name is an adapter's A or B."""
     return name.endswith(("lora_A", "lora_B"))
 
 
 @torch.no_grad()
 def initialize_adapter(name: str, tensor: Tensor, generator: torch.Generator) -> None:
-    """A: uniform within +-1 / sqrt(in), as the Linears of torch and the As of peft start; B:
-    zero.
-    """
+    """Fill an A uniformly within +-1 / sqrt(in), as torch's Linears and peft's As, or a B with 0."""
     if name.endswith("A"):
         bound = tensor.shape[-1] ** -0.5
         tensor.uniform_(-bound, bound, generator=generator)
@@ -173,7 +167,7 @@ def initialize_adapter(name: str, tensor: Tensor, generator: torch.Generator) ->
 
 @contextmanager
 def without_adapters(lora: Lora) -> Iterator[None]:
-    """The model whose adapters share these settings computes as if it had none."""
+    """Let the model whose adapters have these settings compute as if it had none."""
     alpha = lora.alpha
     lora.alpha = 0.0
     try:
@@ -183,69 +177,72 @@ def without_adapters(lora: Lora) -> Iterator[None]:
 
 
 def adapted_linear(linear: nn.Linear, x: Tensor) -> Tensor:
-    """In place of a Linear's own `forward`. x: [..., in]; returns [..., out]."""
+    """Compute an adapted Linear, as its `forward`. x: [..., in]; returns [..., out]."""
     return adapted_linears([linear], x)[0]
 
 
-def project(linears: list[nn.Linear], x: Tensor) -> list[Tensor]:
-    """In place of a module's own `project`, which calls its Linears one by one, as is done here
-    where they do more than
-    multiply: for hooks of others, or if each drops elements of x for itself."""
-    if any(
-        has_hooks(linear) or (hasattr(linear, "lora") and drops(linear.lora, "pre"))
-        for linear in linears
-    ):
-        return [linear(x) for linear in linears]
-    return adapted_linears(linears, x)
+def project_adapted(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
+    """Compute Linears of the same x [..., in] at once, as a module's `project`.
+
+    Call them one by one if one of them has hooks, or its own dropout of x.
+    """
+    apart = any(map(has_hooks, linears)) or any(
+        dropout_active(linear.lora, "pre") for linear in linears if hasattr(linear, "lora")
+    )
+    return [linear(x) for linear in linears] if apart else adapted_linears(linears, x)
 
 
-def adapted_linears(linears: list[nn.Linear], x: Tensor) -> list[Tensor]:
-    """The outputs [..., out] of Linears, not all of which need have adapters, for the same x [...,
-    in]. x A^T of all is one product, so that x is read once for it, and its gradient gets one more
-    term, not one of each Linear."""
+def adapted_linears(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
+    """Return the outputs [..., out] of Linears, some of them adapted, for the same x [..., in].
+
+    x A^T of all is one product: x is read once for it, and its gradient gets one term for all.
+    """
     adapted = [linear for linear in linears if hasattr(linear, "lora_A")]
     if not adapted:
         return [linear(x) for linear in linears]
     lora = adapted[0].lora
+    # [sum of ranks, in]
     a = torch.cat([linear.lora_A for linear in adapted]).to(x.dtype)
-    # else a pipeline may split the backward pass
+    # eager, a pipeline may split the backward pass
     compiled = torch.compiler.is_compiling() and torch.is_grad_enabled()
-    if compiled and all(map(is_frozen, linears)) and not drops(lora, "pre"):
+    if compiled and all(map(is_frozen, linears)) and not dropout_active(lora, "pre"):
         frozen = [tensor for linear in linears for tensor in (linear.weight, linear.bias)]
-        inner, *outputs = BesideFrozen.apply(x, a, *frozen)
+        inner, *outputs = FrozenLinears.apply(x, a, *frozen)
     else:
-        inner = F.linear(drop(lora, x, "pre"), a)
-        outputs = [product(linear, x) for linear in linears]
+        inner = F.linear(dropout(lora, x, "pre"), a)
+        outputs = [base_linear(linear, x) for linear in linears]
+    # [..., rank] of each adapted Linear
     inner = dict(zip(adapted, inner.split(lora.rank, dim=-1), strict=True))
-    outputs = zip(linears, outputs, strict=True)
-    return [y + expand(linear, inner[linear]) if linear in inner else y for linear, y in outputs]
+    for i, linear in enumerate(linears):
+        if linear in inner:
+            outputs[i] = outputs[i] + low_rank_update(linear, inner[linear])
+    return outputs
 
 
-def product(linear: nn.Linear, x: Tensor) -> Tensor:
-    """x W^T + bias, as the Linear's class computes it, or whoever put a `product` of its own there
-    (the sampler).
-    """
+def base_linear(linear: nn.Linear, x: Tensor) -> Tensor:
+    """Return x W^T + bias, [..., out], as the Linear's class or the sampler (`product`) computes it."""
     return linear.product(x) if hasattr(linear, "product") else type(linear).forward(linear, x)
 
 
 def is_frozen(linear: nn.Linear) -> bool:
-    """Is it just a product with a matrix that does not learn?"""
+    """Return whether this is a plain product, without parameters to train beside its adapters."""
     learns = linear.weight.requires_grad or (linear.bias is not None and linear.bias.requires_grad)
     return type(linear) is nn.Linear and not learns
 
 
-class BesideFrozen(torch.autograd.Function):
-    """x A^T, and x W^T + bias of each of some frozen Linears. Inputs: x [..., in], a [ranks, in],
-    weight, bias, ...
+class FrozenLinears(torch.autograd.Function):
+    """x A^T, and x W^T + bias of some frozen Linears.
+
+    Inputs: x [..., in], a [ranks, in], then weight [out, in] and bias of each. Outputs: [..., ranks],
+    then [..., out] of each.
 
     The gradient of x, dx = du A + dy W + ..., is one tensor to which each large product adds its
-    own: a matrix product hides that behind its arithmetic. As tensors of their own all terms would
-    be read once more. For compiled blocks: a pipeline that computes gradients of inputs first,
-    which only runs others, cannot split this.
+    term, hidden behind its arithmetic. As tensors of their own, all terms would be read once more.
+    For compiled blocks only: a pipeline that computes gradients of inputs first cannot split this.
     """
 
     @staticmethod
-    # the compiler miscounts where some have names and some have not
+    # *inputs alone: the compiler miscounts where some have names
     def forward(ctx, *inputs):
         x, a, *frozen = inputs
         weights = frozen[::2]
@@ -271,83 +268,72 @@ torch.library.define("minitrain::add_product", "(Tensor(a!) total, Tensor a, Ten
 
 @torch.library.impl("minitrain::add_product", "CompositeExplicitAutograd")
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in place also where the compiler copies what torch's own operator adds to."""
+    """Add a @ b to total, in place: of torch's own operator the compiler would copy the total."""
     total.addmm_(a, b)
 
 
 torch.library.register_fake("minitrain::add_product", lambda total, a, b: None)
 
 
-def expand(linear: nn.Linear, inner: Tensor) -> Tensor:
-    """The update from x A^T."""
+def low_rank_update(linear: nn.Linear, inner: Tensor) -> Tensor:
+    """Return scale inner B^T, [..., out]. inner: x A^T, [..., rank]."""
     b = (linear.lora_B * update_scale(linear.lora)).to(inner.dtype)
-    return drop(linear.lora, F.linear(inner, b), "post")
+    return dropout(linear.lora, F.linear(inner, b), "post")
 
 
-def drops(lora: Lora, position: str | None = None) -> bool:
-    """Is anything dropped, here or anywhere? Dropout is for training only: while gradients are
-    computed.
-    """
-    return (
-        lora.dropout > 0 and torch.is_grad_enabled() and position in (None, lora.dropout_position)
-    )
+def dropout_active(lora: Lora, position: str | None = None) -> bool:
+    """Return whether dropout is on, at `position` or at all: only while gradients are computed."""
+    here = position in (None, lora.dropout_position)
+    return lora.dropout > 0 and torch.is_grad_enabled() and here
 
 
 def update_scale(lora: Lora) -> float:
-    """The factor on B A; with dropout also divided by the share that is kept, so that the mean
-    stays.
+    """Return the factor on B A, divided by the share that dropout keeps, so that the mean stays."""
+    return lora.scale / (1 - lora.dropout) if dropout_active(lora) else lora.scale
+
+
+def dropout(lora: Lora, x: Tensor, position: str) -> Tensor:
+    """Apply dropout to x [..., width], without scaling it up, if the settings put it at `position`.
+
+    Randomness is torch's default generator's: recomputation must draw the same again. A random
+    number of the row times one of the column decides (multiply-shift hashing, Dietzfelbinger et al.
+    1997). That is one instruction, where torch's Philox takes 80 and more time than memory does;
+    and the compiler repeats it in the backward pass, where it would keep a mask.
     """
-    return lora.scale / (1 - lora.dropout) if drops(lora) else lora.scale
-
-
-def drop(lora: Lora, x: Tensor, position: str) -> Tensor:
-    """x [..., width] with zeros where dropout has it, if `position`, where this is called, is that
-    of the settings.
-
-    From the default generator: recomputation must draw the same again. A random number of the row
-    times one of the column decides (multiply-shift hashing, Dietzfelbinger et al. 1997). That is an
-    instruction in place of the 80 of torch's Philox numbers, which take longer than memory does,
-    and the compiler repeats it in the backward pass in place of keeping a mask.
-    """
-    if not drops(lora, position):
+    if not dropout_active(lora, position):
         return x
     shapes = (*x.shape[:-1], 1), x.shape[-1:]
     rows, columns = (
         torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32, device=x.device)
         for shape in shapes
     )
-    # modulo 2^32, and uniform as one factor is odd
+    # modulo 2^32; uniform, since one factor is odd
     bits = (rows | 1) * columns
     return torch.where(bits < round(lora.dropout * (1 << 32)) - (1 << 31), 0, x)
 
 
-def adapted_product(
+def adapted_experts(
     experts: Experts, name: str, x: Tensor, scale: Tensor, offsets: Tensor
 ) -> Tensor:
-    """In place of `Experts._linear`. x: [rows, in], sorted by expert; returns [rows, out]."""
+    """Compute `Experts._linear` with adapters. x: [rows, in], sorted by expert; returns [rows, out]."""
     y = type(experts)._linear(experts, name, x, scale, offsets)
     name_a, name_b = adapter_names(name)
     if not hasattr(experts, name_a):
         return y
-    a = getattr(experts, name_a)
-    b = getattr(experts, name_b) * update_scale(experts.lora)
-    # grouped_mm wants rows of 16 bytes
-    missing = -experts.lora.rank % 8
-    if missing:
-        a = F.pad(a, (0, 0, 0, missing))
-        b = F.pad(b, (0, missing))
-    inner = grouped_mm(drop(experts.lora, x, "pre"), a.to(x.dtype).transpose(-2, -1), offsets)
-    return y + drop(
-        experts.lora, grouped_mm(inner, b.to(x.dtype).transpose(-2, -1), offsets), "post"
-    )
+    lora = experts.lora
+    # grouped_mm needs rows of 16 bytes: pad the rank to a multiple of 8
+    missing = -lora.rank % 8
+    a = F.pad(getattr(experts, name_a), (0, 0, 0, missing)).to(x.dtype)
+    b = F.pad(getattr(experts, name_b) * update_scale(lora), (0, missing)).to(x.dtype)
+    inner = grouped_mm(dropout(lora, x, "pre"), a.transpose(-2, -1), offsets)
+    return y + dropout(lora, grouped_mm(inner, b.transpose(-2, -1), offsets), "post")
 
 
 def require_gradient(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-    """A forward hook of the embedding: let its frozen output require a gradient, as the adapted
-    blocks' outputs do.
+    """Let the embedding's frozen output require a gradient, as a forward hook.
 
-    Otherwise the first block's input would be the only one without, and the compiler would build
-    every block twice.
+    Otherwise the first block's input would be the only one that requires none, and the compiler
+    would compile every block twice.
     """
     return output.requires_grad_(torch.is_grad_enabled())
 
@@ -357,29 +343,28 @@ def require_gradient(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
-    """Add every update to its weight, remove the adapters, and thaw the model. For unsharded
-    models.
-    """
-    for module, name in adaptable(model).values():
-        weight = getattr(module, name)
-        adapters = adapter_names(name)
-        if not hasattr(module, adapters[0]):
+    """Add every update to its weight, remove the adapters, and unfreeze the unsharded `model`."""
+    for module, name in adaptable_weights(model).values():
+        name_a, name_b = adapter_names(name)
+        if not hasattr(module, name_a):
             continue
-        weight.copy_(
-            merged(weight, *(getattr(module, adapter) for adapter in adapters), module.lora)
-        )
-        for adapter in adapters:
-            delattr(module, adapter)
-        for name in ("forward", "_linear"):
-            module.__dict__.pop(name, None)
+        weight = getattr(module, name)
+        a = getattr(module, name_a)
+        b = getattr(module, name_b)
+        weight.copy_(merged_weight(weight, a, b, module.lora))
+        delattr(module, name_a)
+        delattr(module, name_b)
     for module in model.modules():
+        if hasattr(module, "lora"):
+            for name in ("forward", "_linear"):
+                module.__dict__.pop(name, None)
         module.__dict__.pop("project", None)
         if hasattr(module, "lora_hook"):
             module.lora_hook.remove()
     model.requires_grad_(True)
 
 
-def merged(weight: Tensor, a: Tensor, b: Tensor, lora: Lora) -> Tensor:
-    """W + scale B A, rounded once, to W's type."""
+def merged_weight(weight: Tensor, a: Tensor, b: Tensor, lora: Lora) -> Tensor:
+    """Return W + scale B A, [..., out, in], rounded once, to W's type."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return (weight.to(wide) + lora.scale * (b.to(wide) @ a.to(wide))).to(weight.dtype)

@@ -14,7 +14,7 @@ from minitrain.grpo.advantages import advantages
 from minitrain.grpo.batches import enough_for_pipeline, micro_batches, reply_sample, response_sample
 from minitrain.grpo.learner import Learner
 from minitrain.grpo.rollouts import rewards
-from minitrain.models.lora import adapter_names, merge_adapters, merged, without_adapters
+from minitrain.models.lora import adapter_names, merge_adapters, merged_weight, without_adapters
 from minitrain.parallel.shards import local
 from minitrain.run import config as configs
 from minitrain.run.checkpoint import Checkpointer
@@ -285,7 +285,7 @@ def test_a_refit_sends_changes_below_the_precision_of_bf16():
         weight, (a, b) = local(state[name]), (local(state[adapter]) for adapter in adapter_names(name))
         change = 2 * b.normal_(std=1e-5, generator=generator) @ a
         sent[name], _ = learner.weights()[name]
-        for i, rounded in enumerate([sent[name], merged(weight, a, b, learner.config.lora)]):
+        for i, rounded in enumerate([sent[name], merged_weight(weight, a, b, learner.config.lora)]):
             assert rounded.dtype == torch.bfloat16
             products[i] += ((rounded.float() - weight.float()) * change).sum()
         squares += change.square().sum()
