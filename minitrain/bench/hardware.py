@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from minitrain.models import onednn
-from minitrain.models.fp8 import product_of
+from minitrain.models.fp8 import choose_scaled_mm
 
 # (part of the name, dense bf16, plain fp32) in FLOP/s, from NVIDIA's datasheets. The first match counts, so GB200
 # stands before B200. Blackwell's fp32 is left out: its datasheets say 75 to 90 TFLOP/s.
@@ -79,7 +79,7 @@ def _matmul_rate(size: int, device: torch.device, dtype: torch.dtype) -> float:
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     if dtype == torch.float8_e4m3fn:
         one = torch.ones((), device=device)
-        matmul = partial(product_of(a), a, b.t(), one, one, torch.bfloat16, True)
+        matmul = partial(choose_scaled_mm(a), a, b.t(), one, one, torch.bfloat16, True)
     else:
         matmul = partial(onednn.matmul, a, b)
     return 2 * size**3 / _seconds_per_call(matmul, device)

@@ -226,7 +226,7 @@ def test_selective_computes_no_product_again(kinds, settings, monkeypatch):
     monkeypatch.setattr(onednn, "FASTER", settings.get("by_onednn", False))
     monkeypatch.setattr(onednn, "LEAST", 1)
     if settings.get("as_on_gpus"):
-        monkeypatch.setattr(fp8_models, "product_of", lambda *_: scaled_mm_of_torch)
+        monkeypatch.setattr(fp8_models, "choose_scaled_mm", lambda *_: scaled_mm_of_torch)
     none, selective, full = (products(setting, **settings) for setting in ("none", "selective", "full"))
     assert selective == none and set(kinds) <= (full - none).keys()
 
