@@ -6,7 +6,7 @@ from minitrain import Sampler, SamplingParams
 from minitrain.bench.decoding import Reads, bytes_read, model_reads
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
-from minitrain.rollout.caches import Keys, States
+from minitrain.rollout.caches import MambaCache, PagedKVCache
 from minitrain.settings import Rollout
 
 
@@ -34,9 +34,9 @@ def test_is_what_the_sampler_holds(name, tied):
     assert reads.shared + config.num_experts * reads.expert == read
     caches, states = sampler.caches, 0.0
     for layer in caches.layers:
-        if isinstance(layer, Keys):
+        if isinstance(layer, PagedKVCache):
             assert sum(pool.nbytes for pool in layer.pools) == reads.token * caches.pages * caches.page_size
-        elif isinstance(layer, States):
+        elif isinstance(layer, MambaCache):
             states += sum(state.nbytes for state in layer.states) / caches.slots
     assert reads.states == states
 

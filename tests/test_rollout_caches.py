@@ -34,10 +34,10 @@ def test_samples_attend_to_their_pages(monkeypatch, heads, kv_heads, sinks, late
     step = caches.DecodingStep(POSITIONS, TABLE, torch.arange(3), PAGE, PAGES)
     step.begin()
     owner = caches.Caches(model_config("llama3-8b-tiny"), PAGES - 1, PAGE, slots=3)
-    owner.step, layer = step, caches.Keys(owner, last=False, window=window)
+    owner.step, layer = step, caches.PagedKVCache(owner, last=False, window=window)
     layer.pools = [torch.randn(PAGES, PAGE, kv_heads, DIM) for _ in range(1 if latent else 2)]
     q, bias = torch.randn(1, heads, 3, DIM), torch.randn(heads) if sinks else None
-    out = layer.attend_to_pool(q, 12 if latent else torch.zeros(1, kv_heads, 3, DIM), bias)
+    out = layer.attend_to_pool(q, 12 if latent else DIM, bias)
     for row, position in enumerate(POSITIONS.tolist()):
         seen = slice(0 if window is None else max(0, position + 1 - window), position + 1)
         keys, values = (pool[TABLE[row]].flatten(0, 1)[seen] for pool in (layer.pools[0], layer.pools[-1]))

@@ -11,7 +11,7 @@ import torch
 from minitrain import Sampler, SamplingParams
 from minitrain.models.lora import add_adapters
 from minitrain.parallel.recompute import recompute
-from minitrain.rollout import batch, compiled, engine, weights
+from minitrain.rollout import compiled, cpu_attention, engine, weights
 from minitrain.rollout.batch import Batch
 from minitrain.settings import Lora, Rollout
 from tests.test_rollout_engine import make, prompts_of, trainer_logprobs, uncached
@@ -38,7 +38,7 @@ def compiling_batch(*args) -> Batch:
 
 
 def as_on_cuda(layer):
-    return layer and compiled.Apart(layer)
+    return layer and compiled.OpaqueCache(layer)
 
 
 @pytest.fixture(params=["CUDA", "CPU"])
@@ -50,9 +50,9 @@ def sampler_graphs(request, monkeypatch):
     if request.param == "CUDA":
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
         monkeypatch.setattr(weights, "can_join", lambda device: True)
-        monkeypatch.setattr(compiled, "for_compiler", as_on_cuda)
+        monkeypatch.setattr(compiled, "cache_for_compiler", as_on_cuda)
     else:
-        monkeypatch.setattr(weights, "LEAST", 0)
+        monkeypatch.setattr(weights, "MIN_PACKED_ELEMENTS", 0)
     compiled.compiled_forward.cache_clear()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):  # else what is beyond it runs as it is
         yield counter
@@ -85,7 +85,7 @@ def test_few_graphs_give_the_same_tokens(name, sizes, sampler_graphs):
         assert found.tokens == uncached(model, longer, 1)
         counts.append(sampler_graphs.graphs)
     # in a layer one, or up to four around caches; for the first number of rows, for any number, and for one
-    most = 4 if compiled.for_compiler is as_on_cuda or model.config.mamba else 1
+    most = 4 if compiled.cache_for_compiler is as_on_cuda or model.config.mamba else 1
     assert 0 < counts[0] == counts[1] <= most * len(sizes) * kinds_of_layers(model.config)
     pools = [weakref.ref(pool) for layer in sampler.caches.layers for pool in getattr(layer, "pools", [])]
     sampler.free()
@@ -103,7 +103,7 @@ def test_a_first_prompt_of_one_token(sampler_graphs):
 @pytest.mark.parametrize("name", ["qwen3-32b", "gpt-oss-20b"])
 def test_a_prompt_that_is_read_once(name, sampler_graphs, monkeypatch):
     """With and without windows and sinks; by one sample at first, and by four with the graphs of the one."""
-    monkeypatch.setattr(batch, "WORTH", 1)
+    monkeypatch.setattr(cpu_attention, "MIN_SHARED_TOKENS", 1)
     model, (prompt,) = make(name), prompts_of((21,))
     sampler, expected = Sampler(model, settings=SETTINGS), uncached(model, prompt, NEW)
     for n in (1, 4):

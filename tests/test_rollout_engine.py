@@ -15,9 +15,10 @@ from minitrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
-from minitrain.rollout import batch, caches, engine, weights
-from minitrain.rollout.caches import DecodingStep, States
+from minitrain.rollout import caches, capacity, cpu_attention, weights
+from minitrain.rollout.caches import MambaCache
 from minitrain.rollout.scheduler import Scheduler
+from minitrain.rollout.steps import DecodingStep
 from minitrain.run import config as configs
 from minitrain.settings import Rollout
 from minitrain.training.loss import IGNORE
@@ -39,7 +40,7 @@ NEW = 10
 @pytest.fixture(autouse=True)
 def pack_everything(monkeypatch):
     """Tiny matrices are multiplied as large ones are."""
-    monkeypatch.setattr(weights, "LEAST", 0)
+    monkeypatch.setattr(weights, "MIN_PACKED_ELEMENTS", 0)
 
 
 def make(name: str, seed: int = 0, **fields) -> Decoder:
@@ -56,6 +57,10 @@ def make(name: str, seed: int = 0, **fields) -> Decoder:
 def prompts_of(lengths=PROMPT_LENGTHS, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(512, (length,), generator=generator).tolist() for length in lengths]
+
+
+def pages_of(sampler: Sampler) -> int:
+    return capacity.page_count(sampler.model, sampler.settings, sampler.slots, sampler.longest)
 
 
 @torch.no_grad()
@@ -94,7 +99,7 @@ def test_groups_that_read_their_prompt_once(name, monkeypatch):
 
     Then the first of a group goes, whose row alone had them, and one from amid the other.
     """
-    monkeypatch.setattr(batch, "WORTH", 1)
+    monkeypatch.setattr(cpu_attention, "MIN_SHARED_TOKENS", 1)
     model, prompts = make(name), prompts_of((21, 18, 9))
     sampler = Sampler(model, settings=Rollout(slots=16, page_size=4, pages=200))
     params = [SamplingParams(temperature=0, max_tokens=NEW, n=n) for n in (4, 3, 1)]
@@ -214,10 +219,11 @@ def test_memory_is_free_at_once(name, no_collector):
     sampler = Sampler(make(name), settings=Rollout(page_size=4, pages=50))
     sampler.generate(prompts_of((6,)), SamplingParams(max_tokens=3))
     layers = [layer for layer in sampler.caches.layers if layer is not None]
-    tensors = [t for layer in layers for t in (layer.pools + layer.rows if hasattr(layer, "pools") else layer.states)]
+    held = [layer.pools + layer.buffers if hasattr(layer, "pools") else layer.states for layer in layers]
+    tensors = [tensor for each in held for tensor in each]
     tensors += [matrix for matrix, *_ in sampler.weights.packed.values()]
     alive = [weakref.ref(each) for each in (*tensors, *sampler.batches.values())]
-    del layers, tensors
+    del layers, held, tensors
     sampler.free()
     assert alive and not any(ref() is not None for ref in alive)
 
@@ -235,7 +241,7 @@ def test_a_pool_keeps_its_size_while_that_fits(monkeypatch):
     """Kernels are compiled for it, and a trainer's optimizer takes memory after the first step."""
     free, page = 10**6, 4 * 2 * 4 * 16 * 4 * 4  # bytes: tokens, keys and values, heads, channels, layers, fp32
     model = make("qwen3-32b", num_key_value_heads=4, head_dim=16, num_layers=4)
-    monkeypatch.setattr(engine, "free_memory", lambda device: free)
+    monkeypatch.setattr(capacity, "free_memory", lambda device: free)
     sampler, counts = Sampler(model, settings=Rollout(page_size=4, memory=0.5)), []
     for free in (10**6, 6 * 10**5, 10**7, 4 * 10**5):  # noqa: B007
         sampler.generate([[1, 2]], SamplingParams(max_tokens=1))
@@ -247,7 +253,7 @@ def test_a_pool_keeps_its_size_while_that_fits(monkeypatch):
 def test_pages_that_memory_has_no_room_for(monkeypatch):
     page = 4 * 2 * 4 * 16 * 4 * 4  # bytes, as above
     model = make("qwen3-32b", num_key_value_heads=4, head_dim=16, num_layers=4)
-    monkeypatch.setattr(engine, "free_memory", lambda device: 20 * page)
+    monkeypatch.setattr(capacity, "free_memory", lambda device: 20 * page)
     Sampler(model, settings=Rollout(page_size=4, pages=20)).generate([[1, 2]], SamplingParams(max_tokens=1))
     with pytest.raises(InputError, match=r"^rollout.pages=21 are more than .* has room for \(use at most 20, or 0\)"):
         Sampler(model, settings=Rollout(page_size=4, pages=21)).generate([[1, 2]], SamplingParams(max_tokens=1))
@@ -270,7 +276,7 @@ def test_memory_is_for_the_samples_that_are_expected(name):
     assert [max(sampler.batches) for sampler in (roomy, small)] == [8, 2]
     assert [sampler.caches.slots - 2 for sampler in (roomy, small)] == [8, 2]
     roomy, small = (Sampler(make(name), settings=Rollout(page_size=4, slots=n), samples=2) for n in (8, 1))
-    assert [sampler._page_count() * 4 for sampler in (roomy, small)] == [
+    assert [pages_of(sampler) * 4 for sampler in (roomy, small)] == [
         2 * roomy.config.max_position_embeddings + 4,
         small.config.max_position_embeddings + 4,
     ]
@@ -294,18 +300,18 @@ def test_memory_is_for_samples_as_long_as_expected(name):
 @pytest.mark.parametrize("name", ["qwen3-32b", "nemotron3-nano-30b-a3b"])
 def test_a_prompt_is_computed_once_for_samples_that_take_turns(name, monkeypatch):
     """Also where those that are decoded fill all pages of theirs: what they copy from has one more."""
-    lengths, computed = [], Scheduler.computed
-    monkeypatch.setattr(Scheduler, "computed", lambda self, *what: computed(self, *what) or lengths.append(what[1]))
+    lengths, computed = [], Scheduler.prefilled
+    monkeypatch.setattr(Scheduler, "prefilled", lambda self, *what: computed(self, *what) or lengths.append(what[1]))
     sampler = Sampler(make(name), settings=Rollout(slots=2, page_size=16), longest=16)
     sampler.generate([[1] * 10], SamplingParams(max_tokens=6, n=5))
     assert lengths == [9] and sampler.scheduler.preemptions == 0
 
 
 def test_a_pool_has_no_more_elements_than_a_kernel_can_index(monkeypatch):
-    monkeypatch.setattr(engine, "free_memory", lambda device: 10**15)
+    monkeypatch.setattr(capacity, "free_memory", lambda device: 10**15)
     for name, width in (("qwen3-32b", 4 * 16), ("deepseek-v3", 32 + 8)):  # keys' channels of a token
         sampler = Sampler(make(name), settings=Rollout(slots=10**6))
-        pages = sampler._page_count() + 1  # one is for what only fills up
+        pages = pages_of(sampler) + 1  # one is for what only fills up
         assert pages * 128 * width < 2**31 <= (pages + 1) * 128 * width
 
 
@@ -583,7 +589,7 @@ def test_a_sample_that_comes_back_to_its_row():
     while len(samples[3].produced) < 3:
         sampler.step()
     sampler.scheduler.reuse = False
-    sampler.scheduler._make_room()
+    sampler.scheduler._preempt()
     while sampler.busy:
         sampler.step()
     assert [sample.produced for sample in samples] == [uncached(model, prompt, NEW)] * 4
@@ -596,7 +602,7 @@ def test_states_are_kept_in_fp32():
     """
     sampler = Sampler(make("nemotron3-nano-30b-a3b").bfloat16(), settings=Rollout(page_size=4, pages=20))
     sampler.generate([[1, 2]], SamplingParams(max_tokens=2))
-    states = [layer.states for layer in sampler.caches.layers if isinstance(layer, States)]
+    states = [layer.states for layer in sampler.caches.layers if isinstance(layer, MambaCache)]
     assert {(conv.dtype, scan.dtype) for conv, scan in states} == {(torch.bfloat16, torch.float32)}
     assert {len(each) for pair in states for each in pair} == {len(sampler.scheduler.slots) + 1}
 
@@ -640,17 +646,17 @@ def test_nothing_stays_queued_after_a_failure(monkeypatch):
     with pytest.raises(InputError, match="2 prompts and 1 SamplingParams"):
         sampler.generate(prompts, [params])
     assert not sampler.busy
-    forward = sampler.forward
+    forward = model.forward
     for passes in range(4):  # in prompts, then in decoding
         left = iter(range(passes))
 
-        def interrupted(*args):
+        def interrupted(*args, **named):
             if next(left, None) is None:  # noqa: B023
                 raise KeyboardInterrupt
-            forward(*args)
+            return forward(*args, **named)
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(sampler, "forward", interrupted)
+            patch.setattr(model, "forward", interrupted)
             sampler.generate(prompts, params)
         assert not sampler.busy and sampler.scheduler.pages.available == 30
     found = sampler.generate(prompts, params)
@@ -680,12 +686,12 @@ def test_an_interrupted_step_counts_for_nothing():
 def test_pages_that_cuda_can_read():
     dense, latent = model_config("qwen3-32b"), model_config("deepseek-v3")  # of 64 heads and of 128
     for size, config, tp in ((128, dense, 1), (256, dense, 8), (128, latent, 1)):
-        engine.check_page_size(size, config, tp)
+        capacity.check_page_size(size, config, tp)
     latent = dataclasses.replace(latent, num_attention_heads=256, num_key_value_heads=256)
-    engine.check_page_size(128, latent, 2)
+    capacity.check_page_size(128, latent, 2)
     for size, config, least in ((64, dense, 128), (128, latent, 256)):
         with pytest.raises(InputError, match=f"rollout.page_size={size} must be a multiple of 128 .* at least {least}"):
-            engine.check_page_size(size, config, 1)
+            capacity.check_page_size(size, config, 1)
 
 
 # ------------------------------------------------------------------------------------------------------ page lists

@@ -18,13 +18,13 @@ class Pool:
 
     def write(self, tokens, pages, place):
         page = pages[place // self.pages.size]
-        assert self.pages.owners[page] == 1 and page not in self.pages.chains, "a shared page is written to"
+        assert self.pages.ref_count[page] == 1 and page not in self.pages.prefix_of, "a shared page is written to"
         self.held[page][place % self.pages.size] = tuple(tokens[: place + 1])
 
     def check(self, tokens, pages, count):
         for place in range(count):
             page = pages[place // self.pages.size]
-            assert self.pages.owners[page] >= 1
+            assert self.pages.ref_count[page] >= 1
             assert self.held[page][place % self.pages.size] == tuple(tokens[: place + 1]), "another sequence's page"
 
     def copy(self, source, target):
@@ -37,10 +37,10 @@ def check_books(pages: Pages, owned: list[list[int]]):
     for each in owned:
         for page in each:
             counts[page] += 1
-    assert pages.owners == counts
-    states = sorted([*pages.unused, *pages.idle, *(page for page in range(pages.count) if counts[page])])
+    assert pages.ref_count == counts
+    states = sorted([*pages.free_list, *pages.evictable, *(page for page in range(pages.count) if counts[page])])
     assert states == list(range(pages.count))
-    assert sorted(pages.published.values()) == sorted(pages.chains) and set(pages.idle) <= set(pages.chains)
+    assert sorted(pages.page_of.values()) == sorted(pages.prefix_of) and set(pages.evictable) <= set(pages.prefix_of)
 
 
 def random_schedule(seed: int) -> None:
@@ -50,12 +50,12 @@ def random_schedule(seed: int) -> None:
 
     def begin():
         tokens = [rng.randrange(2) for _ in range(rng.randint(1, 6))]
-        mine = pages.match(tokens)
+        mine = pages.match_prefix(tokens)
         kept = len(mine) * pages.size
         pool.check(tokens, mine, kept)
-        more = pages.take(pages.needed(len(tokens)) - len(mine))
+        more = pages.allocate(pages.needed(len(tokens)) - len(mine))
         if more is None:
-            return pages.release(mine)
+            return pages.free(mine)
         mine += more
         for place in range(kept, len(tokens)):
             pool.write(tokens, mine, place)
@@ -64,34 +64,34 @@ def random_schedule(seed: int) -> None:
     def fork():
         tokens, theirs = rng.choice(live)
         full, partly = divmod(len(tokens), pages.size)
-        tail = pages.take(bool(partly))
+        tail = pages.allocate(bool(partly))
         if tail is not None:
-            pages.share(theirs[:full])
+            pages.incref(theirs[:full])
             for page in tail:
                 pool.copy(theirs[full], page)
             live.append((list(tokens), theirs[:full] + tail))
 
     def append():
         tokens, mine = rng.choice(live)
-        more = pages.take(pages.needed(len(tokens) + 1) - len(mine))
+        more = pages.allocate(pages.needed(len(tokens) + 1) - len(mine))
         if more is not None:
             mine += more
             tokens.append(rng.randrange(2))
             pool.write(tokens, mine, len(tokens) - 1)
 
     def publish():
-        pages.publish(*rng.choice(live))
+        pages.insert(*rng.choice(live))
 
     def release():
         tokens, mine = live.pop(rng.randrange(len(live)))
         pool.check(tokens, mine, len(tokens))
-        pages.release(mine)
+        pages.free(mine)
 
     for _ in range(20):
         rng.choice([append, append, publish, fork, release, begin] if live else [begin])()
     if rng.random() < 0.1:
-        pages.forget()
-        assert not pages.idle
+        pages.reset()
+        assert not pages.evictable
     for tokens, mine in live:
         pool.check(tokens, mine, len(tokens))
     check_books(pages, [mine for _, mine in live])
@@ -104,29 +104,29 @@ def test_ten_thousand_schedules_of_the_allocator():
 
 def test_a_double_release_is_noticed():
     pages = Pages(2, 4)
-    taken = pages.take(1)
-    pages.release(taken)
+    taken = pages.allocate(1)
+    pages.free(taken)
     with pytest.raises(AssertionError, match="has no owner"):
-        pages.release(taken)
+        pages.free(taken)
 
 
 def test_the_longest_unused_goes_first_and_tails_before_heads():
     pages = Pages(4, 1)
     for tokens in ([1, 2], [3, 4]):
-        taken = pages.take(2)
-        pages.publish(tokens, taken)
-        pages.release(taken)
-    pages.release(pages.match([1, 2]))  # used again
-    taken = pages.take(1)
-    assert len(pages.match([3, 4])) == 1 and len(pages.match([1, 2])) == 2
-    assert pages.take(1) is None and len(taken) == 1
+        taken = pages.allocate(2)
+        pages.insert(tokens, taken)
+        pages.free(taken)
+    pages.free(pages.match_prefix([1, 2]))  # used again
+    taken = pages.allocate(1)
+    assert len(pages.match_prefix([3, 4])) == 1 and len(pages.match_prefix([1, 2])) == 2
+    assert pages.allocate(1) is None and len(taken) == 1
 
 
 def plan_and_compute(scheduler: Scheduler):
     """A step's work, of which the prompts are computed; decoding is for the caller."""
-    work = scheduler.plan()
+    work = scheduler.schedule()
     for prefill, count in work.chunks:
-        scheduler.computed(prefill, count)
+        scheduler.prefilled(prefill, count)
     return work
 
 
@@ -136,7 +136,7 @@ def test_a_request_that_fills_the_pool_is_finished():
     sample = Sample([1, 2, 3, 4], SamplingParams(), key=0, limit=5)
     scheduler.submit([sample])
     assert len(plan_and_compute(scheduler).chunks) == 1
-    assert scheduler.plan().samples == [sample]
+    assert scheduler.schedule().samples == [sample]
     scheduler.decoded(sample, [5], [0.0], "length")
     assert not scheduler.busy
 
@@ -180,7 +180,7 @@ def run_scheduler(seed: int) -> None:
             requests -= 1
         if not scheduler.busy:
             break
-        work = scheduler.plan()
+        work = scheduler.schedule()
         for source, target in work.page_copies:
             pool.copy(source, target)
         for source, target in work.slot_copies:
@@ -190,7 +190,7 @@ def run_scheduler(seed: int) -> None:
             for place in range(prefill.cached, prefill.cached + count):
                 pool.write(prefill.tokens, prefill.pages, place)
             states[prefill.slot] = tuple(prefill.tokens[: prefill.cached + count])
-            scheduler.computed(prefill, count)
+            scheduler.prefilled(prefill, count)
         slots = [sample.slot for sample in work.samples]
         assert len(set(slots)) == len(slots) <= rows
         for sample in work.samples:
@@ -233,7 +233,7 @@ def test_samples_of_a_prompt_share_its_full_pages():
     scheduler.submit(samples)
     [(_, count)] = plan_and_compute(scheduler).chunks
     assert count == 10  # the last token is decoded
-    work = scheduler.plan()
+    work = scheduler.schedule()
     assert len({tuple(sample.pages[:2]) for sample in samples}) == 1 and len({s.pages[2] for s in samples}) == 3
     assert len(work.page_copies) == 2 and pages.count - pages.available == 2 + 3
 
@@ -252,7 +252,7 @@ def test_a_later_prompt_finds_the_pages_of_an_earlier_one():
     for prompt, computed in (([1] * 9 + [2] * 4, 12), ([1] * 9 + [3] * 4, 4), ([1] * 9, 0)):
         scheduler.submit([sample := Sample(prompt, SamplingParams(), 0, limit=14)])
         assert sum(count for _, count in plan_and_compute(scheduler).chunks) == computed
-        scheduler.plan()
+        scheduler.schedule()
         scheduler.decoded(sample, [0], [0.0], "stop")
 
 
@@ -286,7 +286,7 @@ def run_alone(scheduler: Scheduler, sample: Sample, steps: int = 1) -> None:
     scheduler.submit([sample])
     plan_and_compute(scheduler)
     for _ in range(steps):
-        assert scheduler.plan().samples == [sample]
+        assert scheduler.schedule().samples == [sample]
         scheduler.decoded(sample, [0], [0.0], None)
 
 
@@ -297,7 +297,7 @@ def test_a_prompt_waits_until_there_are_pages_to_go_on_and_a_row(pages, rows):
     first = Sample([1] * 4, SamplingParams(), 0, limit=12)
     run_alone(scheduler, first)
     scheduler.submit([Sample([2] * 9, SamplingParams(), 0, limit=12)])
-    work = scheduler.plan()
+    work = scheduler.schedule()
     assert not scheduler.resident and not work.chunks and work.samples == [first] and scheduler.preemptions == 0
 
 
@@ -305,7 +305,7 @@ def test_a_prompt_does_not_wait_for_those_who_have_all_their_pages():
     scheduler = Scheduler(Pages(3, 4), rows=2, chunk=100, steps=1)
     run_alone(scheduler, Sample([1] * 2, SamplingParams(), 0, limit=5))
     scheduler.submit([Sample([2] * 4, SamplingParams(), 0, limit=5)])
-    assert scheduler.plan().chunks
+    assert scheduler.schedule().chunks
 
 
 def test_no_more_steps_than_some_sample_has_left():
@@ -313,10 +313,10 @@ def test_no_more_steps_than_some_sample_has_left():
     samples = [Sample([1], SamplingParams(), 0, limit=limit) for limit in (4, 8)]
     for sample in samples:
         scheduler.submit([sample])
-    assert scheduler.plan().steps == 5  # of 3 and 7
+    assert scheduler.schedule().steps == 5  # of 3 and 7
     scheduler.decoded(samples[0], [0] * 3, [0.0] * 3, "length")
     scheduler.decoded(samples[1], [0] * 5, [0.0] * 5, None)
-    assert scheduler.plan().steps == 2
+    assert scheduler.schedule().steps == 2
 
 
 def test_who_was_interrupted_goes_on_before_those_who_came_later():
@@ -328,7 +328,7 @@ def test_who_was_interrupted_goes_on_before_those_who_came_later():
         work = plan_and_compute(scheduler)
         for sample in work.samples if not scheduler.preemptions else []:
             scheduler.decoded(sample, [0], [0.0], None)
-    assert work.samples == samples[:1] and [prefill.samples for prefill in scheduler.queue] == [
+    assert work.samples == samples[:1] and [prefill.samples for prefill in scheduler.waiting] == [
         [each] for each in samples[1:]
     ]
 
@@ -338,6 +338,6 @@ def test_rows_stay_where_they_are_when_others_go():
     scheduler = Scheduler(Pages(40, 4), rows=4, chunk=100, steps=1)
     samples = [Sample([1], SamplingParams(), 0, limit=9) for _ in range(4)]
     scheduler.submit(samples)
-    assert scheduler.plan().samples == samples
+    assert scheduler.schedule().samples == samples
     scheduler.decoded(samples[1], [0], [0.0], "stop")
-    assert scheduler.plan().samples == [samples[0], samples[3], samples[2]]
+    assert scheduler.schedule().samples == [samples[0], samples[3], samples[2]]

@@ -16,16 +16,16 @@ from minitrain.rollout import compiled as compiled_blocks
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import (
     CHUNK,
-    COLDEST,
-    Choice,
+    MIN_TEMPERATURE,
     SamplingParams,
-    choose,
-    compiled_choose,
-    first_largest,
-    keep_likely,
+    SamplingState,
+    argmax,
+    compiled_sample_tokens,
+    exponential_noise,
+    filter_logits,
     sample_key,
+    sample_tokens,
     token_keys,
-    waiting_times,
 )
 from minitrain.settings import Rollout
 from minitrain.training.loss import VocabShard
@@ -39,7 +39,7 @@ def choice(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0):
     warmth, top_p, min_p = (torch.tensor(x, dtype=torch.float).repeat(rows)[:rows] for x in (temperature, top_p, min_p))
     filtered = top_k > 0 or bool((top_p < 1).any() or (min_p > 0).any())
     greedy, noisy = bool((warmth == 0).any()), bool((warmth > 0).any())
-    return Choice(keys, warmth, torch.full((rows,), top_k), top_p, min_p, greedy, noisy, filtered)
+    return SamplingState(keys, warmth, torch.full((rows,), top_k), top_p, min_p, greedy, noisy, filtered)
 
 
 def chi_square(drawn, expected):
@@ -66,7 +66,7 @@ def test_chi_square_against_the_exact_distribution(params, kept):
     rows, drawn, logprobs = 8000, [], []
     settings = choice(rows, **params)
     for position in range(5):
-        tokens, logprob = choose(LOGITS.expand(rows, -1), settings, torch.full((rows,), position), VocabShard())
+        tokens, logprob = sample_tokens(LOGITS.expand(rows, -1), settings, torch.full((rows,), position), VocabShard())
         drawn.append(tokens)
         logprobs.append(logprob)
     scaled = LOGITS.double() / params.get("temperature", 1.0)
@@ -80,7 +80,7 @@ def test_chi_square_against_the_exact_distribution(params, kept):
 def test_noise_is_exponential_and_unrelated_between_neighbours():
     """Of keys, positions and ids that differ by one: the usual weakness of hashed noise."""
     keys = torch.tensor([sample_key(0, 0, i) for i in range(64)], dtype=torch.int32)
-    noise = torch.stack([waiting_times(token_keys(keys, torch.full((64,), t)), 0, 256) for t in range(64)]).double()
+    noise = torch.stack([exponential_noise(token_keys(keys, torch.full((64,), t)), 0, 256) for t in range(64)]).double()
     assert noise.min() > 0 and noise.mean().item() == pytest.approx(1, abs=0.005)
     sorted_, n = noise.flatten().sort().values, noise.numel()
     gap = (-torch.expm1(-sorted_) - torch.arange(n) / n).abs().max().item()
@@ -95,7 +95,7 @@ def test_noise_is_exponential_and_unrelated_between_neighbours():
 def test_noise_is_never_nothing():
     """Where all bits of a number are 0: of a token's key that is the hash of an id."""
     ids = torch.arange(8, dtype=torch.int32)
-    assert waiting_times(mix(ids.clone()), 0, 8).diagonal().tolist() == pytest.approx([2.0**-32] * 8, rel=1e-6)
+    assert exponential_noise(mix(ids.clone()), 0, 8).diagonal().tolist() == pytest.approx([2.0**-32] * 8, rel=1e-6)
 
 
 def unmix(x):
@@ -119,7 +119,7 @@ def test_the_longest_waiting_times_are_finite():
     """Of the 64 largest of 2^31 hashes, which fp32 rounds to 2^31; those of all others are as they are without this."""
     bits = torch.tensor([0x7FFFFFFF - 64 * i - j for i in range(8) for j in (0, 63)])
     keys = torch.tensor([unmix(number) for number in bits.tolist()]).to(torch.int32) ^ mix(torch.tensor([3]).int())
-    noise = waiting_times(keys, 3, 1)[:, 0]
+    noise = exponential_noise(keys, 3, 1)[:, 0]
     expected = -torch.log1p(-(bits.float() + 0.5) * 2**-31)
     assert expected[:2].isinf().all() and noise[:2].tolist() == [expected[2]] * 2
     assert torch.equal(noise[2:], expected[2:])
@@ -136,7 +136,7 @@ def lone_token():
 @pytest.mark.parametrize("params", LONE, ids=str)
 def test_a_token_that_waits_longest_is_drawn_if_it_is_the_only_one(params):
     logits, seed = lone_token()
-    tokens, logprobs = choose(logits, choice(1, seed=seed, **params), torch.tensor([5]), VocabShard())
+    tokens, logprobs = sample_tokens(logits, choice(1, seed=seed, **params), torch.tensor([5]), VocabShard())
     assert tokens.tolist() == [170] and logprobs.tolist() == [0]
 
 
@@ -163,12 +163,12 @@ def test_a_seed_has_64_bits():
 def test_a_row_draws_the_same_among_others():
     logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(0))
     settings, positions = choice(6), torch.tensor([3, 5, 3, 9, 1, 0])
-    together, _ = choose(logits, settings, positions, VocabShard())
+    together, _ = sample_tokens(logits, settings, positions, VocabShard())
     order = torch.tensor([4, 2])
     fields = {name: getattr(settings, name)[order] for name in ("keys", "temperature", "top_k", "top_p", "min_p")}
-    apart, _ = choose(logits[order], Choice(**fields), positions[order], VocabShard())
+    apart, _ = sample_tokens(logits[order], SamplingState(**fields), positions[order], VocabShard())
     assert apart.tolist() == together[order].tolist()
-    others, _ = choose(logits, choice(6, seed=1), positions, VocabShard())
+    others, _ = sample_tokens(logits, choice(6, seed=1), positions, VocabShard())
     assert others.tolist() != together.tolist()
 
 
@@ -176,39 +176,41 @@ def test_the_compiled_choice_is_the_same(monkeypatch):
     """In one piece, where without the compiler the CPU takes several; also as a sampler asks for it. Without a word."""
     calls, compile = [], partial(torch.compile, backend="aot_eager")
     monkeypatch.setattr(torch, "compile", lambda function: calls.append(function) or compile(function))
-    compiled_choose.cache_clear()
+    compiled_sample_tokens.cache_clear()
     logits, positions = torch.randn(6, 40_000, generator=torch.Generator().manual_seed(0)), torch.arange(6)
     assert logits.numel() > CHUNK
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Dynamo")
         for settings in (choice(6), choice(6, temperature=0.7), choice(6, temperature=0)):
-            tokens, logprobs = choose(logits, settings, positions, VocabShard())
-            found, theirs = compiled_choose()(logits, settings, positions, VocabShard())
+            tokens, logprobs = sample_tokens(logits, settings, positions, VocabShard())
+            found, theirs = compiled_sample_tokens()(logits, settings, positions, VocabShard())
             assert found.tolist() == tokens.tolist()
             torch.testing.assert_close(theirs, logprobs, atol=1e-5, rtol=0)
     model = Decoder(model_config("qwen3-32b-tiny"))
     eager, compiled = (Sampler(model, settings=Rollout(compile=on)) for on in (False, True))
-    compiled_choose.cache_clear()
+    compiled_sample_tokens.cache_clear()
     monkeypatch.setattr(compiled_blocks, "run", lambda block, groups, *args: Block.forward(block, *args))
     runs = [sampler.generate([[1, 2, 3], [4]], SamplingParams(max_tokens=4)) for sampler in (eager, compiled)]
     assert [each.tokens for each in runs[0]] == [each.tokens for each in runs[1]]
-    assert calls == [choose, choose]
-    compiled_choose.cache_clear()
+    assert calls == [sample_tokens, sample_tokens]
+    compiled_sample_tokens.cache_clear()
 
 
 def test_bf16_logits_are_computed_with_in_fp32():
     logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(0)).bfloat16()
     for params in ({}, {"temperature": [0.0, 0.7]}, {"top_p": 0.9}):
-        found, exact = (choose(x, choice(6, **params), torch.arange(6), VocabShard()) for x in (logits, logits.float()))
+        state = choice(6, **params)
+        found, exact = (sample_tokens(x, state, torch.arange(6), VocabShard()) for x in (logits, logits.float()))
         assert torch.equal(found[0], exact[0]) and torch.equal(found[1], exact[1])
 
 
 def test_the_coldest_draw_is_the_likeliest():
     """With logits far from zero, whose quotients are near the end of fp32."""
-    assert SamplingParams(temperature=COLDEST).temperature == COLDEST
+    assert SamplingParams(temperature=MIN_TEMPERATURE).temperature == MIN_TEMPERATURE
     logits, positions = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)) * 1e4, torch.arange(6)
     for params in ({}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}):
-        tokens, logprobs = choose(logits, choice(6, temperature=COLDEST, **params), positions, VocabShard())
+        state = choice(6, temperature=MIN_TEMPERATURE, **params)
+        tokens, logprobs = sample_tokens(logits, state, positions, VocabShard())
         assert tokens.tolist() == logits.argmax(1).tolist() and logprobs.tolist() == [0.0] * 6
 
 
@@ -219,12 +221,13 @@ def test_the_first_of_the_largest_wins():
         x[0] = -torch.inf
         x[1, 7] = torch.inf
         first = [row.index(max(row)) for row in x.tolist()]
-        assert first_largest(x)[:, 0].tolist() == first
+        assert argmax(x, in_blocks=True)[:, 0].tolist() == first
 
 
 def test_greedy_and_drawing_rows_share_a_batch():
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(1)).expand(2000, -1)
-    tokens, logprobs = choose(logits, choice(2000, [0, 1] * 1000), torch.zeros(2000, dtype=torch.long), VocabShard())
+    positions = torch.zeros(2000, dtype=torch.long)
+    tokens, logprobs = sample_tokens(logits, choice(2000, [0, 1] * 1000), positions, VocabShard())
     assert (tokens[::2] == logits[0].argmax()).all() and len(tokens[1::2].unique()) > 20
     torch.testing.assert_close(logprobs, logits[0].log_softmax(0)[tokens])
 
@@ -239,7 +242,7 @@ def test_filters_keep_what_those_of_transformers_keep(params):
     logits[0, 7] = 90  # so likely that fp32 rounds its probability to 1
     warpers = {"top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper, "min_p": MinPLogitsWarper}
     theirs = LogitsProcessorList([warpers[name](value) for name, value in params.items()])(None, logits)
-    ours = keep_likely(logits, choice(50, **params))
+    ours = filter_logits(logits, choice(50, **params))
     assert torch.equal(ours, theirs) and 0 < theirs.isinf().sum() < logits.numel()
 
 
@@ -256,7 +259,7 @@ def chosen_over_ranks(logits, params, positions):
 
     part = Recording(mesh.get_local_rank() * size, mesh.get_group())
     mine = logits[:, part.first : part.first + size]
-    return (*choose(mine, choice(len(logits), **params), positions, part), gathered)
+    return (*sample_tokens(mine, choice(len(logits), **params), positions, part), gathered)
 
 
 def test_top_p_keeps_the_same_tokens_in_whatever_order_probabilities_are_summed(monkeypatch):
@@ -264,14 +267,14 @@ def test_top_p_keeps_the_same_tokens_in_whatever_order_probabilities_are_summed(
     logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0))
     limits = logits.softmax(-1).sort(-1, descending=True).values.cumsum(-1)[:, 100]
     settings, plain = choice(64, top_p=limits.tolist()), torch.Tensor.cumsum
-    kept = keep_likely(logits, settings)
+    kept = filter_logits(logits, settings)
 
     def in_blocks(x, dim, dtype=None):
         blocks = plain(x.unflatten(dim, (-1, 50)), dim, dtype=dtype)
         return (blocks + plain(blocks[..., -1:], -2) - blocks[..., -1:]).flatten(-2)
 
     monkeypatch.setattr(torch.Tensor, "cumsum", in_blocks)
-    assert torch.equal(keep_likely(logits, settings), kept)
+    assert torch.equal(filter_logits(logits, settings), kept)
 
 
 @pytest.mark.parametrize("params", [
@@ -280,7 +283,7 @@ def test_top_p_keeps_the_same_tokens_in_whatever_order_probabilities_are_summed(
 def test_a_split_vocabulary_gives_the_same_tokens(pool, params):
     generator = torch.Generator().manual_seed(0)
     logits, positions = torch.randn(40, 300, generator=generator) * 2, torch.arange(40)
-    tokens, logprobs = choose(logits, choice(40, **params), positions, VocabShard())
+    tokens, logprobs = sample_tokens(logits, choice(40, **params), positions, VocabShard())
     for found in pool.run(2, chosen_over_ranks, logits, params, positions):
         assert torch.equal(found[0], tokens)
         torch.testing.assert_close(found[1], logprobs)

@@ -7,20 +7,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitrain.rollout.caches import DecodingStep, Held
-from minitrain.rollout.sampling import Choice, choose, compiled_choose
+from minitrain.rollout.cpu_attention import prepare_rows
+from minitrain.rollout.sampling import SamplingState, compiled_sample_tokens, sample_tokens
 from minitrain.rollout.scheduler import Sample
+from minitrain.rollout.steps import DecodingStep
+from minitrain.rollout.weights import multiply
 from minitrain.training.loss import vocab_shard
 
-# tokens that a group must save from being read again: with fewer it costs more than it saves
-WORTH = 512
-# the settings of rows without a sample
-PADDING = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+# sampling parameters of padding rows
+PADDING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 class Batch:
-    """The buffers in which `sampler` decodes up to `rows` samples. graphs: are its steps captured
-    as CUDA graphs?
+    """The buffers in which `sampler` decodes up to `rows` samples.
+
+    graphs: capture the steps as CUDA graphs.
     """
 
     def __init__(self, sampler, rows: int, graphs: bool):
@@ -29,7 +30,7 @@ class Batch:
         self.graphs = graphs
         device = sampler.device
         caches = sampler.caches
-        # on CUDA without graphs the compiled parts' own calls would cost what they save
+        # on CUDA without graphs, launching the compiled parts would cost what they save
         self.compiles = sampler.compiles and (graphs or device.type == "cpu")
 
         def numbers(*shape, dtype=torch.int64):
@@ -37,157 +38,124 @@ class Batch:
 
         self.tokens = numbers(rows)
         self.positions = numbers(rows)
-        self.turn = numbers(1)
-        self.last_position = (
-            min(sampler.width * caches.page_size, sampler.config.max_position_embeddings) - 1
-        )
-        table = numbers(rows, sampler.width)
+        self.step_index = numbers(1)
+        positions = min(sampler.width * caches.page_size, sampler.config.max_position_embeddings)
+        self.last_position = positions - 1
+        block_table = numbers(rows, sampler.width)
         slots = numbers(rows)
-        self.step = DecodingStep(self.positions, table, slots, caches.page_size, caches.pages)
-        real = {
-            name: numbers(rows, dtype=torch.float32) for name in ("temperature", "top_p", "min_p")
-        }
-        self.choice = Choice(keys=numbers(rows, dtype=torch.int32), top_k=numbers(rows), **real)
+        self.step = DecodingStep(self.positions, block_table, slots, caches.page_size, caches.pages)
+        self.state = SamplingState(
+            keys=numbers(rows, dtype=torch.int32),
+            temperature=numbers(rows, dtype=torch.float32),
+            top_k=numbers(rows),
+            top_p=numbers(rows, dtype=torch.float32),
+            min_p=numbers(rows, dtype=torch.float32),
+        )
         self.new_tokens = numbers(sampler.steps, rows)
         self.new_logprobs = numbers(sampler.steps, rows, dtype=torch.float32)
-        # (sample, slot, pages) of each row, as they were loaded last
-        self.places: list[tuple] = []
+        # (sample, slot, pages) of each row, as loaded last
+        self.loaded: list[tuple] = []
         self.captured: dict[tuple[bool, ...], torch.cuda.CUDAGraph] = {}
 
-    def load(self, samples: list[Sample], steps: int) -> None:
-        """Fill the buffers for `samples`; the other rows are padding."""
-        padding = self.rows - len(samples)
-        put(
-            self.tokens,
-            [(sample.produced or sample.prompt)[-1] for sample in samples] + [0] * padding,
-        )
-        put(self.positions, [sample.cached for sample in samples] + [0] * padding)
-        self.turn.zero_()
-        places = [(sample, sample.slot, list(sample.pages)) for sample in samples]
+    def prepare(self, samples: list[Sample], steps: int) -> None:
+        """Fill the buffers for `steps` decoding steps of `samples`; the other rows are padding."""
+        padding = [0] * (self.rows - len(samples))
+        copy_in(self.tokens, [(s.produced or s.prompt)[-1] for s in samples] + padding)
+        copy_in(self.positions, [sample.cached for sample in samples] + padding)
+        self.step_index.zero_()
+        rows = [(sample, sample.slot, list(sample.pages)) for sample in samples]
         # most steps change nothing else
-        if places != self.places:
-            self.places = places
-            self._load_places(samples, padding)
+        if rows != self.loaded:
+            self.loaded = rows
+            self._load_rows(samples)
         if self.sampler.device.type == "cpu":
-            self._load_rows(samples, steps)
+            prepare_rows(self.sampler.caches, self.step, samples, steps)
 
-    def _load_places(self, samples: list[Sample], padding: int) -> None:
+    def _load_rows(self, samples: list[Sample]) -> None:
         caches = self.sampler.caches
-        table = np.full(self.step.table.shape, caches.null_page)
+        padding = self.rows - len(samples)
+        table = np.full(self.step.block_table.shape, caches.null_page)
         for row, sample in zip(table, samples, strict=False):
             row[: len(sample.pages)] = sample.pages
-        put(self.step.table, table)
-        put(self.step.slots, [sample.slot for sample in samples] + [caches.null_slot] * padding)
-        put(self.choice.keys, [sample.key for sample in samples] + [0] * padding)
+        copy_in(self.step.block_table, table)
+        copy_in(self.step.slots, [sample.slot for sample in samples] + [caches.null_slot] * padding)
+        state = self.state
+        copy_in(state.keys, [sample.key for sample in samples] + [0] * padding)
+        params = [sample.params for sample in samples]
         for name, value in PADDING.items():
-            put(
-                getattr(self.choice, name),
-                [getattr(s.params, name) for s in samples] + [value] * padding,
-            )
-        self.choice.greedy = any(sample.params.temperature == 0 for sample in samples)
-        self.choice.noisy = any(sample.params.temperature > 0 for sample in samples)
-        self.choice.filtered = any(
-            s.params.top_k > 0 or s.params.top_p < 1 or s.params.min_p > 0 for s in samples
-        )
+            copy_in(getattr(state, name), [getattr(p, name) for p in params] + [value] * padding)
+        state.greedy = any(p.temperature == 0 for p in params)
+        state.noisy = any(p.temperature > 0 for p in params)
+        state.filtered = any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params)
 
-    def _load_rows(self, samples: list[Sample], steps: int) -> None:
-        """For the CPU's buffers: which samples share a prefix, and what their rows must gather
-        again.
+    def run(self, steps: int) -> tuple[list[list[int]], list[list[float]]]:
+        """Run `steps` decoding steps; return each row's tokens and log-probabilities.
+
+        The host waits for the device only at the end.
         """
-        caches = self.sampler.caches
-        step = self.step
-        pages = self.sampler.scheduler.pages
-        step.longest = max(sample.cached for sample in samples) + 1
-        height, width = caches.buffer_shape
-        if self.rows > height or step.longest + steps > width:
-            caches.buffer_shape = max(height, self.rows), max(width, 2 * (step.longest + steps))
-            caches.rows_held = {}
-        step.shared, groups = shared_prefixes(samples, pages.size)
-        step.groups = [(group[0], index_of(group)) for group in groups]
-        # only these hold what their group shares
-        prefix_rows = {group[0] for group in groups}
-        # from and to which token a row lacks all, and which rows do
-        spans: dict[tuple[int, int], list[int]] = {}
-        for row, sample in enumerate(samples):
-            begin = 0 if row in prefix_rows or self.sampler.config.sliding_window else step.shared
-            held = caches.rows_held.get(row)
-            if (
-                held is None
-                or (held.sample, held.end) != (sample, sample.cached)
-                or held.begin > begin
-            ):
-                held = Held(sample, begin, sample.cached)
-                if begin < sample.cached:
-                    spans.setdefault((begin, sample.cached), []).append(row)
-            caches.rows_held[row] = held._replace(end=sample.cached + steps)
-        for row in range(len(samples), self.rows):
-            # padding rows write there
-            caches.rows_held.pop(row, None)
-        step.gathered = []
-        for (begin, end), rows in spans.items():
-            lists = [samples[row].pages[begin // pages.size : pages.needed(end)] for row in rows]
-            step.gathered.append((torch.tensor(rows), torch.tensor(lists), begin, end))
-
-    def run(self, steps: int) -> None:
-        """So many decoding steps, without a look at the results."""
         for _ in range(steps):
             if self.graphs:
                 self._graph().replay()
             else:
                 self.decode()
-                self.step.gathered = []
+                self.step.to_gather = []
                 self.step.longest += 1
-
-    def decode(self) -> None:
-        """One step, on the device alone."""
-        self.step.begin()
-        self.sampler.caches.step = self.step
-        with self.sampler.weights.compiled() if self.compiles else nullcontext():
-            self.sampler.forward(self.tokens, self.positions, self.head)
-
-    def head(self, hidden: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
-        """Choose the next tokens from [1, rows, hidden], write them down, and make them the next
-        step's.
-        """
-        weight, part = vocab_shard(weight)
-        [logits] = self.sampler.weights.products(
-            self.sampler.model, hidden[0], lambda: [(weight, None)]
-        )
-        # of several rows that are filtered, torch 2.11's compiler fails to make a kernel
-        compiled = self.sampler.settings.compile and part.group is None and not self.choice.filtered
-        tokens, logprobs = (compiled_choose() if compiled else choose)(
-            logits, self.choice, self.positions + 1, part
-        )
-        self.new_tokens.index_copy_(0, self.turn, tokens[None])
-        self.new_logprobs.index_copy_(0, self.turn, logprobs[None])
-        self.tokens.copy_(tokens)
-        self.positions.add_(1).clamp_(max=self.last_position)
-        self.turn.add_(1)
-        return hidden
-
-    def produced(self, steps: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Each row's tokens and log-probabilities. Waits for the device."""
         return self.new_tokens[:steps].T.tolist(), self.new_logprobs[:steps].T.tolist()
 
-    def _graph(self) -> torch.cuda.CUDAGraph:
-        """The step as a CUDA graph, for the way of choosing that the rows need; captured at first
-        use.
+    def decode(self) -> None:
+        """Run one step: the forward pass, whose head samples the next tokens."""
+        self.step.begin()
+        sampler = self.sampler
+        sampler.caches.step = self.step
+        with sampler.weights.compiled() if self.compiles else nullcontext():
+            sampler.model(
+                self.tokens[None],
+                positions=self.positions[None],
+                head=self.sample,
+                cache=sampler.caches,
+            )
 
-        Capturing runs nothing, but the warm-up before it does: what that changes is put back.
+    def sample(self, hidden: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
+        """Sample the next tokens from hidden [1, rows, hidden]; record and feed them back."""
+        weight, shard = vocab_shard(weight)
+        weights = self.sampler.weights
+
+        def parameters():
+            return [(weight, None)]
+
+        packed = weights.pack(self.sampler.model, parameters)
+        # [rows, vocab, or this rank's shard of it]
+        [logits] = multiply(packed, hidden[0], parameters)
+        # torch 2.11's compiler fails on several filtered rows
+        compiles = self.sampler.settings.compile and shard.group is None and not self.state.filtered
+        choose = compiled_sample_tokens() if compiles else sample_tokens
+        tokens, logprobs = choose(logits, self.state, self.positions + 1, shard)
+        self.new_tokens.index_copy_(0, self.step_index, tokens[None])
+        self.new_logprobs.index_copy_(0, self.step_index, logprobs[None])
+        self.tokens.copy_(tokens)
+        self.positions.add_(1).clamp_(max=self.last_position)
+        self.step_index.add_(1)
+        return hidden
+
+    def _graph(self) -> torch.cuda.CUDAGraph:
+        """Return the step as a CUDA graph for the rows' way of sampling; captured at first use.
+
+        Capturing runs nothing, but the warm-up before it does: its changes are undone.
         """
-        kind = self.choice.greedy, self.choice.noisy, self.choice.filtered
+        kind = self.state.greedy, self.state.noisy, self.state.filtered
         if kind not in self.captured:
-            changed = [self.tokens, self.positions, self.turn, self.step.table, self.step.slots]
+            table = self.step.block_table
+            changed = [self.tokens, self.positions, self.step_index, table, self.step.slots]
             before = [tensor.clone() for tensor in changed]
             # so that no sample's pages or states change
-            self.step.table.fill_(self.sampler.caches.null_page)
+            table.fill_(self.sampler.caches.null_page)
             self.step.slots.fill_(self.sampler.caches.null_slot)
             stream = warmup_stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 # compile, and let libraries allocate what they need
                 for _ in range(2):
-                    self.turn.zero_()
+                    self.step_index.zero_()
                     self.decode()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
@@ -201,53 +169,11 @@ class Batch:
 
 @cache
 def warmup_stream() -> torch.cuda.Stream:
-    """One for all: torch keeps cuBLAS' workspace, 32 MB, of every stream that has multiplied
-    anything.
-    """
+    """Return one stream for all warm-ups: torch keeps a cuBLAS workspace of 32 MB for each."""
     return torch.cuda.Stream()
 
 
-def shared_prefixes(samples: list[Sample], page_size: int) -> tuple[int, list[list[int]]]:
-    """The number of tokens that the samples of every group share, and each group's rows.
-
-    A group is the samples of one prompt. (0, []) where reading the shared tokens once is not worth
-    it.
-    """
-    groups: dict[int, list[int]] = {}
-    for row, sample in enumerate(samples):
-        groups.setdefault(sample.pages[0], []).append(row)
-    if len(groups) == len(samples):
-        return 0, []
-    shared = page_size * min(
-        common_pages([samples[row] for row in rows], page_size) for rows in groups.values()
-    )
-    return (
-        (shared, list(groups.values()))
-        if shared * (len(samples) - len(groups)) >= WORTH * len(groups)
-        else (0, [])
-    )
-
-
-def index_of(rows: list[int]) -> slice | Tensor:
-    """What picks these rows, which ascend, out of a tensor: without a copy where none is left
-    out.
-    """
-    return (
-        slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] == len(rows) - 1 else torch.tensor(rows)
-    )
-
-
-def common_pages(samples: list[Sample], page_size: int) -> int:
-    """How many full pages the samples begin with alike."""
-    first = samples[0].pages
-    full = min(sample.cached for sample in samples) // page_size
-    different = (
-        i for i in range(full) if any(sample.pages[i] != first[i] for sample in samples[1:])
-    )
-    return next(different, full)
-
-
-def put(target: Tensor, numbers: list | np.ndarray) -> None:
-    """Copy numbers of the host into a buffer, without waiting for the device."""
+def copy_in(target: Tensor, numbers: list | np.ndarray) -> None:
+    """Copy the host's numbers into a buffer without waiting for the device."""
     source = torch.as_tensor(numbers, dtype=target.dtype)
     target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)

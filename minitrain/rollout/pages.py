@@ -1,121 +1,122 @@
-"""Which pages of the cache are whose: reference counts, and full pages found again by what they
-hold.
+"""The page allocator of the KV cache: reference counts and prefix caching.
 
-The cache of keys and values is a pool of pages, `size` tokens each, and a sequence has a list of
-them (PagedAttention, Kwon et al. 2023). Several sequences may have the same page; it is free again
-when the last lets go of it. The rule that makes sharing safe: only a page that one sequence alone
-has is written to, and only behind the tokens that it holds.
+The cache of keys and values is a pool of pages, `size` tokens each, and a sequence has a block
+table, the list of its pages (PagedAttention, Kwon et al. 2023). Several sequences may share a page,
+which becomes free when the last one frees it. Sharing is safe because a page is written only while
+one sequence alone has it, and only behind the tokens that it holds.
 
-Prefix caching: a full page can be published under its tokens and those of all pages before it, a
-chain of keys that are compared in full, so that no hash can mistake one prompt for another.
-Published pages without an owner keep their contents until the pool has no other page left; the
-longest unused goes first. Only numbers here: caches.py has the tensors.
+Prefix caching: a full page is found again by its tokens and those of all pages before it. These
+keys are compared in full, so that no hash collision can mistake one prompt for another. Cached
+pages that nobody uses keep their contents until the pool needs them; the least recently used goes
+first. Only numbers here: caches.py has the tensors.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-# the chain before a sequence's first page
-ROOT = 0
+# the prefix before a sequence's first page
+NO_PREFIX = 0
 
 
 class Pages:
-    """`count` pages, numbered from 0, of `size` tokens each."""
+    """An allocator of `count` pages, numbered from 0, of `size` tokens each."""
 
     def __init__(self, count: int, size: int):
         self.count = count
         self.size = size
-        self.owners = [0] * count
-        # a stack: pages that were used lately are warm in some cache
-        self.unused = list(range(count))[::-1]
-        # published and without an owner, longest unused first
-        self.idle: OrderedDict[int, None] = OrderedDict()
-        # (chain before the page, its tokens) -> page
-        self.published: dict[tuple, int] = {}
-        # page -> (its key above, the chain that ends with it)
-        self.chains: dict[int, tuple[tuple, int]] = {}
-        self.last_chain = ROOT
+        self.ref_count = [0] * count
+        # a stack: recently used pages are still in the processor's caches
+        self.free_list = list(range(count))[::-1]
+        # cached pages that no sequence uses, least recently used first
+        self.evictable: OrderedDict[int, None] = OrderedDict()
+        # (prefix before the page, its tokens) -> page
+        self.page_of: dict[tuple, int] = {}
+        # page -> (its key in `page_of`, the prefix that ends with it)
+        self.prefix_of: dict[int, tuple[tuple, int]] = {}
+        self.last_prefix = NO_PREFIX
 
     @property
     def available(self) -> int:
-        return len(self.unused) + len(self.idle)
+        return len(self.free_list) + len(self.evictable)
 
     def needed(self, tokens: int) -> int:
+        """Return the number of pages that hold `tokens`."""
         return -(-tokens // self.size)
 
-    def take(self, number: int) -> list[int] | None:
-        """So many pages for one owner, with arbitrary contents; None, and nothing taken, if there
-        are fewer.
-        """
+    def allocate(self, number: int) -> list[int] | None:
+        """Allocate pages with arbitrary contents; return None, and change nothing, if too few."""
         if number > self.available:
             return None
-        taken = []
+        pages = []
         for _ in range(number):
-            if not self.unused:
-                self._forget(next(iter(self.idle)))
-            taken.append(self.unused.pop())
-            self.owners[taken[-1]] = 1
-        return taken
+            if not self.free_list:
+                self._evict(next(iter(self.evictable)))
+            page = self.free_list.pop()
+            self.ref_count[page] = 1
+            pages.append(page)
+        return pages
 
-    def share(self, pages: Sequence[int]) -> None:
-        """One more owner for each."""
+    def incref(self, pages: Sequence[int]) -> None:
+        """Add one user to each page."""
         for page in pages:
-            self.owners[page] += 1
-            self.idle.pop(page, None)
+            self.ref_count[page] += 1
+            self.evictable.pop(page, None)
 
-    def release(self, pages: Sequence[int]) -> None:
-        """One owner less for each of a sequence's pages; later ones are reused before those they
-        build on.
+    def free(self, pages: Sequence[int]) -> None:
+        """Remove one user from each page of a sequence.
+
+        Later pages become evictable first, before those that their prefixes build on.
         """
         for page in reversed(pages):
-            if self.owners[page] < 1:
-                raise AssertionError(f"page {page} is released but has no owner")
-            self.owners[page] -= 1
-            if self.owners[page]:
+            if self.ref_count[page] < 1:
+                raise AssertionError(f"page {page} is freed but has no owner")
+            self.ref_count[page] -= 1
+            if self.ref_count[page]:
                 continue
-            if page in self.chains:
-                self.idle[page] = None
+            if page in self.prefix_of:
+                self.evictable[page] = None
             else:
-                self.unused.append(page)
+                self.free_list.append(page)
 
-    def match(self, tokens: Sequence[int]) -> list[int]:
-        """The published pages that `tokens` begins with, with an owner more each."""
-        chain = ROOT
-        found = []
-        for key_tokens in self._full_pages(tokens):
-            page = self.published.get((chain, key_tokens))
+    def match_prefix(self, tokens: Sequence[int]) -> list[int]:
+        """Return the cached pages that `tokens` begin with, and add one user to each."""
+        prefix = NO_PREFIX
+        pages = []
+        for page_tokens in self._full_pages(tokens):
+            page = self.page_of.get((prefix, page_tokens))
             if page is None:
                 break
-            found.append(page)
-            chain = self.chains[page][1]
-        self.share(found)
-        return found
+            pages.append(page)
+            prefix = self.prefix_of[page][1]
+        self.incref(pages)
+        return pages
 
-    def publish(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Let others find the full pages of a sequence, whose `pages` hold all of `tokens`."""
-        chain = ROOT
-        for key_tokens, page in zip(self._full_pages(tokens), pages, strict=False):
-            key = (chain, key_tokens)
-            if key not in self.published:
-                # published on a chain whose beginning is gone
-                if page in self.chains:
-                    del self.published[self.chains[page][0]]
-                self.last_chain += 1
-                self.published[key], self.chains[page] = page, (key, self.last_chain)
-            chain = self.chains[self.published[key]][1]
+    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+        """Cache the full pages of a sequence, whose `pages` hold all of `tokens`."""
+        prefix = NO_PREFIX
+        for page_tokens, page in zip(self._full_pages(tokens), pages, strict=False):
+            key = (prefix, page_tokens)
+            if key not in self.page_of:
+                # the page may be cached behind a prefix whose own pages are evicted
+                if page in self.prefix_of:
+                    del self.page_of[self.prefix_of[page][0]]
+                self.last_prefix += 1
+                self.page_of[key] = page
+                self.prefix_of[page] = key, self.last_prefix
+            prefix = self.prefix_of[self.page_of[key]][1]
 
-    def forget(self) -> None:
-        """Nothing that is published is valid any more."""
-        for page in list(self.chains):
-            self._forget(page)
+    def reset(self) -> None:
+        """Empty the prefix cache; sequences keep their pages."""
+        for page in list(self.prefix_of):
+            self._evict(page)
 
-    def _forget(self, page: int) -> None:
-        key, _ = self.chains.pop(page)
-        del self.published[key]
-        if page in self.idle:
-            del self.idle[page]
-            self.unused.append(page)
+    def _evict(self, page: int) -> None:
+        key, _ = self.prefix_of.pop(page)
+        del self.page_of[key]
+        if page in self.evictable:
+            del self.evictable[page]
+            self.free_list.append(page)
 
-    def _full_pages(self, tokens: Sequence[int]):
+    def _full_pages(self, tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
         for start in range(0, len(tokens) - self.size + 1, self.size):
             yield tuple(tokens[start : start + self.size])

@@ -1,12 +1,10 @@
-"""From logits to tokens: the distribution that a request asks for, and a draw from it that no
-neighbour can change.
+"""Sampling: from logits to tokens, each drawn independently of the rest of the batch.
 
 A token is drawn by the Gumbel-max trick: argmax(logits / temperature + g) is a sample of
 softmax(logits / temperature) if the g are independent -log(-log(u)). Here u is a hash of (seed,
-request, position, vocabulary id), not the state of a generator. So a request draws the same noise
-alone or among others, before and after it was interrupted, whatever the order; and with a
-vocabulary split over ranks each one makes the noise of its own part, and only the best candidates
-and a sum meet.
+request, position, vocabulary id), not the state of a generator. So a request draws the same tokens
+alone or in a batch, preempted or not, in any order. With a vocabulary split over ranks, each rank
+makes the noise of its own shard, and ranks exchange only their best candidates and a sum.
 """
 
 import dataclasses
@@ -24,26 +22,29 @@ from minitrain.hashing import mix, mix_int
 from minitrain.models.attention import COMPILING
 from minitrain.training.loss import VocabShard
 
-# random numbers that are made at once, on the CPU: what stays in its caches
+# random numbers made at once on the CPU, which fit its caches
 CHUNK = 1 << 17
-# in a probability of 1, for top_p
+# fixed-point units of a probability of 1, for top_p
 UNITS = 2.0**40
+# the lowest temperature above 0: below, fp32 cannot hold logits divided by it
+MIN_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How to continue a prompt.
 
-    temperature: logits are divided by it; 0: the likeliest token (its log-probability is then that
-    of temperature 1). top_k, top_p, min_p, in this order: keep the k likeliest tokens (0: all); of
-    those the fewest that hold a share top_p of the probability; of those the ones at least min_p
-    times as likely as the likeliest.
-    max_tokens: at most so many are produced. n: samples per prompt.
-    stop_tokens: ids that end a sample, besides the model's own; such a token is its last. stop:
-    strings that do, which may hold special tokens, if the sampler has a tokenizer; the tokens that
-    wrote one stay.
-    seed: with a sample's request number, what all its randomness comes from.
-    ignore_eos: go on after the tokens at which the model ends a text.
+    temperature: divides the logits. 0: the likeliest token, with its log-probability at
+    temperature 1.
+    top_k: keep the k likeliest tokens (0: all).
+    top_p: of these, keep the fewest that hold a share top_p of the probability.
+    min_p: of these, keep the ones at least min_p times as likely as the likeliest.
+    max_tokens: most new tokens. n: samples per prompt.
+    stop_tokens: ids that end a sample, besides the model's own; such a token is its last.
+    stop: strings that end a sample, if the sampler has a tokenizer. They may hold special tokens;
+    the tokens that wrote one stay.
+    seed: with the request's number, the source of all randomness.
+    ignore_eos: continue after the tokens at which the model ends a text.
     """
 
     temperature: float = 1.0
@@ -60,9 +61,9 @@ class SamplingParams:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             check_type(field.name, getattr(self, field.name), field.type)
-        if not (self.temperature == 0 or COLDEST <= self.temperature < float("inf")):
+        if not (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < float("inf")):
             raise InputError(
-                f"sampling temperature={self.temperature} must be 0, or at least {COLDEST}"
+                f"sampling temperature={self.temperature} must be 0, or at least {MIN_TEMPERATURE}"
             )
         if not 0 <= self.top_k < 1 << 31:
             raise InputError(f"sampling top_k={self.top_k} must be at least 0, and below {1 << 31}")
@@ -80,7 +81,7 @@ class SamplingParams:
 
 
 def check_type(name: str, value: object, wanted: type) -> None:
-    """Raise InputError for a setting of a type that is not its own; integers are numbers, too."""
+    """Raise InputError if a setting has the wrong type. Integers count as numbers."""
     kinds = {
         float: (Real, "a number"),
         int: (Integral, "an integer"),
@@ -101,8 +102,8 @@ def check_type(name: str, value: object, wanted: type) -> None:
 class Completion:
     """One sample of a prompt.
 
-    tokens: what follows the prompt. logprobs: of each token under the distribution that it was
-    drawn from.
+    tokens: those after the prompt.
+    logprobs: each token's log-probability under the distribution it was drawn from.
     finish_reason: "stop" (a stop token or string), "length" (max_tokens or the model's positions)
     or "cancelled".
     """
@@ -112,10 +113,11 @@ class Completion:
     finish_reason: str
 
 
+# ---------------------------------------------------------------------------------------- noise
+
+
 def sample_key(seed: int, number: int, sample: int) -> int:
-    """From what all noise of a sample comes: the seed, the request's number and which of its
-    samples it is.
-    """
+    """Return the int32 key of a sample's noise: a hash of seed, request number and sample number."""
     key = 0
     for part in (seed, seed >> 32, number, sample):
         key = mix_int(key ^ (part & 0xFFFFFFFF)) + 0x9E3779B9 & 0xFFFFFFFF
@@ -123,41 +125,50 @@ def sample_key(seed: int, number: int, sample: int) -> int:
     return key - (1 << 32) if key >> 31 else key
 
 
-@cache
-def _vocabulary(first: int, size: int, device: torch.device) -> Tensor:
-    return mix(torch.arange(first, first + size, dtype=torch.int32, device=device))
-
-
 def token_keys(keys: Tensor, positions: Tensor) -> Tensor:
-    """int32 [rows], for one token of each sample, from the samples' (see `sample_key`); positions:
-    int64 [rows].
-    """
+    """Hash samples' keys, int32 [rows], with tokens' positions, int64 [rows], to int32 [rows]."""
     return mix(keys ^ mix(positions.to(torch.int32)))
 
 
-def waiting_times(keys: Tensor, first: int, size: int) -> Tensor:
-    """Exponential random numbers, fp32 [rows, size], for ids first, first + 1, ... keys: see
-    `token_keys`.
+@cache
+def _hashed_ids(first: int, size: int, device: torch.device) -> Tensor:
+    return mix(torch.arange(first, first + size, dtype=torch.int32, device=device))
 
-    All are finite and above 0: a token that has all the probability always wins. The least of them
-    divided by the probabilities falls on a token with just its probability: that is the Gumbel-max
-    trick, with one logarithm less.
+
+def exponential_noise(keys: Tensor, first: int, size: int) -> Tensor:
+    """Return exponential random numbers, fp32 [rows, size], for the ids from `first` on.
+
+    keys: [rows], from `token_keys`. The argmax of probabilities / noise is a sample of the
+    probabilities: the Gumbel-max trick with one logarithm less. All numbers are finite and above
+    0, so a token with all the probability always wins.
     """
-    # of caches the compiler warns
-    ids = _vocabulary.__wrapped__ if torch.compiler.is_compiling() else _vocabulary
+    # the compiler warns of caches
+    ids = _hashed_ids.__wrapped__ if torch.compiler.is_compiling() else _hashed_ids
     bits = mix(keys[:, None] ^ ids(first, size, keys.device)).bitwise_and_(0x7FFFFFFF)
-    # fp32 rounds the last 64 to -1
+    # the clamp keeps the 64 largest above -1, to which fp32 would round them
     uniform = bits.float().add_(0.5).mul_(-(2.0**-31)).clamp_(min=2.0**-24 - 1)
-    # exact for small numbers, which win
+    # log1p is exact for small numbers, which win
     return uniform.log1p_().neg_()
 
 
-@dataclass
-class Choice:
-    """How each row's token is chosen; all tensors have one number per row.
+def divide_by_noise(weights: Tensor, keys: Tensor, first: int, chunk: int | None) -> Tensor:
+    """Divide weights [rows, vocab] by noise in place, at most `chunk` numbers at a time."""
+    width = max(1, chunk // len(weights)) if chunk else weights.shape[1]
+    for start in range(0, weights.shape[1], width):
+        part = weights[:, start : start + width]
+        part.div_(exponential_noise(keys, first + start, part.shape[1]))
+    return weights
 
-    greedy, noisy, filtered: is there a row without a temperature, one with, one with top_k, top_p
-    or min_p?
+
+# ------------------------------------------------------------------------------------- sampling
+
+
+@dataclass
+class SamplingState:
+    """The sampling parameters of a batch; each tensor is [rows].
+
+    greedy, noisy, filtered: whether any row has temperature 0, any a temperature above 0, and any
+    top_k, top_p or min_p.
     """
 
     keys: Tensor
@@ -170,95 +181,90 @@ class Choice:
     filtered: bool = True
 
 
-def choose(
-    logits: Tensor, choice: Choice, positions: Tensor, part: VocabShard
+def sample_tokens(
+    logits: Tensor, state: SamplingState, positions: Tensor, shard: VocabShard
 ) -> tuple[Tensor, Tensor]:
-    """A token for each row, int64 [rows], and its log-probability, fp32 [rows].
+    """Sample a token for each row, int64 [rows], with its log-probability, fp32 [rows].
 
-    logits: [rows, vocab], or this rank's `part` of the vocabulary, for which ranks exchange five
-    numbers per row; only with top_k, top_p or min_p do they gather all logits. positions: int64
-    [rows], of the tokens that are chosen.
+    logits: [rows, vocab], or this rank's `shard` of the vocabulary. Ranks then exchange five
+    numbers per row, and gather all logits only for top_k, top_p or min_p.
+    positions: int64 [rows], of the new tokens.
     """
-    if choice.filtered and part.group is not None:
-        logits = part.gather(logits).transpose(0, 1).flatten(1)
-        part = VocabShard()
-    greedy = choice.temperature == 0
+    if state.filtered and shard.group is not None:
+        logits = shard.gather(logits).transpose(0, 1).flatten(1)
+        shard = VocabShard()
+    eager_cpu = logits.device.type == "cpu" and not torch.compiler.is_compiling()
+    greedy = state.temperature == 0
     logits = logits.float()
-    temperature = torch.where(greedy, 1, choice.temperature)[:, None]
-    if choice.filtered:
-        logits = keep_likely(logits / temperature, choice)
+    temperature = torch.where(greedy, 1, state.temperature)[:, None]
+    if state.filtered:
+        logits = filter_logits(logits / temperature, state)
         temperature = 1.0
+    # [rows, 1]
     peak = logits.amax(-1, keepdim=True)
     weights = (logits - peak).div_(temperature).exp_()
     total = weights.sum(-1, keepdim=True)
     peak = peak / temperature
-    if choice.noisy:
-        race = divide_by_waiting_times(weights, token_keys(choice.keys, positions), part.first)
-        best = first_largest(race)
-        score = race.gather(1, best).log() + peak
-    if choice.greedy:
-        likeliest = first_largest(logits)
-        best = torch.where(greedy[:, None], likeliest, best) if choice.noisy else likeliest
-        score = torch.where(greedy[:, None], peak, score) if choice.noisy else peak
+    if state.noisy:
+        keys = token_keys(state.keys, positions)
+        weights = divide_by_noise(weights, keys, shard.first, CHUNK if eager_cpu else None)
+        best = argmax(weights, eager_cpu)
+        score = weights.gather(1, best).log() + peak
+    if state.greedy:
+        likeliest = argmax(logits, eager_cpu)
+        best = torch.where(greedy[:, None], likeliest, best) if state.noisy else likeliest
+        score = torch.where(greedy[:, None], peak, score) if state.noisy else peak
     logit = logits.gather(1, best) / temperature
-    if part.group is None:
+    if shard.group is None:
         return best[:, 0], (logit - peak - total.log())[:, 0]
-    return _best_of_parts(torch.cat([score, logit, peak, total, best + part.first], dim=1), part)
+    return _best_of_shards(torch.cat([score, logit, peak, total, best + shard.first], dim=1), shard)
 
 
 @cache
-def compiled_choose() -> Callable:
-    """`choose` as a few kernels, in place of about 40; for each kind of `choice` compiled anew."""
+def compiled_sample_tokens() -> Callable:
+    """Return `sample_tokens` compiled: a few kernels instead of about 40."""
     from torch._dynamo import config  # takes seconds to import
 
-    return config.patch(COMPILING)(torch.compile(choose))
+    return config.patch(COMPILING)(torch.compile(sample_tokens))
 
 
-def divide_by_waiting_times(weights: Tensor, keys: Tensor, first: int) -> Tensor:
-    """weights [rows, vocab], in place; on the CPU in pieces that stay in its caches."""
-    step = max(1, CHUNK // len(weights)) if uncompiled_on_cpu(weights) else weights.shape[1]
-    for start in range(0, weights.shape[1], step):
-        piece = weights[:, start : start + step]
-        piece.div_(waiting_times(keys, first + start, piece.shape[1]))
-    return weights
+def argmax(x: Tensor, in_blocks: bool) -> Tensor:
+    """Return x.argmax(-1, keepdim=True) of a matrix.
 
-
-def uncompiled_on_cpu(x: Tensor) -> bool:
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def first_largest(x: Tensor) -> Tensor:
-    """x.argmax(-1, keepdim=True) of a matrix; on the CPU, where argmax is slow and amax is not, in
-    two stages.
+    in_blocks: find the block of 64 first; on the CPU argmax is slow and amax is not.
     """
     block = 64
-    if not uncompiled_on_cpu(x) or x.shape[1] % block:
+    if not in_blocks or x.shape[1] % block:
         return x.argmax(-1, keepdim=True)
+    # [rows, blocks, 64]
     blocks = x.unflatten(1, (-1, block))
     first = blocks.amax(-1).argmax(-1)
     inside = blocks[torch.arange(len(x)), first].argmax(-1)
     return (first * block + inside)[:, None]
 
 
-def _best_of_parts(mine: Tensor, part: VocabShard) -> tuple[Tensor, Tensor]:
-    """mine: [rows, 5], a part's best score, that token's logit, the peak, the sum of exponentials,
-    and the token.
+def _best_of_shards(mine: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """Combine the vocabulary shards' candidates into tokens and log-probabilities, both [rows].
+
+    mine: [rows, 5], this shard's best score, that token's logit, the largest logit, the sum of
+    exponentials, and the token.
     """
-    # each [parts, rows]
-    score, logit, peak, total, token = part.gather(mine).unbind(-1)
+    # each [shards, rows]
+    score, logit, peak, total, token = shard.gather(mine).unbind(-1)
     highest = peak.amax(0)
     log_sum = (total * (peak - highest).exp()).sum(0).log() + highest
     winner = score.argmax(0, keepdim=True)
     return token.gather(0, winner)[0].long(), logit.gather(0, winner)[0] - log_sum
 
 
-def keep_likely(logits: Tensor, choice: Choice) -> Tensor:
-    """Minus infinity for tokens that top_k, then top_p, then min_p leave out; of equally likely
-    ones none or all.
+def filter_logits(logits: Tensor, state: SamplingState) -> Tensor:
+    """Set to -inf the logits [rows, vocab] that top_k, then top_p, then min_p exclude.
+
+    Equally likely tokens are all kept or all excluded.
     """
     ordered = logits.sort(-1, descending=True).values
     rank = torch.arange(logits.shape[1], device=logits.device)
-    top_k = torch.where(choice.top_k == 0, logits.shape[1], choice.top_k)[:, None]
+    top_k = torch.where(state.top_k == 0, logits.shape[1], state.top_k)[:, None]
     ordered = ordered.masked_fill(rank >= top_k, -torch.inf)
     probability = ordered.softmax(-1)
     # whole numbers, whose sums fp64 holds exactly: CUDA adds in no fixed order, but ranks must keep
@@ -266,14 +272,9 @@ def keep_likely(logits: Tensor, choice: Choice) -> Tensor:
     units = (probability * UNITS).floor_()
     before = units.cumsum(-1, dtype=torch.float64) - units
     # rounded sums reach 1 too early
-    top_p = torch.where(choice.top_p == 1, torch.inf, choice.top_p)[:, None]
-    kept = (before < top_p * UNITS) & (probability >= choice.min_p[:, None] * probability[:, :1])
+    top_p = torch.where(state.top_p == 1, torch.inf, state.top_p)[:, None]
+    kept = (before < top_p * UNITS) & (probability >= state.min_p[:, None] * probability[:, :1])
     kept &= ordered > -torch.inf
-    last = kept.sum(-1, keepdim=True) - 1
-    # of NaN nothing is kept
-    least = ordered.gather(1, last.clamp(min=0))
-    return logits.masked_fill(logits < least, -torch.inf)
-
-
-# temperature of sampling above 0: for less, fp32 cannot hold logits divided by it
-COLDEST = 1e-6
+    # clamped, since of NaN nothing is kept
+    last = (kept.sum(-1, keepdim=True) - 1).clamp(min=0)
+    return logits.masked_fill(logits < ordered.gather(1, last), -torch.inf)

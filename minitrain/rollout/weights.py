@@ -1,20 +1,19 @@
-"""The trainer's modules, as the sampler runs them: the same weights, without what training has put
-around them.
+"""The trainer's weights as the sampler uses them: without what training puts around them.
 
-While `in_use`, blocks run uncompiled, since the compiler would build them anew for the sampler's
-shapes, or `compiled` in the sampler's own way. On the CPU in fp32, matrices are also repacked, once
-per set of weights, into the order in which oneDNN reads them, and those that get the same input
-side by side: products with the few rows of a decoding step are then 1.3 to 2.5 times as fast. That
-costs a second copy of the weights, which `refresh` renews. Small matrices stay as they are: each
-call of oneDNN costs more than their product. On CUDA, matrices that get the same input are moved to
-lie side by side, once and for good, and are read as one: a decoding step has fewer and larger
-products, and no copies.
+While `in_use`, blocks run eagerly, since the trainer's compiled blocks would recompile for the
+sampler's shapes, or `compiled` in the sampler's own way.
+
+    CPU, fp32   matrices are repacked once per set of weights into oneDNN's own layout, those with
+                the same input side by side: products with the few rows of a decoding step become
+                1.3 to 2.5 times as fast. This costs a second copy of the weights, which `refresh`
+                renews. Small matrices stay: calling oneDNN costs more than their product
+    CUDA        matrices with the same input are moved side by side, once and for good, and read as
+                one: fewer and larger products, and no copies
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from types import MethodType
 
 import torch
@@ -25,84 +24,88 @@ from torch.distributed.tensor import DTensor
 
 from minitrain.models.onednn import OnednnLinear
 
-# elements of what is repacked: 1 MiB
-LEAST = 1 << 18
-# matrices side by side as oneDNN reads them, biases, rows of each
-Packed = tuple[Tensor, Tensor | None, list[int]]
+# elements below which matrices are not packed: 1 MiB
+MIN_PACKED_ELEMENTS = 1 << 18
+# matrices side by side, in oneDNN's layout if packed; their biases; rows of each
+Joined = tuple[Tensor, Tensor | None, list[int]]
+# stands for an attribute that a module does not have
+ABSENT = object()
 
 
-class Weights:
-    """Those of `model`, a decoder."""
+class SamplerWeights:
+    """The weights of `model`, a decoder."""
 
     def __init__(self, model: nn.Module):
         self.model = model
         device = model.head_weight.device
-        # which gathers a layer's weights and frees them
+        # FSDP gathers a layer's weights and frees them
         whole = not isinstance(model, FSDPModule)
         self.packs = whole and device.type == "cpu" and torch.backends.mkldnn.is_available()
         self.joins = whole and can_join(device)
-        # by owner, see `products`; None: better as they are
-        self.packed: dict[object, Packed | None] = {}
-        # by block
-        self.groups: dict[nn.Module, list[Group]] = {}
+        # by owner, see `pack`; None: better as they are
+        self.packed: dict[object, Joined | None] = {}
+        self.groups: dict[nn.Module, list[LinearGroup]] = {}
+        # (module, attribute, value) before `in_use`
+        self.replaced: list[tuple[nn.Module, str, object]] = []
         self.entered = False
 
     def refresh(self) -> None:
-        """The weights have changed."""
+        """Drop packed copies, after the weights have changed."""
         self.packed.clear()
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Within itself it does nothing, so that many steps can share what it costs."""
+        """Prepare the model for sampling. Re-entrant: nested use is free."""
         if self.entered:
             yield
             return
-        # there is no public switch
-        compiled = {block: block._compiled_call_impl for block in self.model.blocks}
-        recomputed = {
-            block: block.__dict__["forward"] for block in compiled if "forward" in block.__dict__
-        }
-        if self.packs:
-            self.groups = {
-                block: [Group(self, linears) for linears in linears_by_input(block)]
-                for block in compiled
-            }
-        # parameters must stay what can be trained
-        with torch.inference_mode(False):
-            joined = (
-                [module for module in self.model.modules() if join(module)] if self.joins else []
-            )
         self.entered = True
         try:
-            for block in compiled:
-                block._compiled_call_impl = None
-            for block in recomputed:
-                del block.forward
-            for group in chain(*self.groups.values()):
-                for number, linear in enumerate(group.linears):
-                    # not a closure: the compiler, which follows, would make a graph for each
-                    linear.group = group
-                    linear.number = number
-                    setattr(linear, forward_of(linear), MethodType(forward_in_group, linear))
+            # parameters that are moved must stay trainable
+            with torch.inference_mode(False):
+                self._enter()
             yield
         finally:
-            self.entered = False
-            for block, call in compiled.items():
-                block._compiled_call_impl = call
-            for block, forward in recomputed.items():
-                block.forward = forward
-            for group in chain(*self.groups.values()):
-                for linear in group.linears:
-                    del linear.group, linear.number
-                    delattr(linear, forward_of(linear))
+            for module, name, value in reversed(self.replaced):
+                if value is ABSENT:
+                    del module.__dict__[name]
+                else:
+                    module.__dict__[name] = value
+            self.replaced = []
             # they hold packed copies
             self.groups = {}
-            for module in joined:
-                del module.joint, module.project
+            self.entered = False
+
+    def _enter(self) -> None:
+        for module in self.model.modules() if self.joins else ():
+            if (joined := join(module)) is not None:
+                self._replace(module, "joined", joined)
+                self._replace(module, "project", MethodType(project_joined, module))
+        for block in self.model.blocks:
+            # there is no public switch
+            self._replace(block, "_compiled_call_impl", None)
+            if "forward" in block.__dict__:
+                # recomputation
+                self.replaced.append((block, "forward", block.__dict__.pop("forward")))
+            if self.packs:
+                self.groups[block] = [LinearGroup(self, each) for each in linears_by_input(block)]
+        for groups in self.groups.values():
+            for group in groups:
+                for number, linear in enumerate(group.linears):
+                    self._replace(linear, "group", group)
+                    self._replace(linear, "number", number)
+                    # adapters have a `forward` of their own around `product`
+                    name = "product" if hasattr(linear, "lora_A") else "forward"
+                    # a method, not a closure, for each of which the compiler would make a graph
+                    self._replace(linear, name, MethodType(forward_in_group, linear))
+
+    def _replace(self, module: nn.Module, name: str, value: object) -> None:
+        self.replaced.append((module, name, module.__dict__.get(name, ABSENT)))
+        module.__dict__[name] = value
 
     @contextmanager
     def compiled(self) -> Iterator[None]:
-        """Only while `in_use`: blocks run as rollout/compiled.py says."""
+        """Run blocks as compiled by rollout/compiled.py. Only while `in_use`."""
         from minitrain.rollout.compiled import run  # takes seconds to import
 
         try:
@@ -113,22 +116,15 @@ class Weights:
             for block in self.model.blocks:
                 block._compiled_call_impl = None
 
-    def products(self, owner: object, x: Tensor, parameters: Callable) -> Sequence[Tensor]:
-        """F.linear of x with each of `owner`'s matrices, from their packed copy if there can be
-        one.
+    def pack(self, owner: object, parameters: Callable) -> Joined | None:
+        """Return the packed copy of `owner`'s matrices, made at first use; None if not packed.
 
-        parameters: gives their (weight, bias), all with biases or none.
+        parameters: returns their (weight, bias), all with biases or none.
         """
-        return multiply(self.pack(owner, parameters), x, parameters)
-
-    def pack(self, owner: object, parameters: Callable) -> Packed | None:
-        """The packed copy for `products`, made if there is none yet."""
         if self.packs and owner not in self.packed:
             weights, biases = zip(*parameters(), strict=True)
-            small = sum(weight.numel() for weight in weights) < LEAST
-            if small or any(
-                (weight.device.type, weight.dtype) != ("cpu", torch.float32) for weight in weights
-            ):
+            small = sum(weight.numel() for weight in weights) < MIN_PACKED_ELEMENTS
+            if small or any(w.device.type != "cpu" or w.dtype != torch.float32 for w in weights):
                 self.packed[owner] = None
             else:
                 packed = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights))
@@ -137,67 +133,69 @@ class Weights:
         return self.packed.get(owner)
 
 
-def multiply(packed: Packed | None, x: Tensor, parameters: Callable) -> Sequence[Tensor]:
+def multiply(packed: Joined | None, x: Tensor, parameters: Callable) -> Sequence[Tensor]:
+    """Return F.linear of x with each of the `parameters`, from their packed copy if there is one."""
     if packed is None:
         return [F.linear(x, weight, bias) for weight, bias in parameters()]
     weight, bias, rows = packed
     return torch.ops.minitrain.onednn_linear(x, weight, bias).split(rows, dim=-1)
 
 
-class Group:
-    """Linears that get the same input, in this order: the first computes for all."""
+class LinearGroup:
+    """Linears with the same input, called in this order: the first call computes all products."""
 
-    def __init__(self, weights: Weights, linears: tuple[nn.Linear, ...]):
+    def __init__(self, weights: SamplerWeights, linears: tuple[nn.Linear, ...]):
         self.weights = weights
         self.linears = linears
-        self.x = self.outs = self.packed = None
+        self.x = None
+        self.outs = None
+        self.packed = None
 
     def pack(self) -> None:
         self.packed = self.weights.pack(self.linears, self.parameters)
 
-    def product(self, number: int, x: Tensor) -> Tensor:
-        if x is not self.x:
-            compiling = torch.compiler.is_compiling()
-            if not compiling:
-                self.pack()
-            # too few weights to pack: each as it trains
-            if self.packed is None and not compiling:
-                self.outs = [type(linear).forward(linear, x) for linear in self.linears]
-            else:
-                self.outs = multiply(self.packed, x, self.parameters)
-            self.x = x
-        out = self.outs[number]
-        if number == len(self.linears) - 1:
-            self.x = self.outs = None
-        return out
-
     def parameters(self) -> list[tuple[Tensor, Tensor | None]]:
-        """As they are now: tensor parallelism makes them anew."""
+        """Return the current (weight, bias) of each: tensor parallelism replaces them."""
         return [(linear.weight, linear.bias) for linear in self.linears]
 
 
 def forward_in_group(linear: nn.Linear, x: Tensor) -> Tensor:
-    return linear.group.product(linear.number, x)
-
-
-def forward_of(linear: nn.Linear) -> str:
-    """The name of what multiplies by the Linear's matrix: adapters have a `forward` of their own,
-    around `product`.
-    """
-    return "product" if hasattr(linear, "lora_A") else "forward"
+    """Return this Linear's share of its group's products. x: [..., in]."""
+    group = linear.group
+    if x is not group.x:
+        group.x = x
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            group.pack()
+        if group.packed is None and not compiling:
+            # each as it trains
+            group.outs = [type(other).forward(other, x) for other in group.linears]
+        else:
+            group.outs = multiply(group.packed, x, group.parameters)
+    out = group.outs[linear.number]
+    if linear.number == len(group.linears) - 1:
+        group.x = None
+        group.outs = None
+    return out
 
 
 def linears_by_input(block: nn.Module) -> list[tuple[nn.Linear, ...]]:
-    """All Linears of `block` that just multiply, those with the same input together."""
-    linears = (module for module in block.modules() if type(module) in (nn.Linear, OnednnLinear))
-    plain = {m: None for m in linears if "forward" not in m.__dict__ or hasattr(m, "lora_A")}
+    """Return all Linears of `block` that only multiply, those with the same input together."""
+    # a dict keeps their order
+    plain = {
+        module: None
+        for module in block.modules()
+        if type(module) in (nn.Linear, OnednnLinear)
+        and ("forward" not in module.__dict__ or hasattr(module, "lora_A"))
+    }
     groups = []
     for module in block.modules():
         linears = tuple(getattr(module, name, None) for name in getattr(module, "same_input", ()))
         if linears and all(linear in plain for linear in linears):
             groups.append(linears)
-    together = {linear for linears in groups for linear in linears}
-    return groups + [(linear,) for linear in plain if linear not in together]
+            for linear in linears:
+                del plain[linear]
+    return groups + [(linear,) for linear in plain]
 
 
 # ---------------------------------------------------------------------------------------------------------------- CUDA
@@ -207,29 +205,21 @@ def can_join(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def join(module: nn.Module) -> bool:
-    """Make one product of those of `module.project`, if they are of plain Linears, and say
-    whether.
-    """
+def join(module: nn.Module) -> Joined | None:
+    """Move the matrices of `module.project` side by side; None if they are not plain Linears."""
     if not hasattr(module, "project"):
-        return False
+        return None
     linears = [getattr(module, name) for name in module.same_input]
     if not all(map(is_plain, linears)):
-        return False
+        return None
     biases = [linear.bias for linear in linears]
     bias = None if biases[0] is None else side_by_side(biases)
-    module.joint = (
-        side_by_side([linear.weight for linear in linears]),
-        bias,
-        [len(linear.weight) for linear in linears],
-    )
-    # not a closure, as above
-    module.project = MethodType(project_at_once, module)
-    return True
+    weight = side_by_side([linear.weight for linear in linears])
+    return weight, bias, [len(linear.weight) for linear in linears]
 
 
 def is_plain(linear: nn.Module) -> bool:
-    """Is it just a Linear, with matrices of its own: no adapters, no FP8, no tensor parallelism?"""
+    """Return whether it is a Linear without adapters, FP8, hooks or tensor parallelism."""
     changed = (
         linear._forward_hooks
         or linear._forward_pre_hooks
@@ -238,15 +228,13 @@ def is_plain(linear: nn.Module) -> bool:
     return type(linear) is nn.Linear and not changed and not isinstance(linear.weight, DTensor)
 
 
-def project_at_once(module: nn.Module, x: Tensor) -> Sequence[Tensor]:
-    weight, bias, rows = module.joint
+def project_joined(module: nn.Module, x: Tensor) -> Sequence[Tensor]:
+    weight, bias, rows = module.joined
     return F.linear(x, weight, bias).split(rows, dim=-1)
 
 
 def side_by_side(parameters: list[nn.Parameter]) -> Tensor:
-    """One tensor of which the parameters are the rows, in this order. If they are not yet, they are
-    moved there.
-    """
+    """Return one tensor whose rows are the parameters, which are moved there unless they are."""
     places = [(p.untyped_storage().data_ptr(), p.storage_offset()) for p in parameters]
     ends = [
         (storage, offset + p.numel())

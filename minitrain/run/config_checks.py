@@ -12,7 +12,7 @@ from typing import Any
 from minitrain.errors import InputError
 from minitrain.formats.config_hf import check_exportable
 from minitrain.formats.peft import adapter_shapes
-from minitrain.rollout.sampling import COLDEST
+from minitrain.rollout.sampling import MIN_TEMPERATURE
 from minitrain.run.parallel_checks import (
     refuse,
     validate_context,
@@ -60,8 +60,8 @@ def validate(config: Config) -> None:
             f"grpo.generation_ranks={c.grpo.generation_ranks} is for task=grpo, not {c.task}",
         ),
         (
-            0 < c.rollout.temperature < COLDEST,
-            f"rollout.temperature={c.rollout.temperature} must be 0, or at least {COLDEST}",
+            0 < c.rollout.temperature < MIN_TEMPERATURE,
+            f"rollout.temperature={c.rollout.temperature} must be 0, or at least {MIN_TEMPERATURE}",
         ),
         (
             not 0 < c.rollout.memory <= 1,

@@ -18,7 +18,7 @@ from minitrain.grpo.refit import Move, Refit, parts_of, plan
 from minitrain.grpo.rollouts import Collector
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.shards import owned
-from minitrain.rollout import compiled, engine, weights
+from minitrain.rollout import capacity, compiled, weights
 from minitrain.run import config as configs
 from minitrain.run.checkpoint import Checkpointer
 from minitrain.run.launch import start
@@ -111,8 +111,8 @@ def refit(tree, tp):
     learner = Learner(config, meshes, nullcontext) if trains else None
     send = Refit(learner.weights if trains else dict, want)
     if samples:  # as sampling does on CUDA, which moves weights
-        with patch.object(weights, "can_join", lambda device: True), weights.Weights(model).in_use():
-            joined = [module for module in model.modules() if "joint" in module.__dict__]
+        with patch.object(weights, "can_join", lambda device: True), weights.SamplerWeights(model).in_use():
+            joined = [module for module in model.modules() if "joined" in module.__dict__]
         assert bool(joined) == (tp == 1)
     moves = [move for bucket in send.buckets for move in bucket if move.source != move.target]
     for scale in (1, 2):  # twice: the plan is made once, the weights change
@@ -199,7 +199,7 @@ def sample_twice(model, after_round=lambda: None, **settings):
         fill(model, round)
         sampler.refresh()
         params = SamplingParams(temperature=0.8, max_tokens=6, n=2)
-        with patch.object(weights, "LEAST", 0):  # tiny matrices are multiplied as large ones are
+        with patch.object(weights, "MIN_PACKED_ELEMENTS", 0):  # tiny matrices are multiplied as large ones are
             found += [(each.tokens, each.logprobs) for each in sampler.generate(prompts_of(), params)]
         after_round()
     return found, sampler
@@ -259,7 +259,7 @@ def sample_compiled(tree, on_cuda):
     compiled.compiled_forward.cache_clear()
     with (
         patch.object(torch, "compile", partial(torch.compile, backend=counter)),
-        patch.object(compiled, "for_compiler", as_on_cuda if on_cuda else compiled.for_compiler),
+        patch.object(compiled, "cache_for_compiler", as_on_cuda if on_cuda else compiled.cache_for_compiler),
     ):
         found, _ = sample_twice(model, lambda: counts.append(counter.graphs), compile=True)
     compiled.compiled_forward.cache_clear()
@@ -308,8 +308,8 @@ def waits_after_sampling(tree):
     for parameter in model.parameters():
         parameter.zero_()
     Sampler(model).generate([[1, 2]], SamplingParams(max_tokens=1))
-    with patch.object(engine, "capability", lambda tensor: (9, 0)):
-        return engine.waits_for_device(model)
+    with patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)):
+        return capacity.waits_for_device(model)
 
 
 @pytest.mark.parametrize(("ep", "waits"), [(1, False), (2, True)])

@@ -46,7 +46,7 @@ class Client:
             late = time.monotonic() > self.end
             if late and not self.sampler.busy:
                 break
-            waiting = len(self.sampler.scheduler.queue) if self.sampler.busy else 0
+            waiting = len(self.sampler.scheduler.waiting) if self.sampler.busy else 0
             if not late and len(self.asked) < self.requests and waiting < 10 and self.rng.random() < 0.4:
                 self.submit()
             if self.asked and self.rng.random() < 0.1:

@@ -1,0 +1,105 @@
+"""What a model and its device allow the sampler: pages, page sizes, CUDA graphs."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from minitrain.errors import InputError
+from minitrain.models.decoder import Decoder
+from minitrain.models.decoder_config import DecoderConfig
+from minitrain.settings import Rollout
+from minitrain.training.footprint import free_memory
+
+# elements of a pool: FlexAttention's decoding kernel does not compile for more
+MAX_POOL_ELEMENTS = 2**31 - 1
+
+
+def page_count(
+    model: Decoder, settings: Rollout, slots: int, longest: int, last_count: int = 0
+) -> int:
+    """Return how many pages the pool has.
+
+    That is rollout.pages, if given; else `last_count`, if that many fit, since kernels are compiled
+    for the pool's size; else what fits into rollout.memory, a share of the free memory, but no more
+    than `slots` samples of `longest` tokens fill, and one more: the last page of a prompt whose
+    samples wait for a slot. Raises InputError for more rollout.pages than fit.
+    """
+    if settings.pages:
+        fitting = fitting_pages(model, settings.page_size, 1.0)
+        if settings.pages > fitting:
+            raise InputError(
+                f"rollout.pages={settings.pages} are more than the free memory, or a kernel's index, has room for "
+                f"(use at most {fitting}, or 0)"
+            )
+        return settings.pages
+    if last_count and fitting_pages(model, settings.page_size, 1.0) >= last_count:
+        return last_count
+    # the last token is never cached
+    most = slots * -(-(longest - 1) // settings.page_size) + 1
+    return max(1, min(most, fitting_pages(model, settings.page_size, settings.memory)))
+
+
+def fitting_pages(model: Decoder, page_size: int, share: float) -> int:
+    """Return how many pages fit into a share of the free memory, on all ranks that step together."""
+    config = model.config
+    device = model.head_weight.device
+    if config.kv_lora_rank:
+        # latents, which all of a rank's heads read
+        width = config.kv_lora_rank + config.qk_rope_head_dim
+        pools = 1
+    else:
+        # keys and values of this rank's heads
+        width = -(-config.num_key_value_heads // model.sequence_split) * config.head_dim
+        pools = 2
+    layers = sum(config.parts(layer)[0] == "attention" for layer in range(config.num_layers))
+    page_bytes = page_size * width * pools * layers * model.head_weight.dtype.itemsize
+    fitting = int(share * free_memory(device) / max(page_bytes, 1))
+    pages = torch.tensor(min(fitting, MAX_POOL_ELEMENTS // (page_size * width) - 1))
+    if isinstance(model.head_weight, DTensor):
+        pages = pages.to(device)
+        mesh = model.head_weight.device_mesh
+        for dimension in range(mesh.ndim):
+            dist.all_reduce(pages, dist.ReduceOp.MIN, mesh.get_group(dimension))
+    return int(pages)
+
+
+def check_page_size(size: int, config: DecoderConfig, tp: int) -> None:
+    """Raise InputError for a page size that FlexAttention cannot read.
+
+    Its tiles are 128 keys, and a page of latents needs as many tokens as a rank has heads.
+    """
+    heads = config.num_attention_heads // tp if config.kv_lora_rank else 1
+    if size % 128 or size < heads:
+        least = 128 * -(-heads // 128)
+        raise InputError(
+            f"rollout.page_size={size} must be a multiple of 128 on CUDA, at least {least} for this model"
+        )
+
+
+def waits_for_device(model: Decoder) -> bool:
+    """Return whether the host needs the device's results within a step, which no graph can replay.
+
+    It does where FSDP gathers layers, where experts are split over ranks (how many tokens arrive),
+    and where grouped products lack torch's fast kernel (bf16, compute capability 9.0 or more; how
+    many rows each expert has).
+    """
+    fast = all(
+        stack.dtype == torch.bfloat16 and torch.cuda.get_device_capability(stack.device) >= (9, 0)
+        for stack in expert_stacks(model)
+    )
+    return isinstance(model, FSDPModule) or sends_tokens(model) or not fast
+
+
+def sends_tokens(model: Decoder) -> bool:
+    """Return whether tokens travel between ranks, to experts that are split over them."""
+    return any(
+        isinstance(stack, DTensor) and stack.placements[-1] == Shard(0)
+        for stack in expert_stacks(model)
+    )
+
+
+def expert_stacks(model: Decoder) -> list[Tensor]:
+    """Return the experts' parameters; as attributes they are plain tensors after a forward pass."""
+    return [p for name, p in model.named_parameters() if name.endswith("experts.down_proj")]
