@@ -54,7 +54,7 @@ from minitrain.training.loop import Trainer, is_due, training_steps
 
 def main(arguments: list[str]) -> None:
     parser = cli.Parser(prog="python -m minitrain.train", description=__doc__)
-    parser.add_argument("--config", required=True, metavar="FILE", type=cli.home_path)
+    parser.add_argument("--config", required=True, metavar="FILE", type=cli.config_path)
     parser.add_argument(
         "--deterministic", action="store_true", help="the same run again gives the same bits"
     )

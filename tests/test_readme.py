@@ -105,6 +105,8 @@ def check_command(line: str) -> None:
     assert source.exists(), line
     arguments = words[start + 2 if "-m" in words else start + 1 :]
     known = source.read_text(encoding="utf-8")
+    if name == "bench.py":
+        known += (ROOT / "minitrain" / "benchmark_cli.py").read_text(encoding="utf-8")
     if "diffusion" in arguments:
         known += (ROOT / "minitrain" / "run" / "generate_video.py").read_text(encoding="utf-8")
     options = [word.split("=")[0] for word in arguments if word.startswith("--")]

@@ -7,10 +7,10 @@ import yaml
 
 from minitrain.bench.report import markdown, need, number
 from minitrain.errors import InputError
+from minitrain.run.cli import CONFIGS
 from minitrain.run.config_yaml import check_known, convert, read_tree
 
 SYSTEMS = Path(__file__).with_name("systems.yaml")
-CONFIGS = Path(__file__).parents[2] / "configs"
 TABLES = ("automodel", "nemo/h100", "nemo/b200", "nemo/gb200", "rl", "dfm")  # folders, in the order of the tables
 
 FIGURES = {"tokens_per_sec_per_gpu": "tokens/s/GPU", "tflops_per_gpu": "TFLOP/s/GPU"}  # one of which is compared

@@ -13,6 +13,8 @@ from typing import TextIO
 
 from minitrain.errors import InputError, refused, tell_torchrun
 
+CONFIGS = Path(__file__).parents[1] / "configs"
+
 
 class Parser(argparse.ArgumentParser):
     """argparse with `--debug`; its own complaints are one line too."""
@@ -46,6 +48,13 @@ def positive(kind: type, zero: bool = False, most: float = sys.float_info.max):
 def home_path(text: str) -> str:
     """An argparse type: ~ is the home folder, which shells leave alone in words such as --out=~/new."""
     return os.path.expanduser(text)
+
+
+def config_path(text: str) -> str:
+    """An argparse type: a file, or else one of the package's own configs, as configs/a/b.yaml or a/b."""
+    own = CONFIGS / f"{text.removeprefix('configs/').removesuffix('.yaml')}.yaml"
+    path = home_path(text)
+    return str(own) if os.path.isfile(own) and not os.path.isfile(path) else path
 
 
 def check_writable(option: str, file: str | None) -> None:

@@ -1,0 +1,35 @@
+"""The package's command lines by one name, as `pip install` puts it beside python:
+
+  minitrain train      as python -m minitrain.train
+  minitrain generate   as python -m minitrain.generate
+  minitrain merge      as python -m minitrain.merge
+  minitrain bench      as python bench.py in a clone
+
+Each tells its options with --help. On several GPUs: torchrun --nproc_per_node 8 -m minitrain train ...
+"""
+
+from importlib import import_module
+
+from minitrain.errors import InputError
+from minitrain.run import cli
+
+FILES = {"train": "train", "generate": "generate", "merge": "merge", "bench": "benchmark_cli"}
+
+
+def main() -> None:
+    cli.run(dispatch)
+
+
+def dispatch(arguments: list[str]) -> None:
+    """Run the command that the first word names; its file alone is imported."""
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help"):
+        print(__doc__)
+    elif name in FILES:
+        import_module(f"minitrain.{FILES[name]}").main(arguments[1:])
+    else:
+        raise InputError(f"minitrain {name} is not one of {', '.join(FILES)} (see minitrain --help)")
+
+
+if __name__ == "__main__":
+    main()
