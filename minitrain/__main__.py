@@ -22,13 +22,10 @@ def main() -> None:
 
 def dispatch(arguments: list[str]) -> None:
     """Run the command that the first word names; its file alone is imported."""
-    name = arguments[0] if arguments else "--help"
-    if name in ("-h", "--help"):
-        print(__doc__)
-    elif name in FILES:
-        import_module(f"minitrain.{FILES[name]}").main(arguments[1:])
-    else:
-        raise InputError(f"minitrain {name} is not one of {', '.join(FILES)} (see minitrain --help)")
+    name = " ".join(arguments[:1])
+    if name not in FILES:
+        raise InputError(f"minitrain {name}: first comes one of {', '.join(FILES)} (each has --help)")
+    import_module(f"minitrain.{FILES[name]}").main(arguments[1:])
 
 
 if __name__ == "__main__":

@@ -69,10 +69,6 @@ def bench(files: list, overrides: list[str], options) -> None:
         return
     if options.sweep and len(files) > 1:
         raise InputError("--sweep takes one config at a time")
-    if options.sweep and options.simulate and options.dry_run:
-        raise InputError(
-            "--simulate --sweep says itself which combinations cannot run: leave --dry-run out"
-        )
     if options.sweep and not options.simulate:  # the config need not be possible by itself
         choices = combinations(options.sweep)
         cases = [
@@ -116,74 +112,74 @@ def make_case(row: str, config: Config, options) -> Case:
     return Case(row, config, [(config, {})])
 
 
+CONTRADICTIONS = (  # what may not be given together with one of those behind it, and what to say
+    (
+        "shrink",
+        "versus simulate generate torchrun",
+        "--shrink starts its own processes: use neither torchrun nor --versus, --simulate or --generate with it",
+    ),
+    (
+        "proxy",
+        "shrink generate sweep torchrun",
+        "--proxy runs on one process, without --shrink, --generate or --sweep",
+    ),
+    (
+        "simulate",
+        "generate versus calibrate torchrun",
+        "--simulate is for training, on one process: without --generate, --versus or --calibrate",
+    ),
+    (
+        "calibrate",
+        "shrink dry_run",
+        "--calibrate measures this machine: without --shrink or --dry-run",
+    ),
+    (
+        "calibrate without_config",
+        "sweep proxy generate versus profile",
+        "--calibrate alone measures rates: with --sweep, --proxy, --generate, --versus or --profile add --config",
+    ),
+    (
+        "generate",
+        "another_library",
+        "--generate --versus: only transformers samples the same (use transformers)",
+    ),
+    ("versus", "torchrun", "--versus runs in one process, without torchrun"),
+    ("trace", "untraced", "--trace needs --simulate or --profile"),
+    ("system", "measured", "--system needs --simulate"),
+    (
+        "profile",
+        "simulate shrink policy",
+        "--profile is for measured steps of training or sampling, not for --simulate, --shrink or task=grpo, which "
+        "prints its phases",
+    ),
+    (
+        "sweep simulate",
+        "dry_run",
+        "--simulate --sweep says itself which combinations cannot run: leave --dry-run out",
+    ),
+    ("simulate", "dry_run", "--dry-run runs nothing: leave --simulate out"),
+    ("sweep simulate", "trace", "--trace shows one layout, not those of --sweep"),
+    ("simulate trace", "several", "--trace takes one config at a time"),
+)
+
+
 def check_options(cases: list[Case], options) -> None:
     """Raise InputError for options that contradict each other."""
-    for found, line in contradictions(cases, options):
-        if found:
+    circumstances = {
+        "torchrun": world_size() > 1,
+        "without_config": not cases,
+        "several": sum(len(case.runs) for case in cases) > 1,
+        "another_library": options.versus != "transformers" and options.versus,
+        "policy": not options.generate and any(case.config.task == "grpo" for case in cases),
+        "measured": not options.simulate,
+        "untraced": not (options.simulate or options.profile),
+    }
+    given = {name for name, value in (vars(options) | circumstances).items() if value}
+    for together, others, line in CONTRADICTIONS:
+        if given.issuperset(together.split()) and not given.isdisjoint(others.split()):
             raise InputError(line)
     if options.versus:
         check_installed(options.versus)
-
-
-def contradictions(cases: list[Case], options) -> tuple[tuple[bool, str], ...]:
-    """Return, for each pair of options that contradict each other, whether both are given, and what
-    to say.
-    """
-    need_configs = any(
-        [options.sweep, options.proxy, options.generate, options.versus, options.profile]
-    )
-    several = sum(len(case.runs) for case in cases) > 1
-    alone = world_size() == 1
-    trains_policy = any(case.config.task == "grpo" for case in cases)
-    return (
-        (
-            options.shrink
-            and (options.versus or options.simulate or options.generate or not alone),
-            "--shrink starts its own processes: use neither torchrun nor --versus, --simulate or --generate with it",
-        ),
-        (
-            options.proxy and (options.shrink or options.generate or options.sweep or not alone),
-            "--proxy runs on one process, without --shrink, --generate or --sweep",
-        ),
-        (
-            options.simulate
-            and (options.generate or options.versus or options.calibrate or not alone),
-            "--simulate is for training, on one process: without --generate, --versus or --calibrate",
-        ),
-        (
-            options.calibrate and (options.shrink or options.dry_run),
-            "--calibrate measures this machine: without --shrink or --dry-run",
-        ),
-        (
-            options.calibrate and not cases and need_configs,
-            "--calibrate alone measures rates: with --sweep, --proxy, --generate, --versus or --profile add --config",
-        ),
-        (
-            options.generate and options.versus not in (None, "transformers"),
-            f"--generate --versus {options.versus}: only transformers samples the same (use transformers)",
-        ),
-        (
-            options.versus and not alone,
-            f"--versus {options.versus} runs in one process, not in {world_size()}",
-        ),
-        (
-            options.trace and not (options.simulate or options.profile),
-            "--trace needs --simulate or --profile",
-        ),
-        (options.system and not options.simulate, "--system needs --simulate"),
-        (
-            options.profile
-            and (options.simulate or options.shrink or (trains_policy and not options.generate)),
-            "--profile is for measured steps of training or sampling, not for --simulate, --shrink or task=grpo, which "
-            "prints its phases",
-        ),
-        (options.dry_run and options.simulate, "--dry-run runs nothing: leave --simulate out"),
-        (
-            options.sweep and options.simulate and options.trace,
-            "--trace shows one layout, not those of --sweep",
-        ),
-        (options.trace and options.simulate and several, "--trace takes one config at a time"),
-    )
 
 
 def run_all(cases: list[Case], options) -> None:

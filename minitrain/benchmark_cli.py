@@ -24,7 +24,6 @@ from pathlib import Path
 
 from minitrain.bench.page import write_report
 from minitrain.bench.rows import list_rows
-from minitrain.errors import InputError
 from minitrain.run import cli
 from minitrain.simulator import tracers
 
@@ -33,10 +32,6 @@ RESULTS = Path(__file__).with_name("results")
 
 def main(arguments: list[str]) -> None:
     options = parser().parse_args(arguments)
-    if options.steps < 1 or options.warmup < 0:
-        raise InputError(
-            f"--steps={options.steps} must be at least 1 and --warmup={options.warmup} at least 0"
-        )
     if options.list:
         print(list_rows())
     elif options.report is not None:
@@ -75,8 +70,9 @@ def parser() -> cli.Parser:
     add = parser.add_argument
     text = "a file, or a row as --list names it; default: quickstart"
     add("--config", nargs="+", action="extend", default=[], type=cli.config_path, help=text)
-    add("--steps", type=int, default=10, help="timed steps (default 10)")
-    add("--warmup", type=int, default=3, help="untimed steps before them (default 3)")
+    add("--steps", type=cli.positive(int), default=10, help="timed steps (default 10)")
+    warmup = cli.positive(int, zero=True)
+    add("--warmup", type=warmup, default=3, help="untimed steps before them (default 3)")
     for name, text in FLAGS.items():
         add(name, action="store_true", help=text)
     for name, text in FILES.items():

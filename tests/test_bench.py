@@ -391,7 +391,7 @@ def test_a_config_that_is_swept_need_not_be_possible_by_itself():
             ["--sweep", "tp=1,2", "--config", "configs/quickstart.yaml", "configs/quickstart.yaml"],
             "--sweep takes one config at a time",
         ),
-        (["--steps", "0"], "--steps=0 must be at least 1"),
+        (["--steps", "0"], "argument --steps: 0 must be above 0"),
         (["--steps", "two"], "argument --steps: invalid int value: 'two'"),
         (["--trace", "x.json"], "needs --simulate"),
         (["--system", "dgx-h100"], "needs --simulate"),
