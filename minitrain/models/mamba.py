@@ -1,31 +1,30 @@
-"""The Mamba-2 mixer (Dao & Gu 2024, "Transformers are SSMs"), as Nemotron-H uses it, in matrix
-products alone.
+"""The Mamba-2 mixer (Dao & Gu 2024, "Transformers are SSMs") of Nemotron-H, as matrix products.
 
-Each head h of width P keeps a state of N vectors, S [P, N], that every token decays, adds to and
-reads from:
+Each head of P channels keeps a state S [P, N], which every token decays, adds to and reads from:
 
     S_t = exp(dt_t A) S_(t-1) + dt_t x_t B_t^T        A = -exp(A_log) < 0: one number per head
     y_t = S_t C_t + D x_t                             dt_t = softplus(input + dt_bias), one per head and token
 
-x, B, C and dt are made from the token by one projection; B and C are shared by the heads of a
-group, as keys and values are in grouped-query attention. Unrolled, y_t = sum_(j <= t) (C_t . B_j)
-exp(a_t - a_j) dt_j x_j with a = cumsum(dt A): attention without softmax whose mask decays. `scan`
-cuts the row into chunks of Q tokens (section 6 of the paper):
+One projection makes x, B, C and dt of a token. The heads of a group share B and C, as query heads
+share keys and values in grouped-query attention. Unrolled, with a = cumsum(dt A),
+
+    y_t = sum_(j <= t) (C_t . B_j) exp(a_t - a_j) dt_j x_j + D x_t
+
+which is attention without softmax, with a decaying mask. `scan` cuts a sequence into chunks of Q
+tokens (section 6 of the paper):
 
     inside a chunk           the sum above as a masked [Q, Q] matrix per head
     what a chunk adds        S_c = sum_j exp(a_Q - a_j) dt_j x_j B_j^T
     state at its start       sum of the earlier S_c, each decayed by the chunks between: a [chunks, chunks] matrix
-    what that gives token i  exp(a_i) S C_i
+    what token i reads of it exp(a_i) S C_i
 
-Decays are always exponentials of fp32 differences, of which none is above 0; a document's first
-token cuts them off.
+Decays are exponentials of fp32 differences, none above 0. The first token of a document cuts them
+off. Decoding is the same scan, one token long, from the state that earlier tokens left.
 
 Rows of in_proj and channels of the convolution are ordered by group, [z x B C dt] of the first
-group first, where Hub checkpoints have all of z first. So a range of rows is a range of whole
-heads, with all that they need, and tensor parallelism can split every parameter here evenly;
-`by_group` and `by_part` turn one order into the other. A row can also go on from the state that
-earlier tokens left: decoding is the same scan, one token long. Left out: fused kernels;
-torch.compile fuses what is pointwise.
+group first, where Hub checkpoints have all of z first; `by_group` and `by_part` convert. So a range
+of rows is a range of whole heads, and tensor parallelism can split every parameter evenly.
+Left out: fused kernels; torch.compile fuses what is pointwise.
 """
 
 import math
@@ -39,24 +38,22 @@ from minitrain.models.layers import KeepsFP32
 
 
 def by_group(tensor: Tensor, parts: list[int], groups: int) -> Tensor:
-    """Reorder the first dimension from [part 1 | part 2 | ...], `parts` rows each, to [group 1 of
-    every part | ...].
+    """Reorder the first dimension from [part 1 | part 2 | ...] to [group 1 of every part | ...].
+
+    parts: the number of rows of each part.
     """
-    return torch.cat(
-        [part.unflatten(0, (groups, -1)) for part in tensor.split(parts)], dim=1
-    ).flatten(0, 1)
+    split = [part.unflatten(0, (groups, -1)) for part in tensor.split(parts)]
+    return torch.cat(split, dim=1).flatten(0, 1)
 
 
 def by_part(tensor: Tensor, parts: list[int], groups: int) -> Tensor:
-    """The inverse of `by_group`."""
+    """Undo `by_group`."""
     split = tensor.unflatten(0, (groups, -1)).split([rows // groups for rows in parts], dim=1)
     return torch.cat([part.flatten(0, 1) for part in split])
 
 
 class GroupedRMSNorm(nn.Module):
-    """RMSNorm over each group of channels by itself, after gating by silu(z). x, z: [batch, seq,
-    groups, channels].
-    """
+    """RMSNorm of x silu(z) over each group of channels. x, z: [batch, seq, groups, channels]."""
 
     def __init__(self, width: int, eps: float):
         super().__init__()
@@ -70,8 +67,9 @@ class GroupedRMSNorm(nn.Module):
 
 
 class Dynamics(KeepsFP32):
-    """What each head's state evolves by. A_log and D act over whole rows, and dt_bias learns in
-    tiny steps.
+    """The parameters of each head's recurrence, in fp32.
+
+    A_log and D act over whole sequences, and dt_bias learns in tiny steps.
     """
 
     def __init__(self, heads: int):
@@ -82,13 +80,15 @@ class Dynamics(KeepsFP32):
 
 
 ALL = slice(None)
-# the last taps - 1 inputs of the convolution, and the scan's state: see `mix`
+# the last taps - 1 inputs of the convolution, [batch, taps - 1, groups, channels], and the scan's
+# state, fp32 [batch, groups, heads, P, N]
 State = tuple[Tensor, Tensor]
 
 
 class Mamba2(nn.Module):
-    """out_proj(norm(scan(silu(conv([x B C])), dt) * silu(z))), all of z, x, B, C, dt from
-    in_proj.
+    """out_proj(norm(scan(silu(conv([x B C])), dt) * silu(z))), with [z x B C dt] = in_proj(x).
+
+    `mix` is an exchange point: context parallelism exchanges groups for tokens around it.
     """
 
     def __init__(self, hidden: int, shape: MambaShape, norm_eps: float):
@@ -96,17 +96,17 @@ class Mamba2(nn.Module):
         self.shape = shape
         channels = sum(shape.convolved)
         self.in_proj = nn.Linear(hidden, sum(shape.projected), bias=False)
-        # a place for its parameters
+        # holds the parameters of `causal_conv`
         self.conv1d = nn.Conv1d(channels, channels, shape.conv, groups=channels)
         self.dynamics = Dynamics(shape.heads)
         self.norm = GroupedRMSNorm(shape.width, norm_eps)
         self.out_proj = nn.Linear(shape.width, hidden, bias=False)
 
     def forward(self, x: Tensor, documents: Tensor | None = None, cache=None) -> Tensor:
-        """x: [batch, seq, hidden]; documents: int [batch, seq], a change of which clears state and
-        convolution.
+        """Return [batch, seq, hidden], as x.
 
-        cache: holds what earlier tokens have left (rollout/caches.py).
+        documents: int [batch, seq]; a change clears state and convolution.
+        cache: the states of earlier tokens (rollout/caches.py).
         """
         heads = self.shape.heads // self.shape.groups
         head_dim = self.shape.head_dim
@@ -126,44 +126,46 @@ class Mamba2(nn.Module):
         state: State | None = None,
         groups: slice = ALL,
     ) -> Tensor:
-        """Convolution and scan. mixed: x B C and dt as projected. Returns y: [batch, seq, groups,
-        heads, head_dim].
+        """Apply convolution and scan. Return [batch, seq, groups, heads of a group, head_dim].
 
-        state: what earlier tokens left, which is overwritten by what these leave. groups: which
-        ones are given.
+        mixed: x, B, C as projected, [batch, seq, groups, channels]; dt: [batch, seq, groups, heads].
+        state: of earlier tokens, overwritten by that after the last.
+        groups: those that mixed and dt have, if not all.
         """
         heads = dt.shape[-1]
         head_dim = self.shape.head_dim
         conv, ssm = (None, None) if state is None else state
-        weight, bias = (
-            p.unflatten(0, (-1, mixed.shape[-1]))[groups]
-            for p in (self.conv1d.weight, self.conv1d.bias)
-        )
+
+        def of_groups(parameter: Tensor, channels: int) -> Tensor:
+            return parameter.unflatten(0, (-1, channels))[groups]
+
+        weight = of_groups(self.conv1d.weight, mixed.shape[-1])
+        bias = of_groups(self.conv1d.bias, mixed.shape[-1])
         mixed = causal_conv(mixed, weight, bias, documents, conv)
-        # of F.silu, the compiler would store the fp32 that it computes in
+        # not F.silu: the compiler would keep its fp32 intermediate
         mixed = mixed * torch.sigmoid(mixed)
         x, b, c = mixed.split([heads * head_dim, self.shape.state, self.shape.state], dim=-1)
-        dynamics = self.dynamics.A_log, self.dynamics.D, self.dynamics.dt_bias
-        a_log, d, dt_bias = (p.unflatten(0, (-1, heads))[groups] for p in dynamics)
-        dt = F.softplus(dt.float() + dt_bias)
+        dt = F.softplus(dt.float() + of_groups(self.dynamics.dt_bias, heads))
         if self.shape.dt_min:
             dt = dt.clamp(min=self.shape.dt_min)
-        x, chunk = x.unflatten(-1, (heads, head_dim)), min(self.shape.chunk, x.shape[1])
-        return scan(x, dt, -a_log.exp(), d, b, c, chunk, documents, ssm)
+        a = -of_groups(self.dynamics.A_log, heads).exp()
+        d = of_groups(self.dynamics.D, heads)
+        # [batch, seq, groups, heads, head_dim]
+        x = x.unflatten(-1, (heads, head_dim))
+        chunk = min(self.shape.chunk, x.shape[1])
+        return scan(x, dt, a, d, b, c, chunk, documents, ssm)
 
 
 def initialize_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> bool:
-    """Fill a mixer's parameter as NeMo AutoModel does; False, and nothing done, for one without a
-    rule of its own.
-    """
+    """Fill a mixer's parameter as NeMo AutoModel does; return False for one without its own rule."""
     name = name.removeprefix("dynamics.")
-    # A = -1, -2, ..., -H; mamba_ssm and Megatron draw it between -16 and -1
     if name == "A_log":
+        # A = -1, -2, ..., -H; mamba_ssm and Megatron draw it between -16 and -1
         tensor.copy_(torch.arange(1, len(tensor) + 1).log())
     elif name == "D":
         tensor.fill_(1)
     elif name == "dt_bias":
-        # softplus of it is log-uniform between 0.001 and 0.1
+        # its softplus is log-uniform between 0.001 and 0.1
         dt = tensor.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp()
         tensor.copy_(dt + torch.log(-torch.expm1(-dt)))
     elif name == "conv1d.weight":
@@ -181,15 +183,16 @@ def causal_conv(
     documents: Tensor | None = None,
     earlier: Tensor | None = None,
 ) -> Tensor:
-    """y_t = bias + sum_k weight[..., 0, -1 - k] x_(t - k), each channel by itself, over tokens of
-    t's document.
+    """Return y_t = bias + sum_k weight[..., 0, -1 - k] x_(t - k), over the tokens of t's document.
 
-    x: [batch, seq, groups, channels]; weight: [groups, channels, 1, taps]; bias: [groups,
-    channels]. Shifted products instead of a convolution: the compiler fuses them with what
-    surrounds them, and documents cost nothing. Products are shifted, not inputs: the backward pass
-    then needs x alone, and no copy of it that is padded.
-    earlier: [batch, taps - 1, ...], the tokens before x, which is overwritten by the last ones of
-    x.
+    Each channel is convolved by itself.
+    x: [batch, seq, groups, channels], as y.
+    weight: [groups, channels, 1, taps]; bias: [groups, channels].
+    earlier: [batch, taps - 1, groups, channels], the inputs before x, overwritten by x's last ones.
+
+    Shifted products, not a convolution: the compiler fuses them with their surroundings, and
+    documents cost nothing. Products are shifted, not inputs, so that the backward pass needs x
+    alone and no padded copy.
     """
     seq = x.shape[1]
     taps = weight.shape[-1]
@@ -198,6 +201,7 @@ def causal_conv(
         earlier.copy_(x[:, seq:])
     y = bias
     for k in range(taps):
+        # x_(t - k), which without `earlier` the product's padding shifts
         window = x if earlier is None else x[:, taps - 1 - k :][:, :seq]
         product = window * weight[..., 0, -1 - k]
         if k and earlier is None:
@@ -220,31 +224,34 @@ def scan(
     documents: Tensor | None = None,
     initial: Tensor | None = None,
 ) -> Tensor:
-    """The recurrence at the top of this file, a chunk of tokens at a time. R: heads of a group.
+    """Compute the recurrence at the top of this file, chunk by chunk. Return x's shape and type.
 
-    Letters in einsum: z batch, k chunk, q token of a chunk, g group, r head of it, p channel, n of
-    the state; i and j are two tokens of a chunk, in `_carry` two chunks.
+    x: [batch, seq, G, R, P], for R heads of each of G groups.
+    dt: fp32 [batch, seq, G, R], above 0.
+    a, d: fp32 [G, R]; a is below 0.
+    b, c: [batch, seq, G, N].
+    documents: int [batch, seq]; the state is cleared where they change.
+    initial: fp32 [batch, G, R, P, N], the state before the first token, overwritten by that after
+        the last. Only without documents.
 
-    x: [batch, seq, G, R, P]; dt: fp32 [batch, seq, G, R], above 0; a (below 0) and d: fp32 [G, R];
-    b, c: [batch, seq, G, N]; documents: int [batch, seq], the state is cleared where they change.
-    Returns x's shape and type.
-    initial: fp32 [batch, G, R, P, N], the state before the first token, which is overwritten by
-    that after the last; without documents.
+    In einsum: z batch, k chunk, q token of a chunk, g group, r head, p channel, n state; i and j are
+    two tokens of a chunk, or in `_carry` two chunks.
     """
     length = x.shape[1]
-    runs = (
-        _runs(documents)
-        if documents is not None
-        else torch.zeros_like(x[:, :, 0, 0, 0], dtype=torch.int)
-    )
+    if documents is None:
+        runs = torch.zeros_like(x[:, :, 0, 0, 0], dtype=torch.int)
+    else:
+        # number the documents 0, 1, 2, ...: equal numbers mean that nothing was cleared in between
+        runs = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0)).cumsum(1)
     xs, dts, bs, cs, runs = (_chunks(tensor, chunk) for tensor in (x, dt, b, c, runs))
-    # [batch, chunks, Q, G, R]: log of what is left of a chunk's initial state
+    # [batch, chunks, Q, G, R]: log of the decay since the chunk's start
     decay = _running_sum(dts * a, 2)
-    # [batch, chunks]: the document alive at each chunk's end
+    # [batch, chunks]: the document at each chunk's end, and at the end of the one before
     last = runs[:, :, -1]
-    # and at the end of the chunk before
     before = F.pad(last, (1, 0))[:, :-1]
+    # [batch, chunks, Q, G, R, P]
     inside = _inside((xs * dts[..., None]).to(x.dtype), bs, cs, decay, runs)
+    # [batch, chunks, G, R, P, N], as `carried`
     added = _added(xs, dts, bs, decay, runs == last[..., None])
     carried = _carry(added if initial is None else added.float(), decay[:, :, -1], last, before)
     if initial is not None:
@@ -255,25 +262,18 @@ def scan(
     return (y + x * d[..., None]).to(x.dtype)
 
 
-def _runs(documents: Tensor) -> Tensor:
-    """Number each row's documents 0, 1, 2, ..., so that equal numbers mean that nothing was cleared
-    in between.
-    """
-    return F.pad(documents[:, 1:] != documents[:, :-1], (1, 0)).cumsum(1)
-
-
 def _chunks(x: Tensor, chunk: int) -> Tensor:
-    """[batch, seq, ...] -> [batch, chunks, Q, ...], filled up with zeros: with dt = 0 a token does
-    nothing.
+    """Cut x [batch, seq, ...] into [batch, chunks, Q, ...], padded with zeros: a token with dt = 0
+    changes nothing.
     """
-    # padding by nothing would copy
+    # F.pad by 0 would copy
     if missing := -x.shape[1] % chunk:
         x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, missing))
     return x.unflatten(1, (-1, chunk))
 
 
 def _inside(x: Tensor, b: Tensor, c: Tensor, decay: Tensor, runs: Tensor) -> Tensor:
-    """What the tokens of a chunk get from each other: [batch, chunks, Q, G, R, P]. x: times dt."""
+    """Return what tokens read from others of their chunk, [batch, chunks, Q, G, R, P]. x: x dt."""
     # [batch, chunks, G, R, Q]
     decay = decay.permute(0, 1, 3, 4, 2)
     causal = torch.ones(decay.shape[-1], decay.shape[-1], dtype=torch.bool, device=x.device).tril()
@@ -285,29 +285,27 @@ def _inside(x: Tensor, b: Tensor, c: Tensor, decay: Tensor, runs: Tensor) -> Ten
 
 
 def _added(x: Tensor, dt: Tensor, b: Tensor, decay: Tensor, alive: Tensor) -> Tensor:
-    """The state that each chunk leaves behind on its own: [batch, chunks, G, R, P, N]. alive: until
-    the chunk's end.
+    """Return the state that each chunk adds, [batch, chunks, G, R, P, N].
+
+    alive: bool [batch, chunks, Q], tokens whose document lasts until the chunk's end.
     """
     weight = (decay[:, :, -1:] - decay).exp() * dt * alive[..., None, None]
-    # in memory chunks come first: `_carry` then multiplies it as it lies
-    return torch.einsum("zkqgrp,zkqgn->kzgrpn", (x * weight[..., None]).to(x.dtype), b).transpose(
-        0, 1
-    )
+    # chunks first in memory, as `_carry` multiplies it, without a copy
+    added = torch.einsum("zkqgrp,zkqgn->kzgrpn", (x * weight[..., None]).to(x.dtype), b)
+    return added.transpose(0, 1)
 
 
 def _carry(added: Tensor, decay: Tensor, last: Tensor, before: Tensor) -> Tensor:
-    """The state at the start of each chunk: the sum of what earlier ones added, decayed since.
-    [..., G, R, P, N]
+    """Return the state at each chunk's start: the sum of what earlier ones added, decayed since.
 
-    decay: [batch, chunks, G, R], of whole chunks. A state survives if its document is still alive
-    at the chunk before. In the type of `added`: in fp32 it would move twice the bytes, and to round
-    the weights as states are rounded anyway adds a twentieth to the error of the whole scan at
-    most.
+    added: [batch, chunks, G, R, P, N], as the result; decay: [batch, chunks, G, R], of whole chunks.
+    last, before: [batch, chunks]; a state survives if its document still lasts at the end of the
+    chunk before. Computed in the type of `added`: fp32 would move twice the bytes, and rounding the
+    weights adds at most a twentieth to the error of the scan, whose states are rounded anyway.
     """
     chunks = decay.shape[1]
     earlier = torch.ones(chunks, chunks, dtype=torch.bool, device=decay.device).tril(-1)
-    # summed from chunk j on and not as a difference of sums from the start, which are large: [...,
-    # chunk i, chunk j]
+    # [batch, G, R, chunk i, chunk j]: summed from chunk j on, not as a difference of large sums
     through = _running_sum(decay.permute(0, 2, 3, 1)[..., None] * earlier, -2)
     # from the end of chunk j to the start of chunk i
     since = F.pad(through, (0, 0, 1, -1))
@@ -317,8 +315,9 @@ def _carry(added: Tensor, decay: Tensor, last: Tensor, before: Tensor) -> Tensor
 
 
 def _continue(initial: Tensor, added: Tensor, carried: Tensor, decay: Tensor) -> Tensor:
-    """What is left of `initial` at the start of each chunk; it becomes the state after the last.
-    Shapes: `_carry`.
+    """Return what is left of `initial` at each chunk's start, and set it to the state after the last.
+
+    Shapes: see `_carry`.
     """
     # [batch, chunks + 1, G, R]
     through = F.pad(_running_sum(decay, 1), (0, 0, 0, 0, 1, 0)).exp()
@@ -328,9 +327,7 @@ def _continue(initial: Tensor, added: Tensor, carried: Tensor, decay: Tensor) ->
 
 
 def _running_sum(x: Tensor, dim: int) -> Tensor:
-    """cumsum. Where runs must repeat to the bit, by doubling: CUDA's kernel adds up in no fixed
-    order.
-    """
+    """Return x.cumsum(dim), by doubling if torch must be deterministic: CUDA's kernel is not."""
     if not torch.are_deterministic_algorithms_enabled():
         return x.cumsum(dim)
     x = x.movedim(dim, -1)
@@ -342,7 +339,5 @@ def _running_sum(x: Tensor, dim: int) -> Tensor:
 
 
 def _exp_where(condition: Tensor, x: Tensor) -> Tensor:
-    """exp(x) where the condition holds, else 0: masked before the exponential, which could overflow
-    where it is not.
-    """
+    """Return exp(x) where the condition holds, else 0; masked before exp, which could overflow."""
     return torch.where(condition, x, float("-inf")).exp()

@@ -1,15 +1,13 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads come from one small
-latent per token.
+"""Multi-head latent attention (DeepSeek-V2, 2024): keys and values come from one latent per token.
 
     latent, k_rope = kv_a_proj_with_mqa(x)                 kv_lora_rank and qk_rope_head_dim channels
     k_nope, v      = kv_b_proj(norm(latent))               for each head
     q              = q_b_proj(norm(q_a_proj(x)))           for each head, [nope | rope]
     score          = q_nope . k_nope + q_rope . k_rope     only the rope parts are rotated; k_rope serves all heads
 
-In training, latents are expanded to full keys and values. With a cache they are what is kept, and
-kv_b_proj = [W_k W_v] is folded into its neighbours: q_nope . W_k latent = (W_k^T q_nope) . latent.
-So all heads attend to the latents themselves, [latent | k_rope] as the one key and latent as the
-one value, and W_v comes after the sum over tokens.
+Training expands latents to full keys and values. The KV cache keeps latents, and attends to them
+with kv_b_proj = [W_k W_v] absorbed: q_nope . W_k latent = (W_k^T q_nope) . latent. So all heads
+share [latent | k_rope] as the one key and latent as the one value, and W_v multiplies the output.
 """
 
 from typing import TYPE_CHECKING
@@ -25,10 +23,9 @@ if TYPE_CHECKING:
 
 
 class LatentAttention(nn.Module):
-    """Heads of qk_nope_head_dim + qk_rope_head_dim channels in queries and keys, and of v_head_dim
-    in values.
-    """
+    """Attention with heads of nope + rope channels in queries and keys, and v_head_dim in values."""
 
+    # the Linears that read x
     same_input = ("q_a_proj", "kv_a_proj_with_mqa")
 
     def __init__(self, config: "DecoderConfig"):
@@ -44,10 +41,10 @@ class LatentAttention(nn.Module):
         self.rope = rope
         self.v_dim = v_dim
         self.scale = score_scale(config.rope_scaling)
-        # context parallelism puts its exchange of keys and values around it
+        # exchange point: context parallelism exchanges keys and values around it
         self.attend = attention
         self.q_a_proj = nn.Linear(hidden, q_rank, bias=False)
-        # whatever the other norms use
+        # 1e-6 whatever norm_eps is
         self.q_a_layernorm = nn.RMSNorm(q_rank, eps=1e-6)
         self.q_b_proj = nn.Linear(q_rank, heads * (nope + rope), bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(hidden, kv_rank + rope, bias=False)
@@ -58,25 +55,25 @@ class LatentAttention(nn.Module):
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask | None, cache=None
     ) -> Tensor:
-        """x: [batch, seq, hidden]; rotary: the tables of `rotary_tables`. Returns [batch, seq,
-        hidden].
+        """Return [batch, seq, hidden]. x: [batch, seq, hidden]; rotary: from `rotary_tables`.
 
-        cache: in place of a mask, what holds the latents of earlier tokens (rollout/caches.py).
+        cache: the cache of latents, in place of a mask (rollout/caches.py).
         """
-        # here, where q is narrow
+        # scaled here, where q is narrow
         q = self.q_a_layernorm(self.q_a_proj(x)) * self.scale
         # [batch, seq, heads, nope + rope]
         q = self.q_b_proj(q).unflatten(-1, (-1, self.nope + self.rope))
         q_nope, q_rope = q.split([self.nope, self.rope], dim=-1)
-        latent, k_rope = self.kv_a_proj_with_mqa(x).split(
-            [self.kv_a_layernorm.weight.shape[0], self.rope], dim=-1
-        )
+        # [batch, seq, rank], [batch, seq, rope]
+        kv = self.kv_a_proj_with_mqa(x)
+        latent, k_rope = kv.split([kv.shape[-1] - self.rope, self.rope], dim=-1)
         latent = self.kv_a_layernorm(latent)
-        q_rope, k_rope = (
-            apply_rotary(pairs_to_halves(r), *rotary) for r in (q_rope, k_rope.unsqueeze(2))
-        )
+        q_rope = apply_rotary(pairs_to_halves(q_rope), *rotary)
+        # [batch, seq, 1, rope]
+        k_rope = apply_rotary(pairs_to_halves(k_rope.unsqueeze(2)), *rotary)
         if cache is not None:
             return self.o_proj(self.attend_to_latents(q_nope, q_rope, latent, k_rope, cache))
+        # [batch, seq, heads, nope + v_dim]
         kv = self.kv_b_proj(latent).unflatten(-1, (-1, self.nope + self.v_dim))
         k_nope, v = kv.split([self.nope, self.v_dim], dim=-1)
         q = torch.cat([q_nope, q_rope], dim=-1)
@@ -87,15 +84,16 @@ class LatentAttention(nn.Module):
     def attend_to_latents(
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, cache
     ) -> Tensor:
-        """What the heads get from the tokens so far: [batch, seq, heads v_dim].
+        """Return the heads' outputs over all cached tokens, [batch, seq, heads x v_dim].
 
-        q_nope, q_rope: [batch, seq, heads, nope or rope]; latent: [batch, seq, rank]; k_rope:
-        [batch, seq, 1, rope].
+        q_nope: [batch, seq, heads, nope]; q_rope: [batch, seq, heads, rope].
+        latent: [batch, seq, rank]; k_rope: [batch, seq, 1, rope].
         """
         w_k, w_v = cache.once(self.absorbed)
+        # [batch, seq, 1, rank + rope]
         key = torch.cat([latent.unsqueeze(2), k_rope], dim=-1)
         q = torch.cat([torch.einsum("bshn,hnr->bshr", q_nope, w_k), q_rope], dim=-1)
-        # attention divides by the root of what it sees
+        # attention divides by sqrt(rank + rope)
         q = q * (key.shape[-1] / (self.nope + self.rope)) ** 0.5
         key = key.transpose(1, 2)
         # [batch, heads, seq, rank]
@@ -103,29 +101,28 @@ class LatentAttention(nn.Module):
         return torch.einsum("bhsr,hvr->bshv", out, w_v).flatten(2)
 
     def absorbed(self) -> tuple[Tensor, Tensor]:
-        """W_k [heads, nope, rank] and W_v [heads, v_dim, rank], asked of the module: it may have
-        adapters.
+        """Return W_k [heads, nope, rank] and W_v [heads, v_dim, rank].
+
+        They are kv_b_proj's outputs for the identity, adapters included.
         """
+        rank = self.kv_a_layernorm.weight.shape[0]
         weight = self.kv_b_proj.weight
-        rows = self.kv_b_proj(
-            torch.eye(self.kv_a_layernorm.weight.shape[0], dtype=weight.dtype, device=weight.device)
-        )
-        return rows.T.unflatten(0, (-1, self.nope + self.v_dim)).split(
-            [self.nope, self.v_dim], dim=1
-        )
+        rows = self.kv_b_proj(torch.eye(rank, dtype=weight.dtype, device=weight.device))
+        # [heads, nope + v_dim, rank]
+        heads = rows.T.unflatten(0, (-1, self.nope + self.v_dim))
+        return heads.split([self.nope, self.v_dim], dim=1)
 
 
 def score_scale(scaling: dict | None) -> float:
-    """The factor on the scores beside 1 / sqrt(head_dim): 1 without yarn, or where that has no
-    mscale_all_dim.
-    """
+    """Return the factor on scores beside 1 / sqrt(head_dim): 1 without yarn's mscale_all_dim."""
     if scaling is None or scaling["rope_type"] != "yarn" or not scaling.get("mscale_all_dim"):
         return 1.0
     return yarn_mscale(scaling["factor"], scaling["mscale_all_dim"]) ** 2
 
 
 def pairs_to_halves(x: Tensor) -> Tensor:
-    """Channels 0 2 4 ... 1 3 5 ...: DeepSeek rotates neighbours, `apply_rotary` channels half a
-    head apart.
+    """Reorder channels to 0 2 4 ... 1 3 5 ..., in x's shape [..., channels].
+
+    DeepSeek rotates neighboring channels, `apply_rotary` those half a head apart.
     """
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
