@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from minitrain.data.latents import LatentCache, MockLatents, find_buckets, save_video
-from minitrain.data.text import Skips
+from minitrain.data.records import Skips
 from minitrain.errors import InputError
 from minitrain.run.config import from_dict
 from minitrain.settings import Diffusion

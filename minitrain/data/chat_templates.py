@@ -1,11 +1,11 @@
-"""Chat templates: messages -> text in pieces, in turns what is given and what the model is to say.
+"""Chat templates: messages -> text in pieces, in turns given and for the model to say.
 
 A chat model's own template comes with its tokenizer, in Jinja, and is rendered as transformers
-renders it: in Jinja's sandbox, where it can take its time but not reach Python. What the model is
-to say is found by rendering more than once, so any template will do that writes a reply behind its
-generation prompt and ends it with a token of its own. For models that come without, three are
-written out: Llama 3, ChatML (Qwen), and a plain one without special tokens. Left out: tools,
-images, options such as enable_thinking, and the date (a row must be the same tomorrow).
+renders it: in Jinja's sandbox, where it can take its time but not reach Python. Rendering more than
+once finds the replies, so any template will do that writes a reply behind its generation prompt and
+ends it with a token of its own. For models that come without, three are written out: Llama 3,
+ChatML (Qwen), and a plain one without special tokens. Left out: tools, images, options such as
+enable_thinking, and the date (a row must be the same tomorrow).
 """
 
 import json
@@ -26,32 +26,38 @@ class Message(NamedTuple):
     content: str
 
 
-DATE = date(
-    2024, 7, 26
-)  # what Llama 3.1's and 3.2's templates write where they are not told the date
-Pieces = Iterator[tuple[str, bool]]  # text, and whether the model is to say it
+# the date that Llama 3.1's and 3.2's templates write where they are not told it
+DATE = date(2024, 7, 26)
+# text, and whether the model is to say it
+Pieces = Iterator[tuple[str, bool]]
+Chat = list[Message]
 
 # --------------------------------------------------------------------------------------------------------- written out
 
 
 @dataclass(frozen=True)
 class Template:
-    """How messages become text: begin, then for each message header, content, end and separator."""
+    """A format of text: begin, then for each message header, content, end and separator.
 
-    header: str  # with {role}
-    end: str  # of a turn, the assistant's too
-    special: tuple[str, ...] = ()  # tokens in these that a tokenizer must have
+    header: with {role}. end: of a turn, the assistant's too. special: tokens in these that a
+    tokenizer must have. strip: white space around a message is removed. begin_with_bos: with all
+    that the tokenizer puts before a text. reply_ends_with_eos: with that token, in place of `end`.
+    """
+
+    header: str
+    end: str
+    special: tuple[str, ...] = ()
     begin: str = ""
     separator: str = ""
-    strip: bool = False  # white space around a message is removed
-    begin_with_bos: bool = True  # with whatever the tokenizer puts before a text
-    reply_ends_with_eos: bool = False  # with that token, in place of `end`
+    strip: bool = False
+    begin_with_bos: bool = True
+    reply_ends_with_eos: bool = False
     # as of a JinjaTemplate
     notes = ()
     asks = None
 
-    def pieces(self, messages: list[Message]) -> Pieces:
-        """The text of a chat, in turns what is given and what the model is to say."""
+    def pieces(self, messages: Chat) -> Pieces:
+        """Yield the text of a chat, in turns given and for the model to say."""
         given = self.begin
         for role, content in messages:
             given += self.header.format(role=role)
@@ -64,20 +70,18 @@ class Template:
                 given += content + self.end + self.separator
         yield given, False
 
-    def question(self, messages: list[Message]) -> Pieces:
-        """The text that a reply to `messages` follows; where the last of them is the assistant's,
-        it is continued.
-        """
+    def question(self, messages: Chat) -> Pieces:
+        """Yield the text that a reply to `messages` follows. An assistant's last one is continued."""
         continued = bool(messages) and messages[-1].role == "assistant"
-        *given, (begun, _), _ = self.pieces(
-            messages if continued else [*messages, Message("assistant", "")]
-        )
+        if not continued:
+            messages = [*messages, Message("assistant", "")]
+        *given, (begun, _), _ = self.pieces(messages)
         yield from given
         if continued:
             yield begun if self.reply_ends_with_eos else begun.removesuffix(self.end), False
 
     def jinja(self, tokenizer: Tokenizer) -> str:
-        """The same as a template for transformers, to go with the model that was trained in it."""
+        """Return the same as a template for transformers, to go with the trained model."""
         before, _, after = map(repr, self.header.partition("{role}"))
         header = f"{before} + {{role}} + {after}" if self.header else "''"
         content = "message.content | trim" if self.strip else "message.content"
@@ -113,25 +117,26 @@ TEMPLATES = {"llama3": LLAMA3, "chatml": CHATML, "plain": PLAIN}
 class JinjaTemplate:
     """The template that came with a tokenizer.
 
-    It counts the replies that `pieces` has shown, those that lack some of what was said, and those
-    that follow another prompt than generation has, by both prompts: templates of reasoning models
-    drop thoughts, and ask for them.
+    It counts the replies of `pieces`, those that lack some of the message, and those that follow
+    another prompt than generation has, by both prompts: templates of reasoning models drop
+    thoughts, and ask for them.
     """
 
-    begin_with_bos = False  # the template writes it
-    reply_ends_with_eos = False  # likewise
+    # the template writes both
+    begin_with_bos = False
+    reply_ends_with_eos = False
     PLACEHOLDER = "\ue000a reply\ue000"
 
     def __init__(self, tokenizer: HuggingFaceTokenizer):
         self.file = tokenizer.file
         self.template = compile_template(tokenizer.chat_template, self.file)
-        self.special_tokens = tokenizer.special_tokens()  # bos_token, ...
+        self.special_tokens = tokenizer.special_tokens()
         longest_first = sorted(tokenizer.added_tokens(), key=len, reverse=True)
         self.added_token = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self.replies = self.shortened = 0
         self.prompts: Counter[tuple[str, str]] = Counter()
 
-    def render(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
+    def render(self, messages: Chat, add_generation_prompt: bool = False) -> str:
         dicts = [message._asdict() for message in messages]
         try:
             return self.template.render(
@@ -141,28 +146,26 @@ class JinjaTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self.special_tokens,
             )
-        except Exception as error:  # a template can raise whatever Python raises
+        # a template can raise whatever Python raises
+        except Exception as error:
             raise InputError(f"the chat template beside {self.file} refuses it: {error}") from error
 
-    def question(self, messages: list[Message]) -> Pieces:
-        """The text that a reply to `messages` follows; where the last of them is the assistant's,
-        it is continued.
-        """
+    def question(self, messages: Chat) -> Pieces:
+        """Yield the text that a reply to `messages` follows. An assistant's last one is continued."""
         if not messages or messages[-1].role != "assistant":
             yield self.render(messages, add_generation_prompt=True), False
             return
         *before, (role, begun) = messages
-        text, mark, rest = self.render(
-            [*before, Message(role, f"{begun}{self.PLACEHOLDER} ")]
-        ).rpartition(self.PLACEHOLDER)
+        marked = Message(role, f"{begun}{self.PLACEHOLDER} ")
+        text, mark, rest = self.render([*before, marked]).rpartition(self.PLACEHOLDER)
         if not mark or begun.strip() not in text:
             raise self.unclear(len(before))
         # a template that drops the space behind the mark would have dropped one that the message
         # ends in
         yield text if rest.startswith(" ") else text.rstrip(), False
 
-    def pieces(self, messages: list[Message]) -> Pieces:
-        """The text of a chat, in turns what is given and what the model is to say."""
+    def pieces(self, messages: Chat) -> Pieces:
+        """Yield the text of a chat, in turns given and for the model to say."""
         text = self.render(messages)
         seen = 0
         for i, message in enumerate(messages):
@@ -172,16 +175,16 @@ class JinjaTemplate:
                     raise self.unclear(i)
                 yield text[seen:start], False
                 yield text[start:end], True
-                self.replies += 1  # a thought may begin in what is given
-                self.shortened += without_spaces(message.content) not in without_spaces(
-                    text[seen:end]
-                )
+                self.replies += 1
+                # a thought may begin in the given text
+                shown = without_spaces(text[seen:end])
+                self.shortened += without_spaces(message.content) not in shown
                 seen = end
         yield text[seen:], False
 
     @property
     def notes(self) -> list[str]:
-        """What to say of the replies that `pieces` has shown."""
+        """Return remarks about the replies of `pieces`."""
         found = []
         if self.shortened:
             found.append(
@@ -197,14 +200,14 @@ class JinjaTemplate:
 
     @property
     def asks(self) -> str | None:
-        """The prompt that all replies follow, where generation has another one."""
-        [(_, given), count] = self.prompts.most_common(1)[0] if self.prompts else [("", ""), 0]
-        return given if count and count == self.replies else None
+        """Return the prompt that all replies follow, where generation has another one."""
+        for (_, given), count in self.prompts.items():
+            if count == self.replies:
+                return given
+        return None
 
-    def reply_in(self, text: str, messages: list[Message], i: int) -> tuple[int, int]:
-        """Where in the text of all messages that of message i begins and, with the token that ends
-        it, ends.
-        """
+    def reply_in(self, text: str, messages: Chat, i: int) -> tuple[int, int]:
+        """Return where in the text of all messages message i begins and, with its end token, ends."""
         replaced = [*messages[:i], Message("assistant", self.PLACEHOLDER), *messages[i + 1 :]]
         before, *after = self.render(replaced).split(self.PLACEHOLDER)
         end = self.added_token.search(after[0]) if len(after) == 1 else None
@@ -212,13 +215,13 @@ class JinjaTemplate:
             raise self.unclear(i)
         asked = self.render(messages[:i], add_generation_prompt=True) if i else before
         start = len(asked)
-        if not text.startswith(
-            asked
-        ):  # some ask for a thought, <think>, where they write a reply without one
+        # some ask for a thought, <think>, where they write a reply without one
+        if not text.startswith(asked):
             given = self.render(messages[:i])
             if not text.startswith(given):
                 raise self.unclear(i)
-            start = len(commonprefix([text, asked, before]))  # noqa: RUF071 (of characters it is)
+            # of characters
+            start = len(commonprefix([text, asked, before]))  # noqa: RUF071
             tokens = (m for whole in (text, asked) for m in self.added_token.finditer(whole))
             start = min(start, *(m.start() for m in tokens if m.end() > start))
             if asked.startswith(given):
@@ -245,10 +248,10 @@ def asking_with(prompt: str, jinja: str) -> str:
 
 
 def compile_template(text: str, file: Any) -> Any:
-    """A Jinja template with what Hugging Face's have at hand; tags around what to train, {%
-    generation %}, are ignored.
+    """Return a Jinja template with the names that Hugging Face's use.
 
-    Raises InputError, with the line, for what is no template.
+    The tags around a text to train on, {% generation %}, are ignored. Raises InputError, with the
+    line, for a text that is no template.
     """
     from jinja2 import TemplateError, TemplateSyntaxError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -256,9 +259,8 @@ def compile_template(text: str, file: Any) -> Any:
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    def tojson(
-        value: Any, ensure_ascii: bool = False, **options: Any
-    ) -> str:  # Jinja's own escapes HTML
+    # Jinja's own escapes HTML
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = ImmutableSandboxedEnvironment(
@@ -273,12 +275,11 @@ def compile_template(text: str, file: Any) -> Any:
         text = re.sub(rf"(\{{%[-+]?\s*){tag}(\s*[-+]?%\}})", rf"\1{condition}\2", text)
     try:
         return environment.from_string(text)
-    except Exception as error:  # Jinja's own, and what Python's compiler raises
-        told = (
-            f"line {error.lineno}: {error.message}"
-            if isinstance(error, TemplateSyntaxError)
-            else error
-        )
+    # Jinja's own, and those of Python's compiler
+    except Exception as error:
+        told = error
+        if isinstance(error, TemplateSyntaxError):
+            told = f"line {error.lineno}: {error.message}"
         raise InputError(f"the chat template beside {file} is not valid: {told}") from error
 
 
@@ -288,25 +289,24 @@ ChatTemplate = Template | JinjaTemplate
 
 
 def choose_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template called `name`; for `auto` the tokenizer's own, or if it has none the first whose
-    tokens it has.
+    """Return the template called `name`.
 
-    Raises InputError if the tokenizer lacks a token of the template.
+    `auto` is the tokenizer's own, or if it has none the first whose tokens it has. Raises
+    InputError if the tokenizer lacks a token of the template.
     """
     if name == "auto" and tokenizer.chat_template:
         return JinjaTemplate(tokenizer)
-    known = [name] if name != "auto" else TEMPLATES
-    missing = {
-        each: [t for t in TEMPLATES[each].special if tokenizer.token_id(t) is None]
-        for each in known
-    }
-    chosen = next((each for each in known if not missing[each]), None)
-    if chosen is None:
+    # the plain one needs none, so `auto` always finds one
+    for template in TEMPLATES.values() if name == "auto" else [TEMPLATES[name]]:
+        missing = [token for token in template.special if tokenizer.token_id(token) is None]
+        if not missing:
+            break
+    if missing:
         raise InputError(
-            f"data.template={name} needs the token {missing[name][0]}, which data.tokenizer lacks"
+            f"data.template={name} needs the token {missing[0]}, which data.tokenizer lacks"
         )
-    if TEMPLATES[chosen].reply_ends_with_eos and tokenizer.eos_id is None:
+    if template.reply_ends_with_eos and tokenizer.eos_id is None:
         raise InputError(
             "data.template=plain ends answers with eos, which data.tokenizer lacks (use llama3 or chatml)"
         )
-    return TEMPLATES[chosen]
+    return template

@@ -1,4 +1,4 @@
-"""Which dataset a config trains on, and which it is validated on."""
+"""Open the datasets of a config."""
 
 from minitrain.data.latents import open_latents
 from minitrain.data.sft import open_chats
@@ -7,7 +7,7 @@ from minitrain.settings import Config
 
 
 def open_dataset(config: Config) -> tuple:
-    """The training dataset, and the held-out one or None; see `open_data` for what a dataset has.
+    """Return the training dataset, and the held-out one or None; `open_data` describes them.
 
     Raises InputError for files that are missing, damaged or do not fit the model.
     """

@@ -1,7 +1,7 @@
-"""Which files `data.path` stands for.
+"""Find the files that `data.path` stands for.
 
-Of a folder those below it that are of the kind, without hidden ones: as globs and the package
-datasets have it, what begins with a dot belongs to programs (.git, .ipynb_checkpoints, .cache), as
+For a folder these are the files below it of the kind, without hidden ones: as in globs and the
+package datasets, a name that begins with a dot belongs to programs (.git, .ipynb_checkpoints, .cache), as
 do folders such as __pycache__.
 """
 
@@ -27,8 +27,9 @@ _SUFFIXES = {
 
 
 def find_files(data: Data) -> list[Path]:
-    """Return the files of data.path but not of data.exclude, each once and sorted; of a folder,
-    those of the kind.
+    """Return the files of data.path without data.exclude, each once and sorted.
+
+    A folder stands for its files of data.kind.
     """
     found = {}
     for pattern in [data.path] if isinstance(data.path, str) else data.path:
@@ -49,10 +50,10 @@ def find_files(data: Data) -> list[Path]:
     # links may lead to a folder by several names, in circles too: the shortest, which is the last
     # here, counts
     kept.sort(key=lambda file: (len(file), file), reverse=True)
-    real = functools.cache(os.path.realpath)  # there are far fewer folders than files
-    return sorted(
-        map(Path, {(real(os.path.dirname(x)), os.path.basename(x)): x for x in kept}.values())
-    )
+    # there are far fewer folders than files
+    real = functools.cache(os.path.realpath)
+    shortest = {(real(os.path.dirname(file)), os.path.basename(file)): file for file in kept}
+    return sorted(map(Path, shortest.values()))
 
 
 def _expand(pattern: str, kind: str) -> list[str]:
@@ -65,9 +66,7 @@ def _expand(pattern: str, kind: str) -> list[str]:
 
 
 def _what_is_there(pattern: str, kind: str) -> str:
-    """Return in brackets which other files a folder has, or that a path with commas may be a
-    list.
-    """
+    """Return a hint: which other files a folder has, or that a path with commas may be a list."""
     folder = os.path.expanduser(pattern)
     if not os.path.isdir(folder):
         hub = hub_hint(pattern, "data.path=", " --repo-type dataset")

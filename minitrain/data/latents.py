@@ -1,20 +1,23 @@
-"""Videos as latents with their text embeddings: a cache of safetensors files, or random ones of one
-shape.
+"""Videos as latents with their text embeddings: a cache of safetensors files, or random ones.
 
 Encoding videos takes an autoencoder and a text encoder, both large and frozen, so it happens once,
-before training. Each file of the cache is one video: `latents` [channels, frames, height, width],
-normalised per channel (for Wan, less latents_mean and divided by latents_std of its autoencoder's
-config), and `text` [tokens, text_dim], the real tokens only; for image-to-video models also
-`condition` [more channels, frames, height, width] and `image` [tokens, image_dim]. Where training
-hides a text (diffusion.text_dropout) the model sees the file's `negative` [tokens, text_dim], or
-zeros: published models are to see the embedding of an empty prompt, since that is what they are
-guided away from. Wan's condition is first a mask of 4 channels, one for each frame of the 4 that a
-latent frame stands for (the first is all 4 of its own), 1 where the frame is given; then the
-latents, normalised alike, of the video with all others grey. Videos of one shape form a bucket, and
-a micro-batch comes from one bucket. Every file's header is checked before training, its values (are
-they finite?) when they are read; with data.on_error=skip all values before training, to know which
-files to leave out. `open_latents` chooses among these by the config. What is not here: the
-encoders, and pickled files, which could run any code.
+before training. Each file of the cache is one video:
+
+    latents    [channels, frames, height, width]       normalized per channel: for Wan, less latents_mean and
+                                                       divided by latents_std of its autoencoder's config
+    text       [tokens, text_dim]                      the real tokens only
+    negative   [tokens, text_dim]                      optional: the text where training hides it
+    condition  [more channels, frames, height, width]  for image-to-video models
+    image      [tokens, image_dim]                     for those that see CLIP features
+
+Where training hides a text (diffusion.text_dropout) the model sees `negative`, or zeros. Published
+models are to see the embedding of an empty prompt, since that is what they are guided away from.
+Wan's condition is first a mask of 4 channels, one for each frame of the 4 that a latent frame
+stands for (the first is all 4 of its own), 1 where the frame is given; then the latents, normalized
+alike, of the video with all others grey. Videos of one shape form a bucket, and a micro-batch comes
+from one bucket. Every file's header is checked before training, its values (are they finite?) when
+they are read; with data.on_error=skip all values before training, to know which files to leave out.
+Left out: the encoders, and pickled files, which could run any code.
 """
 
 import math
@@ -29,28 +32,37 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minitrain.data.files import find_files
+from minitrain.data.records import Skips
 from minitrain.data.shapes import ShapesWorld
-from minitrain.data.text import Skips, split_off
+from minitrain.data.text import Row, split_off
 from minitrain.data.token_files import check_unchanged, stamp_of
-from minitrain.errors import InputError
+from minitrain.errors import InputError, located
 from minitrain.formats.tensor_files import FLOATS, open_tensors, read_headers, write_tensors
 from minitrain.hashing import nth, shuffled
 from minitrain.models.wan import WanConfig
 from minitrain.settings import Config
 from minitrain.training.flow import Noised, generator
 
-DIMENSIONS = {"latents": 4, "text": 2, "negative": 2, "condition": 4, "image": 2}
+DIMENSIONS = {
+    "latents": 4,
+    "text": 2,
+    "negative": 2,
+    "condition": 4,
+    "image": 2,
+}
 TEXTS = "text", "negative"
-DIFFUSERS_TEXT = (
-    512  # tokens behind those of the image: a constant in its attention of WanTransformer3DModel
-)
-IMAGE_TOKENS = 257  # of CLIP's features of one image
+# tokens behind those of the image: a constant in diffusers' attention of WanTransformer3DModel
+DIFFUSERS_TEXT = 512
+# of CLIP's features of one image
+IMAGE_TOKENS = 257
 
-Shape = tuple[int | str, ...]  # "tokens" where any number will do
+# "tokens" where any number will do
+Shape = tuple[int | str, ...]
+Shapes = dict[str, Shape]
 
 
 def open_latents(config: Config) -> tuple[Noised, Noised]:
-    """The videos to train on, and those to validate on, under noise held fixed.
+    """Return the videos to train on, and those to validate on, under noise held fixed.
 
     The latter are data.validation of the files; if that is 0, or there are none, they are those to
     train on, under other noise. Raises InputError for videos that the model does not take.
@@ -60,17 +72,11 @@ def open_latents(config: Config) -> tuple[Noised, Noised]:
     seed = config.seed
     noised = partial(Noised, settings=config.diffusion, seed=seed)
     if data.kind != "latents":
-        if data.kind == "shapes":
-            videos = ShapesWorld(seed)
-        else:
-            videos = MockLatents(
-                model_shapes(model, data.size, data.text_tokens, IMAGE_TOKENS), seed
-            )
-        check_fit(
-            {name: tuple(x.shape) for name, x in videos.row(0).items()},
-            config,
-            f"data.kind={data.kind}",
-        )
+        shapes = model_shapes(model, data.size, data.text_tokens, IMAGE_TOKENS)
+        videos = ShapesWorld(seed) if data.kind == "shapes" else MockLatents(shapes, seed)
+        shapes = {name: tuple(x.shape) for name, x in videos.row(0).items()}
+        with located(f"data.kind={data.kind}"):
+            check_fit(shapes, config)
         return noised(videos), noised(videos, held_out=True)
     skips = Skips(data.on_error == "skip")
     buckets = find_buckets(config, skips)
@@ -88,25 +94,21 @@ def open_latents(config: Config) -> tuple[Noised, Noised]:
     return train, held
 
 
-def check_fit(shapes: dict[str, Shape], config: Config, where: str) -> None:
-    """Can the config's model train on videos of these shapes, in its layout?"""
+def check_fit(shapes: Shapes, config: Config) -> None:
+    """Raise InputError if the config's model cannot train on such videos, in its layout."""
     model = config.model.config
     parallel = config.parallel
-    latents = shapes["latents"]
-    check_shapes(shapes, model_shapes(model, latents[1:]), where)
-    if any(size % patch for size, patch in zip(latents[1:], model.patch_size, strict=True)):
-        raise InputError(
-            f"{where}: latents {list(latents[1:])} do not divide into patches {list(model.patch_size)}"
-        )
-    tokens = math.prod(latents[1:]) // math.prod(model.patch_size)
-    ranks = parallel.cp * parallel.tp
+    size = shapes["latents"][1:]
+    check_shapes(shapes, model_shapes(model, size))
+    if any(n % patch for n, patch in zip(size, model.patch_size, strict=True)):
+        patches = list(model.patch_size)
+        raise InputError(f"latents {list(size)} do not divide into patches {patches}")
+    tokens = math.prod(size) // math.prod(model.patch_size)
     if tokens > config.batch.seq_len:
+        raise InputError(f"{tokens} patches are more than batch.seq_len={config.batch.seq_len}")
+    if tokens % (parallel.cp * parallel.tp):
         raise InputError(
-            f"{where}: {tokens} patches are more than batch.seq_len={config.batch.seq_len}"
-        )
-    if tokens % ranks:
-        raise InputError(
-            f"{where}: {tokens} patches do not divide by parallel.cp={parallel.cp} x tp={parallel.tp}"
+            f"{tokens} patches do not divide by parallel.cp={parallel.cp} x tp={parallel.tp}"
         )
 
 
@@ -115,54 +117,50 @@ def model_shapes(
     size: Sequence[int],
     text_tokens: int | str = "tokens",
     image_tokens: int | str = "tokens",
-) -> dict[str, Shape]:
-    """The shapes of what a model takes for one video. size: frames, height and width; "tokens": any
-    number.
+) -> Shapes:
+    """Return the shapes of a model's inputs for one video.
+
+    size: frames, height and width. "tokens": any number.
     """
     shapes = {"latents": (model.out_channels, *size), "text": (text_tokens, model.text_dim)}
     if model.in_channels > model.out_channels:
         shapes["condition"] = (model.in_channels - model.out_channels, *size)
-    return (
-        shapes if model.image_dim is None else shapes | {"image": (image_tokens, model.image_dim)}
-    )
+    if model.image_dim is not None:
+        shapes["image"] = (image_tokens, model.image_dim)
+    return shapes
 
 
-def check_shapes(found: dict[str, Shape], wanted: dict[str, Shape], where: str) -> None:
-    """Raises InputError if the tensors found are not those that the model takes; `negative` may be
-    like the text.
-    """
+def check_shapes(found: Shapes, wanted: Shapes) -> None:
+    """Raise InputError for tensors that are not the model's inputs. `negative` may be like the text."""
     if "negative" in found:
         wanted = wanted | {"negative": wanted["text"]}
     for name in wanted | found:
-        pair = found.get(name, ()), wanted.get(name, ())
-        if len(pair[0]) != len(pair[1]) or any(
-            b not in (a, "tokens") for a, b in zip(*pair, strict=True)
-        ):
-            given, taken = (
-                f"[{', '.join(map(str, shape))}]" if shape else "none" for shape in pair
-            )
-            raise InputError(f"{where}: {name} is {given}, the model takes {taken}")
+        given = found.get(name, ())
+        taken = wanted.get(name, ())
+        matching = [b in (a, "tokens") for a, b in zip(given, taken, strict=False)]
+        if len(given) != len(taken) or not all(matching):
+            told = [f"[{', '.join(map(str, x))}]" if x else "none" for x in (given, taken)]
+            raise InputError(f"{name} is {told[0]}, the model takes {told[1]}")
 
 
 class MockLatents:
-    """Normal tensors of given shapes, such as latents [channels, frames, height, width]: for
-    benchmarks.
-    """
+    """Normal tensors of given shapes, as latents [channels, frames, height, width]: for benchmarks."""
 
-    def __init__(self, shapes: dict[str, Shape], seed: int):
+    def __init__(self, shapes: Shapes, seed: int):
         self.shapes = shapes
         self.seed = seed
 
     def __len__(self) -> int:
-        return 1 << 40  # no epoch ever ends
+        # no epoch ever ends
+        return 1 << 40
 
-    def row(self, n: int) -> dict[str, Tensor]:
+    def row(self, n: int) -> Row:
         random = generator(self.seed, n)
         return {key: torch.randn(shape, generator=random) for key, shape in self.shapes.items()}
 
 
 class LatentCache:
-    """Videos in files, by bucket, as `find_buckets` has them.
+    """Videos in files, by bucket, as `find_buckets` returns them.
 
     Row n is a pure function of (seed, n). An epoch visits the buckets in groups of `group` videos,
     in an order that differs from epoch to epoch; a bucket that `group` does not divide repeats a
@@ -182,15 +180,15 @@ class LatentCache:
     def __len__(self) -> int:
         return self.firsts[-1] * self.group
 
-    def row(self, n: int) -> dict[str, Tensor]:
-        """fp32 latents and text [text_tokens, text_dim], and what else the file holds."""
+    def row(self, n: int) -> Row:
+        """Return fp32 latents, text [text_tokens, text_dim], and the file's other tensors."""
         return self.read(self.file(n))
 
     def origin(self, n: int) -> str:
         return str(self.file(n))
 
     def file(self, n: int) -> Path:
-        """That of row n."""
+        """Return the file of row n."""
         group, place = divmod(int(n), self.group)
         epoch, group = nth(group, self.firsts[-1], self.seed)
         bucket = bisect_right(self.firsts, group) - 1
@@ -198,28 +196,27 @@ class LatentCache:
         place = ((group - self.firsts[bucket]) * self.group + place) % len(files)
         return files[shuffled(place, len(files), self.seed, epoch, bucket)]
 
-    def read(self, path: Path) -> dict[str, Tensor]:
-        """One video, as in a row."""
+    def read(self, path: Path) -> Row:
+        """Return one video, as in a row."""
         check_unchanged(path, path, self.stamps[path])
         row = read_video(path)
-        texts = {name: row[name] for name in TEXTS if name in row}
-        return row | {
-            name: F.pad(text, (0, 0, 0, self.text_tokens - len(text)))
-            for name, text in texts.items()
-        }
+        for name in TEXTS:
+            if name in row:
+                row[name] = F.pad(row[name], (0, 0, 0, self.text_tokens - len(row[name])))
+        return row
 
 
 def find_buckets(config: Config, skips: Skips) -> list[list[Path]]:
-    """The files of data.path, by the shapes of what they hold, texts apart; all headers are
-    checked.
+    """Return the files of data.path, by the shapes of their tensors, texts apart.
 
-    Raises InputError for a file that is not a video, or not one that the config's model takes.
+    All headers are checked. Raises InputError for a file that is not a video, or not one that the
+    config's model takes.
     """
     buckets: dict[tuple, list[Path]] = {}
     for path in find_files(config.data):
         shapes = skips.read(read_usable, path, config, skips.allowed)
         if shapes is not None:
-            key = tuple((name, shape) for name, shape in shapes.items() if name not in TEXTS)
+            key = tuple(item for item in shapes.items() if item[0] not in TEXTS)
             buckets.setdefault(key, []).append(path)
     if not buckets:
         raise InputError(f"data.path={config.data.path!r} holds no usable videos{skips.aside}")
@@ -227,67 +224,71 @@ def find_buckets(config: Config, skips: Skips) -> list[list[Path]]:
 
 
 def split_buckets(buckets: list[list[Path]], share: float, seed: int) -> Iterator[list[list[Path]]]:
-    """The buckets without, and with nothing but, a random `share` of all their files."""
+    """Yield the buckets without, and with nothing but, a random `share` of all their files."""
     for side in map(set, split_off(list(chain(*buckets)), share, seed)):
         yield [[file for file in files if file in side] for files in buckets]
 
 
-def read_usable(path: Path, config: Config, with_values: bool) -> dict[str, Shape]:
-    """`read_shapes` of a file that the config's model takes, and, if asked for, whose values are
-    finite.
+def read_usable(path: Path, config: Config, with_values: bool) -> Shapes:
+    """Return `read_shapes` of a file that the config's model takes.
+
+    with_values: its values must be finite, too.
     """
     shapes = read_shapes(path)
-    text_tokens = config.data.text_tokens
-    for name in TEXTS:
-        if name in shapes and shapes[name][0] > text_tokens:
-            raise InputError(
-                f"{path}: {name} has {shapes[name][0]} tokens, more than the {text_tokens} of a row"
-            )
-    check_fit(shapes, config, str(path))
+    with located(path):
+        limit = config.data.text_tokens
+        for name in TEXTS:
+            tokens = shapes[name][0] if name in shapes else 0
+            if tokens > limit:
+                raise InputError(f"{name} has {tokens} tokens, more than the {limit} of a row")
+        check_fit(shapes, config)
     if with_values:
         read_video(path)
     return shapes
 
 
-def read_shapes(path: Path) -> dict[str, Shape]:
-    """The shapes of what a file holds, from its header. Raises InputError for one that is not a
-    video.
+def read_shapes(path: Path) -> Shapes:
+    """Return the shapes of a file's tensors, from its header.
+
+    Raises InputError for a file that is not a video.
     """
     headers = read_headers(path)
-    shapes = {name: headers[name][0] for name in DIMENSIONS if name in headers}
     for name in ("latents", "text"):
-        if name not in shapes:
+        if name not in headers:
             held = ", ".join(list(headers)[:3]) or "nothing"
             raise InputError(
                 f"{path}: tensor {name} is missing (it holds {held}; see minitrain/data/latents.py)"
             )
-    for name, shape in shapes.items():
-        if len(shape) != DIMENSIONS[name] or 0 in shape:
-            expected = f"expected {DIMENSIONS[name]} dimensions, none of them 0"
-            raise InputError(f"{path}: tensor {name} has shape {list(shape)}, {expected}")
-        check_stored(path, name, headers[name][1])
+    shapes = {}
+    for name, dimensions in DIMENSIONS.items():
+        if name in headers:
+            shape, dtype = headers[name]
+            if len(shape) != dimensions or 0 in shape:
+                expected = f"expected {dimensions} dimensions, none of them 0"
+                raise InputError(f"{path}: tensor {name} has shape {list(shape)}, {expected}")
+            check_dtype(path, name, dtype)
+            shapes[name] = shape
     return shapes
 
 
-def check_stored(path: Path, name: str, dtype: str) -> None:
+def check_dtype(path: Path, name: str, dtype: str) -> None:
     if dtype not in FLOATS:
-        raise InputError(
-            f"{path}: tensor {name} is stored as {dtype}, not one of {', '.join(FLOATS)}"
-        )
+        known = ", ".join(FLOATS)
+        raise InputError(f"{path}: tensor {name} is stored as {dtype}, not one of {known}")
 
 
-def read_video(path: Path, names: Iterable[str] = tuple(DIMENSIONS)) -> dict[str, Tensor]:
-    """Those of the named tensors that a file holds, in fp32. Raises InputError for what is not
-    finite, or no floats.
+def read_video(path: Path, names: Iterable[str] = tuple(DIMENSIONS)) -> Row:
+    """Return those of the named tensors that a file holds, in fp32.
+
+    Raises InputError for values that are not finite, or no floats.
     """
     video = {}
     with open_tensors(path) as file:
-        for name in (name for name in names if name in file.keys()):  # noqa: SIM118
-            check_stored(path, name, file.get_slice(name).get_dtype())
+        for name in [name for name in names if name in file.keys()]:  # noqa: SIM118
+            check_dtype(path, name, file.get_slice(name).get_dtype())
             video[name] = file.get_tensor(name).float()
-    for name, tensor in video.items():
-        if not tensor.isfinite().all():
-            raise InputError(f"{path}: tensor {name} holds values that are not finite")
+            if not video[name].isfinite().all():
+                raise InputError(f"{path}: tensor {name} holds values that are not finite")
     return video
 
 
@@ -295,6 +296,3 @@ def save_video(path: str | Path, latents: Tensor, text: Tensor, **more: Tensor) 
     """Write one file of a cache. more: `negative`; for image-to-video `condition` and `image`."""
     tensors = {"latents": latents, "text": text, **more}
     write_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-
-
-# ------------------------------------------------------------------------------------------------------------- packing

@@ -1,21 +1,21 @@
-"""Supervised fine-tuning data: chats packed into rows, of which row n is a pure function of (seed,
-n).
+"""Supervised fine-tuning data: chats packed into rows. Row n is a pure function of (seed, n).
 
 Samples that share a row do not see each other, so packing changes nothing but the number of empty
 slots: the gradients are those of one sample per row (`data.packed: false`). The packing is made
-once; each epoch visits its rows in another order. All samples are tokenised at the start and stay
+once; each epoch visits its rows in another order. All samples are tokenized at the start and stay
 in memory. Left out: streaming, and mixing files by weight.
 """
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import numpy as np
-from torch import Tensor
 
 from minitrain.data.chat import Sample, encode_chat, make_sample, read_messages, split_reply
 from minitrain.data.chat_templates import PLAIN, ChatTemplate, choose_template
 from minitrain.data.files import find_files
-from minitrain.data.text import Mock, Skips, fitting_tokenizer, read_jsonl, split_off
+from minitrain.data.records import Skips, read_jsonl
+from minitrain.data.text import Mock, Row, fitting_tokenizer, split_off
 from minitrain.data.tokenizer import Tokenizer
 from minitrain.errors import InputError
 from minitrain.hashing import nth
@@ -25,25 +25,24 @@ from minitrain.training.packing import PADDING, first_fit_decreasing, pack_row
 
 
 def open_chats(config: Config) -> "tuple[Chats | Mock, Chats | Mock | None]":
-    """The training samples in rows, and the held-out ones (None if data.validation is 0; mock data
-    always has some).
+    """Return the training samples in rows, and the held-out ones.
 
-    As `open_data`, with document -1 where a row is padding. Without data.packed, rows have neither
+    The latter are None if data.validation is 0; mock data always has some. A row is as
+    `open_data`'s, with document -1 where a row is padding. Without data.packed, rows have neither
     `positions` nor `documents`, unless experts are balanced, which padding must not be; and mock
     data is pretraining's. Raises InputError, with FILE:LINE, for a line that is not a chat.
     """
     data = config.data
     seq_len = config.batch.seq_len
-    vocab_size = config.model.config.vocab_size
     seed = config.seed
     packed = data.packed is not False
     model = config.model.config
     numbered = packed or model.bias_update_speed > 0 or model.router_aux_loss_coef > 0
     if data.kind == "mock":
-        mock = MockChats if packed else Mock
-        return mock(seq_len, vocab_size, seed, split=0), mock(seq_len, vocab_size, seed, split=1)
+        mock = partial(MockChats if packed else Mock, seq_len, model.vocab_size, seed)
+        return mock(split=0), mock(split=1)
     skips = Skips(data.on_error == "skip")
-    tokenizer = fitting_tokenizer(data.tokenizer, vocab_size)
+    tokenizer = fitting_tokenizer(data.tokenizer, model.vocab_size)
     template = choose_template(data.template, tokenizer)
     samples, counts = fit(read_samples(data, template, tokenizer, skips), seq_len, data.over_long)
     counts += skips.aside
@@ -51,18 +50,18 @@ def open_chats(config: Config) -> "tuple[Chats | Mock, Chats | Mock | None]":
         raise InputError(
             f"data.path={data.path} holds no chat to learn from with batch.seq_len={seq_len}{counts}"
         )
-    if not data.validation:
-        return Chats(samples, seq_len, seed, packed, numbered, counts, template), None
-    train, held = split_off(samples, data.validation, seed)
-    return Chats(train, seq_len, seed, packed, numbered, counts, template), Chats(
-        held, seq_len, seed, packed, numbered
-    )
+    in_rows = partial(Chats, seq_len=seq_len, seed=seed, packed=packed, numbered=numbered)
+    held = None
+    if data.validation:
+        samples, held = split_off(samples, data.validation, seed)
+        held = in_rows(held)
+    return in_rows(samples, note=counts, template=template), held
 
 
 def read_samples(
     data: Data, template: ChatTemplate, tokenizer: Tokenizer, skips: Skips
 ) -> Iterator[Sample]:
-    """The samples of all lines of all files, in order and however long."""
+    """Yield the samples of all lines of all files, in order and however long."""
 
     def read(record: dict, where: str) -> Sample:
         return make_sample(*encode_chat(read_messages(record, where), template, tokenizer, where))
@@ -71,7 +70,7 @@ def read_samples(
 
 
 def fit(samples: Iterable[Sample], seq_len: int, over_long: str) -> tuple[list[Sample], str]:
-    """The samples, none longer than a row, and a note on those that were.
+    """Return the samples that fit a row, and a note on those that did not.
 
     over_long: `drop` those, or `truncate` them. A sample that has nothing to predict (any more) is
     dropped in any case.
@@ -86,7 +85,8 @@ def fit(samples: Iterable[Sample], seq_len: int, over_long: str) -> tuple[list[S
             dropped += 1
         else:
             truncated += is_long
-            end = predicted[-1] + 1  # the row may end within a question
+            # the row may end within a question
+            end = predicted[-1] + 1
             kept.append(Sample(sample.tokens[:end], sample.labels[:end]))
     return kept, f" ({truncated:,} truncated, {dropped:,} dropped)" if truncated + dropped else ""
 
@@ -94,8 +94,8 @@ def fit(samples: Iterable[Sample], seq_len: int, over_long: str) -> tuple[list[S
 class Chats:
     """Samples, of at most seq_len tokens each, in rows: packed, or one in each.
 
-    numbered: do rows have `positions` and `documents`? template: what has written the samples, and
-    counted them.
+    numbered: rows have `positions` and `documents`. template: it wrote the samples, and counted
+    them.
     """
 
     def __init__(
@@ -113,9 +113,9 @@ class Chats:
         self.seed = seed
         self.numbered = numbered
         lengths = [len(sample.tokens) for sample in samples]
-        self.rows = (
-            first_fit_decreasing(lengths, seq_len) if packed else [[i] for i in range(len(samples))]
-        )
+        self.rows = [[i] for i in range(len(samples))]
+        if packed:
+            self.rows = first_fit_decreasing(lengths, seq_len)
         self.fill = sum(lengths) / (len(self.rows) * seq_len)
         rows = f"{len(self.rows):,} rows of {seq_len:,} tokens, {self.fill:.1%} filled"
         self.about = f"{len(samples):,} chats{note} in {rows}"
@@ -126,37 +126,36 @@ class Chats:
         return len(self.rows)
 
     def questions(self, count: int) -> list[tuple[list[int], list[int]]]:
-        """The first `count` samples, each as what comes before its last reply, and that reply."""
+        """Return the first `count` samples, each split before its last reply."""
         return [split_reply(sample) for sample in self.samples[:count]]
 
-    def row(self, n: int) -> dict[str, Tensor]:
+    def row(self, n: int) -> Row:
         row = pack_row([self.samples[i]._asdict() for i in self.chosen(n)], self.seq_len, PADDING)
         return row if self.numbered else {key: row[key] for key in PADDING}
 
     def origin(self, n: int) -> str:
-        """Chats are counted as they were kept."""
+        """Return the numbers of row n's chats, counted as they were kept."""
         return f"chats {', '.join(str(i + 1) for i in self.chosen(n))}"
 
     def chosen(self, n: int) -> list[int]:
-        """The samples of row n."""
+        """Return the indices of row n's samples."""
         _, number = nth(n, len(self), self.seed)
         return self.rows[number]
 
 
 class MockChats(Mock):
-    """Random tokens in the shape of packed SQuAD, as the published fine-tuning tables have it.
-    `split` 0 and 1 differ.
+    """Random tokens in the shape of packed SQuAD, as in the published fine-tuning tables.
 
-    What those tables count fits rows with 17 empty slots, and questions, contexts and answers of
-    such lengths s that attention sees sum(s^2) / sum(s) = 208 tokens: log-normal lengths do, of
-    which a row's last is cut to fit.
+    Their counts fit rows with 17 empty slots, and samples of such lengths s that attention sees
+    sum(s^2) / sum(s) = 208 tokens. Log-normal lengths do; a row's last is cut to fit. `split` 0 and
+    1 differ.
     """
 
     # slots of a row without a token; tokens of a chat that are predicted
     EMPTY = 17
     ANSWER = 5
 
-    def row(self, n: int) -> dict[str, Tensor]:
+    def row(self, n: int) -> Row:
         random = self.random(n)
         lengths = []
         room = max(1, self.seq_len - self.EMPTY)

@@ -1,8 +1,7 @@
-"""A toy world of video with text: a coloured shape that moves, drawn by numpy, for training Wan on
-a laptop.
+"""A toy world of video with text: a colored shape that moves, for training Wan on a laptop.
 
 4 colours x 3 shapes x 4 directions, each from 9 places: 432 clips of 4 frames, 16 x 16 pixels, all
-known, so that what a model generates can be judged by the clip nearest to it. In place of an
+known, so that a generated video can be judged by the clip nearest to it. In place of an
 autoencoder stands a principal component analysis of 4 x 4 pixels, in place of a text encoder a
 fixed random vector for each word.
 """
@@ -34,8 +33,9 @@ SIZE = 16
 PATCH = 4
 CHANNELS = 8
 TEXT_DIM = 64
-# pixels per frame; pixels
+# in pixels per frame
 SPEED = 2
+# in pixels
 RADIUS = 3.4
 
 
@@ -50,7 +50,7 @@ def all_prompts() -> list[tuple[str, str, str]]:
 
 
 def all_clips() -> list[Clip]:
-    """Every prompt, on paths whose middles lie within one pixel of the centre."""
+    """Return every prompt, on paths whose middles lie within one pixel of the center."""
     clips = []
     back = SPEED * (FRAMES - 1) / 2
     for words, dx, dy in itertools.product(all_prompts(), (-1, 0, 1), (-1, 0, 1)):
@@ -60,7 +60,7 @@ def all_clips() -> list[Clip]:
 
 
 def render(clip: Clip) -> np.ndarray:
-    """fp32 [frames, height, width, 3] between 0 and 1, with soft edges, on black."""
+    """Return fp32 [frames, height, width, 3] between 0 and 1, with soft edges, on black."""
     colour, shape, direction = clip.words
     pixels = np.arange(SIZE) + 0.5
     frames = []
@@ -73,9 +73,7 @@ def render(clip: Clip) -> np.ndarray:
 
 
 def distance(shape: str, dx: np.ndarray, dy: np.ndarray) -> np.ndarray:
-    """How far outside the shape's edge a point dx, dy from its centre lies, in pixels; negative
-    inside.
-    """
+    """Return the signed distance in pixels of a point dx, dy from the shape's edge, negative inside."""
     if shape == "square":
         return np.maximum(dx, dy) - 0.9 * RADIUS
     if shape == "ring":
@@ -84,14 +82,14 @@ def distance(shape: str, dx: np.ndarray, dy: np.ndarray) -> np.ndarray:
 
 
 def embed_text(words: tuple[str, ...]) -> Tensor:
-    """fp32 [words, TEXT_DIM]: each word's own normal vector."""
+    """Return fp32 [words, TEXT_DIM]: each word's own normal vector."""
     seeds = [int.from_bytes(hashlib.sha256(word.encode()).digest()[:4]) for word in words]
     vectors = np.stack([np.random.default_rng(seed).standard_normal(TEXT_DIM) for seed in seeds])
     return torch.from_numpy(vectors).float()
 
 
 class ShapesWorld:
-    """All clips, as a dataset of latents and texts and as what generated latents are judged by."""
+    """All clips, as a dataset of latents and texts, and as the judge of generated latents."""
 
     def __init__(self, seed: int = 0):
         self.seed = seed
@@ -103,13 +101,14 @@ class ShapesWorld:
         axes = axes[:, -CHANNELS:]
         self.scale = variances[-CHANNELS:].sqrt()
         largest = axes.gather(0, axes.abs().argmax(0, keepdim=True))
-        self.axes = axes * largest.sign()  # which eigh leaves open
+        # eigh leaves the sign open
+        self.axes = axes * largest.sign()
 
     def __len__(self) -> int:
         return len(self.clips)
 
     def row(self, n: int) -> dict[str, Tensor]:
-        """Latents [CHANNELS, frames, 4, 4] of unit variance per channel, and text [3, TEXT_DIM]."""
+        """Return latents [CHANNELS, frames, 4, 4] of unit variance per channel, and text [3, TEXT_DIM]."""
         _, number = nth(n, len(self), self.seed)
         return {"latents": self.latents[number], "text": embed_text(self.clips[number].words)}
 
@@ -118,65 +117,54 @@ class ShapesWorld:
         return self.encode(self.videos)
 
     def encode(self, videos: Tensor) -> Tensor:
-        """[batch, frames, height, width, 3] -> fp32 [batch, CHANNELS, frames, height / PATCH, width
-        / PATCH].
+        """Encode [batch, frames, height, width, 3].
+
+        Returns fp32 [batch, CHANNELS, frames, height / PATCH, width / PATCH].
         """
         values = (self._cut(videos).double() - self.mean) @ self.axes / self.scale
         return values.permute(0, 4, 1, 2, 3).float().contiguous()
 
     def decode(self, latents: Tensor) -> Tensor:
-        """The inverse of `encode`, up to the components left out; clipped to 0 to 1."""
+        """Undo `encode`, up to the components left out; clipped to 0 to 1."""
         values = (latents.permute(0, 2, 3, 4, 1).double() * self.scale) @ self.axes.T + self.mean
         pixels = values.unflatten(-1, (PATCH, PATCH, 3)).permute(0, 1, 2, 4, 3, 5, 6)
         return pixels.flatten(4, 5).flatten(2, 3).clamp(0, 1).float()
 
     def judge(self, videos: Tensor, prompts: list[tuple[str, str, str]]) -> dict[str, float]:
-        """The share of prompts whose colour, shape, direction the nearest clip has. videos:
-        [prompts, frames, ...].
+        """Return the share of prompts whose color, shape, direction the nearest clip has.
+
+        videos: [prompts, frames, ...].
         """
         nearest = torch.cdist(videos.flatten(1), self.videos.flatten(1)).argmin(1)
         found = [self.clips[i].words for i in nearest.tolist()]
-        right = np.array(
-            [
-                [a == b for a, b in zip(*pair, strict=True)]
-                for pair in zip(found, prompts, strict=True)
-            ]
-        )
+        # [prompts, 3]
+        right = np.array(found) == np.array(prompts)
         return dict(zip(("colour", "shape", "direction"), right.mean(0).tolist(), strict=True))
 
     def _cut(self, videos: Tensor) -> Tensor:
-        """[batch, frames, height, width, 3] -> [batch, frames, rows, columns, PATCH * PATCH *
-        3].
-        """
-        pieces = (
-            videos.unflatten(3, (-1, PATCH)).unflatten(2, (-1, PATCH)).permute(0, 1, 2, 4, 3, 5, 6)
-        )
-        return pieces.flatten(4)
+        """Cut [batch, frames, height, width, 3] to [batch, frames, rows, columns, PATCH * PATCH * 3]."""
+        patches = videos.unflatten(3, (-1, PATCH)).unflatten(2, (-1, PATCH))
+        return patches.permute(0, 1, 2, 4, 3, 5, 6).flatten(4)
 
 
 # ------------------------------------------------------------------------------------------------------------ pictures
 
 
 def write_sheet(path: str | Path, videos: Tensor, zoom: int = 4) -> None:
-    """A PNG of videos [n, frames, height, width, 3] between 0 and 1: a video a row, frames left to
-    right.
-    """
-    framed = torch.nn.functional.pad(
-        videos, (0, 0, 0, 1, 0, 1), value=0.35
-    )  # a grey line below and right of each
+    """Write a PNG of videos [n, frames, height, width, 3] between 0 and 1, a video a row."""
+    # a gray line below and right of each
+    framed = torch.nn.functional.pad(videos, (0, 0, 0, 1, 0, 1), value=0.35)
     rows = framed.permute(0, 2, 1, 3, 4).flatten(2, 3).flatten(0, 1)
-    write_png(
-        path, (rows.repeat_interleave(zoom, 0).repeat_interleave(zoom, 1) * 255).byte().numpy()
-    )
+    pixels = rows.repeat_interleave(zoom, 0).repeat_interleave(zoom, 1)
+    write_png(path, (pixels * 255).byte().numpy())
 
 
 def write_png(path: str | Path, pixels: np.ndarray) -> None:
-    """pixels: uint8 [height, width, 3]. Format: W3C PNG specification, with filter 0 on every
-    line.
-    """
+    """Write uint8 pixels [height, width, 3] as a PNG (W3C specification), filter 0 on every line."""
     height, width = pixels.shape[:2]
     lines = b"".join(b"\0" + line.tobytes() for line in pixels)
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits, RGB
+    # 8 bits, RGB
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(lines, 9)), (b"IEND", b"")]
     body = b"".join(
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -3,7 +3,7 @@
 They are not memory-mapped, because reading a mapped file that has shrunk kills the process; here it
 is an error, as is any other change of a file since it was opened. The files read last stay open,
 since opening is slow on network file systems; one that is deleted or replaced meanwhile goes on
-giving its old bytes. What rows are made of tokens is in data.py.
+giving its old bytes. text.py cuts them into rows.
 """
 
 import os
@@ -20,39 +20,45 @@ import numpy as np
 from minitrain.errors import InputError, readable
 from minitrain.formats.magic import kind_of_binary, kind_of_tokens, read_head
 
-OPEN = 128  # files at once; a process may usually have 256 or 1024
-LLMC_HEADER = 1024  # bytes
+# files at once; a process may usually have 256 or 1024
+OPEN = 128
+# in bytes
+LLMC_HEADER = 1024
+# magic number: version and dtype, of GPT-2's and Llama 3's tokens
 LLMC = {
     20240520: (1, "<u2"),
     20240801: (7, "<u4"),
-}  # magic number: version and type, of GPT-2's and Llama 3's tokens
+}
 NPY = b"\x93NUMPY"
-# tokens that tell of which type they are
+# tokens from which the width is guessed: at most, at least
 LOOKED_AT = 1 << 13
 FEWEST = 1 << 7
 
 
 @dataclass
 class TokenFile:
-    """Tokens [n] of a file, from number `first` to before `stop`. document_end: the id that ends a
-    document, or -1.
+    """Tokens [n] of a file, from number `first` to before `stop`.
+
+    offset: of the file's first token, in bytes. document_end: the id that ends a document, or -1.
+    stamp: the file's, when it was opened.
     """
 
     file: Path
     dtype: np.dtype
-    offset: int  # in bytes, of the file's first token
+    offset: int
     first: int
     stop: int
     vocab_size: int
     document_end: int
-    stamp: tuple[int, int]  # the file's, when it was opened
+    stamp: tuple[int, int]
 
     def __len__(self) -> int:
         return self.stop - self.first
 
     def read(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """As Corpus.read (data.py); a token outside the vocabulary is an InputError, as is a
-        changed file.
+        """Return tokens and document ends, as Corpus.read (text.py).
+
+        Raises InputError for a token outside the vocabulary, and for a changed file.
         """
         place = self.first + start
         window = self._load(place, min(length + 1, self.stop - place))
@@ -101,9 +107,8 @@ class TokenFiles:
             document_ends[count - 1] |= place + count == len(file)
             windows.append(window[:count].astype(np.int64))
             ends.append(document_ends)
-        windows.append(
-            window[count:].astype(np.int64)
-        )  # the token that follows, if the last file has one
+        # the token that follows, if the last file has one
+        windows.append(window[count:].astype(np.int64))
         return np.concatenate(windows), np.concatenate(ends)
 
     def origin(self, start: int, length: int) -> str:
@@ -121,21 +126,20 @@ class TokenFiles:
             place = start - self.firsts[number]
             count = min(length, len(file) - place)
             yield file, place, count
-            number = number + 1
-            start = start + count
-            length = length - count
+            number += 1
+            start += count
+            length -= count
 
 
 def check_width(file: Path, tokens: np.ndarray, vocab_size: int) -> None:
-    """Raises InputError if raw tokens are halves of others: so read, every other one is 0, and
-    nothing else amiss.
-    """
+    """Raise InputError if raw tokens are halves of wider ones: read so, every other one is 0."""
     even = tokens[: len(tokens) // 2 * 2]
     if len(even) < FEWEST:
         return
     size = 2 * tokens.dtype.itemsize
     pairs = np.unique(even.view(f"<u{size}"))
-    if pairs[-1] < vocab_size and len(pairs) > 4:  # of which 0 and 1, in any order, make up no more
+    # 0 and 1 alone, in any order, make up no more than 4
+    if pairs[-1] < vocab_size and len(pairs) > 4:
         better = "data.token_dtype=uint32" if size == 4 else "uint32 or .npy"
         raise InputError(
             f"{file} holds tokens of {size} bytes each, not {tokens.dtype} (use {better})"
@@ -144,14 +148,15 @@ def check_width(file: Path, tokens: np.ndarray, vocab_size: int) -> None:
 
 @lru_cache(OPEN)
 def kept_open(file: Path, stamp: tuple[int, int]) -> FileIO:
-    """The file, which is closed once it is used no more. stamp: so that a dataset made later finds
-    the file of now.
+    """Return the open file, which is closed once nothing uses it.
+
+    stamp: part of the key, so that a dataset made later gets the file of then.
     """
     return open(file, "rb", buffering=0)
 
 
 def stamp_of(file: Path | int) -> tuple[int, int]:
-    """Size and time of the last change of a file, or of an open one by its number."""
+    """Return size and time of the last change of a file, or of an open one by its number."""
     found = os.stat(file)
     return found.st_size, found.st_mtime_ns
 
@@ -164,9 +169,7 @@ def check_unchanged(name: Path, file: Path | int, stamp: tuple[int, int]) -> Non
 
 
 def open_tokens(file: Path, raw_dtype: str, vocab_size: int, document_end: int) -> TokenFile:
-    """Open a .npy file, one with llm.c's header, or any other, which holds raw little-endian tokens
-    of `raw_dtype`.
-    """
+    """Open a .npy file, one with llm.c's header, or raw little-endian tokens of `raw_dtype`."""
     try:
         with readable(file):
             stamp = stamp_of(file)
@@ -181,14 +184,12 @@ def open_tokens(file: Path, raw_dtype: str, vocab_size: int, document_end: int) 
                 tokens = np.memmap(file, np.dtype(raw_dtype).newbyteorder("<"), mode="r")
     except InputError:
         raise
-    except Exception as error:  # NumPy's parser of a damaged header can raise nearly anything
+    # NumPy's parser of a damaged header can raise nearly anything
+    except Exception as error:
         told = error
         if file.suffix == ".npy" and head and not head.startswith(NPY):
-            what = (
-                kind_of_binary(file, head)
-                or "without a header (raw tokens, as Dolma's, are read from .bin)"
-            )
-            told = f"it is {what}"
+            raw = "without a header (raw tokens, as Dolma's, are read from .bin)"
+            told = f"it is {kind_of_binary(file, head) or raw}"
         raise InputError(
             f"{file} does not hold tokens as {file.suffix or raw_dtype}: {told}"
         ) from error
@@ -202,8 +203,7 @@ def open_tokens(file: Path, raw_dtype: str, vocab_size: int, document_end: int) 
 
 
 def read_llmc_header(file: Path, head: bytes, size: int) -> np.dtype | None:
-    """Return the type of the tokens behind the 256 int32 of llm.c's header, None where there is no
-    such header.
+    """Return the dtype of the tokens behind llm.c's header of 256 int32, None without such a header.
 
     They are a magic number, a version and the number of tokens; llm.c/dev/data/data_common.py.
     size: the file's.

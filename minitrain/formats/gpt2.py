@@ -1,5 +1,6 @@
-"""What config.json and tensors of a GPT-2 checkpoint mean; GPT-3 has the same architecture, and no
-public checkpoint.
+"""Read and write config.json and tensor names of GPT-2.
+
+GPT-3 has the same architecture, and no public checkpoint.
 
 Three things differ from the families that our names are from: names and keys are older; linear
 layers are stored transposed, [in, out]; and q, k and v are one of them. Reading and writing the
@@ -12,7 +13,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-KEYS = {  # of config.json: as in Llama's -> as in GPT-2's
+# of config.json: Llama's key -> GPT-2's
+KEYS = {
     "hidden_size": "n_embd",
     "intermediate_size": "n_inner",
     "num_hidden_layers": "n_layer",
@@ -21,7 +23,8 @@ KEYS = {  # of config.json: as in Llama's -> as in GPT-2's
     "hidden_act": "activation_function",
 }
 FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-NAMES = {  # of modules: ours -> GPT-2's
+# of modules: ours -> GPT-2's
+NAMES = {
     "model.embed_tokens": "transformer.wte",
     "model.embed_positions": "transformer.wpe",
     "model.norm": "transformer.ln_f",
@@ -36,8 +39,9 @@ NAMES = {  # of modules: ours -> GPT-2's
 
 
 def with_defaults(raw: dict) -> dict:
-    """config.json with what GPT-2 has where a key is absent; a key may have Llama's name, as in
-    transformers.
+    """Return config.json with GPT-2's defaults of missing keys, under GPT-2's names.
+
+    A key may have Llama's name, as in transformers.
     """
     raw = {"tie_word_embeddings": True} | {KEYS.get(key, key): value for key, value in raw.items()}
     if raw.get("n_inner") is None and isinstance(raw.get("n_embd"), int):
@@ -46,21 +50,22 @@ def with_defaults(raw: dict) -> dict:
 
 
 def full_name(key: str) -> str:
-    """A stored tensor's name as transformers writes it; the files that OpenAI's weights are in lack
-    the first part.
+    """Return a stored tensor's name as transformers writes it.
+
+    The files of OpenAI's weights lack the first part.
     """
     return key if key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
 
 
 def stored_name(name: str) -> str:
-    """In which tensor our parameter `name` is; q, k and v are in the same one."""
+    """Return the tensor that holds our parameter `name`: for q, k and v it is the same one."""
     for ours, theirs in NAMES.items():
         name = re.sub(rf"(^|\.){re.escape(ours)}\.", rf"\1{theirs}.", name)
     return name
 
 
 def fused_part(name: str) -> int | None:
-    """0, 1 or 2 for q, k and v."""
+    """Return 0, 1 or 2 for q, k and v."""
     return next((i for i, module in enumerate(FUSED) if f".{module}." in name), None)
 
 
@@ -69,8 +74,8 @@ def is_transposed(name: str) -> bool:
 
 
 def to_stored(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Stored tensors from parameters by our names; q and k wait until v has come."""
-    waiting: dict[str, dict[int, Tensor]] = {}
+    """Yield the stored tensors of our named parameters. q and k wait until v has come."""
+    waiting = {}
     for name, tensor in tensors:
         stored = stored_name(name)
         part = fused_part(name)
@@ -79,5 +84,5 @@ def to_stored(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tens
             parts[part] = tensor
             if len(parts) < len(FUSED):
                 continue
-            tensor = torch.cat([waiting[stored].pop(i) for i in range(len(FUSED))])
+            tensor = torch.cat([parts[i] for i in range(len(FUSED))])
         yield stored, tensor.T if is_transposed(name) else tensor

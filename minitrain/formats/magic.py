@@ -1,14 +1,19 @@
-"""Name what a file is that is not what was asked for, by its first bytes or its name, and what to
-do with it.
-"""
+"""Name a file that is of the wrong kind, by its first bytes or its name, and the way out."""
 
 import re
 from pathlib import Path
 
 ADAPTER_CONFIG = "adapter_config.json"
 LFS = b"version https://git-lfs.github.com/spec"
-UNFINISHED = (".incomplete", ".part", ".partial", ".crdownload", ".download", ".aria2")
-# The bytes that a file begins with, what it then is, and what to do.
+UNFINISHED = (
+    ".incomplete",
+    ".part",
+    ".partial",
+    ".crdownload",
+    ".download",
+    ".aria2",
+)
+# first bytes of a file -> its kind, and the way out
 MAGICS = {
     LFS: "a pointer of git-lfs, not the file itself (git lfs pull)",
     b"PK\x03\x04": "a zip archive, as numpy.savez and torch.save write (unpack it, or save its arrays as .npy)",
@@ -50,16 +55,14 @@ def read_head(file: Path, length: int = 4096) -> bytes:
 
 
 def placeholder(file: Path, head: bytes) -> str:
-    """Return what a file is that stands for another one; empty for all others."""
+    """Return the kind of a file that stands for another one; empty for all others."""
     if file.suffix in UNFINISHED:
         return "an unfinished download (finish it, or remove it)"
     return MAGICS[LFS] if head.startswith(LFS) else ""
 
 
 def kind_of_binary(file: Path, head: bytes) -> str:
-    """Return what a file that begins with `head` is; empty for what neither its bytes nor its name
-    tell.
-    """
+    """Return the kind of a file that begins with `head`; empty if nothing tells."""
     length = int.from_bytes(head[:8], "little")
     if head[8:10] == b'{"' and length < 1 << 27:
         return "a safetensors file (of tensors, not of tokens or text)"
@@ -73,9 +76,7 @@ def kind_of_binary(file: Path, head: bytes) -> str:
 
 
 def kind_of_folder(folder: Path) -> str:
-    """Return what a folder is that lacks what was looked for, as the end of a sentence; empty where
-    nothing tells.
-    """
+    """Return the kind of a folder that is not the wanted one, as the end of a sentence, or ""."""
     names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
     known = {
         ADAPTER_CONFIG: "an adapter (give it as --adapter, or as lora.path, and its base model as the model)",
@@ -96,7 +97,7 @@ def kind_of_folder(folder: Path) -> str:
 
 
 def library_of(settings: dict) -> str:
-    """Return whose adapters an adapter_config.json is of, PEFT's by their kind."""
+    """Return the library that wrote an adapter_config.json; for PEFT the kind of adapters."""
     if {"fine_tune_type", "lora_parameters"} & settings.keys():
         return "adapters of mlx-lm (merge them with mlx_lm.fuse)"
     if isinstance(settings.get("config"), dict):
@@ -105,7 +106,7 @@ def library_of(settings: dict) -> str:
 
 
 def kind_of_json(file: Path, head: bytes) -> str:
-    """Return what a file is that should have a JSON object a line; empty where it may have."""
+    """Return the kind of a file that cannot be JSON lines; empty where it may be."""
     if SPREAD.match(head):
         return "JSON over several lines, not an object a line (jq -c . FILE > FILE.jsonl)"
     if ARRAY.match(head):
@@ -114,14 +115,13 @@ def kind_of_json(file: Path, head: bytes) -> str:
 
 
 def kind_of_tokens(file: Path, head: bytes) -> str:
-    """Return what a file is that should have raw tokens; empty where it may have."""
+    """Return the kind of a file that cannot be raw tokens; empty where it may be."""
     found = kind_of_binary(file, head)
     if found or len(head) < 64:
         return found
     text = head.decode("utf-8", "ignore")
-    whole = len(text.encode()) >= len(head) - 3  # a character may be cut at the end
-    return (
-        "text (data.kind=text, or jsonl)"
-        if whole and all(c.isprintable() or c in "\t\n\r" for c in text)
-        else ""
-    )
+    # a character may be cut at the end
+    whole = len(text.encode()) >= len(head) - 3
+    if whole and all(c.isprintable() or c in "\t\n\r" for c in text):
+        return "text (data.kind=text, or jsonl)"
+    return ""

@@ -1,4 +1,4 @@
-"""What config.json and tensor names of a Nemotron-H checkpoint mean (Nemotron 3 Nano and Super).
+"""Read and write config.json and tensor names of Nemotron-H (Nemotron 3 Nano and Super).
 
 Every layer there has one `norm` and one `mixer`, whatever it does; here it has the names that such
 a part has in other families. That rows of Mamba-2 layers are in another order there is told in
@@ -7,24 +7,24 @@ mamba.py. Reading and writing the files themselves is in hf.py.
 
 import math
 import re
-from pathlib import Path
 
 from minitrain.errors import InputError
 from minitrain.models.decoder_config import DecoderConfig
 
-KEYS = {  # of config.json: as in Llama's, or a field of ours -> as in Nemotron-H's
+# of config.json: the key of Llama's, or our field -> Nemotron-H's key
+KEYS = {
     "hidden_act": "mlp_hidden_act",
     "rms_norm_eps": "layer_norm_epsilon",
     "layer_pattern": "hybrid_override_pattern",
 }
-LETTERS = {
-    "linear_attention": "M",
-    "mamba": "M",
-    "full_attention": "*",
-    "attention": "*",
-    "moe": "E",
-    "mlp": "-",
-}
+LETTERS = dict(
+    linear_attention="M",
+    mamba="M",
+    full_attention="*",
+    attention="*",
+    moe="E",
+    mlp="-",
+)
 NO_EXPERTS = dict(
     n_routed_experts=0,
     num_experts_per_tok=1,
@@ -33,36 +33,38 @@ NO_EXPERTS = dict(
     n_group=1,
     topk_group=1,
 )
-HEAD_DIM = 128  # where config.json has none, as Nemotron-H's before Nemotron 3, whatever the other sizes are
-LEAST_DT = 1e-30  # a time_step_min that bounds nothing: transformers takes its logarithm
+# where config.json has none, as Nemotron-H's before Nemotron 3, whatever the other sizes are
+HEAD_DIM = 128
+# a time_step_min that bounds nothing: transformers takes its logarithm
+LEAST_DT = 1e-30
 
 
-def with_pattern(raw: dict, file: Path) -> dict:
-    """config.json with the layer pattern, which has two spellings, in that of letters, and what
-    follows from it.
+def with_pattern(raw: dict) -> dict:
+    """Return config.json with the layer pattern in letters, and the keys that follow from it.
+
+    The other spelling is a list, `layers_block_type`.
     """
-    raw = dict(raw)
+    pattern = raw.get("hybrid_override_pattern")
     layers = raw.get("layers_block_type")
     if layers is not None:
-        layers = layers if isinstance(layers, list) else [layers]
-        unknown = [layer for layer in layers if not isinstance(layer, str) or layer not in LETTERS]
-        if unknown:
-            raise InputError(
-                f"{file}: layers_block_type has {unknown[0]!r}, which is none of {', '.join(LETTERS)}"
-            )
-        raw["hybrid_override_pattern"] = "".join(LETTERS[layer] for layer in layers)
-    pattern = raw.get("hybrid_override_pattern")
+        pattern = ""
+        for layer in layers if isinstance(layers, list) else [layers]:
+            if not isinstance(layer, str) or layer not in LETTERS:
+                known = ", ".join(LETTERS)
+                raise InputError(f"layers_block_type has {layer!r}, which is none of {known}")
+            pattern += LETTERS[layer]
     if not isinstance(pattern, str) or not pattern:
-        raise InputError(
-            f"{file}: key hybrid_override_pattern or layers_block_type is missing or empty"
-        )
+        raise InputError("key hybrid_override_pattern or layers_block_type is missing or empty")
     absent = dict(head_dim=HEAD_DIM) | ({} if "E" in pattern else NO_EXPERTS)
-    return absent | raw | {"num_hidden_layers": len(pattern)}
+    known = dict(hybrid_override_pattern=pattern, num_hidden_layers=len(pattern))
+    return absent | raw | known
 
 
 def own_settings(config: DecoderConfig) -> dict:
-    """What config.json says besides what all families' do. Where dt is bounded, `time_step_limit`
-    says so, and `time_step_min` for transformers, see `config_hf.py`."""
+    """Return the keys of config.json that other families do not have.
+
+    A bound of dt is in `time_step_limit`, and for transformers in `time_step_min`, see config_hf.py.
+    """
     bounded = dict(time_step_limit=[config.time_step_min, math.inf]) if config.time_step_min else {}
     return bounded | dict(
         hybrid_override_pattern=config.layer_pattern,
@@ -73,10 +75,9 @@ def own_settings(config: DecoderConfig) -> dict:
 
 
 def stored_name(name: str) -> str:
-    """Our name of a parameter -> the stored one."""
+    """Return the stored name of our parameter."""
     name = re.sub(r"\.(input|post_attention)_layernorm\.", ".norm.", name)
     name = re.sub(r"(\.layers\.\d+)\.(self_attn|mamba|mlp)\.(dynamics\.)?", r"\1.mixer.", name)
-    name = name.replace("model.embed_tokens.", "model.embeddings.").replace(
-        "model.norm.", "model.norm_f."
-    )
+    name = name.replace("model.embed_tokens.", "model.embeddings.")
+    name = name.replace("model.norm.", "model.norm_f.")
     return re.sub(r"^model\.", "backbone.", name)

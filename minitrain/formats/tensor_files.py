@@ -18,18 +18,22 @@ from torch import Tensor
 from minitrain.errors import InputError
 from minitrain.formats.magic import kind_of_binary, read_head
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-FLOATS = tuple(
-    DTYPES
-)  # what weights that are not quantised are stored as, in safetensors' spelling
-LONGEST_HEADER = (
-    16 << 20
-)  # bytes, enough for 100,000 tensors; the package would parse 100 MB for half a minute
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+# dtypes of stored weights that are not quantized, in safetensors' spelling
+FLOATS = tuple(DTYPES)
+# bytes, enough for 100,000 tensors; the package would parse 100 MB for half a minute
+LONGEST_HEADER = 16 << 20
 
 
 def open_tensors(file: str | Path) -> safe_open:
-    """The file, to be used in a `with`. Raises InputError for one that is missing, damaged or too
-    large to map.
+    """Open a file, to be used in a `with`.
+
+    Raises InputError for one that is missing, damaged or too large to map.
     """
     try:
         head = read_head(file)
@@ -48,8 +52,9 @@ def open_tensors(file: str | Path) -> safe_open:
 
 
 def read_headers(file: str | Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and type, as safetensors spells it, of every tensor in the file, by name. Raises
-    InputError as above.
+    """Return shape and dtype, as safetensors spells it, of every tensor in the file, by name.
+
+    Raises InputError as `open_tensors` does.
     """
     with open_tensors(file) as contents:
         slices = {name: contents.get_slice(name) for name in contents.keys()}  # noqa: SIM118
@@ -59,16 +64,17 @@ def read_headers(file: str | Path) -> dict[str, tuple[tuple[int, ...], str]]:
 def write_tensors(
     tensors: dict[str, Tensor], file: str | Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """A whole new file, with the rights of any other: from 0.8 on, the package gives them to the
-    owner alone.
+    """Write a whole new file. Raises InputError where it cannot be written, on a full disk too.
 
-    Raises InputError where it cannot be written, on a full disk too.
+    It gets the rights of any other: from 0.8 on, the package gives them to the owner alone.
     """
     try:
         save_file(tensors, file, metadata)
     except SafetensorError as error:
         raise InputError(f"{file} cannot be written: {error}") from None
-    mask = os.umask(0)  # which cannot be read without being set
+    # the mask cannot be read without being set
+    mask = os.umask(0)
     os.umask(mask)
-    with suppress(OSError):  # some file systems know no rights
+    # some file systems know no rights
+    with suppress(OSError):
         os.chmod(file, 0o666 & ~mask)

@@ -1,5 +1,4 @@
-"""What config.json and tensor names of a Wan checkpoint mean, in diffusers' spelling and in that of
-Wan's repository.
+"""Read and write config.json and tensor names of Wan, as diffusers has them and Wan's repository.
 
 Our parameter names are diffusers', but for scale_shift_table, which lies in a module `adaln` of its
 own here. The original ones differ in name only too: no tensor is transposed, split or reordered.
@@ -11,19 +10,23 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from minitrain.errors import InputError, located
-from minitrain.formats.config_hf import read_number, refuse_other_values
+from minitrain.formats.json_files import read_number, refuse_other_values
 from minitrain.models.wan import WanConfig
 
 STEM = "diffusion_pytorch_model"  # of the weight files, in both spellings
 # _class_name in config.json
 DIFFUSERS = "WanTransformer3DModel"
 ORIGINAL = "WanModel"
+# for diffusers
 FIXED = dict(
-    cross_attn_norm=True, qk_norm="rms_norm_across_heads", pos_embed_seq_len=None
-)  # for diffusers
-IMAGE_DIM = 1280  # the only one that Wan's own code has
-
-ORIGINAL_FIELDS = {  # ours -> theirs; a head's width is dim / num_heads there
+    cross_attn_norm=True,
+    qk_norm="rms_norm_across_heads",
+    pos_embed_seq_len=None,
+)
+# the only values that Wan's own code has
+ORIGINAL_VALUES = dict(image_dim=(None, 1280), patch_size=((1, 2, 2),))
+# ours -> theirs; a head's width is dim / num_heads there
+ORIGINAL_FIELDS = {
     "num_attention_heads": "num_heads",
     "ffn_dim": "ffn_dim",
     "num_layers": "num_layers",
@@ -60,13 +63,6 @@ ORIGINAL_PARTS = {
     "ffn.net.2": "ffn.2",
     "scale_shift_table": "modulation",
 }
-ADAPTED = (  # Linears of a block
-    *(f"attn{i}.{linear}" for i in (1, 2) for linear in ("to_q", "to_k", "to_v", "to_out.0")),
-    "attn2.add_k_proj",
-    "attn2.add_v_proj",
-    "ffn.net.0.proj",
-    "ffn.net.2",
-)
 ROLES = {
     "lora_A.weight": "A",
     "lora_down.weight": "A",
@@ -77,8 +73,9 @@ ROLES = {
 
 
 def is_wan(raw: dict, file: Path) -> bool:
-    """Is this config.json one of Wan's, in either spelling? Raises InputError for another of
-    diffusers' models.
+    """Return whether config.json `raw` is Wan's, in either spelling.
+
+    Raises InputError for another of diffusers' models.
     """
     kind = raw.get("_class_name")
     known = (DIFFUSERS, ORIGINAL)
@@ -90,12 +87,12 @@ def is_wan(raw: dict, file: Path) -> bool:
 
 
 def diffusers_name(name: str) -> str:
-    """Our name of a parameter -> diffusers'."""
+    """Return diffusers' name of our parameter."""
     return name.replace("adaln.scale_shift_table", "scale_shift_table")
 
 
 def original_name(name: str) -> str:
-    """Our name of a parameter -> the original one."""
+    """Return the original name of our parameter."""
     name = diffusers_name(name)
     for ours, theirs in ORIGINAL_PREFIXES.items():
         if name.startswith(ours):
@@ -106,14 +103,29 @@ def original_name(name: str) -> str:
 
 
 def rename_to_ours(stored: dict, parameters: Iterable[str]) -> dict:
-    """A dict by stored names, of either kind -> the same by ours; what fits no parameter stays."""
+    """Return a dict by stored names, of either kind, by our names. Unknown names stay."""
     spell = original_name if "head.modulation" in stored else diffusers_name
     ours = {spell(name): name for name in parameters}
     return {ours.get(name, name): value for name, value in stored.items()}
 
 
+# our names of a block's Linears that can be adapted, by both spellings, with `_` for each dot, as
+# kohya's programs join them
+SPELT = {
+    spell(f".{linear}")[1:].replace(".", "_"): linear
+    for linear in (
+        *(f"attn{i}.{linear}" for i in (1, 2) for linear in ("to_q", "to_k", "to_v", "to_out.0")),
+        "attn2.add_k_proj",
+        "attn2.add_v_proj",
+        "ffn.net.0.proj",
+        "ffn.net.2",
+    )
+    for spell in (str, original_name)
+}
+
+
 def adapter_place(key: str) -> tuple[str, str] | None:
-    """Which Linear a tensor of an adapter file belongs to, by our name, and as what: A, B or alpha.
+    """Return the Linear that an adapter file's tensor belongs to, by our name, and A, B or alpha.
 
     transformer.blocks.0.attn1.to_q.lora_A.weight           diffusers
     diffusion_model.blocks.0.self_attn.q.lora_A.weight      ComfyUI, diffusion-pipe; also lora_down, and alpha beside it
@@ -130,61 +142,54 @@ def adapter_place(key: str) -> tuple[str, str] | None:
     return (f"blocks.{match[1]}.{linear}", ROLES[match[3]]) if linear else None
 
 
-# Those of ADAPTED by both names, with `_` for each dot: so kohya's programs join them.
-SPELT = {
-    spell(f".{linear}")[1:].replace(".", "_"): linear
-    for linear in ADAPTED
-    for spell in (str, original_name)
-}
-
-
 def config_from_json(raw: dict, file: Path, stored: dict) -> WanConfig:
-    """The shape of the network that config.json `raw` describes.
+    """Return the config that config.json `raw` describes.
 
     stored: the checkpoint's tensors by name, each with a `.shape`; the original config.json leaves
     some sizes to them. Raises InputError, naming `file`, for what the network would not compute
     exactly.
     """
-    fields = (
-        _from_diffusers(raw, file)
-        if raw["_class_name"] == DIFFUSERS
-        else _from_original(raw, file, stored)
-    )
     with located(file):
-        return WanConfig(**fields)
+        diffusers = raw["_class_name"] == DIFFUSERS
+        fields = _from_diffusers(raw) if diffusers else _from_original(raw, stored)
+        # both spellings may leave these out
+        eps = read_number(raw, "eps", float, 1e-6)
+        patch = raw.get("patch_size", [1, 2, 2])
+        if not 0 < eps <= 1:
+            raise InputError(f"eps={raw['eps']!r} must be a number above 0, and at most 1")
+        if not isinstance(patch, list) or not all(type(p) is int for p in patch):
+            raise InputError(f"patch_size={patch!r} must be a list of three whole numbers")
+        return WanConfig(**fields, eps=eps, patch_size=tuple(patch))
 
 
-def _from_diffusers(raw: dict, file: Path) -> dict:
+def _from_diffusers(raw: dict) -> dict:
     sizes = ("attention_head_dim", "text_dim", *ORIGINAL_FIELDS)
-    fields = {key: read_number(raw, key, file) for key in sizes} | _patch_and_eps(raw, file)
-    fields["image_dim"] = (
-        None if raw.get("image_dim") is None else read_number(raw, "image_dim", file)
-    )
-    dim = fields["num_attention_heads"] * fields["attention_head_dim"]
-    values = FIXED | dict(added_kv_proj_dim=None if fields["image_dim"] is None else dim)
-    refuse_other_values(raw, values, DIFFUSERS, file)
+    fields = {key: read_number(raw, key) for key in sizes}
+    values = FIXED | dict(added_kv_proj_dim=None)
+    if raw.get("image_dim") is not None:
+        fields["image_dim"] = read_number(raw, "image_dim")
+        dim = fields["num_attention_heads"] * fields["attention_head_dim"]
+        values["added_kv_proj_dim"] = dim
+    refuse_other_values(raw, values, DIFFUSERS)
     return fields
 
 
-def _from_original(raw: dict, file: Path, stored: dict) -> dict:
-    """Wan 2.1's and 2.2's image-to-video models have the same config.json, but only the former see
-    CLIP features.
+def _from_original(raw: dict, stored: dict) -> dict:
+    """Return the fields of `WanConfig` from a config.json of Wan's own code.
 
-    ti2v, Wan 2.2's of 5B, is text to video in its network; of an image it takes the first frame, as
-    latents.
+    Wan 2.1's and 2.2's image-to-video models have the same config.json, but only the former see
+    CLIP features. ti2v, Wan 2.2's of 5B, is text to video in its network; of an image it takes the
+    first frame, as latents.
     """
     kind = raw.get("model_type")
     if kind not in ("t2v", "i2v", "ti2v"):
-        raise InputError(
-            f"{file}: model_type={kind!r} is not supported (known: 't2v', 'i2v', 'ti2v')"
-        )
-    refuse_other_values(raw, dict(cross_attn_norm=True, qk_norm=True), ORIGINAL, file)
-    fields = {ours: read_number(raw, theirs, file) for ours, theirs in ORIGINAL_FIELDS.items()}
-    dim = read_number(raw, "dim", file)
+        raise InputError(f"model_type={kind!r} is not supported (known: 't2v', 'i2v', 'ti2v')")
+    refuse_other_values(raw, dict(cross_attn_norm=True, qk_norm=True), ORIGINAL)
+    fields = {ours: read_number(raw, theirs) for ours, theirs in ORIGINAL_FIELDS.items()}
+    dim = read_number(raw, "dim")
     heads = fields["num_attention_heads"]
     if heads < 1 or dim % heads:
-        raise InputError(f"{file}: num_heads={heads} does not divide dim={dim}")
-    fields |= _patch_and_eps(raw, file)
+        raise InputError(f"num_heads={heads} does not divide dim={dim}")
     return fields | dict(
         attention_head_dim=dim // heads,
         text_dim=_inputs(stored, "text_embedding.0.weight") or 4096,
@@ -197,7 +202,7 @@ def _inputs(stored: dict, name: str) -> int | None:
 
 
 def config_to_json(config: WanConfig) -> dict:
-    """config.json for diffusers."""
+    """Return config.json for diffusers."""
     keys = ("attention_head_dim", "eps", "image_dim", "text_dim", *ORIGINAL_FIELDS)
     fields = FIXED | {key: getattr(config, key) for key in keys}
     return fields | dict(
@@ -209,12 +214,13 @@ def config_to_json(config: WanConfig) -> dict:
 
 
 def config_to_original_json(config: WanConfig) -> dict:
-    """config.json for Wan's own code. Raises InputError for sizes that it takes for granted."""
-    for field, known in (("image_dim", (None, IMAGE_DIM)), ("patch_size", ((1, 2, 2),))):
-        if getattr(config, field) not in known:
+    """Return config.json for Wan's own code. Raises InputError for sizes that it cannot have."""
+    for field, known in ORIGINAL_VALUES.items():
+        given = getattr(config, field)
+        if given not in known:
             values = " or ".join(map(str, known))
             raise InputError(
-                f"model.{field}={getattr(config, field)} cannot be saved as {ORIGINAL} (must be {values})"
+                f"model.{field}={given} cannot be saved as {ORIGINAL} (must be {values})"
             )
     fields = {theirs: getattr(config, ours) for ours, theirs in ORIGINAL_FIELDS.items()}
     return fields | dict(
@@ -225,14 +231,3 @@ def config_to_original_json(config: WanConfig) -> dict:
         text_dim=config.text_dim,
         text_len=512,
     )
-
-
-def _patch_and_eps(raw: dict, file: Path) -> dict:
-    """What both spellings have by the same names, and may leave out."""
-    eps = read_number(raw, "eps", file, float, default=1e-6)
-    patch = raw.get("patch_size", [1, 2, 2])
-    if not 0 < eps <= 1:
-        raise InputError(f"{file}: eps={raw['eps']!r} must be a number above 0, and at most 1")
-    if not isinstance(patch, list) or not all(type(p) is int for p in patch):
-        raise InputError(f"{file}: patch_size={patch!r} must be a list of three whole numbers")
-    return dict(eps=eps, patch_size=tuple(patch))

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from minitrain.data.files import find_files
 from minitrain.data.tokenizer import COMPANIONS, tokenizer_file, with_companions
 from minitrain.errors import InputError, readable
-from minitrain.formats.hf import weight_files
 from minitrain.formats.peft import adapter_files
+from minitrain.formats.weight_files import weight_files
 from minitrain.parallel.agreement import broadcast, check_same, code_digests, flatten
 from minitrain.run.durable import write_durably
 from minitrain.settings import Config, Data, to_dict

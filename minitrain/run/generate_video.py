@@ -20,7 +20,7 @@ from torch import Tensor
 
 from minitrain.data import shapes
 from minitrain.data.latents import TEXTS, check_shapes, model_shapes, read_video
-from minitrain.errors import InputError
+from minitrain.errors import InputError, located
 from minitrain.formats.hf import load_pretrained
 from minitrain.formats.peft import load_adapter
 from minitrain.formats.tensor_files import write_tensors
@@ -126,7 +126,8 @@ def check_prompts(prompts: dict[str, Tensor], model: Wan, size: Sequence[int], s
     """Raises InputError for prompts that are not what the model takes beside latents of `size`."""
     wanted = {name: (len(prompts["text"]), *shape) for name, shape in model_shapes(model.config, size).items()}
     del wanted["latents"]  # which are to be made
-    check_shapes({name: tuple(tensor.shape) for name, tensor in prompts.items()}, wanted, f"--prompts {source}")
+    with located(f"--prompts {source}"):
+        check_shapes({name: tuple(tensor.shape) for name, tensor in prompts.items()}, wanted)
 
 
 def draw_shapes(model: Wan, path: str | Path, steps: int = 12, guidance: float = 4.0, write: bool = True, **way) -> str:

@@ -1,0 +1,136 @@
+"""The built-in tokenizer: the bytes of UTF-8.
+
+Bytes need no vocabulary file, no training and no package, and lose nothing; they make sequences
+about four times longer than a trained vocabulary does.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+BOS = "<|bos|>"
+EOS = "<|eos|>"
+# files beside a tokenizer.json; the first two name special tokens
+NAMING_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+CHAT_TEMPLATE = "chat_template.jinja"
+# tokenizer.model: the same vocabulary; of Nemotron-4's, llama.cpp reads no other file
+COMPANIONS = (*NAMING_FILES, CHAT_TEMPLATE, "tokenizer.model")
+
+
+class ByteTokenizer:
+    """ids 0..255 are the bytes of UTF-8, 256 begins and 257 ends a document.
+
+    Text never encodes to 256 or 257, not even the text "<|eos|>" (transformers would take the
+    special token there).
+    """
+
+    eos_id = 257
+    vocab_size = 258
+    eos = EOS
+    beginning = ""
+    beginning_ids = ()
+    chat_template = ""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`, without bos and eos."""
+        return list(text.encode("utf-8"))
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the same: nothing stands before a text."""
+        return self.encode(text)
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """Return the ids as a compact array, for a corpus."""
+        return np.frombuffer(text.encode("utf-8"), np.uint8)
+
+    def decode(self, ids: list[int], special: bool = False) -> str:
+        """Return the text of `ids`, with special tokens as they are written only if `special`.
+
+        Invalid UTF-8 is replaced, ids that are no byte are dropped.
+        """
+        written = {256: BOS.encode(), self.eos_id: EOS.encode()} if special else {}
+        parts = (bytes([i]) if 0 <= i < 256 else written.get(i, b"") for i in ids)
+        return b"".join(parts).decode("utf-8", "replace")
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a special token, by its text, if there is one."""
+        return {BOS: 256, EOS: self.eos_id}.get(token)
+
+    def vocabulary(self) -> dict[int, str]:
+        """Return each id's token, as tokenizer.json writes it."""
+        tokens = {number: text for text, number in _byte_vocabulary().items()}
+        return tokens | {256: BOS, self.eos_id: EOS}
+
+    def named_id(self, role: str) -> int | None:
+        """Return the id of the `bos`, `eos` or `pad` token, if there is one."""
+        return {"bos": 256, "eos": self.eos_id}.get(role)
+
+    def save(self, folder: str | Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json for transformers.AutoTokenizer.
+
+        They replace another tokenizer's files.
+        """
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
+        config["clean_up_tokenization_spaces"] = False
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        files = {"tokenizer.json": _byte_level_bpe(), "tokenizer_config.json": config}
+        for name, tree in files.items():
+            Path(folder, name).write_text(json.dumps(tree, indent=1), encoding="utf-8")
+        remove_others(folder, files)
+
+
+def is_byte_tokenizer(tree: dict) -> bool:
+    """Return whether a tokenizer.json is ByteTokenizer's, perhaps saved again by another program."""
+    ours = _byte_level_bpe()["model"]
+    model = tree.get("model")
+    added = tree.get("added_tokens")
+    if not isinstance(model, dict) or not model.items() >= ours.items():
+        return False
+    if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
+        return False
+    specials = sorted((str(token.get("id")), str(token.get("content"))) for token in added)
+    return specials == [("256", BOS), ("257", EOS)] and not tree.get("normalizer")
+
+
+def remove_others(folder: str | Path, names: Iterable[str]) -> None:
+    """Remove an earlier tokenizer's files that are not among the new names.
+
+    They would count: a chat template even before the new one.
+    """
+    for name in set(COMPANIONS) - set(names):
+        Path(folder, name).unlink(missing_ok=True)
+
+
+def _byte_vocabulary() -> dict[str, int]:
+    """Return the id of each byte's character in byte-level BPE (GPT-2).
+
+    A printable byte is its own character, others are the next from 256 on.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    spare = iter(range(256, 512))
+    return {chr(byte if byte in printable else next(spare)): byte for byte in range(256)}
+
+
+def _byte_level_bpe() -> dict:
+    """Return the tokenizer.json of a byte-level BPE that never merges: the bytes are the tokens."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    specials = ((256, BOS), (257, EOS))
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": x, **flags, "special": True} for i, x in specials],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": _byte_vocabulary(), "merges": []},
+    }

@@ -1,0 +1,72 @@
+"""JSON files that hold one object, and the values in them.
+
+Messages name the key only: whoever opens the file puts its name before them with `located`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from minitrain.errors import InputError
+from minitrain.formats.magic import placeholder, read_head
+
+
+def read_json(file: Path) -> dict:
+    """Return the object in a JSON file. Raises InputError, which names the file, for all else."""
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        if what := placeholder(file, read_head(file)):
+            raise InputError(f"{file} is {what}") from None
+        raise InputError(
+            f"{file}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}"
+        ) from None
+    # ValueError: not UTF-8, or a number of 4,300 digits
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{file} cannot be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise InputError(f"{file}: must hold a JSON object, not a {type(raw).__name__}")
+    return raw
+
+
+def write_json(file: Path, value: dict) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def read_number(raw: dict, key: str, kind: type = int, default: Any = None) -> Any:
+    """Return a key's whole number, or with kind=float any number.
+
+    A missing key or null gives the default, if there is one. Raises InputError for all else.
+    """
+    value = raw.get(key)
+    if value is None and default is not None:
+        return default
+    if key not in raw:
+        raise InputError(f"key {key} is missing")
+    if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
+        raise InputError(f"{key}={value!r} must be a {'whole ' if kind is int else ''}number")
+    # nan is not
+    if not abs(value) <= 1 << 63:
+        raise InputError(f"{key}={value!r} must be finite, and fit 64 bits")
+    return kind(value)
+
+
+def read_switch(raw: dict, key: str, default: bool = False) -> bool:
+    """Return a key's true or false; null is false. Raises InputError for all else."""
+    value = raw.get(key, default)
+    if not isinstance(value, bool | None):
+        raise InputError(f"{key}={value!r} must be true or false")
+    return bool(value)
+
+
+def refuse_other_values(raw: dict, values: dict, architecture: str) -> None:
+    """Raise InputError for a key whose value is not the one in `values`.
+
+    The key may be missing. A null means the same as false or empty.
+    """
+    for key, value in values.items():
+        given = raw.get(key, value)
+        if given != value and (value or given is not None):
+            raise InputError(
+                f"{key}={given!r} is not supported for {architecture} (must be {value!r})"
+            )

@@ -1,0 +1,96 @@
+"""Names and shapes of one adapter in PEFT's format.
+
+    ours                                           in the file, behind `base_model.model.`
+    model.layers.0.self_attn.q_proj.lora_A         model.layers.0.self_attn.q_proj.lora_A.weight
+    model.layers.0.mlp.experts.down_proj_lora_A    model.layers.0.mlp.experts.lora_A.weight
+        [experts, rank, in]                            [experts x rank, in]
+    model.layers.0.mlp.experts.down_proj_lora_B    model.layers.0.mlp.experts.lora_B.weight
+        [experts, out, rank]                           [out, rank x experts]
+    ...experts.gate_up_proj_lora_A                 the same, and where both are adapted ...experts.base_layer.lora_A.weight
+
+PEFT's names are those of transformers' modules, which for some families differ from the hub's
+tensors.
+"""  # noqa: E501
+
+import re
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from minitrain.formats.layouts_hf import interleave, mamba_parts
+from minitrain.models.mamba import by_group, by_part
+
+# of all names in a file
+PREFIX = "base_model.model."
+# the part of a block that a Linear is in, if not mlp
+MIXERS = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn"),
+    "in_proj": "mamba",
+    "out_proj": "mamba",
+}
+
+
+def peft_name(name: str, names: Iterable[str], config) -> str:
+    """Return PEFT's name of an adapter's parameter. names: of all adapters' parameters."""
+    path = name[: -len("lora_A")]
+    module = path.rstrip("._")
+    # a stack, of the module above
+    if path.endswith("_"):
+        module, _, stack = module.rpartition(".")
+        if stack != "down_proj" and f"{module}.down_proj_lora_A" in names:
+            module += ".base_layer"
+    return f"{PREFIX}{peft_module(module, config)}.lora_{name[-1]}.weight"
+
+
+def peft_module(path: str, config) -> str:
+    """Return the path of a module, or the end of one, as transformers has it.
+
+    In Nemotron-H every part of a layer is a `mixer`.
+    """
+    if config.family == "nemotron_h":
+        return re.sub(r"\b(self_attn|mamba|mlp)\.", "mixer.", path)
+    return path
+
+
+def our_target(target: str, key: str) -> str:
+    """Return the end of a path as it is here. Parameters are those of experts.
+
+    A Linear's own name tells which of Nemotron-H's mixers it is in.
+    """
+    last = target.rpartition(".")[2]
+    if key == "target_parameters" and target == last:
+        return f"experts.{last}"
+    return re.sub(r"\bmixer\.", f"{MIXERS.get(last, 'mlp')}.", target)
+
+
+def to_peft(name: str, tensor: Tensor, config) -> Tensor:
+    """Return our adapter's tensor in PEFT's shape."""
+    parts = mamba_parts(name, config)
+    if parts and name.endswith("B"):
+        tensor = by_part(tensor, parts, config.mamba.groups)
+    if tensor.ndim == 2:
+        return tensor
+    if name.endswith("A"):
+        return tensor.flatten(0, 1)
+    if _is_separated(name, config):
+        tensor = torch.cat([tensor[:, 0::2], tensor[:, 1::2]], dim=1)
+    return tensor.permute(1, 2, 0).flatten(1)
+
+
+def from_peft(name: str, tensor: Tensor, shape: torch.Size, config) -> Tensor:
+    """Undo `to_peft`. shape: of ours."""
+    parts = mamba_parts(name, config)
+    if parts and name.endswith("B"):
+        tensor = by_group(tensor, parts, config.mamba.groups)
+    if len(shape) == 2:
+        return tensor
+    if name.endswith("A"):
+        return tensor.view(shape)
+    tensor = tensor.view(shape[1], shape[2], shape[0]).permute(2, 0, 1)
+    return interleave(*tensor.chunk(2, dim=1)) if _is_separated(name, config) else tensor
+
+
+def _is_separated(name: str, config) -> bool:
+    """Return whether all gate rows come first, then all up rows: in all but GPT-OSS."""
+    return config.family != "gpt_oss" and "gate_up_proj" in name
