@@ -347,7 +347,8 @@ def test_written_out_templates_are_the_published_ones(tmp_path, chat):
         template, tokens, said = template_and_tokens(chat, ours, theirs)
         written = choose_template(name, ours)
         assert all(map(np.array_equal, encode_chat(chat, written, ours, ""), (tokens, said)))
-        assert encode_question(chat, written, ours, "") == encode_question(chat, template, ours, "")
+        asked = [*chat, USER]
+        assert encode_question(asked, written, ours, "") == encode_question(asked, template, ours, "")
         check_jinja(tmp_path / name, written, ours, chat)
 
 
@@ -357,8 +358,9 @@ def check_jinja(folder: Path, written, ours, chat: list[Message]) -> None:
     again, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     tokens, said = encode_chat(chat, written, ours, "")
     assert theirs.apply_chat_template(dicts(chat), return_dict=False) == tokens.tolist()
-    question = theirs.apply_chat_template(dicts(chat), add_generation_prompt=True, return_dict=False)
-    assert question == encode_question(chat, written, ours, "")
+    asked = [*chat, USER]
+    question = theirs.apply_chat_template(dicts(asked), add_generation_prompt=True, return_dict=False)
+    assert question == encode_question(asked, written, ours, "")
     if not isinstance(again, ByteTokenizer):
         assert all(map(np.array_equal, encode_chat(chat, choose_template("auto", again), again, ""), (tokens, said)))
 
