@@ -1,4 +1,6 @@
-"""Name our setting for what other trainers call it: TRL, torchtune, Axolotl, LLaMA-Factory, Megatron, verl, nanoGPT."""
+"""Name our setting for what other trainers call it: TRL, torchtune, Axolotl, LLaMA-Factory,
+Megatron, verl, nanoGPT.
+"""
 
 import difflib
 from collections.abc import Iterable
@@ -70,16 +72,29 @@ ALIASES = {
 }
 # of a model's config, as config.json and other libraries have it
 OF_MODEL = {
-    "num_hidden_layers": "num_layers", "n_layer": "num_layers", "n_layers": "num_layers", "n_embd": "hidden_size",
-    "d_model": "hidden_size", "n_embed": "hidden_size", "n_head": "num_attention_heads",
-    "n_heads": "num_attention_heads", "num_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads",
-    "d_ff": "intermediate_size", "ffn_hidden_size": "intermediate_size", "n_positions": "max_position_embeddings",
-    "model_name_or_path": "path", "num_local_experts": "num_experts", "n_routed_experts": "num_experts",
-}  # fmt: skip
+    "num_hidden_layers": "num_layers",
+    "n_layer": "num_layers",
+    "n_layers": "num_layers",
+    "n_embd": "hidden_size",
+    "d_model": "hidden_size",
+    "n_embed": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_heads": "num_attention_heads",
+    "num_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "d_ff": "intermediate_size",
+    "ffn_hidden_size": "intermediate_size",
+    "n_positions": "max_position_embeddings",
+    "model_name_or_path": "path",
+    "num_local_experts": "num_experts",
+    "n_routed_experts": "num_experts",
+}
 
 
 def advice(key: str, known: Iterable[str], where: str) -> str:
-    """Return in brackets what to write for an unknown key below `where`, or where all settings are."""
+    """Return in brackets what to write for an unknown key below `where`, or where all settings
+    are.
+    """
     word = key.lower().replace("-", "_")
     aliases = OF_MODEL if where == "model" else {} if where.startswith("reference") else ALIASES
     if word in aliases:
@@ -88,7 +103,9 @@ def advice(key: str, known: Iterable[str], where: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return in brackets the likeliest of `known`, whatever its case; nothing where none is like `word`."""
+    """Return in brackets the likeliest of `known`, whatever its case; nothing where none is like
+    `word`.
+    """
     names = {name.lower(): name for name in known}
     initials = "".join(part[:1] for part in word.lower().split("_"))
     near = [initials] if initials in names else difflib.get_close_matches(word.lower(), names, n=1)

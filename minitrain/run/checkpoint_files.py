@@ -1,13 +1,17 @@
-"""What a checkpoint is on disk: which files it has, whether they still are what was written, and its index.
+"""What a checkpoint is on disk: which files it has, whether they still are what was written, and
+its index.
 
-`extra.json` is written last and describes the rest: size and CRC-32 of every other file, and its own CRC-32. That finds
-accidents (files cut short, flipped bits, parts that were never copied), not forgers: so the names in it are those of
-regular files in the folder, or it is refused; and DCP's index of the parts, `.metadata`, which is a pickle, is read by
-an unpickler that admits nothing but the index, and cannot run code. A file that is missing, or that its disk cannot
-read, is damaged; other failures to read, of a network file system or of too many open files, may pass, and are raised.
+`extra.json` is written last and describes the rest: size and CRC-32 of every other file, and its
+own CRC-32. That finds accidents (files cut short, flipped bits, parts that were never copied), not
+forgers: so the names in it are those of regular files in the folder, or it is refused; and DCP's
+index of the parts, `.metadata`, which is a pickle, is read by an unpickler that admits nothing but
+the index, and cannot run code. A file that is missing, or that its disk cannot read, is damaged;
+other failures to read, of a network file system or of too many open files, may pass, and are
+raised.
 
-Cost: zlib's CRC-32 takes half a second per gigabyte and core, in every rank for its own part of what is saved, read
-back from the page cache; before loading, all files are read once more, spread over the ranks.
+Cost: zlib's CRC-32 takes half a second per gigabyte and core, in every rank for its own part of
+what is saved, read back from the page cache; before loading, all files are read once more, spread
+over the ranks.
 """
 
 import errno
@@ -52,7 +56,8 @@ def measure(file: Path) -> Sum:
     size = crc = 0
     with file.open("rb", buffering=0) as stream:
         while block := stream.read(BLOCK):
-            size, crc = size + len(block), zlib.crc32(block, crc)
+            size = size + len(block)
+            crc = zlib.crc32(block, crc)
     return [size, crc]
 
 
@@ -76,17 +81,23 @@ def size_of(file: Path) -> int:
 
 
 def check_file(file: Path, expected: Sum) -> None:
-    """Raises Damaged if a file is missing or lost, or has another size or content; OSError if reading fails else."""
+    """Raises Damaged if a file is missing or lost, or has another size or content; OSError if
+    reading fails else.
+    """
     with reading(file):
         size = size_of(file)
         if size != expected[0]:
-            raise Damaged(f"{file.name} has {size:,} bytes, and had {expected[0]:,} when it was written")
+            raise Damaged(
+                f"{file.name} has {size:,} bytes, and had {expected[0]:,} when it was written"
+            )
         if measure(file) != expected:
             raise Damaged(f"{file.name} has other content than when it was written (CRC-32)")
 
 
 def find_damage(folder: Path, share: int, shares: int) -> str | None:
-    """What is wrong with a checkpoint, if anything: with its description, or with files share, share + shares, ..."""
+    """What is wrong with a checkpoint, if anything: with its description, or with files share,
+    share + shares, ...
+    """
     try:
         files = read_description(folder)["files"]
         for name in sorted(files)[share::shares]:
@@ -105,7 +116,9 @@ def write_description(folder: Path, description: dict) -> None:
 
 
 def read_description(folder: Path) -> dict:
-    """What `write_description` wrote; raises Damaged for anything else, and OSError if reading fails."""
+    """What `write_description` wrote; raises Damaged for anything else, and OSError if reading
+    fails.
+    """
     file = folder / DESCRIPTION
     try:
         with reading(file):
@@ -121,9 +134,15 @@ def read_description(folder: Path) -> dict:
 
 
 def check_description(description: dict) -> None:
-    """Raises ValueError unless `extra` is an object and `files` has the Sum of the index and of files beside it."""
+    """Raises ValueError unless `extra` is an object and `files` has the Sum of the index and of
+    files beside it.
+    """
     files = description["files"]
-    if not isinstance(description["extra"], dict) or not isinstance(files, dict) or INDEX not in files:
+    if (
+        not isinstance(description["extra"], dict)
+        or not isinstance(files, dict)
+        or INDEX not in files
+    ):
         raise ValueError(f"extra and files must be objects, and files must have {INDEX}")
     for name, value in files.items():
         if Path(name).name != name or not name.isprintable():
@@ -142,8 +161,10 @@ def own_sum(description: dict) -> int:
 class Writer(dcp.FileSystemWriter):
     """DCP's writer, which knows afterwards what this rank wrote: `files`.
 
-    DCP loses what goes wrong in threads of its own, a full disk for example, and publishes an index without those
-    tensors: so it has none. With copy_ahead it would put copies on a CUDA stream, of whatever device this thread has.
+    DCP loses what goes wrong in threads of its own, a full disk for example, and publishes an index
+    without those
+    tensors: so it has none. With copy_ahead it would put copies on a CUDA stream, of whatever
+    device this thread has.
     """
 
     def __init__(self, folder: Path):
@@ -160,7 +181,8 @@ class Writer(dcp.FileSystemWriter):
 
 
 class IndexedReader(dcp.FileSystemReader):
-    """DCP's reader, with `.metadata` read once and by the strict unpickler. Raises InputError for a hostile one.
+    """DCP's reader, with `.metadata` read once and by the strict unpickler. Raises InputError for a
+    hostile one.
 
     files: those that the checkpoint has.
     """
@@ -170,7 +192,9 @@ class IndexedReader(dcp.FileSystemReader):
         self.index = read_index(folder / INDEX)
         for part in self.index.storage_data.values():
             if part.relative_path not in files:
-                raise InputError(f"{folder / INDEX} names {part.relative_path!r}, which is no file of this checkpoint")
+                raise InputError(
+                    f"{folder / INDEX} names {part.relative_path!r}, which is no file of this checkpoint"
+                )
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
         return self.index
@@ -178,22 +202,43 @@ class IndexedReader(dcp.FileSystemReader):
 
 DCP = "torch.distributed.checkpoint."
 ADMITTED = {
-    *((DCP + "metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata",
-                                            "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING")),
-    (DCP + "filesystem", "_StorageInfo"), ("torch", "Size"), ("torch.serialization", "_get_layout"),
-}  # fmt: skip
+    *(
+        (DCP + "metadata", name)
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    (DCP + "filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+}
 PATHS = {  # _local: in Python 3.13, and in no other
-    (module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")
+    (module, name)
+    for module in ("pathlib", "pathlib._local")
+    for name in ("PosixPath", "WindowsPath")
 }
 
 
 class IndexUnpickler(pickle.Unpickler):
-    """Admits what an index of tensors consists of; not BytesStorageMetadata, which DCP would go and unpickle."""
+    """Admits what an index of tensors consists of; not BytesStorageMetadata, which DCP would go and
+    unpickle.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in PATHS:  # not the class itself, whose attributes a pickle could set, for the whole process
+        if (
+            (module, name) in PATHS
+        ):  # not the class itself, whose attributes a pickle could set, for the whole process
             return lambda *parts: Path(*parts)
-        if (module, name) == ("builtins", "getattr"):  # as Python 3.11.2 writes an Enum's member; of nothing else
+        if (module, name) == (
+            "builtins",
+            "getattr",
+        ):  # as Python 3.11.2 writes an Enum's member; of nothing else
             return lambda kind, member: kind.__members__[member]
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if is_dtype or (module, name) in ADMITTED:
@@ -223,9 +268,13 @@ def first_failure(error: dcp.CheckpointException) -> str:
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """The steps of all complete checkpoints, ascending; a name that no checkpoint gets, such as step-5, is none."""
+    """The steps of all complete checkpoints, ascending; a name that no checkpoint gets, such as
+    step-5, is none.
+    """
     numbers = [path.name.removeprefix("step-") for path in folder.glob("step-*")]
-    return sorted(int(number) for number in numbers if number.isdecimal() and number == f"{int(number):08d}")
+    return sorted(
+        int(number) for number in numbers if number.isdecimal() and number == f"{int(number):08d}"
+    )
 
 
 def clean(folder: Path) -> None:
@@ -240,7 +289,9 @@ def clean(folder: Path) -> None:
 
 
 def await_file(file: Path, node: str) -> None:
-    """Return once this rank sees what rank 0, on `node`, has just made. Raises InputError after PATIENCE."""
+    """Return once this rank sees what rank 0, on `node`, has just made. Raises InputError after
+    PATIENCE.
+    """
     deadline = time.monotonic() + PATIENCE
     while not file.exists():
         if time.monotonic() > deadline:
@@ -265,9 +316,11 @@ def remove(folder: Path) -> None:
 
 @contextmanager
 def tolerated(path: Path) -> Iterator[None]:
-    """A warning where something of no more use cannot be deleted: that must not end a run whose state is on disk.
+    """A warning where something of no more use cannot be deleted: that must not end a run whose
+    state is on disk.
 
-    On NFS a file that is deleted while a process reads it, as an upload or evaluation may, stays and keeps its folder.
+    On NFS a file that is deleted while a process reads it, as an upload or evaluation may, stays
+    and keeps its folder.
     """
     try:
         yield
@@ -276,7 +329,9 @@ def tolerated(path: Path) -> Iterator[None]:
 
 
 def delete(path: Path) -> None:
-    """Whatever is there: a folder with all in it, a file, nothing; of a link not what it leads to, which stays."""
+    """Whatever is there: a folder with all in it, a file, nothing; of a link not what it leads to,
+    which stays.
+    """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -284,7 +339,9 @@ def delete(path: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, for someone to look at: it counts as one no more. Returns its new name."""
+    """Rename a damaged checkpoint, for someone to look at: it counts as one no more. Returns its
+    new name.
+    """
     aside = folder.with_suffix(".damaged")
     delete(aside)
     return folder.replace(aside)

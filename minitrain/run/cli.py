@@ -1,4 +1,6 @@
-"""What the command lines share: a mistake as one line and exit code 2, and a clean end of the processes."""
+"""What the command lines share: a mistake as one line and exit code 2, and a clean end of the
+processes.
+"""
 
 import argparse
 import errno
@@ -38,7 +40,9 @@ def positive(kind: type, zero: bool = False, most: float = sys.float_info.max):
         value = kind(text)
         if not (value > 0 or (zero and value == 0)) or value > most:
             limit = "finite" if most == sys.float_info.max else f"at most {most:,}"
-            raise argparse.ArgumentTypeError(f"{text} must be {'at least' if zero else 'above'} 0, and {limit}")
+            raise argparse.ArgumentTypeError(
+                f"{text} must be {'at least' if zero else 'above'} 0, and {limit}"
+            )
         return value
 
     parse.__name__ = kind.__name__  # which argparse shows for what is not a number
@@ -46,12 +50,16 @@ def positive(kind: type, zero: bool = False, most: float = sys.float_info.max):
 
 
 def home_path(text: str) -> str:
-    """An argparse type: ~ is the home folder, which shells leave alone in words such as --out=~/new."""
+    """An argparse type: ~ is the home folder, which shells leave alone in words such as
+    --out=~/new.
+    """
     return os.path.expanduser(text)
 
 
 def config_path(text: str) -> str:
-    """An argparse type: a file, or else one of the package's own configs, as configs/a/b.yaml or a/b."""
+    """An argparse type: a file, or else one of the package's own configs, as configs/a/b.yaml or
+    a/b.
+    """
     own = CONFIGS / f"{text.removeprefix('configs/').removesuffix('.yaml')}.yaml"
     path = home_path(text)
     return str(own) if os.path.isfile(own) and not os.path.isfile(path) else path
@@ -61,7 +69,8 @@ def check_writable(option: str, file: str | None) -> None:
     """Raises InputError if the file of an option cannot be written: what fills it takes minutes."""
     if file is None:
         return
-    path, is_new = Path(file), not Path(file).exists()
+    path = Path(file)
+    is_new = not Path(file).exists()
     with refused(f"--{option}={file} cannot be written"):
         path.open("ab").close()
         if is_new:
@@ -69,12 +78,17 @@ def check_writable(option: str, file: str | None) -> None:
 
 
 def use_huge_pages() -> None:
-    """For decoding on the CPU, which reads all weights at every step: 1.1 times as fast. Before the first tensor."""
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # of Linux's transparent huge pages, by torch's allocator
+    """For decoding on the CPU, which reads all weights at every step: 1.1 times as fast. Before the
+    first tensor.
+    """
+    os.environ.setdefault(
+        "THP_MEM_ALLOC_ENABLE", "1"
+    )  # of Linux's transparent huge pages, by torch's allocator
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-    """Run a command line's `main(arguments)` and exit: 0, or 2 after an InputError or a failing disk, in one line.
+    """Run a command line's `main(arguments)` and exit: 0, or 2 after an InputError or a failing
+    disk, in one line.
 
     Where another rank has died, that is the line, not what it led to here.
     """
@@ -112,7 +126,9 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def in_one_line(error: Exception) -> str | None:
-    """Return what to tell of an error whose cause is known: a mistake of the user's, or what the machine lacks."""
+    """Return what to tell of an error whose cause is known: a mistake of the user's, or what the
+    machine lacks.
+    """
     if isinstance(error, InputError | OSError):
         return str(error)
     from minitrain.run.failures import explain
@@ -121,18 +137,24 @@ def in_one_line(error: Exception) -> str | None:
 
 
 class Display:
-    """A standard stream that goes nowhere once nobody takes what is written, where a pipe's reader or a terminal has
-    gone, or it was closed from the start: what a run is for are its files. Who reads gets each line at once.
+    """A standard stream that goes nowhere once nobody takes what is written, where a pipe's reader
+    or a terminal has gone, or it was closed from the start: what a run is for are its files. Who
+    reads gets each line at once.
 
-    Other failures, as of a full disk, are raised once, so that their own line can be told; those of stderr never are.
+    Other failures, as of a full disk, are raised once, so that their own line can be told; those of
+    stderr never are.
     """
 
     def __init__(self, stream: TextIO | None):
         self.stream = stream or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-        if isinstance(stream, io.TextIOWrapper):  # letters that the terminal has not, in a text or a file's name
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # letters that the terminal has not, in a text or a file's name
             stream.reconfigure(errors="backslashreplace", line_buffering=True)
             with suppress(OSError):  # is in memory
-                os.set_blocking(stream.fileno(), True)  # else a pipe that its reader has let fill up is an error
+                os.set_blocking(
+                    stream.fileno(), True
+                )  # else a pipe that its reader has let fill up is an error
 
     def __getattr__(self, name: str):
         return getattr(self.stream, name)
@@ -165,7 +187,9 @@ def say_once(line: str) -> None:
 
 
 def group_is_up() -> bool:
-    """Has this process joined others? Without importing torch, which takes seconds, for what did not need it."""
+    """Has this process joined others? Without importing torch, which takes seconds, for what did
+    not need it.
+    """
     torch = sys.modules.get("torch")
     return torch is not None and torch.distributed.is_initialized()
 
@@ -173,8 +197,9 @@ def group_is_up() -> bool:
 def leave_group(code: int) -> None:
     """End a process whose group is still up. After an error the others are made to end too.
 
-    The interpreter's own teardown sometimes aborts after FSDP has run on gloo, making success a crash: hence _exit. Nor
-    is the group destroyed: NCCL would wait for ever for a sampler's CUDA graphs, which hold kernels of its.
+    The interpreter's own teardown sometimes aborts after FSDP has run on gloo, making success a
+    crash: hence _exit. Nor is the group destroyed: NCCL would wait for ever for a sampler's CUDA
+    graphs, which hold kernels of its.
     """
     from minitrain.run import watch
 

@@ -1,4 +1,6 @@
-"""Read a YAML file and `key=value` words into one checked `Config`. Every mistake is an InputError with one line."""
+"""Read a YAML file and `key=value` words into one checked `Config`. Every mistake is an InputError
+with one line.
+"""
 
 import dataclasses
 import os
@@ -13,12 +15,21 @@ from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.wan import WanConfig
 from minitrain.models.zoo import model_config
 from minitrain.run.config_checks import validate
-from minitrain.run.config_yaml import apply_override, check_known, convert, describe, name_or_path, read_tree
+from minitrain.run.config_yaml import (
+    apply_override,
+    check_known,
+    convert,
+    describe,
+    name_or_path,
+    read_tree,
+)
 from minitrain.settings import Config, Lora, Model
 
 
 def load(path: str | Path, overrides: list[str] = ()) -> Config:
-    """Read a YAML file, apply `key=value` words (dotted keys) over it, check all that needs no world size."""
+    """Read a YAML file, apply `key=value` words (dotted keys) over it, check all that needs no
+    world size.
+    """
     tree = read_tree(path)
     for word in overrides:
         apply_override(tree, word, Config, (DecoderConfig, WanConfig))
@@ -28,40 +39,59 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
 def from_dict(tree: dict) -> Config:
     """A checked Config from nested dicts, as YAML gives them."""
     tree = dict(tree)
-    model = _read_model(tree.pop("model", {}), WanConfig if tree.get("task") == "diffusion" else DecoderConfig)
+    model = _read_model(
+        tree.pop("model", {}), WanConfig if tree.get("task") == "diffusion" else DecoderConfig
+    )
     config = convert(Config, tree, "")
     config.model = model
     _expand_home(config)
     config.lora = _read_lora(config, tree.get("lora") or {})
     if config.data.path and "kind" not in tree["data"]:
-        raise InputError("data.path needs data.kind (text, jsonl, tokens or latents): by default it is mock")
+        raise InputError(
+            "data.path needs data.kind (text, jsonl, tokens or latents): by default it is mock"
+        )
     validate(config)
     return config
 
 
 def _expand_home(config: Config) -> None:
-    """~ means what it does in a shell, which leaves it alone inside a word, as YAML does: else it would be a folder."""
-    config.out_dir, config.data.tokenizer = map(os.path.expanduser, (config.out_dir, config.data.tokenizer))
+    """~ means what it does in a shell, which leaves it alone inside a word, as YAML does: else it
+    would be a folder.
+    """
+    config.out_dir, config.data.tokenizer = map(
+        os.path.expanduser, (config.out_dir, config.data.tokenizer)
+    )
     if config.lora:
         config.lora.path = os.path.expanduser(config.lora.path)
 
 
 def _read_lora(config: Config, given: dict) -> Lora | None:
-    """The adapters' settings, those of the adapters to start from where there are some. given: what was written."""
+    """The adapters' settings, those of the adapters to start from where there are some. given: what
+    was written.
+    """
     lora = config.lora
     if lora is None or not lora.path:
         return Lora() if lora is None and config.task == "lora" else lora
     stored = read_adapter_config(lora.path)
     for key in ("rank", "alpha", "rslora", "targets"):
-        ours, theirs = getattr(lora, key), getattr(stored, key)
-        if key in given and ours != theirs and not (key == "targets" and _adapt_the_same(config, lora, stored)):
-            raise InputError(f"lora.{key}={ours} cannot be changed: lora.path={lora.path} has {theirs}")
+        ours = getattr(lora, key)
+        theirs = getattr(stored, key)
+        if (
+            key in given
+            and ours != theirs
+            and not (key == "targets" and _adapt_the_same(config, lora, stored))
+        ):
+            raise InputError(
+                f"lora.{key}={ours} cannot be changed: lora.path={lora.path} has {theirs}"
+            )
     kept = {key: getattr(lora, key) for key in ("dropout", "dropout_position", "dtype", "path")}
     return dataclasses.replace(stored, **kept)
 
 
 def _adapt_the_same(config: Config, *loras: Lora) -> bool:
-    """Do the targets name the same weights? A file has them in another order, and without those that are not there."""
+    """Do the targets name the same weights? A file has them in another order, and without those
+    that are not there.
+    """
     ours, theirs = (adapter_shapes(config.model.config, lora).keys() for lora in loras)
     return ours == theirs
 
@@ -75,14 +105,20 @@ def _read_model(value: Any, kind: type) -> Model:
     name, path = (convert(str, value.pop(key, ""), f"model.{key}") for key in ("name", "path"))
     path = os.path.expanduser(path)
     if name and path:
-        raise InputError("model.name and model.path cannot both be given (model=FOLDER stands for the path alone)")
+        raise InputError(
+            "model.name and model.path cannot both be given (model=FOLDER stands for the path alone)"
+        )
     hints = typing.get_type_hints(kind)
     for key in value:
         check_known(key, ["name", "path", *hints], "model")
     overrides = {key: convert(hints[key], v, f"model.{key}") for key, v in value.items()}
     shape = read_config(path) if path else model_config(name) if name else kind()
     if not isinstance(shape, kind):
-        wanted = "not a diffusion model, as task=diffusion needs" if kind is WanConfig else "for task=diffusion alone"
+        wanted = (
+            "not a diffusion model, as task=diffusion needs"
+            if kind is WanConfig
+            else "for task=diffusion alone"
+        )
         raise InputError(f"model={name or path!r} is {wanted}")
     shape = model_config(name, **overrides) if name else dataclasses.replace(shape, **overrides)
     return Model(name, path, shape)

@@ -1,7 +1,9 @@
-"""YAML text and `key=value` words into nested dicts, and those into dataclasses, by the types of their fields.
+"""YAML text and `key=value` words into nested dicts, and those into dataclasses, by the types of
+their fields.
 
-A key that no field has is refused with the nearest that one has, a value of another type with what is asked for.
-So is text that is too much for a config, as it stands or once its anchors are expanded.
+A key that no field has is refused with the nearest that one has, a value of another type with what
+is asked for. So is text that is too much for a config, as it stands or once its anchors are
+expanded.
 """
 
 import dataclasses
@@ -27,7 +29,8 @@ OTHER_BASE = re.compile(r"[-+]?(0[0-7_]+$|.*:)")  # of YAML 1.1 alone, where 010
 class _Loader(yaml.SafeLoader):
     """SafeLoader that reads 1e-4 as a number, as YAML 1.2 does.
 
-    It refuses keys that are given twice, numbers in bases that 1.2 has no more, deep nesting, and anchors that explode.
+    It refuses keys that are given twice, numbers in bases that 1.2 has no more, deep nesting, and
+    anchors that explode.
     """
 
     depth = 0
@@ -35,7 +38,9 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent, index):
         if self.depth == MAX_DEPTH:
             mark = self.peek_event().start_mark
-            raise yaml.MarkedYAMLError(problem=f"nested more than {MAX_DEPTH} deep", problem_mark=mark)
+            raise yaml.MarkedYAMLError(
+                problem=f"nested more than {MAX_DEPTH} deep", problem_mark=mark
+            )
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -47,8 +52,11 @@ class _Loader(yaml.SafeLoader):
             raise _error(f"with its anchors expanded it has more than {MAX_NODES:,} values", node)
         return node
 
-    def compose_mapping_node(self, anchor):  # later on, what is merged into a mapping stands beside its own keys
-        node, seen = super().compose_mapping_node(anchor), set()
+    def compose_mapping_node(
+        self, anchor
+    ):  # later on, what is merged into a mapping stands beside its own keys
+        node = super().compose_mapping_node(anchor)
+        seen = set()
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise _error("a key must be a word, not a list or a mapping", key_node)
@@ -64,14 +72,28 @@ class _Loader(yaml.SafeLoader):
             value = super().construct_object(node, deep)
         except yaml.YAMLError:
             raise
-        except Exception as error:  # constructors trip over what a tag promises: `!!int x`, 2024-99-99
-            raise _error(f"cannot be read as {node.tag.rpartition(':')[2]}: {error}", node) from error
-        if isinstance(value, int) and abs(value) >= 1 << 63:  # printing much longer ones is an error in Python
+        except (
+            Exception
+        ) as error:  # constructors trip over what a tag promises: `!!int x`, 2024-99-99
+            raise _error(
+                f"cannot be read as {node.tag.rpartition(':')[2]}: {error}", node
+            ) from error
+        if (
+            isinstance(value, int) and abs(value) >= 1 << 63
+        ):  # printing much longer ones is an error in Python
             raise _error("a whole number must fit 64 bits", node)
         if type(value) in (int, float) and OTHER_BASE.match(node.value):
-            raise _error(f"YAML reads {node.value} as {value} (write what is meant, or put text into quotes)", node)
-        if not isinstance(value, str | int | float | list | dict | None):  # what JSON has not, nor any setting
-            raise _error(f"must be text, a number or the like, not {type(value).__name__} (put text into quotes)", node)
+            raise _error(
+                f"YAML reads {node.value} as {value} (write what is meant, or put text into quotes)",
+                node,
+            )
+        if not isinstance(
+            value, str | int | float | list | dict | None
+        ):  # what JSON has not, nor any setting
+            raise _error(
+                f"must be text, a number or the like, not {type(value).__name__} (put text into quotes)",
+                node,
+            )
         return value
 
 
@@ -80,12 +102,18 @@ def _error(problem: str, node: yaml.Node) -> yaml.MarkedYAMLError:
 
 
 def _expanded_size(node: yaml.Node, sizes: dict[int, float]) -> float:
-    """How many nodes there are in `node`, aliases counted as what they stand for; one inside itself is endless."""
+    """How many nodes there are in `node`, aliases counted as what they stand for; one inside itself
+    is endless.
+    """
     if isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) not in sizes:
         sizes[id(node)] = float("inf")  # until it is known
-        children = node.value if isinstance(node, yaml.SequenceNode) else [each for pair in node.value for each in pair]
+        children = (
+            node.value
+            if isinstance(node, yaml.SequenceNode)
+            else [each for pair in node.value for each in pair]
+        )
         sizes[id(node)] = 1 + sum(_expanded_size(child, sizes) for child in children)
     return sizes[id(node)]
 
@@ -96,7 +124,9 @@ class _Dumper(yaml.SafeDumper):
 
 for side in _Loader, _Dumper:
     side.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+        list("-+0123456789."),
     )
 
 
@@ -108,7 +138,9 @@ def to_yaml(tree: dict) -> str:
 def read_yaml(text: str, where: str) -> Any:
     """Parse YAML; a syntax error becomes an InputError with file, line and column."""
     if len(text) > MAX_CHARACTERS:
-        raise InputError(f"{where}: a config has at most {MAX_CHARACTERS:,} characters, this is longer")
+        raise InputError(
+            f"{where}: a config has at most {MAX_CHARACTERS:,} characters, this is longer"
+        )
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
@@ -132,16 +164,27 @@ def read_tree(path: str | Path) -> dict:
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
-        raise InputError(f"{path}: a config must be a mapping of keys to values, not {describe(tree)}")
+        raise InputError(
+            f"{path}: a config must be a mapping of keys to values, not {describe(tree)}"
+        )
     return tree
 
 
-SHORT = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp")  # of `parallel`, which need not be named
+SHORT = (
+    "dp_replicate",
+    "dp_shard",
+    "tp",
+    "cp",
+    "pp",
+    "ep",
+    "vp",
+)  # of `parallel`, which need not be named
 ITEM = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^,]*?))\s*(?:,|$)""")  # of a list of text
 
 
 def apply_override(tree: dict, word: str, kind: type, models: tuple[type, ...] = ()) -> None:
-    """Set one `a.b=value` in the nested dict of a `kind`, a dataclass: text as it stands, other values as YAML.
+    """Set one `a.b=value` in the nested dict of a `kind`, a dataclass: text as it stands, other
+    values as YAML.
 
     models: the dataclasses whose fields stand beside `model.name`.
     """
@@ -160,7 +203,9 @@ def apply_override(tree: dict, word: str, kind: type, models: tuple[type, ...] =
             raise InputError(f"argument {word!r}: {parent!r} is a value, it has no keys under it")
         tree[parent] = tree = dict(tree[parent])  # an alias may be in other places, too
     named = path == ["model"] and not value.startswith("{")
-    tree[last] = _read_word(value, str if named and value else _kind_of(kind, path, models), f"argument {word!r}")
+    tree[last] = _read_word(
+        value, str if named and value else _kind_of(kind, path, models), f"argument {word!r}"
+    )
 
 
 def _kind_of(kind: Any, path: list[str], models: tuple[type, ...]) -> Any:
@@ -176,7 +221,8 @@ def _kind_of(kind: Any, path: list[str], models: tuple[type, ...]) -> Any:
 
 
 def _read_word(value: str, kind: Any, where: str) -> Any:
-    """Return the value of a word: text and lists of text as they stand, which YAML would cut at # and read * and ~ in.
+    """Return the value of a word: text and lists of text as they stand, which YAML would cut at #
+    and read * and ~ in.
 
     A list may do without its brackets, which some shells take for patterns.
     """
@@ -187,14 +233,19 @@ def _read_word(value: str, kind: Any, where: str) -> Any:
     if lists and typing.get_args(lists[0])[0] is str and (bracketed or str not in kinds):
         items = ITEM.finditer(value[1:-1] if bracketed else value)
         return [text for item in items if (text := next(filter(None, item.groups()), ""))]
-    if str in kinds or (typing.get_origin(kind) is Literal and all(isinstance(x, str) for x in typing.get_args(kind))):
+    if str in kinds or (
+        typing.get_origin(kind) is Literal
+        and all(isinstance(x, str) for x in typing.get_args(kind))
+    ):
         return value
     is_list = lists and not bracketed and value not in ("", "null", "~")
     return read_yaml(f"[{value}]" if is_list else value, where)
 
 
 def name_or_path(word: str) -> dict[str, str]:
-    """What `model: NAME` or `model: FOLDER` is short for; a folder with a name of the zoo is ./NAME."""
+    """What `model: NAME` or `model: FOLDER` is short for; a folder with a name of the zoo is
+    ./NAME.
+    """
     from minitrain.models.zoo import is_known  # brings torch, which takes seconds
 
     is_folder = os.path.isdir(os.path.expanduser(word)) and not is_known(word)
@@ -202,10 +253,13 @@ def name_or_path(word: str) -> dict[str, str]:
 
 
 def convert(kind: Any, value: Any, where: str) -> Any:
-    """`value` as a `kind`, or an InputError that names the key. Whole floats become ints where an int is asked for."""
+    """`value` as a `kind`, or an InputError that names the key. Whole floats become ints where an
+    int is asked for.
+    """
     if dataclasses.is_dataclass(kind):
         return _convert_mapping(kind, value, where)
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    arguments = typing.get_args(kind)
     if origin is Literal:
         if value not in arguments or isinstance(value, bool):
             known = list(map(str, arguments))
@@ -215,13 +269,18 @@ def convert(kind: Any, value: Any, where: str) -> Any:
     if origin in (types.UnionType, typing.Union):
         return _convert_union(arguments, value, where)
     if origin is tuple:
-        return tuple(convert(list[arguments[0]], list(value) if isinstance(value, tuple) else value, where))
+        return tuple(
+            convert(list[arguments[0]], list(value) if isinstance(value, tuple) else value, where)
+        )
     if origin is list:
         if not isinstance(value, list):
             raise InputError(f"{where} must be a list, not {describe(value)}")
         return [convert(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
     if origin is dict:
-        return {key: convert(arguments[1], v, f"{where}.{key}") for key, v in convert(dict, value, where).items()}
+        return {
+            key: convert(arguments[1], v, f"{where}.{key}")
+            for key, v in convert(dict, value, where).items()
+        }
     return _convert_scalar(kind, value, where)
 
 
@@ -234,10 +293,18 @@ def _convert_scalar(kind: type, value: Any, where: str) -> Any:
     if kind is float and number and abs(value) <= sys.float_info.max:  # nan is not
         return float(value)
     if kind is str and isinstance(value, str) and "\0" in value:
-        raise InputError(f"{where}={_shortened(repr(value))} must not hold a zero byte, which no path has")
+        raise InputError(
+            f"{where}={_shortened(repr(value))} must not hold a zero byte, which no path has"
+        )
     if kind in (str, bool, dict) and isinstance(value, kind):
         return value
-    names = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false", dict: "a mapping"}
+    names = {
+        int: "a whole number",
+        float: "a finite number",
+        str: "text",
+        bool: "true or false",
+        dict: "a mapping",
+    }
     raise InputError(f"{where} must be {names[kind]}, not {describe(value)}")
 
 
@@ -252,7 +319,9 @@ def _convert_mapping(kind: type, value: Any, where: str) -> Any:
             raise InputError(f"unknown key {key} (nearest: {' or '.join(elsewhere)})")
         check_known(key, known, where)
     prefix = where + "." if where else ""
-    return kind(**{known[key]: convert(hints[known[key]], v, prefix + key) for key, v in value.items()})
+    return kind(
+        **{known[key]: convert(hints[known[key]], v, prefix + key) for key, v in value.items()}
+    )
 
 
 def _with_settings_of(sections: dict[str, Any], key: Any) -> list[str]:
@@ -265,7 +334,9 @@ def _convert_union(kinds: tuple, value: Any, where: str) -> Any:
     if value is None and type(None) in kinds:
         return None
     kinds = [kind for kind in kinds if kind is not type(None)]
-    stored_as = {kind: {Literal: str, list: list}.get(typing.get_origin(kind), kind) for kind in kinds}
+    stored_as = {
+        kind: {Literal: str, list: list}.get(typing.get_origin(kind), kind) for kind in kinds
+    }
     fitting = [kind for kind in kinds if isinstance(value, stored_as[kind])]
     return convert((fitting or kinds)[0], value, where)
 
@@ -273,7 +344,9 @@ def _convert_union(kinds: tuple, value: Any, where: str) -> Any:
 def check_known(key: Any, known, where: str) -> None:
     if key not in known:
         word = _shortened(str(key))
-        raise InputError(f"unknown key {where + '.' if where else ''}{word} {advice(word, known, where)}")
+        raise InputError(
+            f"unknown key {where + '.' if where else ''}{word} {advice(word, known, where)}"
+        )
 
 
 def describe(value: Any) -> str:

@@ -1,4 +1,6 @@
-"""Files that survive a power cut: what has its final name has its whole content, the old one or the new."""
+"""Files that survive a power cut: what has its final name has its whole content, the old one or the
+new.
+"""
 
 import errno
 import os
@@ -8,7 +10,9 @@ from minitrain.errors import naming
 
 
 def write_durably(file: Path, text: str) -> None:
-    """Give a file this content, all at once. Raises OSError if that fails, with the file as it was."""
+    """Give a file this content, all at once. Raises OSError if that fails, with the file as it
+    was.
+    """
     temporary = file.with_suffix(".tmp")
     write_synced(temporary, text)
     temporary.replace(file)
@@ -24,12 +28,17 @@ def write_synced(file: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut, as fsync does for a file's content, where the disk can do so."""
+    """Make the names in a folder survive a power cut, as fsync does for a file's content, where the
+    disk can do so.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # there is no such thing: some disks sync files alone
+        if error.errno not in (
+            errno.EINVAL,
+            errno.ENOTSUP,
+        ):  # there is no such thing: some disks sync files alone
             raise
     finally:
         os.close(descriptor)

@@ -1,4 +1,5 @@
-"""What a rank leaves behind when it fails: its traceback in a file of its own, and one line where one says it all.
+"""What a rank leaves behind when it fails: its traceback in a file of its own, and one line where
+one says it all.
 
 torchrun mixes what the ranks print. So each rank that fails appends its own to out_dir/logs/rank-N.log. A collective
 that has waited in vain says so and nothing else; torch's flight recorder knows which it was, and the stack who called
@@ -23,12 +24,17 @@ from minitrain.errors import InputError
 from minitrain.run.rendezvous import number
 
 PACKAGE = Path(__file__).parents[1]
-WAITING_FOR_CALLERS = ("agreement.py", "mesh.py")  # files whose collectives say nothing of what was waited for
+WAITING_FOR_CALLERS = (
+    "agreement.py",
+    "mesh.py",
+)  # files whose collectives say nothing of what was waited for
 
 
 @contextmanager
 def recorded(folder: Path) -> Iterator[None]:
-    """Log an exception that ends this rank's run below `folder`; raise those that one line explains as InputError."""
+    """Log an exception that ends this rank's run below `folder`; raise those that one line explains
+    as InputError.
+    """
     try:
         yield
     except Exception as error:
@@ -39,7 +45,9 @@ def recorded(folder: Path) -> Iterator[None]:
 
 
 def rank() -> int:
-    """This process's, also before it joins others; a RANK that is left over without WORLD_SIZE means nothing."""
+    """This process's, also before it joins others; a RANK that is left over without WORLD_SIZE
+    means nothing.
+    """
     if dist.is_initialized():
         return dist.get_rank()
     return number("RANK") if "WORLD_SIZE" in os.environ else 0
@@ -66,7 +74,9 @@ def explain(error: Exception) -> str | None:
     if "does not have a deterministic implementation" in message:
         return f"deterministic=true: {message.split(',')[0]} (use deterministic=false)"
     if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", message):
-        asked = re.search(r"Tried to allocate [^.]*\.\d* \w+|you tried to allocate \d+ bytes", message)
+        asked = re.search(
+            r"Tried to allocate [^.]*\.\d* \w+|you tried to allocate \d+ bytes", message
+        )
         return (
             f"rank {rank()} is out of memory{f' ({asked[0]})' if asked else ''}: use recompute=full, a smaller "
             f"batch.micro, batch.seq_len or optim.states=bf16, or more ranks; for sampling a smaller rollout.memory"
@@ -77,17 +87,21 @@ def explain(error: Exception) -> str | None:
 
 
 def where_in_collective(error: Exception) -> str:
-    """The operation and its caller in this package, as `all_reduce in total_norm (training/optim.py:104)`."""
+    """The operation and its caller in this package, as `all_reduce in total_norm
+    (training/optim.py:104)`.
+    """
     caller = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
-        file, name = Path(frame.f_code.co_filename), frame.f_code.co_qualname.split(".<locals>")[0]
+        file = Path(frame.f_code.co_filename)
+        name = frame.f_code.co_qualname.split(".<locals>")[0]
         if file.is_relative_to(PACKAGE) and file.name not in WAITING_FOR_CALLERS:
             caller = f" in {name} ({file.relative_to(PACKAGE)}:{line})"
     return pending_operation() + caller
 
 
 def pending_operation() -> str:
-    """The oldest operation that this rank has begun and not ended, or if the failure has ended it, the last one.
+    """The oldest operation that this rank has begun and not ended, or if the failure has ended it,
+    the last one.
 
     torch's flight recorder keeps them, on gloo as on NCCL.
     """
@@ -99,9 +113,11 @@ def pending_operation() -> str:
 
 
 def record_flights(folder: Path) -> None:
-    """Let NCCL's watchdog write the last operations of each rank on a timeout. To call before the group starts.
+    """Let NCCL's watchdog write the last operations of each rank on a timeout. To call before the
+    group starts.
 
-    What the user has set stays. Names as in torch's list of ProcessGroupNCCL's environment variables.
+    What the user has set stays. Names as in torch's list of ProcessGroupNCCL's environment
+    variables.
     """
     (folder / "logs").mkdir(exist_ok=True)
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")

@@ -1,8 +1,9 @@
 """What data, code and settings a run uses: so that a run which continues can tell what has changed.
 
-Row n is a pure function of the seed, n and the files. If a file changes between a run and its continuation, rows come
-twice or never, and nothing else would show it: hence an error. Other code and settings are often what one wants, and
-only told. Files are sampled and not read through, so a change that keeps the size and misses all samples goes unseen.
+Row n is a pure function of the seed, n and the files. If a file changes between a run and its
+continuation, rows come twice or never, and nothing else would show it: hence an error. Other code
+and settings are often what one wants, and only told. Files are sampled and not read through, so a
+change that keeps the size and misses all samples goes unseen.
 """
 
 import hashlib
@@ -21,18 +22,33 @@ from minitrain.parallel.agreement import broadcast, check_same, code_digests, fl
 from minitrain.run.durable import write_durably
 from minitrain.settings import Config, Data, to_dict
 
-SAMPLES, SAMPLE = 16, 4096  # of a file; a smaller one is read whole
-NAMES_DATA = {"data.kind", "data.path", "data.exclude", "data.tokenizer"}  # settings that say which files
-CHOOSE_ROWS = {"seed", "task", "batch.global", "batch.seq_len", "grpo.prompts"}  # and all of data: which rows, and when
+# of a file; a smaller one is read whole
+SAMPLES = 16
+SAMPLE = 4096
+NAMES_DATA = {
+    "data.kind",
+    "data.path",
+    "data.exclude",
+    "data.tokenizer",
+}  # settings that say which files
+CHOOSE_ROWS = {
+    "seed",
+    "task",
+    "batch.global",
+    "batch.seq_len",
+    "grpo.prompts",
+}  # and all of data: which rows, and when
 
 
 def agreed_fingerprint(config: Config) -> dict[str, str]:
-    """A digest of each file that the dataset is made from, its tokenizer too, by path; empty for data that is made up.
+    """A digest of each file that the dataset is made from, its tokenizer too, by path; empty for
+    data that is made up.
 
-    All ranks call it together. Raises InputError if they do not see the same files, those of the model to start from
-    among them: each node may have its own copy.
+    All ranks call it together. Raises InputError if they do not see the same files, those of the
+    model to start from among them: each node may have its own copy.
     """
-    data, model = digests(data_files(config.data)), digests(model_files(config))
+    data = digests(data_files(config.data))
+    model = digests(model_files(config))
     check_same({"data": data, "model": model})
     return data
 
@@ -47,8 +63,11 @@ def data_files(data: Data) -> list[Path]:
 
 
 def model_files(config: Config) -> list[Path]:
-    """Of the weights to start from, adapters too; what their own config says is among the settings."""
-    path, lora = config.model.path, config.lora
+    """Of the weights to start from, adapters too; what their own config says is among the
+    settings.
+    """
+    path = config.model.path
+    lora = config.lora
     files = [Path(path) / "config.json", *weight_files(path)] if path else []
     return files + ([adapter_files(lora.path)[1]] if lora and lora.path else [])
 
@@ -58,7 +77,9 @@ def digests(files: list[Path]) -> dict[str, str]:
 
 
 def file_digest(file: Path) -> str:
-    """Of a file's size and SAMPLES blocks spread evenly over it, its first and last bytes among them."""
+    """Of a file's size and SAMPLES blocks spread evenly over it, its first and last bytes among
+    them.
+    """
     with readable(file), file.open("rb") as stream:
         size = stream.seek(0, 2)
         digest = hashlib.sha256(str(size).encode())
@@ -70,17 +91,23 @@ def file_digest(file: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def check_continuation(file: Path, config: Config, files: dict[str, str], resumed: bool) -> list[str]:
-    """Compare with what the run began with, as `file` has it, and store what it uses now; returns what to tell.
+def check_continuation(
+    file: Path, config: Config, files: dict[str, str], resumed: bool
+) -> list[str]:
+    """Compare with what the run began with, as `file` has it, and store what it uses now; returns
+    what to tell.
 
-    files: the fingerprint of its data. Raises InputError, on all ranks alike, if the run is resumed, its settings name
-    the same data, and there is other data. All ranks call it together; rank 0 reads and writes.
+    files: the fingerprint of its data. Raises InputError, on all ranks alike, if the run is
+    resumed, its settings name the same data, and there is other data. All ranks call it together;
+    rank 0 reads and writes.
     """
-    failure, notes = None, []
+    failure = None
+    notes = []
     if dist.get_rank() == 0:
         now = {"settings": comparable_settings(config), "files": files, "code": code_digests()}
         before = (read(file) if resumed else None) or now
-        failure, notes = data_change(before, now), [*other_settings(before, now), *other_code(before, now)]
+        failure = data_change(before, now)
+        notes = [*other_settings(before, now), *other_code(before, now)]
         if failure is None:
             write_durably(file, json.dumps(now, indent=1))
     if failure := broadcast(failure):
@@ -89,41 +116,72 @@ def check_continuation(file: Path, config: Config, files: dict[str, str], resume
 
 
 def comparable_settings(config: Config) -> dict[str, Any]:
-    """All settings by dotted name, as JSON gives them back; not those that have no part in what is trained."""
+    """All settings by dotted name, as JSON gives them back; not those that have no part in what is
+    trained.
+    """
     settings = json.loads(json.dumps(flatten(to_dict(config))))
-    return {key: value for key, value in settings.items() if key != "out_dir" and not key.startswith("reference.")}
+    return {
+        key: value
+        for key, value in settings.items()
+        if key != "out_dir" and not key.startswith("reference.")
+    }
 
 
 def data_change(before: dict, now: dict) -> str | None:
-    """What is wrong with the data, in one line; None if nothing is, or the settings name other data on purpose."""
+    """What is wrong with the data, in one line; None if nothing is, or the settings name other data
+    on purpose.
+    """
     tokenizer = ("tokenizer.json", *COMPANIONS)  # of which earlier versions left some out
     changed = differing(before["files"], now["files"])
-    changed = [file for file in changed if file in before["files"] or Path(file).name not in tokenizer]
+    changed = [
+        file for file in changed if file in before["files"] or Path(file).name not in tokenizer
+    ]
     if not changed or NAMES_DATA & {*differing(before["settings"], now["settings"])}:
         return None
-    first, more = changed[0], f" ({len(changed)} files differ)" if len(changed) > 1 else ""
-    how = "is new" if first not in before["files"] else "is gone" if first not in now["files"] else "has changed"
+    first = changed[0]
+    more = f" ({len(changed)} files differ)" if len(changed) > 1 else ""
+    how = (
+        "is new"
+        if first not in before["files"]
+        else "is gone"
+        if first not in now["files"]
+        else "has changed"
+    )
     return f"{first} {how} since the run began{more}: it cannot continue (restore it, or use another out_dir)"
 
 
 def other_settings(before: dict, now: dict) -> list[str]:
-    """All that was changed, in one line, and a warning if that chooses other rows: nothing else would show it."""
-    before, now = before["settings"], now["settings"]
+    """All that was changed, in one line, and a warning if that chooses other rows: nothing else
+    would show it.
+    """
+    before = before["settings"]
+    now = now["settings"]
     changed = differing(before, now)
-    choosing = CHOOSE_ROWS | ({"batch.micro"} if now["data.kind"] == "latents" else set())  # its videos share a shape
+    choosing = CHOOSE_ROWS | (
+        {"batch.micro"} if now["data.kind"] == "latents" else set()
+    )  # its videos share a shape
     notes = []
     if changed:
-        told = ", ".join(f"{key}={json.dumps(now.get(key))} (was {json.dumps(before.get(key))})" for key in changed)
+        told = ", ".join(
+            f"{key}={json.dumps(now.get(key))} (was {json.dumps(before.get(key))})"
+            for key in changed
+        )
         notes.append(f"note: the run continues with other settings than before: {told}")
     if any(key in choosing or key.startswith("data.") for key in changed):
-        notes.append("warning: rows that were seen may come again and others never, as those settings choose them")
+        notes.append(
+            "warning: rows that were seen may come again and others never, as those settings choose them"
+        )
     return notes
 
 
 def other_code(before: dict, now: dict) -> list[str]:
     changed = differing(before["code"], now["code"])
     more = f" and {len(changed) - 1} more files" if len(changed) > 1 else ""
-    return [f"warning: the run continues with other code than before: {changed[0]}{more}"] if changed else []
+    return (
+        [f"warning: the run continues with other code than before: {changed[0]}{more}"]
+        if changed
+        else []
+    )
 
 
 def differing(before: dict, now: dict) -> list[str]:

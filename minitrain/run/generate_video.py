@@ -1,15 +1,19 @@
-"""Generate latents of videos: python -m minitrain.generate --task diffusion --model DIR --prompts FILE --out FILE.
+"""Generate latents of videos: python -m minitrain.generate --task diffusion --model DIR --prompts
+FILE --out FILE.
 
-DIR is a Wan model, in diffusers' layout or the original one; those that are published in fp32 want --dtype bf16 on a
-GPU, for half the memory and fast kernels. --adapter is a LoRA run's out_dir, or a file as diffusers, ComfyUI or
-musubi-tuner write it. The prompts are a safetensors file with `text`, embeddings [videos, tokens, text_dim], and what
-guidance leads away from, `negative`, as many or one for all (without it, zeros; published models want the embedding of
-an empty prompt or of what is not to be seen); for image-to-video models also `condition` and `image` (see
-data/latents.py). The result is a safetensors file with `latents` [videos, channels, frames, height, width],
-normalised as those of the training: the video autoencoder decodes them times its std, plus its mean.
-`--prompts shapes` are those of the toy world (data/shapes.py): the result is a PNG, a video a row, and a score.
+DIR is a Wan model, in diffusers' layout or the original one; those that are published in fp32 want
+--dtype bf16 on a GPU, for half the memory and fast kernels. --adapter is a LoRA run's out_dir, or a
+file as diffusers, ComfyUI or musubi-tuner write it. The prompts are a safetensors file with `text`,
+embeddings [videos, tokens, text_dim], and what guidance leads away from, `negative`, as many or one
+for all (without it, zeros; published models want the embedding of an empty prompt or of what is not
+to be seen); for image-to-video models also `condition` and `image` (see data/latents.py). The
+result is a safetensors file with `latents` [videos, channels, frames, height, width], normalised as
+those of the training: the video autoencoder decodes them times its std, plus its mean. `--prompts
+shapes` are those of the toy world (data/shapes.py): the result is a PNG, a video a row, and a
+score.
 """
 
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,43 +38,68 @@ from minitrain.run.launch import pick_device
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def main(arguments: list[str]) -> None:
+def parse(arguments: list[str]) -> Namespace:
     parser = cli.Parser(prog="python -m minitrain.generate --task diffusion", description=__doc__)
     number = positive(int, most=1 << 20)
     parser.add_argument("--model", required=True, metavar="DIR", type=cli.home_path)
-    parser.add_argument("--adapter", metavar="PATH", type=cli.home_path, help="a LoRA run's out_dir, PEFT's, or a file")
+    parser.add_argument(
+        "--adapter",
+        metavar="PATH",
+        type=cli.home_path,
+        help="a LoRA run's out_dir, PEFT's, or a file",
+    )
     parser.add_argument("--prompts", required=True, metavar="FILE", type=cli.home_path)
     parser.add_argument("--out", required=True, metavar="FILE", type=cli.home_path)
-    parser.add_argument("--size", type=number, nargs=3, metavar=("FRAMES", "HEIGHT", "WIDTH"), help="of latents")
-    parser.add_argument("--text-tokens", type=number, default=512, help="texts are padded to this many tokens")
+    parser.add_argument(
+        "--size", type=number, nargs=3, metavar=("FRAMES", "HEIGHT", "WIDTH"), help="of latents"
+    )
+    parser.add_argument(
+        "--text-tokens", type=number, default=512, help="texts are padded to this many tokens"
+    )
     parser.add_argument("--sampler", choices=SAMPLERS, default="unipc")
     parser.add_argument("--steps", type=number, default=50)
     parser.add_argument("--shift", type=positive(float), default=5.0, help="3 for 480p, 5 for 720p")
-    parser.add_argument("--guidance", type=positive(float, zero=True), default=5.0, help="1: none, in half the time")
+    parser.add_argument(
+        "--guidance", type=positive(float, zero=True), default=5.0, help="1: none, in half the time"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; by default the files'")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> None:
+    options = parse(arguments)
 
     if not Path(options.out).parent.is_dir():  # before minutes of work
-        raise InputError(f"--out {options.out}: the folder {Path(options.out).parent} does not exist")
-    if Path(options.out).exists() and not Path(options.out).is_file():  # /dev/null would become a file
+        raise InputError(
+            f"--out {options.out}: the folder {Path(options.out).parent} does not exist"
+        )
+    if (
+        Path(options.out).exists() and not Path(options.out).is_file()
+    ):  # /dev/null would become a file
         raise InputError(f"--out {options.out} is a folder or a device (name a file)")
     cli.check_writable("out", options.out)
     if options.prompts != "shapes" and not Path(options.prompts).is_file():
         raise InputError(f"--prompts {options.prompts} is neither a file nor shapes")
     model = load_pretrained(options.model, DTYPES.get(options.dtype), pick_device(options.device))
     if not isinstance(model, Wan):
-        raise InputError(f"--model {options.model} is not a Wan model (python -m minitrain.generate continues texts)")
+        raise InputError(
+            f"--model {options.model} is not a Wan model (python -m minitrain.generate continues texts)"
+        )
     if options.adapter:
         load_adapter(model, options.adapter)
         merge_adapters(model)
-    way = {name: getattr(options, name) for name in ("sampler", "steps", "shift", "guidance", "seed")}
+    way = {
+        name: getattr(options, name) for name in ("sampler", "steps", "shift", "guidance", "seed")
+    }
     if options.prompts == "shapes":
         print(draw_shapes(model, options.out, **way))
         return
     if options.size is None:
-        raise InputError("--size is missing: frames, height and width of the latents, such as 21 60 104")
+        raise InputError(
+            "--size is missing: frames, height and width of the latents, such as 21 60 104"
+        )
     prompts = read_prompts(Path(options.prompts), options.text_tokens)
     check_prompts(prompts, model, options.size, options.prompts)
     with enough_memory("--size " + " ".join(map(str, options.size))):
@@ -81,14 +110,24 @@ def main(arguments: list[str]) -> None:
 
 
 def generate(
-    model: Wan, prompts: dict[str, Tensor], size: Sequence[int], sampler: str = "unipc", steps: int = 50,
-    shift: float = 5.0, guidance: float = 5.0, seed: int = 0,
-) -> Tensor:  # fmt: skip
-    """fp32 latents [videos, channels, *size]; the same noise on every device. All ranks of a sharded model call it."""
+    model: Wan,
+    prompts: dict[str, Tensor],
+    size: Sequence[int],
+    sampler: str = "unipc",
+    steps: int = 50,
+    shift: float = 5.0,
+    guidance: float = 5.0,
+    seed: int = 0,
+) -> Tensor:
+    """fp32 latents [videos, channels, *size]; the same noise on every device. All ranks of a
+    sharded model call it.
+    """
     device = model.proj_out.weight.device
     random = torch.Generator().manual_seed(seed % (1 << 64))  # which takes no larger ones
     noise = torch.randn(len(prompts["text"]), model.config.out_channels, *size, generator=random)
-    velocity = guided(model, scale=guidance, **{key: value.to(device) for key, value in prompts.items()})
+    velocity = guided(
+        model, scale=guidance, **{key: value.to(device) for key, value in prompts.items()}
+    )
     return SAMPLERS[sampler](velocity, noise.to(device), sigma_schedule(steps, shift)).cpu()
 
 
@@ -98,17 +137,28 @@ def enough_memory(option: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        told = "DefaultCPUAllocator: can't allocate memory", "Storage size calculation overflowed"  # without a class
-        if not isinstance(error, torch.OutOfMemoryError) and not any(words in str(error) for words in told):
+        told = (
+            "DefaultCPUAllocator: can't allocate memory",
+            "Storage size calculation overflowed",
+        )  # without a class
+        if not isinstance(error, torch.OutOfMemoryError) and not any(
+            words in str(error) for words in told
+        ):
             raise
-        raise InputError(f"{option} takes more memory than there is (use a smaller one, or fewer prompts)") from error
+        raise InputError(
+            f"{option} takes more memory than there is (use a smaller one, or fewer prompts)"
+        ) from error
 
 
 def read_prompts(path: Path, text_tokens: int) -> dict[str, Tensor]:
-    """What the file holds of text, negative, condition and image, in fp32, texts padded with zeros."""
+    """What the file holds of text, negative, condition and image, in fp32, texts padded with
+    zeros.
+    """
     prompts = read_video(path, [*TEXTS, "condition", "image"])
     if "text" not in prompts or prompts["text"].ndim != 3 or not len(prompts["text"]):
-        raise InputError(f"{path} must hold a tensor `text` [videos, tokens, text_dim], of one video at least")
+        raise InputError(
+            f"{path} must hold a tensor `text` [videos, tokens, text_dim], of one video at least"
+        )
     for name in TEXTS:
         if name in prompts and prompts[name].ndim == 3:
             missing = text_tokens - prompts[name].shape[1]
@@ -118,27 +168,38 @@ def read_prompts(path: Path, text_tokens: int) -> dict[str, Tensor]:
                 )
             prompts[name] = F.pad(prompts[name], (0, 0, 0, missing))
     if "negative" in prompts and prompts["negative"].shape[:1] == (1,):
-        prompts["negative"] = prompts["negative"].expand(len(prompts["text"]), *prompts["negative"].shape[1:])
+        prompts["negative"] = prompts["negative"].expand(
+            len(prompts["text"]), *prompts["negative"].shape[1:]
+        )
     return prompts
 
 
 def check_prompts(prompts: dict[str, Tensor], model: Wan, size: Sequence[int], source: str) -> None:
     """Raises InputError for prompts that are not what the model takes beside latents of `size`."""
-    wanted = {name: (len(prompts["text"]), *shape) for name, shape in model_shapes(model.config, size).items()}
+    wanted = {
+        name: (len(prompts["text"]), *shape)
+        for name, shape in model_shapes(model.config, size).items()
+    }
     del wanted["latents"]  # which are to be made
     with located(f"--prompts {source}"):
         check_shapes({name: tuple(tensor.shape) for name, tensor in prompts.items()}, wanted)
 
 
-def draw_shapes(model: Wan, path: str | Path, steps: int = 12, guidance: float = 4.0, write: bool = True, **way) -> str:
-    """Write a PNG of what the model draws for every prompt of the toy world; returns how much is right, in words.
+def draw_shapes(
+    model: Wan, path: str | Path, steps: int = 12, guidance: float = 4.0, write: bool = True, **way
+) -> str:
+    """Write a PNG of what the model draws for every prompt of the toy world; returns how much is
+    right, in words.
 
     write: all ranks of a sharded model draw, but one is to write.
     """
     if model.config.out_channels != shapes.CHANNELS:
         channels = model.config.out_channels
-        raise InputError(f"--prompts shapes: their latents have {shapes.CHANNELS} channels, the model's {channels}")
-    world, prompts = shapes.ShapesWorld(), shapes.all_prompts()
+        raise InputError(
+            f"--prompts shapes: their latents have {shapes.CHANNELS} channels, the model's {channels}"
+        )
+    world = shapes.ShapesWorld()
+    prompts = shapes.all_prompts()
     text = {"text": torch.stack([shapes.embed_text(words) for words in prompts])}
     size = shapes.FRAMES, shapes.SIZE // shapes.PATCH, shapes.SIZE // shapes.PATCH
     check_prompts(text, model, size, "shapes")

@@ -1,12 +1,13 @@
 """Reports steps that were skipped and losses that spike, with the batch they came from.
 
-The decision to skip is made on the device (`update_weights`); the host, which reads loss and norm for the log anyway,
-comes to the same one from the same numbers. A loss is a spike if it lies above
+The decision to skip is made on the device (`update_weights`); the host, which reads loss and norm
+for the log anyway, comes to the same one from the same numbers. A loss is a spike if it lies above
 
     median + metrics.spike x 1.4826 x median(|loss - median|)
 
-of the last 100 losses, at least 20; but a spike is at least 1 % above the median. Medians, unlike mean and deviation,
-hardly move with the spikes themselves; the factor makes the second a standard deviation for normal losses.
+of the last 100 losses, at least 20; but a spike is at least 1 % above the median. Medians, unlike
+mean and deviation, hardly move with the spikes themselves; the factor makes the second a standard
+deviation for normal losses.
 """
 
 import math
@@ -17,23 +18,34 @@ from statistics import median
 from minitrain.errors import InputError
 from minitrain.settings import Config
 
-WINDOW, LEAST = 100, 20
+WINDOW = 100
+LEAST = 20
 SHOWN = 4  # rows of a batch whose origin is reported
 
 
 class Health:
     """Watches a run's steps.
 
-    say(text): prints a line. batch(step): where the batch of step 1, 2, ... comes from. updates: per step.
-    past, skipped: of a run that continues, its losses, and how many of its last steps changed nothing.
+    say(text): prints a line. batch(step): where the batch of step 1, 2, ... comes from. updates:
+    per step.
+    past, skipped: of a run that continues, its losses, and how many of its last steps changed
+    nothing.
     """
 
     def __init__(
-        self, config: Config, say: Callable[[str], None], batch: Callable[[int], str], updates: int = 1,
-        past: Iterable[float] = (), skipped: int = 0,
-    ):  # fmt: skip
-        self.most, self.factor = config.optim.max_skipped, config.metrics.spike
-        self.say, self.batch, self.updates = say, batch, updates
+        self,
+        config: Config,
+        say: Callable[[str], None],
+        batch: Callable[[int], str],
+        updates: int = 1,
+        past: Iterable[float] = (),
+        skipped: int = 0,
+    ):
+        self.most = config.optim.max_skipped
+        self.factor = config.metrics.spike
+        self.say = say
+        self.batch = batch
+        self.updates = updates
         self.losses = deque(past, maxlen=WINDOW)
         self.in_a_row = skipped
 
@@ -56,7 +68,9 @@ class Health:
     def check(self, numbers: dict) -> dict:
         """Report a step that went wrong, and return its `batch`; otherwise nothing."""
         self.in_a_row = self.in_a_row + 1 if numbers["skipped"] == self.updates else 0
-        limit, loss, step = self.limit(), numbers["loss"], numbers["step"]
+        limit = self.limit()
+        loss = numbers["loss"]
+        step = numbers["step"]
         if numbers["skipped"]:
             problem = f"skipped, as loss={loss} or grad_norm={numbers['grad_norm']} is not finite"
         elif loss > limit:
@@ -80,7 +94,9 @@ class Health:
         )
 
     def limit(self) -> float:
-        """The loss above which it is a spike; infinite while there are too few losses to judge by."""
+        """The loss above which it is a spike; infinite while there are too few losses to judge
+        by.
+        """
         if not self.factor or len(self.losses) < LEAST:
             return math.inf
         middle = median(self.losses)
@@ -89,10 +105,14 @@ class Health:
 
 
 def batch_origin(dataset, rows: int, step: int) -> str:
-    """Which `rows` of the dataset step 1, 2, ... took, and where the first of them come from if it can say."""
+    """Which `rows` of the dataset step 1, 2, ... took, and where the first of them come from if it
+    can say.
+    """
     first = (step - 1) * rows
     text = f"rows {first} to {first + rows - 1} of the data"
     if (origin := getattr(dataset, "origin", None)) is None:
         return text
-    shown = dict.fromkeys(origin(n) for n in range(first, first + min(rows, SHOWN)))  # one document may fill many
+    shown = dict.fromkeys(
+        origin(n) for n in range(first, first + min(rows, SHOWN))
+    )  # one document may fill many
     return f"{text}: {', '.join(shown)}{', ...' if rows > SHOWN else ''}"

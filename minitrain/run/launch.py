@@ -28,7 +28,13 @@ from minitrain.parallel.tensor import check_overlap
 from minitrain.run import watch
 from minitrain.run.determinism import be_deterministic
 from minitrain.run.parallel_checks import check_layout
-from minitrain.run.rendezvous import check_device_type, join_store, number, prepare_connections, world_size
+from minitrain.run.rendezvous import (
+    check_device_type,
+    join_store,
+    number,
+    prepare_connections,
+    world_size,
+)
 from minitrain.settings import Config, to_dict
 from minitrain.training.build import initialize
 from minitrain.training.loop import Trainer, forward_backward
@@ -37,22 +43,26 @@ from minitrain.training.loop import Trainer, forward_backward
 def pick_device(setting: str) -> torch.device:
     """auto: this process's own GPU if there is one, else the CPU.
 
-    Where a process sees only one GPU that is its own, as Slurm's --gpus-per-task=1 and torchrun's --virtual-local-rank
-    have it; `check_own_gpus` sees to that.
+    Where a process sees only one GPU that is its own, as Slurm's --gpus-per-task=1 and torchrun's
+    --virtual-local-rank have it; `check_own_gpus` sees to that.
     """
     if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise InputError("device=cuda, but torch finds no GPU here (use auto or cpu)")
-    gpus, place = torch.cuda.device_count(), number("LOCAL_RANK")
+    gpus = torch.cuda.device_count()
+    place = number("LOCAL_RANK")
     processes = max(number("LOCAL_WORLD_SIZE", 1), place + 1)
     if processes > gpus > 1:
-        raise InputError(f"{processes} processes on this node, but torch sees {gpus} GPUs here (start one for each)")
+        raise InputError(
+            f"{processes} processes on this node, but torch sees {gpus} GPUs here (start one for each)"
+        )
     return torch.device("cuda", place if gpus > 1 else 0)
 
 
 def check_own_gpus(device: torch.device) -> None:
-    """Raises InputError, on all ranks alike, if two that took the only GPU they see, or the first, have the same.
+    """Raises InputError, on all ranks alike, if two that took the only GPU they see, or the first,
+    have the same.
 
     All call it together. On the CPU nothing is compared.
     """
@@ -62,14 +72,16 @@ def check_own_gpus(device: torch.device) -> None:
         first: dict[str | None, int] = {}
         for rank, gpu in enumerate(gpus):
             if gpu and first.setdefault(gpu, rank) != rank:
-                raise InputError(f"ranks {first[gpu]} and {rank} have the same GPU (start one process for each GPU)")
+                raise InputError(
+                    f"ranks {first[gpu]} and {rank} have the same GPU (start one process for each GPU)"
+                )
 
 
 def start(config: Config) -> Meshes:
     """Join the process group (NCCL on GPUs, gloo on CPUs) and arrange its ranks.
 
-    Raises InputError, before any group starts, if the layout does not fit the number of ranks; and one that is the same
-    on all ranks if their config or code differs.
+    Raises InputError, before any group starts, if the layout does not fit the number of ranks; and
+    one that is the same on all ranks if their config or code differs.
     """
     check_layout(config, world_size())
     device = pick_device(config.device)
@@ -89,7 +101,8 @@ def start(config: Config) -> Meshes:
     if dist.get_world_size() > 1:
         check_same({"config": flatten(to_dict(config)), "code": code_digests()})
         check_own_gpus(device)
-    # silences a warning, on every rank, that gathering weights that tensor parallelism splits too takes two collectives
+    # silences a warning, on every rank, that gathering weights that tensor parallelism splits too
+    # takes two collectives
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     meshes = meshes_of(config, device.type)
     if begins:
@@ -100,7 +113,9 @@ def start(config: Config) -> Meshes:
 def meshes_of(config: Config, device_type: str) -> Meshes:
     """Arrange the ranks of the running process group, whose number `check_layout` has accepted."""
     p = config.parallel
-    return build_meshes(device_type, p.dp_replicate, p.cp, p.tp, p.pp, p.ep, spare=config.grpo.generation_ranks)
+    return build_meshes(
+        device_type, p.dp_replicate, p.cp, p.tp, p.pp, p.ep, spare=config.grpo.generation_ranks
+    )
 
 
 def make_trainer(config: Config, meshes: Meshes, objective=None) -> Trainer:
@@ -112,7 +127,9 @@ def make_trainer(config: Config, meshes: Meshes, objective=None) -> Trainer:
 
 
 def fill_weights(config: Config, model: Module) -> None:
-    """Read the weights of `model.path` and `lora.path` into a model; those of no file get initial values."""
+    """Read the weights of `model.path` and `lora.path` into a model; those of no file get initial
+    values.
+    """
     if config.model.path:
         load_weights(model, config.model.path, owned)
         initialize(model, config.seed, is_adapter)
@@ -124,9 +141,12 @@ def fill_weights(config: Config, model: Module) -> None:
 
 def trial_step(trainer: Trainer) -> list[Tensor]:
     """Return loss and gradients (this rank's parts) of a step on mock data that changes nothing."""
-    config, model = trainer.config, trainer.model
+    config = trainer.config
+    model = trainer.model
     dataset = Mock(config.batch.seq_len, config.model.config.vocab_size, seed=0, split=0)
-    loss = forward_backward(model, trainer.objective, trainer.micro_batches(dataset, 0), trainer.meshes, trainer.device)
+    loss = forward_backward(
+        model, trainer.objective, trainer.micro_batches(dataset, 0), trainer.meshes, trainer.device
+    )
     gradients = [local(p.grad).clone() for p in model.parameters() if p.grad is not None]
     trainer.optimizer.zero_grad(set_to_none=True)
     update_selection_bias(model, 0)  # forgets whom the routers chose
@@ -137,32 +157,44 @@ def check_device(config: Config, device: torch.device) -> None:
     """Raises InputError for settings that `device` is not made for."""
     on_gpu = device.type == "cuda"
     if config.profile.memory and not on_gpu:
-        raise InputError("profile.memory=true records the memory of a GPU, and this run is on the CPU (use false)")
+        raise InputError(
+            "profile.memory=true records the memory of a GPU, and this run is on the CPU (use false)"
+        )
     if config.parallel.async_tp and not on_gpu:
-        raise InputError("parallel.async_tp=true needs CUDA devices, and this run is on the CPU (use false)")
+        raise InputError(
+            "parallel.async_tp=true needs CUDA devices, and this run is on the CPU (use false)"
+        )
     if config.precision == "fp8" and on_gpu and torch.cuda.get_device_capability(device) < (8, 9):
-        raise InputError(f"precision=fp8 needs FP8 units, which {torch.cuda.get_device_name(device)} lacks (use bf16)")
+        raise InputError(
+            f"precision=fp8 needs FP8 units, which {torch.cuda.get_device_name(device)} lacks (use bf16)"
+        )
 
 
 def set_timeout(seconds: float, groups: Iterable[dist.ProcessGroup] | None = None) -> None:
     """Set the timeout of groups, by default of all that exist.
 
-    A group that is made later has torch's own, 10 minutes with NCCL and 30 with gloo, unless it is made with another.
+    A group that is made later has torch's own, 10 minutes with NCCL and 30 with gloo, unless it is
+    made with another.
     """
-    for group in list(c10d._world.pg_map) if groups is None else groups:  # no public name, nor for timeouts
+    for group in (
+        list(c10d._world.pg_map) if groups is None else groups
+    ):  # no public name, nor for timeouts
         c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def wait_for_ever() -> None:
     """Bound no wait from here on, neither in groups nor in the store.
 
-    There NCCL's ranks meet before one sends to another for the first time, to make a communicator for these two.
+    There NCCL's ranks meet before one sends to another for the first time, to make a communicator
+    for these two.
     """
     set_timeout(FOR_EVER.total_seconds())
     c10d._get_default_store().set_timeout(FOR_EVER)
 
 
 def checkpoint_group(config: Config, ranks: Iterable[int]) -> dist.ProcessGroup:
-    """A group for `ranks` to write checkpoints, where they wait for each other's disks: half an hour at least."""
+    """A group for `ranks` to write checkpoints, where they wait for each other's disks: half an
+    hour at least.
+    """
     timeout = max(timedelta(minutes=30), timedelta(seconds=config.timeout_s))
     return dist.new_group(list(ranks), timeout=timeout, backend="gloo")

@@ -1,8 +1,8 @@
 """One run at a time in an out_dir: two would delete each other's checkpoints and mix their numbers.
 
-Rank 0's process holds a POSIX lock on OUT_DIR/.lock, which the kernel takes away however that process ends. A network
-file system may need a moment to learn that a machine has vanished: hence the patience. Where there are no locks at all,
-as on some of those, nothing is kept out.
+Rank 0's process holds a POSIX lock on OUT_DIR/.lock, which the kernel takes away however that
+process ends. A network file system may need a moment to learn that a machine has vanished: hence
+the patience. Where there are no locks at all, as on some of those, nothing is kept out.
 """
 
 import fcntl
@@ -22,9 +22,11 @@ PATIENCE = 100.0  # seconds; NFS 4 forgets the locks of a machine after 90
 
 @contextmanager
 def locked(folder: Path, leads: bool) -> Iterator[None]:
-    """Be the only run in `folder`. leads: is this the run's first rank? The others leave it to that one.
+    """Be the only run in `folder`. leads: is this the run's first rank? The others leave it to that
+    one.
 
-    Raises InputError if another run has been there for too long; OSError if the folder cannot be written to.
+    Raises InputError if another run has been there for too long; OSError if the folder cannot be
+    written to.
     """
     if not leads:
         yield
@@ -37,15 +39,22 @@ def locked(folder: Path, leads: bool) -> Iterator[None]:
 
 def wait_for(file: FileIO) -> None:
     """Take the lock, and leave one's name in the file."""
-    began, told = time.monotonic(), False
+    began = time.monotonic()
+    told = False
     while not take(file):
         file.seek(0)
         holder = file.read().decode(errors="replace").strip() or "another process"
         if time.monotonic() - began > PATIENCE:
             folder = Path(file.name).parent
-            raise InputError(f"{holder} is training in out_dir={str(folder)!r} (wait for it, or use another out_dir)")
+            raise InputError(
+                f"{holder} is training in out_dir={str(folder)!r} (wait for it, or use another out_dir)"
+            )
         if not told:
-            print(f"waiting for {holder}, which is training in the same out_dir", file=sys.stderr, flush=True)
+            print(
+                f"waiting for {holder}, which is training in the same out_dir",
+                file=sys.stderr,
+                flush=True,
+            )
         told = True
         time.sleep(0.1)
     file.truncate(0)

@@ -1,7 +1,8 @@
-"""Where a run's numbers go: one JSON object per step in `metrics.jsonl`, a progress bar, and TensorBoard if asked for.
+"""Where a run's numbers go: one JSON object per step in `metrics.jsonl`, a progress bar, and
+TensorBoard if asked for.
 
-Where there is no terminal, as under Slurm or Kubernetes, a bar would be one line of gigabytes, which some show when it
-has ended: a line now and then takes its place. Rank 0 only.
+Where there is no terminal, as under Slurm or Kubernetes, a bar would be one line of gigabytes,
+which some show when it has ended: a line now and then takes its place. Rank 0 only.
 """
 
 import json
@@ -32,10 +33,11 @@ PAUSE = 30.0  # seconds between lines, where they stand for a progress bar
 
 
 def open_log(config: Config, folder: Path, files: dict[str, str], first: int) -> "MetricsLog":
-    """The log of a run in `folder` that goes on after step `first`, with what has changed since it began.
+    """The log of a run in `folder` that goes on after step `first`, with what has changed since it
+    began.
 
-    files: the fingerprint of its data. Stores settings as config.yaml and what `check_continuation` compares, which
-    raises InputError if it is not the same data. All ranks call it together.
+    files: the fingerprint of its data. Stores settings as config.yaml and what `check_continuation`
+    compares, which raises InputError if it is not the same data. All ranks call it together.
     """
     notes = check_continuation(folder / "fingerprint.json", config, files, resumed=first > 0)
     if dist.get_rank() == 0:
@@ -44,10 +46,14 @@ def open_log(config: Config, folder: Path, files: dict[str, str], first: int) ->
             notes += keep_earlier(folder)
     log = MetricsLog(folder / "metrics.jsonl", config.steps, first, config.metrics.tensorboard)
     resumed = [f"resumed from step {first}"] * (first > 0)
-    finished = ["no step is left to do (for more: steps=N; to begin anew: another out_dir)"] * (first >= config.steps)
+    finished = ["no step is left to do (for more: steps=N; to begin anew: another out_dir)"] * (
+        first >= config.steps
+    )
     adapters = unreadable_note(config.model.config, config.lora) if config.lora else []
     warmup = warmup_steps(config.steps, config.optim)
-    short = [f"optim.warmup={config.optim.warmup} is longer than steps={config.steps}: {warmup} steps warm up"]
+    short = [
+        f"optim.warmup={config.optim.warmup} is longer than steps={config.steps}: {warmup} steps warm up"
+    ]
     shortened = short if warmup < config.optim.warmup else []
     if (config.lora or config.task in ("sft", "grpo")) and not config.model.path and first == 0:
         notes.insert(0, "note: what is fine-tuned are random weights (model=FOLDER names others)")
@@ -63,7 +69,9 @@ def keep_earlier(folder: Path) -> list[str]:
         if path.exists() and path.stat().st_size:
             numbered = (path.with_stem(f"{path.stem}-{n}") for n in count(1))
             kept = path.rename(next(new for new in numbered if not new.exists()))
-            notes.append(f"note: an earlier run left no checkpoint to continue from; its {path.name} is now {kept}")
+            notes.append(
+                f"note: an earlier run left no checkpoint to continue from; its {path.name} is now {kept}"
+            )
     if weights := sorted(file.name for file in folder.glob("*.safetensors")):
         notes.append(f"note: the result of this run will replace {', '.join(weights)} in {folder}")
     return notes
@@ -71,10 +79,15 @@ def keep_earlier(folder: Path) -> list[str]:
 
 def summary(config: Config) -> str:
     """What is trained, how, on what, and where it goes, in a line."""
-    model, ranks = config.model, world_size()
+    model = config.model
+    ranks = world_size()
     size = sum(p.numel() for p in empty_model(model.config).parameters())
     device = pick_device(config.device).type.upper()
-    weights = f"weights of {model.path}" if model.path else f"{model.name or 'a model'} with random weights"
+    weights = (
+        f"weights of {model.path}"
+        if model.path
+        else f"{model.name or 'a model'} with random weights"
+    )
     if config.lora and config.lora.path:
         weights += f" and adapters of {config.lora.path}"
     return (
@@ -84,7 +97,8 @@ def summary(config: Config) -> str:
 
 
 class MetricsLog:
-    """Appends steps to FILE as they come, each flushed at once; a resumed run drops the steps it will repeat.
+    """Appends steps to FILE as they come, each flushed at once; a resumed run drops the steps it
+    will repeat.
 
     tensorboard: show all numbers there too, from the folder `tensorboard` beside FILE.
     """
@@ -110,16 +124,22 @@ class MetricsLog:
             # what a killed run wrote after step `start` is hidden
             self.board = SummaryWriter(str(file.parent / "tensorboard"), purge_step=start + 1)
         # disable: None stands for "unless it is a terminal"
-        self.bar = tqdm(total=steps, initial=start - self.lacks_last, unit="step", smoothing=0.1, disable=None)
+        self.bar = tqdm(
+            total=steps, initial=start - self.lacks_last, unit="step", smoothing=0.1, disable=None
+        )
         self.next_line = time.monotonic()
         lost = start - self.lacks_last - len({line["step"] for line in kept})
         if lost:
             self.say(f"note: {file} lacks {lost} of the {start} steps that are done")
         if strange:
-            self.say(f"note: lines of {file} that were not the numbers of a step are gone: {strange}")
+            self.say(
+                f"note: lines of {file} that were not the numbers of a step are gone: {strange}"
+            )
 
     def step(self, numbers: dict) -> None:
-        """Store one step's numbers, with every digit of their floats, and show the most telling ones."""
+        """Store one step's numbers, with every digit of their floats, and show the most telling
+        ones.
+        """
         if self.enabled:
             with naming(self.file.name):
                 self.file.write(to_line(numbers))
@@ -129,7 +149,10 @@ class MetricsLog:
             for name, value in numbers.items():
                 if self.board and name != "step" and isinstance(value, int | float):
                     self.board.add_scalar(name, value, numbers["step"])
-            shown = {"loss": f"{numbers['loss']:.4f}", "tokens/s": f"{numbers['tokens_per_sec']:,.0f}"}
+            shown = {
+                "loss": f"{numbers['loss']:.4f}",
+                "tokens/s": f"{numbers['tokens_per_sec']:,.0f}",
+            }
             if "val_loss" in numbers:
                 shown["val"] = f"{numbers['val_loss']:.4f}"
             self.bar.set_postfix(shown, refresh=False)
@@ -141,14 +164,18 @@ class MetricsLog:
                 self.say(f"step {numbers['step']:,} of {self.bar.total:,}: {told}")
 
     def sync(self) -> None:
-        """Return when the disk has all numbers so far: a power cut must not leave a checkpoint and take them."""
+        """Return when the disk has all numbers so far: a power cut must not leave a checkpoint and
+        take them.
+        """
         if self.enabled:
             with naming(self.file.name):
                 os.fsync(self.file.fileno())
 
     def skipped_steps(self, updates: int = 1) -> int:
         """How many of the last steps skipped all their updates. All ranks call it together."""
-        return broadcast(len(list(takewhile(lambda skipped: skipped == updates, reversed(self.skips)))))
+        return broadcast(
+            len(list(takewhile(lambda skipped: skipped == updates, reversed(self.skips))))
+        )
 
     def say(self, text: str) -> None:
         """A line above the progress bar."""
@@ -157,7 +184,9 @@ class MetricsLog:
 
     def stop(self, step: int, signal: str) -> None:
         """Say that the run ends because of a signal."""
-        self.say(f"{signal}: stopped after step {step}, with a checkpoint from which the same command continues")
+        self.say(
+            f"{signal}: stopped after step {step}, with a checkpoint from which the same command continues"
+        )
 
     def close(self) -> None:
         """End the progress bar's line, so that an error has one of its own, and the files."""
@@ -170,8 +199,12 @@ class MetricsLog:
 
 
 def to_line(numbers: dict) -> str:
-    """A line of JSON, which knows only finite numbers: all others, as those of a skipped step, are null."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in numbers.items()}
+    """A line of JSON, which knows only finite numbers: all others, as those of a skipped step, are
+    null.
+    """
+    finite = {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in numbers.items()
+    }
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
@@ -182,14 +215,20 @@ def read_lines(file: Path) -> tuple[list[dict], int]:
     """
     if not file.exists():
         return [], 0
-    texts = [text for text in file.read_text(encoding="utf-8-sig", errors="replace").splitlines() if text.strip()]
+    texts = [
+        text
+        for text in file.read_text(encoding="utf-8-sig", errors="replace").splitlines()
+        if text.strip()
+    ]
     lines = [line for line in map(read_line, texts) if line is not None]
     return lines, len(texts) - len(lines)
 
 
 def read_line(text: str) -> dict | None:
     try:
-        line = json.loads(text, parse_constant=lambda word: None)  # NaN, which others may have written
+        line = json.loads(
+            text, parse_constant=lambda word: None
+        )  # NaN, which others may have written
         return line if type(line["step"]) is int else None
     except (ValueError, TypeError, KeyError, RecursionError):
         return None

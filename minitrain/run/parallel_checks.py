@@ -11,8 +11,11 @@ from minitrain.settings import Config
 
 
 def validate_context(config: Config) -> None:
-    p, model, length = config.parallel, config.model.config, config.batch.seq_len
-    heads, groups = model.num_key_value_heads, model.mamba_n_groups
+    p = config.parallel
+    model = config.model.config
+    length = config.batch.seq_len
+    heads = model.num_key_value_heads
+    groups = model.mamba_n_groups
     unit = 2 * p.cp if p.context == "allgather" else p.cp
     if p.cp > 1 and "M" in model.layer_pattern and groups % (p.cp * p.tp):
         raise InputError(
@@ -34,9 +37,13 @@ def validate_context(config: Config) -> None:
 
 
 def validate_tensor(config: Config) -> None:
-    model, batch, p = config.model.config, config.batch, config.parallel
+    model = config.model.config
+    batch = config.batch
+    p = config.parallel
     sizes = split_sizes(model, p.tp, p.ep)
-    sizes["batch.seq_len" if p.cp == 1 else f"batch.seq_len / parallel.cp={p.cp}, i.e. seq_len"] = batch.seq_len // p.cp
+    sizes["batch.seq_len" if p.cp == 1 else f"batch.seq_len / parallel.cp={p.cp}, i.e. seq_len"] = (
+        batch.seq_len // p.cp
+    )
     must_divide("parallel.tp", p.tp, sizes)
     refuse(
         (
@@ -59,7 +66,9 @@ def split_sizes(model: DecoderConfig, tp: int, ep: int) -> dict[str, int]:
         "mlp": ["intermediate_size"],
         "moe": ["shared_expert_intermediate_size"],
     }
-    sizes = {field: getattr(model, field) for part in fields if part in parts for field in fields[part]}
+    sizes = {
+        field: getattr(model, field) for part in fields if part in parts for field in fields[part]
+    }
     if tp % model.num_key_value_heads == 0:  # several ranks can have the same one
         sizes.pop("num_key_value_heads", None)
     if "moe" in parts and ep == 1:  # in steps that grouped products can take
@@ -68,7 +77,8 @@ def split_sizes(model: DecoderConfig, tp: int, ep: int) -> dict[str, int]:
 
 
 def validate_expert_parallel(config: Config) -> None:
-    ep, experts = config.parallel.ep, getattr(config.model.config, "num_experts", 0)
+    ep = config.parallel.ep
+    experts = getattr(config.model.config, "num_experts", 0)
     if ep > 1 and not experts:
         raise InputError(f"parallel.ep={ep} needs a model with experts (use ep=1)")
     must_divide("parallel.ep", ep, {"num_experts": experts})
@@ -76,14 +86,18 @@ def validate_expert_parallel(config: Config) -> None:
 
 def check_expert_parallel(config: Config, ranks: int) -> None:
     """ranks: how many see different tokens and have the same layers, in one replica."""
-    p, model = config.parallel, config.model.config
+    p = config.parallel
+    model = config.model.config
     if ranks % p.ep:
         possible = divisors(math.gcd(ranks, model.num_experts))
         raise InputError(
             f"parallel.ep={p.ep} does not divide dp_shard x cp x tp = {ranks} ranks (use {alternatives(possible)})"
         )
     same = ranks // p.ep
-    for name in ("moe_intermediate_size", "moe_latent_size" if model.moe_latent_size else "hidden_size"):
+    for name in (
+        "moe_intermediate_size",
+        "moe_latent_size" if model.moe_latent_size else "hidden_size",
+    ):
         if getattr(model, name) % same:
             raise InputError(
                 f"parallel.ep={p.ep} leaves {same} ranks with the same experts, which do not divide "
@@ -92,7 +106,9 @@ def check_expert_parallel(config: Config, ranks: int) -> None:
 
 
 def validate_pipeline(config: Config) -> None:
-    p, slots, stages = config.parallel, config.model.config.num_layers + 2, config.parallel.pp * config.parallel.vp
+    p = config.parallel
+    slots = config.model.config.num_layers + 2
+    stages = config.parallel.pp * config.parallel.vp
     if p.pp == 1 and (p.vp > 1 or p.layers_per_stage or p.head_layers > 1):
         given = f"vp={p.vp}, layers_per_stage={p.layers_per_stage}, head_layers={p.head_layers}"
         raise InputError(f"parallel.{given} need parallel.pp above 1 (use 1, null and 1)")
@@ -143,10 +159,18 @@ def validate_pipeline(config: Config) -> None:
 
 
 def validate_sampler_split(config: Config) -> None:
-    model, tp, ep = config.model.config, config.rollout.tp, config.rollout.ep
+    model = config.model.config
+    tp = config.rollout.tp
+    ep = config.rollout.ep
     refuse(
-        (ep not in (1, tp), f"rollout.ep={ep} must be 1 or rollout.tp={tp}: the ranks that share a sampler's model"),
-        (ep > 1 and not model.num_experts, f"rollout.ep={ep} needs a model with experts (use ep=1)"),
+        (
+            ep not in (1, tp),
+            f"rollout.ep={ep} must be 1 or rollout.tp={tp}: the ranks that share a sampler's model",
+        ),
+        (
+            ep > 1 and not model.num_experts,
+            f"rollout.ep={ep} needs a model with experts (use ep=1)",
+        ),
     )
     sizes = split_sizes(model, tp, ep) | ({"num_experts": model.num_experts} if ep > 1 else {})
     must_divide("rollout.tp", tp, sizes)
@@ -180,7 +204,9 @@ def refuse(*contradictions: tuple[Any, str]) -> None:
 
 
 def must_divide(name: str, ranks: int, sizes: dict[str, int]) -> None:
-    """Raises InputError if `ranks`, the setting `name`, does not divide all sizes, which have names too."""
+    """Raises InputError if `ranks`, the setting `name`, does not divide all sizes, which have names
+    too.
+    """
     for of, size in sizes.items():
         if size % ranks:
             possible = alternatives(divisors(math.gcd(*sizes.values())))
@@ -193,8 +219,11 @@ def divisors(number: int) -> list[int]:
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """Can `world_size` ranks run this config? Raises an InputError that says what would be possible."""
-    p, b = config.parallel, config.batch
+    """Can `world_size` ranks run this config? Raises an InputError that says what would be
+    possible.
+    """
+    p = config.parallel
+    b = config.batch
     if config.task == "grpo":
         world_size = ranks_that_train(config, world_size)
     others = p.dp_replicate * p.tp * p.cp * p.pp
@@ -215,7 +244,9 @@ def check_layout(config: Config, world_size: int) -> None:
         check_expert_parallel(config, world_size // (p.dp_replicate * p.pp))
     data_ranks = world_size // (p.tp * p.cp * p.pp)
     if b.global_ % (b.micro * data_ranks):
-        fitting = next((n for n in range(b.micro, 0, -1) if b.global_ % (n * data_ranks) == 0), None)
+        fitting = next(
+            (n for n in range(b.micro, 0, -1) if b.global_ % (n * data_ranks) == 0), None
+        )
         smaller = f"batch.micro={fitting}, or " if fitting else ""
         raise InputError(
             f"batch.global={b.global_} is not a multiple of batch.micro={b.micro} x {data_ranks} data-parallel ranks "
@@ -230,8 +261,8 @@ def check_layout(config: Config, world_size: int) -> None:
 
 
 def training_ranks(config: Config) -> int:
-    """Return the product of the parallel dimensions. An open dp_shard, at least 1, takes what torchrun started, or for
-    one process what the published row ran on."""
+    """Return the product of the parallel dimensions. An open dp_shard, at least 1, takes what
+    torchrun started, or for one process what the published row ran on."""
     p = config.parallel
     others = p.dp_replicate * p.tp * p.cp * p.pp
     if p.dp_shard != -1:

@@ -1,12 +1,14 @@
 """The GRPO loop: sample, reward, train, and bring the new weights to the sampler.
 
     step k     responses to the step's prompts -> rewards -> advantages -> packed micro-batches -> log-probabilities
-               under the step's first weights and the reference, where needed -> one or several updates -> refit
+               under the step's first weights and the reference, where needed -> one or several
+               updates -> refit
 
-On policy (grpo.lag=0) the responses come from the weights that are trained. One step off (lag=1), those of step k + 1
-are sampled with the weights that step k begins with; then some ranks can sample (grpo.generation_ranks) while the
-others train, in lockstep: at a step's end responses go one way and weights the other. No queue and no threads: a
-response's age is 1 by construction, and the same run in one process gives the same.
+On policy (grpo.lag=0) the responses come from the weights that are trained. One step off (lag=1),
+those of step k + 1 are sampled with the weights that step k begins with; then some ranks can sample
+(grpo.generation_ranks) while the others train, in lockstep: at a step's end responses go one way
+and weights the other. No queue and no threads: a response's age is 1 by construction, and the same
+run in one process gives the same.
 
 All ranks know all responses and compute from them what is cheap; only the model's work is divided.
 """
@@ -57,29 +59,42 @@ def curve(step: int, numbers: dict[str, float]) -> str:
 
 
 class Run:
-    """This rank's part in a training run: its `learner` if it trains, its `collector` if it samples.
+    """This rank's part in a training run: its `learner` if it trains, its `collector` if it
+    samples.
 
-    folder: where responses (rollouts/step-*.jsonl) and checkpoints go, and with a KL term, but without adapters, the
-    weights from which divergence is measured (reference/); None: nowhere, for measurements.
-    What run/task.py asks of a task is here, but for `end`.
+    folder: where responses (rollouts/step-*.jsonl) and checkpoints go, and with a KL term, but
+    without adapters, the weights from which divergence is measured (reference/); None: nowhere, for
+    measurements. What run/task.py asks of a task is here, but for `end`.
     """
 
     def __init__(self, config: Config, folder: Path | None):
         reward = load_reward(config.grpo.reward)
         self.problems, self.held_out, self.tokenizer, ends = open_problems(config)
         # sampler and trainer would disagree on a router that changes for reasons of its own
-        shape = dataclasses.replace(config.model.config, router_aux_loss_coef=0.0, bias_update_speed=0.0)
+        shape = dataclasses.replace(
+            config.model.config, router_aux_loss_coef=0.0, bias_update_speed=0.0
+        )
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, config=shape))
-        self.config, self.folder, self.seconds = config, folder, dict.fromkeys(PHASES, 0.0)
+        self.config = config
+        self.folder = folder
+        self.seconds = dict.fromkeys(PHASES, 0.0)
         self.taken = 0  # problems, by the steps that have been sampled
         self.updates = config.grpo.prompts * config.grpo.group // config.batch.global_
         meshes = start(config)
         self.files = agreed_fingerprint(config)
-        rank, world, apart = dist.get_rank(), dist.get_world_size(), config.grpo.generation_ranks
-        training, sampling = range(world - apart), range(world - apart if apart else 0, world)
-        self.colocated, self.first_sampler = not apart, sampling[0]  # colocated: all ranks train and sample
-        self.frees = self.colocated and not config.grpo.keep_cache  # the sampler's memory is the trainer's in between
-        self.trainers, timeout = checkpoint_group(config, training), timedelta(seconds=config.timeout_s)
+        rank = dist.get_rank()
+        world = dist.get_world_size()
+        apart = config.grpo.generation_ranks
+        training = range(world - apart)
+        sampling = range(world - apart if apart else 0, world)
+        # colocated: all ranks train and sample
+        self.colocated = not apart
+        self.first_sampler = sampling[0]
+        self.frees = (
+            self.colocated and not config.grpo.keep_cache
+        )  # the sampler's memory is the trainer's in between
+        self.trainers = checkpoint_group(config, training)
+        timeout = timedelta(seconds=config.timeout_s)
         samplers = dist.new_group(list(sampling), timeout=timeout, backend="gloo")
         self.everyone = dist.new_group(timeout=timeout, backend="gloo")
         self.learner = self.collector = None
@@ -90,11 +105,16 @@ class Run:
         self.await_trainers()
         model, self.refit = self.connect(meshes.batch.device_type, rank in sampling)
         if model is not None:
-            replica, replicas = (rank - sampling[0]) // config.rollout.tp, len(sampling) // config.rollout.tp
-            samples, longest = most_samples(config, replicas), config.batch.seq_len + 1
+            replica = (rank - sampling[0]) // config.rollout.tp
+            replicas = len(sampling) // config.rollout.tp
+            samples = most_samples(config, replicas)
+            longest = config.batch.seq_len + 1
             sampler = Sampler(model, self.tokenizer, config.rollout, samples, longest)
-            self.collector = Collector(config, sampler, self.tokenizer, ends, reward, replica, replicas, samplers)
-        kept, lost = {}, {}
+            self.collector = Collector(
+                config, sampler, self.tokenizer, ends, reward, replica, replicas, samplers
+            )
+        kept = {}
+        lost = {}
         if config.grpo.offload:  # every rank trains and samples
             kept = {"training": self.learner.states, "logprobs": self.learner.reference_weights}
             lost = {} if self.refit is None else {"generation": lambda: model.state_dict().values()}
@@ -104,7 +124,8 @@ class Run:
     def connect(self, device_type: str, samples: bool) -> tuple[Decoder | None, Refit | None]:
         """The model that this rank samples from, and what brings it the trainer's weights.
 
-        Where a trainer's model is whole on its rank, that is the model, and there is nothing to bring.
+        Where a trainer's model is whole on its rank, that is the model, and there is nothing to
+        bring.
         """
         config = self.config
         shape = dist.get_world_size() // config.rollout.tp, config.rollout.tp
@@ -113,7 +134,8 @@ class Run:
         if self.colocated and is_whole(self.learner.model) and config.rollout.tp == 1:
             return self.learner.model, None
         model = make_sampler_model(config, tp) if samples else None
-        give, want = self.learner.weights if self.learner else dict, partial(parts_of, model) if samples else dict
+        give = self.learner.weights if self.learner else dict
+        want = partial(parts_of, model) if samples else dict
         return model, Refit(give, want, self.everyone)
 
     @contextmanager
@@ -130,19 +152,27 @@ class Run:
 
     def begin(self) -> int:
         """Load the newest checkpoint, or warm up; returns the number of steps that are done."""
-        first, last = 0, {}
+        first = 0
+        last = {}
         if self.learner is not None:
             if self.folder is not None:
-                names, trainer = ("loss", "tokens_per_sec", "reward"), self.learner.trainer
-                first, last = resume(self.checkpointer, self.config, trainer.model, trainer.optimizer, *names)
+                names = ("loss", "tokens_per_sec", "reward")
+                trainer = self.learner.trainer
+                first, last = resume(
+                    self.checkpointer, self.config, trainer.model, trainer.optimizer, *names
+                )
             if not first:
                 self.learner.warm_up(self.problems)
-            if self.config.grpo.kl and self.config.lora is None:  # adapters diverge from the model without them
+            if (
+                self.config.grpo.kl and self.config.lora is None
+            ):  # adapters diverge from the model without them
                 kept = self.folder and self.new_checkpointer("reference", keep=1)
                 self.learner.keep_reference(kept, resumed=first > 0)
         self.await_trainers()
         self.first, self.last = self.tell((first, last), 0)
-        self.taken = self.last.get("problems", first * self.config.grpo.prompts * self.config.grpo.generations)
+        self.taken = self.last.get(
+            "problems", first * self.config.grpo.prompts * self.config.grpo.generations
+        )
         self.update_sampler()
         return self.first
 
@@ -155,37 +185,53 @@ class Run:
                 yield curve(0, self.evaluate())
 
     def await_trainers(self) -> None:
-        """Return when they come here too: ranks that only sample must not lose patience with the others' disks."""
+        """Return when they come here too: ranks that only sample must not lose patience with the
+        others' disks.
+        """
         if not self.colocated:
             wait_for_all()
 
     def new_checkpointer(self, name: str, keep: int) -> Checkpointer:
-        return Checkpointer(self.folder / name, keep, self.config.checkpoint.asynchronous, self.trainers)
+        return Checkpointer(
+            self.folder / name, keep, self.config.checkpoint.asynchronous, self.trainers
+        )
 
     def steps(self, first: int) -> Iterator[dict[str, Any]]:
         """Run the steps from `first` on, yielding the numbers of each, for the log."""
-        config, lag = self.config, self.config.grpo.lag
+        config = self.config
+        lag = self.config.grpo.lag
         began = time.perf_counter()
         coming = self.kept(first) if lag and first else None
         if coming:
             self.taken = coming[0][0].problems
         for step in range(first, config.steps):
-            ahead = lag and step + 1 < config.steps  # is the next step sampled while this one trains?
+            ahead = (
+                lag and step + 1 < config.steps
+            )  # is the next step sampled while this one trains?
             groups = coming or self.share(self.collect(), step)
             sampled = self.collect() if ahead else None
             learned = self.learner.learn(groups, step) if self.learner else {}
             coming = self.share(sampled, step + 1) if ahead else None
             self.update_sampler()
-            learned = self.tell(learned, 0)  # also to ranks that only sample: all judge alike how it went
+            learned = self.tell(
+                learned, 0
+            )  # also to ranks that only sample: all judge alike how it went
             now = time.perf_counter()
-            yield {"step": step + 1, **learned, **describe(groups), **self.timing(groups, now - began)}
+            yield {
+                "step": step + 1,
+                **learned,
+                **describe(groups),
+                **self.timing(groups, now - began),
+            }
             began = time.perf_counter()
 
     def save(self, numbers: dict[str, Any]) -> None:
         """Write a checkpoint of a step. numbers: what `steps` gave for it."""
         if self.learner:
             self.memory.hold("training")
-            save_step(self.checkpointer, numbers, self.learner.model, self.learner.trainer.optimizer)
+            save_step(
+                self.checkpointer, numbers, self.learner.model, self.learner.trainer.optimizer
+            )
         if self.config.grpo.offload:
             self.update_sampler()  # the next thing to come may be an evaluation
         self.await_trainers()
@@ -197,7 +243,8 @@ class Run:
 
     def finish(self, numbers: dict[str, Any], log: MetricsLog, stopping: Callable[[], str]) -> bool:
         """Add the rewards on held-out problems."""
-        config, step = self.config, numbers["step"]
+        config = self.config
+        step = numbers["step"]
         if config.validation.every and is_due(step, config.validation.every, config.steps):
             evaluation = self.evaluate()
             log.say(curve(step, {"reward": numbers["reward"]} | evaluation))
@@ -210,7 +257,9 @@ class Run:
     # -------------------------------------------------------------------------------------------------- parts of a step
 
     def collect(self) -> tuple[list[Group], float] | None:
-        """Return the next step's groups, and how long they took; nothing on ranks that do not sample."""
+        """Return the next step's groups, and how long they took; nothing on ranks that do not
+        sample.
+        """
         if self.collector is None:
             return None
         with self.phase("generation"):
@@ -221,8 +270,8 @@ class Run:
         return groups, self.seconds["generation"]
 
     def kept(self, step: int) -> list[Group] | None:
-        """The responses for `step` that the run had sampled before it was resumed; None if it had ended before, or if
-        they do not make up a step of its settings now.
+        """The responses for `step` that the run had sampled before it was resumed; None if it had
+        ended before, or if they do not make up a step of its settings now.
 
         Rank 0 reads for all: others might see its files later, and disagree on whether to sample.
         """
@@ -248,7 +297,9 @@ class Run:
         return groups
 
     def remove_old_rollouts(self, step: int) -> None:
-        """Remove all but the newest, and those on which a run goes on that resumes from the oldest checkpoint."""
+        """Remove all but the newest, and those on which a run goes on that resumes from the oldest
+        checkpoint.
+        """
         keep = self.config.grpo.keep_rollouts
         if keep and dist.get_rank() == 0:
             oldest = min(complete_steps(self.checkpointer.folder), default=step + 1)
@@ -269,35 +320,51 @@ class Run:
         """pass@k on held-out problems, or on the training problems if none are."""
         numbers = None
         if self.collector is not None:
-            count, sampler = self.config.validation.batches * self.config.grpo.prompts, self.collector.sampler
+            count = self.config.validation.batches * self.config.grpo.prompts
+            sampler = self.collector.sampler
             numbers = self.collector.evaluate(self.held_out or self.problems, count)
-            (sampler.free if self.frees else sampler.forget)()  # as a run finds it that resumes here
+            (
+                sampler.free if self.frees else sampler.forget
+            )()  # as a run finds it that resumes here
         return self.tell(numbers, self.first_sampler)
 
     def rollouts(self, step: int) -> Path:
         return self.folder / "rollouts" / f"step-{step + 1:08d}.jsonl"
 
     def timing(self, groups: list[Group], seconds: float) -> dict[str, float]:
-        """Seconds of the step and its phases; tokens are those of prompts and responses, GPUs all, sampling or not."""
+        """Seconds of the step and its phases; tokens are those of prompts and responses, GPUs all,
+        sampling or not.
+        """
         tokens = sum(len(rollout.prompt) + len(rollout.response) for rollout in chain(*groups))
         phases = {f"{name}_s": self.seconds[name] for name in PHASES}
         self.seconds = dict.fromkeys(PHASES, 0.0)
         rate = tokens / seconds
         per_gpu = rate / dist.get_world_size()
-        return {"step_time_s": seconds, **phases, "step_tokens": tokens, "tokens_per_sec": rate,
-                "tokens_per_sec_per_gpu": per_gpu}  # fmt: skip
+        return {
+            "step_time_s": seconds,
+            **phases,
+            "step_tokens": tokens,
+            "tokens_per_sec": rate,
+            "tokens_per_sec_per_gpu": per_gpu,
+        }
 
 
 def fits(groups: list[Group], config: Config) -> bool:
-    """Are these as many groups, as large, as a step trains on, and sampled with the settings of now?"""
-    settings, sizes = sampling_settings(config), [len(group) for group in groups]
+    """Are these as many groups, as large, as a step trains on, and sampled with the settings of
+    now?
+    """
+    settings = sampling_settings(config)
+    sizes = [len(group) for group in groups]
     as_many = sizes == [config.grpo.group] * config.grpo.prompts
-    return as_many and all(rollout.settings == settings and rollout.problems for rollout in chain(*groups))
+    return as_many and all(
+        rollout.settings == settings and rollout.problems for rollout in chain(*groups)
+    )
 
 
 def describe(groups: list[Group]) -> dict[str, float]:
     """What can be said of a step's responses without a model."""
-    values, rollouts = rewards(groups), list(chain(*groups))
+    values = rewards(groups)
+    rollouts = list(chain(*groups))
     lengths = [len(rollout.response) for rollout in rollouts]
     return {
         "reward": values.mean().item(),
@@ -312,11 +379,14 @@ def describe(groups: list[Group]) -> dict[str, float]:
 
 def is_whole(model: Decoder | Pipeline) -> bool:
     """Are all parameters on this rank, and not sharded or in stages?"""
-    return not isinstance(model, Pipeline) and not any(isinstance(p, DTensor) for p in model.parameters())
+    return not isinstance(model, Pipeline) and not any(
+        isinstance(p, DTensor) for p in model.parameters()
+    )
 
 
 def make_sampler_model(config: Config, tp: DeviceMesh) -> Decoder:
-    """A model to sample from, in the type that the trainer computes in, split over the ranks of `tp`; no values yet.
+    """A model to sample from, in the type that the trainer computes in, split over the ranks of
+    `tp`; no values yet.
 
     With rollout.ep its experts are split as a whole, and tokens travel to them.
     """

@@ -1,9 +1,10 @@
 """What a run records about itself on request, below out_dir/profile, one file per rank.
 
-profile.steps=[10,12]: the operations of steps 10, 11 and 12, as numbered in the log, on host and GPU, with times:
-rank-N.json, a Chrome trace for ui.perfetto.dev. profile.memory=true: every allocation on the GPU and where it was made,
-up to the last of those steps, the run's end or a failure such as running out of memory: memory-rank-N.pickle for
-pytorch.org/memory_viz. What is not asked for costs nothing, and steps that are not recorded run as fast as ever.
+profile.steps=[10,12]: the operations of steps 10, 11 and 12, as numbered in the log, on host and
+GPU, with times: rank-N.json, a Chrome trace for ui.perfetto.dev. profile.memory=true: every
+allocation on the GPU and where it was made, up to the last of those steps, the run's end or a
+failure such as running out of memory: memory-rank-N.pickle for pytorch.org/memory_viz. What is not
+asked for costs nothing, and steps that are not recorded run as fast as ever.
 """
 
 import os
@@ -25,7 +26,9 @@ ALLOCATIONS = 100_000  # that are remembered, the last ones
 def recorded_steps(
     steps: Iterator[dict[str, Any]], settings: Profile, folder: Path, done: int
 ) -> Iterator[dict[str, Any]]:
-    """The numbers of `steps`, of which `done` had been before; meanwhile what `settings` asks for is recorded."""
+    """The numbers of `steps`, of which `done` had been before; meanwhile what `settings` asks for
+    is recorded.
+    """
     first, last = settings.steps or (0, 0)
     folder = folder / "profile"
     with ExitStack() as recordings:
@@ -43,7 +46,9 @@ def recorded_steps(
 
 @contextmanager
 def recorded_operations(folder: Path) -> Iterator[None]:
-    profiler = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available())
+    profiler = profile(
+        activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    )
     profiler.start()
     try:
         yield
@@ -55,7 +60,9 @@ def recorded_operations(folder: Path) -> Iterator[None]:
 @contextmanager
 def recorded_memory(folder: Path) -> Iterator[None]:
     memory = torch.cuda.memory  # whose functions are documented, but not public in name
-    os.environ.setdefault("TORCH_SYMBOLIZE_MODE", "dladdr")  # else torch runs addr2line, and fails where there is none
+    os.environ.setdefault(
+        "TORCH_SYMBOLIZE_MODE", "dladdr"
+    )  # else torch runs addr2line, and fails where there is none
     memory._record_memory_history(max_entries=ALLOCATIONS)
     try:
         yield
@@ -65,9 +72,13 @@ def recorded_memory(folder: Path) -> Iterator[None]:
 
 
 def own_file(folder: Path, name: str) -> str:
-    """This rank's file of that name. Those of earlier recordings on more ranks go: they are none of this one's."""
+    """This rank's file of that name. Those of earlier recordings on more ranks go: they are none of
+    this one's.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if dist.get_rank() == 0:
-        for file in takewhile(Path.exists, (folder / name.format(rank) for rank in count(dist.get_world_size()))):
+        for file in takewhile(
+            Path.exists, (folder / name.format(rank) for rank in count(dist.get_world_size()))
+        ):
             file.unlink()
     return str(folder / name.format(dist.get_rank()))

@@ -14,13 +14,16 @@ from minitrain.run.durable import write_durably
 
 
 def write_rollouts(file: Path, groups: list[Group], ranks: ProcessGroup) -> None:
-    """One line per response, with every digit: what `read_rollouts` needs, and what a human wants to read.
+    """One line per response, with every digit: what `read_rollouts` needs, and what a human wants
+    to read.
 
-    All `ranks` have these groups and call this together: the first of them writes what each has put into lines, as the
-    millions of numbers of a step are seconds of work.
+    All `ranks` have these groups and call this together: the first of them writes what each has put
+    into lines, as the millions of numbers of a step are seconds of work.
     """
     responses = list(itertools.chain(*groups))
-    first, end = (len(responses) * rank // ranks.size() for rank in (ranks.rank(), ranks.rank() + 1))
+    first, end = (
+        len(responses) * rank // ranks.size() for rank in (ranks.rank(), ranks.rank() + 1)
+    )
     text = "".join(json.dumps(vars(response)) + "\n" for response in responses[first:end])
     texts = gather_to_first(text, ranks)
     if texts is not None:
@@ -39,13 +42,17 @@ def remove_rollouts(folder: Path, before: int) -> None:
 def read_rollouts(file: Path) -> list[Group]:
     """What `write_rollouts` wrote; raises InputError for anything else."""
     try:
-        rollouts = [Response(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+        rollouts = [
+            Response(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()
+        ]
         if not rollouts:
             raise ValueError("it is empty")
         if not all(isinstance(x.prompt, list) and isinstance(x.response, list) for x in rollouts):
             raise ValueError("a prompt or a response is not a list of tokens")
     except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"{file} does not hold the responses that the next step is to train on: {error}") from error
+        raise InputError(
+            f"{file} does not hold the responses that the next step is to train on: {error}"
+        ) from error
     groups: dict[int, Group] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.group, []).append(rollout)

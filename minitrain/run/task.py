@@ -1,4 +1,5 @@
-"""Run a training's steps: resume, save by steps and by time, log, and stop cleanly where a signal asks for it.
+"""Run a training's steps: resume, save by steps and by time, log, and stop cleanly where a signal
+asks for it.
 
 One loop for all tasks. What differs between them is an object, the task, with
 
@@ -9,8 +10,8 @@ One loop for all tasks. What differs between them is an object, the task, with
     steps(first)           runs the steps from `first` on, and yields the numbers of each
     origin(step)           where the batch of a step comes from
     finish(numbers, log, stopping)
-                           adds what is measured on held-out data, where that is due; False if `stopping`, which it may
-                           ask meanwhile, told it to leave that
+                           adds what is measured on held-out data, where that is due; False if
+                           `stopping`, which it may ask meanwhile, told it to leave that
     save(numbers), wait()  write the checkpoint of a step; return when it is on disk
     end(log)               exports the model
 """
@@ -32,26 +33,37 @@ from minitrain.training.loop import is_due
 
 
 def run_task(task, config: Config, folder: Path) -> None:
-    """Run a task's steps that are left, and export its model at the end. All ranks call it together."""
-    with closing(open_log(config, folder, task.files, task.first)) as log, saved_despite_errors(task.wait):
+    """Run a task's steps that are left, and export its model at the end. All ranks call it
+    together.
+    """
+    with (
+        closing(open_log(config, folder, task.files, task.first)) as log,
+        saved_despite_errors(task.wait),
+    ):
         for line in task.about():
             log.say(line)
         if rank_0_says(log.lacks_last):
             task.finish(task.last, log, lambda: "")
             log.step(task.last)
-        health = Health(config, log.say, task.origin, task.updates, log.losses, log.skipped_steps(task.updates))
-        steps = health.watch(recorded_steps(task.steps(task.first), config.profile, folder, task.first))
+        health = Health(
+            config, log.say, task.origin, task.updates, log.losses, log.skipped_steps(task.updates)
+        )
+        steps = health.watch(
+            recorded_steps(task.steps(task.first), config.profile, folder, task.first)
+        )
         if run_steps(steps, task, config, log):
             task.end(log)
             log.say(f"{folder} holds the {'adapters' if config.lora else 'model'}")
 
 
 def run_steps(steps: Iterator[dict[str, Any]], task, config: Config, log: MetricsLog) -> bool:
-    """Save and log each of `steps`. Returns False if a signal has stopped the run, True after the last step.
+    """Save and log each of `steps`. Returns False if a signal has stopped the run, True after the
+    last step.
 
     A step after which the run stops has a checkpoint, but no line yet: `run_task` makes up for it.
     """
-    every, seconds = config.checkpoint.every, 60 * config.checkpoint.minutes
+    every = config.checkpoint.every
+    seconds = 60 * config.checkpoint.minutes
     saved_at = time.monotonic()
     with until_signal() as stopping:
         for numbers in steps:

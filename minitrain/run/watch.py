@@ -1,17 +1,20 @@
 """Notice what happens to a run: that it is asked to stop, and that ranks die.
 
-Signals: SIGINT (Ctrl-C), SIGTERM, SIGHUP (the terminal goes), SIGUSR1, SIGUSR2 and SIGXCPU (schedulers send them before
-the time is up). One may reach the ranks at different moments, or one rank alone; all finish the step they are at or the
-next, but no validation other than GRPO's, write a checkpoint, export nothing and end with code 0. A second SIGINT ends
-the process at once. A signal that is ignored from the start, as nohup does with SIGHUP, stays so. torchrun passes
-signals on, kills what is left after 30 seconds (`--shutdown-timeout`, from torch 2.13 on) and itself ends with code 1.
-Before the first step and after the last a signal ends the run at once: there is nothing to save then.
+Signals: SIGINT (Ctrl-C), SIGTERM, SIGHUP (the terminal goes), SIGUSR1, SIGUSR2 and SIGXCPU
+(schedulers send them before the time is up). One may reach the ranks at different moments, or one
+rank alone; all finish the step they are at or the next, but no validation other than GRPO's, write
+a checkpoint, export nothing and end with code 0. A second SIGINT ends the process at once. A signal
+that is ignored from the start, as nohup does with SIGHUP, stays so. torchrun passes signals on,
+kills what is left after 30 seconds (`--shutdown-timeout`, from torch 2.13 on) and itself ends with
+code 1. Before the first step and after the last a signal ends the run at once: there is nothing to
+save then.
 
-Dead ranks: the kernel closes the connections of a process that dies, however it dies, and not those of one that is
-merely slow. So every rank has one to rank 0 over which nothing goes; when it ends without a word, rank 0 tells who it
-was, in one line, and makes all others end, also those that wait in a collective for ever. That takes a moment; for a
-machine that vanishes, the 25 seconds until TCP's keep-alive gives up. torchrun --max-restarts then starts all again,
-from the last checkpoint. Ranks that live and wait for each other all the same are left to the collectives' timeout.
+Dead ranks: the kernel closes the connections of a process that dies, however it dies, and not those
+of one that is merely slow. So every rank has one to rank 0 over which nothing goes; when it ends
+without a word, rank 0 tells who it was, in one line, and makes all others end, also those that wait
+in a collective for ever. That takes a moment; for a machine that vanishes, the 25 seconds until
+TCP's keep-alive gives up. torchrun --max-restarts then starts all again, from the last checkpoint.
+Ranks that live and wait for each other all the same are left to the collectives' timeout.
 """
 
 import atexit
@@ -28,7 +31,9 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store  # no public name; the one that torchrun's ranks share
+from torch.distributed.distributed_c10d import (
+    _get_default_store,  # no public name; the one that torchrun's ranks share
+)
 
 from minitrain.errors import tell_torchrun
 from minitrain.parallel.agreement import broadcast, rank_0_says
@@ -37,7 +42,14 @@ KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # secon
 VERDICT = 10.0  # seconds after which a rank whose collective has failed takes it for no other rank's death
 FAREWELL = 5.0  # seconds that rank 0, which has the store, stays for others that end after an error
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+STOPS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+)
 _signals: list[int] = []  # that this rank has got
 
 # ------------------------------------------------------------------------------------------------------------- stopping
@@ -47,10 +59,13 @@ _signals: list[int] = []  # that this rank has got
 def until_signal() -> Iterator[Callable[[], str]]:
     """Catch the signals that ask a run to stop.
 
-    Yields a function that returns the name of one that some rank has got, "" if none has; all ranks call it together.
-    That rank says so in the store, where rank 0 looks and tells all: they stop at the same place.
+    Yields a function that returns the name of one that some rank has got, "" if none has; all ranks
+    call it together. That rank says so in the store, where rank 0 looks and tells all: they stop at
+    the same place.
     """
-    store, name = _get_default_store(), f"minitrain/signal/{broadcast(secrets.token_hex(8))}"  # one for each run
+    # one for each run
+    store = _get_default_store()
+    name = f"minitrain/signal/{broadcast(secrets.token_hex(8))}"
     # torchrun passes on what the terminal sends to all: that is no second Ctrl-C
     echo = 1.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
     interrupted = 0.0
@@ -61,7 +76,10 @@ def until_signal() -> Iterator[Callable[[], str]]:
             interrupted = time.monotonic()
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 with suppress(OSError):  # not print: the signal may have come in the middle of one
-                    os.write(2, b"\nSIGINT: the run stops after this step, with a checkpoint (again: at once)\n")
+                    os.write(
+                        2,
+                        b"\nSIGINT: the run stops after this step, with a checkpoint (again: at once)\n",
+                    )
         elif number == signal.SIGINT and time.monotonic() > interrupted + echo:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
@@ -69,7 +87,9 @@ def until_signal() -> Iterator[Callable[[], str]]:
 
     def stopping() -> str:
         number = _signals[0] if _signals else 0
-        with suppress(RuntimeError):  # torchrun, which has the store, may have died of the same signal
+        with suppress(
+            RuntimeError
+        ):  # torchrun, which has the store, may have died of the same signal
             if number:
                 store.set(name, str(number))
             elif dist.get_rank() == 0 and store.check([name]):
@@ -78,7 +98,11 @@ def until_signal() -> Iterator[Callable[[], str]]:
         return signal.Signals(number).name if number else ""
 
     # by signal.signal, which also says what was before
-    before = {number: signal.signal(number, note) for number in STOPS if signal.getsignal(number) != signal.SIG_IGN}
+    before = {
+        number: signal.signal(number, note)
+        for number in STOPS
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
     try:
         yield stopping
     finally:
@@ -91,24 +115,38 @@ def until_signal() -> Iterator[Callable[[], str]]:
 
 
 class Watch:
-    """This rank's part of the watch, in a thread. One byte goes over a connection, at the end: the code to end with.
+    """This rank's part of the watch, in a thread. One byte goes over a connection, at the end: the
+    code to end with.
 
     others: the ranks at the other ends, by connection: on rank 0 all others, elsewhere rank 0.
     """
 
     def __init__(self):
         self.others: dict[socket.socket, int] = {}
-        self.joined, self.complete = 0, threading.Event()  # are all connections there?
+        # are all connections there?
+        self.joined = 0
+        self.complete = threading.Event()
         self.leaving = False
-        self.rank, self.world, self.parent = dist.get_rank(), dist.get_world_size(), os.getppid()
-        # NCCL's own thread aborts a process that has waited too long; on gloo the rank itself says so
-        self.gave_up = ", gave up waiting (see out_dir/logs/nccl-rank-*)" if dist.get_backend() == "nccl" else ""
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
+        self.parent = os.getppid()
+        # NCCL's own thread aborts a process that has waited too long; on gloo the rank itself says
+        # so
+        self.gave_up = (
+            ", gave up waiting (see out_dir/logs/nccl-rank-*)"
+            if dist.get_backend() == "nccl"
+            else ""
+        )
         self.server = self.listen() if self.rank == 0 else self.join()
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
 
     def listen(self) -> socket.socket:
-        any_version = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
+        any_version = (
+            {"family": socket.AF_INET6, "dualstack_ipv6": True}
+            if socket.has_dualstack_ipv6()
+            else {}
+        )
         server = socket.create_server(("", 0), backlog=self.world, **any_version)
         self.key = secrets.token_hex(8)  # a connection without it is not from one of our ranks
         _get_default_store().set("minitrain/watch", f"{server.getsockname()[1]} {self.key}")
@@ -118,7 +156,9 @@ class Watch:
         """Connect to rank 0. Where that cannot be reached so, this rank goes unwatched."""
         port, key = _get_default_store().get("minitrain/watch").decode().split()
         try:
-            connection = socket.create_connection((os.environ.get("MASTER_ADDR", "localhost"), int(port)), timeout=10)
+            connection = socket.create_connection(
+                (os.environ.get("MASTER_ADDR", "localhost"), int(port)), timeout=10
+            )
             connection.sendall(f"{key}{self.rank:08d}".encode())
             self.add(connection, 0)
         except OSError as error:
@@ -141,7 +181,8 @@ class Watch:
             for ready in wait([*self.others, *([self.server] if self.server else [])], timeout=2):
                 self.admit() if ready is self.server else self.hear(ready)
             gone = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent
-            # SIGUSR1 ends torchrun at once, and so does a second SIGINT, but after the first one ranks are on their way
+            # SIGUSR1 ends torchrun at once, and so does a second SIGINT, but after the first one
+            # ranks are on their way
             if gone and {*_signals} <= {signal.SIGINT}:
                 # whoever starts the run again must not meet ranks that still write
                 self.end(1, "torchrun is gone" if os.environ["LOCAL_RANK"] == "0" else "")
@@ -161,7 +202,12 @@ class Watch:
         word = self.lost(connection)
         if not word and not self.leaving:
             tells = self.rank == (0 if rank else 1)
-            self.end(1, f"rank {rank} is gone: it was killed{self.gave_up} or cannot be reached" if tells else "")
+            self.end(
+                1,
+                f"rank {rank} is gone: it was killed{self.gave_up} or cannot be reached"
+                if tells
+                else "",
+            )
         elif word and word[0]:  # it has said why
             self.end(word[0])
 
@@ -181,7 +227,9 @@ class Watch:
         os._exit(code)
 
     def lost(self, connection: socket.socket) -> bytes:
-        """The other side's last word, after which its connection is of no more use; none, if it has died."""
+        """The other side's last word, after which its connection is of no more use; none, if it has
+        died.
+        """
         self.others.pop(connection)
         try:
             return connection.recv(1)
@@ -200,7 +248,9 @@ class Watch:
 
     def leave_at_exit(self) -> None:
         """For programs that end without `cli.run`, after an error or not."""
-        self.leave(0 if getattr(sys, "last_value", None) is None else 1)  # what the interpreter has shown at the end
+        self.leave(
+            0 if getattr(sys, "last_value", None) is None else 1
+        )  # what the interpreter has shown at the end
 
     def tell(self, code: int) -> None:
         for connection in list(self.others):
@@ -232,8 +282,11 @@ def await_verdict(error: Exception) -> None:
 
 
 def say_once(line: str) -> None:
-    """Print a line to stderr on the first rank that asks for it; the others return once that is done."""
-    store, name = _get_default_store(), f"minitrain/said/{line}"
+    """Print a line to stderr on the first rank that asks for it; the others return once that is
+    done.
+    """
+    store = _get_default_store()
+    name = f"minitrain/said/{line}"
     done = f"{name}/done"
     try:
         first = store.add(name, 1) == 1
@@ -242,7 +295,8 @@ def say_once(line: str) -> None:
         if _watch is not None and _watch.rank:
             _watch.thread.join(3 * VERDICT)  # the thread ends this process when it hears of it
     if first:
-        # rank 0 has ended its own progress bar's line, but on another rank's terminal it may still stand
+        # rank 0 has ended its own progress bar's line, but on another rank's terminal it may still
+        # stand
         print(line if dist.get_rank() == 0 else f"\n{line}", file=sys.stderr, flush=True)
     with suppress(RuntimeError):
         if first:
