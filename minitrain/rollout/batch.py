@@ -5,6 +5,7 @@ from functools import cache
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minitrain.rollout.cpu_attention import prepare_rows
@@ -118,14 +119,9 @@ class Batch:
     def sample(self, hidden: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
         """Sample the next tokens from hidden [1, rows, hidden]; record and feed them back."""
         weight, shard = vocab_shard(weight)
-        weights = self.sampler.weights
-
-        def parameters():
-            return [(weight, None)]
-
-        packed = weights.pack(self.sampler.model, parameters)
+        packed = self.sampler.weights.pack(self.sampler.model, lambda: [(weight, None)])
         # [rows, vocab, or this rank's shard of it]
-        [logits] = multiply(packed, hidden[0], parameters)
+        logits = F.linear(hidden[0], weight) if packed is None else multiply(packed, hidden[0])[0]
         # torch 2.11's compiler fails on several filtered rows
         compiles = self.sampler.settings.compile and shard.group is None and not self.state.filtered
         choose = compiled_sample_tokens() if compiles else sample_tokens

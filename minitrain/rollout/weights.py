@@ -133,10 +133,8 @@ class SamplerWeights:
         return self.packed.get(owner)
 
 
-def multiply(packed: Joined | None, x: Tensor, parameters: Callable) -> Sequence[Tensor]:
-    """Return F.linear of x with each of the `parameters`, from their packed copy if there is one."""
-    if packed is None:
-        return [F.linear(x, weight, bias) for weight, bias in parameters()]
+def multiply(packed: Joined, x: Tensor) -> Sequence[Tensor]:
+    """Return F.linear of x [..., in] with each of the packed matrices."""
     weight, bias, rows = packed
     return torch.ops.minitrain.onednn_linear(x, weight, bias).split(rows, dim=-1)
 
@@ -151,9 +149,6 @@ class LinearGroup:
         self.outs = None
         self.packed = None
 
-    def pack(self) -> None:
-        self.packed = self.weights.pack(self.linears, self.parameters)
-
     def parameters(self) -> list[tuple[Tensor, Tensor | None]]:
         """Return the current (weight, bias) of each: tensor parallelism replaces them."""
         return [(linear.weight, linear.bias) for linear in self.linears]
@@ -166,12 +161,14 @@ def forward_in_group(linear: nn.Linear, x: Tensor) -> Tensor:
         group.x = x
         compiling = torch.compiler.is_compiling()
         if not compiling:
-            group.pack()
-        if group.packed is None and not compiling:
+            group.packed = group.weights.pack(group.linears, group.parameters)
+        if group.packed is not None:
+            group.outs = multiply(group.packed, x)
+        elif compiling:
+            group.outs = [F.linear(x, weight, bias) for weight, bias in group.parameters()]
+        else:
             # each as it trains
             group.outs = [type(other).forward(other, x) for other in group.linears]
-        else:
-            group.outs = multiply(group.packed, x, group.parameters)
     out = group.outs[linear.number]
     if linear.number == len(group.linears) - 1:
         group.x = None
