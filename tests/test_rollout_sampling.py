@@ -39,7 +39,7 @@ def choice(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0):
     warmth, top_p, min_p = (torch.tensor(x, dtype=torch.float).repeat(rows)[:rows] for x in (temperature, top_p, min_p))
     filtered = top_k > 0 or bool((top_p < 1).any() or (min_p > 0).any())
     greedy, noisy = bool((warmth == 0).any()), bool((warmth > 0).any())
-    return SamplingState(keys, warmth, torch.full((rows,), top_k), top_p, min_p, greedy, noisy, filtered)
+    return SamplingState(keys, torch.full((rows,), top_k), warmth, top_p, min_p, greedy, noisy, filtered)
 
 
 def chi_square(drawn, expected):

@@ -14,8 +14,8 @@ from minitrain.errors import InputError
 from minitrain.grpo.advantages import advantages
 from minitrain.grpo.batches import Example, micro_batches, reply_sample, response_sample
 from minitrain.grpo.objective import LogProbs, PolicyGradient
-from minitrain.grpo.refit import Parts
 from minitrain.grpo.rollouts import Group, rewards
+from minitrain.grpo.weight_sync import Shards
 from minitrain.models.lora import adapter_names, is_adapter, merged_weight, without_adapters
 from minitrain.parallel.context import own_tokens
 from minitrain.parallel.mesh import Meshes, sum_over
@@ -189,7 +189,7 @@ class Learner:
                 checkpointer.wait()
         self.reference.requires_grad_(False)
 
-    def weights(self) -> Parts:
+    def weights(self) -> Shards:
         """This rank's parts of the policy's weights and buffers, adapters merged. All that train
         call it together.
 

@@ -45,13 +45,9 @@ class Batch:
         block_table = numbers(rows, sampler.width)
         slots = numbers(rows)
         self.step = DecodingStep(self.positions, block_table, slots, caches.page_size, caches.pages)
-        self.state = SamplingState(
-            keys=numbers(rows, dtype=torch.int32),
-            temperature=numbers(rows, dtype=torch.float32),
-            top_k=numbers(rows),
-            top_p=numbers(rows, dtype=torch.float32),
-            min_p=numbers(rows, dtype=torch.float32),
-        )
+        keys = numbers(rows, dtype=torch.int32)
+        real = [numbers(rows, dtype=torch.float32) for _ in range(3)]
+        self.state = SamplingState(keys, numbers(rows), *real)
         self.new_tokens = numbers(sampler.steps, rows)
         self.new_logprobs = numbers(sampler.steps, rows, dtype=torch.float32)
         # (sample, slot, pages) of each row, as loaded last

@@ -34,7 +34,7 @@ from minitrain.models.attention import apply_sinks, attention, compiled_flex_att
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layers import rotary_frequencies
 from minitrain.rollout.cpu_attention import RowContents, attend_to_rows, write_and_attend
-from minitrain.rollout.steps import Chunk, DecodingStep, PromptStep, on_device, write
+from minitrain.rollout.steps import Chunk, DecodingStep, PromptStep, on_device, split_kv, write
 
 # not cuDNN, which is faster, but plans for half a second for every new length of a prompt
 PREFILL_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -91,8 +91,7 @@ class PagedKVCache(LayerCache):
         Returns [1, heads, tokens, v's head_dim].
         """
         step = self.caches.step
-        new = [k[0]] if isinstance(v, int) else [k[0], v[0]]
-        width = v if isinstance(v, int) else v.shape[3]
+        new, width = split_kv(k, v)
         if not self.pools:
             shape = self.caches.pages, self.caches.page_size
             self.pools = [zeros((*shape, x.shape[0], x.shape[2]), x.dtype, x.device) for x in new]

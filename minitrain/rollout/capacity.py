@@ -26,15 +26,15 @@ def page_count(
     than `slots` samples of `longest` tokens fill, and one more: the last page of a prompt whose
     samples wait for a slot. Raises InputError for more rollout.pages than fit.
     """
+    fitting = fitting_pages(model, settings.page_size, 1.0)
     if settings.pages:
-        fitting = fitting_pages(model, settings.page_size, 1.0)
         if settings.pages > fitting:
             raise InputError(
                 f"rollout.pages={settings.pages} are more than the free memory, or a kernel's index, has room for "
                 f"(use at most {fitting}, or 0)"
             )
         return settings.pages
-    if last_count and fitting_pages(model, settings.page_size, 1.0) >= last_count:
+    if 0 < last_count <= fitting:
         return last_count
     # the last token is never cached
     most = slots * -(-(longest - 1) // settings.page_size) + 1

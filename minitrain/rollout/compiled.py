@@ -25,7 +25,7 @@ from torch._dynamo import config, maybe_mark_dynamic
 from minitrain.models.decoder import Block
 from minitrain.rollout.caches import MambaCache, PagedKVCache
 from minitrain.rollout.cpu_attention import attend, write_and_attend
-from minitrain.rollout.steps import write
+from minitrain.rollout.steps import split_kv, write
 
 # graphs of one function: kinds of layers x 3 numbers of rows x models
 RECOMPILE_LIMIT = 64
@@ -52,8 +52,9 @@ class OpaqueCache:
     def attend(self, q: Tensor, k: Tensor, v: Tensor | int, sinks: Tensor | None = None) -> Tensor:
         if not (q.is_cuda and self.pools):
             return self.attend_and_write(q, k, v, sinks)
-        write(self.pools, self.kv_index, [k[0]] if isinstance(v, int) else [k[0], v[0]])
-        return self.attend_to_pool(q, v if isinstance(v, int) else v.shape[3], sinks)
+        new, width = split_kv(k, v)
+        write(self.pools, self.kv_index, new)
+        return self.attend_to_pool(q, width, sinks)
 
     @torch.compiler.disable
     def attend_and_write(self, *args) -> Tensor:
@@ -85,8 +86,7 @@ class TracedCache:
         maybe_mark_dynamic(self.bias, 3)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor | int, sinks: Tensor | None = None) -> Tensor:
-        new = [k[0]] if isinstance(v, int) else [k[0], v[0]]
-        width = v if isinstance(v, int) else v.shape[3]
+        new, width = split_kv(k, v)
         write(self.pools, self.kv_index, new)
         return write_and_attend(
             self.buffers, self.positions, q, new, width, sinks, self.attend_to_rows

@@ -172,8 +172,8 @@ class SamplingState:
     """
 
     keys: Tensor
-    temperature: Tensor
     top_k: Tensor
+    temperature: Tensor
     top_p: Tensor
     min_p: Tensor
     greedy: bool = True

@@ -164,12 +164,12 @@ class Scheduler:
         sample.logprobs += logprobs
         sample.cached += len(tokens)
         if finish_reason:
-            self._finish(sample, finish_reason)
+            self._remove(sample, finish_reason)
 
     def cancel(self, sample: Sample) -> None:
         """End a sample, waiting or running; it keeps what it has produced."""
         if sample in self.running:
-            self._finish(sample, "cancelled")
+            self._remove(sample, "cancelled")
         for prefill in self.waiting:
             if sample in prefill.samples:
                 prefill.samples.remove(sample)
@@ -315,12 +315,9 @@ class Scheduler:
         # all in the queue came later than all that run
         self.waiting.insert(0, Prefill(sample.tokens, [sample]))
 
-    def _finish(self, sample: Sample, reason: str) -> None:
-        sample.finish_reason = reason
-        self._remove(sample)
-
-    def _remove(self, sample: Sample) -> None:
+    def _remove(self, sample: Sample, reason: str | None = None) -> None:
         """Take a sample out of the batch. The last row takes its place, so that others keep theirs."""
+        sample.finish_reason = reason
         if self.reuse:
             self.pages.insert(sample.tokens[: sample.cached], sample.pages)
         self.pages.free(sample.pages)

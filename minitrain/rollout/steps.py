@@ -184,6 +184,16 @@ class PageMask:
         self.count[:, 0, 0].copy_(count)
 
 
+def split_kv(k: Tensor, v: Tensor | int) -> tuple[list[Tensor], int]:
+    """Return what pools store of k and v [1, kv_heads, tokens, head_dim], and the width of a value.
+
+    v: or the number of the keys' first channels that are the values; only keys are stored then.
+    """
+    if isinstance(v, int):
+        return [k[0]], v
+    return [k[0], v[0]], v.shape[3]
+
+
 def write(pools: list[Tensor], index: tuple[Tensor, ...], new: list[Tensor]) -> None:
     """Write each x [kv_heads, tokens, head_dim] of `new` to its pool (or row buffers) at `index`.
 

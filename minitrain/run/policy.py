@@ -32,9 +32,9 @@ from minitrain.data.problems import open_problems
 from minitrain.errors import InputError
 from minitrain.grpo.learner import Learner
 from minitrain.grpo.offload import Memory
-from minitrain.grpo.refit import Refit, parts_of
 from minitrain.grpo.rewards import load_reward
 from minitrain.grpo.rollouts import Collector, Group, most_samples, rewards, sampling_settings
+from minitrain.grpo.weight_sync import WeightSync, shards_of
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.agreement import broadcast, wait_for_all
@@ -121,7 +121,7 @@ class Run:
         self.memory = Memory(kept, lost)
         self.memory.hold("training")
 
-    def connect(self, device_type: str, samples: bool) -> tuple[Decoder | None, Refit | None]:
+    def connect(self, device_type: str, samples: bool) -> tuple[Decoder | None, WeightSync | None]:
         """The model that this rank samples from, and what brings it the trainer's weights.
 
         Where a trainer's model is whole on its rank, that is the model, and there is nothing to
@@ -134,9 +134,9 @@ class Run:
         if self.colocated and is_whole(self.learner.model) and config.rollout.tp == 1:
             return self.learner.model, None
         model = make_sampler_model(config, tp) if samples else None
-        give = self.learner.weights if self.learner else dict
-        want = partial(parts_of, model) if samples else dict
-        return model, Refit(give, want, self.everyone)
+        source = self.learner.weights if self.learner else dict
+        target = partial(shards_of, model) if samples else dict
+        return model, WeightSync(source, target, self.everyone)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -14,8 +14,8 @@ from minitrain.data.problems import open_problems
 from minitrain.grpo.batches import Response
 from minitrain.grpo.learner import Learner
 from minitrain.grpo.offload import storages
-from minitrain.grpo.refit import Move, Refit, parts_of, plan
 from minitrain.grpo.rollouts import Collector
+from minitrain.grpo.weight_sync import Move, WeightSync, plan, shards_of
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.shards import owned
 from minitrain.rollout import capacity, compiled, weights
@@ -105,11 +105,11 @@ def refit(tree, tp):
     samples = not config.grpo.generation_ranks or not trains
     mesh = dist.init_device_mesh("cpu", (4 // tp, tp), mesh_dim_names=("replica", "tp"))["tp"]
     model = make_sampler_model(config, mesh) if samples else None
-    want = partial(parts_of, model) if samples else dict
+    want = partial(shards_of, model) if samples else dict
     for part, _ in want().values():
         part.fill_(float("nan"))
     learner = Learner(config, meshes, nullcontext) if trains else None
-    send = Refit(learner.weights if trains else dict, want)
+    send = WeightSync(learner.weights if trains else dict, want)
     if samples:  # as sampling does on CUDA, which moves weights
         with patch.object(weights, "can_join", lambda device: True), weights.SamplerWeights(model).in_use():
             joined = [module for module in model.modules() if "joined" in module.__dict__]

@@ -1,16 +1,16 @@
-"""Bring the trainer's weights to the sampler, from any layout to any other, while both stay
-sharded.
+"""Weight sync: copy the trainer's weights to the sampler, from any layout to any other.
 
-Every rank tells once which box (a range per dimension) of each whole tensor it has to give, and
-which it wants. Boxes that overlap make a plan: who sends which region of which tensor to whom. Each
-rank finds its own part of it by itself. If several ranks have a region (replicas), the receiver
-itself is the first choice, and receivers take turns among the others. A refit then posts the plan's
-sends and receives, point to point and in one order everywhere, some tensors at a time; no rank ever
-holds more than its own parts and one such bucket, which is bounded for each rank by itself.
+Every rank announces once which box (a range per dimension) of each full tensor it holds for
+training, its source shard, and which it needs for sampling, its target shard. Overlapping boxes
+make a plan: who sends which region of which tensor to whom. Each rank finds its own share of it. If
+several ranks hold a region (replicas), the receiver itself comes first, and receivers take turns
+among the others. A sync posts the plan's sends and receives, point to point and in one order
+everywhere, in buckets; a rank never holds more than its own shards and one bucket, whose size is
+bounded for each rank.
 
 So a layout is nothing but boxes: FSDP, tensor, expert and pipeline parallel, on the same ranks or
-on others. Weights travel in the receiver's type. Left out: compression, and sampling on with the
-old weights while the new ones travel.
+on others. Weights travel in the receiver's type. Left out: compression, and sampling with the old
+weights while the new ones travel.
 """
 
 import math
@@ -25,11 +25,11 @@ from torch.nn import Module
 from minitrain.parallel.agreement import gather
 from minitrain.parallel.shards import Slices, owned
 
-# first and behind the last index, per dimension
+# (first, end) per dimension
 Box = tuple[tuple[int, int], ...]
-# by name: this rank's part, and where it lies in the whole tensor
-Parts = dict[str, tuple[Tensor, Slices]]
-# elements that a rank sends or receives at most between two waits
+# by name: this rank's local tensor, and its slices of the full tensor
+Shards = dict[str, tuple[Tensor, Slices]]
+# most elements that a rank sends or receives between two waits
 BUCKET = 1 << 28
 
 
@@ -43,40 +43,39 @@ class Move(NamedTuple):
     dtype: torch.dtype
 
 
-class Refit:
-    """Calling it copies what the ranks' `give()` returns into their `want()`. All ranks of the
-    world call it together.
+class WeightSync:
+    """Copies the ranks' `source()` shards into their `target()` shards when called, by all ranks.
 
-    give: returns this rank's parts of the trainer's weights. want: this rank's parts of the
-    sampler's weights, where they are now. A rank that does not train, or does not sample, has none.
-    Raises ValueError if a part that is wanted is nowhere given.
-    group: where the plan is made; the weights themselves travel in the default group.
+    source: returns this rank's shards of the trainer's weights; target: of the sampler's weights,
+    where they are now. A rank that does not train, or does not sample, has none.
+    group: for making the plan; the weights travel in the default group.
+    Raises ValueError if a target shard has no source.
     """
 
     def __init__(
         self,
-        give: Callable[[], Parts],
-        want: Callable[[], Parts],
+        source: Callable[[], Shards],
+        target: Callable[[], Shards],
         group: dist.ProcessGroup | None = None,
     ):
-        self.give = give
-        self.want = want
+        self.source = source
+        self.target = target
         self.rank = dist.get_rank()
-        offers = gather(describe(give()), group)
-        wishes = gather(describe(want()), group)
-        self.buckets = plan(self.rank, offers, wishes, BUCKET)
-        # where all ranks must take part in a group's first operation
+        sources = gather(boxes_of(source()), group)
+        targets = gather(boxes_of(target()), group)
+        self.buckets = plan(self.rank, sources, targets, BUCKET)
+        # NCCL needs all ranks in a group's first operation
         if dist.get_backend() == "nccl":
             dist.all_reduce(torch.zeros((), device="cuda"))
 
     @torch.no_grad()
     def __call__(self) -> None:
-        given = self.give()
-        wanted = self.want()
+        given = self.source()
+        wanted = self.target()
         for bucket in self.buckets:
             self.run(bucket, given, wanted)
 
-    def run(self, moves: list[Move], given: Parts, wanted: Parts) -> None:
+    def run(self, moves: list[Move], given: Shards, wanted: Shards) -> None:
         """Post all of this rank's sends and receives in a bucket at once, then wait for them."""
         operations = []
         arrivals = []
@@ -99,14 +98,14 @@ class Refit:
             place.copy_(arrived)
 
 
-def parts_of(model: Module) -> Parts:
-    """This rank's parts of a model's weights."""
+def shards_of(model: Module) -> Shards:
+    """Return this rank's shards of a model's weights."""
     return {name: owned(tensor) for name, tensor in model.state_dict().items()}
 
 
-def region(part: tuple[Tensor, Slices], box: Box) -> Tensor:
-    """The view of a part that is the region `box` of the whole tensor."""
-    tensor, where = part
+def region(shard: tuple[Tensor, Slices], box: Box) -> Tensor:
+    """Return the view of a shard that is the region `box` of the full tensor."""
+    tensor, where = shard
     return tensor[
         tuple(slice(a - s.start, b - s.start) for (a, b), s in zip(box, where, strict=True))
     ]
@@ -115,32 +114,34 @@ def region(part: tuple[Tensor, Slices], box: Box) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------- the plan
 
 
-def describe(parts: Parts) -> dict[str, tuple[Box, torch.dtype]]:
+def boxes_of(shards: Shards) -> dict[str, tuple[Box, torch.dtype]]:
+    """Return each shard's box and type."""
     return {
         name: (tuple((s.start, s.stop) for s in where), part.dtype)
-        for name, (part, where) in parts.items()
+        for name, (part, where) in shards.items()
     }
 
 
-def plan(rank: int, offers: list[dict], wishes: list[dict], most: int) -> list[list[Move]]:
-    """What `rank` has to send, receive or copy, in buckets; offers, wishes: of each rank, as
-    `describe` has them.
+def plan(rank: int, sources: list[dict], targets: list[dict], most: int) -> list[list[Move]]:
+    """Return the moves of `rank`, in buckets. sources, targets: of each rank, from `boxes_of`.
 
-    Every rank goes through the moves of all, in the same order, and so makes the same cuts: before
-    a move by which some rank would send and receive more than `most` elements in a bucket. They are
-    millions on hundreds of ranks.
+    Every rank goes through the moves of all ranks in the same order, millions on hundreds of ranks,
+    and so makes the same cuts: before a move by which some rank would send and receive more than
+    `most` elements in a bucket.
     """
     # by tensor and box
     holders: dict[str, dict[Box, list[int]]] = {}
-    for holder, boxes in enumerate(offers):
+    for holder, boxes in enumerate(sources):
         for name, (box, _) in boxes.items():
             holders.setdefault(name, {}).setdefault(box, []).append(holder)
     buckets = [[]]
-    load = [0] * len(wishes)
-    for name in sorted(set().union(*wishes)):
-        receivers = [(target, *boxes[name]) for target, boxes in enumerate(wishes) if name in boxes]
+    load = [0] * len(targets)
+    for name in sorted(set().union(*targets)):
+        receivers = [
+            (target, *boxes[name]) for target, boxes in enumerate(targets) if name in boxes
+        ]
         pieces = {
-            wanted: cut(wanted, holders.get(name, {}))
+            wanted: regions_of(wanted, holders.get(name, {}))
             for wanted in {wanted for _, wanted, _ in receivers}
         }
         for turn, (target, wanted, dtype) in enumerate(receivers):
@@ -155,7 +156,7 @@ def plan(rank: int, offers: list[dict], wishes: list[dict], most: int) -> list[l
                     busiest = max(load[source], load[target])
                     if busiest and busiest + size > most:
                         buckets.append([])
-                        load = [0] * len(wishes)
+                        load = [0] * len(targets)
                     load[source] += size
                     load[target] += size
                 if rank in (source, target):
@@ -163,14 +164,14 @@ def plan(rank: int, offers: list[dict], wishes: list[dict], most: int) -> list[l
     return buckets
 
 
-def cut(wanted: Box, held: dict[Box, list[int]]) -> list[tuple[list[int], Box, int]]:
-    """The regions of a box that some ranks hold, each with these ranks and its volume."""
+def regions_of(wanted: Box, held: dict[Box, list[int]]) -> list[tuple[list[int], Box, int]]:
+    """Return the regions of a box that some ranks hold, each as (ranks, region, volume)."""
     common = [(ranks, overlap(box, wanted)) for box, ranks in held.items()]
     return [(ranks, box, volume(box)) for ranks, box in common if box is not None]
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """The box that both have; None if that is empty."""
+    """Return the intersection of two boxes; None if it is empty."""
     common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return common if all(first < end for first, end in common) else None
 
