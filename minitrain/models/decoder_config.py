@@ -1,8 +1,7 @@
-"""The shape of a decoder as data, with the checks that no model's weights need to exist for.
+"""The shape of a decoder as data, checked before any weights exist.
 
-A family is a choice of these fields: `zoo.py` holds their values for each published model,
-`formats/config_hf.py` reads them from a Hugging Face config.json, and `decoder.py` builds what they
-say.
+A family is a choice of these fields. `zoo.py` holds their values for each published model,
+`formats/config_hf.py` reads them from a Hugging Face config.json, and `decoder.py` builds the model.
 """
 
 import dataclasses
@@ -33,10 +32,10 @@ PARTS = {  # what a layer consists of, by its letter in a pattern
 
 @dataclass(frozen=True)
 class MambaShape:
-    """heads: H, each of head_dim P; groups: G, a divisor of H; state: N; conv: taps of the causal
-    convolution.
+    """The shape of a Mamba-2 mixer, in the letters of mamba.py.
 
-    chunk: Q, which changes speed and memory only. dt_min: dt is at least so much.
+    heads: H, each of head_dim P; groups: G, a divisor of H; state: N; conv: taps of the convolution.
+    chunk: Q, which changes speed and memory only. dt_min: the least dt.
     """
 
     heads: int
@@ -49,23 +48,21 @@ class MambaShape:
 
     @property
     def width(self) -> int:
-        """Channels of x, of z and of the output: H P."""
+        """Return the channels of x, of z and of the output: H P."""
         return self.heads * self.head_dim
 
     @property
     def projected(self) -> list[int]:
-        """Rows of in_proj: z, x, B, C, dt."""
+        """Return the rows of in_proj: z, x, B, C, dt."""
         return [self.width, *self.convolved, self.heads]
 
     @property
     def convolved(self) -> list[int]:
-        """Channels of the convolution: x, B, C."""
+        """Return the channels of the convolution: x, B, C."""
         return [self.width, self.groups * self.state, self.groups * self.state]
 
     def rows(self, parts: list[int]) -> list[tuple[int, int, int]]:
-        """`by_group` as ranges of rows that stay together: (first row after, first row before, how
-        many).
-        """
+        """Return `by_group` as ranges of rows: (first row after it, first row before it, count)."""
         found = []
         after = 0
         for group in range(self.groups):
@@ -78,9 +75,7 @@ class MambaShape:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Everything that fixes a decoder's shape. Names follow Hugging Face's config.json where it has
-    one.
-    """
+    """A decoder's shape. Names follow Hugging Face's config.json where it has one."""
 
     family: str = "llama"  # which Hugging Face architecture reads and writes the checkpoint
     vocab_size: int = 32000
@@ -291,9 +286,7 @@ class DecoderConfig:
         )
 
     def parts(self, layer: int) -> tuple[str | None, str | None]:
-        """What layer 0, 1, ... is: a mixer of tokens ("attention", "mamba") and an "mlp" or "moe",
-        or only one.
-        """
+        """Return the mixer ("attention" or "mamba") and "mlp" or "moe" of a layer; one may be None."""
         if self.layer_pattern:
             return PARTS[self.layer_pattern[layer]]
         return (
@@ -318,9 +311,7 @@ class DecoderConfig:
 
 
 def find_ends(config: DecoderConfig, *known: int | list[int] | None) -> tuple[int, ...]:
-    """Return the tokens that end a text: those that are known, then those at which transformers
-    stops the model.
-    """
+    """Return the tokens that end a text: `known`, then those at which transformers stops."""
     found = [*known, config.eos_token_id, config.generation_config.get("eos_token_id")]
     flat = chain.from_iterable(ids if isinstance(ids, list) else [ids] for ids in found)
     return tuple(dict.fromkeys(token for token in flat if isinstance(token, int)))

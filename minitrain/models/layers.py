@@ -26,7 +26,8 @@ Exceptions, none of which outlives its reason:
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -83,28 +84,22 @@ class GatedMLP(nn.Module):
         return self.down_proj(F.silu(gate) * up)
 
 
-class SquaredReluMLP(nn.Module):
-    """down(relu(up(x)) ** 2), without a gate (Primer, So et al. 2021; Nemotron)."""
+class MLP(nn.Module):
+    """down(activation(up(x))), without a gate. x: [batch, seq, hidden]."""
 
-    def __init__(self, hidden: int, intermediate: int):
+    def __init__(self, activation: Callable, bias: bool, hidden: int, intermediate: int):
         super().__init__()
-        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+        self.activation = activation
+        self.up_proj = nn.Linear(hidden, intermediate, bias)
+        self.down_proj = nn.Linear(intermediate, hidden, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.relu(self.up_proj(x)).square())
+        return self.down_proj(self.activation(self.up_proj(x)))
 
 
-class GeluMLP(nn.Module):
-    """down(gelu(up(x))) with biases, and tanh in place of the error function (GPT-2, GPT-3)."""
-
-    def __init__(self, hidden: int, intermediate: int):
-        super().__init__()
-        self.up_proj = nn.Linear(hidden, intermediate)
-        self.down_proj = nn.Linear(intermediate, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
+def squared_relu(x: Tensor) -> Tensor:
+    """Return relu(x) ** 2, in x's shape (Primer, So et al. 2021; Nemotron)."""
+    return F.relu(x).square()
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -114,7 +109,12 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 NORMS = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm, "layernorm1p": LayerNorm1P}
-MLPS = {"swiglu": GatedMLP, "relu2": SquaredReluMLP, "gelu": GeluMLP}
+MLPS = {
+    "swiglu": GatedMLP,
+    "relu2": partial(MLP, squared_relu, False),
+    # GPT-2 and GPT-3: tanh in place of the error function
+    "gelu": partial(MLP, partial(F.gelu, approximate="tanh"), True),
+}
 
 
 # ---------------------------------------------------------------------------------------------------- rotary embeddings

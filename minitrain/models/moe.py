@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.models.grouped_mm import grouped_mm
-from minitrain.models.layers import GatedMLP, SquaredReluMLP
+from minitrain.models.layers import MLPS, GatedMLP, squared_relu
 from minitrain.models.router import Router, count_tokens
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class MoE(nn.Module):
         )
         # exchange point: expert and tensor parallelism move tokens between ranks here
         self.dispatch = dispatch
-        dense = SquaredReluMLP if config.mlp == "relu2" else GatedMLP
+        dense = MLPS.get(config.mlp, GatedMLP)
         self.shared_experts = dense(hidden, shared) if shared else None
         self.fc1_latent_proj = nn.Linear(hidden, latent, bias=False) if latent else nn.Identity()
         self.fc2_latent_proj = nn.Linear(latent, hidden, bias=False) if latent else nn.Identity()
@@ -186,7 +186,7 @@ class Experts(nn.Module):
             # eager CPU kernels are far faster on contiguous copies
             hidden = self.gated(gate.contiguous(), up.contiguous())
         else:
-            hidden = F.relu(hidden).square()
+            hidden = squared_relu(hidden)
         return self._linear("down_proj", hidden * weights, weights, offsets)
 
     def _linear(self, name: str, x: Tensor, scale: Tensor, offsets: Tensor) -> Tensor:

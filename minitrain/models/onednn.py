@@ -1,12 +1,11 @@
-"""fp32 matrix products on AMD's CPUs with AVX-512, by oneDNN: on Zen 5 twice as fast as MKL's,
-which torch takes there.
+"""fp32 matrix products by oneDNN on AMD's CPUs with AVX-512: on Zen 5 twice as fast as MKL's.
 
-MKL keeps its AVX-512 kernels for Intel's CPUs, and uses half of the others' width. oneDNN, which
-comes with torch too, makes kernels for the CPU that it finds. Zen 4 does such instructions in two
-halves, and gains an eighth. `to_onednn` lets a model's Linears multiply so; the loss and experts
-call `matmul` and its relatives. Small products stay torch's
-own: there a call costs more than it saves. On other CPUs, on GPUs and in other types nothing
-changes. Left out: products inside attention, and of more than two dimensions.
+torch takes MKL, which keeps its AVX-512 kernels for Intel's CPUs and uses half the width of
+others. oneDNN, which comes with torch too, makes kernels for the CPU that it finds. Zen 4
+double-pumps AVX-512, and gains an eighth. `to_onednn` lets a model's Linears multiply so; the loss
+and grouped_mm.py call `matmul` and `grouped_matmul`. Small products stay torch's: a call costs more
+than it saves. On other CPUs, on GPUs and in other types nothing changes.
+Left out: products inside attention, and of more than two dimensions.
 """
 
 import math
@@ -19,29 +18,29 @@ from torch.utils.flop_counter import register_flop_formula
 
 
 def amd_family(cpuinfo: str) -> int:
-    """From the beginning of Linux's /proc/cpuinfo. 26: Zen 5; 25: Zen 3 and 4; 0: not AMD's."""
+    """Return the family in the text of /proc/cpuinfo. 26: Zen 5; 25: Zen 3 and 4; 0: not AMD."""
     found = re.search(r"AuthenticAMD\ncpu family\s*: (\d+)", cpuinfo)
     return int(found[1]) if found else 0
 
 
 def read_cpuinfo() -> str:
-    """Its first processor; empty where there is no such file."""
+    """Return the first processor's part of /proc/cpuinfo, empty where there is no such file."""
     try:
         with open("/proc/cpuinfo") as file:
-            # of hundreds of kilobytes on large machines
+            # the file has hundreds of kilobytes on large machines
             return file.read(1000)
     except OSError:
         return ""
 
 
 FAMILY = amd_family(read_cpuinfo())
-# than MKL, on this CPU
+# whether oneDNN is faster than MKL on this CPU
 FASTER = (
     FAMILY > 0
     and torch.backends.cpu.get_cpu_capability() == "AVX512"
     and torch.backends.mkldnn.is_available()
 )
-# FLOPs of a product: below, calling oneDNN takes longer than it saves
+# FLOPs of a product below which a call of oneDNN takes longer than it saves
 LEAST = 1 << 24
 # columns of a product that make up for copying a transposed left factor
 TRANSPOSED = 256 if FAMILY > 25 else math.inf
@@ -57,24 +56,25 @@ def to_onednn(model: nn.Module) -> None:
 
 
 def takes(x: Tensor, flops: int) -> bool:
-    """Is a product with x, of so many FLOPs, one for oneDNN? Not of fake tensors, which stand for a
-    GPU's.
+    """Return whether oneDNN should compute a product of x with this many FLOPs.
+
+    Not for fake tensors, which stand for a GPU's.
     """
-    plain = (
-        type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 and x.device.type == "cpu"
-    )
-    return plain and flops >= LEAST and FASTER
+    if not FASTER or flops < LEAST or type(x) not in (Tensor, nn.Parameter):
+        return False
+    return x.dtype == torch.float32 and x.device.type == "cpu"
 
 
 def multiplies(a: Tensor, b: Tensor) -> bool:
-    """Is a @ b a product for oneDNN? It wants the rows of a, and copies where it gets columns."""
+    """Return whether oneDNN should compute a @ b, of [m, k] and [k, n]. It copies a column-major a."""
     in_rows = a.stride(1) == 1 or b.shape[1] >= TRANSPOSED
     return in_rows and takes(a, 2 * a.shape[0] * a.shape[1] * b.shape[1])
 
 
 def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """torch.mm, for matrices in any strides. Not differentiable where it is oneDNN's: see
-    `Product`.
+    """Return a @ b, [m, n], by torch.mm or oneDNN. a: [m, k]; b: [k, n]; both in any strides.
+
+    Without a gradient where it is oneDNN's: see `Product`.
     """
     if not multiplies(a, b) or (out is not None and a.shape[1] < COPIED):
         return torch.mm(a, b, out=out)
@@ -83,6 +83,8 @@ def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 class OnednnLinear(nn.Linear):
+    """A Linear that multiplies by oneDNN where that pays. x: [..., in]."""
+
     def forward(self, x: Tensor) -> Tensor:
         if not takes(x, 2 * x.numel() * self.out_features):
             return super().forward(x)
@@ -116,10 +118,11 @@ torch.library.define(
 
 @torch.library.impl("minitrain::onednn_linear", "CompositeExplicitAutograd")
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear, without a gradient. weight: in any strides, or packed (rollout/weights.py).
+    """Return F.linear, [..., out], without a gradient. x: [..., in].
 
-    torch's operator has no public name. This is one of our own, as the compiler takes torch's only
-    with weights that are constants of the graph.
+    weight: [out, in], in any strides or packed (rollout/weights.py).
+    torch's operator has no public name, and the compiler takes it only with weights that are
+    constants of the graph: hence one of our own.
     """
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
@@ -135,11 +138,10 @@ def _(x_shape: torch.Size, weight_shape: torch.Size, *_, **__) -> int:
 
 
 def grouped_matmul(x: Tensor, y: Tensor, ends: list[int]) -> Tensor:
-    """F.grouped_mm, one product after the other. ends: where each group does.
+    """Compute F.grouped_mm, one product after the other. ends: the end of each group's rows.
 
-    x: rows [tokens, in], y: a stack [groups, in, out]; each group of rows times its matrix. Or, if
-    y is a matrix [tokens, out] and x is [in, tokens]: the stack [groups, in, out] of products over
-    each group's tokens.
+    x [rows, in], y [groups, in, out]: each row times its group's matrix, [rows, out].
+    x [in, rows], y [rows, out]: the products over each group's rows, [groups, in, out].
     """
     groups = list(pairwise([0, *ends]))
     if y.ndim == 3:

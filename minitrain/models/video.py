@@ -13,73 +13,76 @@ THETA = 10000.0
 
 
 def patch_grid(latents: Tensor, patch: tuple[int, int, int]) -> tuple[int, int, int]:
-    """How many patches of [..., frames, height, width] lie along each axis; their product is the
-    number of tokens.
-    """
+    """Return how many patches lie along frames, height and width of [..., frames, height, width]."""
     frames, height, width = (size // p for size, p in zip(latents.shape[-3:], patch, strict=True))
     return frames, height, width
 
 
 def patchify(latents: Tensor, patch: tuple[int, int, int]) -> Tensor:
-    """[batch, channels, frames, height, width] -> [batch, tokens, channels * patch], frame by
-    frame, row by row.
+    """Cut latents into patches, frame by frame and row by row: [batch, tokens, channels x patch].
+
+    latents: [batch, channels, frames, height, width].
     """
     batch, channels = latents.shape[:2]
-    (f, h, w), (pf, ph, pw) = patch_grid(latents, patch), patch
+    f, h, w = patch_grid(latents, patch)
+    pf, ph, pw = patch
     pieces = latents.reshape(batch, channels, f, pf, h, ph, w, pw).permute(0, 2, 4, 6, 1, 3, 5, 7)
     return pieces.reshape(batch, f * h * w, channels * pf * ph * pw)
 
 
 def unpatchify(x: Tensor, grid: tuple[int, int, int], patch: tuple[int, int, int]) -> Tensor:
-    """[batch, tokens, patch * channels] -> [batch, channels, frames, height, width]. Channels come
-    last here, but first in `patchify`: so they are in Wan."""
+    """Join patches x [batch, tokens, patch x channels] to [batch, channels, frames, height, width].
+
+    Channels come last here, but first in `patchify`, as in Wan.
+    """
     frames, height, width = (n * p for n, p in zip(grid, patch, strict=True))
     pieces = x.unflatten(-1, (*patch, -1)).unflatten(1, grid).permute(0, 7, 1, 4, 2, 5, 3, 6)
     return pieces.reshape(len(x), -1, frames, height, width)
 
 
 def rotary_tables_3d(grid: tuple[int, int, int], head_dim: int, device) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of all tokens of a video, for `rotate_pairs`, fp32: 2 x [1, tokens,
-    1, head_dim].
+    """Return cosines and sines of a video's tokens, for `rotate_pairs`, fp32 [1, tokens, 1, head_dim].
 
-    A pair of channels has twice the same cosine, and the sine with both signs.
+    The two channels of a pair have the same cosine, and the sine with opposite signs.
     """
     angles = grid_angles(grid, head_dim, device)
     cos = angles.cos().float()
     sin = angles.sin().float()
-    return torch.stack([cos, cos], -1).flatten(1)[None, :, None], torch.stack(
-        [-sin, sin], -1
-    ).flatten(1)[None, :, None]
+    cos = torch.stack([cos, cos], -1).flatten(1)[None, :, None]
+    sin = torch.stack([-sin, sin], -1).flatten(1)[None, :, None]
+    return cos, sin
 
 
 def grid_angles(grid: tuple[int, int, int], head_dim: int, device) -> Tensor:
-    """fp64 [tokens, head_dim / 2]: what each pair of channels turns by at each token.
+    """Return the angle of each token and pair of channels, fp64 [tokens, head_dim / 2].
 
-    A third of the pairs, rounded down, turns with the row and as many with the column, the rest
-    with the frame.
+    A third of the pairs, rounded down, encodes the row, as many the column, the rest the frame.
     """
     third = head_dim // 6
     columns = []
     for axis, pairs in enumerate((head_dim // 2 - 2 * third, third, third)):
         exponents = torch.arange(pairs, dtype=torch.float64, device=device) / pairs
-        places = torch.arange(grid[axis], dtype=torch.float64, device=device)
+        positions = torch.arange(grid[axis], dtype=torch.float64, device=device)
         shape = [1, 1, 1, pairs]
         shape[axis] = grid[axis]
-        columns.append(torch.outer(places, THETA**-exponents).view(shape).expand(*grid, pairs))
+        angles = torch.outer(positions, THETA**-exponents)
+        columns.append(angles.view(shape).expand(*grid, pairs))
     return torch.cat(columns, dim=-1).flatten(0, 2)
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channel 2i against 2i + 1, in fp32. x: [batch, seq, heads, head_dim]; cos, sin:
-    `rotary_tables_3d`.
+    """Rotate channel 2i against 2i + 1, in fp32; return x's shape and type.
+
+    x: [batch, seq, heads, head_dim]; cos, sin: from `rotary_tables_3d`.
     """
     swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return torch.addcmul(x * cos, swapped, sin).type_as(x)
 
 
 def timestep_sinusoids(timestep: Tensor, dim: int) -> Tensor:
-    """fp32 [batch] -> [batch, dim]: cosines, then sines, of dim / 2 frequencies from 1 down to
-    almost 1 / 10000.
+    """Return cosines, then sines, of `timestep` [batch] at dim / 2 frequencies, fp32 [batch, dim].
+
+    Frequencies go from 1 down to almost 1 / 10000.
     """
     exponents = torch.arange(dim // 2, dtype=torch.float32, device=timestep.device) / (dim // 2)
     angles = timestep.float()[:, None] * torch.exp(-math.log(THETA) * exponents)
@@ -87,5 +90,5 @@ def timestep_sinusoids(timestep: Tensor, dim: int) -> Tensor:
 
 
 def upcast(x: Tensor) -> Tensor:
-    """In fp32, or fp64 if it is that."""
+    """Return x in fp32, or unchanged if it is fp64."""
     return x if x.dtype == torch.float64 else x.float()

@@ -1,16 +1,15 @@
-"""The Wan 2.1 video diffusion transformer: noisy latents, a timestep and text embeddings in,
-velocity out.
+"""The Wan 2.1 video diffusion transformer: predict a velocity from noisy latents, timestep and text.
 
-A video of latents is cut into patches, one token each; blocks of self-attention over all tokens,
-cross-attention to the text and an MLP follow, each shifted, scaled and gated by the timestep
-("adaLN", Peebles & Xie 2022). The image-to-video models see the first frame twice: as 20 more input
-channels, which the caller adds, and as CLIP features in a second cross-attention. Parameter names
-are those of diffusers. Wan 2.2's A14B models are two such networks, one per range of timesteps.
-What is not here: the video autoencoder, the text and image encoders, first-and-last-frame models,
-and the 5B model of Wan 2.2, whose timesteps differ between tokens.
+A video of latents is cut into patches, one token each. Blocks of self-attention over all tokens,
+cross-attention to the text and an MLP follow, shifted, scaled and gated by the timestep ("adaLN",
+Peebles & Xie 2022). Image-to-video models see the first frame twice: as 20 more input channels,
+which the caller adds, and as CLIP features in a second cross-attention. Parameter names are those
+of diffusers. Wan 2.2's A14B models are two such networks, one per range of timesteps.
+Left out: the video autoencoder, text and image encoders, first-and-last-frame models, and the 5B
+model of Wan 2.2, whose timesteps differ between tokens.
 
-Computed in fp32 whatever the other weights' type: timesteps, all that is derived from them, norms,
-and rotations. In bf16, timestep 998.4 would be 1000. Sources: Wan-Video/Wan2.1,
+Timesteps, modulation, norms and rotations are computed in fp32 whatever the weights' type: in bf16,
+timestep 998.4 would be 1000. Sources: Wan-Video/Wan2.1,
 wan/modules/model.py; diffusers, transformer_wan.py.
 """
 
@@ -78,16 +77,13 @@ class WanConfig:
 
 
 class Wan(nn.Module):
-    """The whole network; see `forward`. `blocks` are the units of recomputation, compilation and
-    sharding.
-    """
+    """The network. `blocks` are the units of recomputation, compilation and sharding."""
 
     def __init__(self, config: WanConfig):
         super().__init__()
         self.config = config
-        # Context and tensor parallelism replace these: by a mask of the whole row, by what takes a
-        # context-parallel rank's tokens (dim 1), then a tensor-parallel rank's share of them, and
-        # by what gathers all ranks' tokens.
+        # exchange points: context parallelism masks all tokens and takes its rank's along dim 1,
+        # tensor parallelism takes a share of those, and both gather all ranks' tokens at the end
         self.make_mask = make_mask
         self.split_cp = self.split_tp = self.gather = identity
         self.patch_embedding = PatchEmbedding(
@@ -101,22 +97,22 @@ class Wan(nn.Module):
     def forward(
         self, latents: Tensor, timestep: Tensor, text: Tensor, image: Tensor | None = None
     ) -> Tensor:
-        """Return the velocity noise - data, with `out_channels` channels and otherwise in the
-        latents' shape, in fp32.
+        """Return the velocity, noise - data, fp32 [batch, out_channels, frames, height, width].
 
         latents: [batch, in_channels, frames, height, width].
-        timestep: [batch], 0 (data) to 1000 (noise), not rounded. text: [batch, tokens, text_dim];
-        padding is seen.
-        image: [batch, tokens, image_dim], for image-to-video models only. Raises InputError for
-        latents that the patches do not divide, and for an image too many or too few.
+        timestep: [batch], 0 (data) to 1000 (noise), not rounded.
+        text: [batch, tokens, text_dim]; padding is seen.
+        image: [batch, tokens, image_dim], for image-to-video models only.
+        Raise InputError for latents that the patches do not divide, and for an image that the model
+        lacks or does not take.
         """
         patch = self.config.patch_size
         self._check(latents, image)
         grid = patch_grid(latents, patch)
+        # [batch, tokens of this rank, dim]
         x = self.patch_embedding(self.split_tp(self.split_cp(patchify(latents, patch))))
-        rotary = tuple(
-            map(self.split_cp, rotary_tables_3d(grid, self.config.attention_head_dim, x.device))
-        )
+        tables = rotary_tables_3d(grid, self.config.attention_head_dim, x.device)
+        rotary = tuple(map(self.split_cp, tables))
         embedding, modulation, text, image = self.condition_embedder(timestep, text, image)
         mask = self.make_mask(rotary[0].shape[1], x.device, None, causal=False)
         for block in self.blocks:
@@ -138,8 +134,7 @@ class Wan(nn.Module):
 
     @torch.no_grad()
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill `tensor`, the whole parameter called `name`, with its initial value, as the original
-        does.
+        """Fill `tensor`, the full parameter called `name`, with its initial value in Wan's code.
 
         The last layer starts at zero, so that an untrained model predicts no velocity at all.
         """
@@ -157,9 +152,7 @@ class Wan(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention, cross-attention and MLP, each added to the residual stream; the first and
-    last gated.
-    """
+    """Self-attention, cross-attention and MLP, each with a residual; the first and last gated."""
 
     def __init__(self, config: WanConfig):
         super().__init__()
@@ -181,8 +174,9 @@ class Block(nn.Module):
         text: Tensor,
         image: Tensor | None,
     ) -> Tensor:
-        """x: [batch, seq, dim]; modulation: fp32 [batch, 6, dim]; text, image: [batch, tokens,
-        dim].
+        """Return [batch, seq, dim], as x.
+
+        modulation: fp32 [batch, 6, dim]; text, image: [batch, tokens, dim].
         """
         rows = unbind_rows(self.adaln.scale_shift_table + modulation)
         attention_shift, attention_scale, attention_gate, mlp_shift, mlp_scale, mlp_gate = rows
@@ -195,14 +189,12 @@ class Block(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Every token sees every token. Queries and keys are normalised over all heads together, then
-    rotated.
-    """
+    """Full attention; queries and keys are normalized over all heads together, then rotated."""
 
     def __init__(self, dim: int, heads: int, eps: float):
         super().__init__()
         self.head_dim = dim // heads
-        # context parallelism puts its exchange of keys and values around it
+        # exchange point: context parallelism exchanges keys and values around it
         self.attend = attention
         self.to_q, self.to_k, self.to_v = (nn.Linear(dim, dim) for _ in range(3))
         self.norm_q = nn.RMSNorm(dim, eps)
@@ -210,8 +202,8 @@ class SelfAttention(nn.Module):
         self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
-        """x: [batch, seq, dim]; rotary: from `rotary_tables_3d`. Returns [batch, seq, dim]."""
-        # -1: a tensor-parallel rank holds fewer heads
+        """Return [batch, seq, dim], as x. rotary: from `rotary_tables_3d`."""
+        # [batch, seq, heads, head_dim]; -1, since a tensor-parallel rank holds fewer heads
         split = (*x.shape[:2], -1, self.head_dim)
         q = rotate_pairs(self.norm_q(self.to_q(x)).view(split), *rotary)
         k = rotate_pairs(self.norm_k(self.to_k(x)).view(split), *rotary)
@@ -221,9 +213,7 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Tokens see the text, and apart from it the image; the two outputs are added. Nothing is
-    rotated.
-    """
+    """Attention to the text, plus attention to the image by the same queries; none rotated."""
 
     def __init__(self, dim: int, heads: int, eps: float, image: bool):
         super().__init__()
@@ -238,7 +228,7 @@ class CrossAttention(nn.Module):
         self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
 
     def forward(self, x: Tensor, text: Tensor, image: Tensor | None) -> Tensor:
-        """x: [batch, seq, dim]; text, image: [batch, tokens, dim]. Returns [batch, seq, dim]."""
+        """Return [batch, seq, dim], as x. text, image: [batch, tokens, dim]."""
         q = self.norm_q(self.to_q(x))
         out = self._look(q, self.norm_k(self.to_k(text)), self.to_v(text))
         if image is not None:
@@ -252,9 +242,7 @@ class CrossAttention(nn.Module):
 
 
 class AdaLN(KeepsFP32):
-    """The learned part of shifts, scales and gates, to which the timestep's is added: `rows`
-    rows.
-    """
+    """The learned part, `rows` rows, of shifts, scales and gates; the timestep's is added to it."""
 
     def __init__(self, rows: int, dim: int):
         super().__init__()
@@ -271,7 +259,7 @@ class FP32Norm(KeepsFP32):
 
 
 class FP32Linear(KeepsFP32):
-    """The parameters of a `linear_fp32`."""
+    """The parameters of a `wide_linear`."""
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
@@ -279,7 +267,7 @@ class FP32Linear(KeepsFP32):
 
 
 class ConditionEmbedder(nn.Module):
-    """Timestep, text and image features -> what the blocks take."""
+    """The embeddings of timestep, text and image features."""
 
     def __init__(self, config: WanConfig):
         super().__init__()
@@ -292,25 +280,24 @@ class ConditionEmbedder(nn.Module):
         )
 
     def forward(self, timestep: Tensor, text: Tensor, image: Tensor | None):
-        """Returns the timestep's embedding [batch, dim] and modulation [batch, 6, dim] in fp32,
-        then text and image.
+        """Return embeddings of timestep, [batch, dim] and modulation [batch, 6, dim] in fp32, of
+        text, and of image or None, [batch, tokens, dim].
         """
         time = self.time_embedder
         dtype = self.text_embedder.linear_1.weight.dtype
-        hidden = F.silu(linear_fp32(time.linear_1, timestep_sinusoids(timestep, self.freq_dim)))
-        embedding = linear_fp32(time.linear_2, hidden)
-        modulation = linear_fp32(self.time_proj, F.silu(embedding)).unflatten(1, (6, -1))
+        hidden = F.silu(wide_linear(time.linear_1, timestep_sinusoids(timestep, self.freq_dim)))
+        embedding = wide_linear(time.linear_2, hidden)
+        modulation = wide_linear(self.time_proj, F.silu(embedding)).unflatten(1, (6, -1))
         hidden = F.gelu(self.text_embedder.linear_1(text.to(dtype)), approximate="tanh")
         text = self.text_embedder.linear_2(hidden)
-        return (
-            embedding,
-            modulation,
-            text,
-            None if image is None else self.image_embedder(image.to(dtype)),
-        )
+        if image is not None:
+            image = self.image_embedder(image.to(dtype))
+        return embedding, modulation, text, image
 
 
 class ImageEmbedder(nn.Module):
+    """CLIP features [batch, tokens, inputs] to [batch, tokens, dim]."""
+
     def __init__(self, inputs: int, dim: int):
         super().__init__()
         self.norm1 = FP32Norm(inputs)
@@ -322,13 +309,15 @@ class ImageEmbedder(nn.Module):
 
 
 class PatchEmbedding(nn.Conv3d):
-    """The convolution of the checkpoints, whose stride is its kernel: a Linear on patches."""
+    """The checkpoints' convolution, whose stride is its kernel, as a Linear on patches."""
 
     def forward(self, patches: Tensor) -> Tensor:
         return F.linear(patches.to(self.weight.dtype), self.weight.flatten(1), self.bias)
 
 
 class FeedForward(nn.Module):
+    """down(gelu(up(x))), with the names of diffusers."""
+
     def __init__(self, inputs: int, hidden: int, outputs: int, approximate: str):
         super().__init__()
         self.approximate = approximate
@@ -347,28 +336,30 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
-def linear_fp32(layer: FP32Linear, x: Tensor) -> Tensor:
+def wide_linear(layer: FP32Linear, x: Tensor) -> Tensor:
+    """Return x W^T + b in the layer's type, [..., out]. x: [..., in]."""
     return F.linear(x.to(layer.weight.dtype), layer.weight, layer.bias)
 
 
 def layer_norm(norm: FP32Norm, x: Tensor, eps: float = 1e-5) -> Tensor:
-    """Computed in the norm's type, returned in x's."""
-    return F.layer_norm(x.to(norm.weight.dtype), x.shape[-1:], norm.weight, norm.bias, eps).type_as(
-        x
-    )
+    """Return LayerNorm of x [..., dim], computed in the norm's type, in x's."""
+    wide = x.to(norm.weight.dtype)
+    return F.layer_norm(wide, x.shape[-1:], norm.weight, norm.bias, eps).type_as(x)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """normalise(x) * (1 + scale) + shift, computed in fp32 and returned in x's type."""
-    return torch.addcmul(shift, F.layer_norm(upcast(x), x.shape[-1:], eps=eps), 1 + scale).type_as(
-        x
-    )
+    """Return normalize(x) * (1 + scale) + shift, computed in fp32, in x's type.
+
+    x: [batch, seq, dim]; shift, scale: [batch, 1, dim].
+    """
+    normed = F.layer_norm(upcast(x), x.shape[-1:], eps=eps)
+    return torch.addcmul(shift, normed, 1 + scale).type_as(x)
 
 
 def unbind_rows(table: Tensor) -> list[Tensor]:
     """Return the rows of table [batch, rows, dim], each [batch, 1, dim].
 
-    By unbind: of chunks, torch 2.11 to 2.13 compile a backward pass that leaves gradients unwritten
+    Not chunk: its backward pass, compiled by torch 2.11 to 2.13, leaves gradients unwritten
     (#193061).
     """
     return [row[:, None] for row in table.unbind(1)]

@@ -1,6 +1,4 @@
-"""Every model of the tables by name, and a tiny twin of each (NAME-tiny) with its quirks, for tests
-and laptops.
-"""
+"""The published models by name, and a tiny twin of each (NAME-tiny) for tests and laptops."""
 
 import dataclasses
 import difflib
@@ -385,8 +383,9 @@ _TINY_HYBRID = dict(
 
 
 def tiny(fields: dict, num_layers: int = 4) -> dict:
-    """The same family and quirks at toy width; a scaled context shrinks with it, so that the
-    scaling still acts.
+    """Return the fields of the tiny twin: the same family and quirks at toy width.
+
+    A scaled context shrinks with it, so that the scaling still acts.
     """
     small = _TINY | dict(num_layers=num_layers, initializer_range=0.02)
     if fields.get("rope_scaling") is not None:
@@ -411,15 +410,15 @@ def tiny(fields: dict, num_layers: int = 4) -> dict:
 
 
 def is_known(name: str) -> bool:
-    """Is this the name of a model here, or of its tiny twin?"""
+    """Return whether this is the name of a model here, or of its tiny twin."""
     return name.removesuffix("-tiny") in ZOO | WAN
 
 
 def model_config(name: str, **overrides) -> DecoderConfig | WanConfig:
-    """The config of the model called `name`, with some fields replaced. Raises InputError for an
-    unknown name.
+    """Return the config of the model called `name`, with `overrides` of its fields.
 
-    Its bos and eos are left out where a smaller vocabulary does not hold them.
+    bos and eos become None where a smaller vocabulary does not hold them. Raise InputError for an
+    unknown name.
     """
     base = name.removesuffix("-tiny")
     shrunk = name.endswith("-tiny")
@@ -446,8 +445,6 @@ def model_config(name: str, **overrides) -> DecoderConfig | WanConfig:
 
 
 def empty_model(config: DecoderConfig | WanConfig, **stage) -> Decoder | Wan:
-    """The model of a config on the meta device, without values; or one stage of a pipeline, see
-    `Decoder`.
-    """
+    """Return a config's model on the meta device, or one pipeline stage of it (see `Decoder`)."""
     with torch.device("meta"):
         return (Wan if isinstance(config, WanConfig) else Decoder)(config, **stage)
