@@ -1,5 +1,4 @@
-"""How much better a sample is than the others of its prompt: the advantage, and when a group has
-none to tell.
+"""Advantages: how much better a sample is than the others of its prompt.
 
 GRPO (Shao et al. 2024) samples a group of completions per prompt and compares each one's reward with a baseline, the
 group's own mean, so that no value network is needed. Leaving the sample itself out of the mean (RLOO, Ahmadian et al.
@@ -12,7 +11,7 @@ from torch import Tensor
 
 
 def advantages(rewards: Tensor, baseline: str, std_scaling: bool) -> Tensor:
-    """Reward minus baseline, divided by the group's standard deviation if `std_scaling`.
+    """Return reward minus baseline, divided by the group's standard deviation if `std_scaling`.
 
     rewards: [groups, samples], with at least 2 samples; baseline: `group` or `leave_one_out`.
     Returns fp64 of the same shape. A group whose rewards are all the same gets zeros.
@@ -29,7 +28,5 @@ def advantages(rewards: Tensor, baseline: str, std_scaling: bool) -> Tensor:
 
 
 def has_signal(rewards: Tensor) -> Tensor:
-    """bool [groups]: do the rewards [groups, samples] of a group differ? If not, it teaches
-    nothing.
-    """
+    """Return whether the rewards [groups, samples] of each group differ, bool [groups]."""
     return (rewards != rewards[:, :1]).any(1)

@@ -1,7 +1,6 @@
-"""From sampled responses to micro-batches.
+"""Sampled responses packed into micro-batches.
 
-Every rank knows all responses of a step and packs them into the same rows, of which it then takes
-its share.
+Every rank has all responses of a step, packs them into the same rows, and takes its share of these.
 """
 
 import itertools
@@ -22,14 +21,16 @@ Example = dict[str, np.ndarray]
 
 @dataclass
 class Response:
-    """One response to a prompt. group: which of the step's prompts.
+    """One response to a prompt.
 
-    log_probs: of each response token when it was sampled. truncated: it did not come to its end.
-    score: what the reward function said. reward: that, less the penalty for length.
-    no_signal: of all groups that were sampled for its step, replaced ones too, the share whose
-    scores are all alike.
-    problems: how many had been sampled when its step was complete, by all steps together.
-    settings: a digest of those that it was sampled and rewarded with.
+    group: number of its prompt in the step.
+    log_probs: of each response token when it was sampled.
+    truncated: it reached the length limit before its end.
+    score: of the reward function. reward: the score less the penalty for length.
+    no_signal: share of the groups sampled for its step, replaced ones included, whose scores are
+    all equal.
+    problems: number sampled by all steps up to the end of its step.
+    settings: digest of the settings it was sampled and rewarded with.
     """
 
     group: int
@@ -49,10 +50,9 @@ class Response:
 def micro_batches(
     samples: list[Example], config: Config, rank: int, ranks: int
 ) -> list[dict[str, Tensor]]:
-    """The samples packed into rows: the micro-batches of data-parallel rank `rank` of `ranks`,
-    values [micro, seq].
+    """Return the micro-batches of data-parallel rank `rank` of `ranks`, values [micro, seq].
 
-    All ranks get equally many, filled up with empty rows where the packed ones do not suffice.
+    The samples are packed into rows; all ranks get equally many, padded with empty rows.
     """
     micro = config.batch.micro
     length = config.batch.seq_len
@@ -69,14 +69,12 @@ def micro_batches(
 
 
 def enough_for_pipeline(parallel: Parallel, count: int) -> int:
-    """So many micro-batches or a few more, as the pipeline's schedule needs."""
+    """Return `count`, or the next larger number that the pipeline's schedule accepts."""
     return next(n for n in itertools.count(count) if not pipeline_needs(parallel, n))
 
 
 def response_sample(rollout: Response, advantage: float, config: Config) -> Example:
-    """What the model reads, and at the place of each response token what PolicyGradient wants to
-    know of it.
-    """
+    """Return the model's input, and for each response token the inputs of PolicyGradient."""
     before = len(rollout.prompt) - 1
     size = len(rollout.response)
     filtered = config.grpo.overlong_filter and rollout.truncated
@@ -94,7 +92,7 @@ def response_sample(rollout: Response, advantage: float, config: Config) -> Exam
 
 
 def reply_sample(prompt: list[int], reply: list[int], learned: bool = True) -> Example:
-    """A prompt with a reply of which every token is to be predicted, or none."""
+    """Return a prompt with a reply; unless `learned`, no token is a label."""
     tokens = np.array(prompt + reply, np.int64)
     labels = np.where(
         (np.arange(len(tokens) - 1) < len(prompt) - 1) | (not learned), IGNORE, tokens[1:]
@@ -103,10 +101,10 @@ def reply_sample(prompt: list[int], reply: list[int], learned: bool = True) -> E
 
 
 class Problem(NamedTuple):
-    """prompt: its tokens, all that stands before the response; reply: a right response's tokens,
-    with their end.
+    """One problem.
 
-    answer: what the response is compared with; row: the line that it was read from.
+    prompt: tokens before the response. reply: tokens of a right response, with its end.
+    answer: what responses are compared with. row: the line of data it was read from.
     """
 
     prompt: list[int]

@@ -1,4 +1,4 @@
-"""The training side: groups of rewarded responses in, better weights out."""
+"""The training side of GRPO: updates the policy from groups of rewarded responses."""
 
 import dataclasses
 from collections.abc import Callable
@@ -32,10 +32,9 @@ Batch = dict[str, Tensor]
 
 
 class Learner:
-    """A Trainer of the policy, and the reference model if divergence from it costs something.
+    """A Trainer of the policy, and the reference model if grpo.kl needs one.
 
-    phase(name): a context with the memory that this part of a step needs, in which the time is
-    booked under its name.
+    phase(name): a context for a part of a step, which has its memory and counts its time.
     fill: see `build_model`.
     """
 
@@ -60,10 +59,10 @@ class Learner:
     # -------------------------------------------------------------------------------------------------------- training
 
     def learn(self, groups: list[Group], step: int) -> dict[str, float]:
-        """One update for every batch.global responses; returns the step's numbers.
+        """Run one update per batch.global responses; return the step's metrics.
 
-        With one update the first weights are the current ones, whose log-probabilities the update
-        computes anyway.
+        With a single update the old weights are the current ones, whose log-probabilities the
+        update computes anyway.
         """
         grpo = self.config.grpo
         size = self.config.batch.global_
@@ -92,9 +91,9 @@ class Learner:
             return numbers | self.trainer.objective.metrics(self.total)
 
     def batches(self, samples: list[Example]) -> list[Batch]:
-        """This rank's micro-batches of the samples; with context parallelism, its tokens of them.
+        """Return this rank's micro-batches of the samples; with context parallelism, its tokens.
 
-        On the host, where they can be counted without waiting for the device.
+        They stay on the host, to be counted without waiting for the device.
         """
         ranks = self.meshes.batch
         cp = self.meshes.cp
@@ -103,8 +102,9 @@ class Learner:
 
     @torch.no_grad()
     def add_log_probs(self, name: str, model: Module, batches: list[Batch]) -> None:
-        """Give each batch its labels' log-probabilities under `model`; in a pipeline only the last
-        stage gets them.
+        """Add the labels' log-probabilities under `model` to each batch, [micro, seq].
+
+        In a pipeline only the last stage has them.
         """
         objective = LogProbs(self.config.rollout.temperature)
         inputs = [to_device(batch, self.device) for batch in batches]
@@ -120,7 +120,7 @@ class Learner:
                 module.reshard()
 
     def states(self) -> list[Tensor]:
-        """The optimizer's."""
+        """Return the optimizer's state tensors."""
         states = [
             value for state in self.trainer.optimizer.state.values() for value in state.values()
         ]
@@ -130,15 +130,11 @@ class Learner:
         return [] if self.reference is None else list(self.reference.parameters())
 
     def total(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks that see other tokens, of whom in a pipeline only the last stage's
-        have anything.
-        """
+        """Sum over the ranks with other tokens; in a pipeline only the last stage has any."""
         return sum_over(self.meshes.pp, sum_over(self.meshes.loss, tensor.to(self.device)))
 
     def warm_up(self, problems) -> float:
-        """Supervised training on right replies, with an optimizer of its own; returns the last
-        loss.
-        """
+        """Train on right replies with an optimizer of its own; return the last loss."""
         config = self.config
         model = self.model
         optimizer = make_optimizer(
@@ -159,12 +155,10 @@ class Learner:
     # ------------------------------------------------------------------------------------------- weights that are kept
 
     def keep_reference(self, checkpointer, resumed: bool = False) -> None:
-        """Make the reference model: the weights as they are now, for which `checkpointer` (see
-        run/checkpoint.py), if there is one, writes a checkpoint, or if the run has been resumed,
-        those that it wrote when it began.
+        """Make the reference model from the current weights, and save it by `checkpointer`, if any.
 
-        Not for adapters, whose reference is the model without them. Raises InputError for a run
-        that began without a reference.
+        A resumed run loads the weights that it saved when it began. Adapters need no reference:
+        theirs is the model without them. Raises InputError if the run began without a reference.
         """
         # it has no backward pass
         fp8 = dataclasses.replace(self.config.fp8, keep_transposed=False)
@@ -190,12 +184,11 @@ class Learner:
         self.reference.requires_grad_(False)
 
     def weights(self) -> Shards:
-        """This rank's parts of the policy's weights and buffers, adapters merged. All that train
-        call it together.
+        """Return this rank's shards of the policy's weights and buffers, adapters merged.
 
-        In bf16 they are rounded up or down at random, always alike: the nearest would be the
-        weights without adapters for as long as these change them by less than 1 in 512, and the
-        sampler would lag behind the policy.
+        All training ranks call it together. In bf16, merged weights are rounded stochastically, with
+        fixed random bits: rounding to nearest would drop adapters that change a weight by less
+        than 1 in 512, and the sampler would lag behind the policy.
         """
         # with FSDP, what the optimizer updates, and not what was gathered from it
         state = self.model.state_dict()

@@ -75,8 +75,7 @@ def k3(gap: Tensor) -> Tensor:
 
 
 def surrogate(settings: GRPO, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """What to minimise so that better tokens become likelier, of each token; arguments and result
-    have one shape.
+    """Return each token's loss, whose minimum makes better tokens likelier. All have one shape.
 
     clip: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), PPO's pessimistic bound (Schulman et
     al. 2017): no gain
@@ -99,7 +98,7 @@ def surrogate(settings: GRPO, log_probs: Tensor, log_ratio: Tensor, advantages: 
 
 
 def is_clipped(settings: GRPO, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """bool: where the ratio is beyond the limit on the side to which the advantage pushes."""
+    """Return where the ratio exceeds the limit in the advantage's direction, bool."""
     ratio = log_ratio.exp()
     return torch.where(
         advantages < 0,
@@ -109,8 +108,7 @@ def is_clipped(settings: GRPO, log_ratio: Tensor, advantages: Tensor) -> Tensor:
 
 
 def kl_estimate(kind: str, log_probs: Tensor, reference: Tensor, old: Tensor) -> Tensor:
-    """An estimate of KL(policy || reference) from each sampled token, whose expected gradient is
-    the divergence's.
+    """Estimate KL(policy || reference) at each sampled token, with the right expected gradient.
 
     With g = reference - log_probs (Schulman 2020, "Approximating KL divergence"): k1 = -g,
     unbiased; k2 = g^2 / 2, of low variance; k3 = e^g - 1 - g, unbiased, never negative, of low
@@ -129,7 +127,7 @@ def kl_estimate(kind: str, log_probs: Tensor, reference: Tensor, old: Tensor) ->
 def importance_weights(
     settings: GRPO, old: Tensor, sampled: Tensor, mean: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """The constant factor w = exp(old - sampled) of each token's loss, kept in bounds low and high.
+    """Return the constant factor w = exp(old - sampled) of each token's loss, within bounds.
 
     none: 1. truncate: at least low, at most high (truncated importance sampling). mask: w, but 0
     outside of the bounds (IcePop). sequence-mask: w, but 0 in sequences whose geometric mean is
@@ -148,11 +146,9 @@ def importance_weights(
 
 
 def sequence_mean(x: Tensor, valid: Tensor, documents: Tensor) -> Tensor:
-    """At every token the mean of x over the valid tokens of its sequence; all three are [rows,
-    seq].
+    """Return at every token the mean of x over its sequence's valid tokens; all [rows, seq].
 
-    documents: which sequence of the row a token belongs to, below seq. What belongs to none, below
-    0, is not valid.
+    documents: number of a token's sequence in its row. Tokens with a negative one are not valid.
     """
     documents = documents.clamp(min=0)
     sums = torch.zeros_like(x).scatter_add(1, documents, x * valid)
@@ -211,8 +207,9 @@ class PolicyGradient:
         self.sums = {name: value + self.sums.get(name, 0) for name, value in terms.items()}
 
     def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Means over the step's response tokens of the terms of `token_losses` and of the entropy;
-        NaN without any.
+        """Return the means of entropy and of `token_losses`'s terms over the step's response tokens.
+
+        NaN without any token.
         """
         names = ["tokens", "entropy", *TERMS]
         device = next((value.device for value in self.sums.values()), None)
@@ -228,9 +225,7 @@ class PolicyGradient:
 
 
 class LogProbs:
-    """In an objective's place where only the labels' log-probabilities are asked for: `loss`
-    returns them.
-    """
+    """An objective whose `loss` returns the labels' log-probabilities, [micro, seq]."""
 
     def __init__(self, temperature: float):
         self.temperature = temperature
@@ -260,7 +255,7 @@ TERMS = (
 def token_losses(
     settings: GRPO, log_probs: Tensor, batch: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each token, 0 where there is no label, and what to log of it; all [rows, seq].
+    """Return each token's loss, 0 without a label, and terms to log; all [rows, seq].
 
     clip_fraction: is the token clipped; kl: k3 to the reference, or without one to the weights that
     the step began with; importance: w; masked: is w 0. Two that tell whether sampler and trainer

@@ -1,16 +1,13 @@
-"""Memory that the parts of a step leave to each other, where a rank both trains and samples
-(grpo.offload).
+"""Offload between the parts of a GRPO step, where a rank both trains and samples (grpo.offload).
 
-    generation, refit   the sampler's own weights
-    logprobs            the reference's weights
-    training            the optimizer's states
+    generation, refit   need the sampler's own weights
+    logprobs            needs the reference's weights
+    training            needs the optimizer's states
 
-What a part does not need waits on the host, but for the sampler's weights: the next refit writes
-all of them anew.
-
-Tensors stay what they are, so that optimizers, FSDP and compiled graphs need not know: only their
-storage is given back, and taken again. Copies wait for no one, since all that the device does later
-comes after them.
+Tensors that a part does not need are offloaded to the host, except the sampler's weights, which the
+next weight sync overwrites. Only storages are freed and allocated again, so optimizers, FSDP and
+compiled graphs keep their tensors. Copies are asynchronous: later work on the device is ordered
+after them.
 """
 
 from collections import defaultdict
@@ -25,10 +22,10 @@ Tensors = Callable[[], Iterable[Tensor]]
 
 
 class Memory:
-    """Holds everything at first.
+    """Keeps on the device what the current part of a step needs; at first, everything.
 
-    kept, lost: tensors that only one part of a step needs, by its name; of those in `lost` the
-    values are lost.
+    kept, lost: tensors that only one part of a step needs, by its name. The values of `lost` are
+    not saved.
     """
 
     def __init__(self, kept: dict[str, Tensors], lost: dict[str, Tensors]):
@@ -39,7 +36,7 @@ class Memory:
         )
 
     def hold(self, name: str) -> None:
-        """From now on the tensors of this name, and no others."""
+        """Load the tensors of this name, and offload all others."""
         for other, tensors in (self.kept | self.lost).items():
             for storage in storages(tensors()) if other != name else []:
                 copy = to_host(storage) if other in self.kept else None
@@ -52,7 +49,7 @@ class Memory:
 
 
 def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """Of this rank's parts, each once, whoever shares it."""
+    """Return the distinct storages of this rank's local tensors."""
     found = {
         storage.data_ptr(): storage
         for storage in (local(tensor).untyped_storage() for tensor in tensors)
@@ -61,7 +58,7 @@ def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
 
 
 def to_host(storage: UntypedStorage) -> UntypedStorage:
-    """A copy."""
+    """Copy a storage to the host, asynchronously."""
     copy = torch.empty(
         storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda"
     ).untyped_storage()

@@ -1,5 +1,4 @@
-r"""What a response is worth: the reward functions, and how to compare answers to mathematical
-questions.
+r"""Reward functions, and how they compare answers to mathematical questions.
 
 A reward function takes the response's text, the right answer and the problem's whole line of data:
 
@@ -147,9 +146,7 @@ def tidy(text: str) -> str:
 
 
 def overlong(tokens: int, longest: int, buffer: int, penalty: float) -> float:
-    """What to add to the reward for length: 0 up to longest - buffer tokens, then linearly down to
-    -penalty (DAPO).
-    """
+    """Return DAPO's penalty: 0 up to longest - buffer tokens, then linear to -penalty."""
     return -penalty * min(max(tokens - (longest - buffer), 0) / buffer, 1) if buffer else 0.0
 
 
@@ -157,8 +154,9 @@ BUILT_IN: dict[str, Reward] = {"exact": exact, "math": math}
 
 
 def load_reward(name: str) -> Reward:
-    """`exact`, `math`, or the function at `package.module:name`, looked for in the current folder
-    too.
+    """Return `exact`, `math`, or the function at `package.module:name`.
+
+    Modules in the current folder are found, too. Raises InputError for other names.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]

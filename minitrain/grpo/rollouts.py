@@ -1,8 +1,7 @@
-"""The sampling side: prompts in, groups of rewarded responses out; and how good the policy is on
-held-out problems.
+"""The rollout side of GRPO: samples and rewards groups of responses; evaluates the policy.
 
-Replicas of the sampler share the prompts. What comes out is the same however many there are: a
-response's randomness depends on (seed, number of its problem, number in its group) alone.
+Replicas of the sampler share the prompts. The responses do not depend on their number: a response's
+randomness depends on (seed, number of its problem, number in its group) alone.
 """
 
 import hashlib
@@ -87,7 +86,7 @@ class Collector:
     def sample(
         self, problems: list[Problem], first: int, n: int, greedy: bool = False
     ) -> list[Group]:
-        """n responses to each problem; they are problems number first, first + 1, ... of all."""
+        """Return n responses to each problem; the first is problem number `first` of all."""
         mine = range(self.replica, len(problems), self.replicas)
         requests = [self.request(problems[i], first + i, n, greedy) for i in mine]
         prompts = [problems[i].prompt for i in mine]
@@ -112,8 +111,11 @@ class Collector:
         )
 
     def longest(self, problem: Problem) -> int:
-        """Tokens of a response that is cut off. A prompt and its response fit into the model's
-        positions, and into a row of batch.seq_len, which reads all of it but the last token."""
+        """Return the most tokens of a response.
+
+        Prompt and response fit into the model's positions, and, but for the last token, into a row
+        of batch.seq_len.
+        """
         positions = min(
             self.config.batch.seq_len + 1, self.config.model.config.max_position_embeddings
         )
@@ -168,7 +170,7 @@ class Collector:
         return score
 
     def evaluate(self, problems, count: int) -> dict[str, float]:
-        """pass@1 of the likeliest response to the first `count` problems, and pass@k of sampled
+        """Return pass@1 of greedy responses to the first `count` problems, and pass@k of sampled
         ones, k = 1, 2, 4, ...
 
         A response passes if its score, without the penalty for length, is at least 1. pass@k: is
@@ -186,7 +188,7 @@ class Collector:
 
 
 def most_samples(config: Config, replicas: int) -> int:
-    """How many a replica is asked for at once: in a step, or in an evaluation if that is more."""
+    """Return the most samples a replica is asked for at once, in a step or an evaluation."""
     grpo = config.grpo
     validation = config.validation
     held_out = validation.batches * grpo.prompts if validation.every else 0
@@ -196,8 +198,7 @@ def most_samples(config: Config, replicas: int) -> int:
 
 
 def pass_at(k: int, n: int, c: int) -> float:
-    """The chance that k of n responses, drawn without putting back, hold at least one of the c
-    right ones.
+    """Return the chance that k of n responses, drawn without replacement, hold one of c right ones.
 
     An unbiased estimate of pass@k (Chen et al. 2021): 1 - C(n - c, k) / C(n, k).
     """
@@ -205,16 +206,14 @@ def pass_at(k: int, n: int, c: int) -> float:
 
 
 def rewards(groups: list[Group]) -> torch.Tensor:
-    """[groups, samples]"""
+    """Return the responses' rewards, fp64 [groups, samples]."""
     return torch.tensor(
         [[rollout.reward for rollout in group] for group in groups], dtype=torch.float64
     )
 
 
 def sampling_settings(config: Config) -> str:
-    """A digest of what decides, besides the weights, which responses a step has and what they are
-    worth.
-    """
+    """Return a digest of the settings that decide a step's responses and their rewards."""
     grpo = config.grpo
     rollout = config.rollout
     deciding = (

@@ -1,5 +1,4 @@
-"""From noise to data along a learned velocity: Euler's method, UniPC of order 2, and
-classifier-free guidance.
+"""Flow-matching samplers: Euler, UniPC of order 2, and classifier-free guidance.
 
 A velocity is a function of x, of any shape, and sigma, a float: dx / dsigma. Sigmas fall from 1,
 pure noise, to 0.
@@ -23,13 +22,13 @@ Velocity = Callable[[Tensor, float], Tensor]
 
 
 def sigma_schedule(steps: int, shift: float) -> list[float]:
-    """steps + 1 sigmas from 1 to 0, evenly spaced before the shift."""
+    """Return steps + 1 sigmas from 1 to 0, evenly spaced before the shift."""
     return shift_sigma(torch.linspace(1, 0, steps + 1, dtype=torch.float64), shift).tolist()
 
 
 @torch.no_grad()
 def euler(velocity: Velocity, x: Tensor, sigmas: list[float]) -> Tensor:
-    """Follow straight lines between the sigmas; the error falls with their number."""
+    """Integrate x along `velocity` by Euler's method."""
     for now, after in pairwise(sigmas):
         x = x + (after - now) * velocity(x, now)
     return x
@@ -37,8 +36,7 @@ def euler(velocity: Velocity, x: Tensor, sigmas: list[float]) -> Tensor:
 
 @torch.no_grad()
 def unipc(velocity: Velocity, x: Tensor, sigmas: list[float]) -> Tensor:
-    """UniPC-2 on predicted data, with B(h) = e^h - 1 (Zhao et al. 2023): far more exact than Euler
-    for the same steps.
+    """Integrate x along `velocity` by UniPC-2 on predicted data, B(h) = e^h - 1 (Zhao et al. 2023).
 
     In terms of lambda, half the logarithm of the signal-to-noise ratio, the way from one sigma to
     the next is an integral over the data that x is predicted to become. A predictor puts a line
@@ -73,8 +71,9 @@ def half_log_snr(sigma: float) -> float:
 def _step(
     x: Tensor, data: Tensor, sigmas, lambdas, i: int, corrections: list[tuple[float, Tensor]]
 ) -> Tensor:
-    """From sigmas[i] to the next, with constant predicted data plus factor * difference for each
-    correction.
+    """Step from sigmas[i] to the next.
+
+    The predicted data is constant plus factor * difference for each correction.
     """
     sigma = min(sigmas[i], MOST_NOISE)
     after = sigmas[i + 1]
@@ -85,16 +84,12 @@ def _step(
 
 
 def _slope(data: list[Tensor], lambdas, i: int) -> Tensor:
-    """How predicted data changes over the step from i, judged by how it changed over the one
-    before.
-    """
+    """Extrapolate the change of the predicted data over step i from that over the step before."""
     return (data[i] - data[i - 1]) * (lambdas[i + 1] - lambdas[i]) / (lambdas[i] - lambdas[i - 1])
 
 
 def _corrections(data: list[Tensor], lambdas, i: int) -> list[tuple[float, Tensor]]:
-    """Factors that make the step from i - 1 to i exact for predicted data that is a parabola in
-    lambda.
-    """
+    """Return corrections that make step i - 1 exact for predicted data quadratic in lambda."""
     new = data[i] - data[i - 1]
     if i == 1:
         return [(0.5, new)]
@@ -120,11 +115,11 @@ def guided(
     image: Tensor | None = None,
     condition: Tensor | None = None,
 ) -> Velocity:
-    """The model's velocity v for `text` [batch, tokens, text_dim], away from that for `negative`, alike (Ho & Salimans
-    2022): v(negative) + scale * (v(text) - v(negative)). A scale of 1 is the plain velocity, at half the work.
+    """Return the velocity with guidance: v(negative) + scale * (v(text) - v(negative)).
 
-    negative: by default zeros, as in training (see Noised); published models know an empty prompt's
-    embedding.
+    See Ho & Salimans 2022. A scale of 1 is the plain velocity v(text), at half the work.
+    text, negative: [batch, tokens, text_dim]. negative: by default zeros, as in training (see
+    Noised); published models expect an empty prompt's embedding.
     image, condition: for image-to-video models, which see them with both texts; see FlowMatching.
     """
     negative = torch.zeros_like(text) if negative is None else negative
