@@ -196,6 +196,15 @@ def test_a_row_of_ones_own_in_a_tables_folder_counts_in_no_accuracy(tmp_path, mo
     assert "69 published rows; 1 simulated, median 0.80 of" in text and "mine: 9" not in text
 
 
+def test_our_fastest_layout_stands_beside_the_published_one(tmp_path):
+    reference = published_rows()[KIMI]
+    faster = line(KIMI, "simulated", 3.0, reference=reference | {"layout": "ours"})
+    text, html = written(tmp_path, [line(KIMI, "simulated", 2.0), faster])
+    row = next(row for row in text.splitlines() if row.startswith(f"| {KIMI.rsplit('/')[-1]}"))
+    assert [cell.strip() for cell in row.split("|") if cell.strip() in ("2.000", "3.000")] == ["2.000", "3.000"]
+    assert "(300%)" in Page(html).text and "(200%)" in Page(html).text
+
+
 def test_a_published_run_is_compared_with_its_own_recipe(tmp_path):
     reference = PUBLISHED[KIMI]
     recipe = {"ratio": 1.25, "tokens_per_sec_per_gpu": 1.25 * reference["tokens_per_sec_per_gpu"]}

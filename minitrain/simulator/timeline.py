@@ -56,8 +56,7 @@ class System:
     """Rates that large kernels and messages reach, per GPU; systems.yaml has their sources.
 
     FLOP/s: bf16, fp8. attention: by the form of the event. bytes/s: memory, nvlink, network; decode_weights,
-    decode_caches: shares of memory's. grouped_beside: as BESIDE, of an expert's products. dispatch_passes: how often
-    what an all-to-all sends is read or written besides. Seconds: launch (a kernel's least), grouped_launch, latency and
+    decode_caches: shares of memory's. grouped_beside: as BESIDE, of an expert's products. Seconds: launch (a kernel's least), grouped_launch, latency and
     far_latency (of a message), dispatch (of an all-to-all, besides), step (the host's, per optimizer step),
     decode_step. capacity: bytes. domain: GPUs that NVLink connects. gemm_tiles: multiprocessors.
     """
@@ -71,7 +70,6 @@ class System:
     grouped_beside: float
     grouped_launch: float
     dispatch: float
-    dispatch_passes: float
     nvlink: float
     domain: int
     network: float
@@ -113,7 +111,7 @@ class System:
         if "alltoall" in event.name or "all_to_all" in event.name:
             near = self.in_domain(ranks)
             far = event.payload * (len(ranks) - near) / len(ranks)
-            besides = self.dispatch + self.dispatch_passes * event.payload / self.memory
+            besides = self.dispatch if event.dimension == "ep" else 0.0
             return self.latency + max(far / self.network, moved / self.nvlink) + besides
         return self.latency + moved / self.bandwidth(ranks)
 
