@@ -209,7 +209,10 @@ def file_cases(files: list, overrides: list[str], options) -> list[Case]:
     cases = []
     for file in files:
         try:
-            cases += [make_case(*load_row(file, words), options) for words in layouts(file, overrides, options)]
+            cases += [
+                make_case(*load_row(file, words), options)
+                for words in layouts(file, overrides, options)
+            ]
         except InputError as error:
             named = len(files) == 1 or str(file) in str(error)
             raise InputError(str(error) if named else f"{file}: {error}") from error

@@ -25,7 +25,7 @@ KINDS = ("simulated", "fastest", "recipe", "measured", "extrapolated")
 COMPARED = {  # which prediction a ratio to the published figure is of
     "simulated": "simulated ratio: our code in the published layout, with our kernels",
     "fastest": "fastest ratio: our code in a faster layout of as many GPUs and as much memory (`--ours`)",
-    "recipe": "recipe ratio: the published run, predicted with its own kernels and costs (`reference.recipe`): the accuracy",
+    "recipe": "recipe ratio: the published run, predicted with its own kernels and costs (`reference.recipe`)",
 }
 
 
@@ -135,7 +135,12 @@ def summary(report: Report) -> str:
 
 def held_back(rows: list[Row]) -> list[Row]:
     """Return the simulated ones of the published rows that no constant of the simulator was fitted to."""
-    names = set(constants("held_back"))
+    return known_as("held_back", rows)
+
+
+def known_as(kind: str, rows: list[Row]) -> list[Row]:
+    """Return the simulated ones of the rows that systems.yaml lists under `fitted_on` or `held_back`."""
+    names = set(constants(kind))
     return [row for row in rows if "simulated" in row.results and row.name in names]
 
 
@@ -160,12 +165,16 @@ def accuracy_cells(report: Report) -> dict[str, list[str]]:
     if not groups:
         return {}
     worst = [max(rows, key=error) for rows in groups.values()]
+    fitted = known_as("fitted_on", [row for rows in report.tables.values() for row in rows])
+    shown = {title: known_as("fitted_on", report.tables.get(title, [])) for title in groups} | {"all": fitted}
     return {
         "rows not fitted to": list(groups),
         "number": [str(len(rows)) for rows in groups.values()],
         "median error": [f"{median(map(error, rows)):.1%}" for rows in groups.values()],
         "worst": [f"{error(row):.0%}" for row in worst],
         "which": [row.name for row in worst],
+        "of fitted rows": [f"{median(map(error, shown[title])):.1%}" if shown[title] else "" for title in groups],
+        "of rows never seen": ["judged by others"] * len(groups),
     }
 
 
