@@ -209,11 +209,25 @@ def file_cases(files: list, overrides: list[str], options) -> list[Case]:
     cases = []
     for file in files:
         try:
-            cases.append(make_case(*load_row(file, overrides), options))
+            cases += [
+                make_case(*load_row(file, words), options)
+                for words in layouts(file, overrides, options)
+            ]
         except InputError as error:
             named = len(files) == 1 or str(file) in str(error)
             raise InputError(str(error) if named else f"{file}: {error}") from error
     return cases
+
+
+def layouts(file: str, overrides: list[str], options) -> list[list[str]]:
+    """The overrides of the row's published layout, of ours (`reference.ours`), or of either where it is simulated."""
+    ours = load_row(file, overrides)[1].reference.get("ours")
+    if not ours or options.as_published:
+        return [overrides]
+    fastest = [*ours, "reference.layout=ours", *overrides]
+    if options.ours:
+        return [fastest]
+    return [overrides, fastest] if options.simulate and not options.trace else [overrides]
 
 
 def simulate_combinations(file: str, overrides: list[str], options) -> None:
@@ -317,6 +331,7 @@ def simulate(row: str, config: Config, options) -> dict:
     simulation, outcome = predicted_row(config, row, system)
     if (
         "recipe" in config.reference
+        and "layout" not in config.reference
         and system.name == system_of(config)
         and outcome["ratio"] is not None
     ):

@@ -1,10 +1,13 @@
 """What published runs did otherwise, on hand-made traces whose seconds are known."""
 
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
 
-from minitrain.bench.rows import RECIPE, constants, published_rows
+from minitrain.bench.measure import load_row
+from minitrain.bench.rows import CONFIGS, RECIPE, constants, published_rows
+from minitrain.benchmark import layouts
 from minitrain.run.config import from_dict
 from minitrain.simulator import recipe
 from minitrain.simulator.recipe import as_published
@@ -102,6 +105,25 @@ def test_a_pipeline_that_fills_and_drains_several_times():
         trace.marks = [(index + 1, label) for index, label in trace.marks]
     gathers = timed(config, traces, SYSTEM, 4)
     assert gathers.step == pytest.approx(2 + 2 * (4 + 1) * 3) and gathers.idle == pytest.approx([2 * 3] * 2)
+
+
+@pytest.mark.parametrize(("options", "expected"), [
+    ({"simulate": True}, [2, 1]), ({}, [2]), ({"ours": True}, [1]), ({"simulate": True, "ours": True}, [1]),
+    ({"simulate": True, "as_published": True}, [2]), ({"simulate": True, "trace": "file"}, [2]),
+])  # fmt: skip
+def test_a_row_has_the_published_layout_and_ours(options, expected):
+    """Simulated, both; ours does the row's work on its GPUs, so its ratio counts, and has no published run."""
+    file = str(CONFIGS / "nemo/h100/llama3-8b-pretrain-8gpu.yaml")
+    given = Namespace(**dict.fromkeys(("simulate", "ours", "as_published", "trace")) | options)
+    configs = [load_row(file, words)[1] for words in layouts(file, ["recompute=full"], given)]
+    assert [config.parallel.cp for config in configs] == expected
+    assert all(config.recompute == "full" and "changed" not in config.reference for config in configs)
+    assert [config.reference.get("layout") for config in configs] == [{2: None, 1: "ours"}[n] for n in expected]
+
+
+def test_a_row_without_another_layout_has_one():
+    file, options = str(CONFIGS / "nemo/h100/llama3-8b-sft-8gpu.yaml"), Namespace(as_published=None)
+    assert layouts(file, ["seed=1"], options) == [["seed=1"]]
 
 
 def test_what_a_policy_was_trained_with(monkeypatch):

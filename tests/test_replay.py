@@ -46,6 +46,15 @@ def test_messages_delay_by_hand():
     assert result.lanes(step=6.0, columns=12) == ["FF......BBUU", "...FFBBUUUUU"]  # and an update from 5.0 on
 
 
+def test_messages_of_two_ranks_travel_one_after_the_other():
+    """Three forward passes of 1 s, whose results take 3 s each, then as many back, whose gradients do."""
+    spans = replay(schedule_order("GPipe", 2, 3, 1), lambda action: 1.0, 3.0).spans
+    assert [spans[0, "F", batch][0] for batch in range(3)] == [0.0, 1.0, 2.0]
+    assert [spans[1, "F", batch][0] for batch in range(3)] == [4.0, 7.0, 10.0]
+    assert [spans[1, "B", batch][0] for batch in range(3)] == [11.0, 12.0, 13.0]
+    assert [spans[0, "B", batch][0] for batch in range(3)] == [15.0, 18.0, 21.0]
+
+
 @pytest.mark.parametrize(("ready", "end"), [([0.25, 1.75], 5.25), ([0.0, 2.0], 5.5)])
 def test_a_rank_that_is_not_ready_delays_only_what_has_come(ready, end):
     """As above: the second rank's input comes 1.5 after the first rank begins."""

@@ -18,8 +18,9 @@ from minitrain.simulator.trace import Event, Trace
 PLAIN = Attention(forward=1, backward=0.5, narrow=0.25, start=0)
 SECOND = System(
     name="second", bf16=1, fp8=2, memory=1, launch=0, grouped_beside=0.5, grouped_launch=0, dispatch=0,
+    dispatch_network=0.5, unfused=1,
     attention={"full": PLAIN, "causal": PLAIN, "flex": replace(PLAIN, start=100)},
-    dispatch_passes=0, nvlink=2, domain=8, network=0.5, latency=0, far_latency=0, gemm_tiles=1, step=0, capacity=100,
+    nvlink=2, domain=8, network=0.5, latency=0, far_latency=0, gemm_tiles=1, step=0, capacity=100,
     decode_weights=1, decode_caches=1, decode_step=0,
 )  # fmt: skip
 RESULTS = Path(__file__).parents[1] / "results"
@@ -175,6 +176,12 @@ def test_a_kernel_takes_its_work_or_its_traffic_and_a_launch(kind, flops, moved,
     assert dataclasses.replace(SECOND, launch=3).kernel_seconds(event) == pytest.approx(seconds + 3)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_kernels_of_a_stack_that_fuses_less_move_more(fused):
+    trace = Trace([elementwise({1: 4}, {2: 4})], groups=GROUPS)
+    assert play(trace, dataclasses.replace(SECOND, unfused=3), fused).end == 3 * 8
+
+
 def test_products_of_experts():
     event = Event("_grouped_mm", "grouped", 8, [(1, 4)], [(2, 2)])
     assert dataclasses.replace(SECOND, launch=3, grouped_launch=7).kernel_seconds(event) == 8 + 0.5 * 6 + 7
@@ -261,16 +268,29 @@ def test_collectives(name, ranks, seconds):
     assert SECOND.collective_seconds(event, list(ranks)) == pytest.approx(seconds)
     late = dataclasses.replace(SECOND, latency=3)
     assert late.collective_seconds(event, list(ranks)) == pytest.approx(seconds + 3)
-    costly = dataclasses.replace(SECOND, dispatch=5, dispatch_passes=2)
-    besides = 5 + 2 * 64 if "all_to_all" in name or "alltoall" in name else 0
+    costly, of_heads = dataclasses.replace(SECOND, dispatch=5), dataclasses.replace(event, dimension="cp")
+    besides = 5 if "all_to_all" in name or "alltoall" in name else 0
     assert costly.collective_seconds(event, list(ranks)) == pytest.approx(seconds + besides)
+    assert costly.collective_seconds(of_heads, list(ranks)) == pytest.approx(seconds)
 
 
 def test_systems_are_complete():
     names = set(constants("systems"))
-    assert names == {"dgx-h100", "dgx-b200", "dgx-gb200", "dgx-gb300", "h200"}
+    nvidia = {
+        "dgx-h100",
+        "h200",
+        "dgx-b200",
+        "dgx-b300",
+        "dgx-gb200",
+        "dgx-gb300",
+        "a100",
+        "l40s",
+        "rtx-4090",
+        "rtx-5090",
+    }
+    assert names == nvidia | {"mi300x"}
     for name in names:
-        assert load_system(name).bf16 > 1e14
+        assert load_system(name).bf16 > 1e14 and set(load_system(name).attention) == {"full", "causal", "flex"}
     for row in published_rows().values():  # as --list prints them
         assert load_system(row["system"]) == load_system(row["system"].lower())
     with pytest.raises(InputError, match="--system=dgx is not one of dgx-h100, "):

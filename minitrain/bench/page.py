@@ -16,8 +16,9 @@ from minitrain.errors import refused
 
 MODES = {
     "published": "published",
-    "simulated": "simulated: predicted by running the program on fake tensors",
-    "recipe": "recipe: predicted as the published run was made, where that differed",
+    "simulated": "simulated: our code in the published layout, predicted by running it on fake tensors",
+    "fastest": "fastest: our code in a faster layout of as many GPUs and as much memory",
+    "recipe": "recipe: the published run, predicted with its own kernels and costs: what the accuracy is of",
     "measured": "measured: the whole row, run",
     "extrapolated": "extrapolated from proxies with fewer layers on one rank, without communication",
 }
@@ -57,7 +58,7 @@ th, th:first-child { background: var(--box); } tr:last-child td { border-bottom:
 .hundred::after { content: ""; position: absolute; left: 66.667%; top: -2px; bottom: -2px;
   border-left: 1px dashed var(--soft); }
 .published { background: var(--published); } .simulated { background: var(--simulated); }
-.measured { background: var(--measured); } .recipe { background: var(--c3); }
+.measured { background: var(--measured); } .recipe { background: var(--c3); } .fastest { background: var(--c2); }
 .extrapolated { background: repeating-linear-gradient(135deg, var(--measured) 0 4px, var(--back) 4px 7px); }
 .name { font-weight: 600; font-size: .85rem; } .key { display: flex; flex-wrap: wrap; gap: .2rem 1rem; padding: 0;
   margin: .4rem 0; list-style: none; font-size: .8rem; } .key i { display: inline-block; width: .8rem; height: .8rem;

@@ -20,7 +20,13 @@ OPTIONAL = {  # kinds of what a result may have, or have as null
     "timeline": list[str],
     "as_published": dict,
 }
-KINDS = ("simulated", "recipe", "measured", "extrapolated")
+KINDS = ("simulated", "fastest", "recipe", "measured", "extrapolated")
+
+COMPARED = {  # which prediction a ratio to the published figure is of
+    "simulated": "simulated ratio: our code in the published layout, with our kernels",
+    "fastest": "fastest ratio: our code in a faster layout of as many GPUs and as much memory (`--ours`)",
+    "recipe": "recipe ratio: the published run, predicted with its own kernels and costs (`reference.recipe`)",
+}
 
 
 @dataclass
@@ -93,7 +99,8 @@ def merge(results: list[dict], day: str) -> Report:
             calibrations.append(result)
         elif result["mode"] in KINDS and result["row"] in rows and result.get("ratio") and on_own_system(result):
             found = rows[result["row"]].results
-            found[result["mode"]] = result
+            ours = result["mode"] == "simulated" and result["reference"].get("layout") == "ours"
+            found["fastest" if ours else result["mode"]] = result
             if result.get("as_published"):
                 found["recipe"] = result | result["as_published"]
         else:
@@ -128,7 +135,12 @@ def summary(report: Report) -> str:
 
 def held_back(rows: list[Row]) -> list[Row]:
     """Return the simulated ones of the published rows that no constant of the simulator was fitted to."""
-    names = set(constants("held_back"))
+    return known_as("held_back", rows)
+
+
+def known_as(kind: str, rows: list[Row]) -> list[Row]:
+    """Return the simulated ones of the rows that systems.yaml lists under `fitted_on` or `held_back`."""
+    names = set(constants(kind))
     return [row for row in rows if "simulated" in row.results and row.name in names]
 
 
@@ -153,12 +165,16 @@ def accuracy_cells(report: Report) -> dict[str, list[str]]:
     if not groups:
         return {}
     worst = [max(rows, key=error) for rows in groups.values()]
+    fitted = known_as("fitted_on", [row for rows in report.tables.values() for row in rows])
+    shown = {title: known_as("fitted_on", report.tables.get(title, [])) for title in groups} | {"all": fitted}
     return {
         "rows not fitted to": list(groups),
         "number": [str(len(rows)) for rows in groups.values()],
         "median error": [f"{median(map(error, rows)):.1%}" for rows in groups.values()],
         "worst": [f"{error(row):.0%}" for row in worst],
         "which": [row.name for row in worst],
+        "of fitted rows": [f"{median(map(error, shown[title])):.1%}" if shown[title] else "" for title in groups],
+        "of rows never seen": ["judged by others"] * len(groups),
     }
 
 
@@ -249,9 +265,8 @@ def notes(rows: list[Row]) -> list[str]:
 def provenance(report: Report) -> list[str]:
     """On or for which machines the results are, by which versions, and what a recipe's are."""
     lines = [f"{mode}: {'; '.join(names)}" for mode, names in report.machines.items()]
-    if any("recipe" in row.results for rows in report.tables.values() for row in rows):
-        lines.append("recipe: simulated as the published run was made, where that differs from the row's config")
-    return lines
+    shown = {kind for rows in report.tables.values() for row in rows for kind in row.results}
+    return lines + [line for kind, line in COMPARED.items() if kind in shown]
 
 
 def as_markdown(report: Report) -> str:

@@ -15,10 +15,10 @@ TABLES = ("automodel", "nemo/h100", "nemo/b200", "nemo/gb200", "rl", "dfm")  # f
 
 FIGURES = {"tokens_per_sec_per_gpu": "tokens/s/GPU", "tflops_per_gpu": "TFLOP/s/GPU"}  # one of which is compared
 REFERENCE = {  # kinds of what a config's `reference` may say
-    **dict.fromkeys(("source", "system", "convention", "known_error", "differs"), str),
+    **dict.fromkeys(("source", "system", "convention", "known_error", "differs", "layout"), str),
     **dict.fromkeys((*FIGURES, *(f"corrected_{name}" for name in FIGURES), "step_time_s", "mean_response"), float),
     **dict.fromkeys(("gpus", "generation_tp", "responses"), int),
-    "changed": list[str],
+    **dict.fromkeys(("changed", "ours"), list[str]),
     "recipe": dict,
 }
 RECIPE = {"compile": bool, "attention": str, "micro_batches": int, "stack": str}  # see recipe.py

@@ -37,10 +37,11 @@ def as_published(config: Config, row: str, system: System, simulation: Simulatio
 
 def published_system(system: System, recipe: dict, stack: dict) -> System:
     """The system with the rates of the published run's kernels."""
-    kernels = dict(system.attention)
+    kernels, told = dict(system.attention), stack | recipe
     if "masks" in stack:
         kernels["flex"] = kernels[stack["masks"]]
-    rates = rates_of(stack.get("rates", {}))
-    if "attention" in recipe:
-        rates |= rates_of({"attention": dict.fromkeys(kernels, recipe["attention"])})
-    return dataclasses.replace(system, **({"attention": kernels} | rates))
+    if "narrow" in stack:
+        kernels["flex"] = dataclasses.replace(kernels["flex"], narrow=stack["narrow"])
+    if "attention" in told:
+        kernels = rates_of({"attention": dict.fromkeys(kernels, told["attention"])})["attention"]
+    return dataclasses.replace(system, attention=kernels, **rates_of(stack.get("rates", {})))

@@ -2,9 +2,11 @@
 
 A trace shows one rank, for which every message is there at once. Here all ranks run torch's own order of actions, each
 as soon as its rank is free and its input has come: a forward pass from the stage before, a backward pass from the stage
-behind. What remains between the actions is the bubble.
+behind. Results travel beside compute, between two ranks and in one direction one after the other. What remains between
+the actions is the bubble.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -81,6 +83,8 @@ def replay(
     each rank can begin (by default, at once)."""
     ranks = {stage: rank for rank, actions in enumerate(order) for stage, _, _ in actions}
     spans: dict[Action, tuple[float, float]] = {}
+    arrived: dict[Action, float] = {}  # when an action's result is where it is needed
+    links: defaultdict[tuple[int, int], float] = defaultdict(float)  # until when messages occupy them
     clocks, places = list(ready or [0.0] * len(order)), [0] * len(order)
     waiting = set(range(len(order)))
     while waiting:
@@ -88,12 +92,15 @@ def replay(
         for rank in list(waiting):
             while places[rank] < len(order[rank]):
                 action = order[rank][places[rank]]
-                arrived = arrival(action, spans, ranks, message)
-                if arrived is None:
+                came = arrival(action, arrived, ranks)
+                if came is None:
                     break
-                begin = max(clocks[rank], arrived)
-                clocks[rank] = begin + seconds(action)
+                begin = max(clocks[rank], came)
+                clocks[rank] = arrived[action] = begin + seconds(action)
                 spans[action] = begin, clocks[rank]
+                target = ranks.get(action[0] + (1 if action[1] == "F" else -1), rank)
+                if target != rank and action[1] != "W":
+                    links[rank, target] = arrived[action] = max(clocks[rank], links[rank, target]) + message
                 places[rank] += 1
             if places[rank] == len(order[rank]):
                 waiting.discard(rank)
@@ -102,7 +109,7 @@ def replay(
     return Replay(spans, clocks, ranks)
 
 
-def arrival(action: Action, spans: dict, ranks: dict[int, int], message: float) -> float | None:
+def arrival(action: Action, arrived: dict[Action, float], ranks: dict[int, int]) -> float | None:
     """When an action's input from another stage is there; None if that is not known yet. ranks: of the stages.
 
     What its own stage has done is there: the same rank did it before.
@@ -111,5 +118,4 @@ def arrival(action: Action, spans: dict, ranks: dict[int, int], message: float) 
     source, kinds = (stage - 1, "F") if kind == "F" else (stage + 1, "BI")
     if kind == "W" or source not in ranks:
         return 0.0
-    span = next((spans[source, k, batch] for k in kinds if (source, k, batch) in spans), None)
-    return None if span is None else span[1] + message * (ranks[source] != ranks[stage])
+    return next((arrived[source, k, batch] for k in kinds if (source, k, batch) in arrived), None)

@@ -55,11 +55,12 @@ class Attention:
 class System:
     """Rates that large kernels and messages reach, per GPU; systems.yaml has their sources.
 
-    FLOP/s: bf16, fp8. attention: by the form of the event. bytes/s: memory, nvlink, network; decode_weights,
-    decode_caches: shares of memory's. grouped_beside: as BESIDE, of an expert's products. dispatch_passes: how often
-    what an all-to-all sends is read or written besides. Seconds: launch (a kernel's least), grouped_launch, latency and
-    far_latency (of a message), dispatch (of an all-to-all, besides), step (the host's, per optimizer step),
-    decode_step. capacity: bytes. domain: GPUs that NVLink connects. gemm_tiles: multiprocessors.
+    FLOP/s: bf16, fp8. attention: by the form of the event. bytes/s: memory, nvlink, network, dispatch_network (of an
+    all-to-all between domains); decode_weights, decode_caches: shares of memory's. grouped_beside: as BESIDE, of an
+    expert's products. unfused: how often element-wise kernels move what the compiler's would. Seconds: launch (a
+    kernel's least), grouped_launch, latency and far_latency (of a message), dispatch (of an all-to-all of experts'
+    rows, besides), step (the host's, per optimizer step), decode_step. capacity: bytes. domain: GPUs that NVLink
+    connects. gemm_tiles: multiprocessors.
     """
 
     name: str
@@ -71,7 +72,8 @@ class System:
     grouped_beside: float
     grouped_launch: float
     dispatch: float
-    dispatch_passes: float
+    dispatch_network: float
+    unfused: float
     nvlink: float
     domain: int
     network: float
@@ -93,7 +95,7 @@ class System:
             return event.flops / self.gemm_rate(event) + self.grouped_beside * moved + self.grouped_launch
         if event.kind == "gemm":
             return max(event.flops / self.gemm_rate(event) + BESIDE * moved, moved) + self.launch
-        return moved + self.launch
+        return self.unfused * moved + self.launch
 
     def gemm_rate(self, event: Event) -> float:
         rate = self.fp8 if event.element == 1 else self.bf16 if event.element == 2 else self.bf16 / 16
@@ -113,8 +115,8 @@ class System:
         if "alltoall" in event.name or "all_to_all" in event.name:
             near = self.in_domain(ranks)
             far = event.payload * (len(ranks) - near) / len(ranks)
-            besides = self.dispatch + self.dispatch_passes * event.payload / self.memory
-            return self.latency + max(far / self.network, moved / self.nvlink) + besides
+            besides = self.dispatch if event.dimension != "cp" else 0.0
+            return self.latency + max(far / self.dispatch_network, moved / self.nvlink) + besides
         return self.latency + moved / self.bandwidth(ranks)
 
     def bandwidth(self, ranks: list[int]) -> float:
@@ -269,6 +271,7 @@ class _Player:
             for number, size in event.writes:
                 made[number] = max(size, made.get(number, 0))
         kept = {n: size for n, size in made.items() if self.trace.died.get(n, end) >= end}
-        seconds = (sum(reads.values()) + sum(kept.values())) / self.system.memory + self.system.launch
+        moved = (sum(reads.values()) + sum(kept.values())) / self.system.memory
+        seconds = self.system.unfused * moved + self.system.launch
         self.compute(self.run_start, self.run[-1].name, "memory", seconds, list(reads.items()), list(made.items()))
         self.run = []
