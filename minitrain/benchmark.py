@@ -420,7 +420,5 @@ def tell(row: str, error: Exception, debug: bool) -> None:
     if debug:
         traceback.print_exception(error)
     if rank() == 0:
-        line = (
-            in_one_line(error) or f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        )
+        line = in_one_line(error) or f"{error!r:.200}"
         print(f"error: {row}: {line}", file=sys.stderr, flush=True)

@@ -124,6 +124,18 @@ def test_a_new_model_has_nothing_of_the_old_ones_way_to_generate(tmp_path):
         assert theirs.eos_token_id == 257 and theirs.top_k in (None, 50)
 
 
+def test_a_new_tokenizer_has_no_tokens_of_the_old_one(tmp_path):
+    """Which transformers adds to any tokenizer.json beside them, as vLLM takes weights for quantized."""
+    names = "added_tokens.json", "hf_quant_config.json", "quantize_config.json"
+    tmp_path.joinpath("out").mkdir()
+    for name in names:
+        (tmp_path / "out" / name).write_text(json.dumps({"old": 258}))
+    run(tmp_path / "out", {"model": {"name": "llama3-8b-tiny", "num_layers": 1}}, data(tmp_path, "text"))
+    assert not [name for name in names if (tmp_path / "out" / name).exists()]
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs("old").input_ids == [*b"old"] and len(theirs) == 258
+
+
 def test_a_model_keeps_its_own_way_to_generate(tmp_path):
     """Also saved into the folder that it came from, or elsewhere, as in transformers."""
     old_model(tmp_path / "a")
@@ -247,13 +259,14 @@ def test_names_of_the_hub_are_told_how_to_come_here(tmp_path, monkeypatch):
         r"no file matches 'openai/gsm8k' .*hf download openai/gsm8k --repo-type dataset --local-dir DIR": (
             lambda: run(tmp_path, {"data": {"kind": "text", "path": "openai/gsm8k"}})
         ),
+        r"^model './nope' is no folder$": lambda: from_dict({"model": "./nope"}),
         r"^model 'Llama-3.1-8B' is unknown .*hf download ORG/NAME": lambda: from_dict({"model": "Llama-3.1-8B"}),
     }
     for message, call in tried.items():
         with pytest.raises(InputError, match=message):
             call()
     (tmp_path / "runs").mkdir()  # a folder here, not an organization there
-    with pytest.raises(InputError, match="^model 'runs/first' is unknown"):
+    with pytest.raises(InputError, match="^model 'runs/first' is no folder$"):
         from_dict({"model": "runs/first"})
 
 

@@ -7,6 +7,7 @@ import lzma
 import os
 import pickle
 import re
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -26,6 +27,7 @@ import torch
 from datasets.data_files import resolve_pattern
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
@@ -637,6 +639,10 @@ WRONG = {  # how the program that makes such files writes one, and what it is sa
             "a pointer of git-lfs"),
     "llm.c's evaluation": (lambda file: file.write_bytes(np.array([20240522, 1, 5], "<i4").tobytes() * 100),
                            "an evaluation set of llm.c"),
+    "GIF": (lambda file: Image.new("L", (99, 99)).save(file, "gif"), "a picture"),
+    "JPEG": (lambda file: Image.new("L", (99, 99)).save(file, "jpeg"), "a picture"),
+    "WebP": (lambda file: Image.new("L", (99, 99)).save(file, "webp"), "a sound, a picture or a video"),
+    "program": (lambda file: shutil.copyfile(os.path.realpath(sys.executable), file), "a program"),
     "Megatron's index": (lambda file: file.write_bytes(b"MMIDIDX\0\0" + bytes(99)), "Megatron's index"),
 }  # fmt: skip
 
@@ -665,7 +671,9 @@ def test_the_files_of_llm_c_are_read_as_their_headers_say(tmp_path, magic, versi
     for stated in ("uint16", "uint32"):
         data, _ = open_tokens(tmp_path, 8, vocab, token_dtype=stated)
         assert multiset(epoch_of(data)) == multiset(brute_force_rows([tokens.tolist()], 8))
-    for cut in (whole[:-1], whole[:1500], whole + b"ab"):
+    header[1] += 1  # a version whose tokens may be of another width
+    others = whole[:-1], whole[:1500], whole + b"ab", header.tobytes() + tokens.astype("i8").tobytes()
+    for cut in others:
         (tmp_path / "a.bin").write_bytes(cut)
         refused(r"a.bin has llm.c's header for 1,000 <u. tokens, but .* bytes", tmp_path, "tokens", vocab_size=vocab)
 

@@ -438,6 +438,10 @@ def test_prompts_that_are_text():
     ([[1.5, 2]], SamplingParams(), r"a prompt is .1.5, 2.: give a list of token ids, or text"),
     ([1, 2, 3], SamplingParams(), "a prompt is 1: give a list of token ids, or text"),
     ([None], SamplingParams(), "a prompt is None: give"),
+    ([b"123"], SamplingParams(), "a prompt is b'123': give a list of token ids, or text"),
+    ([[1]], {"max_tokens": 3}, "params={'max_tokens': 3} must be SamplingParams"),
+    ([[1]], [{"max_tokens": 3}], "params={'max_tokens': 3} must be SamplingParams"),
+    ([[1]], None, "params=None must be SamplingParams"),
     ([[1]], [SamplingParams()] * 2, "1 prompts and 2 SamplingParams: give one, or one per prompt"),
 ])  # fmt: skip
 def test_prompts_that_are_none(prompts, params, line):

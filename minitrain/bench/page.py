@@ -11,7 +11,7 @@ from pathlib import Path
 from string import Template
 
 from minitrain.bench import results
-from minitrain.bench.report import calibration_line
+from minitrain.bench.report import calibration_line, short
 from minitrain.errors import refused
 
 MODES = {
@@ -165,7 +165,7 @@ def bars(row: results.Row) -> str:
 
 def bar(mode: str, figure: float, ratio: float) -> str:
     share = "" if mode == "published" else f" ({ratio:.0%})"
-    text = f"{mode} {results.value(figure)}{share}"
+    text = f"{mode} {short(figure)}{share}"
     beyond = " →" if ratio > 1.5 else ""
     return (
         f'<div class="bar"><div class="track hundred" aria-hidden="true"><div class="{mode}" '

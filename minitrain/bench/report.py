@@ -111,7 +111,7 @@ def spread(result: dict) -> str:
 
 
 def short(value: float | None) -> str:
-    return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return "" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def beside(result: dict) -> str:

@@ -8,7 +8,7 @@ themselves, changed models, other systems, shrunk and other configs) has a table
 from dataclasses import dataclass, field
 from statistics import median, median_high
 
-from minitrain.bench.report import label, markdown, need, need_rates, number, on_own_system, read_lines
+from minitrain.bench.report import label, markdown, need, need_rates, number, on_own_system, read_lines, short
 from minitrain.bench.rows import FIGURES, constants, read_reference, row_trees, typed
 from minitrain.errors import InputError
 
@@ -210,11 +210,11 @@ def cells(rows: list[Row]) -> dict[str, list[str]]:
         **{name: [str(layout.get(name.lower(), 1)) for layout in layouts] for name in ("TP", "PP", "CP", "VP", "EP")},
         "published step s": [number(reference.get("step_time_s"), ".4g") for reference in references],
         "published TFLOP/s": [number(reference.get("tflops_per_gpu"), ".4g") for reference in references],
-        f"published {unit}": [value(row.reference[row.figure]) for row in rows],
+        f"published {unit}": [short(row.reference[row.figure]) for row in rows],
     }
     for kind in KINDS:
         found = [row.results.get(kind, {}) for row in rows]
-        columns[f"{kind} {unit}"] = [value(r.get(row.figure)) for row, r in zip(rows, found, strict=True)]
+        columns[f"{kind} {unit}"] = [short(r.get(row.figure)) for row, r in zip(rows, found, strict=True)]
         columns[f"{kind} ratio"] = [number(r.get("ratio"), ".3f") for r in found]
         columns[f"{kind} GiB"] = [number(r.get("peak_memory_gib"), ".1f") for r in found]
     columns["note"] = ["*" if {"known_error", "differs"} & reference.keys() else "" for reference in references]
@@ -227,9 +227,9 @@ def other_cells(results: list[dict]) -> dict[str, list[str]]:
         "result": [label(r) for r in results],
         "device": [r["device"] for r in results],
         "ranks": [str(r["world_size"]) for r in results],
-        "step s": [value(r["step_time_s"]) for r in results],
-        "tokens/s/GPU": [value(r["tokens_per_sec_per_gpu"]) for r in results],
-        "decoded tokens/s/GPU": [value(r.get("decode_tokens_per_sec_per_gpu")) for r in results],
+        "step s": [short(r["step_time_s"]) for r in results],
+        "tokens/s/GPU": [short(r["tokens_per_sec_per_gpu"]) for r in results],
+        "decoded tokens/s/GPU": [short(r.get("decode_tokens_per_sec_per_gpu")) for r in results],
         "decode MBU": [number(r.get("decode_mbu"), ".1%") for r in results],
         "clean TFLOP/s": [number(r["clean_tflops_per_gpu"], ".4g") for r in results],
         "MFU": [number(r["mfu"], ".1%") for r in results],
@@ -240,10 +240,6 @@ def other_cells(results: list[dict]) -> dict[str, list[str]]:
 
 def short_name(row: Row) -> str:
     return row.name.rsplit("/", 1)[-1]
-
-
-def value(x: float | None) -> str:
-    return "" if x is None else f"{x:,.0f}" if x >= 1000 else f"{x:.4g}"
 
 
 def notes(rows: list[Row]) -> list[str]:

@@ -16,7 +16,7 @@ EOS = "<|eos|>"
 NAMING_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 CHAT_TEMPLATE = "chat_template.jinja"
 # tokenizer.model: the same vocabulary; of Nemotron-4's, llama.cpp reads no other file
-COMPANIONS = (*NAMING_FILES, CHAT_TEMPLATE, "tokenizer.model")
+COMPANIONS = (*NAMING_FILES, CHAT_TEMPLATE, "tokenizer.model", "added_tokens.json")
 
 
 class ByteTokenizer:

@@ -24,11 +24,8 @@ from minitrain.formats.magic import kind_of_binary, kind_of_tokens, read_head
 OPEN = 128
 # in bytes
 LLMC_HEADER = 1024
-# magic number: version and dtype, of GPT-2's and Llama 3's tokens
-LLMC = {
-    20240520: (1, "<u2"),
-    20240801: (7, "<u4"),
-}
+# type by magic number, of GPT-2's and Llama 3's tokens
+LLMC = {20240520: "<u2", 20240801: "<u4"}
 NPY = b"\x93NUMPY"
 # tokens from which the width is guessed: at most, at least
 LOOKED_AT = 1 << 13
@@ -208,10 +205,10 @@ def read_llmc_header(file: Path, head: bytes, size: int) -> np.dtype | None:
     They are a magic number, a version and the number of tokens; llm.c/dev/data/data_common.py.
     size: the file's.
     """
-    magic, version, count = np.frombuffer(head[:12].ljust(12), "<i4").tolist()
-    wanted, dtype = LLMC.get(magic, (None, None))
-    if dtype is None or version != wanted:
+    magic, _, count = np.frombuffer(head[:12].ljust(12), "<i4").tolist()
+    if magic not in LLMC:
         return None
+    dtype = LLMC[magic]
     if size != LLMC_HEADER + count * np.dtype(dtype).itemsize:
         raise InputError(
             f"{file} has llm.c's header for {count:,} {dtype} tokens, but {size:,} bytes (is it whole?)"

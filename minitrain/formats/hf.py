@@ -353,7 +353,7 @@ def _replace_checkpoint(folder: Path, work: Path) -> None:
 
     Without config.json neither are a checkpoint, so no mixture of them can be loaded.
     """
-    outdated = ["config.json", GENERATION]
+    outdated = ["config.json", GENERATION, "hf_quant_config.json", "quantize_config.json"]
     for stem in STEMS:
         outdated += single_and_index(stem)
         outdated += [file.name for file in folder.glob(f"{stem}-*-of-*.safetensors")]

@@ -36,14 +36,17 @@ MAGICS = {
     b"\x80\x05\x95": "pickled by Python (save its arrays as .npy)",
     b"%PDF": "a PDF (extract its text)",
     b"\x89PNG": "a picture",
-    b"\xff\xd8\xff\xe0": "a picture",
-    b"\xff\xd8\xff\xe1": "a picture",
+    b"GIF8": "a picture",
+    b"RIFF": "a sound, a picture or a video",
+    b"\x7fELF": "a program",
+    b"\xff\xd8\xff": "a picture",
     b"MMIDIDX": "Megatron's index of a .bin file (give the .bin, with data.token_dtype as its tokens are)",
     b"LITPKDS": "a packed dataset of lit-gpt, with a header of 24 bytes (save its tokens as .npy)",
-    (20240522).to_bytes(4, "little"): "an evaluation set of llm.c (give its training tokens)",
-    (20240326).to_bytes(4, "little"): "a model of llm.c (give its training tokens)",
-    (20240327).to_bytes(4, "little"): "a debugging state of llm.c (give its training tokens)",
-    (20240328).to_bytes(4, "little"): "a tokenizer of llm.c (give its training tokens)",
+    # dates, as 20240522
+    b"\x8a\xd8\x34\x01": "an evaluation set of llm.c (give its training tokens)",
+    b"\xc6\xd7\x34\x01": "a model of llm.c (give its training tokens)",
+    b"\xc7\xd7\x34\x01": "a debugging state of llm.c (give its training tokens)",
+    b"\xc8\xd7\x34\x01": "a tokenizer of llm.c (give its training tokens)",
 }
 ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*(\{|$)")  # of objects
 SPREAD = re.compile(rb"(\xef\xbb\xbf)?\s*\{[ \t]*\r?\n")  # one object over several lines

@@ -424,8 +424,8 @@ def model_config(name: str, **overrides) -> DecoderConfig | WanConfig:
     shrunk = name.endswith("-tiny")
     if base in WAN:
         return WanConfig(**WAN[base] | (TINY_WAN if shrunk else {}) | overrides)
-    if hint := hub_hint(name, "model="):
-        raise InputError(f"model {name!r} is no folder{hint}")
+    if "/" in name:
+        raise InputError(f"model {name!r} is no folder{hub_hint(name, 'model=')}")
     fields = ZOO.get(base)
     if fields is None:
         known = [n for base in (*ZOO, *WAN) for n in (base, base + "-tiny")]

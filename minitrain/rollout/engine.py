@@ -98,7 +98,7 @@ class Sampler:
         for each, whose own seed alone decides. Raises InputError for what the model or the pool
         cannot hold.
         """
-        shared = isinstance(params, SamplingParams)
+        shared = not isinstance(params, list | tuple)
         if isinstance(prompts, str):
             raise InputError("prompts must be a list, of texts or of lists of token ids")
         each = [params] * len(prompts) if shared else params
@@ -128,6 +128,8 @@ class Sampler:
 
         number: of the request; with params.seed, the source of its random numbers.
         """
+        if not isinstance(params, SamplingParams):
+            raise InputError(f"params={params!r:.60} must be SamplingParams")
         prompt = self.tokens_of(prompt)
         limit = self.longest
         vocabulary = self.config.vocab_size
@@ -156,7 +158,7 @@ class Sampler:
         """Return the token ids of a prompt. Raise InputError unless it is text or a list of ids."""
         if not isinstance(prompt, str):
             try:
-                return list(map(operator.index, prompt))
+                return list(map(operator.index, [prompt] if isinstance(prompt, bytes) else prompt))
             except TypeError:
                 raise InputError(
                     f"a prompt is {prompt!r:.60}: give a list of token ids, or text"

@@ -45,12 +45,13 @@ parallel.cp = cp cp_size context_parallel context_parallel_size context_parallel
 parallel.pp = pp pp_size pipeline_parallel pipeline_parallel_size pipeline_parallel_degree \
 pipeline_model_parallel_size
 parallel.ep = ep ep_size expert_parallel expert_parallel_size expert_parallel_degree expert_model_parallel_size
-parallel.dp_shard = dp dp_size fsdp fsdp_size data_parallel_size data_parallel_shard_degree
+parallel.dp_shard = dp dp_size fsdp fsdp_size data_parallel_size data_parallel_shard_degree deepspeed zero_stage
 parallel.dp_replicate = data_parallel_replicate_degree ddp
 lora.rank = lora_r lora_rank r lora_dim
 lora.alpha = lora_alpha
 lora.dropout = lora_dropout
 lora.targets = target_modules lora_target_modules lora_target lora_targets
+task=lora, whose weights are not in 4 or 8 bits = qlora load_in_4bit load_in_8bit quantization_bit bnb
 lora: {} = use_lora use_peft peft adapter
 validation.every = eval_every eval_steps eval_interval eval_freq val_every val_interval val_check_interval
 validation.batches = eval_iters eval_batches val_batches limit_val_batches
