@@ -14,7 +14,8 @@ from minitrain.errors import InputError
 class Meshes:
     """The same ranks, seen by what is split over them.
 
-    Neighbouring ranks, which share the fastest links, are tensor-parallel; then come context, shards, replicas, stages.
+    Neighbouring ranks, which share the fastest links, are tensor-parallel; then come context,
+    shards, replicas, stages.
     """
 
     parameters: DeviceMesh  # 2-D (dp_replicate, dp_shard): copied over the first, sharded over the second, cp included
@@ -25,26 +26,41 @@ class Meshes:
     cp: DeviceMesh
     tp: DeviceMesh
     pp: DeviceMesh
-    experts: DeviceMesh | None  # if ep > 1, 3-D (dp_replicate, dp_shard, ep): split over the last, sharded as above
+    experts: (
+        DeviceMesh | None
+    )  # if ep > 1, 3-D (dp_replicate, dp_shard, ep): split over the last, sharded as above
 
     @property
     def device(self) -> torch.device:
         """This rank's: its CPU, or the GPU that is torch's current one."""
         kind = self.tp.device_type
-        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        return (
+            torch.device(kind, torch.cuda.current_device())
+            if kind == "cuda"
+            else torch.device(kind)
+        )
 
 
 def build_meshes(
-    device_type: str, dp_replicate: int = 1, cp: int = 1, tp: int = 1, pp: int = 1, ep: int = 1, spare: int = 0
+    device_type: str,
+    dp_replicate: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    spare: int = 0,
 ) -> Meshes:
-    """Arrange the ranks of the running process group; those that the sizes leave shard the parameters.
+    """Arrange the ranks of the running process group; those that the sizes leave shard the
+    parameters.
 
-    spare: how many of the last ranks stand apart: they get meshes of the same shapes, which nothing uses.
-    FSDP wants its mesh and tensor parallelism's to be slices of one; meshes that cut the ranks otherwise stand apart.
+    spare: how many of the last ranks stand apart: they get meshes of the same shapes, which nothing
+    uses. FSDP wants its mesh and tensor parallelism's to be slices of one; meshes that cut the
+    ranks otherwise stand apart.
     """
     world = dist.get_world_size()
     ranks = world - spare
-    shards = ranks // (dp_replicate * tp * pp)  # context-parallel ranks share the work of holding parameters
+    # context-parallel ranks share the work of holding parameters
+    shards = ranks // (dp_replicate * tp * pp)
     rows = ranks // (cp * tp * pp)
 
     def grid(**sizes: int) -> DeviceMesh:
@@ -54,8 +70,10 @@ def build_meshes(
 
     for_parameters = grid(pp=pp, dp_replicate=dp_replicate, dp_shard=shards, tp=tp)
     # no public name; one all-reduce for the gradient norm, not two
-    loss, tokens = for_parameters["dp_shard"], for_parameters["dp_shard", "tp"]._flatten("shards")
-    if dp_replicate > 1:  # else these serve for both: each communicator takes memory of the GPU
+    loss = for_parameters["dp_shard"]
+    tokens = for_parameters["dp_shard", "tp"]._flatten("shards")
+    # else these serve for both: each communicator takes memory of the GPU
+    if dp_replicate > 1:
         loss = for_parameters["dp_replicate", "dp_shard"]._flatten("loss")
         tokens = for_parameters["dp_replicate", "dp_shard", "tp"]._flatten("tokens")
     for_rows = grid(pp=pp, batch=rows, cp=cp, tp=tp)
@@ -85,8 +103,10 @@ def sum_over(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
 
 
 def own_stretch(mesh: DeviceMesh, row: Tensor) -> Tensor:
-    """This rank's of the equal stretches of a row [batch, seq, ...]. Raises InputError if its ranks do not divide it:
-    messages of different lengths would end in a crash, or not at all."""
+    """This rank's of the equal stretches of a row [batch, seq, ...]. Raises InputError if its ranks
+    do not divide it: messages of different lengths would end in a crash, or not at all."""
     if row.shape[1] % mesh.size():
-        raise InputError(f"a row of {row.shape[1]} tokens does not divide by {mesh.size()} ranks (use another size)")
+        raise InputError(
+            f"a row of {row.shape[1]} tokens does not divide by {mesh.size()} ranks (use another size)"
+        )
     return row.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]

@@ -1,4 +1,6 @@
-"""Tensor and sequence parallelism of decoders: which parts of their blocks are split, and how. See tensor.py."""
+"""Tensor and sequence parallelism of decoders: which parts of their blocks are split, and how. See
+tensor.py.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,21 +19,30 @@ from minitrain.parallel.parts import split_parameters
 from minitrain.parallel.tensor import collectives, split_block, split_embedding, split_last_norm
 
 COLUMN = (
-    "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj",
-    "q_b_proj", "kv_b_proj",  # of latent attention
-    "mamba.in_proj", "mamba.conv1d", "mamba.dynamics", "mamba.norm",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "gate_proj",
+    "up_proj",
+    "q_b_proj",
+    "kv_b_proj",  # of latent attention
+    "mamba.in_proj",
+    "mamba.conv1d",
+    "mamba.dynamics",
+    "mamba.norm",
     "self_attn",  # its own parameters are sinks
-)  # fmt: skip
+)
 ROW = ("o_proj", "down_proj", "out_proj")
 TO_LATENTS = ("q_a_proj", "kv_a_proj_with_mqa")
 
 
 def tensor_parallel(model: Module, mesh: DeviceMesh) -> None:
-    """Split a decoder, or one of its pipeline stages, in place over the 1-D `mesh`. To be followed by FSDP.
+    """Split a decoder, or one of its pipeline stages, in place over the 1-D `mesh`. To be followed
+    by FSDP.
 
-    Between blocks, and between stages, hidden states are [batch, seq / tp, hidden] afterwards. Tokens, labels,
-    positions and the head's input stay whole; the head's weight is a DTensor, split by vocabulary, so the model
-    needs a `head` that takes one (training/loss.py).
+    Between blocks, and between stages, hidden states are [batch, seq / tp, hidden] afterwards.
+    Tokens, labels, positions and the head's input stay whole; the head's weight is a DTensor, split
+    by vocabulary, so the model needs a `head` that takes one (training/loss.py).
     """
     gather, scatter = collectives(mesh)
     for block in model.blocks:
@@ -49,7 +60,9 @@ def tensor_parallel(model: Module, mesh: DeviceMesh) -> None:
     model.sequence_split = mesh.size()
 
 
-def split_decoder_block(block: Module, mesh: DeviceMesh, gather: Callable, scatter: Callable) -> None:
+def split_decoder_block(
+    block: Module, mesh: DeviceMesh, gather: Callable, scatter: Callable
+) -> None:
     if isinstance(block.self_attn, GroupedQueryAttention):
         share_heads(block.self_attn, mesh)
     for name, module in block.named_modules():
@@ -60,11 +73,15 @@ def split_decoder_block(block: Module, mesh: DeviceMesh, gather: Callable, scatt
         block.mlp.register_forward_pre_hook(partial(use_own_documents, mesh))
     dense = block.mlp.shared_experts if isinstance(block.mlp, MoE) else block.mlp
     parts = (part for part in (block.self_attn, block.mamba, dense) if part is not None)
-    split_block(block, mesh, COLUMN, ROW, [part for part in parts if not isinstance(part, LatentAttention)])
+    split_block(
+        block, mesh, COLUMN, ROW, [part for part in parts if not isinstance(part, LatentAttention)]
+    )
 
 
 def share_heads(attention: GroupedQueryAttention, mesh: DeviceMesh) -> None:
-    """Where ranks outnumber key-value heads, let those that have one head's queries use the same rows of k and v."""
+    """Where ranks outnumber key-value heads, let those that have one head's queries use the same
+    rows of k and v.
+    """
     heads = len(attention.k_proj.weight) // attention.head_dim
     if mesh.size() > heads:
         first = mesh.get_local_rank() * heads // mesh.size() * attention.head_dim
@@ -73,7 +90,9 @@ def share_heads(attention: GroupedQueryAttention, mesh: DeviceMesh) -> None:
 
 
 def split_experts(moe: MoE, mesh: DeviceMesh, gather: Callable, scatter: Callable) -> None:
-    """Split the channels of all experts, unless expert parallelism has split the experts already."""
+    """Split the channels of all experts, unless expert parallelism has split the experts
+    already.
+    """
     experts = moe.experts
     if not isinstance(experts.down_proj, DTensor):
         split_parameters(experts, mesh, Shard(1), experts.first)
@@ -81,17 +100,27 @@ def split_experts(moe: MoE, mesh: DeviceMesh, gather: Callable, scatter: Callabl
         moe.dispatch = partial(dispatch_to_all, moe.dispatch, gather, scatter)
 
 
-def use_own_documents(mesh: DeviceMesh, moe: MoE, inputs: tuple[Tensor, Tensor | None]) -> tuple | None:
-    """A forward pre-hook: of the numbers of whole rows, [batch, seq], give the router those of this rank's tokens."""
+def use_own_documents(
+    mesh: DeviceMesh, moe: MoE, inputs: tuple[Tensor, Tensor | None]
+) -> tuple | None:
+    """A forward pre-hook: of the numbers of whole rows, [batch, seq], give the router those of this
+    rank's tokens.
+    """
     x, documents = inputs
     return None if documents is None else (x, own_stretch(mesh, documents))
 
 
 def dispatch_to_all(
-    dispatch: Callable, gather: Callable, scatter: Callable, x: Tensor, indices: Tensor, weights: Tensor,
+    dispatch: Callable,
+    gather: Callable,
+    scatter: Callable,
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
     experts: Experts,
-) -> Tensor:  # fmt: skip
-    """`dispatch` of all ranks' tokens, whose results are terms of a sum. x: [tokens, width], this rank's, as returned.
+) -> Tensor:
+    """`dispatch` of all ranks' tokens, whose results are terms of a sum. x: [tokens, width], this
+    rank's, as returned.
 
     indices, weights: [tokens, top_k].
     """
@@ -100,5 +129,9 @@ def dispatch_to_all(
 
 
 def embed_positions(embedding: nn.Embedding, mesh: DeviceMesh, positions: Tensor) -> Tensor:
-    """positions: [batch or 1, seq]. Returns the embeddings of this rank's: [batch or 1, seq / tp, hidden]."""
-    return F.embedding(own_stretch(mesh, positions), embedding.weight.to_local(grad_placements=[Partial()]))
+    """positions: [batch or 1, seq]. Returns the embeddings of this rank's: [batch or 1, seq / tp,
+    hidden].
+    """
+    return F.embedding(
+        own_stretch(mesh, positions), embedding.weight.to_local(grad_placements=[Partial()])
+    )
