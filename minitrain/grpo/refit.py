@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from minitrain.parallel.agreement import gather
-from minitrain.parallel.shards import Slices, owned
+from minitrain.parallel.shards import Slices, local_shard
 
 # first and behind the last index, per dimension
 Box = tuple[tuple[int, int], ...]
@@ -101,7 +101,7 @@ class Refit:
 
 def parts_of(model: Module) -> Parts:
     """This rank's parts of a model's weights."""
-    return {name: owned(tensor) for name, tensor in model.state_dict().items()}
+    return {name: local_shard(tensor) for name, tensor in model.state_dict().items()}
 
 
 def region(part: tuple[Tensor, Slices], box: Box) -> Tensor:

@@ -38,7 +38,7 @@ def control_group() -> dist.ProcessGroup:
     return _control[1]
 
 
-def rank_0_says(number: int) -> int:
+def broadcast_flag(number: int) -> int:
     """Return rank 0's `number` or flag on all ranks. All call it together.
 
     A tree of log2(ranks) messages one behind the other, where an all-reduce on gloo is a ring of 2

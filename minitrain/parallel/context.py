@@ -44,7 +44,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 
-from minitrain.parallel.mesh import own_stretch
+from minitrain.parallel.mesh import own_chunk
 
 # torch 2.11 knows only the second name, later versions warn about it
 _all_gather = (
@@ -65,7 +65,7 @@ def context_parallel(model: Module, mesh: DeviceMesh, form: str) -> None:
     if hasattr(model, "split_cp"):
         zigzag = False
         gather = model.gather
-        model.split_cp = partial(own_stretch, mesh)
+        model.split_cp = partial(own_chunk, mesh)
         model.gather = lambda share: gather_row(gather(share), 1, mesh, zigzag)
     model.make_mask = whole_row_mask(model.make_mask, mesh, form, zigzag)
     exchange = {
@@ -92,7 +92,7 @@ def chunks(rank: int, size: int, zigzag: bool) -> list[int]:
     return [rank, 2 * size - 1 - rank] if zigzag else [rank]
 
 
-def places(
+def token_indices(
     length: int, mesh: DeviceMesh, zigzag: bool, device: torch.device | str = "cpu"
 ) -> Tensor:
     """int [length / cp]: where in a row of `length` tokens this rank's tokens stand."""
@@ -111,7 +111,7 @@ def own_tokens(batch: dict[str, Tensor], mesh: DeviceMesh, form: str) -> dict[st
     if mesh.size() == 1 or "tokens" not in batch:
         return batch
     rows, length = batch["tokens"].shape
-    held = places(length, mesh, is_zigzag(form))
+    held = token_indices(length, mesh, is_zigzag(form))
     batch = {"positions": torch.arange(length).expand(rows, -1), **batch}
     return {key: value[:, held] for key, value in batch.items()}
 
@@ -148,7 +148,7 @@ def whole_row_mask(make_mask: Callable, mesh: DeviceMesh, form: str, zigzag: boo
 
     def build(length, device, documents=None, **rule):
         if form == "allgather":
-            rule["q_positions"] = places(length, mesh, zigzag, device)
+            rule["q_positions"] = token_indices(length, mesh, zigzag, device)
         return make_mask(length, device, documents, **rule)
 
     build_once = cache(build)

@@ -46,7 +46,7 @@ from torch.nn import Module
 
 from minitrain.models.moe import Experts, MoE
 from minitrain.models.router import Router
-from minitrain.parallel.parts import split_parameters, use_parts
+from minitrain.parallel.parts import split_parameters, use_local_tensors
 
 # where a weight would be, and none is negative
 NOT_CHOSEN = -1.0
@@ -60,7 +60,7 @@ def expert_parallel(model: Module, mesh: DeviceMesh) -> None:
         if isinstance(block.mlp, MoE):
             split_parameters(block.mlp.experts, mesh, Shard(0))
             block.register_forward_pre_hook(use_own_experts)
-            block.mlp.dispatch = partial(dispatch, mesh, sizes_of(block.mlp.gate, mesh))
+            block.mlp.dispatch = partial(dispatch, mesh, make_size_exchange(block.mlp.gate, mesh))
 
 
 # as `use_parts`: so that compiled graphs take plain tensors
@@ -69,7 +69,7 @@ def use_own_experts(block: Module, inputs: tuple) -> None:
     """Let a block compute with this rank's experts, as a forward pre-hook that runs after
     FSDP's.
     """
-    use_parts(block.mlp.experts, inputs)
+    use_local_tensors(block.mlp.experts, inputs)
 
 
 # ------------------------------------------------------------------------------------------------------------- dispatch
@@ -136,7 +136,7 @@ class Sizes(NamedTuple):
     pairs: int  # of received rows and experts of this rank
 
 
-def sizes_of(router: Router, mesh: DeviceMesh) -> Callable[[Tensor], Sizes]:
+def make_size_exchange(router: Router, mesh: DeviceMesh) -> Callable[[Tensor], Sizes]:
     """How a rank learns the sizes from what it chose for its tokens: bool [tokens, ranks, experts
     of a rank].
     """

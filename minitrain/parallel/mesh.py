@@ -102,7 +102,7 @@ def sum_over(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def own_stretch(mesh: DeviceMesh, row: Tensor) -> Tensor:
+def own_chunk(mesh: DeviceMesh, row: Tensor) -> Tensor:
     """This rank's of the equal stretches of a row [batch, seq, ...]. Raises InputError if its ranks
     do not divide it: messages of different lengths would end in a crash, or not at all."""
     if row.shape[1] % mesh.size():

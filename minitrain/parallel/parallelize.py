@@ -34,25 +34,25 @@ GRAPHS = 64
 READS = 12
 
 
-def lay_out(make: Callable[..., Module], config: Config, meshes: Meshes) -> Module:
+def parallelize(make: Callable[..., Module], config: Config, meshes: Meshes) -> Module:
     """The model `make()`, transformed; in a pipeline, this rank's stages of it, from make(layers=,
     first=, last=).
     """
     parallel = config.parallel
     if parallel.pp == 1:
         model = make()
-        parallelize(model, config, meshes)
+        apply_techniques(model, config, meshes)
         return model
     parts = local_stages(parallel, config.model.config.num_layers, meshes.pp.get_local_rank())
     stages = {number: make(**part) for number, part in parts.items()}
     for stage in stages.values():
-        parallelize(stage, config, meshes)
+        apply_techniques(stage, config, meshes)
     dtype = torch.get_default_dtype() if config.precision == "fp32" else torch.bfloat16
     keeps_weights = parallel.reshard_after_forward is False
     return Pipeline(stages, parallel.schedule, meshes.pp, meshes.tp.size(), dtype, keeps_weights)
 
 
-def parallelize(model: Module, config: Config, meshes: Meshes) -> None:
+def apply_techniques(model: Module, config: Config, meshes: Meshes) -> None:
     """Transform `model`, still on the meta device or not, in place. It must have `.blocks`."""
     if meshes.experts is not None:
         expert_parallel(model, meshes.experts["ep"])

@@ -47,7 +47,7 @@ def split_parameters(
 
 # so that compiled graphs take plain tensors: in torch 2.13 some fail on DTensors
 @torch.compiler.disable
-def use_parts(unit: Module, inputs: tuple) -> None:
+def use_local_tensors(unit: Module, inputs: tuple) -> None:
     """A forward pre-hook, after FSDP's: give the modules of `unit` plain tensors, this rank's
     parts, as parameters.
 

@@ -59,7 +59,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.nn import Module
 
 from minitrain.parallel.agreement import gather
-from minitrain.parallel.shards import Slices, join, local, pieces, whole_piece
+from minitrain.parallel.shards import Slices, assemble, cut_slices, full_slice, to_local
 from minitrain.settings import Parallel
 
 Batch = dict[str, Tensor]
@@ -327,9 +327,9 @@ class Pipeline(nn.Module):
         """Give the last stage the embedding as it is now."""
         if self.config.tie_word_embeddings:
             first, last = self.tied_weights()
-            arrived = self.move(local(first), local(last), 0, self.count - 1)
+            arrived = self.move(to_local(first), to_local(last), 0, self.count - 1)
             if last is not None:
-                local(last).copy_(arrived)
+                to_local(last).copy_(arrived)
 
     @torch.no_grad()
     def add_tied_gradient(self) -> None:
@@ -337,10 +337,13 @@ class Pipeline(nn.Module):
         first, last = self.tied_weights() if self.config.tie_word_embeddings else (None, None)
         if any(p is not None and p.requires_grad for p in (first, last)):
             arrived = self.move(
-                local(last.grad if last is not None else None), local(first), self.count - 1, 0
+                to_local(last.grad if last is not None else None),
+                to_local(first),
+                self.count - 1,
+                0,
             )
             if first is not None:
-                local(first.grad).add_(arrived)
+                to_local(first.grad).add_(arrived)
             if last is not None:
                 last.grad = None
 
@@ -361,7 +364,7 @@ class Pipeline(nn.Module):
 
     # ------------------------------------------------------------------------------------------------------- export
 
-    def whole_tensors(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor | None]]:
+    def full_tensors(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor | None]]:
         """All stages' tensors of `wanted` names, in the full model's order, whole on rank 0; None
         elsewhere.
 
@@ -374,19 +377,21 @@ class Pipeline(nn.Module):
             if owns(stage, name) and wanted(name)
         }
         listing = [
-            (number, name, pieces(x), x.shape, x.dtype) for name, (number, x) in mine.items()
+            (number, name, cut_slices(x), x.shape, x.dtype) for name, (number, x) in mine.items()
         ]
         entries = [entry for listing in gather(listing, self.group) for entry in listing]
 
         def moved(number: int, name: str, where: Slices, like: Tensor) -> Tensor | None:
-            piece = whole_piece(mine[name][1], where).contiguous() if name in mine else None
+            piece = full_slice(mine[name][1], where).contiguous() if name in mine else None
             return self.move(piece, like[where], number, 0)
 
         for number, name, places, shape, dtype in sorted(entries, key=lambda entry: entry[0]):
             like = torch.empty(shape, dtype=dtype, device="meta")
             yield (
                 name,
-                join(((where, moved(number, name, where, like)) for where in places), shape, dtype),
+                assemble(
+                    ((where, moved(number, name, where, like)) for where in places), shape, dtype
+                ),
             )
 
 

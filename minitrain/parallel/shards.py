@@ -13,28 +13,28 @@ from torch.nn import Module
 Slices = tuple[slice, ...]
 
 
-def owned(parameter: Tensor) -> tuple[Tensor, Slices]:
+def local_shard(parameter: Tensor) -> tuple[Tensor, Slices]:
     """This rank's part of a parameter, and where it lies in the whole: `whole[slices]` has the
     part's shape.
 
     A plain tensor is all of itself. Writing to the part writes to the parameter.
     """
     if not isinstance(parameter, DTensor):
-        return all_of(parameter)
+        return all_slices(parameter)
     shape, offset = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )
     return parameter.to_local(), tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
 
-def local(tensor: Tensor | None) -> Tensor | None:
+def to_local(tensor: Tensor | None) -> Tensor | None:
     """This rank's part of a tensor alone, which is faster than `owned`: where it lies takes time to
     find out.
     """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_tensors(
+def full_tensors(
     model: Module, wanted: Callable[[str], bool]
 ) -> Iterator[tuple[str, Tensor | None]]:
     """The model's tensors of `wanted` names, one at a time, whole on rank 0; None elsewhere. All
@@ -43,16 +43,16 @@ def whole_tensors(
     # after a forward pass some parameters() are whole, in bf16
     for name, shard in model.state_dict().items():
         if wanted(name):
-            parts = ((where, whole_piece(shard, where)) for where in pieces(shard))
-            yield name, join(parts, shard.shape, shard.dtype)
+            parts = ((where, full_slice(shard, where)) for where in cut_slices(shard))
+            yield name, assemble(parts, shard.shape, shard.dtype)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor, gathered from all ranks' parts. All ranks call it together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_piece(tensor: Tensor, where: Slices) -> Tensor:
+def full_slice(tensor: Tensor, where: Slices) -> Tensor:
     """`whole(tensor)[where]` for one of its `pieces`, of which alone the parts are gathered."""
     if not isinstance(tensor, DTensor):
         return tensor[where]
@@ -64,11 +64,11 @@ def whole_piece(tensor: Tensor, where: Slices) -> Tensor:
     return piece.full_tensor()
 
 
-def pieces(tensor: Tensor, most: int = 1 << 30) -> list[Slices]:
+def cut_slices(tensor: Tensor, most: int = 1 << 30) -> list[Slices]:
     """Pieces of a tensor, of about `most` bytes, to be gathered one at a time: a stack of experts
     can be larger than what a GPU has free. Cut along the longest dimension that is not sharded; if
     all are, there is one piece."""
-    _, everything = all_of(tensor)
+    _, everything = all_slices(tensor)
     split = {p.dim for p in getattr(tensor, "placements", ()) if isinstance(p, Shard)}
     dim = max(
         (d for d in range(tensor.ndim) if d not in split),
@@ -83,7 +83,7 @@ def pieces(tensor: Tensor, most: int = 1 << 30) -> list[Slices]:
     return [(*everything[:dim], cut, *everything[dim + 1 :]) for cut in cuts]
 
 
-def join(
+def assemble(
     parts: Iterable[tuple[Slices, Tensor | None]], shape: torch.Size, dtype: torch.dtype
 ) -> Tensor | None:
     """The tensor that gathered pieces make up, on rank 0 in the host's memory; other ranks take
@@ -96,7 +96,7 @@ def join(
     return result
 
 
-def all_of(tensor: Tensor) -> tuple[Tensor, Slices]:
+def all_slices(tensor: Tensor) -> tuple[Tensor, Slices]:
     """A tensor, and where it lies in itself: what a process that has all of it passes as its
     part.
     """

@@ -68,7 +68,7 @@ from torch.nn import Module
 
 from minitrain.errors import InputError
 from minitrain.models.quantize import E4M3, E5M2, cast, dequantize, largest, power_of_two_scale
-from minitrain.parallel.parts import split_parameters, use_parts
+from minitrain.parallel.parts import split_parameters, use_local_tensors
 
 
 def split_block(
@@ -98,7 +98,7 @@ def split_block(
             split_parameters(module, mesh, Replicate())
     for part in parts:
         part.register_forward_pre_hook(partial(gather_input, gather, row))
-    block.register_forward_pre_hook(use_parts)
+    block.register_forward_pre_hook(use_local_tensors)
 
 
 def gather_input(gather: Callable, row: tuple[str, ...], part: Module, inputs: tuple) -> tuple:
@@ -133,7 +133,7 @@ def split_last_norm(norm: Module, mesh: DeviceMesh) -> None:
     """
     gather, _ = collectives(mesh)
     split_parameters(norm, mesh, Replicate())
-    norm.register_forward_pre_hook(use_parts)
+    norm.register_forward_pre_hook(use_local_tensors)
     norm.register_forward_hook(lambda module, inputs, output: gather(output))
 
 

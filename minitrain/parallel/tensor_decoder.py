@@ -14,7 +14,7 @@ from torch.nn import Module
 from minitrain.models.attention import GroupedQueryAttention
 from minitrain.models.mla import LatentAttention
 from minitrain.models.moe import Experts, MoE
-from minitrain.parallel.mesh import own_stretch
+from minitrain.parallel.mesh import own_chunk
 from minitrain.parallel.parts import split_parameters
 from minitrain.parallel.tensor import collectives, split_block, split_embedding, split_last_norm
 
@@ -107,7 +107,7 @@ def use_own_documents(
     rank's tokens.
     """
     x, documents = inputs
-    return None if documents is None else (x, own_stretch(mesh, documents))
+    return None if documents is None else (x, own_chunk(mesh, documents))
 
 
 def dispatch_to_all(
@@ -133,5 +133,5 @@ def embed_positions(embedding: nn.Embedding, mesh: DeviceMesh, positions: Tensor
     hidden].
     """
     return F.embedding(
-        own_stretch(mesh, positions), embedding.weight.to_local(grad_placements=[Partial()])
+        own_chunk(mesh, positions), embedding.weight.to_local(grad_placements=[Partial()])
     )

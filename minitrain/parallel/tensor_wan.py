@@ -23,8 +23,8 @@ from torch.distributed.tensor import Replicate
 
 from minitrain.models.video import upcast
 from minitrain.models.wan import Block, Wan
-from minitrain.parallel.mesh import own_stretch
-from minitrain.parallel.parts import split_parameters, use_parts
+from minitrain.parallel.mesh import own_chunk
+from minitrain.parallel.parts import split_parameters, use_local_tensors
 from minitrain.parallel.tensor import all_gather, split_block
 
 COLUMN = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "proj")
@@ -44,7 +44,7 @@ def tensor_parallel_wan(model: Wan, mesh: DeviceMesh) -> None:
     for module in (module for unit in outer for module in unit.modules()):
         split_parameters(module, mesh, Replicate())
     model.patch_embedding.register_forward_pre_hook(partial(use_all, outer))
-    model.split_tp = partial(own_stretch, mesh)
+    model.split_tp = partial(own_chunk, mesh)
     model.gather = lambda own: GatherTokens.apply(
         own, mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name
     )
@@ -53,7 +53,7 @@ def tensor_parallel_wan(model: Wan, mesh: DeviceMesh) -> None:
 def use_all(units: list[nn.Module], first: nn.Module, inputs: tuple) -> None:
     """A hook on what runs first, by when FSDP has gathered the parameters of all `units`."""
     for unit in units:
-        use_parts(unit, inputs)
+        use_local_tensors(unit, inputs)
 
 
 def split_wan_block(block: Block, mesh: DeviceMesh) -> None:
