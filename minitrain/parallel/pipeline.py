@@ -40,7 +40,7 @@ Left out: skip connections between stages; balancing stages by measured time.
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,9 @@ from torch.nn import Module
 
 from minitrain.parallel.agreement import gather
 from minitrain.parallel.shards import Slices, assemble, cut_slices, full_slice, to_local
-from minitrain.settings import Parallel
+
+if TYPE_CHECKING:
+    from minitrain.settings import Parallel
 
 Batch = dict[str, Tensor]
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
@@ -103,7 +105,7 @@ def cut(
     ]
 
 
-def local_stages(parallel: Parallel, layers: int, rank: int) -> dict[int, dict]:
+def local_stages(parallel: "Parallel", layers: int, rank: int) -> dict[int, dict]:
     """What `cut` says of the stages that a rank of the pipeline has, by their number."""
     parts = cut(layers, parallel.pp * parallel.vp, parallel.layers_per_stage, parallel.head_layers)
     v_shaped = parallel.schedule in V_SHAPED

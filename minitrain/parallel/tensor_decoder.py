@@ -4,19 +4,21 @@ tensor.py.
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.nn import Module
 
-from minitrain.models.attention import GroupedQueryAttention
-from minitrain.models.mla import LatentAttention
-from minitrain.models.moe import Experts, MoE
 from minitrain.parallel.mesh import own_chunk
 from minitrain.parallel.parts import split_parameters
 from minitrain.parallel.tensor import collectives, split_block, split_embedding, split_last_norm
+
+if TYPE_CHECKING:
+    from minitrain.models.attention import GroupedQueryAttention
+    from minitrain.models.decoder import Block, Decoder
+    from minitrain.models.moe import Experts, MoE
 
 COLUMN = (
     "q_proj",
@@ -36,7 +38,7 @@ ROW = ("o_proj", "down_proj", "out_proj")
 TO_LATENTS = ("q_a_proj", "kv_a_proj_with_mqa")
 
 
-def tensor_parallel(model: Module, mesh: DeviceMesh) -> None:
+def tensor_parallel(model: "Decoder", mesh: DeviceMesh) -> None:
     """Split a decoder, or one of its pipeline stages, in place over the 1-D `mesh`. To be followed
     by FSDP.
 
@@ -61,27 +63,30 @@ def tensor_parallel(model: Module, mesh: DeviceMesh) -> None:
 
 
 def split_decoder_block(
-    block: Module, mesh: DeviceMesh, gather: Callable, scatter: Callable
+    block: "Block", mesh: DeviceMesh, gather: Callable, scatter: Callable
 ) -> None:
-    if isinstance(block.self_attn, GroupedQueryAttention):
-        share_heads(block.self_attn, mesh)
+    """Split a block in place: its kinds of attention and MLP are told by their modules' names."""
+    attention = block.self_attn
+    mlp = block.mlp
+    parts = [block.mamba]
+    # grouped-query attention; latent attention gathers its latents instead of its input
+    if hasattr(attention, "k_proj"):
+        share_heads(attention, mesh)
+        parts.append(attention)
     for name, module in block.named_modules():
         if name.endswith(TO_LATENTS):
             module.register_forward_hook(lambda module, inputs, output: gather(output))
-    if isinstance(block.mlp, MoE):
-        split_experts(block.mlp, mesh, gather, scatter)
-        block.mlp.register_forward_pre_hook(partial(use_own_documents, mesh))
-    dense = block.mlp.shared_experts if isinstance(block.mlp, MoE) else block.mlp
-    parts = (part for part in (block.self_attn, block.mamba, dense) if part is not None)
-    split_block(
-        block, mesh, COLUMN, ROW, [part for part in parts if not isinstance(part, LatentAttention)]
-    )
+    # mixture of experts
+    if hasattr(mlp, "experts"):
+        split_experts(mlp, mesh, gather, scatter)
+        mlp.register_forward_pre_hook(partial(use_own_documents, mesh))
+        mlp = mlp.shared_experts
+    parts.append(mlp)
+    split_block(block, mesh, COLUMN, ROW, [part for part in parts if part is not None])
 
 
-def share_heads(attention: GroupedQueryAttention, mesh: DeviceMesh) -> None:
-    """Where ranks outnumber key-value heads, let those that have one head's queries use the same
-    rows of k and v.
-    """
+def share_heads(attention: "GroupedQueryAttention", mesh: DeviceMesh) -> None:
+    """Let ranks that outnumber the key/value heads use the rows of k and v of one head each."""
     heads = len(attention.k_proj.weight) // attention.head_dim
     if mesh.size() > heads:
         first = mesh.get_local_rank() * heads // mesh.size() * attention.head_dim
@@ -89,7 +94,7 @@ def share_heads(attention: GroupedQueryAttention, mesh: DeviceMesh) -> None:
             module.own_rows = slice(first, first + attention.head_dim)
 
 
-def split_experts(moe: MoE, mesh: DeviceMesh, gather: Callable, scatter: Callable) -> None:
+def split_experts(moe: "MoE", mesh: DeviceMesh, gather: Callable, scatter: Callable) -> None:
     """Split the channels of all experts, unless expert parallelism has split the experts
     already.
     """
@@ -101,7 +106,7 @@ def split_experts(moe: MoE, mesh: DeviceMesh, gather: Callable, scatter: Callabl
 
 
 def use_own_documents(
-    mesh: DeviceMesh, moe: MoE, inputs: tuple[Tensor, Tensor | None]
+    mesh: DeviceMesh, moe: "MoE", inputs: tuple[Tensor, Tensor | None]
 ) -> tuple | None:
     """A forward pre-hook: of the numbers of whole rows, [batch, seq], give the router those of this
     rank's tokens.
@@ -117,7 +122,7 @@ def dispatch_to_all(
     x: Tensor,
     indices: Tensor,
     weights: Tensor,
-    experts: Experts,
+    experts: "Experts",
 ) -> Tensor:
     """`dispatch` of all ranks' tokens, whose results are terms of a sum. x: [tokens, width], this
     rank's, as returned.

@@ -15,6 +15,7 @@ dim], 4 all-reduces of [batch, seq].
 """
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +23,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from minitrain.models.video import upcast
-from minitrain.models.wan import Block, Wan
 from minitrain.parallel.mesh import own_chunk
 from minitrain.parallel.parts import split_parameters, use_local_tensors
 from minitrain.parallel.tensor import all_gather, split_block
+
+if TYPE_CHECKING:
+    from minitrain.models.wan import Block, Wan
 
 COLUMN = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "proj")
 OVER_HEADS = ("norm_q", "norm_k", "norm_added_k")
 ROW = ("to_out.0", "net.2")
 
 
-def tensor_parallel_wan(model: Wan, mesh: DeviceMesh) -> None:
+def tensor_parallel_wan(model: "Wan", mesh: DeviceMesh) -> None:
     """Split `model` in place over the 1-D `mesh`. To be followed by FSDP.
 
     The number of tokens must be a multiple of the ranks. Inputs and the result are whole, and the
@@ -56,7 +59,7 @@ def use_all(units: list[nn.Module], first: nn.Module, inputs: tuple) -> None:
         use_local_tensors(unit, inputs)
 
 
-def split_wan_block(block: Block, mesh: DeviceMesh) -> None:
+def split_wan_block(block: "Block", mesh: DeviceMesh) -> None:
     for name, module in block.named_modules():
         if name.endswith(OVER_HEADS):
             module.__class__ = RMSNormOverHeads
