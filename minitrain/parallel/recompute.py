@@ -38,7 +38,7 @@ ATTENTION = {
     _ops._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
 }
-EXPENSIVE = ATTENTION | {
+EXPENSIVE = {
     _ops.mm.default,
     _ops.addmm.default,
     _ops.bmm.default,
@@ -60,9 +60,8 @@ def saved_operators(setting: str | int) -> set | None:
         return ATTENTION
     if setting == "selective":
         own = torch.ops.minitrain
-        return (
-            EXPENSIVE | CHOICES | {getattr(own, x).default for x in OWN_PRODUCTS if hasattr(own, x)}
-        )
+        products = {getattr(own, name).default for name in OWN_PRODUCTS if hasattr(own, name)}
+        return ATTENTION | EXPENSIVE | CHOICES | products
     return None
 
 

@@ -49,10 +49,8 @@ unless there are adapters, or a bias whose gradient is their sum. The ranks firs
 largest elements, one number each, for the scale that the whole tensor would have. So the products
 get the same FP8 numbers as without, and each rank rounds only its own tokens.
 
-Parameters are DTensors, which FSDP shards once more and checkpoints store whole. But modules
-compute with their rank's parts, plain tensors, and the collectives stand between modules: no
-operation is dispatched through DTensor on the host, and a block compiles as one graph. Left out:
-fewer Mamba groups than ranks, and uneven parts, which run/config_checks.py refuses.
+Parameters are DTensors, and modules compute with their local tensors (parts.py). Left out: fewer
+Mamba groups than ranks, and uneven parts, which run/parallel_checks.py refuses.
 """
 
 import warnings

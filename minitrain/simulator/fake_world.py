@@ -31,7 +31,7 @@ from minitrain.parallel import shards
 from minitrain.parallel.mesh import Meshes
 from minitrain.parallel.parallelize import parallelize
 from minitrain.parallel.pipeline import Stage
-from minitrain.parallel.recompute import KEPT
+from minitrain.parallel.recompute import ATTENTION as SAVED_ATTENTION
 from minitrain.parallel.shards import to_local
 from minitrain.run.launch import meshes_of
 from minitrain.run.parallel_checks import check_layout, micro_batches, stated_ranks
@@ -107,8 +107,7 @@ def _differentiate(ctx, grad, _):
 
 
 fake_attention.register_autograd(_differentiate, setup_context=_save)
-for kept in KEPT.values():
-    kept.add(torch.ops.minitrain.attention.default)
+SAVED_ATTENTION.add(torch.ops.minitrain.attention.default)
 ATTENTION |= {
     torch.ops.minitrain.attention: attention_work,
     torch.ops.minitrain.attention_backward: lambda grad, q, k, v, out, log_sum, causal, pairs=None: attention_work(
