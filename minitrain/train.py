@@ -33,7 +33,7 @@ from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.lora import is_adapter
 from minitrain.models.zoo import model_config
 from minitrain.parallel.pipeline import Pipeline
-from minitrain.parallel.shards import whole_tensors
+from minitrain.parallel.shards import full_tensors
 from minitrain.run import cli
 from minitrain.run.checkpoint import Checkpointer, resume, save_step
 from minitrain.run.config import load
@@ -175,7 +175,7 @@ def export(trainer: Trainer, config: Config, folder: Path, asks: str | None = No
     wanted = is_adapter if config.lora else lambda name: True
     model = trainer.model
     tensors = (
-        model.whole_tensors(wanted) if isinstance(model, Pipeline) else whole_tensors(model, wanted)
+        model.full_tensors(wanted) if isinstance(model, Pipeline) else full_tensors(model, wanted)
     )
     wait_for_ever()  # others do while rank 0 writes; the watch sees those that die
     if dist.get_rank() != 0:

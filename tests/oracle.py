@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import add_adapters
 from minitrain.parallel.context import own_tokens
-from minitrain.parallel.shards import local, whole
+from minitrain.parallel.shards import full_tensor, to_local
 from minitrain.run import config as configs
 from minitrain.run.launch import fill_weights, start
 from minitrain.settings import Config
@@ -110,7 +110,7 @@ def descend(model: Module, rate: float) -> None:
     """A step of SGD, which takes the gradients. On shards: DTensor's operations take longer than all else in a test."""
     for parameter in model.parameters():
         if parameter.grad is not None:
-            local(parameter).sub_(local(parameter.grad), alpha=rate)
+            to_local(parameter).sub_(to_local(parameter.grad), alpha=rate)
             parameter.grad = None
 
 
@@ -178,7 +178,7 @@ def copies(named: Iterable[tuple[str, Tensor]]) -> Tensors:
 
 def snapshot(named: Iterable[tuple[str, Tensor]]) -> Tensors:
     """Copies of the full tensors; collective where they are sharded."""
-    return {name: whole(tensor.detach()).clone() for name, tensor in named}
+    return {name: full_tensor(tensor.detach()).clone() for name, tensor in named}
 
 
 def built(tree: dict) -> Tensors:

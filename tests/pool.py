@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._pytree import KeyPath, keystr, tree_flatten_with_path, tree_unflatten
 
-from minitrain.parallel.shards import owned
+from minitrain.parallel.shards import local_shard
 
 GRACE = 3.0  # seconds that the other ranks get to report too, once one has failed
 PATIENCE = 300.0  # seconds for a run, and for a rank to wait for others in a collective: only against waiting for ever
@@ -235,7 +235,7 @@ class Part:
 
 def part_of(tensor: DTensor) -> Part:
     """A copy."""
-    values, slices = owned(tensor)
+    values, slices = local_shard(tensor)
     return Part(values.detach().clone(), slices, tensor.shape)
 
 
@@ -244,7 +244,7 @@ class Packer(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, DTensor):
-            return Part, (*owned(value), value.shape)
+            return Part, (*local_shard(value), value.shape)
         return NotImplemented
 
 

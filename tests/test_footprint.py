@@ -9,7 +9,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
-from minitrain.parallel.shards import local
+from minitrain.parallel.shards import to_local
 from minitrain.run import config as configs
 from minitrain.run.failures import explain
 from minitrain.run.launch import start
@@ -47,7 +47,7 @@ def footprints(tree: dict) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def total(tensors) -> int:
-    return sum(local(tensor).nbytes for tensor in tensors)
+    return sum(to_local(tensor).nbytes for tensor in tensors)
 
 
 TINY = {"name": "llama3-8b-tiny", "num_layers": 2, "vocab_size": 128}

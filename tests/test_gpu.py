@@ -21,7 +21,7 @@ from minitrain.models.moe import Experts
 from minitrain.models.quantize import E4M3, E5M2, dequantize, quantize
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
-from minitrain.parallel.shards import owned, whole
+from minitrain.parallel.shards import full_tensor, local_shard
 from minitrain.parallel.tensor import collectives
 from minitrain.rollout import engine
 from minitrain.run.config import from_dict
@@ -72,19 +72,19 @@ def few_compilations():
 def updates(device: str, steps: int = 2, **changes) -> dict[str, torch.Tensor]:
     """By how much training on `device` changes each weight, from values drawn on the CPU (adapters' B too)."""
     cpu, config = from_dict(TREE | changes | PLAIN | {"device": "cpu"}), from_dict(TREE | {"device": device} | changes)
-    drawn = {name: whole(p).clone() for name, p in Trainer(cpu, start(cpu)).model.state_dict().items()}
+    drawn = {name: full_tensor(p).clone() for name, p in Trainer(cpu, start(cpu)).model.state_dict().items()}
     for name, value in drawn.items():
         if name.endswith("lora_B"):  # of zeros, A would have no gradient
             value.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
     dist.destroy_process_group()
     trainer = Trainer(config, start(config))
     for name, parameter in trainer.model.state_dict().items():
-        owned(parameter)[0].copy_(drawn[name])
+        local_shard(parameter)[0].copy_(drawn[name])
     for step in range(steps):
         trainer.step(Documents(), step)
     state = trainer.model.state_dict()
     trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
-    changes = {name: whole(state[name]).cpu().float() - drawn[name] for name in trained}
+    changes = {name: full_tensor(state[name]).cpu().float() - drawn[name] for name in trained}
     dist.destroy_process_group()
     return changes
 

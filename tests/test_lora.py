@@ -37,7 +37,7 @@ from minitrain.models.lora import (
 )
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import empty_model, model_config
-from minitrain.parallel.parallelize import parallelize
+from minitrain.parallel.parallelize import apply_techniques
 from minitrain.parallel.recompute import recompute
 from minitrain.run.checkpoint_files import read_index
 from minitrain.run.config import from_dict
@@ -131,7 +131,7 @@ def test_recomputation_drops_the_same(setting, backend):
         tree = TREE | {"lora": {"dropout": 0.5}, "recompute": setting, "device": "cpu"}
         config = from_dict(tree | {"compile": backend is not None})
         with mock.patch("torch.compile", partial(torch.compile, backend=backend)):
-            parallelize(model, config, start(config))
+            apply_techniques(model, config, start(config))
         torch.manual_seed(1)
         model(tokens).square().sum().backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -10,7 +10,7 @@ from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.wan import FP32Linear
 from minitrain.models.zoo import empty_model, model_config
-from minitrain.parallel.shards import owned
+from minitrain.parallel.shards import local_shard
 from minitrain.run import config as configs
 from minitrain.run.checkpoint import Checkpointer
 from minitrain.run.config import from_dict
@@ -354,7 +354,7 @@ def bytes_of_a_step(precision, states):
     held = [list(trainer.model.parameters()), [p.grad for p in trainer.model.parameters()]]
     held.append([x for state in trainer.optimizer.state.values() for key, x in state.items() if key != "step"])
     count = sum(p.numel() for p in parameters)
-    return tuple(sum(owned(x)[0].nbytes for x in tensors) / count for tensors in held)
+    return tuple(sum(local_shard(x)[0].nbytes for x in tensors) / count for tensors in held)
 
 
 @pytest.mark.parametrize("precision, states, expected", BYTES)

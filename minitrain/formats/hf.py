@@ -38,7 +38,7 @@ from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.lora import is_adapter
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import empty_model
-from minitrain.parallel.shards import Slices, all_of
+from minitrain.parallel.shards import Slices, all_slices
 
 # where the output head is stored, maybe also where it is the embedding
 TIED_HEAD = "lm_head.weight"
@@ -61,7 +61,7 @@ def load_pretrained(path: str | Path, dtype: torch.dtype | None = None, device=N
     weights = find_weights(config, path)
     dtype = dtype or _stored_dtype(Path(path), weights)
     model = empty_model(config).to(dtype).to_empty(device=device or "cpu")
-    _read_into(model, weights, all_of)
+    _read_into(model, weights, all_slices)
     return model
 
 
@@ -114,7 +114,7 @@ def save_pretrained(
         )
     if any(hasattr(tensor, "full_tensor") for tensor in tensors.values()):
         raise InputError(
-            "a sharded model cannot be saved as it is (use save_tensors of whole_tensors, see train.py)"
+            "a sharded model cannot be saved as it is (use save_tensors of full_tensors, see train.py)"
         )
     if original_names and not isinstance(model, Wan):
         raise InputError("original_names=True is for Wan models: others have one spelling")

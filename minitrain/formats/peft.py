@@ -230,7 +230,7 @@ def load_adapter(model: nn.Module, path: str | Path) -> None:
     lora = read_adapter_config(path)
     stored = _read_tensors(model.config, lora, Path(path))
     add_adapters(model, lora)
-    _fill(model, stored, all_of)
+    _fill(model, stored, all_slices)
 
 
 def fill_adapters(model: nn.Module, lora: Lora, path: str | Path, owned: Owned) -> None:

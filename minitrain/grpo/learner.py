@@ -20,7 +20,7 @@ from minitrain.models.lora import adapter_names, is_adapter, merged_weight, with
 from minitrain.parallel.context import own_tokens
 from minitrain.parallel.mesh import Meshes, sum_over
 from minitrain.parallel.pipeline import Pipeline
-from minitrain.parallel.shards import local, owned, whole
+from minitrain.parallel.shards import full_tensor, local_shard, to_local
 from minitrain.settings import Config
 from minitrain.training.adamw import random_bits, round_stochastically
 from minitrain.training.build import build_model
@@ -177,7 +177,7 @@ class Learner:
             weights = self.model.state_dict()
             with torch.no_grad():
                 for name, tensor in self.reference.state_dict().items():
-                    local(tensor).copy_(local(weights[name]))
+                    to_local(tensor).copy_(to_local(weights[name]))
             if checkpointer is not None:
                 checkpointer.save(0, self.reference, optimizer, {})
                 checkpointer.wait()
@@ -192,12 +192,14 @@ class Learner:
         """
         # with FSDP, what the optimizer updates, and not what was gathered from it
         state = self.model.state_dict()
-        parts = {name: owned(tensor) for name, tensor in state.items() if not is_adapter(name)}
+        parts = {
+            name: local_shard(tensor) for name, tensor in state.items() if not is_adapter(name)
+        }
         for name, (part, where) in parts.items():
             adapters = [state[adapter] for adapter in adapter_names(name) if adapter in state]
             if adapters:
                 *stack, rows, columns = where
-                a, b = map(whole, adapters)
+                a, b = map(full_tensor, adapters)
                 a = a[(*stack, slice(None), columns)]
                 b = b[(*stack, rows)]
                 weight = merged_weight(part.float(), a, b, self.config.lora)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, UntypedStorage
 
-from minitrain.parallel.shards import local
+from minitrain.parallel.shards import to_local
 
 Tensors = Callable[[], Iterable[Tensor]]
 
@@ -52,7 +52,7 @@ def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     """Return the distinct storages of this rank's local tensors."""
     found = {
         storage.data_ptr(): storage
-        for storage in (local(tensor).untyped_storage() for tensor in tensors)
+        for storage in (to_local(tensor).untyped_storage() for tensor in tensors)
     }
     return [storage for storage in found.values() if storage.nbytes()]
 

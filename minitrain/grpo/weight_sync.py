@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from minitrain.parallel.agreement import gather
-from minitrain.parallel.shards import Slices, owned
+from minitrain.parallel.shards import Slices, local_shard
 
 # (first, end) per dimension
 Box = tuple[tuple[int, int], ...]
@@ -100,7 +100,7 @@ class WeightSync:
 
 def shards_of(model: Module) -> Shards:
     """Return this rank's shards of a model's weights."""
-    return {name: owned(tensor) for name, tensor in model.state_dict().items()}
+    return {name: local_shard(tensor) for name, tensor in model.state_dict().items()}
 
 
 def region(shard: tuple[Tensor, Slices], box: Box) -> Tensor:

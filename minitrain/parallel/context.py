@@ -1,31 +1,38 @@
 """Context parallelism: the ranks of a group share each row's tokens, for rows too long for one.
 
-Everything but attention and Mamba-2 treats each token alone and needs no communication. Around attention, one of two
-exchanges:
+Everything but attention and Mamba-2 treats each token alone and needs no communication. Around
+attention, one of two exchanges:
 
-allgather (Llama 3 paper, section 3.3.2). Every rank gathers all keys and values, and attends from its own queries; the
-    backward pass reduce-scatters the gradients of keys and values to their owners. Causal attention gives late tokens
-    more work, so the row is cut into 2 cp chunks and rank r holds chunks r and 2 cp - 1 - r: all ranks then have
-    equally many pairs. Any number of heads will do. A rank receives, per layer and direction,
+allgather (Llama 3 paper, section 3.3.2). Every rank gathers all keys and values, and attends from
+its own queries; the
+    backward pass reduce-scatters the gradients of keys and values to their owners. Causal attention
+    gives late tokens more work, so the row is cut into 2 cp chunks and rank r holds chunks r and 2
+    cp - 1 - r: all ranks then have equally many pairs. Any number of heads will do. A rank
+    receives, per layer and direction,
         (cp - 1) / cp x [rows, seq, 2 kv_heads head_dim],
-    one collective, once more if the layer is recomputed. Its queries are two pieces of the row, so even plain causal
-    attention needs a mask, and runs on FlexAttention. The mask's tiles are found once per length and kept; with
-    documents once per forward pass, during which each pair of query and key briefly takes a few bytes.
+    one collective, once more if the layer is recomputed. Its queries are two pieces of the row, so
+    even plain causal attention needs a mask, and runs on FlexAttention. The mask's tiles are found
+    once per length and kept; with documents once per forward pass, during which each pair of query
+    and key briefly takes a few bytes.
 
-ulysses (DeepSpeed-Ulysses, Jacobs et al. 2023). All-to-alls turn shards of the row into shards of the heads: each rank
-    runs ordinary attention over the whole row for 1 / cp of the heads, and a last all-to-all turns the output back.
-    The row is cut into cp chunks in order; plain causal attention stays plain, on the fastest kernel. The key/value
-    heads must divide by cp. A rank receives, per layer and direction, in four collectives,
+ulysses (DeepSpeed-Ulysses, Jacobs et al. 2023). All-to-alls turn shards of the row into shards of
+the heads: each rank
+    runs ordinary attention over the whole row for 1 / cp of the heads, and a last all-to-all turns
+    the output back. The row is cut into cp chunks in order; plain causal attention stays plain, on
+    the fastest kernel. The key/value heads must divide by cp. A rank receives, per layer and
+    direction, in four collectives,
         (cp - 1) / cp x [rows, seq / cp, 2 (heads + kv_heads) head_dim],
     once more if recomputed; that is less than the other form's if heads + kv_heads < kv_heads cp.
 
-Mamba-2, whose state runs through the row, has only the second kind, under either name and in either order of tokens:
-around its convolution and scan, all-to-alls turn shards of the row into shards of the groups of heads and back. The
-groups must divide by cp. A rank receives, per such layer and direction, in two collectives,
+Mamba-2, whose state runs through the row, has only the second kind, under either name and in either
+order of tokens: around its convolution and scan, all-to-alls turn shards of the row into shards of
+the groups of heads and back. The groups must divide by cp. A rank receives, per such layer and
+direction, in two collectives,
     (cp - 1) / cp x [rows, seq / cp, 2 heads head_dim + 2 groups state + heads],
 and going forward the numbers of all tokens' documents, if there are any.
 
-Left out: ring attention, which overlaps the exchange with attention but needs a kernel that returns partial softmaxes.
+Left out: ring attention, which overlaps the exchange with attention but needs a kernel that returns
+partial softmaxes.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,25 +44,34 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 
-from minitrain.parallel.mesh import own_stretch
+from minitrain.parallel.mesh import own_chunk
 
 # torch 2.11 knows only the second name, later versions warn about it
-_all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+_all_gather = (
+    getattr(collectives, "all_gather_single_autograd", None)
+    or collectives.all_gather_tensor_autograd
+)
 
 
 def context_parallel(model: Module, mesh: DeviceMesh, form: str) -> None:
-    """Make `model` attend over whole rows while every rank of the 1-D `mesh` holds only its `own_tokens`.
+    """Make `model` attend over whole rows while every rank of the 1-D `mesh` holds only its
+    `own_tokens`.
 
-    form: `allgather` or `ulysses`. Replaces `model.make_mask`, and `attend` or `mix` of every module that has one. A
-    model with `split_cp` and `gather` takes and returns whole rows, and attends to all of them: tokens stay in order.
+    form: `allgather` or `ulysses`. Replaces `model.make_mask`, and `attend` or `mix` of every
+    module that has one. A model with `split_cp` and `gather` takes and returns whole rows, and
+    attends to all of them: tokens stay in order.
     """
     zigzag = is_zigzag(form)
     if hasattr(model, "split_cp"):
-        zigzag, gather = False, model.gather
-        model.split_cp = partial(own_stretch, mesh)
+        zigzag = False
+        gather = model.gather
+        model.split_cp = partial(own_chunk, mesh)
         model.gather = lambda share: gather_row(gather(share), 1, mesh, zigzag)
     model.make_mask = whole_row_mask(model.make_mask, mesh, form, zigzag)
-    exchange = {"allgather": partial(attend_to_all_keys, zigzag=zigzag), "ulysses": attend_with_own_heads}[form]
+    exchange = {
+        "allgather": partial(attend_to_all_keys, zigzag=zigzag),
+        "ulysses": attend_with_own_heads,
+    }[form]
     for module in model.modules():
         if hasattr(module, "attend"):
             module.attend = partial(exchange, module.attend, mesh)
@@ -76,27 +92,34 @@ def chunks(rank: int, size: int, zigzag: bool) -> list[int]:
     return [rank, 2 * size - 1 - rank] if zigzag else [rank]
 
 
-def places(length: int, mesh: DeviceMesh, zigzag: bool, device: torch.device | str = "cpu") -> Tensor:
+def token_indices(
+    length: int, mesh: DeviceMesh, zigzag: bool, device: torch.device | str = "cpu"
+) -> Tensor:
     """int [length / cp]: where in a row of `length` tokens this rank's tokens stand."""
-    return cut_row(torch.arange(length, device=device), 0, mesh.size(), zigzag)[mesh.get_local_rank()]
+    return cut_row(torch.arange(length, device=device), 0, mesh.size(), zigzag)[
+        mesh.get_local_rank()
+    ]
 
 
 def own_tokens(batch: dict[str, Tensor], mesh: DeviceMesh, form: str) -> dict[str, Tensor]:
     """This rank's tokens of a micro-batch: every value [rows, seq] becomes [rows, seq / cp].
 
-    seq must be a multiple of 2 cp (allgather) or cp (ulysses). A batch without `positions` gets them: 0, 1, 2, ... is
-    no longer what they are.
+    seq must be a multiple of 2 cp (allgather) or cp (ulysses). A batch without `positions` gets
+    them: 0, 1, 2, ... is no longer what they are.
     """
-    if mesh.size() == 1 or "tokens" not in batch:  # of videos, the model takes this rank's patches
+    # of videos, the model takes this rank's patches
+    if mesh.size() == 1 or "tokens" not in batch:
         return batch
     rows, length = batch["tokens"].shape
-    held = places(length, mesh, is_zigzag(form))
+    held = token_indices(length, mesh, is_zigzag(form))
     batch = {"positions": torch.arange(length).expand(rows, -1), **batch}
     return {key: value[:, held] for key, value in batch.items()}
 
 
 def gather_row(x: Tensor, dim: int, mesh: DeviceMesh, zigzag: bool) -> Tensor:
-    """All ranks' tokens in the row's order: seq / cp along `dim` becomes seq. Gradients are summed to the owners."""
+    """All ranks' tokens in the row's order: seq / cp along `dim` becomes seq. Gradients are summed
+    to the owners.
+    """
     return join_row(_all_gather(x.contiguous()[None], 0, mesh).unbind(), dim, zigzag)
 
 
@@ -119,11 +142,13 @@ def cut_row(row: Tensor, dim: int, size: int, zigzag: bool) -> list[Tensor]:
 
 
 def whole_row_mask(make_mask: Callable, mesh: DeviceMesh, form: str, zigzag: bool) -> Callable:
-    """`make_mask` for a rank that knows only its own tokens: the documents of the others are gathered, once a call."""
+    """`make_mask` for a rank that knows only its own tokens: the documents of the others are
+    gathered, once a call.
+    """
 
     def build(length, device, documents=None, **rule):
         if form == "allgather":
-            rule["q_positions"] = places(length, mesh, zigzag, device)
+            rule["q_positions"] = token_indices(length, mesh, zigzag, device)
         return make_mask(length, device, documents, **rule)
 
     build_once = cache(build)
@@ -137,19 +162,33 @@ def whole_row_mask(make_mask: Callable, mesh: DeviceMesh, form: str, zigzag: boo
 
 
 def attend_to_all_keys(
-    attend: Callable, mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor, mask, sinks: Tensor | None = None, *,
+    attend: Callable,
+    mesh: DeviceMesh,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask,
+    sinks: Tensor | None = None,
+    *,
     zigzag: bool,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """This rank's queries, all keys and values.
 
-    q, k, v: [batch, heads or kv_heads, seq / cp, head_dim]; sinks: [heads]. Returns [batch, heads, seq / cp, head_dim].
+    q, k, v: [batch, heads or kv_heads, seq / cp, head_dim]; sinks: [heads]. Returns [batch, heads,
+    seq / cp, head_dim].
     """
     row = gather_row(torch.cat([k, v], dim=-1), 2, mesh, zigzag)
     return attend(q, *row.split([k.shape[-1], v.shape[-1]], dim=-1), mask, sinks)
 
 
 def attend_with_own_heads(
-    attend: Callable, mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor, mask, sinks: Tensor | None = None
+    attend: Callable,
+    mesh: DeviceMesh,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """All queries, keys and values of 1 / cp of the heads. Shapes as in `attend_to_all_keys`."""
     q, k, v = (to_heads(x, 1, 2, mesh) for x in (q, k, v))
@@ -159,23 +198,35 @@ def attend_with_own_heads(
 
 
 def mix_own_groups(
-    mix: Callable, mesh: DeviceMesh, zigzag: bool, mixed: Tensor, dt: Tensor, documents: Tensor | None = None
+    mix: Callable,
+    mesh: DeviceMesh,
+    zigzag: bool,
+    mixed: Tensor,
+    dt: Tensor,
+    documents: Tensor | None = None,
 ) -> Tensor:
     """All tokens of 1 / cp of the groups of heads of Mamba-2.
 
-    mixed, dt: [batch, seq / cp, groups, ...], see `Mamba2.mix`; documents: int [batch, seq / cp]. Returns
-    [batch, seq / cp, groups, ...].
+    mixed, dt: [batch, seq / cp, groups, ...], see `Mamba2.mix`; documents: int [batch, seq / cp].
+    Returns [batch, seq / cp, groups, ...].
     """
     row = to_heads(torch.cat([mixed, dt], dim=-1), 2, 1, mesh, zigzag)
     if documents is not None:
         documents = gather_row(documents, 1, mesh, zigzag)
-    first, count = mesh.get_local_rank() * row.shape[2], row.shape[2]
-    y = mix(*row.split([mixed.shape[-1], dt.shape[-1]], dim=-1), documents, groups=slice(first, first + count))
+    first = mesh.get_local_rank() * row.shape[2]
+    count = row.shape[2]
+    y = mix(
+        *row.split([mixed.shape[-1], dt.shape[-1]], dim=-1),
+        documents,
+        groups=slice(first, first + count),
+    )
     return to_tokens(y, 2, 1, mesh, zigzag)
 
 
 def to_heads(x: Tensor, heads: int, row: int, mesh: DeviceMesh, zigzag: bool = False) -> Tensor:
-    """All-to-all: of dimension `heads` a part for each rank; what arrives makes the row along dimension `row`."""
+    """All-to-all: of dimension `heads` a part for each rank; what arrives makes the row along
+    dimension `row`.
+    """
     return join_row(_all_to_all(x.chunk(mesh.size(), heads), mesh), row, zigzag)
 
 

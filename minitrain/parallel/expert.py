@@ -1,30 +1,33 @@
-"""Expert parallelism (GShard, Lepikhin et al. 2020): every rank has some of the experts, and tokens travel to them.
+"""Expert parallelism (GShard, Lepikhin et al. 2020): ranks hold different experts, and tokens are sent to them.
 
-The ep ranks of a group each have tokens of their own, and E / ep neighbouring ones of the E experts. In a layer:
+Each of the ep ranks of a group has its own tokens, and E / ep consecutive experts of E. A layer:
 
-    choose    each rank routes its tokens; for each token and rank there are weights, or NOT_CHOSEN, of E / ep experts
-    send      a token goes to every rank that has one of its experts: once, however many of them it has there
-    expand    where it arrives it is copied for each of these experts, sorted by expert, and they compute
-    add up    the weighted outputs of its experts there, so that one row goes back for one that came
-    return    and its own rank adds up what the ranks send back
+    route      each rank's router chooses top_k experts per token, in a [tokens, ranks, E / ep] table of weights
+    dispatch   all-to-all: a token is sent once to every rank that has one of its experts, with its weights there
+    compute    there it is copied for each of these experts, sorted by expert, and the experts compute
+    sum        the outputs are weighted and summed there, so one row is returned for each row that came
+    combine    all-to-all back; the token's own rank sums the rows that the ranks return
 
-Cost: if a token goes to r other ranks, a rank sends, per layer and forward pass,
+Cost: a token that is sent to r other ranks takes, per layer and forward pass,
 
-    tokens x r x (2 width + E / ep) numbers      a row there and a row back, as wide as what experts see, and weights
+    r x (2 width + E / ep) numbers      a row there and a row back, as wide as the experts' input, and weights
 
-and as many in the backward pass; recomputation repeats the forward's. If all experts are equally likely, a given rank
-has none of a token's with probability q = C(E - E / ep, top_k) / C(E, top_k), so r = (ep - 1) (1 - q); if they are
-neighbours, as with the fake gate of benchmarks, r is about 1. A row per chosen expert would be r = top_k (ep - 1) / ep.
+and as many in the backward pass; recomputation repeats the forward's. If all experts are equally
+likely, a rank has none of a token's with probability q = C(E - E / ep, top_k) / C(E, top_k), so
+r = (ep - 1) (1 - q). If a token's experts are consecutive, as with the fake gate of benchmarks, r is
+about 1. One row per chosen expert would be r = top_k (ep - 1) / ep.
 
-How many rows a rank will receive only the senders know: one more all-to-all, of two numbers per rank, tells it, and
-there the host waits, once per layer. With the fake gate the numbers are known in advance and nothing waits. No token is
-dropped, no rows are padded, and a rank may get none at all. Either way a block compiles as one graph; on CUDA, torch
-2.11 cannot launch it for no rows (ZeroDivisionError; 2.13 can), so there a rank must get some.
+Only the senders know how many rows a rank receives. So one more all-to-all sends two numbers per
+rank, and the host waits for it, once per layer. With the fake gate the numbers are known in advance
+and nothing waits. No token is dropped, no row is padded, and a rank may get no rows at all. Either
+way a block compiles as one graph. On CUDA, torch 2.11 cannot launch it for no rows
+(ZeroDivisionError; 2.13 can), so there a rank must get some.
 
-Experts have a mesh of their own, (dp_replicate, dp_shard, ep). They are DTensors, split by expert over ep, which FSDP
-then shards along another dimension over dp_shard, the ranks that have the same experts. On this mesh data-, context-
-and tensor-parallel ranks are all alike: each has other tokens. Routers, shared experts and all else stay where they
-were. Left out: computing while sending, and reaching several ranks of a node through one of them.
+Experts have a mesh of their own, (dp_replicate, dp_shard, ep). They are DTensors, split by expert
+over ep. FSDP shards them along another dimension over dp_shard, the ranks with the same experts.
+On this mesh data-, context- and tensor-parallel ranks are alike: each has other tokens. Routers,
+shared experts and all else stay where they are. Left out: computing while sending, and reaching
+several ranks of a node through one of them.
 """
 
 from collections.abc import Callable
@@ -42,75 +45,102 @@ from torch.nn import Module
 
 from minitrain.models.moe import Experts, MoE
 from minitrain.models.router import Router
-from minitrain.parallel.parts import split_parameters, use_parts
+from minitrain.parallel.parts import split_parameters, use_local_tensors
 
-NOT_CHOSEN = -1.0  # where a weight would be, and none is negative
+# entry of the table for experts that a token is not routed to; no weight is negative
+NOT_CHOSEN = -1.0
 
 
 def expert_parallel(model: Module, mesh: DeviceMesh) -> None:
-    """Split the experts of a decoder, or of a stage, in place over the 1-D `mesh`. To be followed by FSDP."""
+    """Split the experts of a decoder, or of a pipeline stage, in place over the 1-D `mesh`.
+
+    FSDP follows. Sets the exchange point `MoE.dispatch`.
+    """
     for block in model.blocks:
         if isinstance(block.mlp, MoE):
             split_parameters(block.mlp.experts, mesh, Shard(0))
             block.register_forward_pre_hook(use_own_experts)
-            block.mlp.dispatch = partial(dispatch, mesh, sizes_of(block.mlp.gate, mesh))
+            block.mlp.dispatch = partial(dispatch, mesh, make_size_exchange(block.mlp.gate, mesh))
 
 
-@torch.compiler.disable  # as `use_parts`: so that compiled graphs take plain tensors
+# as `use_local_tensors`: so that compiled graphs take plain tensors
+@torch.compiler.disable
 def use_own_experts(block: Module, inputs: tuple) -> None:
-    """Let a block compute with this rank's experts, as a forward pre-hook that runs after FSDP's."""
-    use_parts(block.mlp.experts, inputs)
+    """Let a block compute with this rank's experts: a forward pre-hook, after FSDP's."""
+    use_local_tensors(block.mlp.experts, inputs)
 
 
-# ------------------------------------------------------------------------------------------------------------- dispatch
+# --- dispatch and combine
 
 
 def dispatch(
-    mesh: DeviceMesh, get_sizes: Callable, x: Tensor, indices: Tensor, weights: Tensor, experts: Experts
+    mesh: DeviceMesh,
+    get_sizes: Callable,
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    experts: Experts,
 ) -> Tensor:
-    """Each token's weighted sum over its experts, wherever they are.
+    """Return each token's weighted sum over its experts on all ranks, [tokens, width].
 
-    x: [tokens, width] of this rank; indices, weights: [tokens, top_k]. Every rank of `mesh` calls it with its own.
+    get_sizes: see `make_size_exchange`.
+    x: [tokens, width], this rank's tokens.
+    indices, weights: [tokens, top_k].
+    experts: this rank's.
+    All ranks of `mesh` call this together.
     """
     table = x.new_full((len(x), experts.num_experts), NOT_CHOSEN).scatter(1, indices, weights)
-    table = table.unflatten(1, (mesh.size(), -1))  # [tokens, ranks, experts of a rank]
+    # [tokens, ranks, experts of a rank]
+    table = table.unflatten(1, (mesh.size(), -1))
     chosen = table.detach() != NOT_CHOSEN
     sizes = get_sizes(chosen)
-    to_ranks = list_copies(chosen.any(-1), sum(sizes.sends))
-    rows = exchange(CopyRows.apply(x, to_ranks), mesh, sizes.sends, sizes.receives)  # [rows, width]
-    weights = exchange(at_copies(table, to_ranks), mesh, sizes.sends, sizes.receives)  # [rows, experts of this rank]
-    sums = expand(rows, weights, experts, sizes.pairs)  # [rows, width]
-    return AddRows.apply(exchange(sums, mesh, sizes.receives, sizes.sends), to_ranks)
+    routing = make_routing(chosen.any(-1), sum(sizes.sends))
+    # [received rows, width]
+    rows = exchange(GatherRows.apply(x, routing), mesh, sizes.sends, sizes.receives)
+    # [received rows, experts of this rank]
+    weights = exchange(select_pairs(table, routing), mesh, sizes.sends, sizes.receives)
+    # [received rows, width]
+    sums = compute(rows, weights, experts, sizes.pairs)
+    return ScatterAddRows.apply(exchange(sums, mesh, sizes.receives, sizes.sends), routing)
 
 
-def expand(rows: Tensor, weights: Tensor, experts: Experts, pairs: int) -> Tensor:
-    """Each row's weighted sum over the experts of this rank. weights: [rows, experts], `pairs` of them chosen."""
+def compute(rows: Tensor, weights: Tensor, experts: Experts, pairs: int) -> Tensor:
+    """Return each row's weighted sum over this rank's experts, [rows, width].
+
+    weights: [rows, experts of this rank], of which `pairs` are chosen.
+    """
     chosen = weights.detach() != NOT_CHOSEN
+    tokens_per_expert = chosen.sum(0)
     if weights.shape[1] == 1:
-        return experts(rows, weights.squeeze(1), chosen.sum(0))  # which is why the rows are here: no copies
-    to_experts = list_copies(chosen, pairs)
-    outputs = experts(CopyRows.apply(rows, to_experts), at_copies(weights, to_experts), chosen.sum(0))
-    return AddRows.apply(outputs, to_experts)
+        # every row was sent for the only expert: no copies
+        return experts(rows, weights.squeeze(1), tokens_per_expert)
+    routing = make_routing(chosen, pairs)
+    weights = select_pairs(weights, routing)
+    outputs = experts(GatherRows.apply(rows, routing), weights, tokens_per_expert)
+    return ScatterAddRows.apply(outputs, routing)
 
 
 def exchange(x: Tensor, mesh: DeviceMesh, sends: list[int], receives: list[int]) -> Tensor:
-    """[rows to rank 0, then to rank 1, ..., width] -> [rows from rank 0, ..., width]. Gradients are sent back."""
+    """Send rows by all-to-all; backward sends gradients back.
+
+    x: [rows to rank 0, then to rank 1, ..., width]. Returns [rows from rank 0, ..., width].
+    """
     return collectives.all_to_all_single_autograd(x, receives, sends, mesh)
 
 
-# --------------------------------------------------------------------------------------------------------------- sizes
+# --- sizes of the all-to-alls
 
 
 class Sizes(NamedTuple):
-    """What the host must know of a layer's all-to-alls."""
+    """The sizes of a layer's all-to-alls, on the host."""
 
     sends: list[int]  # rows to each rank
     receives: list[int]  # rows from each rank
-    pairs: int  # of received rows and experts of this rank
+    pairs: int  # pairs of received rows and this rank's experts
 
 
-def sizes_of(router: Router, mesh: DeviceMesh) -> Callable[[Tensor], Sizes]:
-    """How a rank learns the sizes from what it chose for its tokens: bool [tokens, ranks, experts of a rank]."""
+def make_size_exchange(router: Router, mesh: DeviceMesh) -> Callable[[Tensor], Sizes]:
+    """Return a function from chosen, bool [tokens, ranks, experts of a rank], to `Sizes`."""
     if router.config.fake_balanced_gate:
         known = router.top_k, router.num_experts, mesh.size(), mesh.get_local_rank()
         return lambda chosen: known_sizes(*known, len(chosen))
@@ -118,8 +148,9 @@ def sizes_of(router: Router, mesh: DeviceMesh) -> Callable[[Tensor], Sizes]:
 
 
 def exchange_sizes(mesh: DeviceMesh, chosen: Tensor) -> Sizes:
-    """Here are the one wait for the device and the one for what the other ranks chose."""
-    mine = torch.stack([chosen.any(-1).sum(0), chosen.sum((0, 2))], dim=1)  # [ranks, 2]: rows, pairs
+    """Exchange the sizes; waits for the device and for the other ranks' routing."""
+    # [ranks, 2]: rows, pairs
+    mine = torch.stack([chosen.any(-1).sum(0), chosen.sum((0, 2))], dim=1)
     theirs = collectives.all_to_all_single(mine, None, None, mesh)
     sends, receives, pairs = torch.stack([mine[:, 0], *theirs.unbind(1)]).tolist()
     return Sizes(sends, receives, sum(pairs))
@@ -127,72 +158,77 @@ def exchange_sizes(mesh: DeviceMesh, chosen: Tensor) -> Sizes:
 
 @torch.compiler.assume_constant_result
 def known_sizes(*case: int) -> Sizes:
-    """`balanced_sizes`, for the compiler, which does not look up what is cached but would trace it."""
+    """Call `balanced_sizes`: the compiler would trace a cached function, not look it up."""
     return balanced_sizes(*case)
 
 
 @cache
 def balanced_sizes(top_k: int, num_experts: int, ranks: int, rank: int, tokens: int) -> Sizes:
-    """The same without waiting, for the fake gate: all ranks choose alike for so many tokens, whatever those are."""
+    """Return the sizes for the fake gate: all ranks route alike, whatever their tokens are."""
     chosen = np.zeros((tokens, num_experts), dtype=bool)
-    np.put_along_axis(chosen, np.arange(tokens * top_k).reshape(tokens, top_k) % num_experts, True, axis=1)
+    indices = np.arange(tokens * top_k).reshape(tokens, top_k) % num_experts
+    np.put_along_axis(chosen, indices, True, axis=1)
     chosen = chosen.reshape(tokens, ranks, -1)
     sends = chosen.any(-1).sum(0).tolist()
     return Sizes(sends, [sends[rank]] * ranks, ranks * int(chosen[:, rank].sum()))
 
 
-# -------------------------------------------------------------------------------------------------------------- copies
+# --- gather and scatter-add of rows
 
 
-class Copies(NamedTuple):
-    """Which rows are copied to which targets, in the order of the targets: a sparse matrix and its transpose."""
+class Routing(NamedTuple):
+    """Pairs of rows and targets as a sparse matrix, sorted by target (CSC) and by row (CSR)."""
 
-    source: Tensor  # int64 [copies]: the row that a copy is of
-    target: Tensor  # int64 [copies]: where it is to go, ascending
-    place: Tensor  # int64 [copies]: the numbers of row 0's copies, then of row 1's, ...
-    first: Tensor  # int64 [rows]: where in `place` a row's begin
+    rows: Tensor  # int64 [pairs], sorted by target: the row of each pair
+    targets: Tensor  # int64 [pairs], ascending: the target of each pair
+    indices: Tensor  # int64 [pairs], sorted by row: the number of each pair in the order above
+    offsets: Tensor  # int64 [rows]: the start of each row in `indices`
 
 
-def list_copies(wanted: Tensor, total: int) -> Copies:
-    """wanted: bool [rows, targets], of which `total` are true, as the host must know to wait for nothing."""
-    target, source = torch.nonzero_static(wanted.T, size=total).unbind(1)
-    number = (wanted.T.reshape(-1).cumsum(0) - 1).view(wanted.T.shape)  # of the copy, where it is wanted
-    row, column = torch.nonzero_static(wanted, size=total).unbind(1)
+def make_routing(wanted: Tensor, pairs: int) -> Routing:
+    """Return the routing of a mask [rows, targets], of which `pairs` are true.
+
+    The host knows the number of pairs, so it does not wait for the device.
+    """
+    targets, rows = torch.nonzero_static(wanted.T, size=pairs).unbind(1)
+    # number of each wanted pair when sorted by target, [targets, rows]
+    number = (wanted.T.reshape(-1).cumsum(0) - 1).view(wanted.T.shape)
+    row, target = torch.nonzero_static(wanted, size=pairs).unbind(1)
     per_row = wanted.sum(1)
-    return Copies(source, target, number[column, row], per_row.cumsum(0) - per_row)
+    return Routing(rows, targets, number[target, row], per_row.cumsum(0) - per_row)
 
 
-def at_copies(table: Tensor, copies: Copies) -> Tensor:
-    """[rows, targets, ...] -> [copies, ...]: what the table says of each copy's row and target."""
-    return table.flatten(0, 1).index_select(0, copies.source * table.shape[1] + copies.target)
+def select_pairs(table: Tensor, routing: Routing) -> Tensor:
+    """Select the entries of a table [rows, targets, ...] for each pair: [pairs, ...]."""
+    return table.flatten(0, 1).index_select(0, routing.rows * table.shape[1] + routing.targets)
 
 
-def add_rows(x: Tensor, copies: Copies) -> Tensor:
-    """[copies, width] -> [rows, width]: the sum of each row's copies, without atomic additions; 0 if there are none."""
-    return F.embedding_bag(copies.place, x.detach(), copies.first, mode="sum")
+def scatter_add(x: Tensor, routing: Routing) -> Tensor:
+    """Sum x [pairs, width] by row: [rows, width], 0 for rows without pairs. Uses no atomics."""
+    return F.embedding_bag(routing.indices, x.detach(), routing.offsets, mode="sum")
 
 
-class CopyRows(torch.autograd.Function):
-    """[rows, width] -> [copies, width]. Backward is `AddRows`."""
-
-    @staticmethod
-    def forward(ctx, x, copies):
-        ctx.save_for_backward(*copies)
-        return x.index_select(0, copies.source)
+class GatherRows(torch.autograd.Function):
+    """Copy each pair's row: [rows, width] -> [pairs, width]. Backward is `ScatterAddRows`."""
 
     @staticmethod
-    def backward(ctx, grad):
-        return add_rows(grad, Copies(*ctx.saved_tensors)), None
-
-
-class AddRows(torch.autograd.Function):
-    """[copies, width] -> [rows, width]: the sum of each row's copies. Backward is `CopyRows`."""
-
-    @staticmethod
-    def forward(ctx, x, copies):
-        ctx.save_for_backward(*copies)
-        return add_rows(x, copies)
+    def forward(ctx, x, routing):
+        ctx.save_for_backward(*routing)
+        return x.index_select(0, routing.rows)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad.index_select(0, Copies(*ctx.saved_tensors).source), None
+        return scatter_add(grad, Routing(*ctx.saved_tensors)), None
+
+
+class ScatterAddRows(torch.autograd.Function):
+    """Sum each row's pairs: [pairs, width] -> [rows, width]. Backward is `GatherRows`."""
+
+    @staticmethod
+    def forward(ctx, x, routing):
+        ctx.save_for_backward(*routing)
+        return scatter_add(x, routing)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.index_select(0, Routing(*ctx.saved_tensors).rows), None

@@ -12,39 +12,55 @@ from minitrain.errors import InputError
 
 @dataclass(frozen=True)
 class Meshes:
-    """The same ranks, seen by what is split over them.
+    """The ranks as meshes, one for each way in which work is split over them.
 
-    Neighbouring ranks, which share the fastest links, are tensor-parallel; then come context, shards, replicas, stages.
+    Tensor-parallel ranks are neighbors, which share the fastest links. Then come context, shards,
+    replicas and pipeline stages.
     """
 
-    parameters: DeviceMesh  # 2-D (dp_replicate, dp_shard): copied over the first, sharded over the second, cp included
-    batch: DeviceMesh  # 1-D: the ranks that take different rows of a batch
-    loss: DeviceMesh  # 1-D, batch x cp: the ranks that see different tokens, whose losses add up
-    tokens: DeviceMesh  # 1-D, batch x cp x tp: the ranks that see different tokens between blocks, and in routers
-    row: DeviceMesh  # 1-D, cp x tp: those of them that share rows
+    # 2-D (dp_replicate, dp_shard): replicate over the first, shard over the second, which includes
+    # context-parallel ranks
+    parameters: DeviceMesh
+    # 1-D: ranks with different rows of a batch
+    batch: DeviceMesh
+    # 1-D, batch x cp: ranks with different tokens, whose losses are summed
+    loss: DeviceMesh
+    # 1-D, batch x cp x tp: ranks with different tokens between blocks, and in routers
+    tokens: DeviceMesh
+    # 1-D, cp x tp: ranks with tokens of the same rows
+    row: DeviceMesh
     cp: DeviceMesh
     tp: DeviceMesh
     pp: DeviceMesh
-    experts: DeviceMesh | None  # if ep > 1, 3-D (dp_replicate, dp_shard, ep): split over the last, sharded as above
+    # if ep > 1, 3-D (dp_replicate, dp_shard, ep): split over the last, else as `parameters`
+    experts: DeviceMesh | None
 
     @property
     def device(self) -> torch.device:
-        """This rank's: its CPU, or the GPU that is torch's current one."""
+        """Return this rank's device: its CPU, or torch's current GPU."""
         kind = self.tp.device_type
-        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        return torch.device(kind, torch.cuda.current_device() if kind == "cuda" else None)
 
 
 def build_meshes(
-    device_type: str, dp_replicate: int = 1, cp: int = 1, tp: int = 1, pp: int = 1, ep: int = 1, spare: int = 0
+    device_type: str,
+    dp_replicate: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    spare: int = 0,
 ) -> Meshes:
-    """Arrange the ranks of the running process group; those that the sizes leave shard the parameters.
+    """Arrange the ranks of the running process group; ranks not named by a size shard parameters.
 
-    spare: how many of the last ranks stand apart: they get meshes of the same shapes, which nothing uses.
-    FSDP wants its mesh and tensor parallelism's to be slices of one; meshes that cut the ranks otherwise stand apart.
+    spare: number of last ranks that take no part; they get meshes of the same shapes.
+    FSDP needs its mesh and tensor parallelism's to be slices of one mesh. Meshes that divide the
+    ranks otherwise are separate.
     """
     world = dist.get_world_size()
     ranks = world - spare
-    shards = ranks // (dp_replicate * tp * pp)  # context-parallel ranks share the work of holding parameters
+    # context-parallel ranks share the work of holding parameters
+    shards = ranks // (dp_replicate * tp * pp)
     rows = ranks // (cp * tp * pp)
 
     def grid(**sizes: int) -> DeviceMesh:
@@ -54,8 +70,10 @@ def build_meshes(
 
     for_parameters = grid(pp=pp, dp_replicate=dp_replicate, dp_shard=shards, tp=tp)
     # no public name; one all-reduce for the gradient norm, not two
-    loss, tokens = for_parameters["dp_shard"], for_parameters["dp_shard", "tp"]._flatten("shards")
-    if dp_replicate > 1:  # else these serve for both: each communicator takes memory of the GPU
+    loss = for_parameters["dp_shard"]
+    tokens = for_parameters["dp_shard", "tp"]._flatten("shards")
+    # else these serve for both: each communicator takes memory of the GPU
+    if dp_replicate > 1:
         loss = for_parameters["dp_replicate", "dp_shard"]._flatten("loss")
         tokens = for_parameters["dp_replicate", "dp_shard", "tp"]._flatten("tokens")
     for_rows = grid(pp=pp, batch=rows, cp=cp, tp=tp)
@@ -78,15 +96,19 @@ def build_meshes(
 
 
 def sum_over(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
-    """The sum of all ranks' tensors, in place."""
+    """Sum a tensor over the ranks of a mesh, in place, and return it."""
     if mesh.size() > 1:
         dist.all_reduce(tensor, group=mesh.get_group())
     return tensor
 
 
-def own_stretch(mesh: DeviceMesh, row: Tensor) -> Tensor:
-    """This rank's of the equal stretches of a row [batch, seq, ...]. Raises InputError if its ranks do not divide it:
-    messages of different lengths would end in a crash, or not at all."""
+def own_chunk(mesh: DeviceMesh, row: Tensor) -> Tensor:
+    """Return this rank's contiguous chunk of row [batch, seq, ...]: [batch, seq / ranks, ...].
+
+    Raises InputError if the ranks do not divide seq: collectives of unequal sizes crash or hang.
+    """
     if row.shape[1] % mesh.size():
-        raise InputError(f"a row of {row.shape[1]} tokens does not divide by {mesh.size()} ranks (use another size)")
+        raise InputError(
+            f"a row of {row.shape[1]} tokens does not divide by {mesh.size()} ranks (use another size)"
+        )
     return row.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]

@@ -1,23 +1,35 @@
-"""Parameters that are DTensors, in modules that compute with this rank's parts of them, plain tensors.
+"""Let modules compute with local tensors while their parameters are DTensors.
 
-FSDP can shard them once more and checkpoints store them whole; a block compiles as one graph.
+FSDP can shard the DTensors once more and checkpoints store full tensors. No operation is dispatched
+through DTensor on the host, and a block compiles as one graph.
 """
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.nn import Module
 
-RANK_DIM = {"lora_A": -2, "lora_B": -1}  # of adapters, which is not split where the matrix is
+# dimension of an adapter's rank: it is not split with the matrix
+RANK_DIM = {"lora_A": -2, "lora_B": -1}
 
 
-def split_parameters(module: Module, mesh: DeviceMesh, placement: Placement, start: str = "") -> None:
-    """Replace the module's own parameters, the same on all ranks, by DTensors that are placed so on `mesh`.
+def split_parameters(
+    module: Module, mesh: DeviceMesh, placement: Placement, start: str = ""
+) -> None:
+    """Replace a module's own parameters, equal on all ranks, by DTensors with `placement` on `mesh`.
 
-    start: only those whose names begin with it. Those that are DTensors already stay as they are.
-    Two kinds stay whole: of an adapter, the matrix whose split dimension is its rank; and a bias that lacks the split
-    dimension, which every rank adds: `module.added_by_all` is its name.
+    start: only parameters whose names begin so. DTensors stay as they are.
+    Two kinds are replicated instead: the matrix of an adapter whose split dimension would be its
+    rank, and a bias without the split dimension. Every rank adds that bias: its name becomes
+    `module.added_by_all`.
     """
     split = placement.dim if isinstance(placement, Shard) else None
     for name, parameter in list(module.named_parameters(recurse=False)):
@@ -32,19 +44,21 @@ def split_parameters(module: Module, mesh: DeviceMesh, placement: Placement, sta
         module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 
-@torch.compiler.disable  # so that compiled graphs take plain tensors: in torch 2.13 some fail on DTensors
-def use_parts(unit: Module, inputs: tuple) -> None:
-    """A forward pre-hook, after FSDP's: give the modules of `unit` plain tensors, this rank's parts, as parameters.
+# so that compiled graphs take plain tensors: with DTensors some fail in torch 2.13
+@torch.compiler.disable
+def use_local_tensors(unit: Module, inputs: tuple) -> None:
+    """Give the modules of `unit` local tensors as parameters: a forward pre-hook, after FSDP's.
 
-    They are attributes that hide the parameters of the same names. They stay, for recomputation in the backward pass,
-    and are views of what FSDP frees and gathers again.
+    The local tensors are attributes that shadow the parameters. They stay for recomputation in the
+    backward pass, and are views of what FSDP frees and gathers again.
     """
     for module in unit.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            # all ranks have such a parameter whole, and see its gradient for their own tokens or heads
-            gradients = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
+            # ranks see the gradient of a replicated parameter for their own tokens or heads only
+            gradients = [Partial() if p.is_replicate() else p for p in parameter.placements]
             part = parameter.to_local(grad_placements=gradients)
             if hasattr(module, "own_rows") and not name.endswith("lora_A"):
                 part = part[module.own_rows]
-            is_term = name == getattr(module, "added_by_all", None)
-            module.__dict__[name] = part / parameter.device_mesh.size() if is_term else part
+            if name == getattr(module, "added_by_all", None):
+                part = part / parameter.device_mesh.size()
+            module.__dict__[name] = part

@@ -1,11 +1,13 @@
-"""Pipeline parallelism (Huang et al. 2018): every rank has some of the layers, and micro-batches pass through them.
+"""Pipeline parallelism (Huang et al. 2018): every rank has some of the layers, and micro-batches
+pass through them.
 
-The model is cut into pp x vp stages; embedding and head count as a layer each, or the head as more (`head_layers`):
-with layers in FP8, a head of 128k words takes as long as two layers of Llama 3 70B, and all ranks wait for its rank.
-A stage sends its output to the next one and, in the backward pass, the gradient of its input to the one before.
-Which micro-batch a rank works on next is the schedule, from torch.distributed.pipelining. With n ranks, v stages on
-each, m micro-batches, F, I and W the time that one rank's layers take for a micro-batch's forward and its gradients
-with respect to inputs and weights:
+The model is cut into pp x vp stages; embedding and head count as a layer each, or the head as more
+(`head_layers`): with layers in FP8, a head of 128k words takes as long as two layers of Llama 3
+70B, and all ranks wait for its rank. A stage sends its output to the next one and, in the backward
+pass, the gradient of its input to the one before. Which micro-batch a rank works on next is the
+schedule, from torch.distributed.pipelining. With n ranks, v stages on each, m micro-batches, F, I
+and W the time that one rank's layers take for a micro-batch's forward and its gradients with
+respect to inputs and weights:
 
     schedule                idle time of a rank          micro-batches whose       from
                             (work: m (F + I + W))        activations are held
@@ -17,18 +19,20 @@ with respect to inputs and weights:
     ZBVZeroBubble           (n - 1) F / 2 if F = I = W   n                         Qi et al. 2023, section 6
     DualPipeV               (n - 1) F / 2 if F = I = W   n + 1/2                   DeepSeek-AI 2024, Qi et al. 2025
 
-Stages go round the ranks (stage s is on rank s mod n), except for the last two schedules, in which they go down the
-ranks and back up: rank 0 has the first and the last. The last three put off W to fill idle time.
+Stages go round the ranks (stage s is on rank s mod n), except for the last two schedules, in which
+they go down the ranks and back up: rank 0 has the first and the last. The last three put off W to
+fill idle time.
 
-Cost per micro-batch: each boundary between stages sends [micro, seq / cp / tp, hidden] forward and its gradient back,
-nothing else: the last stage computes the loss, every rank reads tokens and labels by itself. Gradients are reduced once
-a step and weights stay gathered over its micro-batches (ZeRO-2), since gathering anew for each would cost m times as
-much; with `reshard_after_forward`, only those of the three stages that a rank runs next: it has fewer whole, and
-gathers each up to m / n times forward and backward. torch keeps two buffers of a boundary's size per stage and
+Cost per micro-batch: each boundary between stages sends [micro, seq / cp / tp, hidden] forward and
+its gradient back, nothing else: the last stage computes the loss, every rank reads tokens and
+labels by itself. Gradients are reduced once a step and weights stay gathered over its micro-batches
+(ZeRO-2), since gathering anew for each would cost m times as much; with `reshard_after_forward`,
+only those of the three stages that a rank runs next: it has fewer whole, and gathers each up to m /
+n times forward and backward. torch keeps two buffers of a boundary's size per stage and
 micro-batch.
 
-Tied embeddings: the first stage owns the matrix. The last gets a copy before each step and sends its gradient back
-after it, so norms, optimizer and checkpoints see one parameter.
+Tied embeddings: the first stage owns the matrix. The last gets a copy before each step and sends
+its gradient back after it, so norms, optimizer and checkpoints see one parameter.
 
 Left out: skip connections between stages; balancing stages by measured time.
 """
@@ -36,7 +40,7 @@ Left out: skip connections between stages; balancing stages by measured time.
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -55,44 +59,61 @@ from torch.distributed.pipelining.schedules import (
 from torch.nn import Module
 
 from minitrain.parallel.agreement import gather
-from minitrain.parallel.shards import Slices, join, local, pieces, whole_piece
-from minitrain.settings import Parallel
+from minitrain.parallel.shards import Slices, assemble, cut_slices, full_slice, to_local
+
+if TYPE_CHECKING:
+    from minitrain.settings import Parallel
 
 Batch = dict[str, Tensor]
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-EMBEDDING = "model.embed_tokens.weight"  # on the last stage only where it is tied to the head, as a copy
+# on the last stage only where it is tied to the head, as a copy
+EMBEDDING = "model.embed_tokens.weight"
 
 # ------------------------------------------------------------------------------------------------------- who has what
 
 
 def rank_of(stage: int, ranks: int, v_shaped: bool) -> int:
-    """Which of the pipeline's ranks has a stage: 0 1 2 0 1 2 for three ranks with two stages each, or 0 1 2 2 1 0."""
+    """Which of the pipeline's ranks has a stage: 0 1 2 0 1 2 for three ranks with two stages each,
+    or 0 1 2 2 1 0.
+    """
     return min(stage, 2 * ranks - 1 - stage) if v_shaped else stage % ranks
 
 
-def cut(layers: int, stages: int, layers_per_stage: list[int] | None = None, head: int = 1) -> list[dict]:
-    """What each stage holds: `layers`, a range, and whether it is `first` and `last`, with embedding or head.
+def cut(
+    layers: int, stages: int, layers_per_stage: list[int] | None = None, head: int = 1
+) -> list[dict]:
+    """What each stage holds: `layers`, a range, and whether it is `first` and `last`, with
+    embedding or head.
 
-    layers_per_stage: how many of the layers + 2 slots (embedding, layers, head) each takes. By default equally many, of
-    which the head fills as many as `head` says; if they do not divide evenly, the first stage takes one more, then the
-    last ones.
+    layers_per_stage: how many of the layers + 2 slots (embedding, layers, head) each takes. By
+    default equally many, of which the head fills as many as `head` says; if they do not divide
+    evenly, the first stage takes one more, then the last ones.
     """
     each, more = divmod(layers + 1 + head, stages)
     longer = {0, *range(stages - more + 1, stages)} if more else ()
     even = [each + (stage in longer) for stage in range(stages)]
     slots = layers_per_stage or [*even[:-1], even[-1] - (head - 1)]
-    ends = list(accumulate(slots))  # layer i is in slot i + 1
+    # layer i is in slot i + 1
+    ends = list(accumulate(slots))
     return [
-        dict(layers=range(max(end - n - 1, 0), min(end - 1, layers)), first=end == n, last=end == layers + 2)
+        dict(
+            layers=range(max(end - n - 1, 0), min(end - 1, layers)),
+            first=end == n,
+            last=end == layers + 2,
+        )
         for n, end in zip(slots, ends, strict=True)
     ]
 
 
-def local_stages(parallel: Parallel, layers: int, rank: int) -> dict[int, dict]:
+def local_stages(parallel: "Parallel", layers: int, rank: int) -> dict[int, dict]:
     """What `cut` says of the stages that a rank of the pipeline has, by their number."""
     parts = cut(layers, parallel.pp * parallel.vp, parallel.layers_per_stage, parallel.head_layers)
     v_shaped = parallel.schedule in V_SHAPED
-    return {number: part for number, part in enumerate(parts) if rank_of(number, parallel.pp, v_shaped) == rank}
+    return {
+        number: part
+        for number, part in enumerate(parts)
+        if rank_of(number, parallel.pp, v_shaped) == rank
+    }
 
 
 class Pipeline(nn.Module):
@@ -101,41 +122,68 @@ class Pipeline(nn.Module):
     stages: by their number in the whole pipeline, laid out in all other ways already.
     mesh: 1-D, this pipeline's ranks; they call all methods together, except for those of nn.Module.
     tp: into how many parts a row is split between blocks. dtype: that of hidden states.
-    keeps_weights: keep the weights of all stages gathered for a step; else of the three that run next. A rank's only
+    keeps_weights: keep the weights of all stages gathered for a step; else of the three that run
+    next. A rank's only
         stage always keeps its own.
     """
 
     def __init__(
-        self, stages: dict[int, Module], schedule: str, mesh: DeviceMesh, tp: int, dtype: torch.dtype,
+        self,
+        stages: dict[int, Module],
+        schedule: str,
+        mesh: DeviceMesh,
+        tp: int,
+        dtype: torch.dtype,
         keeps_weights: bool,
-    ):  # fmt: skip
+    ):
         super().__init__()
-        self.stages = nn.ModuleDict({str(number): stage for number, stage in sorted(stages.items())})
+        self.stages = nn.ModuleDict(
+            {str(number): stage for number, stage in sorted(stages.items())}
+        )
         self.config = next(iter(stages.values())).config
-        self.group, self.rank = mesh.get_group(), mesh.get_local_rank()
-        self.tp, self.dtype, self.keeps_weights = tp, dtype, keeps_weights
+        self.group = mesh.get_group()
+        self.rank = mesh.get_local_rank()
+        self.tp = tp
+        self.dtype = dtype
+        self.keeps_weights = keeps_weights
         self.count = len(stages) * mesh.size()
-        self.ranks = [rank_of(number, mesh.size(), schedule in V_SHAPED) for number in range(self.count)]
-        self.schedule_class, self.schedule, self.scheduled_for = get_schedule_class(schedule), None, None
-        self.scheduled: list[Stage] = []  # the stages as that schedule knows them
+        self.ranks = [
+            rank_of(number, mesh.size(), schedule in V_SHAPED) for number in range(self.count)
+        ]
+        self.schedule_class = get_schedule_class(schedule)
+        self.schedule = None
+        self.scheduled_for = None
+        # the stages as that schedule knows them
+        self.scheduled: list[Stage] = []
 
     def named_parameters(self, **kwargs) -> Iterator[tuple[str, nn.Parameter]]:
         for stage in self.stages.values():
-            yield from ((name, p) for name, p in stage.named_parameters(**kwargs) if owns(stage, name))
+            yield from (
+                (name, p) for name, p in stage.named_parameters(**kwargs) if owns(stage, name)
+            )
 
     def state_dict(self, **kwargs) -> dict[str, Tensor]:
         stages = self.stages.values()
-        return {name: x for stage in stages for name, x in stage.state_dict(**kwargs).items() if owns(stage, name)}
+        return {
+            name: x
+            for stage in stages
+            for name, x in stage.state_dict(**kwargs).items()
+            if owns(stage, name)
+        }
 
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         next(iter(self.stages.values())).initialize_parameter(name, tensor, generator)
 
     def forward_backward(self, objective, batches: list[Batch], count: Tensor) -> Tensor:
-        """Add the gradients of the batches' loss sum / count to the parameters; returns that loss, on every rank."""
+        """Add the gradients of the batches' loss sum / count to the parameters; returns that loss,
+        on every rank.
+        """
         self.copy_tied_weight()
-        self.objective, self.batches = objective, batches
+        self.objective = objective
+        self.batches = batches
         if self.scheduled_for != (shapes := (len(batches), batches[0]["tokens"].shape)):
-            self.schedule, self.scheduled_for = self.new_schedule(), shapes
+            self.schedule = self.new_schedule()
+            self.scheduled_for = shapes
         losses = []
         self.schedule.step(target=count.expand(len(batches)), losses=losses, return_outputs=False)
         for stage in self.scheduled:
@@ -149,13 +197,16 @@ class Pipeline(nn.Module):
 
     @torch.no_grad()
     def outputs(self, objective, batches: list[Batch]) -> list[Tensor]:
-        """What the objective makes of each batch, on the last stage's rank; others get an empty list.
+        """What the objective makes of each batch, on the last stage's rank; others get an empty
+        list.
 
         In step t, stage s works on batch t - s, if there is one.
         """
         self.copy_tied_weight()
-        self.objective, self.batches = objective, batches
-        results, inputs = [], {}
+        self.objective = objective
+        self.batches = batches
+        results = []
+        inputs = {}
         for step in range(len(batches) + self.count - 1):
             outputs = {n: self.run(n, step - n, *inputs.get(n, ())) for n in self.working(step)}
             if self.count - 1 in outputs:
@@ -169,13 +220,19 @@ class Pipeline(nn.Module):
     def run(self, number: int, index: int, *hidden: Tensor) -> Tensor:
         """What a stage makes of a micro-batch: hidden states, or at the end the sum of losses.
 
-        The objective sees the stage as the model; from the second one on, hidden states come in place of its tokens.
+        The objective sees the stage as the model; from the second one on, hidden states come in
+        place of its tokens.
         """
-        stage, batch = self.stages[str(number)], self.batches[index]
-        return self.objective.loss(lambda tokens, **inputs: stage(*(hidden or (tokens,)), **inputs), batch)
+        stage = self.stages[str(number)]
+        batch = self.batches[index]
+        return self.objective.loss(
+            lambda tokens, **inputs: stage(*(hidden or (tokens,)), **inputs), batch
+        )
 
     def boundary(self) -> Tensor:
-        """What passes between stages, [micro, seq / cp / tp, hidden], without data. Tokens are split by cp already."""
+        """What passes between stages, [micro, seq / cp / tp, hidden], without data. Tokens are
+        split by cp already.
+        """
         micro, length = self.batches[0]["tokens"].shape
         shape = micro, length // self.tp, self.config.hidden_size
         return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
@@ -194,7 +251,8 @@ class Pipeline(nn.Module):
             stages[0] if one else stages,
             n_microbatches=len(self.batches),
             loss_fn=lambda loss, count: loss / count.squeeze(),
-            scale_grads=False,  # by the number of micro-batches, as if each had a mean loss of its own
+            # by the number of micro-batches, as if each had a mean loss of its own
+            scale_grads=False,
         )
         if dist.get_backend(self.group) == "fake":
             schedule._warmup_p2p = skip_vote
@@ -203,14 +261,22 @@ class Pipeline(nn.Module):
         return schedule
 
     def new_stage(self, number: int) -> "Stage":
-        hidden, loss = self.boundary(), torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
-        first, last = number == 0, number == self.count - 1
+        hidden = self.boundary()
+        loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
+        first = number == 0
+        last = number == self.count - 1
         return Stage(
-            partial(self.run, number), self.stages[str(number)], number, self.count, self.device,
-            input_args=() if first else (hidden,), output_args=(loss if last else hidden,), group=self.group,
+            partial(self.run, number),
+            self.stages[str(number)],
+            number,
+            self.count,
+            self.device,
+            input_args=() if first else (hidden,),
+            output_args=(loss if last else hidden,),
+            group=self.group,
             keeps_sends=not issubclass(self.schedule_class, PipelineScheduleSingle),
             splits_loss=torch.__version__ >= "2.13" and len(self.batches) > 1,
-        )  # fmt: skip
+        )
 
     def total(self, losses: list[Tensor]) -> Tensor:
         """The sum of what only the last stage's rank has, on every rank."""
@@ -225,23 +291,37 @@ class Pipeline(nn.Module):
         return [n for n in map(int, self.stages) if 0 <= step - n < len(self.batches)]
 
     def pass_on(self, outputs: dict[int, Tensor], coming: list[int]) -> dict[int, tuple[Tensor]]:
-        """Send each stage's output to the stage behind it; returns what comes for this rank's stages `coming`."""
+        """Send each stage's output to the stage behind it; returns what comes for this rank's
+        stages `coming`.
+        """
         here = {n + 1: output for n, output in outputs.items() if self.ranks[n + 1] == self.rank}
-        there = {n: torch.empty_like(self.boundary(), device=self.device) for n in coming if n not in here}
-        sends = [self.transfer(dist.isend, x, self.ranks[n + 1]) for n, x in outputs.items() if n + 1 not in here]
+        there = {
+            n: torch.empty_like(self.boundary(), device=self.device)
+            for n in coming
+            if n not in here
+        }
+        sends = [
+            self.transfer(dist.isend, x, self.ranks[n + 1])
+            for n, x in outputs.items()
+            if n + 1 not in here
+        ]
         receives = [self.transfer(dist.irecv, x, self.ranks[n - 1]) for n, x in there.items()]
         for work in dist.batch_isend_irecv(sends + receives) if sends + receives else []:
             work.wait()
         return {n: (x,) for n, x in (here | there).items()}
 
     def transfer(self, direction: Callable, tensor: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(direction, tensor.detach().contiguous(), group=self.group, group_peer=peer)
+        return dist.P2POp(
+            direction, tensor.detach().contiguous(), group=self.group, group_peer=peer
+        )
 
     # ----------------------------------------------------------------------------------------------- tied embeddings
 
     def tied_weights(self) -> tuple[nn.Parameter | None, nn.Parameter | None]:
         """The embedding and the last stage's copy of it; None for what another rank has."""
-        ends = (self.stages[str(n)] if self.ranks[n] == self.rank else None for n in (0, self.count - 1))
+        ends = (
+            self.stages[str(n)] if self.ranks[n] == self.rank else None for n in (0, self.count - 1)
+        )
         return tuple(stage and stage.get_parameter(EMBEDDING) for stage in ends)
 
     @torch.no_grad()
@@ -249,24 +329,34 @@ class Pipeline(nn.Module):
         """Give the last stage the embedding as it is now."""
         if self.config.tie_word_embeddings:
             first, last = self.tied_weights()
-            arrived = self.move(local(first), local(last), 0, self.count - 1)
+            arrived = self.move(to_local(first), to_local(last), 0, self.count - 1)
             if last is not None:
-                local(last).copy_(arrived)
+                to_local(last).copy_(arrived)
 
     @torch.no_grad()
     def add_tied_gradient(self) -> None:
         """Add the gradient of the last stage's copy to that of the embedding."""
         first, last = self.tied_weights() if self.config.tie_word_embeddings else (None, None)
         if any(p is not None and p.requires_grad for p in (first, last)):
-            arrived = self.move(local(last.grad if last is not None else None), local(first), self.count - 1, 0)
+            arrived = self.move(
+                to_local(last.grad if last is not None else None),
+                to_local(first),
+                self.count - 1,
+                0,
+            )
             if first is not None:
-                local(first.grad).add_(arrived)
+                to_local(first.grad).add_(arrived)
             if last is not None:
                 last.grad = None
 
-    def move(self, tensor: Tensor | None, like: Tensor | None, source: int, target: int) -> Tensor | None:
-        """`tensor` of the rank that has stage `source`, on the rank of stage `target`, where `like` has its shape."""
-        source, target = self.ranks[source], self.ranks[target]
+    def move(
+        self, tensor: Tensor | None, like: Tensor | None, source: int, target: int
+    ) -> Tensor | None:
+        """`tensor` of the rank that has stage `source`, on the rank of stage `target`, where `like`
+        has its shape.
+        """
+        source = self.ranks[source]
+        target = self.ranks[target]
         if self.rank == source != target:
             dist.send(tensor, group=self.group, group_dst=target)
         if self.rank == target != source:
@@ -276,8 +366,9 @@ class Pipeline(nn.Module):
 
     # ------------------------------------------------------------------------------------------------------- export
 
-    def whole_tensors(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor | None]]:
-        """All stages' tensors of `wanted` names, in the full model's order, whole on rank 0; None elsewhere.
+    def full_tensors(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor | None]]:
+        """All stages' tensors of `wanted` names, in the full model's order, whole on rank 0; None
+        elsewhere.
 
         A piece at a time is gathered from its stage's ranks and sent to the first.
         """
@@ -287,35 +378,49 @@ class Pipeline(nn.Module):
             for name, tensor in stage.state_dict().items()
             if owns(stage, name) and wanted(name)
         }
-        listing = [(number, name, pieces(x), x.shape, x.dtype) for name, (number, x) in mine.items()]
+        listing = [
+            (number, name, cut_slices(x), x.shape, x.dtype) for name, (number, x) in mine.items()
+        ]
         entries = [entry for listing in gather(listing, self.group) for entry in listing]
 
         def moved(number: int, name: str, where: Slices, like: Tensor) -> Tensor | None:
-            piece = whole_piece(mine[name][1], where).contiguous() if name in mine else None
+            piece = full_slice(mine[name][1], where).contiguous() if name in mine else None
             return self.move(piece, like[where], number, 0)
 
         for number, name, places, shape, dtype in sorted(entries, key=lambda entry: entry[0]):
             like = torch.empty(shape, dtype=dtype, device="meta")
-            yield name, join(((where, moved(number, name, where, like)) for where in places), shape, dtype)
+            yield (
+                name,
+                assemble(
+                    ((where, moved(number, name, where, like)) for where in places), shape, dtype
+                ),
+            )
 
 
 class Stage(PipelineStage):
     """torch's stage, whose forward pass is `compute(micro-batch's index, *hidden)`.
 
-    Tokens, labels and such do not go through torch, which on 2.11 cannot split a backward pass that has inputs without
-    gradients.
+    Tokens, labels and such do not go through torch, which on 2.11 cannot split a backward pass that
+    has inputs without gradients.
 
-    splits_loss: may the last stage's backward pass be split? Not in 2.11, which cannot split at an autograd.Function,
-    such as the loss; nor under FSDP, which takes the second pass through the loss for the end of a micro-batch,
-    converts the gradients known by then to the type it reduces in, and later refuses to add the others to them.
-    keeps_sends: torch's schedules of several stages keep every send, and with it what was sent, until the step ends. So
-    the stage starts its sends itself and forgets those that are done (NCCL tells; gloo only when one waits for them).
+    splits_loss: may the last stage's backward pass be split? Not in 2.11, which cannot split at an
+    autograd.Function, such as the loss; nor under FSDP, which takes the second pass through the
+    loss for the end of a micro-batch, converts the gradients known by then to the type it reduces
+    in, and later refuses to add the others to them.
+    keeps_sends: torch's schedules of several stages keep every send, and with it what was sent,
+    until the step ends. So the stage starts its sends itself and forgets those that are done (NCCL
+    tells; gloo only when one waits for them).
     """
 
-    def __init__(self, compute: Callable[..., Tensor], *args, keeps_sends: bool, splits_loss: bool, **kwargs):
+    def __init__(
+        self, compute: Callable[..., Tensor], *args, keeps_sends: bool, splits_loss: bool, **kwargs
+    ):
         super().__init__(*args, **kwargs)
-        self.compute, self.keeps_sends, self.is_split = compute, keeps_sends, splits_loss or not self.is_last
-        self.sends: list[dist.Work] = []  # that are not known to be done
+        self.compute = compute
+        self.keeps_sends = keeps_sends
+        self.is_split = splits_loss or not self.is_last
+        # that are not known to be done
+        self.sends: list[dist.Work] = []
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return self.start_sends(super().get_fwd_send_ops(fwd_chunk_id))
@@ -327,7 +432,9 @@ class Stage(PipelineStage):
         """Returns those that are left for the schedule to start."""
         if not self.keeps_sends:
             return operations
-        self.sends = [work for work in self.sends if not work.is_completed()] + _batch_p2p(operations)
+        self.sends = [work for work in self.sends if not work.is_completed()] + _batch_p2p(
+            operations
+        )
         return []
 
     def finish_sends(self) -> None:
@@ -335,39 +442,58 @@ class Stage(PipelineStage):
             work.wait()
         self.sends = []
 
-    def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, **options) -> Tensor:
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, **options
+    ) -> Tensor:
         self.index = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, (), {}, **options)
 
     def forward_maybe_with_nosync(self, *hidden: Tensor) -> Tensor:
         return self.compute(self.index, *hidden)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, loss=None, full_backward=True, last_backward=False) -> None:
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward or not self.is_split, last_backward)
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss=None, full_backward=True, last_backward=False
+    ) -> None:
+        super().backward_one_chunk(
+            bwd_chunk_id, loss, full_backward or not self.is_split, last_backward
+        )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward=False) -> None:
         if self.is_split:
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """torch 2.11 opens connections by messages, and gloo has none from a rank to itself, as a V would need."""
-        return super()._get_init_p2p_neighbors_ops() if dist.get_backend(self.group) == "nccl" else []
+        """torch 2.11 opens connections by messages, and gloo has none from a rank to itself, as a V
+        would need.
+        """
+        return (
+            super()._get_init_p2p_neighbors_ops() if dist.get_backend(self.group) == "nccl" else []
+        )
 
 
 def keep_weights(actions: list[_Action]) -> None:
-    """Of what a rank does in a step, leave out each stage's gathers but the first, and its releases but the last."""
-    gathers, releases = {}, {}
+    """Of what a rank does in a step, leave out each stage's gathers but the first, and its releases
+    but the last.
+    """
+    gathers = {}
+    releases = {}
     for index, action in enumerate(actions):
         if action.computation_type == UNSHARD:
             gathers.setdefault(action.stage_index, index)
         elif action.computation_type == RESHARD:
             releases[action.stage_index] = index
     kept = {*gathers.values(), *releases.values()}
-    actions[:] = [a for i, a in enumerate(actions) if i in kept or a.computation_type not in (UNSHARD, RESHARD)]
+    actions[:] = [
+        a
+        for i, a in enumerate(actions)
+        if i in kept or a.computation_type not in (UNSHARD, RESHARD)
+    ]
 
 
 def skip_vote(stages: list[Stage], *args) -> None:
-    """torch 2.13 lets the ranks vote on whether shapes are known; a fake process group does not answer."""
+    """torch 2.13 lets the ranks vote on whether shapes are known; a fake process group does not
+    answer.
+    """
     from torch.distributed.pipelining._utils import InferenceMode  # new in 2.13
 
     for stage in stages:

@@ -1,4 +1,4 @@
-"""Find a rank's shard of a DTensor, and gather full tensors, whole or piece by piece."""
+"""Find a rank's shard of a DTensor, and gather full tensors, at once or slice by slice."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -9,70 +9,90 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn import Module
 
-Slices = tuple[slice, ...]  # a part of a tensor: one slice per dimension, with start and stop
+# part of a tensor: one slice per dimension, with start and stop
+Slices = tuple[slice, ...]
 
 
-def owned(parameter: Tensor) -> tuple[Tensor, Slices]:
-    """This rank's part of a parameter, and where it lies in the whole: `whole[slices]` has the part's shape.
+def local_shard(tensor: Tensor) -> tuple[Tensor, Slices]:
+    """Return this rank's shard of a tensor and its slices of the full tensor.
 
-    A plain tensor is all of itself. Writing to the part writes to the parameter.
+    Writing to the shard writes to the tensor. A plain tensor is a shard of itself.
     """
-    if not isinstance(parameter, DTensor):
-        return all_of(parameter)
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return parameter.to_local(), tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+    if not isinstance(tensor, DTensor):
+        return all_slices(tensor)
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tensor.to_local(), tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
 
-def local(tensor: Tensor | None) -> Tensor | None:
-    """This rank's part of a tensor alone, which is faster than `owned`: where it lies takes time to find out."""
+def to_local(tensor: Tensor | None) -> Tensor | None:
+    """Return this rank's shard alone, which is faster than `local_shard`."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_tensors(model: Module, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor | None]]:
-    """The model's tensors of `wanted` names, one at a time, whole on rank 0; None elsewhere. All ranks iterate."""
-    for name, shard in model.state_dict().items():  # after a forward pass some parameters() are whole, in bf16
+def full_tensors(
+    model: Module, wanted: Callable[[str], bool]
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield the model's tensors of `wanted` names, full on rank 0, None elsewhere.
+
+    All ranks iterate together.
+    """
+    # parameters() may be gathered, in bf16, after a forward pass; state_dict() has the shards
+    for name, shard in model.state_dict().items():
         if wanted(name):
-            parts = ((where, whole_piece(shard, where)) for where in pieces(shard))
-            yield name, join(parts, shard.shape, shard.dtype)
+            parts = ((where, full_slice(shard, where)) for where in cut_slices(shard))
+            yield name, assemble(parts, shard.shape, shard.dtype)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The full tensor, gathered from all ranks' parts. All ranks call it together."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather the full tensor from all ranks, which call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_piece(tensor: Tensor, where: Slices) -> Tensor:
-    """`whole(tensor)[where]` for one of its `pieces`, of which alone the parts are gathered."""
+def full_slice(tensor: Tensor, where: Slices) -> Tensor:
+    """Gather full_tensor(tensor)[where], for `where` of `cut_slices`, and nothing else."""
     if not isinstance(tensor, DTensor):
         return tensor[where]
-    part, like = tensor.to_local()[where].contiguous(), torch.empty(tensor.shape, device="meta")[where].contiguous()
-    piece = DTensor.from_local(part, tensor.device_mesh, tensor.placements, shape=like.shape, stride=like.stride())
+    part = tensor.to_local()[where].contiguous()
+    like = torch.empty(tensor.shape, device="meta")[where].contiguous()
+    piece = DTensor.from_local(
+        part, tensor.device_mesh, tensor.placements, shape=like.shape, stride=like.stride()
+    )
     return piece.full_tensor()
 
 
-def pieces(tensor: Tensor, most: int = 1 << 30) -> list[Slices]:
-    """Pieces of a tensor, of about `most` bytes, to be gathered one at a time: a stack of experts can be larger than
-    what a GPU has free. Cut along the longest dimension that is not sharded; if all are, there is one piece."""
-    _, everything = all_of(tensor)
-    split = {p.dim for p in getattr(tensor, "placements", ()) if isinstance(p, Shard)}
-    dim = max((d for d in range(tensor.ndim) if d not in split), key=lambda d: tensor.shape[d], default=None)
-    if dim is None or tensor.numel() * tensor.itemsize <= most:
+def cut_slices(tensor: Tensor, most: int = 1 << 30) -> list[Slices]:
+    """Cut a tensor into slices of about `most` bytes, to gather one after the other.
+
+    A stack of experts can be larger than the free memory of a GPU. The cut is along the longest
+    dimension that is not sharded; if all are, there is one slice.
+    """
+    _, everything = all_slices(tensor)
+    sharded = {p.dim for p in getattr(tensor, "placements", ()) if isinstance(p, Shard)}
+    dims = [dim for dim in range(tensor.ndim) if dim not in sharded]
+    size = tensor.numel() * tensor.itemsize
+    if not dims or size <= most:
         return [everything]
+    dim = max(dims, key=lambda dim: tensor.shape[dim])
     length = tensor.shape[dim]
-    step = max(1, length * most // (tensor.numel() * tensor.itemsize))
+    step = max(1, length * most // size)
     cuts = [slice(i, min(i + step, length)) for i in range(0, length, step)]
     return [(*everything[:dim], cut, *everything[dim + 1 :]) for cut in cuts]
 
 
-def join(parts: Iterable[tuple[Slices, Tensor | None]], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-    """The tensor that gathered pieces make up, on rank 0 in the host's memory; other ranks take them and get None."""
+def assemble(
+    parts: Iterable[tuple[Slices, Tensor | None]], shape: torch.Size, dtype: torch.dtype
+) -> Tensor | None:
+    """Put gathered slices together, on rank 0 in host memory; other ranks get None."""
     result = torch.empty(shape, dtype=dtype) if dist.get_rank() == 0 else None
+    # all ranks iterate: the parts are gathered on the way
     for where, part in parts:
         if result is not None:
             result[where] = part
     return result
 
 
-def all_of(tensor: Tensor) -> tuple[Tensor, Slices]:
-    """A tensor, and where it lies in itself: what a process that has all of it passes as its part."""
+def all_slices(tensor: Tensor) -> tuple[Tensor, Slices]:
+    """Return a tensor and the slices of all of it: the `local_shard` of an unsharded tensor."""
     return tensor, tuple(slice(0, n) for n in tensor.shape)

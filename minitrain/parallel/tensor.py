@@ -1,10 +1,11 @@
-"""Tensor and sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022): every matrix is split over tp ranks.
+"""Tensor and sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022): every matrix is
+split over tp ranks.
 
-In a block, the first matrices (q, k, v, gate, up) are split by output (column-parallel): each rank has some heads, or
-some channels of the MLP, and computes them from all tokens. The last ones (o, down) are split by input (row-parallel),
-so a rank's product is one term of a sum over ranks. In between nothing is exchanged. Norms and the residual stream
-treat each token by itself, so there a rank has seq / tp of every row instead; the sum over ranks and that split are one
-reduce-scatter.
+In a block, the first matrices (q, k, v, gate, up) are split by output (column-parallel): each rank
+has some heads, or some channels of the MLP, and computes them from all tokens. The last ones (o,
+down) are split by input (row-parallel), so a rank's product is one term of a sum over ranks. In
+between nothing is exchanged. Norms and the residual stream treat each token by itself, so there a
+rank has seq / tp of every row instead; the sum over ranks and that split are one reduce-scatter.
 
     [batch, seq / tp, hidden]                                            in the backward pass
       norm                      every rank has the whole weight          its gradient is a sum over ranks
@@ -14,37 +15,42 @@ reduce-scatter.
       o | down                  columns of the weight, Shard(1)
       reduce-scatter            -> [batch, seq / tp, hidden]             all-gather
 
-Embedding and head are split by vocabulary. A rank embeds the tokens that it has rows for, and the reduce-scatter adds
-the others' zeros. The last norm's output is gathered for the head, whose loss needs three numbers per token from each
-rank (training/loss.py), never the logits of the whole vocabulary.
+Embedding and head are split by vocabulary. A rank embeds the tokens that it has rows for, and the
+reduce-scatter adds the others' zeros. The last norm's output is gathered for the head, whose loss
+needs three numbers per token from each rank (training/loss.py), never the logits of the whole
+vocabulary.
 
-Cost per layer: 2 all-gathers and 2 reduce-scatters forward and the same backward, each moving (tp - 1) / tp of the
-bytes of [batch, seq, hidden] per rank; around the layers, one of each per direction. Full recomputation repeats the
-forward's, but for the last reduce-scatter. Gradients of norms are all-reduced whenever gradients are reduced: they are
-marked as partial sums, and FSDP adds them up.
+Cost per layer: 2 all-gathers and 2 reduce-scatters forward and the same backward, each moving (tp -
+1) / tp of the bytes of [batch, seq, hidden] per rank; around the layers, one of each per direction.
+Full recomputation repeats the forward's, but for the last reduce-scatter. Gradients of norms are
+all-reduced whenever gradients are reduced: they are marked as partial sums, and FSDP adds them up.
 
-Other parts of a block follow the same scheme, which for each starts and ends with a rank's own tokens:
+Other parts of a block follow the same scheme, which for each starts and ends with a rank's own
+tokens:
 
     latent attention   projections to latents and their norms are whole, and latents are gathered, not what they are
                        made from: 0.3 of the bytes in DeepSeek-V3; from there on, heads / tp
     Mamba-2            groups of heads / tp, with all that they need; the convolution and the norm stay within a group
     experts            every rank has channels / tp of all experts; tokens are gathered with the experts they go to. The
-                       router, and projections to what experts see, are whole and get a rank's own tokens. So do
-                       experts under expert parallelism, which has then split them already
+                       router, and projections to what experts see, are whole and get a rank's own
+                       tokens. So do experts under expert parallelism, which has then split them
+                       already
     shared experts     as an MLP, with an all-gather and a reduce-scatter of their own
 
-If there are more ranks than key-value heads, k and v are whole on all of them, and each uses the rows of one head, the
-one that its queries attend to; gradients of these rows are sums over the ranks that use them.
+If there are more ranks than key-value heads, k and v are whole on all of them, and each uses the
+rows of one head, the one that its queries attend to; gradients of these rows are sums over the
+ranks that use them.
 
 Biases of matrices that are split by input must be added once: every rank adds 1 / tp of them.
 
-With FP8 (models/fp8.py) an all-gather moves half the bytes where nothing reads what comes but FP8 products: inputs of
-q, k, v, gate and up go as e4m3, gradients of what o and down return as e5m2, unless there are adapters, or a bias whose
-gradient is their sum. The ranks first compare their largest elements, one number each, for the scale that the whole
-tensor would have. So the products get the same FP8 numbers as without, and each rank rounds only its own tokens.
+With FP8 (models/fp8.py) an all-gather moves half the bytes where nothing reads what comes but FP8
+products: inputs of q, k, v, gate and up go as e4m3, gradients of what o and down return as e5m2,
+unless there are adapters, or a bias whose gradient is their sum. The ranks first compare their
+largest elements, one number each, for the scale that the whole tensor would have. So the products
+get the same FP8 numbers as without, and each rank rounds only its own tokens.
 
-Parameters are DTensors, and modules compute with their rank's parts of them (parts.py). Left out: fewer Mamba groups
-than ranks, and uneven parts, which run/parallel_checks.py refuses.
+Parameters are DTensors, and modules compute with their local tensors (parts.py). Left out: fewer
+Mamba groups than ranks, and uneven parts, which run/parallel_checks.py refuses.
 """
 
 import warnings
@@ -60,17 +66,24 @@ from torch.nn import Module
 
 from minitrain.errors import InputError
 from minitrain.models.quantize import E4M3, E5M2, cast, dequantize, largest, power_of_two_scale
-from minitrain.parallel.parts import split_parameters, use_parts
+from minitrain.parallel.parts import split_parameters, use_local_tensors
 
 
 def split_block(
-    block: Module, mesh: DeviceMesh, column: tuple[str, ...], row: tuple[str, ...], parts: Iterable[Module]
+    block: Module,
+    mesh: DeviceMesh,
+    column: tuple[str, ...],
+    row: tuple[str, ...],
+    parts: Iterable[Module],
 ) -> None:
-    """Split a block in place over the 1-D `mesh`; between blocks hidden states are [batch, seq / tp, hidden] then.
+    """Split a block in place over the 1-D `mesh`; between blocks hidden states are [batch, seq /
+    tp, hidden] then.
 
-    column, row: how the names of column-parallel and row-parallel modules end; what is not named stays whole.
-    Outputs of row-parallel modules are terms of a sum over ranks, which a reduce-scatter adds up.
-    parts: those of the block, such as attention and MLP, whose first input is gathered: [batch, seq, hidden].
+    column, row: how the names of column-parallel and row-parallel modules end; what is not named
+    stays whole. Outputs of row-parallel modules are terms of a sum over ranks, which a
+    reduce-scatter adds up.
+    parts: those of the block, such as attention and MLP, whose first input is gathered: [batch,
+    seq, hidden].
     """
     gather, scatter = collectives(mesh)
     for name, module in block.named_modules():
@@ -83,13 +96,17 @@ def split_block(
             split_parameters(module, mesh, Replicate())
     for part in parts:
         part.register_forward_pre_hook(partial(gather_input, gather, row))
-    block.register_forward_pre_hook(use_parts)
+    block.register_forward_pre_hook(use_local_tensors)
 
 
 def gather_input(gather: Callable, row: tuple[str, ...], part: Module, inputs: tuple) -> tuple:
-    """Gather the input of a part, as a forward pre-hook. row: name suffixes of its row-parallel Linears."""
+    """Gather the input of a part, as a forward pre-hook. row: name suffixes of its row-parallel
+    Linears.
+    """
     first = (module for name, module in part.named_modules() if not name.endswith(row))
-    in_fp8 = all(only_multiplies_in_fp8(module) for module in first if isinstance(module, nn.Linear))
+    in_fp8 = all(
+        only_multiplies_in_fp8(module) for module in first if isinstance(module, nn.Linear)
+    )
     return gather(inputs[0], in_fp8), *inputs[1:]
 
 
@@ -109,16 +126,21 @@ def split_embedding(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
 
 
 def split_last_norm(norm: Module, mesh: DeviceMesh) -> None:
-    """Let the norm before the head take [batch, seq / tp, hidden] and return [batch, seq, hidden]."""
+    """Let the norm before the head take [batch, seq / tp, hidden] and return [batch, seq,
+    hidden].
+    """
     gather, _ = collectives(mesh)
     split_parameters(norm, mesh, Replicate())
-    norm.register_forward_pre_hook(use_parts)
+    norm.register_forward_pre_hook(use_local_tensors)
     norm.register_forward_hook(lambda module, inputs, output: gather(output))
 
 
 def embed(embedding: nn.Embedding, mesh: DeviceMesh, scatter: Callable, tokens: Tensor) -> Tensor:
-    """Embed those of `tokens` [batch, seq] that this rank has, add all ranks'. Returns [batch, seq / tp, hidden]."""
-    weight = embedding.weight.to_local()  # [vocab / tp, hidden]
+    """Embed those of `tokens` [batch, seq] that this rank has, add all ranks'. Returns [batch, seq
+    / tp, hidden].
+    """
+    # [vocab / tp, hidden]
+    weight = embedding.weight.to_local()
     rows = tokens - mesh.get_local_rank() * len(weight)
     mine = (rows >= 0) & (rows < len(weight))
     return scatter(torch.where(mine[..., None], F.embedding(rows * mine, weight), 0))
@@ -128,23 +150,28 @@ def embed(embedding: nn.Embedding, mesh: DeviceMesh, scatter: Callable, tokens: 
 
 
 def overlap_collectives(mesh: DeviceMesh) -> None:
-    """Let the compiler cut a collective and the matrix product next to it into pieces, and overlap them (CUDA only).
+    """Let the compiler cut a collective and the matrix product next to it into pieces, and overlap
+    them (CUDA only).
 
     Holds for everything that this process compiles from now on. See `check_overlap`.
     """
     import torch._inductor.config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-    torch._inductor.config._micro_pipeline_tp = True  # the option has no public name
+    # the option has no public name
+    torch._inductor.config._micro_pipeline_tp = True
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 says that there is no need, and its pass still asks
+        # torch 2.13 says that there is no need, and its pass still asks
+        warnings.simplefilter("ignore", FutureWarning)
         enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
 def check_overlap(step: Callable[[], list[Tensor]]) -> None:
-    """Raises InputError if `step`, compiled, returns other tensors than without the compiler: 2.12 was silently wrong.
+    """Raises InputError if `step`, compiled, returns other tensors than without the compiler: 2.12
+    was silently wrong.
 
-    Other: norm(difference) / norm(expected) is above 0.05. bf16 differs by 0.01, a lost piece by far more.
+    Other: norm(difference) / norm(expected) is above 0.05. bf16 differs by 0.01, a lost piece by
+    far more.
     """
     with torch.compiler.set_stance("force_eager"):
         expected = step()
@@ -161,11 +188,14 @@ def check_overlap(step: Callable[[], list[Tensor]]) -> None:
 
 
 def collectives(mesh: DeviceMesh) -> tuple[Callable, Callable]:
-    """all_gather and reduce_scatter of dimension 1 over `mesh`, both differentiable; each is the other's backward.
+    """all_gather and reduce_scatter of dimension 1 over `mesh`, both differentiable; each is the
+    other's backward.
 
-    A second argument of either says whether all that reads what its all-gather returns are FP8 products.
+    A second argument of either says whether all that reads what its all-gather returns are FP8
+    products.
     """
-    size, name = mesh.size(), mesh.get_group().group_name
+    size = mesh.size()
+    name = mesh.get_group().group_name
     return (
         lambda x, in_fp8=False: AllGather.apply(x, size, name, in_fp8),
         lambda x, in_fp8=False: ReduceScatter.apply(x, size, name, in_fp8),
@@ -173,7 +203,9 @@ def collectives(mesh: DeviceMesh) -> tuple[Callable, Callable]:
 
 
 class AllGather(torch.autograd.Function):
-    """[batch, seq / tp, hidden] -> [batch, seq, hidden]. What a rank computes from it gives a part of the gradient."""
+    """[batch, seq / tp, hidden] -> [batch, seq, hidden]. What a rank computes from it gives a part
+    of the gradient.
+    """
 
     @staticmethod
     def forward(ctx, x, size, name, in_fp8):
@@ -186,36 +218,49 @@ class AllGather(torch.autograd.Function):
 
 
 class ReduceScatter(torch.autograd.Function):
-    """[batch, seq, hidden], a term of the sum over ranks -> [batch, seq / tp, hidden], of the sum."""
+    """[batch, seq, hidden], a term of the sum over ranks -> [batch, seq / tp, hidden], of the
+    sum.
+    """
 
     @staticmethod
     def forward(ctx, x, size, name, in_fp8):
-        ctx.group, ctx.in_fp8 = (size, name), in_fp8
+        ctx.group = (size, name)
+        ctx.in_fp8 = in_fp8
         return reduce_scatter(x, size, name)
 
     @staticmethod
     def backward(ctx, grad):
-        gathered = all_gather_fp8(grad, *ctx.group, E5M2) if ctx.in_fp8 else all_gather(grad, *ctx.group)
+        gathered = (
+            all_gather_fp8(grad, *ctx.group, E5M2) if ctx.in_fp8 else all_gather(grad, *ctx.group)
+        )
         return gathered, None, None, None
 
 
-# The operators behind torch.distributed's functional collectives, whose public names differ between 2.11 and 2.13.
-# With one row, the usual case in long training, gathering concatenates already: no copy is made to bring rows together.
-# With more, these are the forms that the compiler's pass for `overlap_collectives` knows; with one, it finds those in
-# front of a product in the backward pass, and those behind one in the forward pass.
+# The operators behind torch.distributed's functional collectives, whose public names differ between
+# 2.11 and 2.13. With one row, the usual case in long training, gathering concatenates already: no
+# copy is made to bring rows together. With more, these are the forms that the compiler's pass for
+# `overlap_collectives` knows; with one, it finds those in front of a product in the backward pass,
+# and those behind one in the forward pass.
 _ops = torch.ops._c10d_functional
 
 
 def all_gather(x: Tensor, size: int, name: str) -> Tensor:
     batch, length, hidden = x.shape
     if batch > 1:
-        return torch.cat(_ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, name)).split(batch), dim=1)
-    row = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous().view(length, hidden), size, name))
+        return torch.cat(
+            _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, name)).split(batch),
+            dim=1,
+        )
+    row = _ops.wait_tensor(
+        _ops.all_gather_into_tensor(x.contiguous().view(length, hidden), size, name)
+    )
     return row.view(1, size * length, hidden)
 
 
 def all_gather_fp8(x: Tensor, size: int, name: str, dtype: torch.dtype) -> Tensor:
-    """What an FP8 product makes of the gathered x, in the type of x: rounding it once more, as that does, is exact."""
+    """What an FP8 product makes of the gathered x, in the type of x: rounding it once more, as that
+    does, is exact.
+    """
     amax = _ops.wait_tensor(_ops.all_reduce(largest(x), "max", name))
     scale = power_of_two_scale(amax, dtype)
     gathered = all_gather(cast(x, scale, dtype).view(torch.uint8), size, name)
@@ -227,6 +272,9 @@ def reduce_scatter(x: Tensor, size: int, name: str) -> Tensor:
     if batch > 1:
         parts = torch.cat(x.split(length // size, dim=1))
         return _ops.wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", size, name))
-    total = _ops.wait_tensor(_ops.reduce_scatter_tensor(x.contiguous().view(length, hidden), "sum", size, name))
-    # not registered as a view: FSDP warns of those where a pipeline's first stage is the embedding and returns this
+    total = _ops.wait_tensor(
+        _ops.reduce_scatter_tensor(x.contiguous().view(length, hidden), "sum", size, name)
+    )
+    # not registered as a view: FSDP warns of those where a pipeline's first stage is the embedding
+    # and returns this
     return torch.ops.aten._unsafe_view(total, (1, length // size, hidden))

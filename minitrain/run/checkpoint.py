@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 
 from minitrain.errors import InputError
 from minitrain.parallel.agreement import gather
-from minitrain.parallel.shards import pieces, whole_piece
+from minitrain.parallel.shards import cut_slices, full_slice
 from minitrain.run.checkpoint_files import (
     INDEX,
     IndexedReader,

@@ -23,7 +23,7 @@ from minitrain.models.lora import is_adapter
 from minitrain.models.router import update_selection_bias
 from minitrain.parallel.agreement import FOR_EVER, check_same, code_digests, flatten, gather
 from minitrain.parallel.mesh import Meshes, build_meshes
-from minitrain.parallel.shards import local, owned
+from minitrain.parallel.shards import local_shard, to_local
 from minitrain.parallel.tensor import check_overlap
 from minitrain.run import watch
 from minitrain.run.determinism import be_deterministic
@@ -131,12 +131,12 @@ def fill_weights(config: Config, model: Module) -> None:
     values.
     """
     if config.model.path:
-        load_weights(model, config.model.path, owned)
+        load_weights(model, config.model.path, local_shard)
         initialize(model, config.seed, is_adapter)
     else:
         initialize(model, config.seed)
     if config.lora and config.lora.path:
-        fill_adapters(model, config.lora, config.lora.path, owned)
+        fill_adapters(model, config.lora, config.lora.path, local_shard)
 
 
 def trial_step(trainer: Trainer) -> list[Tensor]:

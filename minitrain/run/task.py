@@ -22,7 +22,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from minitrain.parallel.agreement import rank_0_says
+from minitrain.parallel.agreement import broadcast_flag
 from minitrain.run.checkpoint import saved_despite_errors
 from minitrain.run.health import Health
 from minitrain.run.metrics import MetricsLog, open_log
@@ -42,7 +42,7 @@ def run_task(task, config: Config, folder: Path) -> None:
     ):
         for line in task.about():
             log.say(line)
-        if rank_0_says(log.lacks_last):
+        if broadcast_flag(log.lacks_last):
             task.finish(task.last, log, lambda: "")
             log.step(task.last)
         health = Health(
@@ -69,7 +69,7 @@ def run_steps(steps: Iterator[dict[str, Any]], task, config: Config, log: Metric
         for numbers in steps:
             due = is_due(numbers["step"], every, config.steps)
             stop = stopping()
-            saves = due or stop or rank_0_says(0 < seconds <= time.monotonic() - saved_at)
+            saves = due or stop or broadcast_flag(0 < seconds <= time.monotonic() - saved_at)
             if saves:  # before anything else that may fail
                 save(task, numbers, log)
                 saved_at = time.monotonic()

@@ -36,7 +36,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from minitrain.errors import tell_torchrun
-from minitrain.parallel.agreement import broadcast, rank_0_says
+from minitrain.parallel.agreement import broadcast, broadcast_flag
 
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, times
 VERDICT = 10.0  # seconds after which a rank whose collective has failed takes it for no other rank's death
@@ -94,7 +94,7 @@ def until_signal() -> Iterator[Callable[[], str]]:
                 store.set(name, str(number))
             elif dist.get_rank() == 0 and store.check([name]):
                 number = int(store.get(name))
-        number = rank_0_says(number)
+        number = broadcast_flag(number)
         return signal.Signals(number).name if number else ""
 
     # by signal.signal, which also says what was before

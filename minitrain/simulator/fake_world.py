@@ -29,10 +29,10 @@ from minitrain.models.attention import Mask, apply_sinks, attention, make_mask
 from minitrain.models.fp8 import is_placeholder
 from minitrain.parallel import shards
 from minitrain.parallel.mesh import Meshes
-from minitrain.parallel.parallelize import lay_out
+from minitrain.parallel.parallelize import parallelize
 from minitrain.parallel.pipeline import Stage
-from minitrain.parallel.recompute import KEPT
-from minitrain.parallel.shards import local
+from minitrain.parallel.recompute import ATTENTION as SAVED_ATTENTION
+from minitrain.parallel.shards import to_local
 from minitrain.run.launch import meshes_of
 from minitrain.run.parallel_checks import check_layout, micro_batches, stated_ranks
 from minitrain.settings import Config
@@ -107,8 +107,7 @@ def _differentiate(ctx, grad, _):
 
 
 fake_attention.register_autograd(_differentiate, setup_context=_save)
-for kept in KEPT.values():
-    kept.add(torch.ops.minitrain.attention.default)
+SAVED_ATTENTION.add(torch.ops.minitrain.attention.default)
 ATTENTION |= {
     torch.ops.minitrain.attention: attention_work,
     torch.ops.minitrain.attention_backward: lambda grad, q, k, v, out, log_sum, causal, pairs=None: attention_work(
@@ -190,7 +189,7 @@ def stand_ins(visible: float | None) -> Iterator[None]:
         for name in ("check_fits", "to_onednn"):
             stack.enter_context(patch(f"minitrain.training.build.{name}", lambda *args: None))
         stack.enter_context(patch("minitrain.parallel.parallelize.overlap_collectives", lambda *args: None))
-        for room, name in ((build, "lay_out"), (shards, "compute_local_shape_and_global_offset")):
+        for room, name in ((build, "parallelize"), (shards, "compute_local_shape_and_global_offset")):
             stack.enter_context(patch.object(room, name, without_fake_tensors(getattr(room, name))))
         stack.enter_context(patch.object(Tensor, "as_subclass", lambda tensor, kind: tensor))
         stack.enter_context(patch("torch.as_strided", partial(as_strided_unless_placeholder, torch.as_strided)))
@@ -229,7 +228,7 @@ def make_optimizer_states(trainer: Trainer) -> None:
 
 def parts(values: Iterable) -> list[Tensor]:
     """This rank's part of each value that is a tensor."""
-    return [local(value) for value in values if isinstance(value, Tensor)]
+    return [to_local(value) for value in values if isinstance(value, Tensor)]
 
 
 @contextmanager
@@ -303,9 +302,9 @@ def dry_run(config: Config) -> str:
     ranks = stated_ranks(config)
     check_layout(config, ranks)
     with fake_world(ranks):
-        model = lay_out(partial(make_model, config), config, meshes_of(config, "cpu"))
+        model = parallelize(partial(make_model, config), config, meshes_of(config, "cpu"))
         total = sum(p.numel() for p in make_model(config).parameters())
-        mine = sum(local(p).numel() for p in model.parameters())
+        mine = sum(to_local(p).numel() for p in model.parameters())
         sizes = footprint(model, config)
     count = micro_batches(config)
     return (

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
 from minitrain.hashing import mix
-from minitrain.parallel.shards import Slices, local, owned
+from minitrain.parallel.shards import Slices, local_shard, to_local
 
 # numbers that are converted to fp32 at a time
 AT_ONCE = 1 << 24
@@ -82,9 +82,9 @@ class AdamW(torch.optim.Optimizer):
             if parameter.grad is None:
                 continue
             state = self.state[parameter] or self.new_state(parameter, group["states"])
-            weight, slices = owned(parameter)
+            weight, slices = local_shard(parameter)
             others = (parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-            tensors = [weight, *map(local, others)]
+            tensors = [weight, *map(to_local, others)]
             yield from split_rows(self.names[parameter], slices, state["step"], tensors)
 
     def new_state(self, parameter: Parameter, dtype: torch.dtype) -> dict[str, Tensor]:

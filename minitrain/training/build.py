@@ -20,9 +20,9 @@ from minitrain.models.wan import Wan
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.fsdp_fp8 import gather_in_fp8
 from minitrain.parallel.mesh import Meshes, sum_over
-from minitrain.parallel.parallelize import lay_out
+from minitrain.parallel.parallelize import parallelize
 from minitrain.parallel.pipeline import Pipeline
-from minitrain.parallel.shards import owned
+from minitrain.parallel.shards import local_shard
 from minitrain.settings import Config
 from minitrain.training.footprint import check_fits
 
@@ -42,7 +42,7 @@ def build_model(
     """
     if fill is None and (config.model.path or (config.lora and config.lora.path)):
         raise ValueError("model.path and lora.path need `fill` (see run/launch.py)")
-    model = lay_out(partial(make_model, config), config, meshes)
+    model = parallelize(partial(make_model, config), config, meshes)
     balance_over_ranks(model, config, meshes)
     check_fits(model, config, meshes.device, trained)
     model.to_empty(device=meshes.device)
@@ -94,5 +94,5 @@ def initialize(
         full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
         fill = initialize_adapter if is_adapter(name) else model.initialize_parameter
         fill(name, full, generator)
-        part, slices = owned(parameter)
+        part, slices = local_shard(parameter)
         part.copy_(full[slices])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from minitrain.errors import InputError
-from minitrain.parallel.shards import local
+from minitrain.parallel.shards import to_local
 from minitrain.settings import Config
 
 LINUX_MEMORY = Path("/proc/meminfo")
@@ -29,7 +29,7 @@ def footprint(model: Module, config: Config, trained: bool = True) -> dict[str, 
 
     trained: with gradients and optimizer states.
     """
-    parts = [local(parameter) for parameter in model.parameters()]
+    parts = [to_local(parameter) for parameter in model.parameters()]
     learned = [part for part in parts if part.requires_grad and trained]
     moments = {"fp32": 8, "bf16": 4}[config.optim.states] if config.optim.name == "adamw" else 0
     return {
@@ -46,7 +46,7 @@ def check_fits(model: Module, config: Config, device: torch.device, trained: boo
     need = sum(sizes.values())
     if need <= room:
         return
-    count = sum(local(parameter).numel() for parameter in model.parameters())
+    count = sum(to_local(parameter).numel() for parameter in model.parameters())
     ways = {
         "precision=bf16-pure optim.states=bf16": 8 * count,
         "lora.rank=16 precision=bf16": 2 * count,

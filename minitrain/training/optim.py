@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
 
-from minitrain.parallel.shards import local, whole
+from minitrain.parallel.shards import full_tensor, to_local
 from minitrain.settings import Optim
 from minitrain.training.adamw import AdamW
 
@@ -53,8 +53,8 @@ class SGD(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    weight = local(parameter)
-                    gradient = local(parameter.grad)
+                    weight = to_local(parameter)
+                    gradient = to_local(parameter.grad)
                     change = group["lr"] * (gradient + group["weight_decay"] * weight)
                     weight -= change if skip is None else torch.where(skip > 0, 0, change)
 
@@ -104,7 +104,7 @@ def clip_gradients(
     for parameter in parameters:
         if parameter.grad is not None:
             by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
-    norms = [whole(total_norm([p.grad for p in group])) for group in by_mesh.values()]
+    norms = [full_tensor(total_norm([p.grad for p in group])) for group in by_mesh.values()]
     if not norms:
         # a stage of a pipeline may have nothing to train
         norms = [torch.zeros((), device=parameters[0].device)]
@@ -116,7 +116,7 @@ def clip_gradients(
         total = squares.sqrt()
     if max_norm is not None:
         scale = (max_norm / (total + 1e-6)).clamp(max=1)
-        gradients = [local(p.grad) for group in by_mesh.values() for p in group]
+        gradients = [to_local(p.grad) for group in by_mesh.values() for p in group]
         for dtype, each in by_type(gradients).items():
             # with a scale of another type, torch would launch one kernel per gradient
             torch._foreach_mul_(each, scale.to(dtype))

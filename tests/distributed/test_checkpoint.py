@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from minitrain.errors import InputError
-from minitrain.parallel.shards import pieces
+from minitrain.parallel.shards import cut_slices
 from minitrain.run import checkpoint, checkpoint_files
 from minitrain.run import config as configs
 from minitrain.run.checkpoint import Checkpointer
@@ -147,7 +147,7 @@ def same_base_in_pieces(tree, folder):
         sizes.append(tensor.nbytes)
         return original(tensor)
 
-    with mock.patch.multiple(checkpoint, pieces=partial(pieces, most=1024), bit_sum=bit_sum):
+    with mock.patch.multiple(checkpoint, cut_slices=partial(cut_slices, most=1024), bit_sum=bit_sum):
         same_base(tree, folder)
     return same_base(tree, folder), max(sizes)
 

@@ -13,7 +13,7 @@ from minitrain.errors import InputError
 from minitrain.grpo.objective import PolicyGradient
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.parallel.context import context_parallel, own_tokens, places
+from minitrain.parallel.context import context_parallel, own_tokens, token_indices
 from minitrain.run.config import from_dict
 from minitrain.run.launch import start
 from minitrain.settings import GRPO, Diffusion, Parallel
@@ -70,7 +70,7 @@ def sharded_attention(form, size, q, k, v, upstream, documents, sinks, rule):
     with torch.device("meta"):
         model = Decoder(DecoderConfig(num_layers=1))
     context_parallel(model, mesh, form)
-    held = places(q.shape[2], mesh, form == "allgather")
+    held = token_indices(q.shape[2], mesh, form == "allgather")
     own = [x[:, :, held].requires_grad_() for x in (q, k, v)]
     own_documents = None if documents is None else documents[:, held]
     mask = model.make_mask(len(held), held.device, own_documents, **rule)

@@ -23,9 +23,9 @@ from minitrain.models.moe import Experts
 from minitrain.models.moe import dispatch as dispatch_alone
 from minitrain.models.router import Router, balanced_choice
 from minitrain.models.zoo import model_config
-from minitrain.parallel.expert import dispatch, sizes_of
+from minitrain.parallel.expert import dispatch, make_size_exchange
 from minitrain.parallel.fsdp import widest_dimension
-from minitrain.parallel.shards import whole
+from minitrain.parallel.shards import full_tensor
 from minitrain.run import config as configs
 from minitrain.run.launch import fill_weights, start
 from minitrain.run.parallel_checks import check_layout
@@ -143,7 +143,7 @@ def dispatch_here(load):
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (ranks,))
     indices, weights = routing(load, rank)
-    get_sizes = sizes_of(make_router(), mesh)
+    get_sizes = make_size_exchange(make_router(), mesh)
     return output_and_gradients(
         lambda x, weights, experts: dispatch(mesh, get_sizes, x, indices, weights, experts),
         tokens_of(rank), weights, local_experts(rank, ranks), tokens_of(rank) + 1,
@@ -185,7 +185,7 @@ def elements_sent(load, fake):
     indices, weights = routing(load, dist.get_rank())
     if fake:
         indices, weights = balanced_choice(TOKENS, TOP_K, EXPERTS, "cpu")
-    get_sizes = sizes_of(make_router(fake=fake), mesh)
+    get_sizes = make_size_exchange(make_router(fake=fake), mesh)
     experts = local_experts(dist.get_rank(), dist.get_world_size())
     x = tokens_of(dist.get_rank()).requires_grad_()
     with Sent(dist.get_rank()) as sent:
@@ -214,7 +214,7 @@ def sizes_known_and_exchanged(experts, top_k, tokens):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     indices, _ = balanced_choice(tokens, top_k, experts, "cpu")
     chosen = torch.zeros(tokens, experts, dtype=torch.bool).scatter(1, indices, True).unflatten(1, (mesh.size(), -1))
-    return [sizes_of(make_router(experts, top_k, fake), mesh)(chosen) for fake in (True, False)]
+    return [make_size_exchange(make_router(experts, top_k, fake), mesh)(chosen) for fake in (True, False)]
 
 
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(8, 3, 7), (12, 8, 5), (4, 4, 1), (16, 1, 3)])
@@ -239,7 +239,7 @@ class Waits(TorchFunctionMode):
 def count_waits(load):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     indices, weights = routing(load, dist.get_rank())
-    get_sizes = sizes_of(make_router(), mesh)
+    get_sizes = make_size_exchange(make_router(), mesh)
     with Waits() as waits:
         x = tokens_of(dist.get_rank()).requires_grad_()
         dispatch(mesh, get_sizes, x, indices, weights, local_experts(0, 2)).sum().backward()
@@ -254,7 +254,7 @@ def test_nothing_waits_with_the_fake_gate():
     """Fake tensors have no values: whatever asked the device for one would raise."""
     with fake_world(4, rank=1):
         mesh = init_device_mesh("cpu", (4,))
-        get_sizes = sizes_of(make_router(fake=True), mesh)
+        get_sizes = make_size_exchange(make_router(fake=True), mesh)
         experts = local_experts(1, 4).to(torch.bfloat16)
         with FakeTensorMode(allow_non_fake_inputs=True):
             x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
@@ -328,7 +328,7 @@ def read_and_gather(tree):
     config = configs.from_dict(tree)
     model = build_model(config, start(config), partial(fill_weights, config))
     local = {name: p.to_local().numel() for name, p in model.named_parameters() if ".experts." in name}
-    return local, {name: whole(tensor.detach()) for name, tensor in model.state_dict().items()}
+    return local, {name: full_tensor(tensor.detach()) for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b-tiny", "gpt-oss-20b-tiny"])

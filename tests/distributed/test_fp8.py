@@ -13,7 +13,7 @@ from minitrain.models import fp8, quantize
 from minitrain.models.decoder import Decoder
 from minitrain.parallel import fsdp_fp8 as gathering
 from minitrain.parallel import tensor
-from minitrain.parallel.shards import whole
+from minitrain.parallel.shards import full_tensor
 from minitrain.run.config import from_dict
 from minitrain.run.launch import start
 from minitrain.training.loop import Trainer
@@ -176,7 +176,7 @@ def check_gathered_after_changes(tree):
         trainer.objective.loss(model, batch).backward()
         assert len(seen) == sum(2 if isinstance(module, fp8.Fp8Experts) else 1 for module in modules.values())
         for name, (rounded, inverse) in seen.items():
-            weight = whole(weights[name])
+            weight = full_tensor(weights[name])
             whole_rounded, whole_inverse = quantize.quantize(weight, quantize.E4M3, each=weight.ndim == 3)
             part = partial(own_part, name, modules[name.rpartition(".")[0]], trainer.meshes)
             assert torch.equal(rounded.view(torch.uint8), part(whole_rounded.view(torch.uint8))), name
@@ -243,9 +243,9 @@ def train_counting_copies(tree):
       "model": TREE["model"] | {"name": "mixtral-8x7b-tiny", "num_experts": 2}}, 12),
 ], ids=str)  # fmt: skip
 def test_kept_copies_change_no_bit_and_are_made_once_per_step(pool, changes, transposed_per_step):
-    whole = {"parallel": {"reshard_after_forward": False}, "fp8": {"keep_transposed": True}}
+    gathered = {"parallel": {"reshard_after_forward": False}, "fp8": {"keep_transposed": True}}
     batch = {"batch": TREE["batch"] | {"global": 8}}
-    tree = TREE | whole | batch | changes
+    tree = TREE | gathered | batch | changes
     without = tree | {"fp8": tree["fp8"] | {"keep_transposed": False}}
     (ours, kept, passed, used), (expected, none, not_passed, _) = (
         pool.run(2, train_counting_copies, settings)[0] for settings in (tree, without)

@@ -12,7 +12,7 @@ from minitrain import save_pretrained
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.models.mamba import scan
-from minitrain.parallel.shards import join, pieces, whole, whole_piece
+from minitrain.parallel.shards import assemble, cut_slices, full_slice, full_tensor
 from minitrain.run import config as configs
 from minitrain.run.launch import start
 from minitrain.training.build import build_model
@@ -165,12 +165,12 @@ def joined(tree, most):
     """Tensors made whole in pieces of so many bytes, and how many of them were cut, on rank 0; and by torch."""
     config = configs.from_dict(tree)
     state = build_model(config, start(config)).state_dict()
-    cuts = {name: pieces(shard, most) for name, shard in state.items()}
+    cuts = {name: cut_slices(shard, most) for name, shard in state.items()}
     found = {
-        name: join(((where, whole_piece(shard, where)) for where in cuts[name]), shard.shape, shard.dtype)
+        name: assemble(((where, full_slice(shard, where)) for where in cuts[name]), shard.shape, shard.dtype)
         for name, shard in state.items()
     }
-    return found, sum(len(places) > 1 for places in cuts.values()), {name: whole(x) for name, x in state.items()}
+    return found, sum(len(places) > 1 for places in cuts.values()), {name: full_tensor(x) for name, x in state.items()}
 
 
 @pytest.mark.parametrize("most", [1 << 30, 5000, 1])

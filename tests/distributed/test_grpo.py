@@ -17,7 +17,7 @@ from minitrain.grpo.offload import storages
 from minitrain.grpo.rollouts import Collector
 from minitrain.grpo.weight_sync import Move, WeightSync, plan, shards_of
 from minitrain.models.decoder import Decoder
-from minitrain.parallel.shards import owned
+from minitrain.parallel.shards import local_shard
 from minitrain.rollout import capacity, compiled, weights
 from minitrain.run import config as configs
 from minitrain.run.checkpoint import Checkpointer
@@ -186,7 +186,7 @@ def test_buckets_are_bounded_for_each_rank():
 def fill(model, round):
     """Give a model, of any layout, weights that depend on their names and the round, none at a telling value."""
     for name, tensor in model.state_dict().items():
-        part, where = owned(tensor)
+        part, where = local_shard(tensor)
         generator = torch.Generator().manual_seed(len(name) + 1000 * round + ord(name[-1]))
         noise = torch.randn(tensor.shape, generator=generator) * (0.3 if tensor.ndim == 1 else 0.08)
         part.copy_((noise + name.endswith("norm.weight"))[where])

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from minitrain.parallel.fsdp import shard
-from minitrain.parallel.mesh import build_meshes, own_stretch, sum_over
-from minitrain.parallel.parts import split_parameters, use_parts
+from minitrain.parallel.mesh import build_meshes, own_chunk, sum_over
+from minitrain.parallel.parts import split_parameters, use_local_tensors
 from minitrain.parallel.tensor import split_block, split_embedding
 
 VOCAB, WIDTH, HEADS, LAYERS, BATCH, LENGTH = 32, 16, 4, 2, 4, 8
@@ -68,7 +68,7 @@ def parallelize(model: Transformer, meshes) -> None:
         )
     for module in (model.norm, model.head):  # they see a rank's own tokens
         split_parameters(module, meshes.tp, Replicate())
-        module.register_forward_pre_hook(use_parts)
+        module.register_forward_pre_hook(use_local_tensors)
     shard(model, model.blocks, meshes.parameters)
 
 
@@ -88,7 +88,7 @@ def train():
     parallelize(model, meshes)
     place, ranks = meshes.batch.get_local_rank(), meshes.batch.size()
     tokens, labels = (rows.chunk(ranks)[place] for rows in make_rows())
-    loss = model(tokens, own_stretch(meshes.tp, labels))
+    loss = model(tokens, own_chunk(meshes.tp, labels))
     loss.backward()
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     total = sum_over(meshes.tokens, loss.detach().clone())

@@ -13,7 +13,7 @@ from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 from minitrain.errors import InputError
 from minitrain.formats.hf import load_pretrained, save_pretrained
 from minitrain.models.decoder import Decoder
-from minitrain.parallel.parallelize import lay_out
+from minitrain.parallel.parallelize import parallelize
 from minitrain.parallel.pipeline import V_SHAPED, cut, rank_of
 from minitrain.run import config as configs
 from minitrain.run.launch import meshes_of, start
@@ -241,7 +241,7 @@ def export_initial(settings, folder):
     config = configs.from_dict(settings)
     trainer = Trainer(config, start(config))
     export(trainer, config, folder)
-    order = [name for name, _ in trainer.model.whole_tensors(lambda name: True)]
+    order = [name for name, _ in trainer.model.full_tensors(lambda name: True)]
     return {name for name, _ in trainer.model.named_parameters()}, order
 
 
@@ -364,7 +364,7 @@ def test_a_step_runs_on_fake_tensors_in_a_fake_world(schedule, rank):
     config = configs.from_dict(tree(4, schedule, layers=6, micro_batches=8, data_ranks=8))
     with fake_world(32, rank):
         meshes = meshes_of(config, "cpu")
-        model = lay_out(partial(make_model, config), config, meshes)
+        model = parallelize(partial(make_model, config), config, meshes)
         rows = micro_batches(ragged_batch(config, 0), config, meshes.batch)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")

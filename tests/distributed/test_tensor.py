@@ -30,7 +30,7 @@ from minitrain.errors import InputError
 from minitrain.models.attention import Mask
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.fsdp import set_gradient_sync, shard
-from minitrain.parallel.parts import split_parameters, use_parts
+from minitrain.parallel.parts import split_parameters, use_local_tensors
 from minitrain.parallel.tensor import check_overlap
 from minitrain.parallel.tensor_decoder import tensor_parallel
 from minitrain.run import config as configs
@@ -293,7 +293,7 @@ def gradient_of_partial_sums(frees):
     mesh = init_device_mesh("cpu", (1, 1, 4), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
     model = torch.nn.Sequential(Scale(4))
     split_parameters(model[0], mesh["tp"], Replicate())
-    model[0].register_forward_pre_hook(use_parts)
+    model[0].register_forward_pre_hook(use_local_tensors)
     shard(model, [model[0]], mesh["dp_replicate", "dp_shard"], torch.bfloat16, reshard_after_forward=frees)
     x = torch.full((4,), 3 / 1024, dtype=torch.bfloat16)
     x[mesh["tp"].get_local_rank()] = 1

@@ -19,7 +19,7 @@ from minitrain.models.wan import Wan, WanConfig
 from minitrain.parallel import tensor
 from minitrain.parallel.context import context_parallel
 from minitrain.parallel.fsdp import shard
-from minitrain.parallel.shards import whole
+from minitrain.parallel.shards import full_tensor
 from minitrain.parallel.tensor_wan import RMSNormOverHeads, tensor_parallel_wan
 
 CONFIG = WanConfig(
@@ -167,7 +167,7 @@ def test_blocks_compile_as_one_graph():
 def gradients(model: Wan, latents: Tensor, timestep: Tensor, text: Tensor) -> dict[str, Tensor]:
     out = model(latents, timestep, text)
     sum(video.square().sum() for video in out).backward()
-    return {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+    return {name: full_tensor(parameter.grad) for name, parameter in model.named_parameters()}
 
 
 def sharded_gradients() -> dict[str, Tensor]:
@@ -210,4 +210,4 @@ def check_fp8_tensor_parallel() -> None:
         output.square().sum().backward()
     assert relative(outputs[1], outputs[0]) < 0.05
     for (name, found), expected in zip(split.named_parameters(), alone.parameters(), strict=True):
-        assert relative(whole(found.grad), expected.grad) < 0.05, name
+        assert relative(full_tensor(found.grad), expected.grad) < 0.05, name

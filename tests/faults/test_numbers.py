@@ -21,7 +21,7 @@ from minitrain.data.datasets import open_dataset
 from minitrain.data.problems import open_problems
 from minitrain.errors import InputError
 from minitrain.grpo.learner import Learner
-from minitrain.parallel.shards import owned
+from minitrain.parallel.shards import local_shard
 from minitrain.run import config as configs
 from minitrain.run.checkpoint_files import Writer
 from minitrain.run.determinism import be_deterministic
@@ -79,7 +79,7 @@ class Poisoned:
 def everything(trainer: Trainer) -> list[Tensor]:
     """This rank's parts of weights, buffers (the selection bias is one) and optimizer states, step counts included."""
     states = [x for state in trainer.optimizer.state.values() for x in state.values()]
-    return [owned(tensor)[0].clone() for tensor in [*trainer.model.state_dict().values(), *states]]
+    return [local_shard(tensor)[0].clone() for tensor in [*trainer.model.state_dict().values(), *states]]
 
 
 def train_with_a_bad_step(tree: dict, kind: str) -> tuple[list[float], bool]:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from minitrain import train
 from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
-from minitrain.parallel.agreement import broadcast, code_digests, difference, flatten, gather, rank_0_says
+from minitrain.parallel.agreement import broadcast, broadcast_flag, code_digests, difference, flatten, gather
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.run import config as configs
 from minitrain.run import fingerprint, launch, profiling
@@ -79,7 +79,7 @@ def test_ranks_that_differ_all_say_in_what(pool, tmp_path, subject, expected):
 
 def what_is_said():
     rank = dist.get_rank()
-    return rank_0_says(rank == 0), rank_0_says(rank == 1), broadcast(rank, source=1), gather(rank)
+    return broadcast_flag(rank == 0), broadcast_flag(rank == 1), broadcast(rank, source=1), gather(rank)
 
 
 def test_all_hear_the_one_who_speaks(pool):

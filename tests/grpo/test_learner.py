@@ -15,7 +15,7 @@ from minitrain.grpo.batches import enough_for_pipeline, micro_batches, reply_sam
 from minitrain.grpo.learner import Learner
 from minitrain.grpo.rollouts import rewards
 from minitrain.models.lora import adapter_names, merge_adapters, merged_weight, without_adapters
-from minitrain.parallel.shards import local
+from minitrain.parallel.shards import to_local
 from minitrain.run import config as configs
 from minitrain.run.checkpoint import Checkpointer
 from minitrain.run.launch import start
@@ -282,7 +282,7 @@ def test_a_refit_sends_changes_below_the_precision_of_bf16():
     state, generator = learner.model.state_dict(), torch.Generator().manual_seed(0)
     sent, products, squares = {}, torch.zeros(2), 0.0
     for name in [name for name in state if name.endswith("proj.weight")]:
-        weight, (a, b) = local(state[name]), (local(state[adapter]) for adapter in adapter_names(name))
+        weight, (a, b) = to_local(state[name]), (to_local(state[adapter]) for adapter in adapter_names(name))
         change = 2 * b.normal_(std=1e-5, generator=generator) @ a
         sent[name], _ = learner.weights()[name]
         for i, rounded in enumerate([sent[name], merged_weight(weight, a, b, learner.config.lora)]):
