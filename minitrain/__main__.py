@@ -5,7 +5,8 @@
   minitrain merge      as python -m minitrain.merge
   minitrain bench      as python bench.py in a clone
 
-Each tells its options with --help. On several GPUs: torchrun --nproc_per_node 8 -m minitrain train ...
+Each tells its options with --help. On several GPUs: torchrun --nproc_per_node 8 -m minitrain train
+...
 """
 
 from importlib import import_module
@@ -24,7 +25,9 @@ def dispatch(arguments: list[str]) -> None:
     """Run the command that the first word names; its file alone is imported."""
     name = " ".join(arguments[:1])
     if name not in FILES:
-        raise InputError(f"minitrain {name}: first comes one of {', '.join(FILES)} (each has --help)")
+        raise InputError(
+            f"minitrain {name}: first comes one of {', '.join(FILES)} (each has --help)"
+        )
     import_module(f"minitrain.{FILES[name]}").main(arguments[1:])
 
 

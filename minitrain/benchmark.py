@@ -220,7 +220,9 @@ def file_cases(files: list, overrides: list[str], options) -> list[Case]:
 
 
 def layouts(file: str, overrides: list[str], options) -> list[list[str]]:
-    """The overrides of the row's published layout, of ours (`reference.ours`), or of either where it is simulated."""
+    """The overrides of the row's published layout, of ours (`reference.ours`), or of either where
+    it is simulated.
+    """
     ours = load_row(file, overrides)[1].reference.get("ours")
     if not ours or options.as_published:
         return [overrides]

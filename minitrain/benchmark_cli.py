@@ -45,7 +45,11 @@ def main(arguments: list[str]) -> None:
 
         words = options.config + options.overrides  # --config swallows the words behind it
         overrides = [word for word in words if "=" in word]
-        bench([word for word in words if "=" not in word] or [cli.CONFIGS / "quickstart.yaml"], overrides, options)
+        bench(
+            [word for word in words if "=" not in word] or [cli.CONFIGS / "quickstart.yaml"],
+            overrides,
+            options,
+        )
 
 
 FLAGS = {
@@ -80,7 +84,11 @@ def parser() -> cli.Parser:
     add("--proxy", metavar="N[,N]", help="one rank and so many layers in the config's place")
     add("--sweep", nargs="+", default=[], metavar="KEY=V,V", help="all combinations")
     add("--report", nargs="*", metavar="FILE", help="merge these results with those in results/")
-    add("--out", type=cli.home_path, default="out/report", help="of the report (default out/report)")
-    add("--versus", choices=("transformers", "diffusers", "peft", "full"), help="also time this one")
+    add(
+        "--out", type=cli.home_path, default="out/report", help="of the report (default out/report)"
+    )
+    add(
+        "--versus", choices=("transformers", "diffusers", "peft", "full"), help="also time this one"
+    )
     add("overrides", nargs="*", default=[], metavar="key=value")
     return parser

@@ -1,1 +1,3 @@
-"""The throughput benchmark: what a step costs, what the machine can do, and the published rows to compare with."""
+"""The throughput benchmark: what a step costs, what the machine can do, and the published rows to
+compare with.
+"""

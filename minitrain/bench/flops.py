@@ -1,17 +1,20 @@
-"""FLOPs of a training step per token: by one clean convention, and by the one behind each published table.
+"""FLOPs of a training step per token: by one clean convention, and by the one behind each published
+table.
 
-Published TFLOP/s are tokens/s times a formula, and the formulas disagree: on whether causal attention costs half of
-its square, on what a frozen weight saves, on whether padding counts. So a model is measured once (`Work`), and a
-convention is a function from that and a sequence length to FLOPs. To compare tables, turn their tokens/s into `clean`
-FLOPs.
+Published TFLOP/s are tokens/s times a formula, and the formulas disagree: on whether causal
+attention costs half of its square, on what a frozen weight saves, on whether padding counts. So a
+model is measured once (`Work`), and a convention is a function from that and a sequence length to
+FLOPs. To compare tables, turn their tokens/s into `clean` FLOPs.
 
-In the formulas N is `work.weights`, d L is `work.attention`, S is `work.state` and s is `seq_len`. A weight costs a
-token 2 FLOPs in each of three products: output, gradient of the input, gradient of the weight. Attention has two
-products per key (scores, values), hence 4 d L FLOPs forward and twice that backward: 12 d L per key; with a window,
-there are fewer keys. Of the experts only those count that a token goes to. A Mamba-2 state has two products per element
-whatever the length (what a token adds, what it reads): 12 S.
+In the formulas N is `work.weights`, d L is `work.attention`, S is `work.state` and s is `seq_len`.
+A weight costs a token 2 FLOPs in each of three products: output, gradient of the input, gradient of
+the weight. Attention has two products per key (scores, values), hence 4 d L FLOPs forward and twice
+that backward: 12 d L per key; with a window, there are fewer keys. Of the experts only those count
+that a token goes to. A Mamba-2 state has two products per element whatever the length (what a token
+adds, what it reads): 12 S.
 
-These are model FLOPs: recomputed activations, norms, rotary embeddings, softmax and the optimizer do not count.
+These are model FLOPs: recomputed activations, norms, rotary embeddings, softmax and the optimizer
+do not count.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,12 +35,15 @@ from minitrain.settings import TARGETS
 class Work:
     """What one token meets on its way through a model.
 
-    weights: N, the matmul weights: every nn.Linear, the chosen experts, the output head (tied or not), no embedding.
-    attention: d L, heads * head_dim summed over the layers: multiply-adds per key, for scores and again for values
+    weights: N, the matmul weights: every nn.Linear, the chosen experts, the output head (tied or
+    not), no embedding.
+    attention: d L, heads * head_dim summed over the layers: multiply-adds per key, for scores and
+    again for values
         (where keys and values have different widths, their mean).
     windowed: d L of further layers, in which a token sees only `window` keys.
     routers: the weights that score experts.
-    state: S, the elements of all Mamba-2 states: heads * head_dim * state size, summed over the layers.
+    state: S, the elements of all Mamba-2 states: heads * head_dim * state size, summed over the
+    layers.
     parameters: all of the model's, without adapters.
     adapters: LoRA weights, all else being frozen; 0 if the whole model is trained.
     """
@@ -52,8 +58,12 @@ class Work:
     routers: int = 0
 
     def keys(self, seq_len: float) -> float:
-        """d L times the keys that a token sees, on average over a causal sequence: half of it, or about the window."""
-        unseen = max(seq_len - self.window, 0) ** 2 / max(seq_len, 1)  # by the later tokens, per token, twice
+        """d L times the keys that a token sees, on average over a causal sequence: half of it, or
+        about the window.
+        """
+        unseen = max(seq_len - self.window, 0) ** 2 / max(
+            seq_len, 1
+        )  # by the later tokens, per token, twice
         return (self.attention * seq_len + self.windowed * (seq_len - unseen)) / 2
 
 
@@ -61,10 +71,11 @@ Convention = Callable[[Work, float], float]
 
 
 def clean(work: Work, seq_len: float) -> float:
-    """What a step has to compute: 6 N + 6 d L s, the causal half, + 12 S; LoRA: 4 per frozen weight, 6 per adapter's.
+    """What a step has to compute: 6 N + 6 d L s, the causal half, + 12 S; LoRA: 4 per frozen
+    weight, 6 per adapter's.
 
-    Routers count as weights. Frozen weights still pass gradients on to their inputs, so attention's backward is whole.
-    For packed documents, seq_len is their `effective_length`.
+    Routers count as weights. Frozen weights still pass gradients on to their inputs, so attention's
+    backward is whole. For packed documents, seq_len is their `effective_length`.
     """
     weights = work.weights + work.routers
     trained, frozen = (work.adapters, weights) if work.adapters else (weights, 0)
@@ -72,9 +83,11 @@ def clean(work: Work, seq_len: float) -> float:
 
 
 def automodel(work: Work, seq_len: float) -> float:
-    """NeMo AutoModel: 6 N + 6 d L s + 6 S; LoRA: (2 + adapters / parameters) / 3 of it, attention's backward included.
+    """NeMo AutoModel: 6 N + 6 d L s + 6 S; LoRA: (2 + adapters / parameters) / 3 of it, attention's
+    backward included.
 
-    Source: NVIDIA-NeMo/Automodel, nemo_automodel/components/utils/flops_utils.py and recipes/llm/benchmark.py.
+    Source: NVIDIA-NeMo/Automodel, nemo_automodel/components/utils/flops_utils.py and
+    recipes/llm/benchmark.py.
     """
     routers = work.routers if work.state else 0  # counted for hybrid models only
     full = 6 * (work.weights + routers) + 12 * work.keys(seq_len) + 6 * work.state
@@ -84,29 +97,39 @@ def automodel(work: Work, seq_len: float) -> float:
 def nemo_pretrain(work: Work, seq_len: float) -> float:
     """NeMo 25.04 pretraining: 6 N + 12 d L s, the full square although attention is causal.
 
-    Source: NVIDIA/NeMo v2.3.0, nemo/utils/flops_formulas.py; it was halved there in August 2025, after the table.
+    Source: NVIDIA/NeMo v2.3.0, nemo/utils/flops_formulas.py; it was halved there in August 2025,
+    after the table.
     """
     return 6 * work.weights + 12 * work.attention * seq_len
 
 
 def nemo_squad(work: Work, seq_len: float) -> float:
-    """NeMo 25.04 fine-tuning on packed SQuAD: 6 N (LoRA: 4 N) for slots that hold tokens, 12 d L x 208 for attention.
+    """NeMo 25.04 fine-tuning on packed SQuAD: 6 N (LoRA: 4 N) for slots that hold tokens, 12 d L x
+    208 for attention.
 
-    seq_len: slots of a pack, all of which the table's tokens/s counts. No source states this formula. Its shape is that
-    of NVIDIA-NeMo/Megatron-Bridge, flop_utils.py; 17 empty slots a pack and documents of an effective 208 tokens are
-    fitted to the table. Raises InputError for packs that could not hold one such document.
+    seq_len: slots of a pack, all of which the table's tokens/s counts. No source states this
+    formula. Its shape is that of NVIDIA-NeMo/Megatron-Bridge, flop_utils.py; 17 empty slots a pack
+    and documents of an effective 208 tokens are fitted to the table. Raises InputError for packs
+    that could not hold one such document.
     """
-    empty, document = 17, 208
+    empty = 17
+    document = 208
     if seq_len < empty + document:
-        raise InputError(f"seq_len={seq_len} is too short for packed SQuAD (use at least {empty + document})")
+        raise InputError(
+            f"seq_len={seq_len} is too short for packed SQuAD (use at least {empty + document})"
+        )
     per_weight = 4 if work.adapters else 6
     return per_weight * work.weights * (1 - empty / seq_len) + 12 * work.attention * document
 
 
 def count_work(config: DecoderConfig, adapters: int = 0) -> Work:
-    """Measure the model of `config`, built without memory on the meta device. adapters: see `lora_weights`."""
+    """Measure the model of `config`, built without memory on the meta device. adapters: see
+    `lora_weights`.
+    """
     model = empty_model(config)
-    weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    weights = sum(
+        module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)
+    )
     if config.tie_word_embeddings:
         weights += model.head_weight.numel()
     experts = [module for module in model.modules() if isinstance(module, Experts)]
@@ -114,7 +137,10 @@ def count_work(config: DecoderConfig, adapters: int = 0) -> Work:
     if experts:
         weights += stacks * config.num_experts_per_tok // config.num_experts
     mixers = [config.parts(layer)[0] for layer in range(config.num_layers)]
-    windowed = sum(mixers[layer] == "attention" and config.windowed(layer) for layer in range(config.num_layers))
+    windowed = sum(
+        mixers[layer] == "attention" and config.windowed(layer)
+        for layer in range(config.num_layers)
+    )
     width = config.head_dim  # where keys and values differ, their mean
     if config.kv_lora_rank:
         width = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
@@ -124,7 +150,9 @@ def count_work(config: DecoderConfig, adapters: int = 0) -> Work:
         attention=(mixers.count("attention") - windowed) * width,
         windowed=windowed * width,
         window=config.sliding_window,
-        routers=sum(module.weight.numel() for module in model.modules() if isinstance(module, Router)),
+        routers=sum(
+            module.weight.numel() for module in model.modules() if isinstance(module, Router)
+        ),
         state=mixers.count("mamba") * config.mamba.width * config.ssm_state_size,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         adapters=adapters,
@@ -132,8 +160,8 @@ def count_work(config: DecoderConfig, adapters: int = 0) -> Work:
 
 
 def lora_weights(config: DecoderConfig, rank: int, targets: Iterable[str] = TARGETS) -> int:
-    """Weights of the LoRA adapters (Hu et al. 2021) that a token meets: rank * (inputs + outputs) of each matrix that
-    `targets` name, in stacks of experts of those that it goes to."""
+    """Weights of the LoRA adapters (Hu et al. 2021) that a token meets: rank * (inputs + outputs)
+    of each matrix that `targets` name, in stacks of experts of those that it goes to."""
     total = 0
     for module, name in find_targets(empty_model(config), targets).values():
         *experts, outputs, inputs = getattr(module, name).shape
@@ -142,14 +170,19 @@ def lora_weights(config: DecoderConfig, rank: int, targets: Iterable[str] = TARG
 
 
 def effective_length(documents: Iterable[int]) -> float:
-    """The sequence length at which attention costs a token as much as in these packed documents: sum n^2 / sum n."""
+    """The sequence length at which attention costs a token as much as in these packed documents:
+    sum n^2 / sum n.
+    """
     lengths = list(documents)
     return sum(n * n for n in lengths) / sum(lengths)
 
 
-def flops_per_token(config: DecoderConfig, seq_len: float, convention: Convention, adapters: int = 0) -> float:
+def flops_per_token(
+    config: DecoderConfig, seq_len: float, convention: Convention, adapters: int = 0
+) -> float:
     """FLOPs of one training step, forward and backward, per token; x tokens/s = FLOP/s.
 
-    seq_len: tokens per sequence, or slots per pack under `nemo_squad`. adapters: LoRA weights, from `lora_weights`.
+    seq_len: tokens per sequence, or slots per pack under `nemo_squad`. adapters: LoRA weights, from
+    `lora_weights`.
     """
     return convention(count_work(config, adapters), seq_len)

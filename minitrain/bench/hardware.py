@@ -1,7 +1,9 @@
-"""What a machine can do: published peaks of known GPUs, the rates of this one, its memory peak, its name.
+"""What a machine can do: published peaks of known GPUs, the rates of this one, its memory peak, its
+name.
 
-A share of a published peak compares with other people's tables. A share of what a large matmul sustains here says how
-much is left to gain on any machine, a laptop too. Not here: network bandwidth.
+A share of a published peak compares with other people's tables. A share of what a large matmul
+sustains here says how much is left to gain on any machine, a laptop too. Not here: network
+bandwidth.
 """
 
 import os
@@ -21,8 +23,9 @@ import torch.nn.functional as F
 from minitrain.models import onednn
 from minitrain.models.fp8 import choose_scaled_mm
 
-# (part of the name, dense bf16, plain fp32) in FLOP/s, from NVIDIA's datasheets. The first match counts, so GB200
-# stands before B200. Blackwell's fp32 is left out: its datasheets say 75 to 90 TFLOP/s.
+# (part of the name, dense bf16, plain fp32) in FLOP/s, from NVIDIA's datasheets. The first match
+# counts, so GB200 stands before B200. Blackwell's fp32 is left out: its datasheets say 75 to 90
+# TFLOP/s.
 PEAKS = (
     ("H100 PCIe", 756e12, 51e12),
     ("H100 NVL", 835e12, 60e12),
@@ -34,7 +37,11 @@ PEAKS = (
     ("B200", 2250e12, None),
 )
 
-OTHER_FORMS = {"pcie", "nvl", "mig"}  # words in the names of GPUs that are slower than a system's, or parts of them
+OTHER_FORMS = {
+    "pcie",
+    "nvl",
+    "mig",
+}  # words in the names of GPUs that are slower than a system's, or parts of them
 
 ATTENTION_LENGTH = 8192  # tokens of the attention that is timed on CUDA
 MATMUL_SIZE = 8192  # rows, columns and depth of the product that is timed on CUDA
@@ -50,26 +57,34 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
     for part, bf16, fp32 in PEAKS:
         if part in name:
             fp8 = 2 * bf16
-            rates = {torch.bfloat16: bf16, torch.float8_e4m3fn: fp8, torch.float8_e5m2: fp8, torch.float32: fp32}
+            rates = {
+                torch.bfloat16: bf16,
+                torch.float8_e4m3fn: fp8,
+                torch.float8_e5m2: fp8,
+                torch.float32: fp32,
+            }
             return rates.get(dtype)
     return None
 
 
 def is_of_system(machine: str, system: str) -> bool:
     """Is `machine`, a system's or a device's name, of a published system, such as DGX-H100?"""
-    words, name = set(machine.lower().split()), system.lower()
+    words = set(machine.lower().split())
+    name = system.lower()
     return not words.isdisjoint({name, name.removeprefix("dgx-")}) and words.isdisjoint(OTHER_FORMS)
 
 
 def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a large square matmul on this machine: the best of five runs.
 
-    dtype: a floating type that `@` takes, or e4m3, whose products are summed up fast. fp32 on CUDA uses TF32 or not, as
-    torch is set.
+    dtype: a floating type that `@` takes, or e4m3, whose products are summed up fast. fp32 on CUDA
+    uses TF32 or not, as torch is set.
     """
     if device.type == "cuda":
         return _matmul_rate(MATMUL_SIZE, device, dtype)
-    if (rate := _matmul_rate(256, device, dtype)) < 3e9:  # as of bf16 on CPUs without instructions for it
+    if (
+        rate := _matmul_rate(256, device, dtype)
+    ) < 3e9:  # as of bf16 on CPUs without instructions for it
         return rate
     return _matmul_rate(1024, device, dtype)
 
@@ -86,9 +101,11 @@ def _matmul_rate(size: int, device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measure_attention(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """FLOP/s of causal attention, forward and backward: 32 heads of 128 channels, 8192 tokens (on CPUs 8 and 512).
+    """FLOP/s of causal attention, forward and backward: 32 heads of 128 channels, 8192 tokens (on
+    CPUs 8 and 512).
 
-    Half of the square counts; the backward pass is 2.5 times the forward (five matrix products instead of two).
+    Half of the square counts; the backward pass is 2.5 times the forward (five matrix products
+    instead of two).
     """
     heads, length, width = (32, ATTENTION_LENGTH, 128) if device.type == "cuda" else (8, 512, 128)
     shape = 1, heads, length, width
@@ -126,10 +143,14 @@ def timed(function: Callable, device: torch.device, count: int = 1) -> float:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most bytes held at once so far: by torch's allocator on CUDA, by the whole process (resident set) on CPU."""
+    """Most bytes held at once so far: by torch's allocator on CUDA, by the whole process (resident
+    set) on CPU.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if LINUX_STATUS.exists():  # getrusage would count the memory of the process that started this one, up to its exec
+    if (
+        LINUX_STATUS.exists()
+    ):  # getrusage would count the memory of the process that started this one, up to its exec
         return int(re.search(r"VmHWM:\s+(\d+) kB", LINUX_STATUS.read_text())[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: in bytes
 
@@ -143,10 +164,13 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def describe(device: torch.device) -> dict[str, str | int]:
-    """Its name, a GPU's multiprocessors or the CPU cores that this process may use, and torch's version."""
+    """Its name, a GPU's multiprocessors or the CPU cores that this process may use, and torch's
+    version.
+    """
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        name, cores = properties.name, properties.multi_processor_count
+        name = properties.name
+        cores = properties.multi_processor_count
     else:
         found = re.search(r"model name\s*: (.*)", onednn.read_cpuinfo())  # where Linux tells
         name = found[1].strip() if found else platform.processor() or platform.machine()

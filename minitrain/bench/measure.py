@@ -8,7 +8,10 @@ from statistics import median_high as median
 
 import torch
 import torch.distributed as dist
-from torch._dynamo.utils import calculate_time_spent, counters  # no public names for what the compiler has done
+from torch._dynamo.utils import (  # no public names for what the compiler has done
+    calculate_time_spent,
+    counters,
+)
 from tqdm import tqdm
 
 from minitrain.bench.breakdown import profiled, working_memory
@@ -41,33 +44,48 @@ from minitrain.run.launch import make_trainer, pick_device
 from minitrain.settings import Config
 from minitrain.training.loop import Trainer, forward_backward
 
-CONVENTIONS = {convention.__name__: convention for convention in (clean, automodel, nemo_pretrain, nemo_squad)}
+CONVENTIONS = {
+    convention.__name__: convention for convention in (clean, automodel, nemo_pretrain, nemo_squad)
+}
 
 
 def measure(
-    config: Config, row: str, meshes: Meshes, steps: int, warmup: int, profile: bool = False, traces: str | None = None
+    config: Config,
+    row: str,
+    meshes: Meshes,
+    steps: int,
+    warmup: int,
+    profile: bool = False,
+    traces: str | None = None,
 ) -> dict:
-    """Run `warmup` + `steps` optimizer steps; returns one row: `result`, and what is added below. All ranks call it.
+    """Run `warmup` + `steps` optimizer steps; returns one row: `result`, and what is added below.
+    All ranks call it.
 
-    profile: run one more, for `breakdown_s`, the first rank's; its trace goes to the folder `traces`, if that is given.
+    profile: run one more, for `breakdown_s`, the first rank's; its trace goes to the folder
+    `traces`, if that is given.
     """
     data, _ = open_dataset(config)
     device, matmul = prepare(config)
     torch.compiler.reset()  # an earlier config's graphs would count against the limit of recompilations
     compile_seconds = calculate_time_spent()["total_wall_time"]
     trainer = make_trainer(config, meshes)
-    times, graphs = [], []
+    times = []
+    graphs = []
     for step in progress(warmup + steps, row):
         times.append(timed(partial(trainer.step, data, step), device))
         graphs.append(counters["stats"]["unique_graphs"])
-    matmul = max(matmul, measure_matmul(device, compute_dtype(config)))  # the first may have met a busy machine
+    matmul = max(
+        matmul, measure_matmul(device, compute_dtype(config))
+    )  # the first may have met a busy machine
     outcome = training_result(config, row, device, times[warmup:], matmul, visible_share(data)) | {
         "compile_s": calculate_time_spent()["total_wall_time"] - compile_seconds,
         "recompiles": graphs[-1] - graphs[min(1, len(graphs) - 1)],  # after the second step
         "activations_gib": activation_bytes(trainer, data) / 2**30,
     }
     if profile:
-        outcome |= profiled(row, partial(trainer.step, data, warmup + steps), outcome["step_time_s"], device, traces)
+        outcome |= profiled(
+            row, partial(trainer.step, data, warmup + steps), outcome["step_time_s"], device, traces
+        )
     return outcome
 
 
@@ -80,10 +98,12 @@ def prepare(config: Config) -> tuple[torch.device, float]:
 
 
 def activation_bytes(trainer: Trainer, dataset) -> int:
-    """The most memory that this rank's forward and backward passes of a step hold beyond weights and gradients.
+    """The most memory that this rank's forward and backward passes of a step hold beyond weights
+    and gradients.
 
-    Activations, then: what is saved for the backward pass and what the running block and the loss need, with gathered
-    weights. In the first pass gradients appear, so that the second, which is measured, only adds to them.
+    Activations, then: what is saved for the backward pass and what the running block and the loss
+    need, with gathered weights. In the first pass gradients appear, so that the second, which is
+    measured, only adds to them.
     """
     batches = trainer.micro_batches(dataset, 0)
 
@@ -105,7 +125,12 @@ def compute_dtype(config: Config) -> torch.dtype:
 
 
 def training_result(
-    config: Config, row: str, device: torch.device, times: list[float], matmul: float, visible: float = 1.0
+    config: Config,
+    row: str,
+    device: torch.device,
+    times: list[float],
+    matmul: float,
+    visible: float = 1.0,
 ) -> dict:
     """See `result`. visible: as `visible_share` says."""
     tokens = config.batch.global_ * config.batch.seq_len / median(times) / dist.get_world_size()
@@ -113,15 +138,25 @@ def training_result(
 
 
 def result(
-    config: Config, row: str, device: torch.device, times: list[float], matmul: float, tokens: float,
-    flops: float, table_flops: float,
-) -> dict:  # fmt: skip
-    """The figures of a row from the seconds of its timed steps; the rest as in `rates`, with `matmul` measured here."""
+    config: Config,
+    row: str,
+    device: torch.device,
+    times: list[float],
+    matmul: float,
+    tokens: float,
+    flops: float,
+    table_flops: float,
+) -> dict:
+    """The figures of a row from the seconds of its timed steps; the rest as in `rates`, with
+    `matmul` measured here.
+    """
     machine = describe(device)
     peak = peak_flops(machine["device"], compute_dtype(config))
     return {
         "row": row,
-        "system": None if "system" in config.reference.get("changed", ()) else config.reference.get("system"),
+        "system": None
+        if "system" in config.reference.get("changed", ())
+        else config.reference.get("system"),
         "mode": "measured",
         "proxy": False,
         "world_size": dist.get_world_size(),
@@ -142,8 +177,8 @@ def result(
 def rates(config: Config, tokens: float, matmul: float, flops: float, table_flops: float) -> dict:
     """What follows from `tokens` per second and GPU.
 
-    matmul: FLOP/s of matrix products on a GPU, of which MFU is a share. flops, table_flops: of a token, counted as the
-    work is, and as the published table counts.
+    matmul: FLOP/s of matrix products on a GPU, of which MFU is a share. flops, table_flops: of a
+    token, counted as the work is, and as the published table counts.
     """
     return {
         "tokens_per_sec_per_gpu": tokens,
@@ -155,18 +190,24 @@ def rates(config: Config, tokens: float, matmul: float, flops: float, table_flop
 
 
 def compare(tokens: float, flops: float, published: dict) -> float | None:
-    """Our tokens/s over the published ones; where a table gives FLOP/s only, over what those imply. None for a run that
-    does other work than the published one, or elsewhere: see `work` and `placed`."""
+    """Our tokens/s over the published ones; where a table gives FLOP/s only, over what those imply.
+    None for a run that does other work than the published one, or elsewhere: see `work` and
+    `placed`."""
     if "changed" in published:
         return None
     if "tokens_per_sec_per_gpu" in published:
-        return tokens / published.get("corrected_tokens_per_sec_per_gpu", published["tokens_per_sec_per_gpu"])
+        return tokens / published.get(
+            "corrected_tokens_per_sec_per_gpu", published["tokens_per_sec_per_gpu"]
+        )
     return flops / 1e12 / published["tflops_per_gpu"] if "tflops_per_gpu" in published else None
 
 
 def published_step_time(config: Config) -> float | None:
-    """Seconds per optimizer step as published, or as FLOP/s imply where a table gives nothing else."""
-    published, batch = config.reference, config.batch
+    """Seconds per optimizer step as published, or as FLOP/s imply where a table gives nothing
+    else.
+    """
+    published = config.reference
+    batch = config.batch
     if "changed" in published:
         return None
     if "tokens_per_sec_per_gpu" in published or not {"tflops_per_gpu", "gpus"} <= published.keys():
@@ -176,7 +217,9 @@ def published_step_time(config: Config) -> float | None:
 
 
 def visible_share(dataset) -> float:
-    """Of the causal pairs in a row of the dataset, the share whose tokens are of one document; the first row tells."""
+    """Of the causal pairs in a row of the dataset, the share whose tokens are of one document; the
+    first row tells.
+    """
     row = dataset.row(0)
     if "documents" not in row:
         return 1.0
@@ -185,17 +228,24 @@ def visible_share(dataset) -> float:
 
 def token_flops(config: Config, visible: float) -> tuple[float, float]:
     """FLOPs of a training step per token, by `clean` counting and by that of the row's table."""
-    return count_flops(config, clean, visible), count_flops(config, table_convention(config), visible)
+    return count_flops(config, clean, visible), count_flops(
+        config, table_convention(config), visible
+    )
 
 
 def count_flops(config: Config, convention, visible: float = 1.0) -> float:
-    """FLOPs of a training step per token. For diffusion there is one convention, which counts what is computed.
+    """FLOPs of a training step per token. For diffusion there is one convention, which counts what
+    is computed.
 
     visible: as `visible_share` says; the tables' conventions know nothing of it.
     """
-    shape, batch = config.model.config, config.batch
+    shape = config.model.config
+    batch = config.batch
     if isinstance(shape, WanConfig):
-        return training_flops(shape, batch.seq_len, config.data.text_tokens, config.lora) / batch.seq_len
+        return (
+            training_flops(shape, batch.seq_len, config.data.text_tokens, config.lora)
+            / batch.seq_len
+        )
     adapters = lora_weights(shape, config.lora.rank, config.lora.targets) if config.lora else 0
     seen = batch.seq_len * visible if convention is clean else batch.seq_len
     return flops_per_token(shape, seen, convention, adapters)
@@ -210,25 +260,31 @@ def table_convention(config: Config):
 
 
 def load_row(file: str | Path, overrides: list[str]) -> tuple[str, Config]:
-    """Return the row's name and its config. `reference["changed"]` names the settings whose work is not the row's:
-    nothing is compared with its published figures then. Layout and micro-batches are free."""
-    config, row = load(file, overrides), row_name(file)
+    """Return the row's name and its config. `reference["changed"]` names the settings whose work is
+    not the row's: nothing is compared with its published figures then. Layout and micro-batches are
+    free."""
+    config = load(file, overrides)
+    row = row_name(file)
     config.reference = read_reference(config.reference)
     table_convention(config)  # before anything is measured
     if config.reference:
         own = CONFIGS / f"{row}.yaml"  # a copy in another configs/ may have been edited
         published = load(own if "/" in row and own.is_file() else file)
-        theirs, ours = work(published), work(config)
+        theirs = work(published)
+        ours = work(config)
         changed = [name for name in ours if ours[name] != theirs[name]]
         config.reference |= {"changed": changed} if changed else {}
-        if "mean_response" in config.reference:  # the published tokens are those of so many responses
+        if (
+            "mean_response" in config.reference
+        ):  # the published tokens are those of so many responses
             config.reference |= {"responses": published.grpo.prompts * published.grpo.group}
     return row, config
 
 
 def work(config: Config) -> dict:
     """Return the settings that fix what a step computes, by name."""
-    data, grpo = config.data, config.grpo
+    data = config.data
+    grpo = config.grpo
     settings = {
         "task": config.task,
         "model": config.model.config,

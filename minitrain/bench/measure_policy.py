@@ -1,8 +1,10 @@
-"""Time GRPO steps as the published table does: the whole step, with its phases, and prompts' and responses' tokens.
+"""Time GRPO steps as the published table does: the whole step, with its phases, and prompts' and
+responses' tokens.
 
-Without trained weights there is nothing that ends a response: all get the published mean length, and prompts that of
-the published tokens per step. So the sampler's work is right on average, but without the wait for a step's longest
-response. Rewards are those of random text; a step with no signal costs the same.
+Without trained weights there is nothing that ends a response: all get the published mean length,
+and prompts that of the published tokens per step. So the sampler's work is right on average, but
+without the wait for a step's longest response. Rewards are those of random text; a step with no
+signal costs the same.
 """
 
 import dataclasses
@@ -28,7 +30,11 @@ def measure_policy(config: Config, row: str, steps: int, warmup: int) -> dict:
         lines.append(line)
         if dist.get_rank() == 0:  # at once: steps take long, and a later one may fail
             phases = ", ".join(f"{phase} {line[f'{phase}_s']:.3g} s" for phase in PHASES)
-            print(f"{row}: step {line['step']}: {line['step_time_s']:.3g} s ({phases})", file=sys.stderr, flush=True)
+            print(
+                f"{row}: step {line['step']}: {line['step_time_s']:.3g} s ({phases})",
+                file=sys.stderr,
+                flush=True,
+            )
     lines = lines[warmup : warmup + steps]
     times = [line["step_time_s"] for line in lines]
     tokens = median([line["tokens_per_sec_per_gpu"] for line in lines])
@@ -42,14 +48,18 @@ def measure_policy(config: Config, row: str, steps: int, warmup: int) -> dict:
 
 
 def published_lengths(config: Config) -> Config:
-    """The config with prompts and responses as long as the table's are on average, if it is a row of the table; but
-    with `rollout.max_tokens` that the command line changed, responses are as long as that."""
-    row, grpo = config.reference, config.grpo
+    """The config with prompts and responses as long as the table's are on average, if it is a row
+    of the table; but with `rollout.max_tokens` that the command line changed, responses are as long
+    as that."""
+    row = config.reference
+    grpo = config.grpo
     if "mean_response" not in row:
         return config
     responses = row.get("responses", grpo.prompts * grpo.group)
     tokens = row["tokens_per_sec_per_gpu"] * row["gpus"] * row["step_time_s"] / responses
-    prompt = max(1, round(tokens - row["mean_response"]) - 1)  # a prompt ends with a token of the template
+    prompt = max(
+        1, round(tokens - row["mean_response"]) - 1
+    )  # a prompt ends with a token of the template
     asked = "rollout.max_tokens" in row.get("changed", ())
     response = config.rollout.max_tokens if asked else round(row["mean_response"])
     return dataclasses.replace(
@@ -60,11 +70,18 @@ def published_lengths(config: Config) -> Config:
 
 
 def flops_of_token(config: Config, tokens: int) -> float:
-    """Of a step, per token: forward and backward, sampling, and a forward pass for each set of log-probabilities."""
-    grpo, responses = config.grpo, config.grpo.prompts * config.grpo.group
-    shape, length, lora = config.model.config, tokens // responses, config.lora
+    """Of a step, per token: forward and backward, sampling, and a forward pass for each set of
+    log-probabilities.
+    """
+    grpo = config.grpo
+    responses = config.grpo.prompts * config.grpo.group
+    shape = config.model.config
+    length = tokens // responses
+    lora = config.lora
     whole = flops_per_token(shape, length, clean)
     adapters = lora_weights(shape, lora.rank, lora.targets) if lora else 0
-    saved = whole - flops_per_token(shape, length, clean, adapters)  # by what is frozen, in the backward pass
+    saved = whole - flops_per_token(
+        shape, length, clean, adapters
+    )  # by what is frozen, in the backward pass
     passes = 1 + (responses > config.batch.global_) + (grpo.kl > 0)
     return whole * (1 + passes / 3) - saved

@@ -1,7 +1,9 @@
-"""The report as one HTML page: no script, no network; bars are boxes, timelines inline SVG, all figures also text.
+"""The report as one HTML page: no script, no network; bars are boxes, timelines inline SVG, all
+figures also text.
 
-Colours are those of Okabe and Ito, which colour-blind readers can tell apart, and never the only difference. On a phone
-there is one column; only tables and timelines scroll sideways, each in its own box. results.py says what it shows.
+Colours are those of Okabe and Ito, which colour-blind readers can tell apart, and never the only
+difference. On a phone there is one column; only tables and timelines scroll sideways, each in its
+own box. results.py says what it shows.
 """
 
 from datetime import date
@@ -24,10 +26,20 @@ MODES = {
 }
 MEMORY = ("parameters", "gradients", "optimizer", "gathered", "activations", "reference", "sampler")
 TIME = ("gemm", "grouped", "attention", "memory", "exposed communication", "bubble", "tail", "gaps")
-TIME_NAMES = {"gemm": "matrix products", "grouped": "expert products", "memory": "memory-bound kernels",
-              "tail": "not overlapped at the end", "gaps": "device waits for the host"}  # fmt: skip
-ACTIONS = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights",
-           "U": "gradient reduction and update"}  # fmt: skip
+TIME_NAMES = {
+    "gemm": "matrix products",
+    "grouped": "expert products",
+    "memory": "memory-bound kernels",
+    "tail": "not overlapped at the end",
+    "gaps": "device waits for the host",
+}
+ACTIONS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward for inputs",
+    "W": "backward for weights",
+    "U": "gradient reduction and update",
+}
 LANE = 14  # height of a timeline's lane, in units of the drawing
 
 PAGE = Template("""<!doctype html>
@@ -91,9 +103,12 @@ $sections
 
 
 def write_report(files: list[str], folder: str) -> None:
-    """Write report.md and report.html into `folder`. Raises InputError for what cannot be read or written."""
+    """Write report.md and report.html into `folder`. Raises InputError for what cannot be read or
+    written.
+    """
     report = results.merge(
-        [result for file in files for result in results.read_results(file)], date.today().isoformat()
+        [result for file in files for result in results.read_results(file)],
+        date.today().isoformat(),
     )
     target = Path(folder)
     with refused(f"--out={folder} cannot be written"):
@@ -109,9 +124,15 @@ def make_page(report: results.Report) -> str:
         body = html_table(cells) + bullets(results.outliers(report))
         sections.insert(0, section("Accuracy of the simulation", body))
     if report.calibrations:
-        sections.append(section("Calibration", "".join(paragraph(calibration_line(c)) for c in report.calibrations)))
+        sections.append(
+            section(
+                "Calibration", "".join(paragraph(calibration_line(c)) for c in report.calibrations)
+            )
+        )
     if report.others:
-        sections.append(section("Not to be compared with a row", html_table(results.other_cells(report.others))))
+        sections.append(
+            section("Not to be compared with a row", html_table(results.other_cells(report.others)))
+        )
     return PAGE.substitute(
         day=report.day,
         summary=escape(results.summary(report)),
@@ -123,10 +144,18 @@ def make_page(report: results.Report) -> str:
 
 def table_section(title: str, rows: list[results.Row]) -> str:
     shown = [row for row in rows if row.results]
-    chart = f'<div class="chart">{"".join(map(bars, shown))}</div>' if shown else paragraph("No results yet.")
+    chart = (
+        f'<div class="chart">{"".join(map(bars, shown))}</div>'
+        if shown
+        else paragraph("No results yet.")
+    )
     details = "".join(simulation_details(row) for row in rows if "simulated" in row.results)
-    details += "".join(profile_details(row) for row in rows if "breakdown_s" in row.results.get("measured", {}))
-    return section(title, chart + html_table(results.cells(rows)) + bullets(results.notes(rows)) + details)
+    details += "".join(
+        profile_details(row) for row in rows if "breakdown_s" in row.results.get("measured", {})
+    )
+    return section(
+        title, chart + html_table(results.cells(rows)) + bullets(results.notes(rows)) + details
+    )
 
 
 def section(title: str, body: str) -> str:
@@ -144,7 +173,9 @@ def bullets(lines: list[str]) -> str:
 def html_table(columns: dict[str, list[str]]) -> str:
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
     lines = zip(*columns.values(), strict=True)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in lines)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in lines
+    )
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="table"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
@@ -155,7 +186,9 @@ def html_table(columns: dict[str, list[str]]) -> str:
 
 
 def bars(row: results.Row) -> str:
-    """A row's figures as bars, the published one of a length that is the same everywhere: two thirds of the track."""
+    """A row's figures as bars, the published one of a length that is the same everywhere: two
+    thirds of the track.
+    """
     unit = results.FIGURES[row.figure]
     figures = {"published": (row.published, 1.0)}
     figures |= {mode: (result[row.figure], result["ratio"]) for mode, result in row.results.items()}
@@ -174,11 +207,17 @@ def bar(mode: str, figure: float, ratio: float) -> str:
 
 
 def stack(parts: dict[str, float], whole: float, unit: str, label: str) -> str:
-    """A bar of coloured parts with their figures below. whole: what the bar's full length stands for."""
+    """A bar of coloured parts with their figures below. whole: what the bar's full length stands
+    for.
+    """
     shown = [(number, name, size) for number, (name, size) in enumerate(parts.items()) if size > 0]
-    boxes = "".join(f'<i class="c{number}" style="width:{100 * size / whole:.2f}%"></i>' for number, _, size in shown)
+    boxes = "".join(
+        f'<i class="c{number}" style="width:{100 * size / whole:.2f}%"></i>'
+        for number, _, size in shown
+    )
     keys = "".join(
-        f'<li><i class="c{number}"></i>{escape(name)} {size:.3g} {unit}</li>' for number, name, size in shown
+        f'<li><i class="c{number}"></i>{escape(name)} {size:.3g} {unit}</li>'
+        for number, name, size in shown
     )
     return (
         f'<figure><div class="stack" aria-hidden="true">{boxes}</div>'
@@ -196,7 +235,8 @@ def simulation_details(row: results.Row) -> str:
     memory = {kind: held.get(kind, 0.0) for kind in MEMORY}
     parts = []
     if held:
-        total, room = sum(memory.values()), result.get("capacity_gib") or 0.0
+        total = sum(memory.values())
+        room = result.get("capacity_gib") or 0.0
         fits = "fits into" if result.get("fits") else "does not fit into"
         label = f"Peak memory {total:.1f} GiB, which {fits} {room:.0f} GiB of {result['device']}"
         parts.append(stack(memory, max(total, room), "GiB", label))
@@ -222,10 +262,16 @@ def time_stack(result: dict) -> str:
 
 def pipeline(lanes: list[str], step: float) -> str:
     """The ranks of a pipeline over a step, as Replay.lanes has them."""
-    columns, drawn, height = len(lanes[0]), draw_lanes(lanes), len(lanes) * (LANE + 3)
-    keys = "".join(f'<li><i class="{colour}"></i>{name}</li>' for name, colour in actions(lanes).items())
+    columns = len(lanes[0])
+    drawn = draw_lanes(lanes)
+    height = len(lanes) * (LANE + 3)
+    keys = "".join(
+        f'<li><i class="{colour}"></i>{name}</li>' for name, colour in actions(lanes).items()
+    )
     busy = [1 - lane.count(".") / columns for lane in lanes]
-    text = f"Pipeline of {len(lanes)} ranks over a step of {step:.4g} s; busy " + ", ".join(f"{b:.0%}" for b in busy)
+    text = f"Pipeline of {len(lanes)} ranks over a step of {step:.4g} s; busy " + ", ".join(
+        f"{b:.0%}" for b in busy
+    )
     return (
         f'<figure><div class="lanes" tabindex="0" role="region" aria-label="timeline"><svg role="img" '
         f'aria-label="{escape(text)}" viewBox="0 0 {columns + 40} {height}">{drawn}</svg></div>'
@@ -237,7 +283,11 @@ def pipeline(lanes: list[str], step: float) -> str:
 def actions(lanes: list[str]) -> dict[str, str]:
     """Return the names of the actions that occur, with the class of each one's colour."""
     colours = {letter: f"c{number}" for number, letter in enumerate(ACTIONS)}
-    return {ACTIONS[letter]: colours[letter] for letter in ACTIONS if any(letter in lane for lane in lanes)}
+    return {
+        ACTIONS[letter]: colours[letter]
+        for letter in ACTIONS
+        if any(letter in lane for lane in lanes)
+    }
 
 
 def draw_lanes(lanes: list[str]) -> str:
@@ -247,13 +297,16 @@ def draw_lanes(lanes: list[str]) -> str:
         top = rank * (LANE + 3)
         drawn += f'<text x="0" y="{top + 10}">rank {rank}</text>'
         drawn += f'<rect class="idle" x="40" y="{top}" width="{len(lane)}" height="{LANE}"/>'
-        drawn += "".join(path(lane, kind, top, f"c{n}") for n, kind in enumerate(ACTIONS) if kind in lane)
+        drawn += "".join(
+            path(lane, kind, top, f"c{n}") for n, kind in enumerate(ACTIONS) if kind in lane
+        )
     return drawn
 
 
 def path(lane: str, kind: str, top: int, colour: str) -> str:
     """All boxes of one kind in a lane."""
-    boxes, place = "", 0
+    boxes = ""
+    place = 0
     for letter, run in groupby(lane):
         length = len(list(run))
         if letter == kind:

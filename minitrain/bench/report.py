@@ -9,7 +9,9 @@ from minitrain.run.config_yaml import describe
 
 
 def read_lines(option: str, file: str) -> list[tuple[str, dict]]:
-    """Each line's object in a file that --json wrote, behind its place for messages. Raises InputError."""
+    """Each line's object in a file that --json wrote, behind its place for messages. Raises
+    InputError.
+    """
     with refused(f"{option} {file} cannot be read"):
         lines = Path(file).read_text(encoding="utf-8").split("\n")
     found = []
@@ -26,13 +28,19 @@ def read_lines(option: str, file: str) -> list[tuple[str, dict]]:
 
 
 def need(where: str, values: dict, kind: type, *names: str) -> None:
-    """Raises InputError if one of these is missing, not of the kind, or for float no number above 0."""
+    """Raises InputError if one of these is missing, not of the kind, or for float no number above
+    0.
+    """
     for name in names:
         value = values.get(name)
         number = isinstance(value, int | float) and 0 < value <= sys.float_info.max
         if not (number if kind is float else isinstance(value, kind)):
-            wanted = {float: "a number above 0", str: "text", dict: "a mapping", list: "a list"}[kind]
-            raise InputError(f"{where} needs {name}, {wanted}" + f", not {describe(value)}" * (name in values))
+            wanted = {float: "a number above 0", str: "text", dict: "a mapping", list: "a list"}[
+                kind
+            ]
+            raise InputError(
+                f"{where} needs {name}, {wanted}" + f", not {describe(value)}" * (name in values)
+            )
 
 
 def need_rates(where: str, outcome: dict) -> None:
@@ -52,14 +60,17 @@ PHASES = ("generation", "logprobs", "training", "refit")  # of a GRPO step
 
 
 def table(results: list[dict], wide: bool = False) -> str:
-    """Return one line per result, below one for each machine, and what each says of another library.
+    """Return one line per result, below one for each machine, and what each says of another
+    library.
 
     wide: with all columns, in whatever width. Columns that no result fills are left out.
     """
     machines = list(dict.fromkeys(map(machine, results)))
     columns = {
         "row": [label(r) for r in results],
-        "machine": [f"{r['device']} x {r['world_size']}" if len(machines) > 1 else "" for r in results],
+        "machine": [
+            f"{r['device']} x {r['world_size']}" if len(machines) > 1 else "" for r in results
+        ],
         "fits": [{True: "yes", False: "no"}.get(r.get("fits"), "") for r in results],
         **sized("step", "s", results, "step_time_s"),
         "spread": [spread(r) for r in results],
@@ -99,8 +110,12 @@ def sized(name: str, unit: str, results: list[dict], key: str) -> dict[str, list
     """Return a column of figures in the unit that suits the largest of them."""
     values = [result.get(key) for result in results]
     largest = max((value for value in values if value), default=1.0)
-    unit, size = next((pair for pair in reversed(UNITS[unit]) if largest >= pair[1]), UNITS[unit][0])
-    return {f"{name} {unit}".strip(): [number(value / size, ".4g") if value else "" for value in values]}
+    unit, size = next(
+        (pair for pair in reversed(UNITS[unit]) if largest >= pair[1]), UNITS[unit][0]
+    )
+    return {
+        f"{name} {unit}".strip(): [number(value / size, ".4g") if value else "" for value in values]
+    }
 
 
 def spread(result: dict) -> str:
@@ -126,7 +141,9 @@ def beside(result: dict) -> str:
 
 
 def in_width(columns: dict[str, list[str]]) -> str:
-    """Return `markdown` of the columns in WIDTH: where names make it wider, they stand above it, by number."""
+    """Return `markdown` of the columns in WIDTH: where names make it wider, they stand above it, by
+    number.
+    """
     text = markdown(columns)
     if max(map(len, text.splitlines())) <= WIDTH:
         return text
@@ -150,31 +167,37 @@ def machine(result: dict) -> str:
 
 
 def details(result: dict) -> str:
-    """What a profile or a simulation knows beyond its line in the table: per GPU and step, of the first rank; its
-    fullest one's memory."""
+    """What a profile or a simulation knows beyond its line in the table: per GPU and step, of the
+    first rank; its fullest one's memory."""
     if result["mode"] == "measured":
         return f"seconds: {amounts(result['breakdown_s'])}"
     model = result["clean_tflops_per_gpu"] * result["step_time_s"]
     messages = [
-        f"{name} {calls:,} x, {size / 2**30:,.4g} GiB" for name, (calls, size) in sorted(result["collectives"].items())
+        f"{name} {calls:,} x, {size / 2**30:,.4g} GiB"
+        for name, (calls, size) in sorted(result["collectives"].items())
     ]
-    return "\n".join([
-        f"FLOPs: executed {result['executed_flops_per_gpu'] / 1e12:,.5g} TFLOP, of the model {model:,.5g}",
-        f"messages: {'; '.join(messages) or 'none'}",
-        f"seconds: {amounts(result['breakdown_s'])}",
-        f"GiB: {amounts(result['memory_gib'])}, of {result['capacity_gib']:.4g}",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"FLOPs: executed {result['executed_flops_per_gpu'] / 1e12:,.5g} TFLOP, of the model {model:,.5g}",
+            f"messages: {'; '.join(messages) or 'none'}",
+            f"seconds: {amounts(result['breakdown_s'])}",
+            f"GiB: {amounts(result['memory_gib'])}, of {result['capacity_gib']:.4g}",
+        ]
+    )
 
 
 def amounts(parts: dict[str, float]) -> str:
-    return ", ".join(f"{name} {amount:.3g}" for name, amount in parts.items() if amount > 1e-9)  # less is rounding
+    return ", ".join(
+        f"{name} {amount:.3g}" for name, amount in parts.items() if amount > 1e-9
+    )  # less is rounding
 
 
 def label(result: dict) -> str:
     """The row's name, and what makes the result another thing than a measured step of that row."""
     notes = [] if result["mode"] == "measured" else [result["mode"]]
     notes += ["sampling"] * is_sampling(result)
-    layers, changed = result.get("layers"), result["reference"].get("changed", [])
+    layers = result.get("layers")
+    changed = result["reference"].get("changed", [])
     if result["mode"] == "simulated" and not on_own_system(result):
         notes[0] += f" on {result['system']}"
         changed = [name for name in changed if name != "system"]
@@ -192,7 +215,8 @@ def is_sampling(result: dict) -> bool:
 
 def on_own_system(result: dict) -> bool:
     """Not on another than its config's published row ran on, if it says any."""
-    system, published = result.get("system"), result["reference"].get("system")
+    system = result.get("system")
+    published = result["reference"].get("system")
     return not (system and published) or system.lower() == published.lower()
 
 

@@ -1,4 +1,6 @@
-"""The published rows: which config stands for which, and what was published; and what is known of their systems."""
+"""The published rows: which config stands for which, and what was published; and what is known of
+their systems.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -11,18 +13,34 @@ from minitrain.run.cli import CONFIGS
 from minitrain.run.config_yaml import check_known, convert, read_tree
 
 SYSTEMS = Path(__file__).with_name("systems.yaml")
-TABLES = ("automodel", "nemo/h100", "nemo/b200", "nemo/gb200", "rl", "dfm")  # folders, in the order of the tables
+TABLES = (
+    "automodel",
+    "nemo/h100",
+    "nemo/b200",
+    "nemo/gb200",
+    "rl",
+    "dfm",
+)  # folders, in the order of the tables
 
-FIGURES = {"tokens_per_sec_per_gpu": "tokens/s/GPU", "tflops_per_gpu": "TFLOP/s/GPU"}  # one of which is compared
+FIGURES = {
+    "tokens_per_sec_per_gpu": "tokens/s/GPU",
+    "tflops_per_gpu": "TFLOP/s/GPU",
+}  # one of which is compared
 REFERENCE = {  # kinds of what a config's `reference` may say
     **dict.fromkeys(("source", "system", "convention", "known_error", "differs", "layout"), str),
-    **dict.fromkeys((*FIGURES, *(f"corrected_{name}" for name in FIGURES), "step_time_s", "mean_response"), float),
+    **dict.fromkeys(
+        (*FIGURES, *(f"corrected_{name}" for name in FIGURES), "step_time_s", "mean_response"),
+        float,
+    ),
     **dict.fromkeys(("gpus", "generation_tp", "responses"), int),
     **dict.fromkeys(("changed", "ours"), list[str]),
     "recipe": dict,
 }
 RECIPE = {"compile": bool, "attention": str, "micro_batches": int, "stack": str}  # see recipe.py
-NAMES = {"attention": "kernels", "stack": "stacks"}  # sections of systems.yaml with what a recipe may name
+NAMES = {
+    "attention": "kernels",
+    "stack": "stacks",
+}  # sections of systems.yaml with what a recipe may name
 
 
 def constants(section: str) -> Any:
@@ -31,7 +49,9 @@ def constants(section: str) -> Any:
 
 
 def row_trees() -> dict[str, dict]:
-    """What every row's config says, by the row's name: its file under configs/, without the ending."""
+    """What every row's config says, by the row's name: its file under configs/, without the
+    ending.
+    """
     files = [file for folder in TABLES for file in sorted((CONFIGS / folder).glob("*.yaml"))]
     return {str(file.relative_to(CONFIGS).with_suffix("")): read_row(file) for file in files}
 
@@ -49,9 +69,15 @@ def read_row(file: Path) -> dict:
 
 
 def read_reference(reference: dict, where: str = "reference") -> dict:
-    """`reference` of a config, its values as their kinds. Raises InputError for what nothing could be compared with."""
+    """`reference` of a config, its values as their kinds. Raises InputError for what nothing could
+    be compared with.
+    """
     found = typed(reference, REFERENCE, f"{where}.")
-    missing = {"tokens_per_sec_per_gpu", "gpus", "step_time_s"} - found.keys()  # of prompts follow from these
+    missing = {
+        "tokens_per_sec_per_gpu",
+        "gpus",
+        "step_time_s",
+    } - found.keys()  # of prompts follow from these
     if "mean_response" in found and missing:
         raise InputError(f"{where}.mean_response needs {where}.{min(missing)} too")
     if "recipe" in found:
@@ -59,7 +85,8 @@ def read_reference(reference: dict, where: str = "reference") -> dict:
             check_known(key, RECIPE, f"{where}.recipe")
         found["recipe"] = typed(found["recipe"], RECIPE, f"{where}.recipe.")
         for key in NAMES.keys() & found["recipe"].keys():
-            name, known = found["recipe"][key], constants(NAMES[key])
+            name = found["recipe"][key]
+            known = constants(NAMES[key])
             if name not in known:
                 raise InputError(f"{where}.recipe.{key}={name} is not one of {', '.join(known)}")
     return found
@@ -81,16 +108,22 @@ def published_rows() -> dict[str, dict]:
 
 
 def list_rows() -> str:
-    """All rows as a Markdown table; what is known to be wrong with a published figure stands below it."""
+    """All rows as a Markdown table; what is known to be wrong with a published figure stands below
+    it.
+    """
     rows = published_rows()
     columns = {
         "config": [f"configs/{name}.yaml" for name in rows],
         "system": [row["system"] for row in rows.values()],
         "GPUs": [str(row["gpus"]) for row in rows.values()],
-        "tokens/s/GPU": [number(row.get("tokens_per_sec_per_gpu"), ",.6g") for row in rows.values()],
+        "tokens/s/GPU": [
+            number(row.get("tokens_per_sec_per_gpu"), ",.6g") for row in rows.values()
+        ],
         "TFLOP/s/GPU": [number(row.get("tflops_per_gpu"), ".6g") for row in rows.values()],
         "step s": [number(row.get("step_time_s"), ".4g") for row in rows.values()],
         "": ["*" if "known_error" in row else "" for row in rows.values()],
     }
-    errors = [f"* {name}: {row['known_error']}" for name, row in rows.items() if "known_error" in row]
+    errors = [
+        f"* {name}: {row['known_error']}" for name, row in rows.items() if "known_error" in row
+    ]
     return f"{markdown(columns)}\n\n{len(rows)} rows; as published, but:\n" + "\n".join(errors)

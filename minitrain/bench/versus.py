@@ -1,7 +1,8 @@
-"""The same training step by another library, in turns with ours in one process: a noisy machine treats both alike.
+"""The same training step by another library, in turns with ours in one process: a noisy machine
+treats both alike.
 
-The libraries are transformers, peft on top of it, and diffusers; "full" is this one, training the whole model in place
-of adapters.
+The libraries are transformers, peft on top of it, and diffusers; "full" is this one, training the
+whole model in place of adapters.
 """
 
 import contextlib
@@ -31,13 +32,17 @@ from minitrain.training.optim import clip_gradients, make_optimizer
 
 
 def versus(config: Config, meshes: Meshes, row: str, steps: int, warmup: int, library: str) -> dict:
-    """Time `steps` training steps of both, alternating. For "full" also the GiB that each works with."""
+    """Time `steps` training steps of both, alternating. For "full" also the GiB that each works
+    with.
+    """
     data, _ = open_dataset(config)
     ours = make_trainer(config, meshes)
     trainers = ours, RIVALS[library](ours)
     pairs = []
     for step in progress(warmup + steps, f"{row} versus {library}"):
-        pairs.append([timed(partial(trainer.step, data, step), ours.device) for trainer in trainers])
+        pairs.append(
+            [timed(partial(trainer.step, data, step), ours.device) for trainer in trainers]
+        )
     outcome = versus_result(library, pairs[warmup:])
     if library == "full":
         outcome["versus_memory_gib"] = [training_bytes(trainer) / 2**30 for trainer in trainers]
@@ -45,7 +50,9 @@ def versus(config: Config, meshes: Meshes, row: str, steps: int, warmup: int, li
 
 
 def versus_result(library: str, pairs: list[list[float]]) -> dict:
-    """What a row says of `library`, from the seconds of our steps and its own. A ratio above 1: ours are faster."""
+    """What a row says of `library`, from the seconds of our steps and its own. A ratio above 1:
+    ours are faster.
+    """
     ratios = [theirs / ours for ours, theirs in pairs]
     return {
         "versus": library,
@@ -65,20 +72,28 @@ def check_versus(config: Config, library: str) -> None:
     """Raises InputError for a config whose training step `library` does not have."""
     video = config.task == "diffusion"
     if config.task == "grpo":
-        raise InputError(f"--versus {library} is for training steps, not for task=grpo (sampling has --generate)")
+        raise InputError(
+            f"--versus {library} is for training steps, not for task=grpo (sampling has --generate)"
+        )
     if library != "full" and video != (library == "diffusers"):
         raise InputError(
             f"--versus {library} is not for task={config.task} (use {'diffusers' if video else 'transformers'})"
         )
     if library in ("peft", "full") and config.lora is None:
-        raise InputError(f"--versus {library} is about adapters, and the config has none (give it a lora section)")
+        raise InputError(
+            f"--versus {library} is about adapters, and the config has none (give it a lora section)"
+        )
     if library in ("transformers", "diffusers") and config.lora is not None:
         use = "full" if video else "peft"
-        raise InputError(f"--versus {library} trains whole models, and the config has adapters (use {use})")
+        raise InputError(
+            f"--versus {library} trains whole models, and the config has adapters (use {use})"
+        )
     if config.precision == "fp8":
         raise InputError(f"--versus {library}: it does not train in FP8 (use precision=bf16)")
     if library != "full" and config.recompute not in ("none", "full"):
-        raise InputError(f"--versus {library}: {library} has no recompute={config.recompute} (use none or full)")
+        raise InputError(
+            f"--versus {library}: {library} has no recompute={config.recompute} (use none or full)"
+        )
 
 
 def training_bytes(trainer: Trainer) -> int:
@@ -95,22 +110,35 @@ def training_bytes(trainer: Trainer) -> int:
 class Rival:
     """Another library's model under the optimizer, clipping, precision and micro-batches of `ours`.
 
-    blocks: its parts that are compiled if ours are. loss(batch, count): a micro-batch's share of a mean over `count`
-    terms.
+    blocks: its parts that are compiled if ours are. loss(batch, count): a micro-batch's share of a
+    mean over `count` terms.
     """
 
-    def __init__(self, ours: Trainer, model: Module, blocks: Iterable[Module], loss: Callable[[dict, int], Tensor]):
-        self.ours, self.model, self.loss = ours, model, loss
+    def __init__(
+        self,
+        ours: Trainer,
+        model: Module,
+        blocks: Iterable[Module],
+        loss: Callable[[dict, int], Tensor],
+    ):
+        self.ours = ours
+        self.model = model
+        self.loss = loss
         if ours.config.compile:
             for block in blocks:
                 block.compile(dynamic=False)
         self.optimizer = make_optimizer(model, ours.config.optim)
 
     def step(self, dataset, step: int) -> None:
-        config, device = self.ours.config, self.ours.device
+        config = self.ours.config
+        device = self.ours.device
         batches = self.ours.micro_batches(dataset, step)
         count = sum(self.ours.objective.count(batch) for batch in batches)
-        bf16 = torch.autocast(device.type, torch.bfloat16) if config.precision == "bf16" else contextlib.nullcontext()
+        bf16 = (
+            torch.autocast(device.type, torch.bfloat16)
+            if config.precision == "bf16"
+            else contextlib.nullcontext()
+        )
         for batch in batches:
             batch = to_device(batch, device)
             with bf16:
@@ -127,7 +155,9 @@ def transformers_rival(ours: Trainer) -> Rival:
 
 
 def blocks_of(model: Module) -> Module:
-    """A decoder's layers, which transformers calls `layers` or `h`, and has before any other list."""
+    """A decoder's layers, which transformers calls `layers` or `h`, and has before any other
+    list.
+    """
     return next(module for module in model.modules() if isinstance(module, ModuleList))
 
 
@@ -135,7 +165,9 @@ def transformers_model(config: Config, device: torch.device, dtype: torch.dtype)
     """The same shape as the config's model, with other weights, on `device`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    no_dropout = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)  # which GPT-2 alone has, by default
+    no_dropout = dict.fromkeys(
+        ("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0
+    )  # which GPT-2 alone has, by default
     hf_config = AutoConfig.for_model(**config_to_hf(config.model.config, dtype) | no_dropout)
     with device:
         return AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
@@ -150,21 +182,32 @@ def trained_transformers_model(config: Config, device: torch.device) -> Module:
 
 
 def transformers_loss(model: Module, batch: dict[str, Tensor], count: int) -> Tensor:
-    """Where positions restart, a document begins that sees no other: transformers takes it from them, if the model is
-    not GPT-OSS, which sees all and takes as long."""
+    """Where positions restart, a document begins that sees no other: transformers takes it from
+    them, if the model is not GPT-OSS, which sees all and takes as long."""
     return model(
-        input_ids=batch["tokens"], labels=batch["labels"], shift_labels=batch["labels"],
-        position_ids=batch.get("positions"), num_items_in_batch=count, use_cache=False,
-    ).loss  # fmt: skip
+        input_ids=batch["tokens"],
+        labels=batch["labels"],
+        shift_labels=batch["labels"],
+        position_ids=batch.get("positions"),
+        num_items_in_batch=count,
+        use_cache=False,
+    ).loss
 
 
 def peft_rival(ours: Trainer) -> Rival:
-    """transformers' model with peft's adapters, its frozen weights in the same type as `ours` has them."""
+    """transformers' model with peft's adapters, its frozen weights in the same type as `ours` has
+    them.
+    """
     from peft import LoraConfig, get_peft_model
 
-    model = trained_transformers_model(ours.config, ours.device).to(next(ours.model.parameters()).dtype)
-    shape, lora = ours.config.model.config, ours.config.lora
-    settings = adapter_config(shape, lora, adapter_shapes(shape, lora), base="") | {"inference_mode": False}
+    model = trained_transformers_model(ours.config, ours.device).to(
+        next(ours.model.parameters()).dtype
+    )
+    shape = ours.config.model.config
+    lora = ours.config.lora
+    settings = adapter_config(shape, lora, adapter_shapes(shape, lora), base="") | {
+        "inference_mode": False
+    }
     settings.pop("peft_type")
     adapted = get_peft_model(model, LoraConfig(**settings), autocast_adapter_dtype=False)
     for parameter in adapted.parameters():
@@ -186,14 +229,25 @@ def diffusers_rival(ours: Trainer) -> Rival:
 
     def velocity(latents, timestep, text, image=None):
         # it casts none of them itself
-        latents, text, image = (x if x is None else x.to(model.dtype) for x in (latents, text, image))
-        return model(latents, timestep, text, encoder_hidden_states_image=image, return_dict=False)[0]
+        latents, text, image = (
+            x if x is None else x.to(model.dtype) for x in (latents, text, image)
+        )
+        return model(latents, timestep, text, encoder_hidden_states_image=image, return_dict=False)[
+            0
+        ]
 
-    return Rival(ours, model, model.blocks, lambda batch, count: ours.objective.loss(velocity, batch) / count)
+    return Rival(
+        ours, model, model.blocks, lambda batch, count: ours.objective.loss(velocity, batch) / count
+    )
 
 
 def whole_model(ours: Trainer) -> Trainer:
     return make_trainer(dataclasses.replace(ours.config, lora=None), ours.meshes)
 
 
-RIVALS = {"transformers": transformers_rival, "diffusers": diffusers_rival, "peft": peft_rival, "full": whole_model}
+RIVALS = {
+    "transformers": transformers_rival,
+    "diffusers": diffusers_rival,
+    "peft": peft_rival,
+    "full": whole_model,
+}

@@ -1,4 +1,5 @@
-"""Expert parallelism (GShard, Lepikhin et al. 2020): ranks hold different experts, and tokens are sent to them.
+"""Expert parallelism (GShard, Lepikhin et al. 2020): ranks hold different experts, and tokens are
+sent to them.
 
 Each of the ep ranks of a group has its own tokens, and E / ep consecutive experts of E. A layer:
 
@@ -13,8 +14,8 @@ Cost: a token that is sent to r other ranks takes, per layer and forward pass,
     r x (2 width + E / ep) numbers      a row there and a row back, as wide as the experts' input, and weights
 
 and as many in the backward pass; recomputation repeats the forward's. If all experts are equally
-likely, a rank has none of a token's with probability q = C(E - E / ep, top_k) / C(E, top_k), so
-r = (ep - 1) (1 - q). If a token's experts are consecutive, as with the fake gate of benchmarks, r is
+likely, a rank has none of a token's with probability q = C(E - E / ep, top_k) / C(E, top_k), so r =
+(ep - 1) (1 - q). If a token's experts are consecutive, as with the fake gate of benchmarks, r is
 about 1. One row per chosen expert would be r = top_k (ep - 1) / ep.
 
 Only the senders know how many rows a rank receives. So one more all-to-all sends two numbers per

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import (
-    FSDPParam,  # no public name for what it does with gradients
+    # no public name for what it does with gradients
+    FSDPParam,
 )
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Module, Parameter
@@ -42,22 +43,22 @@ def shard(
     prefetch: int = 1,
     for_experts: DeviceMesh | None = None,
 ) -> None:
-    """Shard `model` in place over `mesh` (dp_replicate, dp_shard). Gradients are summed over its
-    ranks, not averaged.
+    """Shard `model` in place over `mesh`; gradients are summed over its ranks, not averaged.
+
+    mesh: two dimensions, dp_replicate and dp_shard.
 
     FSDP2 averages by itself. Here the loss is to be divided by the tokens of all ranks, or for a
     mean over ranks by their number, before `backward`. Each block and the remainder are one unit.
 
     compute_dtype: weights are gathered and computed with in it, while shards keep their own type.
     reduce_dtype: gradients are summed over ranks in it, also those of which tensor-parallel ranks
-    have partial sums.
+        have partial sums.
         Over micro-batches too, but where ZeRO-3 without replicas reduces each time: there in the
         shards' own type.
     reshard_after_forward: free a block's weights after its forward pass; see `set_gradient_sync`.
     prefetch: how many blocks ahead of the running one are gathered.
     for_experts: the mesh of experts that expert parallelism has split already, of the same two
-    dimensions. Those of a
-        block are a unit of their own.
+        dimensions. Those of a block are a unit of their own.
     """
     add_partial_sums_in_reduce_dtype()
     policy = MixedPrecisionPolicy(
@@ -75,11 +76,9 @@ def shard(
     # of each block: itself and, if they are a unit of their own, its experts
     units = []
     for block in blocks:
-        stacks = (
-            []
-            if for_experts is None
-            else [module for module in block.modules() if isinstance(module, Experts)]
-        )
+        stacks = []
+        if for_experts is not None:
+            stacks = [module for module in block.modules() if isinstance(module, Experts)]
         for experts in stacks:
             shard_experts(
                 experts,
@@ -95,21 +94,32 @@ def shard(
     # they are one unit, none of which is ever called: FSDP would not notice that it is needed
     if holders:
         model.register_forward_pre_hook(lambda module, inputs: holders[0].unshard())
-    for i, block in enumerate(blocks):
+    set_prefetch(units, prefetch)
+    sum_gradients(model, mesh, for_experts)
+
+
+def set_prefetch(units: list[list[Module]], prefetch: int) -> None:
+    """Gather the weights of `prefetch` units ahead of the running one, in both directions."""
+    for i, (block, *_) in enumerate(units):
         after = units[i + 1 : i + 1 + prefetch]
         before = units[max(0, i - prefetch) : i][::-1]
         block.set_modules_to_forward_prefetch([unit for other in after for unit in other])
         block.set_modules_to_backward_prefetch([unit for other in before for unit in other])
+
+
+def sum_gradients(model: Module, mesh: DeviceMesh, for_experts: DeviceMesh | None) -> None:
+    """Make FSDP sum gradients over ranks, where it would average them."""
+    # neither setting reaches the modules below
     for module in model.modules():
-        # neither setting reaches the modules below
-        if isinstance(module, FSDPModule):
-            # which may be more, or fewer
-            ranks = fsdp_mesh(for_experts) if isinstance(module, Experts) else mesh
-            # alone, FSDP would divide all gradients by 1
-            if ranks.size() > 1:
-                module.set_gradient_divide_factor(1.0)
-                # gloo cannot scale while it reduces
-                module.set_force_sum_reduction_for_comms(True)
+        if not isinstance(module, FSDPModule):
+            continue
+        # experts have a mesh of their own, of more ranks or fewer
+        ranks = fsdp_mesh(for_experts) if isinstance(module, Experts) else mesh
+        # alone, FSDP would divide all gradients by 1
+        if ranks.size() > 1:
+            module.set_gradient_divide_factor(1.0)
+            # gloo cannot scale while it reduces
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -7,7 +7,8 @@ shards are reduced over all ranks that share it, tensor-parallel ones too, in on
 mesh dimension for all weights together. So a weight has the same FP8 numbers in any layout.
 
 Experts in FP8 are gathered likewise if expert parallelism has split them. Each has its own scale,
-reduced over the ranks that share this expert. Unsplit experts are gathered in bf16 and rounded then.
+reduced over the ranks that share this expert. Unsplit experts are gathered in bf16 and rounded
+then.
 
 Scales of activations are reduced over ranks only where tensor parallelism gathers them (tensor.py).
 
@@ -129,7 +130,8 @@ def count_step(shards: weakref.ref, *step) -> None:
 def before_gather(
     name: str, mesh: DeviceMesh, size: torch.Size, stride: tuple, module: Module, policy
 ) -> tuple[tuple, tuple]:
-    """Return the shard's bytes, which FSDP gathers over the 1-D `mesh`, and notes for `after_gather`.
+    """Return the shard's bytes, which FSDP gathers over the 1-D `mesh`, and notes for
+    `after_gather`.
 
     size: shape of the full weight. FSDP wants the shards of a matrix padded to the longest.
     """

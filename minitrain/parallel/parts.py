@@ -24,7 +24,8 @@ RANK_DIM = {"lora_A": -2, "lora_B": -1}
 def split_parameters(
     module: Module, mesh: DeviceMesh, placement: Placement, start: str = ""
 ) -> None:
-    """Replace a module's own parameters, equal on all ranks, by DTensors with `placement` on `mesh`.
+    """Replace a module's own parameters, equal on all ranks, by DTensors with `placement` on
+    `mesh`.
 
     start: only parameters whose names begin so. DTensors stay as they are.
     Two kinds are replicated instead: the matrix of an adapter whose split dimension would be its

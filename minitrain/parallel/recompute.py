@@ -1,4 +1,5 @@
-"""Activation recomputation (Chen et al. 2016): save less for the backward pass, compute the rest again.
+"""Activation recomputation (Chen et al. 2016): save less for the backward pass, compute the rest
+again.
 
 A block of width h saves about 34 h bytes per token in bf16 (Korthikanti et al. 2022).
 

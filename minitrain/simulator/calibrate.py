@@ -1,7 +1,8 @@
-"""This machine's rates (`bench.py --calibrate`), and the simulator's constants with them (`--system FILE`).
+"""This machine's rates (`bench.py --calibrate`), and the simulator's constants with them (`--system
+FILE`).
 
-One GPU tells how fast its matrix products, attention and memory are. Links, latencies and memory size stay those of
-the named system whose GPU it is.
+One GPU tells how fast its matrix products, attention and memory are. Links, latencies and memory
+size stay those of the named system whose GPU it is.
 """
 
 import dataclasses
@@ -22,14 +23,22 @@ from minitrain.errors import InputError
 from minitrain.simulator.timeline import BESIDE, System, load_system
 from minitrain.simulator.trace import Event
 
-GPUS = {"H200": "h200", "H100": "dgx-h100", "GB300": "dgx-gb300", "GB200": "dgx-gb200", "B200": "dgx-b200"}
+GPUS = {
+    "H200": "h200",
+    "H100": "dgx-h100",
+    "GB300": "dgx-gb300",
+    "GB200": "dgx-gb200",
+    "B200": "dgx-b200",
+}
 BYTES = {"bf16": 2, "fp8": 1}
-FUSED = 0.89  # what fused kernels reach of the rate of a large addition: on the H200 of results/h200
+FUSED = (
+    0.89  # what fused kernels reach of the rate of a large addition: on the H200 of results/h200
+)
 
 
 def calibrate(device: torch.device) -> dict:
-    """FLOP/s of matrix products by precision and of causal attention by direction (half of the square counts), and
-    bytes/s of memory. On CPUs in fp32."""
+    """FLOP/s of matrix products by precision and of causal attention by direction (half of the
+    square counts), and bytes/s of memory. On CPUs in fp32."""
     on_gpu = device.type == "cuda"
     dtypes = {"bf16": torch.bfloat16} if on_gpu else {"fp32": torch.float32}
     if on_gpu and torch.cuda.get_device_capability(device) >= (8, 9):
@@ -39,7 +48,9 @@ def calibrate(device: torch.device) -> dict:
     return {
         "row": "calibration",
         "mode": "calibration",
-        "system": next((name for part, name in GPUS.items() if on_gpu and part in machine["device"]), None),
+        "system": next(
+            (name for part, name in GPUS.items() if on_gpu and part in machine["device"]), None
+        ),
         "matmul": {name: measure_matmul(device, dtype) for name, dtype in dtypes.items()},
         "attention_forward": forward,
         "attention_backward": backward,
@@ -49,25 +60,34 @@ def calibrate(device: torch.device) -> dict:
 
 
 def find_system(word: str) -> System:
-    """A system by name, or with the constants of the last calibration in a file. Raises InputError."""
+    """A system by name, or with the constants of the last calibration in a file. Raises
+    InputError.
+    """
     if not Path(word).is_file():
         return load_system(word)
     found = [line for line in read_lines("--system", word) if line[1].get("mode") == "calibration"]
     if not found or not found[-1][1].get("system"):
-        raise InputError(f"--system={word} holds no calibration of a GPU that the simulator knows ({', '.join(GPUS)})")
+        raise InputError(
+            f"--system={word} holds no calibration of a GPU that the simulator knows ({', '.join(GPUS)})"
+        )
     where, outcome = found[-1]
     need_rates(where, outcome)
     return calibrated(load_system(outcome["system"]), outcome)
 
 
 def calibrated(system: System, outcome: dict) -> System:
-    """The system with measured rates: such that it predicts for the measured products the time that they took, and for
-    the measured attention, to whose kernel others stay in proportion."""
-    system = dataclasses.replace(system, name=f"{system.name} (calibrated)", memory=FUSED * outcome["memory"])
+    """The system with measured rates: such that it predicts for the measured products the time that
+    they took, and for the measured attention, to whose kernel others stay in proportion."""
+    system = dataclasses.replace(
+        system, name=f"{system.name} (calibrated)", memory=FUSED * outcome["memory"]
+    )
     rates = {}
     for name in BYTES.keys() & outcome["matmul"].keys():
-        work, moved = 2 * MATMUL_SIZE**3, (2 * BYTES[name] + 2) * MATMUL_SIZE**2
-        square = Event("mm", "gemm", work, [(0, moved)], [], sizes=(1, *[MATMUL_SIZE] * 3), element=BYTES[name])
+        work = 2 * MATMUL_SIZE**3
+        moved = (2 * BYTES[name] + 2) * MATMUL_SIZE**2
+        square = Event(
+            "mm", "gemm", work, [(0, moved)], [], sizes=(1, *[MATMUL_SIZE] * 3), element=BYTES[name]
+        )
         seconds = work / outcome["matmul"][name] - BESIDE * moved / system.memory
         rates[name] = getattr(system, name) * work / system.gemm_rate(square) / seconds
     causal = system.attention["causal"]
@@ -75,7 +95,9 @@ def calibrated(system: System, outcome: dict) -> System:
     forward = outcome["attention_forward"] * length / causal.forward
     backward = outcome["attention_backward"] * length / causal.backward
     kernels = {
-        form: dataclasses.replace(kernel, forward=kernel.forward * forward, backward=kernel.backward * backward)
+        form: dataclasses.replace(
+            kernel, forward=kernel.forward * forward, backward=kernel.backward * backward
+        )
         for form, kernel in system.attention.items()
     }
     return dataclasses.replace(system, attention=kernels, **rates)

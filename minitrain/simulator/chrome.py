@@ -1,4 +1,6 @@
-"""A simulation as a trace that chrome://tracing and ui.perfetto.dev open: a lane per stream, and one per stage."""
+"""A simulation as a trace that chrome://tracing and ui.perfetto.dev open: a lane per stream, and
+one per stage.
+"""
 
 import json
 from pathlib import Path
@@ -10,15 +12,22 @@ MICROSECONDS = 1e6
 
 
 def write_trace(simulation: Simulation, path: str) -> None:
-    """Every rank that was run, with its streams, and the pipeline's actions by stage. Raises InputError.
+    """Every rank that was run, with its streams, and the pipeline's actions by stage. Raises
+    InputError.
 
-    A rank shows the micro-batches that were run, which stand for all (see simulate.py); the stages show all of them.
+    A rank shows the micro-batches that were run, which stand for all (see simulate.py); the stages
+    show all of them.
     """
     events = []
     for place, line in simulation.lines.items():
-        lanes = {name: number for number, name in enumerate(dict.fromkeys(span.stream for span in line.spans))}
+        lanes = {
+            name: number
+            for number, name in enumerate(dict.fromkeys(span.stream for span in line.spans))
+        }
         events += [lane(place, number, name) for name, number in lanes.items()]
-        events += [box(place, lanes[s.stream], s.name, s.begin, s.end, kind=s.kind) for s in line.spans]
+        events += [
+            box(place, lanes[s.stream], s.name, s.begin, s.end, kind=s.kind) for s in line.spans
+        ]
         name = f"rank at place {place} of the pipeline" if simulation.pipeline else "rank 0"
         shown = f"{simulation.traced} of its {simulation.micro_batches} micro-batches"
         events.append(process(place, f"{name}: {shown}, and the optimizer"))
@@ -35,9 +44,14 @@ def write_trace(simulation: Simulation, path: str) -> None:
 
 def box(process: int, lane: int, name: str, begin: float, end: float, **arguments) -> dict:
     return {
-        "ph": "X", "pid": process, "tid": lane, "name": name, "ts": begin * MICROSECONDS,
-        "dur": (end - begin) * MICROSECONDS, "args": arguments,
-    }  # fmt: skip
+        "ph": "X",
+        "pid": process,
+        "tid": lane,
+        "name": name,
+        "ts": begin * MICROSECONDS,
+        "dur": (end - begin) * MICROSECONDS,
+        "args": arguments,
+    }
 
 
 def lane(process: int, number: int, name: str) -> dict:

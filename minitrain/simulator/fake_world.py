@@ -1,10 +1,11 @@
-"""One rank's real training step in a world of any size, on fake tensors: nothing is computed, sent or allocated.
+"""One rank's real training step in a world of any size, on fake tensors: nothing is computed, sent
+or allocated.
 
-What runs is what `bench.py` measures: the same model, layout, compiler, loop and optimizer. Four things differ. The
-process group is torch's fake one; tensors are fake and on the CPU; attention is one operator that knows how many pairs
-of query and key its mask allows; and the head's gradient is added up by its matrix product, as on CUDA. The compiler
-does all but write kernels: it cuts each block into a forward and a backward graph, and decides what is kept between
-them.
+What runs is what `bench.py` measures: the same model, layout, compiler, loop and optimizer. Four
+things differ. The process group is torch's fake one; tensors are fake and on the CPU; attention is
+one operator that knows how many pairs of query and key its mask allows; and the head's gradient is
+added up by its matrix product, as on CUDA. The compiler does all but write kernels: it cuts each
+block into a forward and a backward graph, and decides what is kept between them.
 
 Left out of memory: what is just being sent between pipeline stages.
 """
@@ -22,7 +23,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
-from torch.testing._internal.distributed.fake_pg import FakeStore  # the one source of a fake process group
+from torch.testing._internal.distributed.fake_pg import (
+    FakeStore,  # the one source of a fake process group
+)
 
 from minitrain.data.datasets import open_dataset
 from minitrain.models.attention import Mask, apply_sinks, attention, make_mask
@@ -51,7 +54,9 @@ from minitrain.training.loop import Trainer
 
 @contextmanager
 def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
-    """A process group of `world_size` ranks in which this process is `rank`, and nobody else is there."""
+    """A process group of `world_size` ranks in which this process is `rank`, and nobody else is
+    there.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
@@ -65,7 +70,9 @@ def process_groups(meshes: Meshes) -> dict[str, tuple[list[str], list[int]]]:
     for mesh in filter(None, vars(meshes).values()):
         for dimension in mesh.mesh_dim_names:
             group = mesh.get_group(dimension)
-            groups.setdefault(group.group_name, ([], dist.get_process_group_ranks(group)))[0].append(dimension)
+            groups.setdefault(group.group_name, ([], dist.get_process_group_ranks(group)))[
+                0
+            ].append(dimension)
     return groups
 
 
@@ -73,14 +80,25 @@ def process_groups(meshes: Meshes) -> dict[str, tuple[list[str], list[int]]]:
 
 
 @torch.library.custom_op("minitrain::attention", mutates_args=())
-def fake_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, pairs: float | None) -> tuple[Tensor, Tensor]:
-    """Shapes as in models/attention.py, with the log of the softmax's sum. causal, pairs: as in `attention_work`."""
+def fake_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, pairs: float | None
+) -> tuple[Tensor, Tensor]:
+    """Shapes as in models/attention.py, with the log of the softmax's sum. causal, pairs: as in
+    `attention_work`.
+    """
     raise NotImplementedError("this operator exists for fake tensors only")
 
 
 @torch.library.custom_op("minitrain::attention_backward", mutates_args=())
 def fake_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, causal: bool, pairs: float | None
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    causal: bool,
+    pairs: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     raise NotImplementedError("this operator exists for fake tensors only")
 
@@ -110,13 +128,15 @@ fake_attention.register_autograd(_differentiate, setup_context=_save)
 SAVED_ATTENTION.add(torch.ops.minitrain.attention.default)
 ATTENTION |= {
     torch.ops.minitrain.attention: attention_work,
-    torch.ops.minitrain.attention_backward: lambda grad, q, k, v, out, log_sum, causal, pairs=None: attention_work(
-        q, k, v, causal, pairs, backward=True
+    torch.ops.minitrain.attention_backward: lambda grad, q, k, v, out, log_sum, causal, pairs=None: (
+        attention_work(q, k, v, causal, pairs, backward=True)
     ),
 }
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, sinks: Tensor | None = None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """In place of models/attention.py's `attention`."""
     mask = mask or Mask(causal=False)
     out, log_sum = fake_attention(q, k, v, mask.causal, mask.attn_mask)
@@ -124,12 +144,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, sinks: Ten
 
 
 def counting_mask(
-    visible: float, length: int, device, documents=None, causal=True, q_positions=None, window=None, plain=True
+    visible: float,
+    length: int,
+    device,
+    documents=None,
+    causal=True,
+    q_positions=None,
+    window=None,
+    plain=True,
 ) -> Mask:
     """In place of `make_mask`: how many pairs it would allow in a row, as `pairs`.
 
-    visible: with documents, the share of a row's causal pairs whose two tokens belong to one document. Context-parallel
-    ranks have equally many pairs each, so a rank with `q_positions` has its share of the row's.
+    visible: with documents, the share of a row's causal pairs whose two tokens belong to one
+    document. Context-parallel ranks have equally many pairs each, so a rank with `q_positions` has
+    its share of the row's.
     """
     if plain and documents is None and window is None and (q_positions is None or not causal):
         return Mask(causal)
@@ -148,19 +176,24 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
 # -------------------------------------------------------------------------------------------------------------- a step
 
 
-def trace_step(config: Config, world_size: int, rank: int = 0, visible: float | None = 1.0) -> Trace:
+def trace_step(
+    config: Config, world_size: int, rank: int = 0, visible: float | None = 1.0
+) -> Trace:
     """What `rank` does in an optimizer step, not the first one: optimizer states are there.
 
-    visible: see `counting_mask`; None leaves attention and the head's gradient as they are on CPUs. The trace is marked
-    with `forward` and `backward` where a micro-batch's passes begin (in a pipeline with (stage, F, B or W, micro-batch)
-    where a part of its schedule begins and with None where it ends) and with `optimizer` where gradients are done.
+    visible: see `counting_mask`; None leaves attention and the head's gradient as they are on CPUs.
+    The trace is marked with `forward` and `backward` where a micro-batch's passes begin (in a
+    pipeline with (stage, F, B or W, micro-batch) where a part of its schedule begins and with None
+    where it ends) and with `optimizer` where gradients are done.
     """
     with fake_world(world_size, rank), stand_ins(visible):
         meshes = meshes_of(config, "cpu")
         tracer = Tracer(process_groups(meshes))
         dataset, _ = open_dataset(config)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            trainer = Trainer(dataclasses.replace(config, device="cpu"), meshes, fill=lambda model: None)
+            trainer = Trainer(
+                dataclasses.replace(config, device="cpu"), meshes, fill=lambda model: None
+            )
             make_optimizer_states(trainer)
             trainer.objective.count = lambda batch: 1  # fake tensors hold no labels to count
             record_step(trainer, dataset, tracer)
@@ -181,25 +214,41 @@ def stand_ins(visible: float | None) -> Iterator[None]:
     """Attention that counts, compilation without kernels, and weights without values."""
     with ExitStack() as stack:
         if visible is not None:
-            for module in [module for name, module in sys.modules.items() if name.startswith("minitrain.models.")]:
-                for real, stand_in in ((attention, attend), (make_mask, partial(counting_mask, visible))):
+            for module in [
+                module
+                for name, module in sys.modules.items()
+                if name.startswith("minitrain.models.")
+            ]:
+                for real, stand_in in (
+                    (attention, attend),
+                    (make_mask, partial(counting_mask, visible)),
+                ):
                     if vars(module).get(real.__name__) is real:
                         stack.enter_context(patch.object(module, real.__name__, stand_in))
             stack.enter_context(patch("minitrain.training.loss._add_product", add_product))
         for name in ("check_fits", "to_onednn"):
             stack.enter_context(patch(f"minitrain.training.build.{name}", lambda *args: None))
-        stack.enter_context(patch("minitrain.parallel.parallelize.overlap_collectives", lambda *args: None))
-        for room, name in ((build, "parallelize"), (shards, "compute_local_shape_and_global_offset")):
+        stack.enter_context(
+            patch("minitrain.parallel.parallelize.overlap_collectives", lambda *args: None)
+        )
+        for room, name in (
+            (build, "parallelize"),
+            (shards, "compute_local_shape_and_global_offset"),
+        ):
             stack.enter_context(patch.object(room, name, without_fake_tensors(getattr(room, name))))
         stack.enter_context(patch.object(Tensor, "as_subclass", lambda tensor, kind: tensor))
-        stack.enter_context(patch("torch.as_strided", partial(as_strided_unless_placeholder, torch.as_strided)))
+        stack.enter_context(
+            patch("torch.as_strided", partial(as_strided_unless_placeholder, torch.as_strided))
+        )
         stack.enter_context(patch.object(Module, "compile", compile_without_kernels))
         stack.enter_context(patch("torch._dynamo.backends.debugging.boxed_nop", RepeatedGraph))
         yield
 
 
 def without_fake_tensors(function: Callable) -> Callable:
-    """For what works on the meta device, whose tensors cannot be fake too, or with numbers that it reads back."""
+    """For what works on the meta device, whose tensors cannot be fake too, or with numbers that it
+    reads back.
+    """
 
     def run(*args):
         with unset_fake_temporarily():
@@ -209,12 +258,16 @@ def without_fake_tensors(function: Callable) -> Callable:
 
 
 def as_strided_unless_placeholder(as_strided: Callable, tensor: Tensor, *args, **kwargs) -> Tensor:
-    """In place of the tensor subclass as which parallel/fsdp_fp8.py's placeholders pass through FSDP."""
+    """In place of the tensor subclass as which parallel/fsdp_fp8.py's placeholders pass through
+    FSDP.
+    """
     return tensor if is_placeholder(tensor) else as_strided(tensor, *args, **kwargs)
 
 
 def compile_without_kernels(module: Module, **options) -> None:
-    module._compiled_call_impl = torch.compile(module._call_impl, backend="aot_eager_decomp_partition", **options)
+    module._compiled_call_impl = torch.compile(
+        module._call_impl, backend="aot_eager_decomp_partition", **options
+    )
 
 
 def make_optimizer_states(trainer: Trainer) -> None:
@@ -257,9 +310,10 @@ def marked_schedule(tracer: Tracer) -> Iterator[None]:
 
 @contextmanager
 def marked_passes(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
-    """Mark where each micro-batch's passes begin and where the last one ends, and count what lasts beyond them as what
-    it is: gradients, and what FP8 keeps of weights."""
-    loss, update = trainer.objective.loss, trainer.optimizer.step
+    """Mark where each micro-batch's passes begin and where the last one ends, and count what lasts
+    beyond them as what it is: gradients, and what FP8 keeps of weights."""
+    loss = trainer.objective.loss
+    update = trainer.optimizer.step
     modules = list(trainer.model.modules())
     units = [m._get_fsdp_state()._fsdp_param_group for m in modules if isinstance(m, FSDPModule)]
     fp8 = {shards for m in modules for shards, _ in getattr(m, "shards", {}).values()}
@@ -285,12 +339,16 @@ def marked_passes(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
         tracer.mark("optimizer")
         return update()
 
-    with patch.object(trainer.objective, "loss", marked_loss), patch.object(trainer.optimizer, "step", marked_update):
+    with (
+        patch.object(trainer.objective, "loss", marked_loss),
+        patch.object(trainer.optimizer, "step", marked_update),
+    ):
         yield
 
 
 def estimate_memory(config: Config, world_size: int) -> dict[str, float]:
-    """GiB of rank 0 at the moment of a step when their sum is largest, by kind: parameters, gradients, ...
+    """GiB of rank 0 at the moment of a step when their sum is largest, by kind: parameters,
+    gradients, ...
 
     To be called before a process group starts.
     """
@@ -298,7 +356,9 @@ def estimate_memory(config: Config, world_size: int) -> dict[str, float]:
 
 
 def dry_run(config: Config) -> str:
-    """Validate and lay out on the meta device, and describe the result. Raises InputError for what cannot work."""
+    """Validate and lay out on the meta device, and describe the result. Raises InputError for what
+    cannot work.
+    """
     ranks = stated_ranks(config)
     check_layout(config, ranks)
     with fake_world(ranks):

@@ -1,12 +1,13 @@
-"""Predict a published run that differs from its row's config: `reference.recipe` says in what, key by key.
+"""Predict a published run that differs from its row's config: `reference.recipe` says in what, key
+by key.
 
     compile         whether element-wise kernels become one
     attention       the kernel of all attention, by its name in systems.yaml
     micro_batches   for so many of them a pipeline fills and drains, several times in a step
     stack           what it ran on, by its name in systems.yaml: other kernels, and what it pays besides
 
-The config is our form of the row, and is predicted as it is, with our kernels; how far the simulator is off is judged
-by this one.
+The config is our form of the row, and is predicted as it is, with our kernels; how far the
+simulator is off is judged by this one.
 """
 
 import dataclasses
@@ -22,7 +23,8 @@ PREDICTED = ("step_time_s", "tokens_per_sec_per_gpu", "tflops_per_gpu", "peak_me
 
 def as_published(config: Config, row: str, system: System, simulation: Simulation) -> dict:
     """What differs from the config's own figures, whose simulation is given."""
-    recipe, traces = config.reference["recipe"], simulation.traces
+    recipe = config.reference["recipe"]
+    traces = simulation.traces
     stack = constants("stacks")[recipe["stack"]] if "stack" in recipe else {}
     system = published_system(system, recipe, stack)
     if config.task == "grpo":
@@ -31,13 +33,16 @@ def as_published(config: Config, row: str, system: System, simulation: Simulatio
     if recipe.get("compile", config.compile) != config.compile:
         config = dataclasses.replace(config, compile=recipe["compile"])
         traces = record(config)
-    predicted = figures(config, row, system, timed(config, traces, system, recipe.get("micro_batches", 0)))
+    predicted = figures(
+        config, row, system, timed(config, traces, system, recipe.get("micro_batches", 0))
+    )
     return {key: predicted[key] for key in PREDICTED}
 
 
 def published_system(system: System, recipe: dict, stack: dict) -> System:
     """The system with the rates of the published run's kernels."""
-    kernels, told = dict(system.attention), stack | recipe
+    kernels = dict(system.attention)
+    told = stack | recipe
     if "masks" in stack:
         kernels["flex"] = kernels[stack["masks"]]
     if "narrow" in stack:

@@ -1,9 +1,11 @@
-"""A compiled graph does the same in every layer and micro-batch: trace its operators once, and repeat what they did.
+"""A compiled graph does the same in every layer and micro-batch: trace its operators once, and
+repeat what they did.
 
-The compiler cuts a block into graphs that are called thousands of times in a step, each of hundreds of operators, all
-without branches. So the first call on inputs of some layout runs operator by operator, and the tracer's log of it
-(kernels, allocations, what dies when) is what every later call adds to the trace, with the storages of its own inputs
-in place of the first one's. Nothing is estimated: the trace is the same as without.
+The compiler cuts a block into graphs that are called thousands of times in a step, each of hundreds
+of operators, all without branches. So the first call on inputs of some layout runs operator by
+operator, and the tracer's log of it (kernels, allocations, what dies when) is what every later call
+adds to the trace, with the storages of its own inputs in place of the first one's. Nothing is
+estimated: the trace is the same as without.
 """
 
 import torch
@@ -27,7 +29,10 @@ class RepeatedGraph:
     def __call__(self, inputs: list) -> tuple:
         tracer = Tracer.active
         numbers = [tracer.number(x) if isinstance(x, Tensor) else None for x in inputs]
-        key = tuple(map(layout, inputs)), tuple(map(numbers.index, numbers))  # and which of them share a storage
+        key = (
+            tuple(map(layout, inputs)),
+            tuple(map(numbers.index, numbers)),
+        )  # and which of them share a storage
         if key in self.recordings:
             return self.recordings[key].repeat(tracer, inputs, numbers)
         recording = Recording(tracer, self.graph, numbers)
@@ -44,10 +49,14 @@ class Recording:
     """
 
     def __init__(self, tracer: Tracer, graph: GraphModule, numbers: list[int | None]):
-        self.tracer, self.graph, self.inputs = tracer, graph, numbers
+        self.tracer = tracer
+        self.graph = graph
+        self.inputs = numbers
         self.steps: list[tuple] = []
         self.outputs: list[tuple] = []
-        self.can_repeat = not any(node.op == "get_attr" for node in graph.graph.nodes)  # tensors that are no inputs
+        self.can_repeat = not any(
+            node.op == "get_attr" for node in graph.graph.nodes
+        )  # tensors that are no inputs
 
     def run(self, inputs: list) -> tuple:
         """The first call."""
@@ -61,21 +70,26 @@ class Recording:
         return outputs
 
     def describe(self, output, given: list[tuple]) -> tuple[str, object, tuple]:
-        """Of an output: ("input", which input it is or shares memory with), ("new", its storage's number) or
-        ("constant", itself), and its layout."""
+        """Of an output: ("input", which input it is or shares memory with), ("new", its storage's
+        number) or ("constant", itself), and its layout."""
         if not isinstance(output, Tensor):
             return "constant", output, ()
-        number, seen = self.tracer.number(output), layout(output)
+        number = self.tracer.number(output)
+        seen = layout(output)
         if number not in self.inputs:
             return "new", number, seen
-        place = next((i for i, n in enumerate(self.inputs) if n == number and given[i][0] == seen[0]), None)
+        place = next(
+            (i for i, n in enumerate(self.inputs) if n == number and given[i][0] == seen[0]), None
+        )
         self.can_repeat &= place is not None  # else it is seen as another dtype
         return "input", place, seen
 
     def repeat(self, tracer: Tracer, inputs: list, numbers: list[int | None]) -> tuple:
         """A later call, on inputs with these numbers of storages."""
         now = dict(zip(self.inputs, numbers, strict=True))  # what the recorded numbers stand for
-        outputs = [as_seen(inputs[x], seen) if kind == "input" else x for kind, x, seen in self.outputs]
+        outputs = [
+            as_seen(inputs[x], seen) if kind == "input" else x for kind, x, seen in self.outputs
+        ]
         self.follow(tracer, inputs, now)
         made: dict[int, Tensor] = {}
         with tracer.silent():
@@ -88,7 +102,9 @@ class Recording:
         return tuple(outputs)
 
     def follow(self, tracer: Tracer, inputs: list, now: dict[int | None, int | None]) -> None:
-        """Call the tracer's methods as the first call did, and empty `inputs` as it dropped them."""
+        """Call the tracer's methods as the first call did, and empty `inputs` as it dropped
+        them.
+        """
         for act, *what in self.steps:
             if act == "record":
                 tracer.record(what[0].renumbered(now))
@@ -97,13 +113,17 @@ class Recording:
             elif act == "dropped":
                 for place in what[0]:
                     inputs[place] = None
-            elif act != "forget" or what[0] not in self.inputs:  # inputs die when dropped, or live on elsewhere
+            elif (
+                act != "forget" or what[0] not in self.inputs
+            ):  # inputs die when dropped, or live on elsewhere
                 getattr(tracer, act)(now[what[0]], *what[1:])
         inputs.clear()
 
 
 class _Steps(Interpreter):
-    """Runs a graph and notes after which operator nothing in it needs an input's storage any more."""
+    """Runs a graph and notes after which operator nothing in it needs an input's storage any
+    more.
+    """
 
     def __init__(self, graph: GraphModule, inputs: list, steps: list[tuple]):
         super().__init__(graph)
@@ -130,7 +150,9 @@ def addresses(value) -> set[int]:
 
 
 def layout(x) -> tuple:
-    """dtype, shape, strides, offset and size of the storage of a tensor; other values stand for themselves."""
+    """dtype, shape, strides, offset and size of the storage of a tensor; other values stand for
+    themselves.
+    """
     if not isinstance(x, Tensor):
         return (x,)
     return x.dtype, tuple(x.shape), x.stride(), x.storage_offset(), x.untyped_storage().nbytes()

@@ -1,9 +1,10 @@
-"""The timeline of a whole pipeline from what each stage's passes take: who waits for whom, and how long.
+"""The timeline of a whole pipeline from what each stage's passes take: who waits for whom, and how
+long.
 
-A trace shows one rank, for which every message is there at once. Here all ranks run torch's own order of actions, each
-as soon as its rank is free and its input has come: a forward pass from the stage before, a backward pass from the stage
-behind. Results travel beside compute, between two ranks and in one direction one after the other. What remains between
-the actions is the bubble.
+A trace shows one rank, for which every message is there at once. Here all ranks run torch's own
+order of actions, each as soon as its rank is free and its input has come: a forward pass from the
+stage before, a backward pass from the stage behind. Results travel beside compute, between two
+ranks and in one direction one after the other. What remains between the actions is the bubble.
 """
 
 from collections import defaultdict
@@ -12,14 +13,21 @@ from dataclasses import dataclass
 
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops  # no public name
 
-KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}  # torch's names
-Action = tuple[int, str, int]  # stage, F | B | I | W (whole backward pass, or for the input, or for the weights), batch
+KINDS = {
+    "FORWARD": "F",
+    "FULL_BACKWARD": "B",
+    "BACKWARD_INPUT": "I",
+    "BACKWARD_WEIGHT": "W",
+}  # torch's names
+Action = tuple[
+    int, str, int
+]  # stage, F | B | I | W (whole backward pass, or for the input, or for the weights), batch
 
 
 @dataclass
 class Replay:
-    """spans: begin and end of every action, in seconds. finished: when each rank was done with its actions. ranks:
-    which rank each stage is on."""
+    """spans: begin and end of every action, in seconds. finished: when each rank was done with its
+    actions. ranks: which rank each stage is on."""
 
     spans: dict[Action, tuple[float, float]]
     finished: list[float]
@@ -33,13 +41,16 @@ class Replay:
         return totals
 
     def lanes(self, step: float, columns: int = 600) -> list[str]:
-        """What each rank does, as a letter for each of `columns` equal parts of a step of `step` seconds.
+        """What each rank does, as a letter for each of `columns` equal parts of a step of `step`
+        seconds.
 
-        F, B, I, W as in Action; U: it reduces gradients, waits for others to do so, or updates; a dot: it is idle.
+        F, B, I, W as in Action; U: it reduces gradients, waits for others to do so, or updates; a
+        dot: it is idle.
         """
         lanes = [["."] * columns for _ in self.finished]
         for (stage, kind, _), (begin, end) in self.spans.items():
-            first, last = round(begin / step * columns), round(end / step * columns)
+            first = round(begin / step * columns)
+            last = round(end / step * columns)
             lanes[self.ranks[stage]][first:last] = kind * (last - first)
         for lane, end in zip(lanes, self.finished, strict=True):
             first = round(end / step * columns)
@@ -47,7 +58,9 @@ class Replay:
         return ["".join(lane) for lane in lanes]
 
 
-def schedule_order(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int) -> list[list[Action]]:
+def schedule_order(
+    schedule: str, ranks: int, micro_batches: int, stages_per_rank: int
+) -> list[list[Action]]:
     """What each rank does, in order."""
     if schedule == "1F1B":  # torch has it, but lists a batch too many for its last rank
         return [one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)]
@@ -67,7 +80,9 @@ def one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[
 
 
 def flatten(entry) -> list[Action]:
-    """An entry of torch's schedule as actions: overlapped ones in turn; idle time and reductions are none."""
+    """An entry of torch's schedule as actions: overlapped ones in turn; idle time and reductions
+    are none.
+    """
     if entry is None:
         return []
     if entry.sub_actions:
@@ -77,15 +92,21 @@ def flatten(entry) -> list[Action]:
 
 
 def replay(
-    order: list[list[Action]], seconds: Callable[[Action], float], message: float, ready: list[float] | None = None
+    order: list[list[Action]],
+    seconds: Callable[[Action], float],
+    message: float,
+    ready: list[float] | None = None,
 ) -> Replay:
-    """seconds: what an action takes; message: how many of them a stage's result travels to another rank; ready: when
-    each rank can begin (by default, at once)."""
+    """seconds: what an action takes; message: how many of them a stage's result travels to another
+    rank; ready: when each rank can begin (by default, at once)."""
     ranks = {stage: rank for rank, actions in enumerate(order) for stage, _, _ in actions}
     spans: dict[Action, tuple[float, float]] = {}
     arrived: dict[Action, float] = {}  # when an action's result is where it is needed
-    links: defaultdict[tuple[int, int], float] = defaultdict(float)  # until when messages occupy them
-    clocks, places = list(ready or [0.0] * len(order)), [0] * len(order)
+    links: defaultdict[tuple[int, int], float] = defaultdict(
+        float
+    )  # until when messages occupy them
+    clocks = list(ready or [0.0] * len(order))
+    places = [0] * len(order)
     waiting = set(range(len(order)))
     while waiting:
         before = len(spans)
@@ -100,7 +121,9 @@ def replay(
                 spans[action] = begin, clocks[rank]
                 target = ranks.get(action[0] + (1 if action[1] == "F" else -1), rank)
                 if target != rank and action[1] != "W":
-                    links[rank, target] = arrived[action] = max(clocks[rank], links[rank, target]) + message
+                    links[rank, target] = arrived[action] = (
+                        max(clocks[rank], links[rank, target]) + message
+                    )
                 places[rank] += 1
             if places[rank] == len(order[rank]):
                 waiting.discard(rank)
@@ -110,7 +133,8 @@ def replay(
 
 
 def arrival(action: Action, arrived: dict[Action, float], ranks: dict[int, int]) -> float | None:
-    """When an action's input from another stage is there; None if that is not known yet. ranks: of the stages.
+    """When an action's input from another stage is there; None if that is not known yet. ranks: of
+    the stages.
 
     What its own stage has done is there: the same rank did it before.
     """

@@ -1,13 +1,15 @@
-"""What a config would do on another machine: `bench.py --config ROW --simulate [--system NAME]`, on a laptop.
+"""What a config would do on another machine: `bench.py --config ROW --simulate [--system NAME]`, on
+a laptop.
 
-One rank's step (in a pipeline, one rank's of every stage) is run on fake tensors in the config's full world
-(fake_world.py), which gives its FLOPs, messages and memory exactly. timeline.py turns them into seconds on a system,
-and replay.py puts a pipeline's ranks side by side. The seconds are a model, the rest is counted.
+One rank's step (in a pipeline, one rank's of every stage) is run on fake tensors in the config's
+full world (fake_world.py), which gives its FLOPs, messages and memory exactly. timeline.py turns
+them into seconds on a system, and replay.py puts a pipeline's ranks side by side. The seconds are a
+model, the rest is counted.
 
-Of many micro-batches a few are run: the first, one in the middle that stands for all others, and the last; in a
-pipeline, twice as many as ranks, or all if it has them in memory at once. Experts are chosen by the fake balanced gate.
-Where a pipeline of many stages a rank frees weights after each pass, gathers between passes are counted as often as
-they were run.
+Of many micro-batches a few are run: the first, one in the middle that stands for all others, and
+the last; in a pipeline, twice as many as ranks, or all if it has them in memory at once. Experts
+are chosen by the fake balanced gate. Where a pipeline of many stages a rank frees weights after
+each pass, gathers between passes are counted as often as they were run.
 """
 
 import dataclasses
@@ -34,14 +36,18 @@ from minitrain.simulator.replay import Action, Replay, replay, schedule_order
 from minitrain.simulator.timeline import System, Timeline, play
 from minitrain.simulator.trace import Trace
 
-ALL_AT_ONCE = ("GPipe", "LoopedBFS")  # schedules that run every forward pass before the first backward pass
+ALL_AT_ONCE = (
+    "GPipe",
+    "LoopedBFS",
+)  # schedules that run every forward pass before the first backward pass
 
 
 @dataclass
 class Simulation:
-    """traces, lines: of the ranks that were run, by their place in the pipeline. micro_batches: of a rank's step, and
-    how many of them were run. step: seconds, of which the device waits for the host in `host`. pipeline: all stages'
-    actions, or None. idle: seconds that each of its ranks waits for others."""
+    """traces, lines: of the ranks that were run, by their place in the pipeline. micro_batches: of
+    a rank's step, and how many of them were run. step: seconds, of which the device waits for the
+    host in `host`. pipeline: all stages' actions, or None. idle: seconds that each of its ranks
+    waits for others."""
 
     traces: dict[int, Trace]
     lines: dict[int, Timeline]
@@ -53,8 +59,11 @@ class Simulation:
     host: float = 0.0
 
     def times(self, place: int = 0) -> list[int]:
-        """How often each traced event of a rank happens in a step: those of a typical micro-batch stand for others."""
-        trace, others = self.traces[place], self.micro_batches - self.traced
+        """How often each traced event of a rank happens in a step: those of a typical micro-batch
+        stand for others.
+        """
+        trace = self.traces[place]
+        others = self.micro_batches - self.traced
         typical = typical_events(trace) if others else set()
         return [1 + others * (index in typical) for index in range(len(trace.events))]
 
@@ -67,12 +76,15 @@ class Simulation:
         return self.traces[0].collectives(self.times())
 
     def breakdown(self, place: int = 0) -> dict[str, float]:
-        """Seconds of a step of one rank: compute by kind, exposed communication, in a pipeline its bubble, and gaps.
+        """Seconds of a step of one rank: compute by kind, exposed communication, in a pipeline its
+        bubble, and gaps.
 
-        In a pipeline communication is what is left, as only its rank's actions take time (see `pipelined`), and not
-        what its trace waits for between them.
+        In a pipeline communication is what is left, as only its rank's actions take time (see
+        `pipelined`), and not what its trace waits for between them.
         """
-        times, parts, waited = self.times(place), Counter(), 0.0
+        times = self.times(place)
+        parts = Counter()
+        waited = 0.0
         for span in self.lines[place].spans:
             if span.stream == "compute":
                 parts[span.kind] += times[span.event] * (span.end - span.begin)
@@ -91,14 +103,19 @@ def record(config: Config) -> dict[int, Trace]:
     ranks = stated_ranks(config)
     check_layout(config, ranks)
     small = few_micro_batches(with_balanced_experts(config))
-    stage_ranks, visible = ranks // config.parallel.pp, visible_share(open_dataset(small)[0])
+    stage_ranks = ranks // config.parallel.pp
+    visible = visible_share(open_dataset(small)[0])
     alike = representatives(config)
-    by_place = trace_all({place: (small, ranks, place * stage_ranks, visible) for place in set(alike.values())})
+    by_place = trace_all(
+        {place: (small, ranks, place * stage_ranks, visible) for place in set(alike.values())}
+    )
     return {place: by_place[representative] for place, representative in alike.items()}
 
 
 def timed(config: Config, traces: dict[int, Trace], system: System, at_once: int = 0) -> Simulation:
-    """The recorded traces in seconds. at_once: after so many micro-batches a pipeline drains; 0: after all."""
+    """The recorded traces in seconds. at_once: after so many micro-batches a pipeline drains; 0:
+    after all.
+    """
     distinct = {id(trace): trace for trace in traces.values()}  # one may stand for several places
     played = {key: play(trace, system, config.compile) for key, trace in distinct.items()}
     lines = {place: played[id(trace)] for place, trace in traces.items()}
@@ -110,7 +127,9 @@ def timed(config: Config, traces: dict[int, Trace], system: System, at_once: int
 
 
 def trace_all(jobs: dict[int, tuple]) -> dict[int, Trace]:
-    """`trace_step` for each job, on all cores. Each in a process of its own: torch remembers process groups."""
+    """`trace_step` for each job, on all cores. Each in a process of its own: torch remembers
+    process groups.
+    """
     tracers.start()
     workers = min(len(jobs), os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, tracers.CONTEXT, max_tasks_per_child=1) as pool:
@@ -119,7 +138,9 @@ def trace_all(jobs: dict[int, tuple]) -> dict[int, Trace]:
 
 
 def trace_once(*job) -> Trace:
-    """Without looking for garbage meanwhile, which would take a tenth of the time; what outlives the step dies here."""
+    """Without looking for garbage meanwhile, which would take a tenth of the time; what outlives
+    the step dies here.
+    """
     gc.disable()
     trace = trace_step(*job)
     gc.collect()
@@ -127,11 +148,15 @@ def trace_once(*job) -> Trace:
 
 
 def with_balanced_experts(config: Config) -> Config:
-    """Fake tensors cannot say which experts a router chooses, so all are chosen alike. Raises InputError for fp32."""
+    """Fake tensors cannot say which experts a router chooses, so all are chosen alike. Raises
+    InputError for fp32.
+    """
     if not getattr(config.model.config, "num_experts", 0):
         return config
     if config.precision == "fp32":
-        raise InputError("precision=fp32 is not simulated for experts: fake grouped products take bf16 (use bf16)")
+        raise InputError(
+            "precision=fp32 is not simulated for experts: fake grouped products take bf16 (use bf16)"
+        )
     shape = dataclasses.replace(config.model.config, fake_balanced_gate=True)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, config=shape))
 
@@ -144,24 +169,31 @@ def few_micro_batches(config: Config) -> Config:
 
 def few(config: Config) -> int:
     """How many micro-batches of a rank are run."""
-    count, p = micro_batches(config), config.parallel
+    count = micro_batches(config)
+    p = config.parallel
     if p.schedule in ALL_AT_ONCE and p.pp > 1:
         return count
     return min(count, 3 if p.pp == 1 else 2 * p.pp)
 
 
 def representatives(config: Config) -> dict[int, int]:
-    """For each place in the pipeline, one whose stages hold as many layers of each kind, embedding and head."""
+    """For each place in the pipeline, one whose stages hold as many layers of each kind, embedding
+    and head.
+    """
     if config.parallel.pp == 1:
         return {0: 0}
-    model, first, alike = config.model.config, {}, {}
+    model = config.model.config
+    first = {}
+    alike = {}
 
     def kind(layer: int) -> tuple:
         return *model.parts(layer), model.windowed(layer)
 
     for place in range(config.parallel.pp):
         parts = local_stages(config.parallel, model.num_layers, place).values()
-        held = tuple((tuple(map(kind, part["layers"])), part["first"], part["last"]) for part in parts)
+        held = tuple(
+            (tuple(map(kind, part["layers"])), part["first"], part["last"]) for part in parts
+        )
         alike[place] = first.setdefault(held, place)
     return alike
 
@@ -183,10 +215,15 @@ def figures(config: Config, row: str, system: System, simulation: Simulation) ->
 
 
 def result(
-    config: Config, row: str, system: System, simulation: Simulation, peaks: list[dict[str, int]], steps: int = 1
+    config: Config,
+    row: str,
+    system: System,
+    simulation: Simulation,
+    peaks: list[dict[str, int]],
+    steps: int = 1,
 ) -> dict:
-    """The row without what the time model adds. FLOPs and messages are the first rank's in so many optimizer steps,
-    memory is that of the rank that holds most.
+    """The row without what the time model adds. FLOPs and messages are the first rank's in so many
+    optimizer steps, memory is that of the rank that holds most.
 
     peaks: bytes by kind that each rank holds.
     """
@@ -201,7 +238,9 @@ def result(
         "world_size": stated_ranks(config),
         "matmul_tflops": matmul_rate(config, system) / 1e12,
         "executed_flops_per_gpu": steps * simulation.flops(),
-        "collectives": {name: [steps * n for n in counts] for name, counts in simulation.collectives().items()},
+        "collectives": {
+            name: [steps * n for n in counts] for name, counts in simulation.collectives().items()
+        },
         "peak_memory_gib": size / 2**30,
         "memory_gib": {kind: part / 2**30 for kind, part in peak.items()},
         "activations_gib": peak["activations"] / 2**30,
@@ -221,7 +260,9 @@ def matmul_rate(config: Config, system: System) -> float:
 
 
 def typical_events(trace: Trace) -> set[int]:
-    """Those of the second micro-batch, forward and backward, and of the messages that a pipeline sends for it."""
+    """Those of the second micro-batch, forward and backward, and of the messages that a pipeline
+    sends for it.
+    """
     parts = list(actions(trace))
     if not parts:
         _, second, third = (index for index, label in trace.marks if label == "forward")
@@ -232,7 +273,9 @@ def typical_events(trace: Trace) -> set[int]:
 
 
 def actions(trace: Trace) -> Iterator[tuple[Action, int, int]]:
-    """What a traced rank of a pipeline does, each with its first event and the one behind its last."""
+    """What a traced rank of a pipeline does, each with its first event and the one behind its
+    last.
+    """
     begun = None
     for index, label in trace.marks:
         if label is None:
@@ -243,12 +286,17 @@ def actions(trace: Trace) -> Iterator[tuple[Action, int, int]]:
 
 def messages_per_micro_batch(trace: Trace, micro_batches: int) -> list[int]:
     """The first of a pipeline's sends, and of its receives, as many as each micro-batch has."""
-    sent, received = ([i for i, event in enumerate(trace.events) if event.name == name] for name in ("send", "recv"))
+    sent, received = (
+        [i for i, event in enumerate(trace.events) if event.name == name]
+        for name in ("send", "recv")
+    )
     return sent[: len(sent) // micro_batches] + received[: len(received) // micro_batches]
 
 
 def accumulated(trace: Trace, line: Timeline, micro_batches: int) -> float:
-    """Seconds of a step: the traced micro-batches, and the middle one as often as it stands for others."""
+    """Seconds of a step: the traced micro-batches, and the middle one as often as it stands for
+    others.
+    """
     starts = [line.at[index] for index, label in trace.marks if label == "forward"]
     return line.end + ((starts[2] - starts[1]) * (micro_batches - 3) if len(starts) == 3 else 0.0)
 
@@ -257,12 +305,19 @@ def accumulated(trace: Trace, line: Timeline, micro_batches: int) -> float:
 
 
 def pipelined(
-    config: Config, traces: dict[int, Trace], lines: dict[int, Timeline], system: System, at_once: int
+    config: Config,
+    traces: dict[int, Trace],
+    lines: dict[int, Timeline],
+    system: System,
+    at_once: int,
 ) -> Simulation:
-    """All ranks' actions for `at_once` micro-batches side by side. A step lasts until the slowest rank has also reduced
-    its gradients and updated its weights."""
-    p, run = config.parallel, few(config)
-    measured, tails, ready = {}, [], []
+    """All ranks' actions for `at_once` micro-batches side by side. A step lasts until the slowest
+    rank has also reduced its gradients and updated its weights."""
+    p = config.parallel
+    run = few(config)
+    measured = {}
+    tails = []
+    ready = []
     for place, trace in traces.items():
         spans = action_spans(trace, lines[place])
         ready.append(min(begin for begin, _ in spans.values()))
@@ -270,37 +325,62 @@ def pipelined(
         tails.append(lines[place].end - max(end for _, end in spans.values()))
     order = schedule_order(p.schedule, p.pp, at_once, p.vp)
     seconds = action_seconds(measured, at_once, run)
-    passed = next(event for event in traces[0].events if event.name in ("send", "recv"))  # between neighbouring stages
+    passed = next(
+        event for event in traces[0].events if event.name in ("send", "recv")
+    )  # between neighbouring stages
     message = system.collective_seconds(passed, traces[0].groups[passed.group][1])
     replayed = replay(order, seconds, message, ready)
     times = micro_batches(config) / at_once  # the last time there may be fewer
     last = max(end + tail for end, tail in zip(replayed.finished, tails, strict=True))
-    step = (times - 1) * max(replay(order, seconds, message).finished) + last  # what is gathered once, stays
-    idle = [step - times * b - tail - r for b, tail, r in zip(replayed.busy(), tails, ready, strict=True)]
-    return Simulation(traces, lines, micro_batches(config), run, step + system.step, replayed, idle, system.step)
+    step = (times - 1) * max(
+        replay(order, seconds, message).finished
+    ) + last  # what is gathered once, stays
+    idle = [
+        step - times * b - tail - r
+        for b, tail, r in zip(replayed.busy(), tails, ready, strict=True)
+    ]
+    return Simulation(
+        traces, lines, micro_batches(config), run, step + system.step, replayed, idle, system.step
+    )
 
 
 def action_spans(trace: Trace, line: Timeline) -> dict[Action, tuple[float, float]]:
-    """When each action of a traced rank began and ended. What comes before it, as weights that are gathered, is its,
-    but for the first: by what that outlasts the next of its kind, it gathers, which needs no input."""
+    """When each action of a traced rank began and ended. What comes before it, as weights that are
+    gathered, is its, but for the first: by what that outlasts the next of its kind, it gathers,
+    which needs no input."""
     parts = list(actions(trace))
     ends = [line.at[end - 1] for _, _, end in parts]
-    spans = {action: span for (action, _, _), span in zip(parts, pairwise([0.0, *ends]), strict=True)}
+    spans = {
+        action: span for (action, _, _), span in zip(parts, pairwise([0.0, *ends]), strict=True)
+    }
     first = parts[0][0]
-    alike = [end - begin for (stage, kind, _), (begin, end) in spans.items() if (stage, kind) == first[:2]]
+    alike = [
+        end - begin
+        for (stage, kind, _), (begin, end) in spans.items()
+        if (stage, kind) == first[:2]
+    ]
     spans[first] = max(0.0, alike[0] - alike[min(1, len(alike) - 1)]), ends[0]
     return spans
 
 
 def renamed(spans: dict[Action, tuple[float, float]], stages: list[int]) -> dict[Action, float]:
-    """Seconds of each action, with the numbers of these stages in place of the ones that were traced."""
+    """Seconds of each action, with the numbers of these stages in place of the ones that were
+    traced.
+    """
     traced = sorted({stage for stage, _, _ in spans})
     number = dict(zip(traced, sorted(stages), strict=True))
-    return {(number[stage], kind, batch): end - begin for (stage, kind, batch), (begin, end) in spans.items()}
+    return {
+        (number[stage], kind, batch): end - begin
+        for (stage, kind, batch), (begin, end) in spans.items()
+    }
 
 
-def action_seconds(measured: dict[Action, float], micro_batches: int, traced: int) -> Callable[[Action], float]:
-    """What any action takes: as traced for the first micro-batches and the last, in between their median."""
+def action_seconds(
+    measured: dict[Action, float], micro_batches: int, traced: int
+) -> Callable[[Action], float]:
+    """What any action takes: as traced for the first micro-batches and the last, in between their
+    median.
+    """
     every: dict[tuple[int, str], list[float]] = {}
     for (stage, kind, _), seconds in measured.items():
         every.setdefault((stage, kind), []).append(seconds)

@@ -1,17 +1,19 @@
 """A GRPO step on another machine: `--simulate` for rows of task=grpo.
 
     sampling    token by token, by the memory's bandwidth, of which decoding kernels reach a share: each decoding step
-                reads the weights (of experts, those that its tokens choose) and the caches of all samples that have
-                not ended, sums layers' results over tensor-parallel ranks, and begins when the host has prepared it.
-                Lengths are log-normal around the published mean, cut off at the limit: the longest decode almost alone.
-                More samples than rollout.slots are counted in turns, each of which waits for the last one's longest.
+                reads the weights (of experts, those that its tokens choose) and the caches of all
+                samples that have not ended, sums layers' results over tensor-parallel ranks, and
+                begins when the host has prepared it. Lengths are log-normal around the published
+                mean, cut off at the limit: the longest decode almost alone. More samples than
+                rollout.slots are counted in turns, each of which waits for the last one's longest.
     log-probs   a forward pass for the old policy if there is more than one update, one for the reference
     training    the simulated optimizer step, on rows that are packed full
     refit       every sampler receives its share of the weights, in bf16, over the slowest link between the ranks; with
                 grpo.offload, the optimizer's states and the reference go to the host, and come back
 
-Apart, samplers and trainers work side by side, and a step takes as long as the slower of the two. Left out: rewards,
-prefill, how far acceptance of one step's lag changes lengths, and the memory of caches, which take what is left.
+Apart, samplers and trainers work side by side, and a step takes as long as the slower of the two.
+Left out: rewards, prefill, how far acceptance of one step's lag changes lengths, and the memory of
+caches, which take what is left.
 
 A published run's stack pays for more than that: see `Stack`.
 """
@@ -34,7 +36,10 @@ from minitrain.simulator.timeline import System
 
 HOST_LINK = 50e9  # bytes/s between a GPU and its host's memory, each way: assumed of PCIe 5 x16
 SPREAD = 0.8  # standard deviation of the logarithm of responses' lengths
-TWICE = ("full", "attention")  # settings of `recompute` with which all matrix products of a forward pass run again
+TWICE = (
+    "full",
+    "attention",
+)  # settings of `recompute` with which all matrix products of a forward pass run again
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,9 @@ class Stack:
 
 @dataclass
 class Rollouts:
-    """A step's samples. prompt, mean, limit: tokens of a prompt, of a response on average and at most."""
+    """A step's samples. prompt, mean, limit: tokens of a prompt, of a response on average and at
+    most.
+    """
 
     responses: int
     prompt: int
@@ -65,39 +72,53 @@ class Rollouts:
 
 
 def predicted_row(config: Config, row: str, system: System) -> tuple[Simulation, dict]:
-    """The simulation of an optimizer step, and the result of a config of any task. Of GRPO, what is counted is that of
-    all its optimizer steps: sampling and log-probabilities come out of no trace."""
+    """The simulation of an optimizer step, and the result of a config of any task. Of GRPO, what is
+    counted is that of all its optimizer steps: sampling and log-probabilities come out of no
+    trace."""
     began = time.perf_counter()
     config = placed(config, stated_ranks(config), system.name)
     if config.task == "grpo":
         learner = training_config(config)
         simulation = timed(learner, record(learner), system)
-        peaks = [trace.peak | held_besides(config, trace.peak) for trace in simulation.traces.values()]
+        peaks = [
+            trace.peak | held_besides(config, trace.peak) for trace in simulation.traces.values()
+        ]
         found = result(config, row, system, simulation, peaks, updates_of(config))
-        found |= policy_figures(config, system, simulation, None) | {"response_tokens": rollouts_of(config).mean}
+        found |= policy_figures(config, system, simulation, None) | {
+            "response_tokens": rollouts_of(config).mean
+        }
     else:
         simulation = timed(config, record(config), system)
         found = figures(config, row, system, simulation)
     return simulation, found | {"simulated_in_s": time.perf_counter() - began}
 
 
-def policy_figures(config: Config, system: System, simulation: Simulation, stack: Stack | None) -> dict:
+def policy_figures(
+    config: Config, system: System, simulation: Simulation, stack: Stack | None
+) -> dict:
     """What depends on time. stack: what a published run used, or None for our own."""
-    phases, tokens = phase_seconds(config, system, simulation, stack), rollouts_of(config).tokens
-    rate, flops = tokens / phases["step_time_s"] / stated_ranks(config), flops_of_token(config, tokens)
+    phases = phase_seconds(config, system, simulation, stack)
+    tokens = rollouts_of(config).tokens
+    rate = tokens / phases["step_time_s"] / stated_ranks(config)
+    flops = flops_of_token(config, tokens)
     return phases | rates(config, rate, matmul_rate(config, system), flops, flops)
 
 
 def rollouts_of(config: Config) -> Rollouts:
     lengths = published_lengths(config)
-    responses, prompt = config.grpo.prompts * config.grpo.group, lengths.grpo.mock_digits + 1
+    responses = config.grpo.prompts * config.grpo.group
+    prompt = lengths.grpo.mock_digits + 1
     return Rollouts(responses, prompt, lengths.rollout.max_tokens, config.rollout.max_tokens)
 
 
-def phase_seconds(config: Config, system: System, simulation: Simulation, stack: Stack | None) -> dict[str, float]:
+def phase_seconds(
+    config: Config, system: System, simulation: Simulation, stack: Stack | None
+) -> dict[str, float]:
     """Of each phase, and of the step. stack: see policy_figures."""
     updates = updates_of(config)
-    training = updates * max(simulation.step, waiting_seconds(config, simulation.micro_batches, stack))
+    training = updates * max(
+        simulation.step, waiting_seconds(config, simulation.micro_batches, stack)
+    )
     passes = 2 if stack else (updates > 1) + (config.grpo.kl > 0)  # theirs are two in any case
     seconds = {
         "generation_s": generation_seconds(config, system, stack),
@@ -105,23 +126,28 @@ def phase_seconds(config: Config, system: System, simulation: Simulation, stack:
         "training_s": training,
         "refit_s": refit_seconds(config, system, stack),
     }
-    sampler, trainer = seconds["generation_s"], seconds["logprobs_s"] + seconds["training_s"]
+    sampler = seconds["generation_s"]
+    trainer = seconds["logprobs_s"] + seconds["training_s"]
     step = max(sampler, trainer) if config.grpo.generation_ranks else sampler + trainer
     return {"step_time_s": step + seconds["refit_s"] + (stack.prepare if stack else 0.0), **seconds}
 
 
 def held_besides(config: Config, peak: dict[str, int]) -> dict[str, int]:
-    """Bytes that a rank that trains holds besides what a step does, by kind: the reference, laid out as its model, and
-    if it samples too, and its model is not whole, another one for that; with offload, what either takes beyond
-    training."""
-    sampler, shared = 0, stated_ranks(config) == config.rollout.tp == 1
+    """Bytes that a rank that trains holds besides what a step does, by kind: the reference, laid
+    out as its model, and if it samples too, and its model is not whole, another one for that; with
+    offload, what either takes beyond training."""
+    sampler = 0
+    shared = stated_ranks(config) == config.rollout.tp == 1
     if not (shared or config.grpo.generation_ranks):
         count = sum(p.numel() for p in empty_model(config.model.config).parameters())
         sampler = count * (4 if config.precision == "fp32" else 2) // config.rollout.tp
     reference = peak["parameters"] if config.grpo.kl and not config.lora else 0
     if config.grpo.offload:
         training = sum(peak.values()) - peak["parameters"]
-        reference, sampler = max(0, reference - training), max(0, sampler - max(training, reference))
+        reference, sampler = (
+            max(0, reference - training),
+            max(0, sampler - max(training, reference)),
+        )
     return {"reference": reference, "sampler": sampler}
 
 
@@ -129,11 +155,13 @@ def held_besides(config: Config, peak: dict[str, int]) -> dict[str, int]:
 
 
 def training_config(config: Config) -> Config:
-    """An optimizer step on an update's share of the rollouts, as plain language modelling, which computes the same: of
-    mock tokens, since data.path has problems."""
+    """An optimizer step on an update's share of the rollouts, as plain language modelling, which
+    computes the same: of mock tokens, since data.path has problems."""
     rows = row_ranks(config) * config.batch.micro
     packs = math.ceil(rollouts_of(config).tokens / updates_of(config) / config.batch.seq_len / rows)
-    batch = dataclasses.replace(config.batch, global_=enough_for_pipeline(config.parallel, packs) * rows)
+    batch = dataclasses.replace(
+        config.batch, global_=enough_for_pipeline(config.parallel, packs) * rows
+    )
     return dataclasses.replace(config, task="pretrain", batch=batch, data=Data(), grpo=GRPO())
 
 
@@ -142,15 +170,16 @@ def updates_of(config: Config) -> int:
 
 
 def forward_share(config: Config) -> float:
-    """Of a training step: one of a weight's three products, or of two if it is frozen, and one more where the forward
-    pass is run again."""
+    """Of a training step: one of a weight's three products, or of two if it is frozen, and one more
+    where the forward pass is run again."""
     return 1 / ((2 if config.lora else 3) + (config.recompute in TWICE))
 
 
 def waiting_seconds(config: Config, micro_batches: int, stack: Stack | None) -> float:
-    """What an optimizer step takes at least where the host waits in each layer of experts for the counts of its tokens
-    before it launches what follows. A pipeline fills and drains besides."""
-    shape, pp = config.model.config, config.parallel.pp
+    """What an optimizer step takes at least where the host waits in each layer of experts for the
+    counts of its tokens before it launches what follows. A pipeline fills and drains besides."""
+    shape = config.model.config
+    pp = config.parallel.pp
     if stack is None or not shape.num_experts:
         return 0.0
     again = 4 / 3 if config.recompute in TWICE else 1.0
@@ -161,20 +190,30 @@ def waiting_seconds(config: Config, micro_batches: int, stack: Stack | None) -> 
 
 
 def generation_seconds(config: Config, system: System, stack: Stack | None) -> float:
-    """Until every sampler has finished its share: the sum over decoding steps of what each reads."""
-    tp, gpus = config.rollout.tp, config.grpo.generation_ranks or stated_ranks(config)
-    rollouts, model = rollouts_of(config), config.model.config
+    """Until every sampler has finished its share: the sum over decoding steps of what each
+    reads.
+    """
+    tp = config.rollout.tp
+    gpus = config.grpo.generation_ranks or stated_ranks(config)
+    rollouts = rollouts_of(config)
+    model = config.model.config
     reads = model_reads(model)
-    samples, location = rollouts.responses * tp / gpus, log_normal_location(rollouts.mean, rollouts.limit)
+    samples = rollouts.responses * tp / gpus
+    location = log_normal_location(rollouts.mean, rollouts.limit)
     turns = 1 if stack else math.ceil(samples / config.rollout.slots)
-    seconds, step = 0.0, max(1, rollouts.limit // 256)
+    seconds = 0.0
+    step = max(1, rollouts.limit // 256)
     far = stack.far_step if stack and tp > system.domain else 0.0
     for position in range(0, rollouts.limit, step):
         left = samples / turns * share_longer(position, location)
         if left < 0.5 and position:  # the last sample has ended
             break
         context = rollouts.prompt + position
-        seconds += turns * step * (decoding_seconds(system, model, reads, max(left, 1.0), context, tp) + far)
+        seconds += (
+            turns
+            * step
+            * (decoding_seconds(system, model, reads, max(left, 1.0), context, tp) + far)
+        )
     return seconds
 
 
@@ -183,15 +222,21 @@ def decoding_seconds(
 ) -> float:
     """One token for each of `samples`, whose caches hold `context` tokens on average."""
     weights, caches = bytes_read(reads, model, samples, context, tp)
-    exchange = system.latency / 2 if tp <= system.domain else system.far_latency  # near ones are single kernels
+    exchange = (
+        system.latency / 2 if tp <= system.domain else system.far_latency
+    )  # near ones are single kernels
     exchanges = 2 * model.num_layers * exchange if tp > 1 else 0.0
     reading = weights / system.decode_weights + caches / system.decode_caches
     return reading / system.memory + exchanges + system.decode_step
 
 
 def log_normal_location(mean: float, limit: int) -> float:
-    """The location of a log-normal whose values, cut off at `limit`, have this mean; by bisection."""
-    points, low, high = [limit * (i + 0.5) / 512 for i in range(512)], 0.0, math.log(limit) + 3
+    """The location of a log-normal whose values, cut off at `limit`, have this mean; by
+    bisection.
+    """
+    points = [limit * (i + 0.5) / 512 for i in range(512)]
+    low = 0.0
+    high = math.log(limit) + 3
     for _ in range(60):
         middle = (low + high) / 2
         too_short = sum(share_longer(x, middle) for x in points) * limit / 512 < mean
@@ -208,15 +253,22 @@ def share_longer(length: float, location: float) -> float:
 
 
 def refit_seconds(config: Config, system: System, stack: Stack | None) -> float:
-    """Each GPU of a sampler receives 1 / tp of the merged weights, over the network unless all GPUs share a domain.
+    """Each GPU of a sampler receives 1 / tp of the merged weights, over the network unless all GPUs
+    share a domain.
 
-    A published stack gathers all weights on every GPU. Where these sample too, it hands them over tensor by tensor, and
-    optimizer states leave the GPU and come back.
+    A published stack gathers all weights on every GPU. Where these sample too, it hands them over
+    tensor by tensor, and optimizer states leave the GPU and come back.
     """
-    parameters, gpus = list(empty_model(config.model.config).named_parameters()), stated_ranks(config)
+    parameters = list(empty_model(config.model.config).named_parameters())
+    gpus = stated_ranks(config)
     count = sum(p.numel() for _, p in parameters)
     if stack is None:
-        weights = 2 * count / config.rollout.tp / (system.nvlink if gpus <= system.domain else system.network)
+        weights = (
+            2
+            * count
+            / config.rollout.tp
+            / (system.nvlink if gpus <= system.domain else system.network)
+        )
         return weights + offload_seconds(config, count / gpus)
     gathering = 2 * count / stack.gather
     if config.grpo.generation_ranks:
@@ -226,7 +278,9 @@ def refit_seconds(config: Config, system: System, stack: Stack | None) -> float:
 
 
 def offload_seconds(config: Config, parameters: float) -> float:
-    """Until the optimizer's states and the reference of so many parameters a GPU are on the host, and back."""
+    """Until the optimizer's states and the reference of so many parameters a GPU are on the host,
+    and back.
+    """
     if not config.grpo.offload or config.lora:  # adapters' states are small
         return 0.0
     weight = 2 if config.precision == "bf16-pure" else 4

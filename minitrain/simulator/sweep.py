@@ -1,5 +1,5 @@
-"""Every combination of some settings: simulated, and ranked by tokens/s (what should I run on my cluster?), or
-measured, and compared with how the arithmetic grows.
+"""Every combination of some settings: simulated, and ranked by tokens/s (what should I run on my
+cluster?), or measured, and compared with how the arithmetic grows.
 """
 
 from collections.abc import Iterator
@@ -19,8 +19,9 @@ from minitrain.simulator.timeline import System
 
 
 def sweep(file: str, overrides: list[str], choices: list[str], system: System) -> Iterator[dict]:
-    """A result for each combination of `choices`, words like `tp=1,2,4` (what `parallel` has), `batch.micro=1,2` or
-    `recompute=none,full`. The number of GPUs stays that of the file: dp_shard takes what the others leave.
+    """A result for each combination of `choices`, words like `tp=1,2,4` (what `parallel` has),
+    `batch.micro=1,2` or `recompute=none,full`. The number of GPUs stays that of the file: dp_shard
+    takes what the others leave.
 
     A combination that cannot run gives {"settings", "error"} instead.
     """
@@ -41,7 +42,8 @@ def sweep(file: str, overrides: list[str], choices: list[str], system: System) -
 def with_all_gpus(file: str, overrides: list[str], gpus: int) -> Config:
     """The config with as many shards as its other dimensions, and ranks that only sample, leave."""
     config = load(file, [*overrides, "parallel.dp_shard=1"])
-    left, others = gpus - config.grpo.generation_ranks, training_ranks(config)
+    left = gpus - config.grpo.generation_ranks
+    others = training_ranks(config)
     if left % others:
         raise InputError(f"{others} ranks per shard do not divide {left}")
     return load_row(file, [*overrides, f"parallel.dp_shard={left // others}"])[1]
@@ -70,7 +72,8 @@ def parse(word: str) -> tuple[str, list[str]]:
 
 def split(text: str) -> list[str]:
     """At commas, but not within a list or a mapping."""
-    parts, depth = [""], 0
+    parts = [""]
+    depth = 0
     for letter in text:
         depth += (letter in "[{") - (letter in "]}")
         if letter == "," and depth == 0:
@@ -81,8 +84,13 @@ def split(text: str) -> list[str]:
 
 
 def ranking(results: list[dict]) -> str:
-    """The fastest first, those that do not fit into memory after those that do; then what cannot run, and why."""
-    ran = sorted((r for r in results if "error" not in r), key=lambda r: (not r["fits"], -r["tokens_per_sec_per_gpu"]))
+    """The fastest first, those that do not fit into memory after those that do; then what cannot
+    run, and why.
+    """
+    ran = sorted(
+        (r for r in results if "error" not in r),
+        key=lambda r: (not r["fits"], -r["tokens_per_sec_per_gpu"]),
+    )
     columns = {
         "settings": [r["settings"] for r in ran],
         "tokens/s/GPU": [f"{r['tokens_per_sec_per_gpu']:,.0f}" for r in ran],
@@ -96,13 +104,17 @@ def ranking(results: list[dict]) -> str:
 
 
 def growth(results: list[dict]) -> str:
-    """Measured step times beside the first one's, and beside how much more there is to compute on a rank."""
+    """Measured step times beside the first one's, and beside how much more there is to compute on a
+    rank.
+    """
     times = [result["step_time_s"] for result in results]
     work = [result["clean_tflops_per_gpu"] * result["step_time_s"] for result in results]
-    return in_width({
-        "settings": [result["row"] for result in results],
-        **sized("step", "s", results, "step_time_s"),
-        "times the first": [f"{time / times[0]:.2f}" for time in times],
-        "FLOPs": [f"{each / work[0]:.2f}" for each in work],
-        "MFU": [f"{result['mfu']:.1%}" for result in results],
-    })  # fmt: skip
+    return in_width(
+        {
+            "settings": [result["row"] for result in results],
+            **sized("step", "s", results, "step_time_s"),
+            "times the first": [f"{time / times[0]:.2f}" for time in times],
+            "FLOPs": [f"{each / work[0]:.2f}" for each in work],
+            "MFU": [f"{result['mfu']:.1%}" for result in results],
+        }
+    )

@@ -1,18 +1,22 @@
-"""From a trace to seconds: what each kernel and message costs on a system, and what runs at the same time.
+"""From a trace to seconds: what each kernel and message costs on a system, and what runs at the
+same time.
 
-Kernels run one after the other on the compute stream. Collectives run on one stream per mesh dimension, from the moment
-when their inputs are there; a kernel that reads what a collective brings waits for it, and that wait is the exposed
-communication. FSDP's own copies run on its streams, as in PyTorch, and its next all-gather starts only when the one
-before has been copied out, which bounds how far it runs ahead.
+Kernels run one after the other on the compute stream. Collectives run on one stream per mesh
+dimension, from the moment when their inputs are there; a kernel that reads what a collective brings
+waits for it, and that wait is the exposed communication. FSDP's own copies run on its streams, as
+in PyTorch, and its next all-gather starts only when the one before has been copied out, which
+bounds how far it runs ahead.
 
     matrix product   launch + max(FLOPs / (rate x filled x k / (k + 128)) + BESIDE x bytes / HBM, bytes / HBM);
-                     filled: the share of the waves of 128 x 256 tiles that has work, with RECOVERED of the idle rest;
-                     of an expert's products, with a share and a launch of their own
+                     filled: the share of the waves of 128 x 256 tiles that has work, with RECOVERED
+                     of the idle rest; of an expert's products, with a share and a launch of their
+                     own
     attention        launch + FLOPs / (rate of the kernel and direction x keys / (keys + start)), keys: of a query
     other kernels    launch + bytes / HBM; with the compiler, neighbours become one kernel, whose inner tensors cost
                      nothing unless something later reads them
     collective       latency + bytes on the wire / bandwidth: (n - 1) / n of the payload, twice for an all-reduce;
-                     NVLink within a domain; between domains the adapters of the group's GPUs there, at most NVLink
+                     NVLink within a domain; between domains the adapters of the group's GPUs there,
+                     at most NVLink
     all-to-all       latency + the slower of what leaves the GPU, by NVLink, and what leaves the domain, by its adapter
 """
 
@@ -26,7 +30,10 @@ from minitrain.errors import InputError
 from minitrain.simulator.trace import SHARDS, Event, Trace
 
 TILE = 128, 256  # of a matrix product's result, per multiprocessor
-READS_GATHERED = ("split_with_sizes_copy", "embedding")  # the latter from one rank, where nothing is copied out
+READS_GATHERED = (
+    "split_with_sizes_copy",
+    "embedding",
+)  # the latter from one rank, where nothing is copied out
 RECOVERED = 0.6  # how much of an incomplete last wave smaller tiles and split products recover
 NARROW = 64  # channels per head
 BESIDE = 0.27  # how much of the time for a product's bytes is not hidden: fitted with bf16, see systems.yaml
@@ -36,8 +43,8 @@ BESIDE = 0.27  # how much of the time for a product's bytes is not hidden: fitte
 class Attention:
     """Rates of an attention kernel.
 
-    forward, backward: FLOP/s with 128 channels per head and very many keys. narrow: the share of these with 64 channels
-    or fewer. start: what a query costs besides its keys, in keys.
+    forward, backward: FLOP/s with 128 channels per head and very many keys. narrow: the share of
+    these with 64 channels or fewer. start: what a query costs besides its keys, in keys.
     """
 
     forward: float
@@ -48,18 +55,24 @@ class Attention:
     def seconds(self, event: Event) -> float:
         channels, keys = event.sizes
         rate = self.backward if "backward" in event.name else self.forward
-        return event.flops / rate / (self.narrow if channels <= NARROW else 1) * (1 + self.start / keys)
+        return (
+            event.flops
+            / rate
+            / (self.narrow if channels <= NARROW else 1)
+            * (1 + self.start / keys)
+        )
 
 
 @dataclass(frozen=True)
 class System:
     """Rates that large kernels and messages reach, per GPU; systems.yaml has their sources.
 
-    FLOP/s: bf16, fp8. attention: by the form of the event. bytes/s: memory, nvlink, network, dispatch_network (of an
-    all-to-all between domains); decode_weights, decode_caches: shares of memory's. grouped_beside: as BESIDE, of an
-    expert's products. unfused: how often element-wise kernels move what the compiler's would. Seconds: launch (a
-    kernel's least), grouped_launch, latency and far_latency (of a message), dispatch (of an all-to-all of experts'
-    rows, besides), step (the host's, per optimizer step), decode_step. capacity: bytes. domain: GPUs that NVLink
+    FLOP/s: bf16, fp8. attention: by the form of the event. bytes/s: memory, nvlink, network,
+    dispatch_network (of an all-to-all between domains); decode_weights, decode_caches: shares of
+    memory's. grouped_beside: as BESIDE, of an expert's products. unfused: how often element-wise
+    kernels move what the compiler's would. Seconds: launch (a kernel's least), grouped_launch,
+    latency and far_latency (of a message), dispatch (of an all-to-all of experts' rows, besides),
+    step (the host's, per optimizer step), decode_step. capacity: bytes. domain: GPUs that NVLink
     connects. gemm_tiles: multiprocessors.
     """
 
@@ -92,17 +105,28 @@ class System:
         if event.kind == "attention":
             return self.attention[event.form].seconds(event) + self.launch
         if event.kind == "grouped":
-            return event.flops / self.gemm_rate(event) + self.grouped_beside * moved + self.grouped_launch
+            return (
+                event.flops / self.gemm_rate(event)
+                + self.grouped_beside * moved
+                + self.grouped_launch
+            )
         if event.kind == "gemm":
             return max(event.flops / self.gemm_rate(event) + BESIDE * moved, moved) + self.launch
         return self.unfused * moved + self.launch
 
     def gemm_rate(self, event: Event) -> float:
-        rate = self.fp8 if event.element == 1 else self.bf16 if event.element == 2 else self.bf16 / 16
+        rate = (
+            self.fp8 if event.element == 1 else self.bf16 if event.element == 2 else self.bf16 / 16
+        )
         if not event.sizes:
             return rate
         batch, m, n, k = event.sizes
-        waves = (1 if event.kind == "grouped" else batch) * ceil(m / TILE[0]) * ceil(n / TILE[1]) / self.gemm_tiles
+        waves = (
+            (1 if event.kind == "grouped" else batch)
+            * ceil(m / TILE[0])
+            * ceil(n / TILE[1])
+            / self.gemm_tiles
+        )
         filled = 1 - (1 - waves / ceil(waves)) * (1 - RECOVERED)
         return rate * filled * k / (k + 128)
 
@@ -120,7 +144,9 @@ class System:
         return self.latency + moved / self.bandwidth(ranks)
 
     def bandwidth(self, ranks: list[int]) -> float:
-        """Bytes/s per rank of a ring: NVLink, or as many adapters as the group has GPUs in a domain."""
+        """Bytes/s per rank of a ring: NVLink, or as many adapters as the group has GPUs in a
+        domain.
+        """
         near = self.in_domain(ranks)
         return self.nvlink if near == len(ranks) else min(self.nvlink, near * self.network)
 
@@ -141,7 +167,9 @@ def load_system(name: str, setting: str = "--system") -> System:
 
 
 def rates_of(values: dict) -> dict:
-    """Fields of a System, from what systems.yaml says of one. attention: the names of its kernels, by form."""
+    """Fields of a System, from what systems.yaml says of one. attention: the names of its kernels,
+    by form.
+    """
     kernels = {name: Attention(**rates) for name, rates in constants("kernels").items()}
     attention = {form: kernels[kernel] for form, kernel in values.get("attention", {}).items()}
     numbers = {field: float(value) for field, value in values.items() if field != "attention"}
@@ -149,8 +177,9 @@ def rates_of(values: dict) -> dict:
 
 
 class Span(NamedTuple):
-    """A kernel or message: its stream, its (last) operator's name, its kind, begin and end in seconds, how long the
-    stream had waited for collectives before it, and the index of its (first) event in the trace."""
+    """A kernel or message: its stream, its (last) operator's name, its kind, begin and end in
+    seconds, how long the stream had waited for collectives before it, and the index of its (first)
+    event in the trace."""
 
     stream: str
     name: str
@@ -174,20 +203,24 @@ class Timeline:
 
 
 def play(trace: Trace, system: System, fused: bool) -> Timeline:
-    """Play a trace on a system. fused: as the compiler would. Messages between stages of a pipeline take no time here:
-    what waits for them depends on other ranks (see `replay`)."""
+    """Play a trace on a system. fused: as the compiler would. Messages between stages of a pipeline
+    take no time here: what waits for them depends on other ranks (see `replay`)."""
     return _Player(trace, system, fused).play()
 
 
 class _Player:
     def __init__(self, trace: Trace, system: System, fused: bool):
-        self.trace, self.system, self.fused = trace, system, fused
+        self.trace = trace
+        self.system = system
+        self.fused = fused
         self.line = Timeline()
         self.clock = 0.0  # of the compute stream
         self.free = defaultdict(float)  # when each dimension's stream is done
         self.ready: dict[int, float] = {}  # when a storage holds its values
         self.made_by: dict[int, str] = {}  # the stream that wrote a storage last
-        self.waiting: dict[str, set[int]] = {}  # of the last all-gather, by stream: what no kernel has read yet
+        self.waiting: dict[
+            str, set[int]
+        ] = {}  # of the last all-gather, by stream: what no kernel has read yet
         self.consumed = defaultdict(float)  # when the last all-gather's result was first read
         self.run: list[Event] = []  # kernels that become one
         self.run_start = 0
@@ -196,7 +229,9 @@ class _Player:
         marked = {index for index, _ in self.trace.marks}
         for index, event in enumerate(self.trace.events):
             stream = self.stream_of(event)
-            if event.kind == "wait":  # of compute; costs nothing by itself: its result is there when its input is
+            if (
+                event.kind == "wait"
+            ):  # of compute; costs nothing by itself: its result is there when its input is
                 self.written(event.writes, "compute", self.ready.get(event.reads[0][0], 0.0))
             elif stream == "compute" and event.kind == "memory" and self.fused:
                 if not self.run:
@@ -209,7 +244,9 @@ class _Player:
                     self.compute(index, event.name, event.kind, seconds, event.reads, event.writes)
                 else:
                     self.communicate(index, stream, event)
-            if index + 1 in marked:  # no kernel spans two passes, and what a pass takes has its last one
+            if (
+                index + 1 in marked
+            ):  # no kernel spans two passes, and what a pass takes has its last one
                 self.finish_run(index + 1)
             self.line.at.append(self.clock)
         self.finish_run(len(self.trace.events))
@@ -217,7 +254,9 @@ class _Player:
         return self.line
 
     def stream_of(self, event: Event) -> str:
-        """Collectives, FSDP's copies into them and what it does with reduced gradients run beside compute."""
+        """Collectives, FSDP's copies into them and what it does with reduced gradients run beside
+        compute.
+        """
         if event.kind == "collective":
             return event.dimension
         if event.name == "all_gather_copy_in":
@@ -225,13 +264,17 @@ class _Player:
         makers = {self.made_by.get(number) for number, size in event.reads if size > 8}
         if event.kind == "memory" and len(makers) == 1 and event.name not in READS_GATHERED:
             maker = makers.pop()
-            if maker in SHARDS and not any(n in s for s in self.waiting.values() for n, _ in event.reads):
+            if maker in SHARDS and not any(
+                n in s for s in self.waiting.values() for n, _ in event.reads
+            ):
                 return maker
         return "compute"
 
     def compute(self, index: int, name: str, kind: str, seconds: float, reads, writes) -> None:
         begin = max([self.clock, *(self.ready.get(number, 0.0) for number, _ in reads)])
-        self.line.spans.append(Span("compute", name, kind, begin, begin + seconds, begin - self.clock, index))
+        self.line.spans.append(
+            Span("compute", name, kind, begin, begin + seconds, begin - self.clock, index)
+        )
         self.clock = begin + seconds
         for stream, numbers in self.waiting.items():
             if not numbers.isdisjoint(number for number, _ in reads):
@@ -240,18 +283,24 @@ class _Player:
         self.written(writes, "compute", self.clock)
 
     def communicate(self, index: int, stream: str, event: Event) -> None:
-        begin = max([self.free[stream], *(self.ready.get(number, 0.0) for number, _ in event.reads)])
+        begin = max(
+            [self.free[stream], *(self.ready.get(number, 0.0) for number, _ in event.reads)]
+        )
         if stream == "pp":
             seconds = 0.0
         elif event.kind != "collective":
             seconds = sum(n for _, n in event.reads + event.writes) / self.system.memory
         else:
             seconds = self.system.collective_seconds(event, self.trace.groups[event.group][1])
-            if "allgather" in event.name:  # FSDP's; those that compute waits for are called all_gather
+            if (
+                "allgather" in event.name
+            ):  # FSDP's; those that compute waits for are called all_gather
                 begin = max(begin, self.consumed[stream])
                 self.waiting[stream] = {number for number, _ in event.writes}
         self.free[stream] = begin + seconds
-        self.line.spans.append(Span(stream, event.name, event.kind, begin, begin + seconds, 0.0, index))
+        self.line.spans.append(
+            Span(stream, event.name, event.kind, begin, begin + seconds, 0.0, index)
+        )
         self.written(event.writes, stream, begin + seconds)
 
     def written(self, writes, stream: str, when: float) -> None:
@@ -260,10 +309,13 @@ class _Player:
             self.made_by[number] = stream
 
     def finish_run(self, end: int) -> None:
-        """Run the collected kernels as one: it reads what they did not make, and writes what outlives them."""
+        """Run the collected kernels as one: it reads what they did not make, and writes what
+        outlives them.
+        """
         if not self.run:
             return
-        reads, made = {}, {}
+        reads = {}
+        made = {}
         for event in self.run:
             for number, size in event.reads:
                 if number not in made:
@@ -273,5 +325,12 @@ class _Player:
         kept = {n: size for n, size in made.items() if self.trace.died.get(n, end) >= end}
         moved = (sum(reads.values()) + sum(kept.values())) / self.system.memory
         seconds = self.system.unfused * moved + self.system.launch
-        self.compute(self.run_start, self.run[-1].name, "memory", seconds, list(reads.items()), list(made.items()))
+        self.compute(
+            self.run_start,
+            self.run[-1].name,
+            "memory",
+            seconds,
+            list(reads.items()),
+            list(made.items()),
+        )
         self.run = []

@@ -1,8 +1,10 @@
-"""Record what a training step does on one rank: every kernel and collective in order, and the memory that it holds.
+"""Record what a training step does on one rank: every kernel and collective in order, and the
+memory that it holds.
 
-A dispatch mode sits below autograd, FSDP and compiled graphs, and sees each operator with its tensors. These may be
-fake (`--simulate`: nothing is computed and nothing allocated) or real, so that what is counted for a thousand GPUs can
-be counted in a real run too, and compared. Views and allocations cost nothing and are not recorded.
+A dispatch mode sits below autograd, FSDP and compiled graphs, and sees each operator with its
+tensors. These may be fake (`--simulate`: nothing is computed and nothing allocated) or real, so
+that what is counted for a thousand GPUs can be counted in a real run too, and compared. Views and
+allocations cost nothing and are not recorded.
 """
 
 import weakref
@@ -19,8 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload  # no public name for either
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.distributed_c10d import _resolve_process_group  # no public name finds a group
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam  # no public name says what it gathers into
+from torch.distributed.distributed_c10d import (
+    _resolve_process_group,  # no public name finds a group
+)
+from torch.distributed.fsdp._fully_shard._fsdp_param import (
+    FSDPParam,  # no public name says what it gathers into
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,9 +38,19 @@ import minitrain.models.lora  # noqa: F401  these two define operators
 from minitrain.errors import InputError
 
 aten = torch.ops.aten
-SHARDS = ("dp_replicate", "dp_shard")  # the dimensions over which FSDP communicates, by collectives of its own
+SHARDS = (
+    "dp_replicate",
+    "dp_shard",
+)  # the dimensions over which FSDP communicates, by collectives of its own
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-ROWS_READ = ("embedding", "index_select", "gather", "index", "scatter", "scatter_add")  # of their large operand
+ROWS_READ = (
+    "embedding",
+    "index_select",
+    "gather",
+    "index",
+    "scatter",
+    "scatter_add",
+)  # of their large operand
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations")
 
 
@@ -42,10 +58,11 @@ MEMORY_KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations
 class Event:
     """One kernel or collective.
 
-    kind: `gemm`, `grouped`, `attention`, `memory`, `collective`, or the `wait` for one. reads, writes: (storage number,
-    bytes) of each tensor. sizes: of a matrix product, (batch or groups, m, n, k); of attention, channels per head and
-    keys per query. payload: bytes of a collective's full, gathered or unreduced tensor; group: its name in
-    `Trace.groups`; dimension: that of the mesh that it runs over. element: bytes per element of what is multiplied.
+    kind: `gemm`, `grouped`, `attention`, `memory`, `collective`, or the `wait` for one. reads,
+    writes: (storage number, bytes) of each tensor. sizes: of a matrix product, (batch or groups, m,
+    n, k); of attention, channels per head and keys per query. payload: bytes of a collective's
+    full, gathered or unreduced tensor; group: its name in `Trace.groups`; dimension: that of the
+    mesh that it runs over. element: bytes per element of what is multiplied.
     form: of attention, `full`, `causal` or `flex`, which computes any other mask.
     """
 
@@ -70,11 +87,13 @@ class Event:
 
 @dataclass
 class Trace:
-    """events: in the order of issue. died: after which event (its index) a storage was freed, by storage number.
+    """events: in the order of issue. died: after which event (its index) a storage was freed, by
+    storage number.
 
-    groups: by name of a process group, its mesh dimensions and its ranks. marks: (event index, label).
-    peak: bytes by kind of memory at the moment when their sum was largest, after the event `peak_at`. `gathered`: what
-    collectives bring, and the weights that FSDP and FP8 make of it.
+    groups: by name of a process group, its mesh dimensions and its ranks. marks: (event index,
+    label).
+    peak: bytes by kind of memory at the moment when their sum was largest, after the event
+    `peak_at`. `gathered`: what collectives bring, and the weights that FSDP and FP8 make of it.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -102,9 +121,9 @@ class Trace:
 class Tracer(TorchDispatchMode):
     """Fills `self.trace` with what runs inside `with Tracer(...)`.
 
-    groups: as in Trace. Tensors that exist before count when `hold` names their kind. log: if a list, the methods
-    that change the trace or the memory note their calls there (see repeat.py). active: the tracer inside whose `with`
-    we are.
+    groups: as in Trace. Tensors that exist before count when `hold` names their kind. log: if a
+    list, the methods that change the trace or the memory note their calls there (see repeat.py).
+    active: the tracer inside whose `with` we are.
     """
 
     active: "Tracer | None" = None
@@ -145,7 +164,9 @@ class Tracer(TorchDispatchMode):
             total[kind] += size
 
     def number(self, tensor: Tensor, kind: str = "activations") -> int:
-        """The number of the tensor's storage; a storage not seen before counts as `kind` from now until it dies."""
+        """The number of the tensor's storage; a storage not seen before counts as `kind` from now
+        until it dies.
+        """
         storage = tensor.untyped_storage()
         if storage._cdata not in self.numbers:
             self.adopt(tensor, self.new_number(kind))
@@ -193,7 +214,8 @@ class Tracer(TorchDispatchMode):
     # -------------------------------------------------------------------------------------------------------- hooks
 
     def __enter__(self):
-        resize, allocate = torch.UntypedStorage.resize_, FSDPParam.init_all_gather_outputs
+        resize = torch.UntypedStorage.resize_
+        allocate = FSDPParam.init_all_gather_outputs
         propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resize_and_count(storage, size):  # FSDP2 frees and brings back gathered weights so
@@ -207,7 +229,9 @@ class Tracer(TorchDispatchMode):
                 self.resize(number, size)
             return result
 
-        def allocate_and_count(parameter, *args, **kwargs):  # the first time; later it brings them back
+        def allocate_and_count(
+            parameter, *args, **kwargs
+        ):  # the first time; later it brings them back
             allocate(parameter, *args, **kwargs)
             self.hold(parameter.all_gather_outputs, "gathered")
 
@@ -215,9 +239,12 @@ class Tracer(TorchDispatchMode):
             with self.silent():
                 return propagate(*args, **kwargs)
 
-        Tracer.active, self.patches = self, ExitStack()
+        Tracer.active = self
+        self.patches = ExitStack()
         self.patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_and_count))
-        self.patches.enter_context(patch.object(FSDPParam, "init_all_gather_outputs", allocate_and_count))
+        self.patches.enter_context(
+            patch.object(FSDPParam, "init_all_gather_outputs", allocate_and_count)
+        )
         name = "_propagate_tensor_meta_non_cached"
         self.patches.enter_context(patch.object(ShardingPropagator, name, propagate_muted))
         return super().__enter__()
@@ -256,9 +283,14 @@ class Tracer(TorchDispatchMode):
         out = op(*args, **kwargs)
         if isinstance(op, HigherOrderOperator):
             op, args = wrapped_operator(op, args)
-        if is_view(op) or op.namespace in ("profiler", "prim") or op.__name__.startswith("_local_scalar"):
+        if (
+            is_view(op)
+            or op.namespace in ("profiler", "prim")
+            or op.__name__.startswith("_local_scalar")
+        ):
             return out
-        inputs, outputs = tensors((args, kwargs)), tensors(out)
+        inputs = tensors((args, kwargs))
+        outputs = tensors(out)
         if op.namespace in COLLECTIVES:
             self.record_collective(op, args, inputs, outputs)
         elif is_allocation(op):
@@ -269,10 +301,13 @@ class Tracer(TorchDispatchMode):
         return out
 
     def in_place(self, op, *, _all_bases: list[Tensor], **kwargs) -> tuple:
-        """An operator of ours that changes a tensor, as a graph has it until the compiler writes kernels: it returns a
-        new one then, but in the end changes what it is given."""
+        """An operator of ours that changes a tensor, as a graph has it until the compiler writes
+        kernels: it returns a new one then, but in the end changes what it is given."""
         names = [argument.name for argument in op._schema.arguments]
-        args = [kwargs[name] if name in kwargs else _all_bases[kwargs[f"_{name}_base_index"]] for name in names]
+        args = [
+            kwargs[name] if name in kwargs else _all_bases[kwargs[f"_{name}_base_index"]]
+            for name in names
+        ]
         return self.__torch_dispatch__(op, (), args), *_all_bases
 
     def record_kernel(self, op, args, kwargs, inputs, outputs, out) -> None:
@@ -280,44 +315,72 @@ class Tracer(TorchDispatchMode):
         written = outputs + written_arguments(op, args, kwargs)
         writes = {self.number(x): traffic(x) for x in written}
         most = max(writes.values(), default=0)
-        reads = {self.number(x): min(traffic(x), most) if name in ROWS_READ else traffic(x) for x in inputs}
+        reads = {
+            self.number(x): min(traffic(x), most) if name in ROWS_READ else traffic(x)
+            for x in inputs
+        }
         kernel = work(op, name, args, kwargs, out)
         # of the factors, not of what their product is added to
         element = min((x.element_size() for x in inputs if x.is_floating_point()), default=2)
-        self.record(Event(name, reads=list(reads.items()), writes=list(writes.items()), element=element, **kernel))
+        self.record(
+            Event(
+                name,
+                reads=list(reads.items()),
+                writes=list(writes.items()),
+                element=element,
+                **kernel,
+            )
+        )
 
     def record_collective(self, op, args, inputs, outputs) -> None:
         name = op._overloadpacket.__name__
         if name in ("_wrap_tensor_autograd", "barrier", "monitored_barrier_"):
             return
         if name == "wait_tensor":  # a fake one gives another tensor
-            reads, writes = ([(self.number(x, "gathered"), x.nbytes) for x in given] for given in (inputs, outputs))
+            reads, writes = (
+                [(self.number(x, "gathered"), x.nbytes) for x in given]
+                for given in (inputs, outputs)
+            )
             self.record(Event(name, "wait", 0, reads, writes))
             return
         group = self.group_of(args)
         functional = op.namespace != "c10d"
         written = outputs if functional else tensors(args[0])
-        read = inputs if functional else [x for x in inputs if not any(x is y for y in written)] or inputs
+        read = (
+            inputs
+            if functional
+            else [x for x in inputs if not any(x is y for y in written)] or inputs
+        )
         payload = max(sum(x.nbytes for x in written), sum(x.nbytes for x in read))
-        self.hold((x for x in written if self.sizes[self.number(x, "gathered")][1] == "activations"), "gathered")
+        self.hold(
+            (x for x in written if self.sizes[self.number(x, "gathered")][1] == "activations"),
+            "gathered",
+        )
         writes = [(self.number(x), x.nbytes) for x in written]
         reads = [(self.number(x), x.nbytes) for x in read]
         where = dict(payload=payload, group=group, dimension=self.dimension_of(group, functional))
         self.record(Event(name.strip("_"), "collective", 0, reads, writes, **where))
 
     def group_of(self, args) -> str:
-        """The name of a collective's group, noted as of `others` if no mesh has it (flattened ones, the world)."""
+        """The name of a collective's group, noted as of `others` if no mesh has it (flattened ones,
+        the world).
+        """
         boxed = [value for value in tree_leaves(args) if isinstance(value, torch.ScriptObject)]
         if boxed:  # an operator of c10d
             name = dist.ProcessGroup.unbox(boxed[0]).group_name
         else:  # a functional collective, whose last string it is
             name = [value for value in tree_leaves(args) if isinstance(value, str)][-1]
         if name not in self.trace.groups:
-            self.trace.groups[name] = ["others"], dist.get_process_group_ranks(_resolve_process_group(name))
+            self.trace.groups[name] = (
+                ["others"],
+                dist.get_process_group_ranks(_resolve_process_group(name)),
+            )
         return name
 
     def dimension_of(self, group: str, functional: bool) -> str:
-        """Dimensions of the same ranks share a group; FSDP's calls are told from others by their form."""
+        """Dimensions of the same ranks share a group; FSDP's calls are told from others by their
+        form.
+        """
         names = self.trace.groups[group][0]
         return next((name for name in names if (name in SHARDS) != functional), names[0])
 
@@ -325,11 +388,14 @@ class Tracer(TorchDispatchMode):
 def wrapped_operator(op: HigherOrderOperator, args: tuple) -> tuple[OpOverload, tuple]:
     """Return the operator that a higher-order one runs, with its arguments.
 
-    Recomputation runs what draws random numbers so, with the random state saved or given back (run_and_save_rng_state).
+    Recomputation runs what draws random numbers so, with the random state saved or given back
+    (run_and_save_rng_state).
     """
     places = [place for place, value in enumerate(args) if isinstance(value, OpOverload)]
     if len(places) != 1:
-        raise InputError(f"--simulate does not know what the operator {op} costs (use compile=false)")
+        raise InputError(
+            f"--simulate does not know what the operator {op} costs (use compile=false)"
+        )
     return args[places[0]], args[places[0] + 1 :]
 
 
@@ -341,7 +407,12 @@ def is_view(op) -> bool:
 
 def is_allocation(op) -> bool:
     name = op._overloadpacket.__name__
-    return name.startswith(("empty", "new_empty")) or name in ("set_", "resize_", "_unsafe_view", "_reshape_alias")
+    return name.startswith(("empty", "new_empty")) or name in (
+        "set_",
+        "resize_",
+        "_unsafe_view",
+        "_reshape_alias",
+    )
 
 
 def tensors(tree) -> list[Tensor]:
@@ -353,12 +424,20 @@ def written_arguments(op, args, kwargs) -> list[Tensor]:
     schema = op._schema.arguments
     given = zip(schema, args, strict=False)
     named = ((a, kwargs[a.name]) for a in schema if a.name in kwargs)
-    return [x for a, value in (*given, *named) if a.alias_info and a.alias_info.is_write for x in tensors(value)]
+    return [
+        x
+        for a, value in (*given, *named)
+        if a.alias_info and a.alias_info.is_write
+        for x in tensors(value)
+    ]
 
 
 def traffic(tensor: Tensor) -> int:
     """Bytes that reading or writing it moves: repeated elements of an expanded tensor only once."""
-    return prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride) * tensor.element_size()
+    return (
+        prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+        * tensor.element_size()
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- work
@@ -369,8 +448,12 @@ def work(op, name: str, args, kwargs, out) -> dict[str, object]:
     packet = op._overloadpacket
     if packet in FACTORS:
         a, b = FACTORS[packet](*args)
-        m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
-        if packet is aten._grouped_mm:  # rows by expert times a stack; or k is cut by expert, which gives a stack
+        m = a.shape[-2]
+        n = b.shape[-1]
+        k = a.shape[-1]
+        if (
+            packet is aten._grouped_mm
+        ):  # rows by expert times a stack; or k is cut by expert, which gives a stack
             groups = len(b) if b.dim() == 3 else len(out)
             return {"kind": "grouped", "flops": 2 * m * n * k, "sizes": (groups, m, n, k)}
         batch = len(a) if a.dim() == 3 else 1
@@ -397,20 +480,30 @@ FACTORS: dict[object, Callable] = {  # of each matrix product, among its argumen
 
 
 def attention_work(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, pairs: float | None = None, backward: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    pairs: float | None = None,
+    backward: bool = False,
 ) -> dict[str, object]:
     """What an Event has of attention.
 
-    pairs: of query and key in a row, as FlexAttention's mask allows them; None: plain attention, of half of the square
-    if causal, else of all of it. Backward there are five products: scores again, and the gradients of weights, values,
-    queries and keys.
+    pairs: of query and key in a row, as FlexAttention's mask allows them; None: plain attention, of
+    half of the square if causal, else of all of it. Backward there are five products: scores again,
+    and the gradients of weights, values, queries and keys.
     """
     rows, heads, queries, channels = q.shape
     form = "flex" if pairs is not None else "causal" if causal else "full"
     pairs = queries * k.shape[2] / (2 if causal else 1) if pairs is None else pairs
     products = 3 * channels + 2 * v.shape[-1] if backward else channels + v.shape[-1]
     sizes = channels, round(pairs / queries)
-    return {"kind": "attention", "flops": int(2 * rows * heads * pairs * products), "sizes": sizes, "form": form}
+    return {
+        "kind": "attention",
+        "flops": int(2 * rows * heads * pairs * products),
+        "sizes": sizes,
+        "form": form,
+    }
 
 
 ATTENTION: dict[object, Callable] = {

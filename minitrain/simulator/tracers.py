@@ -1,7 +1,7 @@
 """The server of the processes in which the simulator traces ranks, side by side.
 
-They are forked from one that has imported torch. That takes seconds, during which the command line can do the same, if
-it starts the server first; so this file imports nothing that does.
+They are forked from one that has imported torch. That takes seconds, during which the command line
+can do the same, if it starts the server first; so this file imports nothing that does.
 """
 
 import multiprocessing
