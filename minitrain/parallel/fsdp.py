@@ -64,6 +64,7 @@ def shard(
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
+    options = {"mp_policy": policy, "reshard_after_forward": reshard_after_forward}
     mesh = fsdp_mesh(mesh)
     holders = [module for module in model.modules() if isinstance(module, KeepsFP32)]
     if holders:
@@ -80,14 +81,8 @@ def shard(
         if for_experts is not None:
             stacks = [module for module in block.modules() if isinstance(module, Experts)]
         for experts in stacks:
-            shard_experts(
-                experts,
-                block,
-                for_experts,
-                mp_policy=policy,
-                reshard_after_forward=reshard_after_forward,
-            )
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+            shard_experts(experts, block, for_experts, **options)
+        fully_shard(block, mesh=mesh, **options)
         units.append([block, *stacks])
     fully_shard(model, mesh=mesh, mp_policy=policy)
     model.reduces_each_time = reshard_after_forward
