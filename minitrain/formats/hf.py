@@ -170,7 +170,7 @@ def find_weights(config: Config, path: str | Path) -> Weights:
     return weights
 
 
-def load_weights(model: Model, path: str | Path, owned: Owned = all_of) -> None:
+def load_weights(model: Model, path: str | Path, owned: Owned = all_slices) -> None:
     """Fill `model`, which must be materialized, from the safetensors of folder `path`.
 
     Values are converted to its dtype. owned: called with each tensor of the model's state_dict, in

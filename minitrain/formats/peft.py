@@ -40,7 +40,7 @@ from minitrain.formats.weight_files import StoredTensor, check_stored, stored_te
 from minitrain.models.lora import add_adapters, check_targets, is_adapter, is_expert_stack, matches
 from minitrain.models.wan import WanConfig
 from minitrain.models.zoo import empty_model
-from minitrain.parallel.shards import all_of
+from minitrain.parallel.shards import all_slices
 from minitrain.settings import LARGEST_ALPHA, LARGEST_RANK, Lora
 
 # keys of adapter_config.json

@@ -255,7 +255,7 @@ class Checkpointer:
         if model in self.bases:
             return self.bases[model]
         sums = {
-            name: sum(bit_sum(whole_piece(x, where)) for where in pieces(x))
+            name: sum(bit_sum(full_slice(x, where)) for where in cut_slices(x))
             for name, x in frozen(model).items()
         }
         everywhere = {

@@ -147,7 +147,7 @@ def trial_step(trainer: Trainer) -> list[Tensor]:
     loss = forward_backward(
         model, trainer.objective, trainer.micro_batches(dataset, 0), trainer.meshes, trainer.device
     )
-    gradients = [local(p.grad).clone() for p in model.parameters() if p.grad is not None]
+    gradients = [to_local(p.grad).clone() for p in model.parameters() if p.grad is not None]
     trainer.optimizer.zero_grad(set_to_none=True)
     update_selection_bias(model, 0)  # forgets whom the routers chose
     return [loss, *gradients]
