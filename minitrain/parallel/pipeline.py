@@ -40,25 +40,18 @@ Left out: skip connections between stages; balancing stages by measured time.
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    RESHARD,
-    UNSHARD,
-    PipelineScheduleSingle,
-    _Action,
-    _batch_p2p,
-    get_schedule_class,
-)
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.nn import Module
 
 from minitrain.parallel.agreement import gather
+from minitrain.parallel.pipeline_stage import Stage, keep_weights, skip_vote
 from minitrain.parallel.shards import Slices, assemble, cut_slices, full_slice, to_local
 
 if TYPE_CHECKING:
@@ -260,7 +253,7 @@ class Pipeline(nn.Module):
             keep_weights(schedule.pipeline_order_with_comms[self.rank])
         return schedule
 
-    def new_stage(self, number: int) -> "Stage":
+    def new_stage(self, number: int) -> Stage:
         hidden = self.boundary()
         loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
         first = number == 0
@@ -397,116 +390,13 @@ class Pipeline(nn.Module):
             )
 
 
-class Stage(PipelineStage):
-    """torch's stage, whose forward pass is `compute(micro-batch's index, *hidden)`.
-
-    Tokens, labels and such do not go through torch, which on 2.11 cannot split a backward pass that
-    has inputs without gradients.
-
-    splits_loss: may the last stage's backward pass be split? Not in 2.11, which cannot split at an
-    autograd.Function, such as the loss; nor under FSDP, which takes the second pass through the
-    loss for the end of a micro-batch, converts the gradients known by then to the type it reduces
-    in, and later refuses to add the others to them.
-    keeps_sends: torch's schedules of several stages keep every send, and with it what was sent,
-    until the step ends. So the stage starts its sends itself and forgets those that are done (NCCL
-    tells; gloo only when one waits for them).
-    """
-
-    def __init__(
-        self, compute: Callable[..., Tensor], *args, keeps_sends: bool, splits_loss: bool, **kwargs
-    ):
-        super().__init__(*args, **kwargs)
-        self.compute = compute
-        self.keeps_sends = keeps_sends
-        self.is_split = splits_loss or not self.is_last
-        # that are not known to be done
-        self.sends: list[dist.Work] = []
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self.start_sends(super().get_fwd_send_ops(fwd_chunk_id))
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self.start_sends(super().get_bwd_send_ops(bwd_chunk_id))
-
-    def start_sends(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
-        """Returns those that are left for the schedule to start."""
-        if not self.keeps_sends:
-            return operations
-        self.sends = [work for work in self.sends if not work.is_completed()] + _batch_p2p(
-            operations
-        )
-        return []
-
-    def finish_sends(self) -> None:
-        for work in self.sends:
-            work.wait()
-        self.sends = []
-
-    def forward_one_chunk(
-        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, **options
-    ) -> Tensor:
-        self.index = fwd_chunk_id
-        return super().forward_one_chunk(fwd_chunk_id, (), {}, **options)
-
-    def forward_maybe_with_nosync(self, *hidden: Tensor) -> Tensor:
-        return self.compute(self.index, *hidden)
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss=None, full_backward=True, last_backward=False
-    ) -> None:
-        super().backward_one_chunk(
-            bwd_chunk_id, loss, full_backward or not self.is_split, last_backward
-        )
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward=False) -> None:
-        if self.is_split:
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """torch 2.11 opens connections by messages, and gloo has none from a rank to itself, as a V
-        would need.
-        """
-        return (
-            super()._get_init_p2p_neighbors_ops() if dist.get_backend(self.group) == "nccl" else []
-        )
-
-
-def keep_weights(actions: list[_Action]) -> None:
-    """Of what a rank does in a step, leave out each stage's gathers but the first, and its releases
-    but the last.
-    """
-    gathers = {}
-    releases = {}
-    for index, action in enumerate(actions):
-        if action.computation_type == UNSHARD:
-            gathers.setdefault(action.stage_index, index)
-        elif action.computation_type == RESHARD:
-            releases[action.stage_index] = index
-    kept = {*gathers.values(), *releases.values()}
-    actions[:] = [
-        a
-        for i, a in enumerate(actions)
-        if i in kept or a.computation_type not in (UNSHARD, RESHARD)
-    ]
-
-
-def skip_vote(stages: list[Stage], *args) -> None:
-    """torch 2.13 lets the ranks vote on whether shapes are known; a fake process group does not
-    answer.
-    """
-    from torch.distributed.pipelining._utils import InferenceMode  # new in 2.13
-
-    for stage in stages:
-        stage._inference_mode = InferenceMode.STATIC
-
-
 def owns(stage: Module, name: str) -> bool:
-    """Is this parameter the stage's own, and not the copy of another stage's?"""
+    """Return whether a parameter is the stage's own, not a copy of another stage's."""
     return stage.first or name != EMBEDDING
 
 
 def pipeline_needs(p: "Parallel", micro_batches: int) -> str | None:
-    """How many micro-batches a pipeline's schedule needs, if it cannot run so many."""
+    """Return how many micro-batches the schedule needs, if it cannot run `micro_batches`."""
     least = {"1F1B": p.pp, "DualPipeV": 2 * p.pp}.get(p.schedule, 1)
     rounds = max(1, micro_batches // p.pp) if p.schedule.startswith("Interleaved") else 1
     if p.pp > 1 and micro_batches < least:

@@ -33,7 +33,7 @@ from minitrain.models.fp8 import is_placeholder
 from minitrain.parallel import shards
 from minitrain.parallel.mesh import Meshes
 from minitrain.parallel.parallelize import parallelize
-from minitrain.parallel.pipeline import Stage
+from minitrain.parallel.pipeline_stage import Stage
 from minitrain.parallel.recompute import ATTENTION as SAVED_ATTENTION
 from minitrain.parallel.shards import to_local
 from minitrain.run.launch import meshes_of
