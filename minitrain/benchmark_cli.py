@@ -59,6 +59,8 @@ FLAGS = {
     "--simulate": "predict by running a rank of it on fake tensors",
     "--calibrate": "measure this machine's rates",
     "--wide": "tables with all columns, not 100 characters wide",
+    "--as-published": "rows in their published layout alone",
+    "--ours": "rows in our fastest layout alone, where they have one",
     "--list": "print the published rows",
     "--generate": "time the sampler on mock prompts, not training",
 }

@@ -152,7 +152,7 @@ def test_evaluation_leaves_no_trace(keep_cache):
     run.evaluate()
     scheduler = run.collector.sampler.scheduler
     assert (scheduler is not None) == keep_cache
-    assert scheduler is None or not scheduler.pages.published
+    assert scheduler is None or not scheduler.pages.page_of
 
 
 # ------------------------------------------------------------------------------------------------------------- batches
