@@ -5,14 +5,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from minitrain import generate, load_pretrained, merge, save_pretrained, train
 from minitrain.data.tokenizer import load_tokenizer
 from minitrain.errors import InputError
+from minitrain.formats.config_hf import not_trained_with
+from minitrain.formats.hf import read_config
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
 from minitrain.run.config import from_dict
+from tests.parity.hf_models import CONFIGS, HYBRID_CONFIGS, MOE_CONFIGS, build, random_tokens, reload
 from tests.test_chat_templates import save_with_adapter, tokenizer_with
 
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_layers": 1, "num_attention_heads": 4,
@@ -290,3 +294,66 @@ def test_a_pad_beyond_the_embedding_is_no_obstacle(tmp_path, task, kind):
     )
     with pytest.raises(InputError, match="holds a token that the model's vocabulary of 260 does not have"):
         run(tmp_path / "next", model, settings)
+
+
+# ------------------------------------------------------------------------------------ what config.json says of training
+
+
+@pytest.mark.parametrize("family", [*CONFIGS, *MOE_CONFIGS, *HYBRID_CONFIGS])
+def test_keys_that_are_not_ours_are_kept(tmp_path, family):
+    """transformers takes the saved model for what it was, with every setting of its config."""
+    odd = {"attention_dropout": 0.125, "pad_token_id": 3, "use_cache": False, "router_jitter_noise": 0.25,
+           "router_aux_loss_coef": 0.5, "output_router_logits": True, "hidden_dropout": 0.2, "resid_pdrop": 0.3,
+           "embd_pdrop": 0.0, "pretraining_tp": 2, "own_key": {"a": [1, None]}}  # fmt: skip
+    theirs = build(family, **odd)
+    theirs.save_pretrained(tmp_path / "a")
+    save_pretrained(load_pretrained(tmp_path / "a"), tmp_path / "b")
+    a, b = (AutoConfig.from_pretrained(tmp_path / name).to_dict() for name in "ab")
+    spelled = {"_name_or_path", "architectures", "dtype", "rope_parameters", "original_max_position_embeddings"}
+    assert {key: b[key] for key in odd} == {key: a[key] for key in odd} == odd
+    assert not [key for key, value in a.items() if value not in (None, b.get(key)) and key not in spelled]
+
+
+@pytest.mark.parametrize("family", [*CONFIGS, *MOE_CONFIGS, *HYBRID_CONFIGS])
+@pytest.mark.parametrize("changes", [
+    {}, {"attention_dropout": 0.25}, {"router_jitter_noise": 0.25}, {"output_router_logits": True},
+    {"hidden_dropout": 0.25}, {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    {"resid_pdrop": 0.25, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
+    {"summary_first_dropout": 0.3, "classifier_dropout": 0.3, "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0},
+], ids=str)  # fmt: skip
+def test_settings_that_change_training_in_transformers_are_told(tmp_path, family, changes):
+    """By brute force: does its loss in training differ from what the same weights give otherwise?"""
+    theirs = build(family, **changes)
+    theirs.save_pretrained(tmp_path)
+    tokens = random_tokens(2, 24)
+    with torch.no_grad():
+        plain = next_token_loss(theirs(tokens).logits, tokens)
+        trained = reload(tmp_path).train()(tokens, labels=tokens).loss
+    told = not_trained_with(read_config(tmp_path))
+    assert bool(told) == (abs(trained - plain) > 1e-5), told
+
+
+def next_token_loss(logits, tokens):
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def test_a_run_tells_what_it_leaves_out_once(tmp_path, capsys):
+    build("gpt2", attn_pdrop=0.0, vocab_size=300).save_pretrained(tmp_path / "base")
+    settings = {"model": str(tmp_path / "base"), "steps": 1}, data(tmp_path, "text")
+    run(tmp_path / "out", *settings)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "note: config.json says embd_pdrop=0.1, resid_pdrop=0.1, which training here is without" in said
+    run(tmp_path / "out", *settings, {"steps": 2})
+    assert "pdrop" not in capsys.readouterr().out
+    theirs = AutoConfig.from_pretrained(tmp_path / "out")
+    assert (theirs.attn_pdrop, theirs.resid_pdrop, theirs.embd_pdrop) == (0.0, 0.1, 0.1)
+
+
+def test_the_dropout_of_adapters_to_start_from_is_told(tmp_path, capsys):
+    small = {"model": {"name": "llama3-8b-tiny", "num_layers": 1}, "task": "lora"}, data(tmp_path, "jsonl")
+    first = run(tmp_path / "first", *small, {"lora": {"rank": 2, "dropout": 0.25}})
+    capsys.readouterr()
+    run(tmp_path / "other", *small, {"lora": {"path": str(first)}})
+    assert "note: lora_dropout=0.25 of lora.path" in capsys.readouterr().out
+    run(tmp_path / "same", *small, {"lora": {"path": str(first), "dropout": 0.25}})
+    assert "lora_dropout" not in capsys.readouterr().out

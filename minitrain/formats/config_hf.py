@@ -126,7 +126,7 @@ def _read_fields(raw: dict, name: str, family: Family) -> DecoderConfig:
     except InputError as error:
         told = re.sub(r"(?:model\.)?([\w.]+)(?==)", lambda m: keys.get(m[1], m[1]), str(error))
         raise InputError(told) from None
-    written = _settings(config, torch.float32).keys() | NOT_KEPT
+    written = (_settings(config, torch.float32).keys() | NOT_KEPT) - {*gpt2.DROPOUTS}
     extra = {key: raw[key] for key in raw if key not in written and not key.startswith("_")}
     return dataclasses.replace(config, extra_config=extra)
 
@@ -150,6 +150,16 @@ def _least_dt(raw: dict) -> float:
     if not isinstance(limit, list) or len(limit) != 2 or limit[1] not in ENDLESS:
         raise InputError(f"{key}={limit!r} is not supported (must be [a number, Infinity])")
     return read_number({key: limit[0]}, key, float)
+
+
+def not_trained_with(config: DecoderConfig) -> list[str]:
+    """Return the settings of config.json that change training in transformers and are not done here."""
+    extra = config.extra_config
+    family = FAMILIES[config.family]
+    found = {key: extra[key] for key in family.noise if extra.get(key)}
+    if family.balances and extra.get("output_router_logits") and not config.router_aux_loss_coef:
+        found["router_aux_loss_coef"] = extra.get("router_aux_loss_coef", 0.001)
+    return [f"{key}={value}" for key, value in found.items()]
 
 
 def end_also_at(config: DecoderConfig, end: int | None) -> DecoderConfig:
@@ -317,7 +327,7 @@ def check_exportable(config: DecoderConfig) -> None:
     with located(f"model {target}"):
         again = config_from_hf(_settings(config, torch.float32), "config.json")
     # of the rotary two, reading refuses what it does not know; generation_config is its own file
-    free = TRAINING_ONLY | {"rope_theta", "rope_scaling", "generation_config"}
+    free = TRAINING_ONLY | {"rope_theta", "rope_scaling", "generation_config", "extra_config"}
     if config.kv_lora_rank:
         free.add("head_dim")
     for field in dataclasses.fields(config):
@@ -382,4 +392,5 @@ def _settings(config: DecoderConfig, dtype: torch.dtype) -> dict:
         # keys that GPT-2 does not have; its own files have n_ctx too, and llama.cpp reads it alone
         del settings["num_key_value_heads"], settings["head_dim"]
         settings["n_ctx"] = config.max_position_embeddings
+        settings |= dict.fromkeys(gpt2.DROPOUTS, 0.0)
     return {family.key(key): value for key, value in settings.items()} | config.extra_config

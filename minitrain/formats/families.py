@@ -45,6 +45,8 @@ class Family(NamedTuple):
     can_tie: if false, the head is stored and separate whatever tie_word_embeddings says.
     heads_divide: num_attention_heads must divide hidden_size, even where head_dim is given.
     partial_rotary: the factor where config.json has none. None: only 1 is possible.
+    noise: keys of config.json that transformers heeds in training alone.
+    balances: transformers' loss can have a term that balances experts (output_router_logits).
     """
 
     architecture: str
@@ -59,6 +61,8 @@ class Family(NamedTuple):
     can_tie: bool = True
     heads_divide: bool = False
     partial_rotary: float | None = None
+    noise: tuple = ("attention_dropout",)
+    balances: bool = False
 
     def field(self, name: str) -> Any:
         """Return a field of `DecoderConfig` as the family fixes it, or the default."""
@@ -86,6 +90,8 @@ FAMILIES = {
         "MixtralForCausalLM",
         dict(sliding_window=None),
         rope_theta=1e6,
+        noise=("attention_dropout", "router_jitter_noise"),
+        balances=True,
         sizes=_keys(
             "num_experts_per_tok",
             num_experts="num_local_experts",
@@ -98,6 +104,7 @@ FAMILIES = {
         fixed=dict(qk_norm=True),
         quantized="fp8",
         norm_topk=False,
+        balances=True,
         sizes=_keys("num_experts num_experts_per_tok moe_intermediate_size"),
     ),
     "deepseek_v3": Family(
@@ -137,6 +144,7 @@ FAMILIES = {
         ),
         fixed=dict(mlp="clamped_swiglu", qkv_bias=True, o_bias=True, sinks=True, expert_bias=True),
         quantized="mxfp4",
+        balances=True,
     ),
     "nemotron": Family(
         "NemotronForCausalLM",
@@ -189,5 +197,6 @@ FAMILIES = {
             scaled_residual_init=True,
         ),
         heads_divide=True,
+        noise=gpt2.DROPOUTS,
     ),
 }

@@ -22,6 +22,8 @@ KEYS = {
     "max_position_embeddings": "n_positions",
     "hidden_act": "activation_function",
 }
+# of config.json, each 0.1 where it is missing
+DROPOUTS = ("embd_pdrop", "resid_pdrop", "attn_pdrop")
 FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 # of modules: ours -> GPT-2's
 NAMES = {
@@ -43,7 +45,8 @@ def with_defaults(raw: dict) -> dict:
 
     A key may have Llama's name, as in transformers.
     """
-    raw = {"tie_word_embeddings": True} | {KEYS.get(key, key): value for key, value in raw.items()}
+    missing = {"tie_word_embeddings": True} | dict.fromkeys(DROPOUTS, 0.1)
+    raw = missing | {KEYS.get(key, key): value for key, value in raw.items()}
     if raw.get("n_inner") is None and isinstance(raw.get("n_embd"), int):
         raw["n_inner"] = 4 * raw["n_embd"]
     return raw

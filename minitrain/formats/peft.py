@@ -362,6 +362,15 @@ def adapter_config(config, lora: Lora, names: Iterable[str], base: str) -> dict:
     )
 
 
+def other_dropout(lora: Lora) -> list[str]:
+    """Return a line if adapters to start from had another dropout, which PEFT would go on with."""
+    had = _open(lora.path)[1].get("lora_dropout") if lora.path else None
+    if not had or had == lora.dropout:
+        return []
+    note = f"note: lora_dropout={had} of lora.path={lora.path} is not taken over"
+    return [f"{note}: lora.dropout={lora.dropout} counts"]
+
+
 def unreadable_note(config, lora: Lora) -> list[str]:
     """Return a line for the user where PEFT cannot read adapters of such a model's, none otherwise."""
     paths = [

@@ -328,9 +328,6 @@ ZOO: dict[str, dict] = {
         scaled_residual_init=True,
         bos_token_id=50256,
         eos_token_id=50256,
-        extra_config=dict(
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
-        ),  # transformers' defaults are 0.1
     ),
 }
 

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from minitrain.errors import naming
-from minitrain.formats.peft import unreadable_note
+from minitrain.formats.config_hf import not_trained_with
+from minitrain.formats.peft import other_dropout, unreadable_note
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.agreement import broadcast
 from minitrain.run.config_yaml import to_yaml
@@ -49,7 +50,11 @@ def open_log(config: Config, folder: Path, files: dict[str, str], first: int) ->
     finished = ["no step is left to do (for more: steps=N; to begin anew: another out_dir)"] * (
         first >= config.steps
     )
-    adapters = unreadable_note(config.model.config, config.lora) if config.lora else []
+    shape = config.model.config
+    adapters = unreadable_note(shape, config.lora) + other_dropout(config.lora) if config.lora else []
+    left_out = ", ".join(not_trained_with(shape) if config.task != "diffusion" else [])
+    if left_out and first == 0:
+        notes.insert(0, f"note: config.json says {left_out}, which training here is without")
     warmup = warmup_steps(config.steps, config.optim)
     short = [
         f"optim.warmup={config.optim.warmup} is longer than steps={config.steps}: {warmup} steps warm up"
