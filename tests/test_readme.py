@@ -163,9 +163,11 @@ def test_first_simulation_says_what_is_written(tmp_path):
     assert f"python bench.py --simulate --config configs/{name}.yaml\n" in README
     run = command("bench.py", "--simulate", "--config", f"configs/{name}.yaml", "--json", tmp_path / "row.jsonl")
     assert run.returncode == 0, run.stderr
-    result = json.loads((tmp_path / "row.jsonl").read_text())
-    figures = (result["tokens_per_sec_per_gpu"], published_rows()[name]["tokens_per_sec_per_gpu"])
-    assert "The first one says {:,.0f} tokens/s per GPU; {:,.0f} were published".format(*figures) in README
+    results = [json.loads(line) for line in (tmp_path / "row.jsonl").read_text().splitlines()]
+    figures = [result["tokens_per_sec_per_gpu"] for result in results]
+    figures.append(published_rows()[name]["tokens_per_sec_per_gpu"])
+    text = "The first one says {:,.0f} tokens/s per GPU, and {:,.0f} in our fastest layout; {:,.0f} were published"
+    assert text.format(*figures) in README
 
 
 def test_measured_figures_are_those_of_the_h200():

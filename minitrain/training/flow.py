@@ -204,6 +204,8 @@ class Noised:
     """
 
     def __init__(self, dataset, settings: Diffusion, seed: int, held_out: bool = False):
+        # also finds the limits of sigma, which no step should wait for
+        check_diffusion(settings)
         self.dataset = dataset
         self.settings = settings
         self.seed = seed
