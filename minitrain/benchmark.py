@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from minitrain.bench.hardware import describe
 from minitrain.bench.measure import load_row, measure, placed
 from minitrain.bench.measure_policy import measure_policy
 from minitrain.bench.measure_sampling import check_sampling, measure_sampling
@@ -31,6 +30,7 @@ from minitrain.bench.versus import check_installed, check_versus, versus
 from minitrain.errors import InputError, refused
 from minitrain.run.cli import check_writable, in_one_line
 from minitrain.run.failures import rank
+from minitrain.run.hardware import describe
 from minitrain.run.launch import pick_device, start
 from minitrain.run.parallel_checks import check_layout
 from minitrain.run.rendezvous import world_size

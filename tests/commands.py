@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from minitrain.bench import hardware
+from minitrain.run import hardware
 from tests.pool import SERVER
 
 ROOT = Path(__file__).parent.parent

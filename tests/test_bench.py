@@ -17,13 +17,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from minitrain import benchmark as commands
 from minitrain.bench.decoding import bytes_read, model_reads
-from minitrain.bench.flops import clean, count_work, flops_per_token, nemo_pretrain
 from minitrain.bench.measure import load_row, row_name, training_result
 from minitrain.bench.measure_sampling import decoding_figures, figures, make_prompts, measure_sampling
 from minitrain.bench.report import beside, details, in_width, markdown, sized, table
 from minitrain.errors import InputError
 from minitrain.rollout.engine import Sampler
 from minitrain.run.config import from_dict, load
+from minitrain.run.flops import clean, count_work, flops_per_token, nemo_pretrain
 from tests.commands import ROOT, command, torchrun
 
 main = runpy.run_path(str(ROOT / "bench.py"), run_name="bench")["main"]

@@ -9,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, inject_adapter_in_model
 
-from minitrain.bench.flops import (
+from minitrain.errors import InputError
+from minitrain.models.decoder import Decoder
+from minitrain.models.zoo import ZOO, model_config
+from minitrain.run.flops import (
     Convention,
     Work,
     automodel,
@@ -21,9 +24,6 @@ from minitrain.bench.flops import (
     nemo_pretrain,
     nemo_squad,
 )
-from minitrain.errors import InputError
-from minitrain.models.decoder import Decoder
-from minitrain.models.zoo import ZOO, model_config
 from minitrain.settings import TARGETS
 from minitrain.training.build import initialize
 from tests.oracle import count_flops

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from minitrain.bench.flops_wan import forward_parts, training_flops
 from minitrain.bench.measure import published_step_time
 from minitrain.models.lora import add_adapters
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import model_config
 from minitrain.run.config import load
+from minitrain.run.flops_wan import forward_parts, training_flops
 from minitrain.settings import Lora
 from tests.commands import ROOT
 from tests.oracle import count_flops

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from minitrain.bench import hardware
-from minitrain.bench.hardware import LINUX_STATUS, describe, measure_matmul, peak_flops, peak_memory_bytes
+from minitrain.run import hardware
+from minitrain.run.hardware import LINUX_STATUS, describe, measure_matmul, peak_flops, peak_memory_bytes
 from tests.test_rows import ROWS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -96,7 +96,7 @@ def test_peak_memory_rises_by_what_is_allocated_above_it_and_stays():
 def test_peak_memory_leaves_out_the_process_that_started_this_one():
     """On Linux, getrusage charges a new program with the memory of the one that it was started from."""
     large = torch.ones(2**30, dtype=torch.uint8)
-    code = "import torch, minitrain.bench.hardware as here; print(here.peak_memory_bytes(torch.device('cpu')))"
+    code = "import torch, minitrain.run.hardware as here; print(here.peak_memory_bytes(torch.device('cpu')))"
     root = Path(hardware.__file__).parents[2]
     assert int(subprocess.check_output([sys.executable, "-c", code], cwd=root)) < large.nbytes
 

@@ -16,7 +16,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from minitrain import generate, load_pretrained, merge, save_pretrained
-from minitrain.bench.flops import clean, count_work, lora_weights
 from minitrain.bench.versus import peft_rival, versus
 from minitrain.data.tokenizer import load_tokenizer
 from minitrain.errors import InputError
@@ -41,6 +40,7 @@ from minitrain.parallel.parallelize import apply_techniques
 from minitrain.parallel.recompute import recompute
 from minitrain.run.checkpoint_files import read_index
 from minitrain.run.config import from_dict
+from minitrain.run.flops import clean, count_work, lora_weights
 from minitrain.run.launch import make_trainer, start
 from minitrain.settings import TARGETS, Lora, to_dict
 from minitrain.train import train

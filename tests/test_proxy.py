@@ -8,7 +8,6 @@ import pytest
 
 import bench
 from minitrain import benchmark
-from minitrain.bench.hardware import is_of_system
 from minitrain.bench.measure import compare, load_row, placed, published_step_time, rates
 from minitrain.bench.proxy import LEFT_OUT, cut, extrapolate, make_proxy, mixture, note, parse_counts
 from minitrain.bench.report import label
@@ -16,6 +15,7 @@ from minitrain.bench.rows import CONFIGS
 from minitrain.benchmark import write_result
 from minitrain.errors import InputError
 from minitrain.run.config import load
+from minitrain.run.hardware import is_of_system
 from minitrain.run.parallel_checks import micro_batches
 from minitrain.settings import Lora
 from minitrain.simulator import simulate_policy

@@ -11,11 +11,12 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from minitrain.bench import hardware, rows
-from minitrain.bench.hardware import measure_attention, measure_memory
+from minitrain.bench import rows
 from minitrain.bench.page import bar, path, write_report
 from minitrain.bench.rows import published_rows
 from minitrain.errors import InputError
+from minitrain.run import hardware
+from minitrain.run.hardware import measure_attention, measure_memory
 from minitrain.simulator.calibrate import calibrate, find_system
 from minitrain.simulator.replay import Replay
 from minitrain.simulator.timeline import load_system

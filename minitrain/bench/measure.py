@@ -15,7 +15,13 @@ from torch._dynamo.utils import (  # no public names for what the compiler has d
 from tqdm import tqdm
 
 from minitrain.bench.breakdown import profiled, working_memory
-from minitrain.bench.flops import (
+from minitrain.bench.rows import CONFIGS, read_reference
+from minitrain.data.datasets import open_dataset
+from minitrain.errors import InputError
+from minitrain.models.wan import WanConfig
+from minitrain.parallel.mesh import Meshes
+from minitrain.run.config import load
+from minitrain.run.flops import (
     automodel,
     clean,
     effective_length,
@@ -24,8 +30,8 @@ from minitrain.bench.flops import (
     nemo_pretrain,
     nemo_squad,
 )
-from minitrain.bench.flops_wan import training_flops
-from minitrain.bench.hardware import (
+from minitrain.run.flops_wan import training_flops
+from minitrain.run.hardware import (
     describe,
     is_of_system,
     measure_matmul,
@@ -34,12 +40,6 @@ from minitrain.bench.hardware import (
     reset_peak_memory,
     timed,
 )
-from minitrain.bench.rows import CONFIGS, read_reference
-from minitrain.data.datasets import open_dataset
-from minitrain.errors import InputError
-from minitrain.models.wan import WanConfig
-from minitrain.parallel.mesh import Meshes
-from minitrain.run.config import load
 from minitrain.run.launch import make_trainer, pick_device
 from minitrain.settings import Config
 from minitrain.training.loop import Trainer, forward_backward

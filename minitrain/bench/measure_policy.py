@@ -13,8 +13,8 @@ from statistics import median_high as median
 
 import torch.distributed as dist
 
-from minitrain.bench.flops import clean, flops_per_token, lora_weights
 from minitrain.bench.measure import prepare, result
+from minitrain.run.flops import clean, flops_per_token, lora_weights
 from minitrain.run.policy import PHASES, Run
 from minitrain.settings import Config
 

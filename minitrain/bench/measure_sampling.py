@@ -26,14 +26,14 @@ import torch.distributed as dist
 
 from minitrain.bench.breakdown import profiled
 from minitrain.bench.decoding import bytes_read, model_reads
-from minitrain.bench.flops import clean, flops_per_token
-from minitrain.bench.hardware import measure_memory, timed
 from minitrain.bench.measure import prepare, progress, result
 from minitrain.bench.versus import transformers_model, versus_result
 from minitrain.errors import InputError
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import SamplingParams
 from minitrain.rollout.scheduler import Sample
+from minitrain.run.flops import clean, flops_per_token
+from minitrain.run.hardware import measure_memory, timed
 from minitrain.run.launch import fill_weights, pick_device, start
 from minitrain.settings import Config
 from minitrain.training.build import build_model

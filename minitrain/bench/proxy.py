@@ -14,7 +14,6 @@ than in the whole, as fewer tokens pay for it.
 import dataclasses
 from collections import Counter
 
-from minitrain.bench.flops import clean
 from minitrain.bench.measure import (
     count_flops,
     placed,
@@ -26,6 +25,7 @@ from minitrain.bench.measure import (
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.run.config_checks import validate
+from minitrain.run.flops import clean
 from minitrain.run.parallel_checks import check_layout, micro_batches, stated_ranks
 from minitrain.settings import Config
 

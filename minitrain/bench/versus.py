@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-from minitrain.bench.hardware import timed
 from minitrain.bench.measure import activation_bytes, progress
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
@@ -25,6 +24,7 @@ from minitrain.formats.peft import adapter_config, adapter_shapes
 from minitrain.formats.wan_names import config_to_json
 from minitrain.models.lora import ADAPTER_DTYPES
 from minitrain.parallel.mesh import Meshes
+from minitrain.run.hardware import timed
 from minitrain.run.launch import make_trainer
 from minitrain.settings import Config
 from minitrain.training.loop import Trainer, to_device

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 
-from minitrain.bench.hardware import (
+from minitrain.bench.report import need_rates, read_lines
+from minitrain.errors import InputError
+from minitrain.run.hardware import (
     ATTENTION_LENGTH,
     MATMUL_SIZE,
     describe,
@@ -18,8 +20,6 @@ from minitrain.bench.hardware import (
     measure_matmul,
     measure_memory,
 )
-from minitrain.bench.report import need_rates, read_lines
-from minitrain.errors import InputError
 from minitrain.simulator.timeline import BESIDE, System, load_system
 from minitrain.simulator.trace import Event
 
