@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from minitrain.bench.measure import visible_share
 from minitrain.bench.rows import CONFIGS, constants, published_rows
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
@@ -19,7 +18,7 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.lora import add_adapters, is_adapter
 from minitrain.models.zoo import model_config
 from minitrain.run import config as configs
-from minitrain.run.flops import count_work
+from minitrain.run.flops import count_work, visible_share
 from minitrain.run.parallel_checks import micro_batches
 from minitrain.settings import Lora
 from minitrain.simulator import sweep

@@ -1,7 +1,6 @@
 """Time a config's real training steps and turn them into the figures of the published tables."""
 
 import dataclasses
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from statistics import median_high as median
@@ -18,20 +17,18 @@ from minitrain.bench.breakdown import profiled, working_memory
 from minitrain.bench.rows import CONFIGS, read_reference
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
-from minitrain.models.wan import WanConfig
 from minitrain.parallel.mesh import Meshes
 from minitrain.run.config import load
 from minitrain.run.flops import (
     automodel,
     clean,
-    effective_length,
-    flops_per_token,
-    lora_weights,
+    count_flops,
     nemo_pretrain,
     nemo_squad,
+    visible_share,
 )
-from minitrain.run.flops_wan import training_flops
 from minitrain.run.hardware import (
+    compute_dtype,
     describe,
     is_of_system,
     measure_matmul,
@@ -118,10 +115,6 @@ def activation_bytes(trainer: Trainer, dataset) -> int:
 
 def progress(steps: int, row: str):
     return tqdm(range(steps), desc=row, unit="step", leave=False, disable=dist.get_rank() != 0)
-
-
-def compute_dtype(config: Config) -> torch.dtype:
-    return {"fp32": torch.float32, "fp8": torch.float8_e4m3fn}.get(config.precision, torch.bfloat16)
 
 
 def training_result(
@@ -216,39 +209,11 @@ def published_step_time(config: Config) -> float | None:
     return flops / published["gpus"] / published["tflops_per_gpu"] / 1e12
 
 
-def visible_share(dataset) -> float:
-    """Of the causal pairs in a row of the dataset, the share whose tokens are of one document; the
-    first row tells.
-    """
-    row = dataset.row(0)
-    if "documents" not in row:
-        return 1.0
-    return effective_length(Counter(row["documents"].tolist()).values()) / len(row["documents"])
-
-
 def token_flops(config: Config, visible: float) -> tuple[float, float]:
     """FLOPs of a training step per token, by `clean` counting and by that of the row's table."""
     return count_flops(config, clean, visible), count_flops(
         config, table_convention(config), visible
     )
-
-
-def count_flops(config: Config, convention, visible: float = 1.0) -> float:
-    """FLOPs of a training step per token. For diffusion there is one convention, which counts what
-    is computed.
-
-    visible: as `visible_share` says; the tables' conventions know nothing of it.
-    """
-    shape = config.model.config
-    batch = config.batch
-    if isinstance(shape, WanConfig):
-        return (
-            training_flops(shape, batch.seq_len, config.data.text_tokens, config.lora)
-            / batch.seq_len
-        )
-    adapters = lora_weights(shape, config.lora.rank, config.lora.targets) if config.lora else 0
-    seen = batch.seq_len * visible if convention is clean else batch.seq_len
-    return flops_per_token(shape, seen, convention, adapters)
 
 
 def table_convention(config: Config):

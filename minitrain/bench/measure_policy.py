@@ -14,7 +14,7 @@ from statistics import median_high as median
 import torch.distributed as dist
 
 from minitrain.bench.measure import prepare, result
-from minitrain.run.flops import clean, flops_per_token, lora_weights
+from minitrain.run.flops import flops_of_token
 from minitrain.run.policy import PHASES, Run
 from minitrain.settings import Config
 
@@ -67,21 +67,3 @@ def published_lengths(config: Config) -> Config:
         rollout=dataclasses.replace(config.rollout, max_tokens=response),
         grpo=dataclasses.replace(grpo, mock_digits=prompt),
     )
-
-
-def flops_of_token(config: Config, tokens: int) -> float:
-    """Of a step, per token: forward and backward, sampling, and a forward pass for each set of
-    log-probabilities.
-    """
-    grpo = config.grpo
-    responses = config.grpo.prompts * config.grpo.group
-    shape = config.model.config
-    length = tokens // responses
-    lora = config.lora
-    whole = flops_per_token(shape, length, clean)
-    adapters = lora_weights(shape, lora.rank, lora.targets) if lora else 0
-    saved = whole - flops_per_token(
-        shape, length, clean, adapters
-    )  # by what is frozen, in the backward pass
-    passes = 1 + (responses > config.batch.global_) + (grpo.kl > 0)
-    return whole * (1 + passes / 3) - saved

@@ -15,17 +15,15 @@ import dataclasses
 from collections import Counter
 
 from minitrain.bench.measure import (
-    count_flops,
     placed,
     published_step_time,
     rates,
     token_flops,
-    visible_share,
 )
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.run.config_checks import validate
-from minitrain.run.flops import clean
+from minitrain.run.flops import clean, count_flops, visible_share
 from minitrain.run.parallel_checks import check_layout, micro_batches, stated_ranks
 from minitrain.settings import Config
 

@@ -17,6 +17,7 @@ These are model FLOPs: recomputed activations, norms, rotary embeddings, softmax
 do not count.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -27,8 +28,10 @@ from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.lora import find_targets
 from minitrain.models.moe import Experts
 from minitrain.models.router import Router
+from minitrain.models.wan import WanConfig
 from minitrain.models.zoo import empty_model
-from minitrain.settings import TARGETS
+from minitrain.run.flops_wan import training_flops
+from minitrain.settings import TARGETS, Config
 
 
 @dataclass(frozen=True)
@@ -186,3 +189,49 @@ def flops_per_token(
     `lora_weights`.
     """
     return convention(count_work(config, adapters), seq_len)
+
+
+def count_flops(config: Config, convention, visible: float = 1.0) -> float:
+    """FLOPs of a training step per token. For diffusion there is one convention, which counts what
+    is computed.
+
+    visible: as `visible_share` says; the tables' conventions know nothing of it.
+    """
+    shape = config.model.config
+    batch = config.batch
+    if isinstance(shape, WanConfig):
+        return (
+            training_flops(shape, batch.seq_len, config.data.text_tokens, config.lora)
+            / batch.seq_len
+        )
+    adapters = lora_weights(shape, config.lora.rank, config.lora.targets) if config.lora else 0
+    seen = batch.seq_len * visible if convention is clean else batch.seq_len
+    return flops_per_token(shape, seen, convention, adapters)
+
+
+def flops_of_token(config: Config, tokens: int) -> float:
+    """Of a step, per token: forward and backward, sampling, and a forward pass for each set of
+    log-probabilities.
+    """
+    grpo = config.grpo
+    responses = config.grpo.prompts * config.grpo.group
+    shape = config.model.config
+    length = tokens // responses
+    lora = config.lora
+    whole = flops_per_token(shape, length, clean)
+    adapters = lora_weights(shape, lora.rank, lora.targets) if lora else 0
+    saved = whole - flops_per_token(
+        shape, length, clean, adapters
+    )  # by what is frozen, in the backward pass
+    passes = 1 + (responses > config.batch.global_) + (grpo.kl > 0)
+    return whole * (1 + passes / 3) - saved
+
+
+def visible_share(dataset) -> float:
+    """Of the causal pairs in a row of the dataset, the share whose tokens are of one document; the
+    first row tells.
+    """
+    row = dataset.row(0)
+    if "documents" not in row:
+        return 1.0
+    return effective_length(Counter(row["documents"].tolist()).values()) / len(row["documents"])

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from minitrain.models import onednn
 from minitrain.models.fp8 import choose_scaled_mm
+from minitrain.settings import Config
 
 # (part of the name, dense bf16, plain fp32) in FLOP/s, from NVIDIA's datasheets. The first match
 # counts, so GB200 stands before B200. Blackwell's fp32 is left out: its datasheets say 75 to 90
@@ -65,6 +66,10 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
             }
             return rates.get(dtype)
     return None
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    return {"fp32": torch.float32, "fp8": torch.float8_e4m3fn}.get(config.precision, torch.bfloat16)
 
 
 def is_of_system(machine: str, system: str) -> bool:

@@ -25,10 +25,11 @@ from dataclasses import dataclass
 
 from minitrain.bench.decoding import Reads, bytes_read, model_reads
 from minitrain.bench.measure import placed, rates
-from minitrain.bench.measure_policy import flops_of_token, published_lengths
+from minitrain.bench.measure_policy import published_lengths
 from minitrain.grpo.batches import enough_for_pipeline
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.zoo import empty_model
+from minitrain.run.flops import flops_of_token
 from minitrain.run.parallel_checks import row_ranks, stated_ranks
 from minitrain.settings import GRPO, Config, Data
 from minitrain.simulator.simulate import Simulation, figures, matmul_rate, record, result, timed

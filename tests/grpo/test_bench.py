@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from minitrain.bench.measure import load_row
-from minitrain.bench.measure_policy import flops_of_token, measure_policy, published_lengths
+from minitrain.bench.measure_policy import measure_policy, published_lengths
 from minitrain.run import config as configs
-from minitrain.run.flops import clean, flops_per_token, lora_weights
+from minitrain.run.flops import clean, flops_of_token, flops_per_token, lora_weights
 from tests.distributed.test_grpo import TREE
 
 ROW = Path(__file__).parents[2] / "configs" / "rl" / "llama3.1-8b-grpo-16gpu-onpolicy.yaml"
