@@ -1,13 +1,11 @@
 """What connections between nodes need: open files, and the interface that leads to the others."""
 
-import os
 import re
 import resource
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -43,46 +41,23 @@ def test_ranks_that_do_not_start_are_named():
         rendezvous.answer(store, 3, timedelta(0))
 
 
-def test_the_interface_that_leads_to_a_host():
-    assert rendezvous.interface_towards("127.0.0.1") == "lo"
-    file = Path("/proc/net/if_inet6")
-    has_ipv6 = file.exists() and " lo\n" in file.read_text()
-    assert rendezvous.interface_towards("::1") == ("lo" if has_ipv6 else None)
-    assert rendezvous.interface_towards("no-such-host.invalid") is None
-
-
-def test_of_a_host_with_both_kinds_of_addresses_ipv4_counts(monkeypatch):
-    """For it is what gloo takes of an interface that has both, and need not lead to the host where IPv6 does."""
-    found = [socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0] for host in ("::1", "127.0.0.1")]
-    loopback = {socket.AF_INET6: ("eth6", b"\0" * 15 + b"\1"), socket.AF_INET: ("eth4", b"\x7f\0\0\1")}
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    monkeypatch.setattr(rendezvous, "addresses", lambda family: [loopback[family]])
-    assert rendezvous.interface_towards("node0") == "eth4"
-
-
-@pytest.mark.parametrize(("environment", "ways", "chosen"), [
-    ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, {"node0": "ib0", "192.0.2.1": "eth0"}, "ib0"),
-    ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, {"node0": "lo", "192.0.2.1": "eth0"}, "eth0"),
-    ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, {"node0": "lo", "2001:db8::1": "eth1"}, "eth1"),
-    ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, {"node0": "lo", "192.0.2.1": None}, None),
-    ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "GLOO_SOCKET_IFNAME": "bond0"}, {"node0": "ib0"}, "bond0"),
-    ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, {"node0": "ib0"}, None),  # all on one node
-    ({"WORLD_SIZE": "2"}, {"node0": "ib0"}, "ib0"),  # without torchrun nobody says how many are here
-    ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, {"localhost": "lo", "192.0.2.1": "eth0"}, None),
-    ({"WORLD_SIZE": "1"}, {"node0": "ib0"}, None),
-    ({}, {"node0": "ib0"}, None),
+@pytest.mark.parametrize(("environment", "address", "warned"), [
+    ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "127.0.1.1", True),
+    ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "10.0.0.7", False),
+    ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "GLOO_SOCKET_IFNAME": "lo"}, "127.0.1.1", False),
+    ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "1"}, "127.0.1.1", False),  # once a node
+    ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, "127.0.1.1", False),  # all on one node
+    ({}, "127.0.1.1", False),
 ])  # fmt: skip
-def test_gloo_listens_where_other_nodes_are(monkeypatch, environment, ways, chosen):
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+def test_a_name_that_leads_nowhere_for_other_nodes_is_told(monkeypatch, capsys, environment, address, warned):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "to be put back")
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    for name, value in ({"MASTER_ADDR": "node0"} | environment).items():
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(rendezvous, "interface_towards", ways.get)
-    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "bond0")])
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: address)
     rendezvous.prepare_connections()
-    assert os.environ.get("GLOO_SOCKET_IFNAME") == chosen
+    told = capsys.readouterr().err
+    assert ("(set GLOO_SOCKET_IFNAME to the interface that leads to them: lo" in told) == warned, told
 
 
 @pytest.mark.parametrize(("names", "wrong"), [("^lo,docker", "^lo"), ("lo,none", "none")])

@@ -5,46 +5,37 @@ whose comments say otherwise): with the addresses of processes that are gone, to
 then try to connect, forever. So the ranks agree on a prefix that no earlier attempt has used, by
 asking rank 0 under names that none has used either.
 
-And what connections between nodes need: enough open files, and for gloo the network interface that
-leads to the others.
+Connections between nodes also need enough open files, and on gloo a network interface that the
+other nodes reach: that of the host's name, or GLOO_SOCKET_IFNAME.
 """
 
 import os
 import secrets
 import socket
-import struct
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
 from minitrain.errors import InputError
 
-SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
-
 
 def join_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """A store for this attempt's ranks alone, this rank and their number. Alone without torchrun,
-    or the like.
+    """Return a store for this attempt's ranks alone, this rank, and their number.
 
     Raises InputError if the environment says only part of what torchrun would say, or what cannot
     be; or if this rank meets nobody, as where a port is another run's.
     """
     if "WORLD_SIZE" not in os.environ:
         return dist.HashStore(), 0, 1
-    if missing := [
-        name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
-    ]:
-        raise InputError(
-            f"WORLD_SIZE is set without {', '.join(missing)} (start with torchrun, or unset WORLD_SIZE)"
-        )
-    number(
-        "MASTER_PORT"
-    )  # which Kubernetes also makes of a service called master, as tcp://ADDRESS:PORT
+    needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in needed if name not in os.environ]:
+        said = f"WORLD_SIZE is set without {', '.join(missing)}"
+        raise InputError(f"{said} (start with torchrun, or unset WORLD_SIZE)")
+    # Kubernetes sets it, too, for a service called master: to tcp://ADDRESS:PORT
+    number("MASTER_PORT")
     if not 0 <= number("RANK") < number("WORLD_SIZE"):  # nobody would answer it
         said = f"RANK={number('RANK')} is not one of WORLD_SIZE={number('WORLD_SIZE')}"
         raise InputError(f"{said}, which count from 0 (start with torchrun, or unset WORLD_SIZE)")
@@ -60,7 +51,7 @@ def join_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
 
 def number(name: str, otherwise: int = 0) -> int:
-    """What the environment says of this process; InputError if it is no whole number."""
+    """Return an environment variable of this process; raise InputError if it is no whole number."""
     try:
         return int(os.environ.get(name, otherwise))
     except ValueError:
@@ -68,8 +59,13 @@ def number(name: str, otherwise: int = 0) -> int:
         raise InputError(f"{said} (start with torchrun, or unset WORLD_SIZE)") from None
 
 
+def world_size() -> int:
+    """Return the number of processes that torchrun started, before any group; 1 without torchrun."""
+    return number("WORLD_SIZE", 1)
+
+
 def check_device_type(store: dist.Store, rank: int, device_type: str) -> None:
-    """Raises InputError if rank 0 has another: with device=auto, as where one node's driver fails.
+    """Raise InputError if rank 0 has another: with device=auto, as where one node's driver fails.
 
     It would be a group on gloo that waits for ranks on NCCL, and they for it.
     """
@@ -83,12 +79,11 @@ def check_device_type(store: dist.Store, rank: int, device_type: str) -> None:
 
 
 def prepare_connections() -> None:
-    """To call before a process group starts. gloo connects every rank to every other, with a file
-    for each.
+    """Allow as many open files as the system does: gloo connects each rank to every other.
 
-    It listens where this host's name leads, which on many is 127.0.1.1, and then no other node gets
-    through. Raises InputError if GLOO_SOCKET_IFNAME names an interface that is not there, as by
-    NCCL's ^.
+    To call before a process group starts. Raises InputError if GLOO_SOCKET_IFNAME names an
+    interface that is not there, as by NCCL's ^. Warns where it is not set, and gloo would listen at
+    an address that other nodes cannot reach.
     """
     if sys.platform != "linux":
         return
@@ -97,66 +92,29 @@ def prepare_connections() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     interfaces = [name for _, name in socket.if_nameindex()]
-    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
-        if name.partition(":")[0] not in interfaces:  # what follows is a name of an address
-            here = f"{socket.gethostname()} has {', '.join(interfaces)}"
+    here = ", ".join(interfaces)
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    for name in filter(None, chosen.split(",")):
+        # behind a colon stands the name of an address
+        if name.partition(":")[0] not in interfaces:
             raise InputError(
-                f"GLOO_SOCKET_IFNAME names the network interface {name!r}, which is not there ({here})"
+                f"GLOO_SOCKET_IFNAME names the network interface {name!r}, which is not there "
+                f"({socket.gethostname()} has {here})"
             )
-    master = os.environ.get("MASTER_ADDR", "localhost")
-    elsewhere = number("LOCAL_WORLD_SIZE", 1) < number("WORLD_SIZE", 1) and master != "localhost"
-    if (
-        elsewhere and "GLOO_SOCKET_IFNAME" not in os.environ
-    ):  # as it seems without torchrun, which tells both numbers
-        # rank 0's node may know itself by 127.0.1.1, too: then the interface by which packets leave
-        # for anywhere
-        hosts = (master, "192.0.2.1", "2001:db8::1")
-        found = (interface_towards(host) for host in hosts)
-        name = next((name for name in found if name not in (None, "lo")), None)
-        if name:
-            os.environ["GLOO_SOCKET_IFNAME"] = name
-
-
-def interface_towards(host: str) -> str | None:
-    """The network interface that packets to `host` leave by, such as eth0; None if there is no way
-    there.
-    """
-    try:
-        targets = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-    except OSError:
-        return None
-    targets.sort(
-        key=lambda target: target[0]
-    )  # IPv4 first, which is also what gloo takes of an interface with both
-    for family, *_, target in targets:
-        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # sends nothing
-            own = socket.inet_pton(family, probe.getsockname()[0].partition("%")[0])
-            if name := next((name for name, address in addresses(family) if address == own), None):
-                return name
-    return None
-
-
-def addresses(family: int) -> Iterator[tuple[str, bytes]]:
-    """The names of this host's network interfaces, with the address or addresses of each."""
-    import fcntl
-
-    if family == socket.AF_INET6:
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            address, *_, name = line.split()
-            yield name, bytes.fromhex(address)
-        return
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # has no address
-                yield (
-                    name,
-                    fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24],
+    other_nodes = number("LOCAL_WORLD_SIZE", world_size()) < world_size()
+    if other_nodes and not chosen and number("LOCAL_RANK") == 0:
+        with suppress(OSError):
+            address = socket.gethostbyname(socket.gethostname())
+            if address.startswith("127."):
+                print(
+                    f"warning: {socket.gethostname()} is {address} by name, where other nodes cannot reach it "
+                    f"(set GLOO_SOCKET_IFNAME to the interface that leads to them: {here})",
+                    file=sys.stderr,
                 )
 
 
 def ask(store: dist.Store, rank: int) -> str:
-    """This attempt's prefix, from its rank 0."""
+    """Return the prefix of this attempt, from its rank 0."""
     name = secrets.token_hex(8)
     store.set(f"ask/{rank}", name)
     prefix = store.get(f"answer/{name}").decode()  # waits
@@ -165,9 +123,7 @@ def ask(store: dist.Store, rank: int) -> str:
 
 
 def answer(store: dist.Store, world: int, timeout: timedelta) -> str:
-    """Make a prefix, and give it to whoever asks until all ranks have it: a question may be a dead
-    rank's.
-    """
+    """Make a prefix, and give it to those who ask until all ranks have it: some may be dead."""
     prefix = secrets.token_hex(8)
     waiting = set(range(1, world))
     deadline = time.monotonic() + timeout.total_seconds()
@@ -181,10 +137,3 @@ def answer(store: dist.Store, world: int, timeout: timedelta) -> str:
             raise TimeoutError(f"ranks {sorted(waiting)} have not started within {timeout}")
         time.sleep(0.01)
     return prefix
-
-
-def world_size() -> int:
-    """The number of processes that torchrun started; 1 without torchrun. Known before any group
-    starts.
-    """
-    return number("WORLD_SIZE", 1)
