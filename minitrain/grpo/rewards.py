@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from unicodedata import normalize
 
 from minitrain.errors import InputError
 
@@ -24,19 +25,30 @@ Reward = Callable[[str, str, dict], float]
 # characters at a text's end: an answer comes last
 LOOKED_AT = 20_000
 
+MARKUP = (
+    r"\\(?:left|right|displaystyle|bf)(?![a-z])|\\(?:text)?color\{[a-z]+\}|\\[()]"
+    r"|\\{0,2}[$%]|[\u00b0\u20ac\u00a3\u00a5\u20b9`]|\*\*|__|\^\s*\{?\s*\\circ\s*\}?"
+)
 # ways to write the same thing, and the one that is read; \frac{a}{b} of numbers becomes a/b
 SPELLINGS = {
     r"[\u2212\u2013]": "-",
+    r"\u2248|\\approx(?![a-z])": "=",
+    r"(?<=\d)\*\*(?=\d)": "^",
     r"\\(?:times|cdot|ast)(?![a-z])|[\u00d7\u00b7]": "*",
-    r"\\div(?![a-z])|\u00f7": "/",
+    r"\\div(?![a-z])|[\u00f7\u2044]": "/",
     r" ?\\!|\{,\}(?=\d{3})": "",
     r"\\?\$\s*-\s*(?=[$\\\d.])": "-",
-    r"\\(?:left|right|displaystyle)(?![a-z])|\\[()$%]|[$%\u00b0\u20ac\u00a3`]|\*\*|__|\^\s*\{?\s*\\circ\s*\}?": "",
-    r"(?<=\d)(?=\\[dtc]?frac)": " ",
-    r"\\[dtc]?frac\s*(?:\{\s*(-?)([\d.,]+)\s*\}|(\d))\s*(?:\{\s*(-?[\d.,]+)\s*\}|(\d))": r"\2\3/\1\4\5 ",
+    rf"(\d)(?:{MARKUP})+(?=\d)": r"\1;",
+    MARKUP: "",
+    r"(?<=\d)(?=\\[a-z]*frac)": " ",
+    r"\\[a-z]*frac\s*(?:\{\s*(-?)([\d.,]+)\s*\}|(\d))\s*(?:\{\s*(-?[\d.,]+)\s*\}|(\d))": r"\2\3/\1\4\5 ",
     r"(?:(?<!\\)\\[,;: ]|~|[^\S\n])+": " ",
     r" ?([\^_]) ?(?:\{ ?([+-]?\d+) ?\}|([+-]?\d+))": r"\1{\2\3}",
     r"(?<=\d) ?[*x] ?10\^\{([+-]?\d+)\}": r"e\1",
+    r"(?<=[ \d][ckm]m| ft)\^\{[23]\}": "",
+    r"(?<=[-+=({])\{((?:[^{}]|\{[^{}]*\})*)\}": r"\1",
+    r"(?<![\w)}\]])\((\d+)\)/\((\d+)\)": r"\1/\2",
+    r"(?<=-)\(((?:\d|[./ *^}]|,(?=\d{3})|[e{][-+]?)+?) ?\)(?![\w(^])": r"\1",
 }
 DIGITS = r"(?:\d{1,3}(?:[, ]\d{3}){1,15}|\d{1,50})(?!\d)(?:\.\d{1,50}(?!\d))?|\.\d{1,50}(?!\d)"
 POWER = rf"(?:{DIGITS})(?:e[+-]?\d{{1,3}}(?!\d))?(?:\^\{{[+-]?\d{{1,3}}\}})?"
@@ -50,10 +62,10 @@ BRACES = r"[^{}]*+"
 for _ in range(8):
     BRACES = rf"(?:[^{{}}]++|\{{{BRACES}\}})*+"
 BOXED = re.compile(rf"\\f?box(?:ed)?\s*\{{({BRACES})\}}")
-MARKED = r"^.*####\s*(.*?)(?:(?<=[\d.}]) (?:\(|[a-z]{2}).*)?$"
+MARKED = r"^.*####\s*(?:[a-z ]*answer[a-z ]*:? ?)?(.*?)(?:(?<=[\d.}])[ ,]* [a-z(].*)?$"
 VALUE = r"<-?\d+(?:/\d+)?>"
 IN_TEXT = re.compile(rf"(?:{VALUE}|\\(?:sqrt|pi)|[*/^_])+")
-TEXT = r"\\(?:text|math|mbox)[a-z]* ?\{([^{}]*)\}"
+TEXT = r"\\(?:text|math|mbox|operatorname|bold|rm)[a-z]* ?\{([^{}]*)\}"
 UNIT = rf"(?:(?<=\S) ?{TEXT}|(?<=>) ?(?:[a-z]{{3,}}|[ckm]m|kg|ft)[^<=]*)(?:\^<\d>)?$"
 
 
@@ -75,7 +87,9 @@ def math(response: str, answer: str, row: dict) -> float:
 
 
 def spell(text: str) -> str:
-    text = text[-LOOKED_AT:].lower()
+    text = re.sub("[\u00bc-\u00be\u2150-\u215e]", r" \g<0>", text)
+    text = re.sub("[\u00b2\u00b3\u00b9\u2070-\u207b]+", r"^{\g<0>}", text)
+    text = normalize("NFKC", text)[-LOOKED_AT:].lower()
     for spelling, plainest in SPELLINGS.items():
         text = re.sub(spelling, plainest, text)
     return text
@@ -96,7 +110,7 @@ def last_number(text: str) -> str | None:
     r"""Find the last number with what multiplies it, such as 2\sqrt{3}; else None."""
     for line in reversed(re.split(r"(?=\n)", text)):
         if numbers := [found for found in IN_TEXT.findall(with_values(line)) if "<" in found]:
-            return tidy(numbers[-1])
+            return tidy(numbers[-1].strip("*"))
     return None
 
 
@@ -104,7 +118,8 @@ def plain(answer: str) -> str:
     """Write equal answers as the same text. Of an equation with a name, such as x = 5, the right
     side counts.
     """
-    answer = re.sub(r"^(?:[a-z]{1,2}|\\[a-z]+) ?=(?=[^=]*$)", "", answer.strip().rstrip("."))
+    name = r"^(?:(?:[a-z]{1,2}|\\[a-z]+)(?:_\{\w+\}|_\w|\(\w\))?)? ?=(?=[^=]*$)"
+    answer = re.sub(name, "", answer.strip(" *").rstrip(".,;"))
     # no thousands
     answer = re.sub(
         r"(?:[(\[]|\\\{)[^()\[\]{}]*", lambda inside: inside[0].replace(",", ", "), answer
@@ -147,10 +162,10 @@ def tidy(text: str) -> str:
 
 def overlong(tokens: int, longest: int, buffer: int, penalty: float) -> float:
     """Return DAPO's penalty: 0 up to longest - buffer tokens, then linear to -penalty."""
-    return -penalty * min(max(tokens - (longest - buffer), 0) / buffer, 1) if buffer else 0.0
+    return -penalty * min(max(tokens - longest + buffer, 0) / buffer, 1) if buffer else 0.0
 
 
-BUILT_IN: dict[str, Reward] = {"exact": exact, "math": math}
+BUILT_IN = {"exact": exact, "math": math}
 
 
 def load_reward(name: str) -> Reward:
@@ -160,8 +175,8 @@ def load_reward(name: str) -> Reward:
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
-    module, colon, function = name.partition(":")
-    if not colon or not module or not function or module.startswith("."):
+    module, _, function = name.partition(":")
+    if not module or not function or module.startswith("."):
         raise InputError(f"grpo.reward={name!r} is not exact, math or package.module:function")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)

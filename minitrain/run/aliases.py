@@ -108,6 +108,5 @@ def nearest(word: str, known: Iterable[str]) -> str:
     `word`.
     """
     names = {name.lower(): name for name in known}
-    initials = "".join(part[:1] for part in word.lower().split("_"))
-    near = [initials] if initials in names else difflib.get_close_matches(word.lower(), names, n=1)
+    near = difflib.get_close_matches(word.lower(), names, n=1)
     return f"(nearest: {names[near[0]]})" if near else ""

@@ -15,8 +15,16 @@ math = load_reward("math")
 # ------------------------------------------------------------------------------------------------------ exact fractions
 
 
+SUPERSCRIPTS = str.maketrans("0123456789", "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
+VULGAR = {"1/2": "\u00bd", "1/4": "\u00bc", "3/4": "\u00be", "1/3": "\u2153", "2/3": "\u2154", "5/8": "\u215d"}
+
+
 def whole_forms(n: int) -> list[str]:
-    forms = [str(n), f"{n}.0", f"{n}.00", f"{n}/1", rf"\frac{{{2 * n}}}{{2}}"]
+    forms = [str(n), f"{n}.0", f"{n}.00", f"{n}/1", rf"\frac{{{2 * n}}}{{2}}", rf"\cfrac{{{3 * n}}}{{3}}"]
+    for base in (2, 3, 7, 10):
+        for power in range(2, 8):
+            if base**power == n:
+                forms += [f"{base}{str(power).translate(SUPERSCRIPTS)}", f"{base}**{power}", f"{base}^{power}"]
     if n >= 1000:
         grouped = f"{n:,}"
         forms += [grouped, *(grouped.replace(",", mark) for mark in ("{,}", r",\!", r"\,", " ", "\u202f"))]
@@ -66,7 +74,13 @@ def fraction_forms(value: Fraction) -> list[str]:
         rf"\tfrac {{{p}}} {{{q}}}",
         rf"\frac{{{3 * p}}}{{{3 * q}}}",
         rf"{p} \div {q}",
+        rf"\cfrac{{{p}}}{{{q}}}",
+        rf"\sfrac{{{p}}}{{{q}}}",
+        rf"\nicefrac{{{p}}}{{{q}}}",
+        f"{p}\u2044{q}",
+        f"({p})/({q})",
     ]
+    forms += [VULGAR[str(value)]] if str(value) in VULGAR else []
     if p < 10 and q < 10:
         forms += [rf"\frac{p}{q}", rf"\frac {p} {q}", rf"\frac{p}{{{q}}}", rf"\frac{{{p}}}{q}"]
     if value > 1 and q > 1:
@@ -80,6 +94,8 @@ def fraction_forms(value: Fraction) -> list[str]:
             rf"{w}\ \tfrac{{{rest}}}{{{q}}}",
         ]
         forms += [rf"{w}\frac{rest}{q}"] if rest < 10 and q < 10 else []
+        if part := VULGAR.get(f"{rest}/{q}"):
+            forms += [f"{w}{part}", f"{w} {part}"]
     return forms
 
 
@@ -88,7 +104,7 @@ def forms_of(value: Fraction) -> list[str]:
     forms = whole_forms(int(size)) if size.denominator == 1 else decimal_forms(size) + fraction_forms(size)
     if value >= 0:
         return [sign.format(form) for form in forms for sign in ("{}", "+{}", "${}$", r"\${}", "${}")]
-    signs = ("-{}", "- {}", "\u2212{}", r"-\,{}", "$-{}$", "-${}$", r"-\${}", "$- {}$", r"- \${}")
+    signs = ("-{}", "- {}", "\u2212{}", r"-\,{}", "$-{}$", "-${}$", r"-\${}", "$- {}$", r"- \${}", "-({})")
     inside = [
         rf"\frac{{-{size.numerator}}}{{{size.denominator}}}",
         rf"\frac{{{size.numerator}}}{{-{size.denominator}}}",
@@ -125,8 +141,30 @@ first 7, then it is {}
 - 5 apples\n- 7 pears\nThat is {}
 \[ {} \]
 it is {}, as 3 is prime. Answer: {}!
+\boxed{{{{{}}}}}
+\boxed{{\bf {}}}
+\boxed{{\boldsymbol{{{}}}}}
+\boxed{{\color{{blue}}{{{}}}}}
+\boxed{{\approx {}}}
+\boxed{{x_1 = {}}}
+\boxed{{f(x) = {}}}
+\boxed{{{}\\%}}
+\boxed{{{}\operatorname{{cm}}}}
+\boxed{{{}\,\rm{{cm}}}}
+\boxed{{{},}}
+#### = {}
+#### The answer is {}.
+#### Answer: {}
+#### *{}*
+#### ***{}***
+#### {} m
+#### {},
+#### {}, which is it
+*{}*
+The area is {} cm^2.
+The area is {} cm\u00b2.
 """
-RESPONSES = [line.replace(r"\n", "\n") for line in RESPONSES.split("\n") if line]
+RESPONSES = [line.replace(r"\n", "\n").replace(r"\u00b2", "\u00b2") for line in RESPONSES.split("\n") if line]
 
 
 def near(value: Fraction, draw: random.Random) -> Fraction:
@@ -154,13 +192,15 @@ def near(value: Fraction, draw: random.Random) -> Fraction:
 
 
 def values(draw: random.Random) -> Fraction:
-    kind = draw.randrange(5)
+    kind = draw.randrange(6)
     if kind == 0:
         return Fraction(draw.randint(-99, 99))
     if kind == 1:
         return Fraction(draw.choice((-1, 1)) * draw.choice((draw.randint(1000, 9_999_999), 10 ** draw.randint(3, 9))))
     if kind == 2:
         return Fraction(draw.randint(-99_999, 99_999), 10 ** draw.randint(1, 4))
+    if kind == 3:
+        return Fraction(draw.choice((-1, 1)) * draw.choice((2, 3, 7)) ** draw.randint(2, 7))
     return Fraction(draw.randint(-30, 30), draw.randint(2, 12))
 
 

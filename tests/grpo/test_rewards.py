@@ -179,6 +179,20 @@ math = load_reward("math")
     (r"\boxed{100 \mathrm{~cm}^{3}}", "100", 1),
     (r"\boxed{x\in\{1\}}", "1", 0),
     (r"\boxed{(3)(4)}", "34", 0),
+    (r"\boxed{2**4}", "24", 0),  # what is dropped between digits does not join them
+    (r"\boxed{2**4}", "16", 1),
+    (r"\boxed{2%4}", "24", 0),
+    (r"\boxed{2\%4}", "24", 0),
+    (r"\boxed{2$4}", "24", 0),
+    ("it is $2$$4$", "24", 0),
+    ("it is 2`4`", "24", 0),
+    (r"\boxed{5^\circ30}", "530", 0),
+    ("12\u00b0345", "12345", 0),
+    ("5\u00bd", "5", 0),  # Unicode's fractions and exponents are parts of a number
+    ("10\u2077", "10", 0),
+    ("10\u2077", "107", 0),
+    ("5\u00bd", "5.5", 1),
+    ("it is \uff14\uff12", "42", 1),
 ])  # fmt: skip
 def test_math(response, answer, reward):
     assert math(response, answer, {}) == reward
