@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 
 class InputError(Exception):
@@ -24,6 +25,17 @@ class InputError(Exception):
         half = self.LONGEST // 2
         shown = text if len(text) <= self.LONGEST else f"{text[:half]} ... {text[-half:]}"
         return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in shown)
+
+
+# of settings: whether there is a contradiction, and the line that tells it
+Faults = Iterator[tuple[Any, str]]
+
+
+def refuse(faults: Faults) -> None:
+    """Raise InputError with the line of the first fault that is there; none after it is looked at."""
+    for found, line in faults:
+        if found:
+            raise InputError(line)
 
 
 def hub_hint(name: str, option: str, kind: str = "") -> str:

@@ -6,88 +6,44 @@ out_dir. With --n, the samples are made together and shown one after the other. 
 diffusion, DIR is a Wan model, and videos come out: see --task diffusion --help.
 """
 
-import math
-import sys
 from argparse import Namespace
-from collections.abc import Iterator
-from pathlib import Path
 
-from minitrain.data.chat import encode_question, end_of_reply
-from minitrain.data.chat_templates import ChatTemplate, Message, choose_template
-from minitrain.data.tokenizer import (
-    Tokenizer,
-    check_same_ids,
-    load_tokenizer,
-    stream,
-    tokenizer_folder,
-)
-from minitrain.errors import InputError, hub_hint
-from minitrain.formats.hf import load_pretrained, read_config
-from minitrain.formats.peft import load_adapter
-from minitrain.models.decoder import Decoder
-from minitrain.models.decoder_config import find_ends
-from minitrain.models.lora import merge_adapters
-from minitrain.models.wan import WanConfig
-from minitrain.rollout.engine import Sampler
-from minitrain.rollout.sampling import SamplingParams
-from minitrain.rollout.scheduler import Sample
-from minitrain.run import cli, generate_video
+from minitrain.run import cli
 from minitrain.run.cli import positive
-from minitrain.run.launch import pick_device
+
+VIDEO = """Generate latents of videos: python -m minitrain.generate --task diffusion --model DIR --prompts
+FILE --out FILE.
+
+DIR is a Wan model, in diffusers' layout or the original one; those that are published in fp32 want
+--dtype bf16 on a GPU, for half the memory and fast kernels. --adapter is a LoRA run's out_dir, or a
+file as diffusers, ComfyUI or musubi-tuner write it. The prompts are a safetensors file with `text`,
+embeddings [videos, tokens, text_dim], and what guidance leads away from, `negative`, as many or one
+for all (without it, zeros; published models want the embedding of an empty prompt or of what is not
+to be seen); for image-to-video models also `condition` and `image` (see data/latents.py). The
+result is a safetensors file with `latents` [videos, channels, frames, height, width], normalised as
+those of the training: the video autoencoder decodes them times its std, plus its mean. `--prompts
+shapes` are those of the toy world (data/shapes.py): the result is a PNG, a video a row, and a
+score.
+"""
 
 
 def main(arguments: list[str]) -> None:
     chooser = cli.Parser(add_help=False, allow_abbrev=False)
     chooser.add_argument("--task", choices=["text", "diffusion"], default="text")
     chosen, rest = chooser.parse_known_args(arguments)
+    # each brings torch, which takes seconds
     if chosen.task == "diffusion":
-        return generate_video.main(rest)
-    options = parse(rest)
+        options = parse_video(rest)
+        from minitrain.run.generate_video import generate_latents
 
-    cli.use_huge_pages()
-    check_folders(options)
-    config = read_config(options.model)
-    if isinstance(config, WanConfig):
-        raise InputError(
-            f"--model {options.model} is a diffusion model, which needs --task diffusion"
-        )
-    source = options.tokenizer or tokenizer_folder(options.model, options.adapter)
-    check_same_ids(source, options.model, "--tokenizer ")
-    tokenizer = load_tokenizer(source)
-    template = choose_template("auto", tokenizer) if options.chat else None
-    replied = template and end_of_reply(template, tokenizer)
-    ends = find_ends(config, tokenizer.eos_id, replied)
-    prompt = encode(text_of(options.prompt), tokenizer, template)
-    if not prompt:
-        raise InputError("--prompt is empty: give at least one character")
-    params = SamplingParams(
-        options.temperature,
-        options.top_k,
-        options.top_p,
-        options.min_p,
-        options.max_tokens,
-        options.n,
-        ends,
-        tuple(options.stop),
-        options.seed,
-    )
-    model = load_pretrained(options.model, device=pick_device(options.device))
-    if options.adapter:
-        load_adapter(model, options.adapter)
-        merge_adapters(model)
-    sampler = Sampler(model, tokenizer, samples=options.n, longest=len(prompt) + options.max_tokens)
-    for number, sample in enumerate(sampler.submit(prompt, params), 1):
-        if options.n > 1:
-            print(f"--- sample {number} of {options.n}")
-        sys.stdout.write("" if options.chat else options.prompt)
-        with sampler.weights.in_use():
-            for piece in stream(tokenizer, follow(sampler, sample, ends), prompt):
-                sys.stdout.write(piece)
-                sys.stdout.flush()
-        sys.stdout.write("\n")
+        return generate_latents(options)
+    options = parse_text(rest)
+    from minitrain.run.generate_text import generate
+
+    generate(options)
 
 
-def parse(arguments: list[str]) -> Namespace:
+def parse_text(arguments: list[str]) -> Namespace:
     parser = cli.Parser(prog="python -m minitrain.generate", description=__doc__)
     parser.add_argument("--model", required=True, metavar="DIR", type=cli.home_path)
     parser.add_argument(
@@ -125,72 +81,36 @@ def parse(arguments: list[str]) -> Namespace:
     return parser.parse_args(arguments)
 
 
-def check_folders(options: Namespace) -> None:
-    """Raise InputError where --model or --adapter names no folder."""
-    for name in ("model", "adapter"):
-        if (folder := getattr(options, name)) and not Path(folder).is_dir():
-            hint = (
-                hub_hint(folder, f"--{name} ")
-                or " (give one in Hugging Face layout, such as a run's out_dir)"
-            )
-            raise InputError(f"--{name} {folder} is no folder{hint}")
-
-
-def text_of(prompt: str) -> str:
-    """What was typed; raises InputError for bytes that Python could not read as text."""
-    try:
-        prompt.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InputError(f"--prompt is not UTF-8 at character {error.start + 1}") from error
-    return prompt
-
-
-def encode(prompt: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[int]:
-    """The tokens that the text of a model begins with: those of the prompt, or what asks for a
-    reply to it.
-    """
-    if template is None:
-        return tokenizer.encode_prompt(prompt)
-    return encode_question([Message("user", prompt)], template, tokenizer, "--prompt")
-
-
-def follow(sampler: Sampler, sample: Sample, ends: tuple[int, ...]) -> Iterator[int]:
-    """The tokens of `sample` but the one that ends it, each as soon as it is there."""
-    seen = 0
-    while seen < len(sample.produced) or sample.finish_reason is None:
-        if seen == len(sample.produced):
-            sampler.step()
-            continue
-        if sample.produced[seen] not in ends:
-            yield sample.produced[seen]
-        seen += 1
-
-
-def exact_match(model: Decoder, questions: list[tuple[list[int], list[int]]]) -> float:
-    """The share of (prompt, reply) pairs whose whole reply is what the model finds likeliest, token
-    by token.
-
-    Pairs that are longer than the model has positions, as a chat that fills a row can be, are left
-    out; NaN if all are.
-    """
-    questions = [
-        pair
-        for pair in questions
-        if len(pair[0]) + len(pair[1]) <= model.config.max_position_embeddings
-    ]
-    if not questions:
-        return math.nan
-    params = [
-        SamplingParams(temperature=0, max_tokens=len(reply), ignore_eos=True)
-        for _, reply in questions
-    ]
-    longest = max(len(prompt) + len(reply) for prompt, reply in questions)
-    sampler = Sampler(model, samples=len(questions), longest=longest)
-    answers = sampler.generate([prompt for prompt, _ in questions], params)
-    right = sum(
-        answer.tokens == reply for answer, (_, reply) in zip(answers, questions, strict=True)
+def parse_video(arguments: list[str]) -> Namespace:
+    parser = cli.Parser(prog="python -m minitrain.generate --task diffusion", description=VIDEO)
+    number = positive(int, most=1 << 20)
+    parser.add_argument("--model", required=True, metavar="DIR", type=cli.home_path)
+    parser.add_argument(
+        "--adapter",
+        metavar="PATH",
+        type=cli.home_path,
+        help="a LoRA run's out_dir, PEFT's, or a file",
     )
-    return right / len(questions)
+    parser.add_argument("--prompts", required=True, metavar="FILE", type=cli.home_path)
+    parser.add_argument("--out", required=True, metavar="FILE", type=cli.home_path)
+    parser.add_argument(
+        "--size", type=number, nargs=3, metavar=("FRAMES", "HEIGHT", "WIDTH"), help="of latents"
+    )
+    parser.add_argument(
+        "--text-tokens", type=number, default=512, help="texts are padded to this many tokens"
+    )
+    parser.add_argument("--sampler", choices=["euler", "unipc"], default="unipc")
+    parser.add_argument("--steps", type=number, default=50)
+    parser.add_argument("--shift", type=positive(float), default=5.0, help="3 for 480p, 5 for 720p")
+    parser.add_argument(
+        "--guidance", type=positive(float, zero=True), default=5.0, help="1: none, in half the time"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--dtype", choices=["fp32", "bf16"], help="of the weights; by default the files'"
+    )
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

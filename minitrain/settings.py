@@ -374,7 +374,7 @@ class Config:
     model: Model = field(default_factory=Model)
     task: Literal["pretrain", "sft", "diffusion", "lora", "grpo"] = "pretrain"
     steps: int = number(100, 1)
-    seed: int = number(0, 0)
+    seed: int = number(0, 0, 2**63 - 1)
     out_dir: str = "out/run"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     data: Data = field(default_factory=Data)

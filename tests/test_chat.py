@@ -20,11 +20,11 @@ from minitrain.data.sft import MockChats
 from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
 from minitrain.examples import arithmetic
-from minitrain.generate import exact_match
 from minitrain.models.decoder import Decoder
 from minitrain.run import config as configs
+from minitrain.run.evaluate import exact_match
+from minitrain.run.train_model import train
 from minitrain.settings import Config, Parallel
-from minitrain.train import train
 from minitrain.training.build import initialize
 from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import LanguageModeling

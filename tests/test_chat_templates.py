@@ -16,7 +16,7 @@ import trl
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, GenerationConfig
 
-from minitrain import generate, merge, save_pretrained, train
+from minitrain import generate, merge, save_pretrained
 from minitrain.data.chat import encode_chat, encode_question, end_of_reply, read_messages
 from minitrain.data.chat_templates import CHATML, DATE, LLAMA3, PLAIN, Message, choose_template
 from minitrain.data.problems import open_problems
@@ -25,6 +25,7 @@ from minitrain.errors import InputError
 from minitrain.formats.peft import adapter_shapes, save_adapter
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
+from minitrain.run import train_model
 from minitrain.run.config import from_dict
 from minitrain.settings import Lora
 from tests.commands import command
@@ -181,7 +182,7 @@ def test_a_tuned_model_is_asked_as_in_training(tmp_path, capsys, name, shortened
         "data": {"kind": "jsonl", "path": str(tmp_path / "a.jsonl"), "tokenizer": str(tmp_path / "own")},
         "batch": {"global": 1, "micro": 1, "seq_len": 128}, "steps": 1, "out_dir": str(tmp_path / "out"),
     }  # fmt: skip
-    train.train(from_dict(tree))
+    train_model.train(from_dict(tree))
     said = " ".join(capsys.readouterr().out.split())
     lost = len(thinking) if shortened else 0
     assert (f"{lost} of 3 replies lose text" in said) == bool(lost) == ("lose text" in said)

@@ -23,7 +23,7 @@ from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
-from minitrain.run import cli
+from minitrain.run import cli, train_model
 from minitrain.run.launch import check_own_gpus, pick_device
 from tests.commands import ROOT, command, torchrun
 
@@ -99,7 +99,7 @@ def test_the_same_command_resumes_where_it_was(config_file, tmp_path):
     train.main(["--config", str(config_file), f"out_dir={tmp_path / 'new/unbroken'}"])
     out = tmp_path / "broken"
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        steps = train.training_steps
+        steps = train_model.training_steps
 
         def stop_after_step_5(*args):
             for numbers in steps(*args):
@@ -107,7 +107,7 @@ def test_the_same_command_resumes_where_it_was(config_file, tmp_path):
                     raise KeyboardInterrupt
                 yield numbers
 
-        patch.setattr(train, "training_steps", stop_after_step_5)
+        patch.setattr(train_model, "training_steps", stop_after_step_5)
         train.main(["--config", str(config_file), f"out_dir={out}"])
     assert [line["step"] for line in metrics(out)] == [1, 2, 3, 4, 5]
     train.main(["--config", str(config_file), f"out_dir={out}"])
@@ -167,7 +167,7 @@ def test_a_reader_that_has_seen_enough_is_no_error():
 
 
 PRINTING = """
-from minitrain.run import cli
+from minitrain.run import cli, train_model
 def main(arguments):
     for i in range(20_000):
         print("line", i)
@@ -285,7 +285,7 @@ def test_a_model_comes_with_the_tokenizer_of_its_data_if_that_is_known(config_fi
 def test_settings_stand_before_and_behind_options(config_file, monkeypatch):
     words = ["seed=1", "--deterministic", "steps=3", "--config", str(config_file), "validation.every=0"]
     found = []
-    monkeypatch.setattr(train, "train", found.append)
+    monkeypatch.setattr(train_model, "train", found.append)
     train.main(words)
     train.main([word for word in words if word != "--deterministic"])
     for config, deterministic in zip(found, (True, False), strict=True):

@@ -8,13 +8,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from minitrain import generate, load_pretrained, merge, save_pretrained, train
+from minitrain import generate, load_pretrained, merge, save_pretrained
 from minitrain.data.tokenizer import load_tokenizer
 from minitrain.errors import InputError
 from minitrain.formats.config_hf import not_trained_with
 from minitrain.formats.hf import read_config
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
+from minitrain.run import train_model
 from minitrain.run.config import from_dict
 from tests.parity.hf_models import CONFIGS, HYBRID_CONFIGS, MOE_CONFIGS, build, random_tokens, reload
 from tests.test_chat_templates import save_with_adapter, tokenizer_with
@@ -49,7 +50,7 @@ def run(out: Path, *settings: dict) -> Path:
     tree = RUN | {"out_dir": str(out)}
     for each in settings:
         tree = tree | each
-    train.train(from_dict(tree))
+    train_model.train(from_dict(tree))
     return out
 
 

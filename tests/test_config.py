@@ -223,14 +223,25 @@ def test_mistakes_are_one_line(tree, line):
         ("- a\n- b\n", "a config must be a mapping of keys to values"),
         ("steps: !!python/object:os.system 1\n", r"config.yaml:1:8: could not determine a constructor"),
         ("a: \x00\n", "config.yaml: not valid YAML"),
-        ("steps: 0100\n", "config.yaml:1:8: YAML reads 0100 as 64 "),  # such as `seq -w` makes
-        ("timeout_s: 1:30\n", "config.yaml:1:12: YAML reads 1:30 as 90 "),
+        ("timeout_s: 1:30\n", "timeout_s must be a finite number, not str '1:30'"),
     ],
 )
 def test_malformed_files_name_the_place(tmp_path, text, line):
     with pytest.raises(InputError, match=line) as error:
         load(config_file(tmp_path, text))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text, value", [("0100", 100), ("1e2", 100.0), ("-7", -7), (".5", 0.5), ("+3.", 3.0)])
+def test_numbers_are_those_of_yaml_1_2(text, value):
+    """Where 0100, such as `seq -w` makes, is no octal number. The oracle is Python."""
+    assert read_yaml(f"x: {text}", "it") == {"x": value} and float(text) == value
+    assert read_yaml(to_yaml({"x": text}), "it") == {"x": text}
+    assert read_yaml(to_yaml({"x": value}), "it") == {"x": value}
+
+
+def test_a_date_is_text():
+    assert read_yaml("a: 2024-12-24\nb: 1:30", "it") == {"a": "2024-12-24", "b": "1:30"}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from minitrain.models.lora import add_adapters, is_adapter
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
 from minitrain.rollout.flow_sampling import sigma_schedule
-from minitrain.run.generate_video import enough_memory, main
+from minitrain.run.generate_video import enough_memory
 from minitrain.run.generate_video import generate as draw
 from minitrain.settings import Lora
 from tests.faults.test_checkpoint import files_up_to
@@ -27,6 +27,10 @@ def save_model(folder, **overrides) -> Wan:
     model = Wan(model_config("wan2.1-1.3b-tiny", num_layers=1, **overrides))
     save_pretrained(model, folder)
     return model
+
+
+def main(words: list[str]) -> None:
+    generate.main(["--task", "diffusion", *words])
 
 
 def run(folder, *words: str) -> None:

@@ -42,8 +42,8 @@ from minitrain.run.checkpoint_files import read_index
 from minitrain.run.config import from_dict
 from minitrain.run.flops import clean, count_work, lora_weights
 from minitrain.run.launch import make_trainer, start
+from minitrain.run.train_model import train
 from minitrain.settings import TARGETS, Lora, to_dict
-from minitrain.train import train
 from minitrain.training.build import initialize, make_model
 from tests.oracle import count_flops, plain_model, ragged_batch
 

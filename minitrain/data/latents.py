@@ -39,7 +39,7 @@ from minitrain.data.token_files import check_unchanged, stamp_of
 from minitrain.errors import InputError, located
 from minitrain.formats.tensor_files import FLOATS, open_tensors, read_headers, write_tensors
 from minitrain.hashing import nth, shuffled
-from minitrain.models.wan import WanConfig
+from minitrain.models.wan_config import WanConfig
 from minitrain.settings import Config
 from minitrain.training.flow import Noised, generator
 

@@ -23,7 +23,7 @@ from minitrain.formats import gpt2, nemotron_h
 from minitrain.formats.tensor_files import FLOATS
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.mamba import by_part
-from minitrain.models.wan import WanConfig
+from minitrain.models.wan_config import WanConfig
 from minitrain.parallel.shards import Slices
 
 FP8_BLOCK = 128

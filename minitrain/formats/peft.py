@@ -38,7 +38,7 @@ from minitrain.formats.tensor_files import FLOATS, open_tensors, write_tensors
 from minitrain.formats.wan_names import adapter_place, original_name
 from minitrain.formats.weight_files import StoredTensor, check_stored, stored_tensors
 from minitrain.models.lora import add_adapters, check_targets, is_adapter, is_expert_stack, matches
-from minitrain.models.wan import WanConfig
+from minitrain.models.wan_config import WanConfig
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.shards import all_slices
 from minitrain.settings import LARGEST_ALPHA, LARGEST_RANK, Lora

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from minitrain.errors import InputError, located
 from minitrain.formats.json_files import read_number, refuse_other_values
-from minitrain.models.wan import WanConfig
+from minitrain.models.wan_config import WanConfig
 
 STEM = "diffusion_pytorch_model"  # of the weight files, in both spellings
 # _class_name in config.json

@@ -5,16 +5,17 @@ A family is a choice of these fields. `zoo.py` holds their values for each publi
 """
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 from itertools import chain
+from typing import Literal
 
-from minitrain.errors import InputError
-from minitrain.models.layers import MLPS, NORMS
+from minitrain.errors import Faults, refuse
 from minitrain.models.limits import check_fields
 
-# see moe.py
+# see layers.py and moe.py
+DENSE_MLPS = ("swiglu", "relu2", "gelu")
 EXPERT_MLPS = ("swiglu", "clamped_swiglu", "relu2")
-POSITIONS = ("rotary", "learned", "none")
 LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 ROPE_SCALINGS = {  # what each kind must have
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -86,13 +87,13 @@ class DecoderConfig:
     num_key_value_heads: int = 8
     head_dim: int = 64
     max_position_embeddings: int = 8192
-    norm: str = "rmsnorm"  # rmsnorm | layernorm | layernorm1p
+    norm: Literal["rmsnorm", "layernorm", "layernorm1p"] = "rmsnorm"
     norm_eps: float = 1e-5
-    mlp: str = "swiglu"  # swiglu | relu2 | gelu, which has biases | clamped_swiglu, of experts only
+    mlp: str = "swiglu"  # swiglu, relu2, gelu with biases, or for experts only clamped_swiglu
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
-    position_embedding: str = "rotary"  # rotary | learned | none
+    position_embedding: Literal["rotary", "learned", "none"] = "rotary"
     rope_theta: float = 10000.0
     rope_scaling: dict | None = None
     partial_rotary_factor: float = 1.0  # the share of each head that is rotated
@@ -111,7 +112,7 @@ class DecoderConfig:
     shared_expert_intermediate_size: int = 0  # of an expert that sees every token; 0: there is none
     moe_latent_size: int = 0  # width that experts work on, if not hidden_size
     expert_bias: bool = False  # router and experts have biases
-    scoring_func: str = "softmax"  # softmax | sigmoid, which has a selection bias and groups
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid has a selection bias, groups
     norm_topk_prob: bool = True  # the chosen experts' weights are divided by their sum
     n_group: int = 1
     topk_group: int = 1
@@ -143,139 +144,141 @@ class DecoderConfig:
 
     def __post_init__(self):
         """Raise InputError for sizes that no model can have."""
-        self._check_experts()
+        refuse(self._experts_faults())
         check_fields(self)
-        if self.rope_theta <= 1:
-            raise self._wrong("rope_theta", "must be above 1")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise self._wrong(
-                "num_key_value_heads",
-                f"does not divide num_attention_heads={self.num_attention_heads}",
-            )
-        self._check_latent_attention()
-        rotates = self.position_embedding == "rotary"
-        if rotates and not (
-            0 < self.partial_rotary_factor <= 1 and self.rotary_dim % 2 == 0 < self.rotary_dim
-        ):
-            why = f"of head_dim={self.head_dim} must rotate an even number of channels, between 2 and head_dim"
-            raise self._wrong("partial_rotary_factor", why)
-        mlps = EXPERT_MLPS if self.num_experts else MLPS
-        for field, known in (("norm", NORMS), ("mlp", mlps), ("position_embedding", POSITIONS)):
-            if getattr(self, field) not in known:
-                raise self._wrong(field, f"is not one of {', '.join(known)}")
-        self._check_rope_scaling()
-        self._check_pattern()
+        refuse(self._attention_faults())
+        refuse(self._rope_scaling_faults())
+        refuse(self._pattern_faults())
 
-    def _wrong(self, field: str, why: str) -> InputError:
-        return InputError(f"model.{field}={getattr(self, field)!r} {why}")
+    # Below: (wrong, line) pairs in the order in which they are looked at; a later one may rely on
+    # the earlier ones.
 
-    def _check_rope_scaling(self):
-        if self.rope_scaling is None:
-            return
-        given = dict(self.rope_scaling)
-        kind = given.pop("rope_type", None)
-        _ = given.pop("truncate", None)
-        if (
-            not isinstance(kind, str)
-            or kind not in ROPE_SCALINGS
-            or set(ROPE_SCALINGS[kind]) - given.keys()
-        ):
-            wanted = " or ".join(
-                f"rope_type {kind} and {', '.join(sorted(x))}" for kind, x in ROPE_SCALINGS.items()
-            )
-            raise InputError(
-                f"model.rope_scaling={self.rope_scaling} is not supported: it must have {wanted}"
-            )
-        for key, value in given.items():
-            if key not in ROPE_SCALINGS[kind] and not (kind == "yarn" and key in YARN):
-                raise InputError(f"model.rope_scaling.{key} is not a setting of {kind}")
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if (
-                not number
-                or not 0 <= value <= 1e9
-                or (value == 0 and not str(key).startswith("mscale"))
-            ):
-                raise InputError(f"model.rope_scaling.{key}={value!r} must be a number above 0")
-        if kind == "llama3" and given["low_freq_factor"] >= given["high_freq_factor"]:
-            raise InputError(
-                f"model.rope_scaling={self.rope_scaling}: low_freq_factor must be below high_freq_factor"
-            )
-
-    def _check_latent_attention(self):
-        if not self.kv_lora_rank:
-            return
-        for field in LATENT:
-            if getattr(self, field) < 1:
-                raise self._wrong(field, "must be at least 1 in latent attention")
-        if self.qk_rope_head_dim % 2:
-            raise self._wrong("qk_rope_head_dim", "must be even")
-        if self.num_key_value_heads != self.num_attention_heads:
-            why = f"must be num_attention_heads={self.num_attention_heads} in latent attention"
-            raise self._wrong("num_key_value_heads", why)
-
-    def _check_experts(self):
+    def _experts_faults(self) -> Faults:
         experts = self.num_experts
         chosen = self.num_experts_per_tok
-        if experts < 1:
-            return
-        if not 1 <= chosen <= experts:
-            raise self._wrong("num_experts_per_tok", f"must be between 1 and num_experts={experts}")
-        for field in ("hidden_size", "moe_intermediate_size", "moe_latent_size"):
-            size = getattr(self, field)
-            if size % 8 or size < 8 * (field != "moe_latent_size"):
-                raise self._wrong(field, "must be a multiple of 8 for grouped matrix products")
-        if self.scoring_func not in ("softmax", "sigmoid"):
-            raise self._wrong("scoring_func", "is not one of softmax, sigmoid")
-        if self.mlp not in MLPS and (self.first_k_dense_replace or "-" in self.layer_pattern):
-            raise InputError(
-                f"model.mlp={self.mlp} is for experts only: it needs first_k_dense_replace=0, no layer -"
-            )
-        self._check_groups()
-
-    def _check_groups(self):
-        experts = self.num_experts
         groups = self.n_group
         kept = self.topk_group
-        softmax = self.scoring_func == "softmax"
+        mlps = EXPERT_MLPS if experts else DENSE_MLPS
+        yield self.mlp not in mlps, f"model.mlp={self.mlp!r} is not one of {', '.join(mlps)}"
+        if experts < 1:
+            return
+        yield (
+            not 1 <= chosen <= experts,
+            f"model.num_experts_per_tok={chosen} must be between 1 and num_experts={experts}",
+        )
+        for field in ("hidden_size", "moe_intermediate_size", "moe_latent_size"):
+            size = getattr(self, field)
+            least = 0 if field == "moe_latent_size" else 8
+            line = f"model.{field}={size} must be a multiple of 8 for grouped matrix products"
+            yield size % 8 or size < least, line
         for field, needless in (
             ("n_group", 1),
             ("routed_scaling_factor", 1),
             ("bias_update_speed", 0),
         ):
-            if softmax and getattr(self, field) != needless:
-                raise self._wrong(field, "needs scoring_func=sigmoid")
-        if groups < 1 or experts % groups:
-            raise self._wrong("n_group", f"does not divide num_experts={experts}")
-        if not 1 <= kept <= groups:
-            raise self._wrong("topk_group", f"must be between 1 and n_group={groups}")
-        if groups > 1 and experts // groups < 2:
-            raise self._wrong(
-                "n_group", f"leaves 1 of num_experts={experts} to a group (at least 2)"
-            )
-        if (left := kept * (experts // groups)) < self.num_experts_per_tok:
-            raise self._wrong(
-                "num_experts_per_tok", f"exceeds the {left} experts of topk_group={kept} groups"
-            )
+            value = getattr(self, field)
+            wrong = self.scoring_func == "softmax" and value != needless
+            yield wrong, f"model.{field}={value} needs scoring_func=sigmoid"
+        yield (
+            groups < 1 or experts % groups,
+            f"model.n_group={groups} does not divide num_experts={experts}",
+        )
+        yield (
+            not 1 <= kept <= groups,
+            f"model.topk_group={kept} must be between 1 and n_group={groups}",
+        )
+        each = experts // groups
+        yield (
+            groups > 1 and each < 2,
+            f"model.n_group={groups} leaves 1 of num_experts={experts} to a group (at least 2)",
+        )
+        yield (
+            kept * each < chosen,
+            f"model.num_experts_per_tok={chosen} exceeds the {kept * each} experts of topk_group={kept} groups",
+        )
+        dense = self.first_k_dense_replace or "-" in self.layer_pattern
+        yield (
+            self.mlp not in DENSE_MLPS and dense,
+            f"model.mlp={self.mlp} is for experts only: it needs first_k_dense_replace=0, no layer -",
+        )
 
-    def _check_pattern(self):
+    def _attention_faults(self) -> Faults:
+        heads = self.num_attention_heads
+        groups = self.num_key_value_heads
+        yield self.rope_theta <= 1, f"model.rope_theta={self.rope_theta} must be above 1"
+        yield (
+            heads % groups,
+            f"model.num_key_value_heads={groups} does not divide num_attention_heads={heads}",
+        )
+        if self.kv_lora_rank:
+            for field in LATENT:
+                size = getattr(self, field)
+                yield size < 1, f"model.{field}={size} must be at least 1 in latent attention"
+            rotated = self.qk_rope_head_dim
+            yield rotated % 2, f"model.qk_rope_head_dim={rotated} must be even"
+            yield (
+                groups != heads,
+                f"model.num_key_value_heads={groups} must be num_attention_heads={heads} in latent attention",
+            )
+        share = self.partial_rotary_factor
+        fits = 0 < share <= 1 and self.rotary_dim > 0 and self.rotary_dim % 2 == 0
+        yield (
+            self.position_embedding == "rotary" and not fits,
+            f"model.partial_rotary_factor={share} of head_dim={self.head_dim} must rotate an even number of "
+            f"channels, between 2 and head_dim",
+        )
+
+    def _rope_scaling_faults(self) -> Faults:
+        if self.rope_scaling is None:
+            return
+        given = dict(self.rope_scaling)
+        kind = given.pop("rope_type", None)
+        given.pop("truncate", None)
+        needed = ROPE_SCALINGS.get(kind if isinstance(kind, str) else None)
+        known = (
+            f"rope_type {name} and {', '.join(sorted(x))}" for name, x in ROPE_SCALINGS.items()
+        )
+        told = f"model.rope_scaling={self.rope_scaling}"
+        yield (
+            needed is None or set(needed) - given.keys(),
+            f"{told} is not supported: it must have {' or '.join(known)}",
+        )
+        optional = YARN if kind == "yarn" else ()
+        for key, value in given.items():
+            line = f"model.rope_scaling.{key} is not a setting of {kind}"
+            yield key not in (*needed, *optional), line
+            least = 0 if key.startswith("mscale") else sys.float_info.min
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            line = f"model.rope_scaling.{key}={value!r} must be a number above 0"
+            yield not (number and least <= value <= 1e9), line
+        yield (
+            kind == "llama3" and given["low_freq_factor"] >= given["high_freq_factor"],
+            f"{told}: low_freq_factor must be below high_freq_factor",
+        )
+
+    def _pattern_faults(self) -> Faults:
         pattern = self.layer_pattern
-        unknown = set(pattern) - PARTS.keys()
-        if unknown:
-            raise InputError(
-                f"model.layer_pattern={pattern!r}: letter {min(unknown)!r} is not one of {' '.join(PARTS)} "
-                f"(M Mamba-2, * attention, E experts, - MLP)"
-            )
-        if "E" in pattern and not self.num_experts:
-            raise self._wrong("layer_pattern", "has layers of experts, but num_experts=0")
-        if pattern and len(pattern) != self.num_layers:
-            raise self._wrong(
-                "layer_pattern",
-                f"has {len(pattern)} letters, expected num_layers={self.num_layers}",
-            )
-        if self.mamba_num_heads % self.mamba_n_groups:
-            raise self._wrong(
-                "mamba_n_groups", f"does not divide mamba_num_heads={self.mamba_num_heads}"
-            )
+        told = f"model.layer_pattern={pattern!r}"
+        unknown = min(set(pattern) - PARTS.keys(), default=None)
+        yield (
+            unknown,
+            f"{told}: letter {unknown!r} is not one of {' '.join(PARTS)} "
+            f"(M Mamba-2, * attention, E experts, - MLP)",
+        )
+        yield (
+            "E" in pattern and not self.num_experts,
+            f"{told} has layers of experts, but num_experts=0",
+        )
+        yield (
+            pattern and len(pattern) != self.num_layers,
+            f"{told} has {len(pattern)} letters, expected num_layers={self.num_layers}",
+        )
+        heads = self.mamba_num_heads
+        groups = self.mamba_n_groups
+        yield (
+            heads % groups,
+            f"model.mamba_n_groups={groups} does not divide mamba_num_heads={heads}",
+        )
 
     @property
     def rotary_dim(self) -> int:

@@ -5,6 +5,7 @@ is a claim of whoever wrote the file, and models are built from it before weight
 """
 
 import dataclasses
+from typing import Literal, get_args, get_origin
 
 from minitrain.errors import InputError
 
@@ -31,7 +32,8 @@ OTHERS = 1 << 16
 
 
 def check_fields(config) -> None:
-    """Raise InputError for a negative float of a config, or a size: an int that its default bounds.
+    """Raise InputError for a word that is not among a field's, a negative float of a config, or a
+    size: an int that its default bounds.
 
     An int may be 0 if that is its default, which then means that the model has no such part.
     """
@@ -41,6 +43,9 @@ def check_fields(config) -> None:
             check_size(field.name, value, min(field.default, 1))
         elif field.type is float and value < 0:
             raise InputError(f"model.{field.name}={value!r} must be at least 0")
+        elif get_origin(field.type) is Literal and value not in get_args(field.type):
+            known = ", ".join(get_args(field.type))
+            raise InputError(f"model.{field.name}={value!r} is not one of {known}")
 
 
 def check_size(name: str, value: int, least: int = 1) -> None:

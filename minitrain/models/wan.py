@@ -14,7 +14,6 @@ wan/modules/model.py; diffusers, transformer_wan.py.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 from minitrain.errors import InputError
 from minitrain.models.attention import Mask, attention, make_mask
 from minitrain.models.layers import KeepsFP32
-from minitrain.models.limits import check_fields, check_size
 from minitrain.models.video import (
     patch_grid,
     patchify,
@@ -33,47 +31,7 @@ from minitrain.models.video import (
     unpatchify,
     upcast,
 )
-
-
-@dataclass(frozen=True)
-class WanConfig:
-    """Everything that fixes the network's shape; names follow diffusers' config.json."""
-
-    # beside those of DecoderConfig, and no field
-    family = "wan"
-    num_attention_heads: int = 12
-    attention_head_dim: int = 128
-    ffn_dim: int = 8960
-    num_layers: int = 30
-    in_channels: int = 16
-    out_channels: int = 16
-    text_dim: int = 4096
-    freq_dim: int = 256  # of the sinusoids of a timestep
-    patch_size: tuple[int, int, int] = (1, 2, 2)  # frames, rows, columns
-    eps: float = 1e-6
-    image_dim: int | None = None  # of the CLIP features; None: no image cross-attention
-    embedder_std: float = (
-        0.02  # initial text and time embedders; made for dim 5120: small models need about 0.1
-    )
-
-    def __post_init__(self):
-        """Raise InputError for sizes that no model can have."""
-        object.__setattr__(self, "patch_size", tuple(self.patch_size))
-        check_fields(self)
-        check_size("dim", self.dim)
-        for field in ("attention_head_dim", "freq_dim"):
-            if getattr(self, field) % 2:
-                raise InputError(f"model.{field}={getattr(self, field)} must be even")
-        if len(self.patch_size) != 3 or not all(1 <= size <= 256 for size in self.patch_size):
-            raise InputError(
-                f"model.patch_size={list(self.patch_size)} must be three numbers from 1 to 256"
-            )
-        if self.image_dim is not None:
-            check_size("image_dim", self.image_dim)
-
-    @property
-    def dim(self) -> int:
-        return self.num_attention_heads * self.attention_head_dim
+from minitrain.models.wan_config import WanConfig
 
 
 class Wan(nn.Module):

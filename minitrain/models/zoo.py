@@ -2,13 +2,15 @@
 
 import dataclasses
 import difflib
-
-import torch
+from typing import TYPE_CHECKING
 
 from minitrain.errors import InputError, hub_hint
-from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.models.wan import Wan, WanConfig
+from minitrain.models.wan_config import WanConfig
+
+if TYPE_CHECKING:
+    from minitrain.models.decoder import Decoder
+    from minitrain.models.wan import Wan
 
 _LLAMA3 = dict(
     family="llama",
@@ -441,7 +443,13 @@ def model_config(name: str, **overrides) -> DecoderConfig | WanConfig:
     return dataclasses.replace(config, **{key: None for key in beyond if key not in overrides})
 
 
-def empty_model(config: DecoderConfig | WanConfig, **stage) -> Decoder | Wan:
+def empty_model(config: DecoderConfig | WanConfig, **stage) -> "Decoder | Wan":
     """Return a config's model on the meta device, or one pipeline stage of it (see `Decoder`)."""
-    with torch.device("meta"):
+    # here, as they bring torch, which takes seconds: a name or a key is checked without it
+    from torch import device
+
+    from minitrain.models.decoder import Decoder
+    from minitrain.models.wan import Wan
+
+    with device("meta"):
         return (Wan if isinstance(config, WanConfig) else Decoder)(config, **stage)

@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from minitrain.errors import InputError
-from minitrain.formats.hf import read_config
-from minitrain.formats.peft import adapter_shapes, read_adapter_config
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.models.wan import WanConfig
+from minitrain.models.wan_config import WanConfig
 from minitrain.models.zoo import model_config
-from minitrain.run.config_checks import validate
 from minitrain.run.config_yaml import (
     apply_override,
     check_known,
@@ -39,17 +36,18 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
 def from_dict(tree: dict) -> Config:
     """A checked Config from nested dicts, as YAML gives them."""
     tree = dict(tree)
-    model = _read_model(
-        tree.pop("model", {}), WanConfig if tree.get("task") == "diffusion" else DecoderConfig
-    )
+    model = tree.pop("model", {})
     config = convert(Config, tree, "")
-    config.model = model
+    config.model = _read_model(model, WanConfig if config.task == "diffusion" else DecoderConfig)
     _expand_home(config)
     config.lora = _read_lora(config, tree.get("lora") or {})
     if config.data.path and "kind" not in tree["data"]:
         raise InputError(
             "data.path needs data.kind (text, jsonl, tokens or latents): by default it is mock"
         )
+    # brings torch, which takes seconds: unknown keys and wrong types are told before
+    from minitrain.run.config_checks import validate
+
     validate(config)
     return config
 
@@ -72,6 +70,8 @@ def _read_lora(config: Config, given: dict) -> Lora | None:
     lora = config.lora
     if lora is None or not lora.path:
         return Lora() if lora is None and config.task == "lora" else lora
+    from minitrain.formats.peft import read_adapter_config
+
     stored = read_adapter_config(lora.path)
     for key in ("rank", "alpha", "rslora", "targets"):
         ours = getattr(lora, key)
@@ -92,6 +92,8 @@ def _adapt_the_same(config: Config, *loras: Lora) -> bool:
     """Do the targets name the same weights? A file has them in another order, and without those
     that are not there.
     """
+    from minitrain.formats.peft import adapter_shapes
+
     ours, theirs = (adapter_shapes(config.model.config, lora).keys() for lora in loras)
     return ours == theirs
 
@@ -112,7 +114,11 @@ def _read_model(value: Any, kind: type) -> Model:
     for key in value:
         check_known(key, ["name", "path", *hints], "model")
     overrides = {key: convert(hints[key], v, f"model.{key}") for key, v in value.items()}
-    shape = read_config(path) if path else model_config(name) if name else kind()
+    shape = model_config(name) if name else kind()
+    if path:
+        from minitrain.formats.hf import read_config
+
+        shape = read_config(path)
     if not isinstance(shape, kind):
         wanted = (
             "not a diffusion model, as task=diffusion needs"

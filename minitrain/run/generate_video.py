@@ -1,17 +1,4 @@
-"""Generate latents of videos: python -m minitrain.generate --task diffusion --model DIR --prompts
-FILE --out FILE.
-
-DIR is a Wan model, in diffusers' layout or the original one; those that are published in fp32 want
---dtype bf16 on a GPU, for half the memory and fast kernels. --adapter is a LoRA run's out_dir, or a
-file as diffusers, ComfyUI or musubi-tuner write it. The prompts are a safetensors file with `text`,
-embeddings [videos, tokens, text_dim], and what guidance leads away from, `negative`, as many or one
-for all (without it, zeros; published models want the embedding of an empty prompt or of what is not
-to be seen); for image-to-video models also `condition` and `image` (see data/latents.py). The
-result is a safetensors file with `latents` [videos, channels, frames, height, width], normalised as
-those of the training: the video autoencoder decodes them times its std, plus its mean. `--prompts
-shapes` are those of the toy world (data/shapes.py): the result is a PNG, a video a row, and a
-score.
-"""
+"""Generate latents of videos: what python -m minitrain.generate --task diffusion does."""
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -32,45 +19,13 @@ from minitrain.models.lora import merge_adapters
 from minitrain.models.wan import Wan
 from minitrain.rollout.flow_sampling import SAMPLERS, guided, sigma_schedule
 from minitrain.run import cli
-from minitrain.run.cli import positive
 from minitrain.run.launch import pick_device
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def parse(arguments: list[str]) -> Namespace:
-    parser = cli.Parser(prog="python -m minitrain.generate --task diffusion", description=__doc__)
-    number = positive(int, most=1 << 20)
-    parser.add_argument("--model", required=True, metavar="DIR", type=cli.home_path)
-    parser.add_argument(
-        "--adapter",
-        metavar="PATH",
-        type=cli.home_path,
-        help="a LoRA run's out_dir, PEFT's, or a file",
-    )
-    parser.add_argument("--prompts", required=True, metavar="FILE", type=cli.home_path)
-    parser.add_argument("--out", required=True, metavar="FILE", type=cli.home_path)
-    parser.add_argument(
-        "--size", type=number, nargs=3, metavar=("FRAMES", "HEIGHT", "WIDTH"), help="of latents"
-    )
-    parser.add_argument(
-        "--text-tokens", type=number, default=512, help="texts are padded to this many tokens"
-    )
-    parser.add_argument("--sampler", choices=SAMPLERS, default="unipc")
-    parser.add_argument("--steps", type=number, default=50)
-    parser.add_argument("--shift", type=positive(float), default=5.0, help="3 for 480p, 5 for 720p")
-    parser.add_argument(
-        "--guidance", type=positive(float, zero=True), default=5.0, help="1: none, in half the time"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; by default the files'")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str]) -> None:
-    options = parse(arguments)
-
+def generate_latents(options: Namespace) -> None:
+    """Write what the model makes of --prompts to --out."""
     if not Path(options.out).parent.is_dir():  # before minutes of work
         raise InputError(
             f"--out {options.out}: the folder {Path(options.out).parent} does not exist"
@@ -208,7 +163,3 @@ def draw_shapes(
         shapes.write_sheet(path, videos)
     score = world.judge(videos, prompts)
     return f"{path}: right in " + ", ".join(f"{name} {share:.0%}" for name, share in score.items())
-
-
-if __name__ == "__main__":
-    cli.run(main)

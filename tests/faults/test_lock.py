@@ -13,7 +13,7 @@ from minitrain.errors import InputError
 from minitrain.run import lock
 from minitrain.run.config import from_dict
 from minitrain.run.lock import locked
-from minitrain.train import train
+from minitrain.run.train_model import train
 
 PROGRAM = """
 import sys

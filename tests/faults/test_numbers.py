@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch._inductor import config as compiler
 
-from minitrain import train
 from minitrain.data.datasets import open_dataset
 from minitrain.data.problems import open_problems
 from minitrain.errors import InputError
 from minitrain.grpo.learner import Learner
 from minitrain.parallel.shards import local_shard
 from minitrain.run import config as configs
+from minitrain.run import train_model
 from minitrain.run.checkpoint_files import Writer
 from minitrain.run.determinism import be_deterministic
 from minitrain.run.failures import recorded
@@ -180,7 +180,7 @@ def run(tmp_path, monkeypatch):
         bad.update(poisoned)
         data = {"kind": "text", "path": str(tmp_path / "text.txt")}
         tree = TINY | {"data": data, "out_dir": str(tmp_path / "out"), "checkpoint": {"every": 2}} | changes
-        train.train(configs.from_dict(tree))
+        train_model.train(configs.from_dict(tree))
         return tmp_path / "out"
 
     monkeypatch.setattr(Trainer, "update", update_or_poison)
@@ -302,7 +302,7 @@ def noisy_run(out, steps: int) -> dict[int, str]:
     """The batches of its spikes, by step: mock rows are of different difficulty, and the weights stay."""
     model, batch = TINY["model"] | {"initializer_range": 0.2}, {"global": 1, "micro": 1, "seq_len": 16}
     settings = {"model": model, "batch": batch, "optim": {"lr": 0.0}, "metrics": {"spike": 0.1}}
-    train.train(configs.from_dict(TINY | settings | {"steps": steps, "out_dir": str(out)}))
+    train_model.train(configs.from_dict(TINY | settings | {"steps": steps, "out_dir": str(out)}))
     return {line["step"]: line["batch"] for line in lines(out) if "batch" in line}
 
 

@@ -20,13 +20,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor, Shard
 
-from minitrain import train
 from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
 from minitrain.parallel.agreement import broadcast, broadcast_flag, code_digests, difference, flatten, gather
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.run import config as configs
-from minitrain.run import fingerprint, launch, profiling
+from minitrain.run import fingerprint, launch, profiling, train_model
 from minitrain.run import policy as loop
 from minitrain.run.failures import pending_operation, record_flights, recorded, where_in_collective
 from minitrain.run.fingerprint import agreed_fingerprint, file_digest
@@ -308,7 +307,7 @@ def train_with_a_reward_that_hangs(folder):
 
     launch.set_timeout = loop.set_timeout = later
     reward = GRPO["grpo"] | {"reward": "tests.faults.test_observability:hang_on_rank_1"}
-    train.train(configs.from_dict(GRPO | {"grpo": reward, "timeout_s": 2.0, "out_dir": str(folder)}))
+    train_model.train(configs.from_dict(GRPO | {"grpo": reward, "timeout_s": 2.0, "out_dir": str(folder)}))
 
 
 def test_nobody_waits_longer_for_a_reward_that_hangs(tmp_path):
@@ -337,7 +336,7 @@ def export_to_a_slow_disk(folder, pp):
     Before a stage's first send the two ranks meet in the store, as NCCL's do."""
     config = configs.from_dict(TINY | {"parallel": {"pp": pp}})
     trainer = Trainer(config, start(config))
-    save, move, store = train.save_tensors, Pipeline.move, c10d._get_default_store()
+    save, move, store = train_model.save_tensors, Pipeline.move, c10d._get_default_store()
 
     def meet_and_move(pipeline, tensor, like, source, target):
         if source != target:
@@ -350,11 +349,11 @@ def export_to_a_slow_disk(folder, pp):
         time.sleep(2)
         yield from tensors
 
-    train.save_tensors = lambda tensors, *args: save(slowly(tensors), *args)
+    train_model.save_tensors = lambda tensors, *args: save(slowly(tensors), *args)
     Pipeline.move = meet_and_move
     set_timeout(1.0)
     store.set_timeout(timedelta(seconds=1))
-    train.export(trainer, config, folder)
+    train_model.export(trainer, config, folder)
 
 
 @pytest.mark.parametrize("pp", [1, 2])
@@ -366,7 +365,7 @@ def test_nobody_loses_patience_with_the_rank_that_writes_the_model(tmp_path, pp)
 def die_in_step_4(folder):
     update = Trainer.update
     Trainer.update = lambda trainer, batches, step: os._exit(7) if step == 3 else update(trainer, batches, step)
-    train.train(configs.from_dict(TINY | {"out_dir": str(folder)}))
+    train_model.train(configs.from_dict(TINY | {"out_dir": str(folder)}))
 
 
 def test_numbers_survive_a_crash(tmp_path):
@@ -386,7 +385,7 @@ def fail_in_step_4(folder):
 
     Trainer.update = fail
     sys.stderr.isatty = lambda: True  # there is no bar elsewhere
-    train.train(configs.from_dict(TINY | {"out_dir": str(folder)}))
+    train_model.train(configs.from_dict(TINY | {"out_dir": str(folder)}))
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -416,7 +415,7 @@ def test_a_checkpoint_is_there_only_with_the_numbers_of_the_steps_before_it(tmp_
 
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(Path, "replace", note_replace)
-    train.train(configs.from_dict(tree | {"out_dir": str(tmp_path), "checkpoint": {"every": 2}}))
+    train_model.train(configs.from_dict(tree | {"out_dir": str(tmp_path), "checkpoint": {"every": 2}}))
     assert found == [(step, step - 1) for step in range(2, tree["steps"] + 1, 2)]
 
 
@@ -468,7 +467,7 @@ def test_traces_of_ranks_that_are_no_more_go_with_the_next_recording(run):  # no
 def test_a_policy_is_recorded_and_watched_too(tmp_path):
     grpo = {"prompts": 2, "group": 4, "mock_digits": 1}
     tree = GRPO | {"grpo": grpo, "steps": 2, "out_dir": str(tmp_path), "profile": {"steps": [2, 2]}}
-    train.train(configs.from_dict(tree))
+    train_model.train(configs.from_dict(tree))
     assert [line["skipped"] for line in lines(tmp_path)] == [0, 0]
     names = [event["name"] for event in json.loads((tmp_path / "profile/rank-0.json").read_text())["traceEvents"]]
     assert any("attention" in name for name in names)

@@ -17,8 +17,8 @@ from minitrain.formats.wan_names import adapter_place
 from minitrain.models.lora import add_adapters, is_adapter
 from minitrain.models.zoo import model_config
 from minitrain.run.config import from_dict
+from minitrain.run.train_model import train
 from minitrain.settings import TARGETS, Lora
-from minitrain.train import train
 from tests.parity import test_wan
 from tests.parity.hf_models import build, compare_and_differentiate, edit_json, random_tokens, reload
 

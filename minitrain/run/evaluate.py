@@ -1,0 +1,34 @@
+"""Measure a model on held-out data."""
+
+import math
+
+from minitrain.models.decoder import Decoder
+from minitrain.rollout.engine import Sampler
+from minitrain.rollout.sampling import SamplingParams
+
+
+def exact_match(model: Decoder, questions: list[tuple[list[int], list[int]]]) -> float:
+    """The share of (prompt, reply) pairs whose whole reply is what the model finds likeliest, token
+    by token.
+
+    Pairs that are longer than the model has positions, as a chat that fills a row can be, are left
+    out; NaN if all are.
+    """
+    questions = [
+        pair
+        for pair in questions
+        if len(pair[0]) + len(pair[1]) <= model.config.max_position_embeddings
+    ]
+    if not questions:
+        return math.nan
+    params = [
+        SamplingParams(temperature=0, max_tokens=len(reply), ignore_eos=True)
+        for _, reply in questions
+    ]
+    longest = max(len(prompt) + len(reply) for prompt, reply in questions)
+    sampler = Sampler(model, samples=len(questions), longest=longest)
+    answers = sampler.generate([prompt for prompt, _ in questions], params)
+    right = sum(
+        answer.tokens == reply for answer, (_, reply) in zip(answers, questions, strict=True)
+    )
+    return right / len(questions)
