@@ -45,6 +45,18 @@ RECIPES = {
     "grpo-own-reward": ["grpo.prompts=4", "grpo.group=2", "rollout.max_tokens=4", "rollout.compile=false"],
     "wan-lora": ["batch.micro=2", "batch.seq_len=16"],
 }
+SHORT_ANSWER = "def reward(response, answer, row):\n    return float(answer in response) - len(response) / 1000\n"
+# settings with which a recipe is valid at full size, without its download
+STAND_INS = {
+    "sft-chats": ["model=qwen2.5-7b", "data.tokenizer=bytes"],
+    "lora-8b-24gb": ["model=llama3.1-8b", "data.tokenizer=bytes"],
+    "full-8b-8gpu": ["model=llama3.1-8b", "data.tokenizer=bytes"],
+    "pretrain-tokens": ["data.tokenizer=bytes"],
+    "continued-pretraining": ["model=llama3.1-8b", "data.tokenizer=bytes"],
+    "grpo-gsm8k": ["model=qwen2.5-7b", "data.tokenizer=bytes"],
+    "grpo-own-reward": ["model=llama3.1-8b", "data.tokenizer=bytes"],
+    "wan-lora": ["model=wan2.1-1.3b"],
+}
 ADAPTERS = {"lora-8b-24gb", "grpo-own-reward", "wan-lora"}
 
 
@@ -61,9 +73,7 @@ def downloads(tmp_path, monkeypatch) -> Path:
         ByteTokenizer().save(f"models/{name}")
     for name, line in LINES.items():
         Path(name).write_text("".join(f"{json.dumps(line)}\n" % number for number in range(60)))
-    Path("short_answer.py").write_text(
-        "def reward(response, answer, row):\n    return float(answer in response) - len(response) / 1000\n"
-    )
+    Path("short_answer.py").write_text(SHORT_ANSWER)
     save_pretrained(Wan(model_config("wan2.1-1.3b-tiny")), "models/wan2.1-1.3b/transformer")
     os.mkdir("latents")
     for i in range(8):
