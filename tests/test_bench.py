@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import yaml
 from torch.distributed.fsdp import FSDPModule
 
 from minitrain import benchmark as commands
@@ -28,6 +29,8 @@ from tests.commands import ROOT, command, torchrun
 
 main = runpy.run_path(str(ROOT / "bench.py"), run_name="bench")["main"]
 WAN = ["model=wan2.1-1.3b-tiny", "task=diffusion", "data.size=[2,8,16]", "batch.seq_len=64", "batch.micro=1"]
+SYSTEMS = yaml.safe_load((ROOT / "minitrain/bench/systems.yaml").read_text())
+KNOWN = {section: ", ".join(SYSTEMS[section]) for section in ("kernels", "stacks")}
 TINY = ["model.hidden_size=64", "model.num_layers=2", "model.vocab_size=256", "batch.seq_len=64", "device=cpu"]
 
 
@@ -92,8 +95,8 @@ def test_no_reference_no_ratio():
     ("recipe: nemo-rl", "reference.recipe must be a mapping, not str 'nemo-rl'"),
     ("recipe: {micro_batches: all}", "reference.recipe.micro_batches must be a whole number, not str 'all'"),
     ("recipe: {compile: maybe}", "reference.recipe.compile must be true or false, not str 'maybe'"),
-    ("recipe: {attention: flash5}", "reference.recipe.attention=flash5 is not one of .*flash2"),
-    ("recipe: {stack: nemo}", "reference.recipe.stack=nemo is not one of megatron, .*nemo-rl"),
+    ("recipe: {attention: flash5}", f"^reference.recipe.attention=flash5 is not one of {KNOWN['kernels']}$"),
+    ("recipe: {stack: nemo}", f"^reference.recipe.stack=nemo is not one of {KNOWN['stacks']}$"),
     ("recipe: {compiled: true}", r"unknown key reference.recipe.compiled \(nearest: compile\)"),
 ])  # fmt: skip
 def test_wrong_published_figures_are_refused_before_a_run(reference, line, tmp_path):

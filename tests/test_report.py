@@ -32,23 +32,26 @@ WAN = "dfm/wan2.1-14b-pretrain-h100-128gpu"
 
 
 class Page(HTMLParser):
-    """All text, the labels of pictures, and what would need a network."""
+    """All text, the labels of pictures, where links lead, and what would need a network."""
 
     def __init__(self, text: str):
         super().__init__()
-        self.text, self.open, self.outside, self.labels = "", [], [], []
+        self.text, self.open, self.outside, self.labels, self.links, self.ids = "", [], [], [], [], []
         self.feed(text)
         assert not self.open
 
     def handle_starttag(self, tag, attributes):
         named = dict(attributes)
-        self.outside += [tag] * (tag in ("script", "link", "iframe", "img") or "src" in named or "href" in named)
+        self.outside += [tag] * (tag in ("script", "link", "iframe", "img") or "src" in named)
+        self.outside += [tag] * ("href" in named and tag != "a")
+        self.links += [named["href"]] if tag == "a" else []
+        self.ids += [named["id"]] if "id" in named else []
         self.labels += [named.get("aria-label", "")] * (named.get("role") == "img")
-        if tag not in ("meta", "path", "rect"):
+        if tag not in ("meta", "path", "rect", "polyline"):
             self.open.append(tag)
 
     def handle_endtag(self, tag):
-        if tag not in ("path", "rect"):
+        if tag not in ("path", "rect", "polyline"):
             assert self.open.pop() == tag
 
     def handle_data(self, data):
@@ -91,13 +94,13 @@ def test_report_merges_results_with_the_published_tables(tmp_path):
     text, html = written(tmp_path, lines)
     page = Page(html)
     assert not page.outside and "prefers-color-scheme: dark" in html
-    assert page.labels == ["Pipeline of 2 ranks over a step of 2 s; busy 75%, 75%"]
+    assert list(filter(None, page.labels)) == ["Pipeline of 2 ranks over a step of 2 s; busy 75%, 75%"]
     for name in PUBLISHED:
         stem = name.rsplit("/", 1)[-1]
         assert text.count(f"| {stem} ") >= 1 and stem in page.text
     row = next(x for x in text.splitlines() if x.startswith("| llama3-70b-pretrain-64gpu") and "1.250" in x)
     columns = [cell.strip() for cell in row.split("|")]
-    assert columns[2:12] == ["DGX-H100", "64", "128", "1", "8192", "4", "8", "1", "5", "1"]
+    assert columns[-2] == "64 DGX-H100, batch 128 x 8192, micro 1, tp=4, pp=8, vp=5"
     titles = {x for x in text.splitlines() if x.startswith("## ")}
     assert {f"## {name}" for name in ("NeMo Framework 25.04 performance summary, pretraining, DGX-H100",
                                       "NeMo AutoModel performance summary, pretraining")} <= titles  # fmt: skip
@@ -110,6 +113,61 @@ def test_report_merges_results_with_the_published_tables(tmp_path):
                  f"{DENSE} (proxy, 4 of 80 layers)", "the TFLOP/s cell is blank"):  # fmt: skip
         assert part in page.text, part
     assert "simulated 810" not in page.text
+
+
+def test_contents_and_links_lead_somewhere(tmp_path):
+    """The contents to every section, each row to its config, each published table to the page that it is from."""
+    page = Page(written(tmp_path, [line(DENSE, "simulated", 1.25), line("quickstart", "measured", None)])[1])
+    places = [link[1:] for link in page.links if link.startswith("#")]
+    assert places == page.ids and len(places) == len(set(places)) == 1 + 11 + 1
+    configs = [link for link in page.links if link.endswith(".yaml")]
+    found = {(tmp_path / "out" / link).resolve() for link in configs}
+    assert found == {rows.CONFIGS.resolve() / f"{name}.yaml" for name in PUBLISHED}
+    assert sum(link.startswith("https://") for link in page.links) == 11
+
+
+def test_the_page_begins_with_the_picture_and_how_to_read_it(tmp_path):
+    html = written(tmp_path, [line(DENSE, "simulated", 1.25)])[1]
+    drawing = (ROOT / "results/pictures/accuracy.svg").read_text()
+    places = [html.index(part) for part in ("A bar is a run's", drawing, "<h2>Contents", "<main>")]
+    assert places == sorted(places)
+
+
+def test_tables_begin_with_ratios_and_end_with_the_layout(tmp_path):
+    text, _ = written(tmp_path, [line(DENSE, "simulated", 1.25), line(DENSE, "measured", 0.5)])
+    head = next(x for x in text.splitlines() if x.startswith("| row ") and "simulated" in x)
+    names = [name.strip() for name in head.split("|")[1:-1]]
+    assert names[:5] == ["row", "simulated ratio", "measured ratio", "published tokens/s/GPU", "simulated"]
+    assert names[-1] == "layout"
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CUT = """<script>addEventListener("load", () => {
+const parts = [...document.querySelectorAll("body, .scroll, td, th, .bar")];
+const cut = parts.filter(x => x.scrollWidth > x.clientWidth + 1);
+document.title = `[${innerWidth}, ${document.querySelectorAll("td").length}, ${cut.length}]`; })</script>"""
+FRAMES = """<body><iframe src="frame.html" style="width: 1400px; height: 900px; border: 0"></iframe>
+<iframe src="frame.html" style="width: 390px; height: 900px; border: 0"></iframe><script>addEventListener("load", () =>
+document.body.innerHTML = [0, 1].map(number => frames[number].document.title).join())</script></body>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_no_column_is_cut_in_a_browser(tmp_path):
+    """With all kinds of results, neither a desktop's window of 1,400 pixels nor a phone's of 390 scrolls sideways."""
+    proxies = dict(layers=[4, 8], full_layers=80, left_out="communication", peak_memory_gib=None)
+    lines = [line("quickstart", "simulated", None, system="dgx-gb300", reference={"changed": ["model", "precision"]})]
+    for row, reference in PUBLISHED.items():
+        lines += [line(row, "measured", 1.25), line(row, "extrapolated", 1.25, **proxies)]
+        lines.append(line(row, "simulated", 1.25, as_published={"ratio": 1.125}))
+        lines.append(line(row, "simulated", 1.5, reference=reference | {"layout": "ours"}))
+    _, html = written(tmp_path, lines)
+    (tmp_path / "frame.html").write_text(html.replace("</body>", CUT + "</body>"))
+    page = tmp_path / "frames.html"  # a headless window itself is at least 500 pixels wide
+    page.write_text(FRAMES)
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1500,2000", "--allow-file-access-from-files"]
+    done = subprocess.run([CHROMIUM, *flags, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=100)
+    (wide, cells, cut), phone = json.loads("[" + re.search(r"<body>(.*?)</body>", done.stdout, re.DOTALL)[1] + "]")
+    assert wide == 1400 and cells > 69 * 15 and cut == 0 and phone == [390, cells, 0]
 
 
 def test_bars_end_with_their_track(tmp_path):
@@ -176,7 +234,7 @@ def test_accuracy_is_told_of_rows_that_nothing_was_fitted_to(tmp_path):
     assert ["all but GRPO and those whose published runs differ", "2", "35.0%", "50%", WAN] in rows
     assert sum(row[1:] == ["1", "20.0%", "20%", DENSE] for row in rows) == 1
     differs = PUBLISHED[KIMI]["differs"]
-    assert "known_error" not in PUBLISHED[KIMI] and [row[-1] for row in rows if row[0] == KIMI[10:]] == ["*"]
+    assert "known_error" not in PUBLISHED[KIMI] and [row[-2] for row in rows if row[0] == KIMI[10:]] == ["*"]
     assert text.index(f"{KIMI}: 2.00") < text.index(f"{WAN}: 1.50")
     for part in (f"{KIMI}: 2.00 of the published figure; its published run {differs}",
                  f"{WAN}: 1.50 of the published figure; unexplained",

@@ -1,35 +1,34 @@
 """The report as one HTML page: no script, no network; bars are boxes, timelines inline SVG, all
 figures also text.
 
-Colours are those of Okabe and Ito, which colour-blind readers can tell apart, and never the only
-difference. On a phone there is one column; only tables and timelines scroll sideways, each in its
-own box. results.py says what it shows.
+Colors are those of Okabe and Ito, which color-blind readers can tell apart, and never the only
+difference. Where a table does not fit the window, each of its lines becomes a card with named
+figures; only timelines scroll sideways, each in its own box. results.py says what the page shows.
 """
 
+import os
+import re
 from datetime import date
 from html import escape
 from itertools import groupby
 from pathlib import Path
 from string import Template
+from urllib.parse import quote
 
 from minitrain.bench import results
 from minitrain.bench.report import calibration_line, short
+from minitrain.bench.rows import CONFIGS, FIGURES, SOURCES
 from minitrain.errors import refused
 
-MODES = {
-    "published": "published",
-    "simulated": "simulated: our code in the published layout, predicted by running it on fake tensors",
-    "fastest": "fastest: our code in a faster layout of as many GPUs and as much memory",
-    "recipe": "recipe: the published run, predicted with its own kernels and costs: what the accuracy is of",
-    "measured": "measured: the whole row, run",
-    "extrapolated": "extrapolated from proxies with fewer layers on one rank, without communication",
-}
+PICTURE = Path(__file__).parents[1] / "results/pictures/accuracy.svg"
 MEMORY = ("parameters", "gradients", "optimizer", "gathered", "activations", "reference", "sampler")
-TIME = ("gemm", "grouped", "attention", "memory", "exposed communication", "bubble", "tail", "gaps")
-TIME_NAMES = {
+TIME = {  # kinds of a step's seconds, and their names
     "gemm": "matrix products",
     "grouped": "expert products",
+    "attention": "attention",
     "memory": "memory-bound kernels",
+    "exposed communication": "exposed communication",
+    "bubble": "bubble",
     "tail": "not overlapped at the end",
     "gaps": "device waits for the host",
 }
@@ -55,17 +54,21 @@ PAGE = Template("""<!doctype html>
 @media (prefers-color-scheme: dark) { :root { --back: #14161a; --text: #e8e8e8; --soft: #a8a8a8; --line: #3a3d44;
   --box: #1e2127; --published: #9a9a9a; --simulated: #56b4e9; --measured: #e69f00; --c0: #3d9bd9; --c5: #f0803c; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1rem; max-width: 68rem; background: var(--back); color: var(--text);
+body { margin: 0 auto; padding: 1rem; max-width: 90rem; background: var(--back); color: var(--text);
   font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
 h1 { font-size: 1.6rem; line-height: 1.2; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
 h3 { font-size: 1rem; margin: 1rem 0 .25rem; } p, li, figcaption { color: var(--soft); }
+p, ul, .chart { max-width: 60rem; } a { color: var(--simulated); }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; }
-table { border-collapse: collapse; font-size: .8rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
+table { border-collapse: collapse; font-size: .7rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .25rem; text-align: right; border-bottom: 1px solid var(--line); overflow-wrap: normal; }
+td { white-space: nowrap; } td:first-child, td:last-child { white-space: normal; min-width: 7rem; }
+td:first-child { overflow-wrap: anywhere; }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--back); }
-th, th:first-child { background: var(--box); } tr:last-child td { border-bottom: 0; }
+th, th:first-child { background: var(--box); vertical-align: bottom; } tr:last-child td { border-bottom: 0; }
+figure > svg { max-width: 100%; height: auto; }
 .chart { display: grid; gap: .8rem; margin: 1rem 0; }
-.bar { display: grid; grid-template-columns: 1fr 12rem; gap: .5rem; align-items: center; font-size: .8rem; }
+.bar { display: grid; grid-template-columns: 1fr 14rem; gap: .5rem; align-items: center; font-size: .8rem; }
 .track { display: flex; height: .75rem; background: var(--box); position: relative; }
 .hundred::after { content: ""; position: absolute; left: 66.667%; top: -2px; bottom: -2px;
   border-left: 1px dashed var(--soft); }
@@ -86,14 +89,23 @@ summary { cursor: pointer; } figure { margin: .5rem 0; } figcaption { font-size:
 .c4 { background: var(--c4); fill: var(--c4); } .c5 { background: var(--c5); fill: var(--c5); }
 .c6 { background: var(--c6); fill: var(--c6); } .c7 { background: var(--c7); }
 .idle { fill: var(--box); background: var(--box); }
-@media (max-width: 40rem) { body { padding: .75rem; } .bar { grid-template-columns: 1fr 9.5rem; font-size: .75rem; }
-  th:first-child, td:first-child { position: static; } }
+@media (max-width: 80rem) { thead { display: none; } table, tbody, td { display: block; } .scroll { border: 0; }
+  tr { display: grid; grid-template-columns: repeat(auto-fill, minmax(6.5rem, 1fr)); gap: .3rem .6rem;
+    padding: .6rem 0; border-bottom: 1px solid var(--line); } td:empty { display: none; }
+  td, td:first-child { padding: 0; border: 0; text-align: left; white-space: normal; overflow-wrap: anywhere;
+    position: static; } td:first-child, td:last-child { grid-column: 1 / -1; }
+  td:first-child { font-weight: 600; font-size: .85rem; }
+  td + td::before { content: attr(data-name); display: block; color: var(--soft); font-size: .7rem; } }
+@media (max-width: 40rem) { body { padding: .75rem; } .bar { grid-template-columns: 1fr 9.5rem; font-size: .75rem; } }
 </style>
 </head>
 <body>
-<header><h1>minitrain beside the published tables</h1><p>$day. $summary.</p>$provenance
-<ul class="key" aria-label="Colours of the bars">$key</ul>
-<p>Bars are shares of the published figure, which the dashed line marks.</p></header>
+<header><h1>minitrain beside the published tables</h1><p>$day. $summary.</p>
+<p>A bar is a run's throughput as a share of the published figure, which the dashed line marks: beyond it, the run is
+faster. Each table begins with the same shares as numbers, and a * says that a line below it tells what is special
+about a published run. Whether predictions can be believed shows on the rows that no constant was fitted to.</p>
+$picture<ul class="key" aria-label="Colors of the bars">$key</ul>$provenance
+<nav><h2>Contents</h2><ul>$contents</ul></nav></header>
 <main>
 $sections
 </main>
@@ -106,188 +118,194 @@ def write_report(files: list[str], folder: str) -> None:
     """Write report.md and report.html into `folder`. Raises InputError for what cannot be read or
     written.
     """
-    report = results.merge(
-        [result for file in files for result in results.read_results(file)],
-        date.today().isoformat(),
-    )
+    lines = [result for file in files for result in results.read_results(file)]
+    report = results.merge(lines, date.today().isoformat())
     target = Path(folder)
     with refused(f"--out={folder} cannot be written"):
         target.mkdir(parents=True, exist_ok=True)
         (target / "report.md").write_text(results.as_markdown(report), encoding="utf-8")
-        (target / "report.html").write_text(make_page(report), encoding="utf-8")
-    print(f"{target / 'report.md'} and {target / 'report.html'}: {results.summary(report)}")
+        (target / "report.html").write_text(make_page(report, target), encoding="utf-8")
+    print(f"{results.summary(report)}\nwrote {target / 'report.md'}; open {target / 'report.html'}")
 
 
-def make_page(report: results.Report) -> str:
-    sections = [table_section(title, rows) for title, rows in report.tables.items()]
+def make_page(report: results.Report, folder: Path) -> str:
+    """Return the page. folder: where it will be, from which links to configs lead."""
+    sections = {}
     if cells := results.accuracy_cells(report):
-        body = html_table(cells) + bullets(results.outliers(report))
-        sections.insert(0, section("Accuracy of the simulation", body))
+        sections["Accuracy of the simulation"] = html_table(cells) + bullets(
+            results.outliers(report)
+        )
+    for title, rows in report.tables.items():
+        sections[title] = published_table(title, rows, folder)
     if report.calibrations:
-        sections.append(
-            section(
-                "Calibration", "".join(paragraph(calibration_line(c)) for c in report.calibrations)
-            )
-        )
+        sections["Calibration"] = bullets(map(calibration_line, report.calibrations))
     if report.others:
-        sections.append(
-            section("Not to be compared with a row", html_table(results.other_cells(report.others)))
-        )
+        sections["Not to be compared with a row"] = html_table(results.other_cells(report.others))
+    names = {title: re.sub(r"\W+", "-", title.lower()) for title in sections}
+    picture = ""
+    if PICTURE.is_file():
+        caption = "The rows of results/simulated; what was simulated since is in the tables."
+        drawing = PICTURE.read_text(encoding="utf-8")
+        picture = f"<figure>{drawing}<figcaption>{caption}</figcaption></figure>"
     return PAGE.substitute(
         day=report.day,
         summary=escape(results.summary(report)),
+        picture=picture,
         provenance=bullets(results.provenance(report)),
-        key="".join(f'<li><i class="{mode}"></i>{text}</li>' for mode, text in MODES.items()),
-        sections="\n".join(sections),
+        key=color_key({mode: mode for mode in ("published", *results.MODES)}),
+        contents="".join(f"<li>{link('#' + names[title], title)}</li>" for title in sections),
+        sections="\n".join(
+            f'<section id="{names[title]}"><h2>{escape(title)}</h2>{body}</section>'
+            for title, body in sections.items()
+        ),
     )
 
 
-def table_section(title: str, rows: list[results.Row]) -> str:
+def published_table(title: str, rows: list[results.Row], folder: Path) -> str:
+    """Return the rows of a published table: bars, figures, notes, and folds of details."""
+    source = next((url for name, url in SOURCES.items() if title.startswith(name)), None)
+    body = f"<p>{link(source, 'the published page')}</p>" if source else ""
     shown = [row for row in rows if row.results]
-    chart = (
-        f'<div class="chart">{"".join(map(bars, shown))}</div>'
-        if shown
-        else paragraph("No results yet.")
-    )
-    details = "".join(simulation_details(row) for row in rows if "simulated" in row.results)
-    details += "".join(
-        profile_details(row) for row in rows if "breakdown_s" in row.results.get("measured", {})
-    )
-    return section(
-        title, chart + html_table(results.cells(rows)) + bullets(results.notes(rows)) + details
-    )
+    bars = "".join(map(row_bars, shown)) or "<p>No results yet.</p>"
+    links = [quote(os.path.relpath(CONFIGS.resolve() / f"{row.name}.yaml", folder)) for row in rows]
+    body += f'<div class="chart">{bars}</div>' + html_table(results.cells(rows), links)
+    return body + bullets(results.notes(rows)) + "".join(map(row_details, shown))
 
 
-def section(title: str, body: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{body}</section>"
+def link(url: str, text: str) -> str:
+    return f'<a href="{url}">{escape(text)}</a>'
 
 
-def paragraph(text: str) -> str:
-    return f"<p>{escape(text)}</p>"
+def bullets(lines) -> str:
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f"<ul>{items}</ul>" if items else ""
 
 
-def bullets(lines: list[str]) -> str:
-    return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>" if lines else ""
+def color_key(names: dict[str, str]) -> str:
+    """Return list items: each name behind a box of its class's color. names: by class."""
+    return "".join(f'<li><i class="{kind}"></i>{escape(name)}</li>' for kind, name in names.items())
 
 
-def html_table(columns: dict[str, list[str]]) -> str:
+def html_table(columns: dict[str, list[str]], links: list[str] | None = None) -> str:
+    """Return a table, each cell with its column's name. links: of the first column."""
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
-    lines = zip(*columns.values(), strict=True)
-    body = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in lines
-    )
+    body = ""
+    for number, line in enumerate(zip(*columns.values(), strict=True)):
+        texts = list(map(escape, line))
+        if links:
+            texts[0] = link(links[number], line[0])
+        cells = zip(columns, texts, strict=True)
+        body += "<tr>"
+        body += "".join(f'<td data-name="{escape(name)}">{text}</td>' for name, text in cells)
+        body += "</tr>"
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="table"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------- bars
+# ------------------------------------------------------------------------------------------------ bars
 
 
-def bars(row: results.Row) -> str:
-    """A row's figures as bars, the published one of a length that is the same everywhere: two
-    thirds of the track.
-    """
-    unit = results.FIGURES[row.figure]
-    figures = {"published": (row.published, 1.0)}
-    figures |= {mode: (result[row.figure], result["ratio"]) for mode, result in row.results.items()}
-    lines = "".join(bar(mode, figure, ratio) for mode, (figure, ratio) in figures.items())
-    return f'<div><div class="name">{escape(results.short_name(row))}, {unit}</div>{lines}</div>'
+def row_bars(row: results.Row) -> str:
+    """Return a row's figures as bars, the published one of the same length everywhere."""
+    lines = bar("published", row.published, 1.0)
+    for mode in results.MODES:
+        if result := row.results.get(mode):
+            lines += bar(mode, result[row.figure], result["ratio"])
+    return (
+        f'<div><div class="name">{escape(row.short_name)}, {FIGURES[row.figure]}</div>{lines}</div>'
+    )
 
 
 def bar(mode: str, figure: float, ratio: float) -> str:
+    """Return a bar; the published figure is two thirds of the track."""
     share = "" if mode == "published" else f" ({ratio:.0%})"
-    text = f"{mode} {short(figure)}{share}"
     beyond = " →" if ratio > 1.5 else ""
+    width = min(100.0, ratio / 1.5 * 100)
     return (
         f'<div class="bar"><div class="track hundred" aria-hidden="true"><div class="{mode}" '
-        f'style="width:{min(100.0, ratio / 1.5 * 100):.1f}%"></div></div><span>{escape(text)}{beyond}</span></div>'
+        f'style="width:{width:.1f}%"></div></div><span>{mode} {short(figure)}{share}{beyond}</span></div>'
     )
 
 
 def stack(parts: dict[str, float], whole: float, unit: str, label: str) -> str:
-    """A bar of coloured parts with their figures below. whole: what the bar's full length stands
-    for.
-    """
-    shown = [(number, name, size) for number, (name, size) in enumerate(parts.items()) if size > 0]
+    """Return a bar of colored parts with their figures below. whole: what its full length is."""
+    shown = {f"c{n}": part for n, part in enumerate(parts.items()) if part[1] > 0}
     boxes = "".join(
-        f'<i class="c{number}" style="width:{100 * size / whole:.2f}%"></i>'
-        for number, _, size in shown
+        f'<i class="{color}" style="width:{100 * size / whole:.2f}%"></i>'
+        for color, (_, size) in shown.items()
     )
-    keys = "".join(
-        f'<li><i class="c{number}"></i>{escape(name)} {size:.3g} {unit}</li>'
-        for number, name, size in shown
-    )
+    key = color_key({color: f"{name} {size:.3g} {unit}" for color, (name, size) in shown.items()})
     return (
         f'<figure><div class="stack" aria-hidden="true">{boxes}</div>'
-        f'<figcaption>{escape(label)}<ul class="key">{keys}</ul></figcaption></figure>'
+        f'<figcaption>{escape(label)}<ul class="key">{key}</ul></figcaption></figure>'
     )
 
 
-# ---------------------------------------------------------------------------------------------- what a simulation knows
+# --------------------------------------------------------------------------- details of one simulation
 
 
-def simulation_details(row: results.Row) -> str:
-    """A fold with memory by kind, the step's time by kind, and the pipeline."""
-    result = row.results["simulated"]
-    held = result.get("memory_gib") or {}
+def row_details(row: results.Row) -> str:
+    """Return folds: simulated memory, time and pipeline, and a measured step's time, as known."""
+    folds = ""
+    if result := row.results.get("simulated"):
+        title = f"{row.short_name}: simulated memory, time"
+        parts = memory_stack(result) + time_stack(result)
+        if lanes := result.get("timeline"):
+            title += " and pipeline"
+            parts += pipeline(lanes, result["step_time_s"])
+        folds = fold(title, parts)
+    if parts := time_stack(row.results.get("measured", {})):
+        folds += fold(f"{row.short_name}: measured time", parts)
+    return folds
+
+
+def fold(title: str, body: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{body}</details>"
+
+
+def memory_stack(result: dict) -> str:
+    """Return peak memory by kind beside what there is."""
+    held = result.get("memory_gib")
+    if not held:
+        return ""
     memory = {kind: held.get(kind, 0.0) for kind in MEMORY}
-    parts = []
-    if held:
-        total = sum(memory.values())
-        room = result.get("capacity_gib") or 0.0
-        fits = "fits into" if result.get("fits") else "does not fit into"
-        label = f"Peak memory {total:.1f} GiB, which {fits} {room:.0f} GiB of {result['device']}"
-        parts.append(stack(memory, max(total, room), "GiB", label))
-    if result.get("breakdown_s"):
-        parts.append(time_stack(result))
-    if result.get("timeline"):
-        parts.append(pipeline(result["timeline"], result["step_time_s"]))
-    title = f"{results.short_name(row)}: simulated memory, time{' and pipeline' if result.get('timeline') else ''}"
-    return f"<details><summary>{escape(title)}</summary>{''.join(parts)}</details>"
-
-
-def profile_details(row: results.Row) -> str:
-    """A fold with the measured step's time by kind."""
-    title = f"{results.short_name(row)}: measured time"
-    return f"<details><summary>{escape(title)}</summary>{time_stack(row.results['measured'])}</details>"
+    total = sum(memory.values())
+    room = result.get("capacity_gib") or 0.0
+    fits = "fits into" if result.get("fits") else "does not fit into"
+    label = f"Peak memory {total:.1f} GiB, which {fits} {room:.0f} GiB of {result['device']}"
+    return stack(memory, max(total, room), "GiB", label)
 
 
 def time_stack(result: dict) -> str:
-    seconds = {TIME_NAMES.get(kind, kind): result["breakdown_s"].get(kind, 0.0) for kind in TIME}
+    spent = result.get("breakdown_s")
+    if not spent:
+        return ""
+    seconds = {name: spent.get(kind, 0.0) for kind, name in TIME.items()}
     label = f"Step of {result['step_time_s']:.4g} s, first rank"
     return stack(seconds, max(sum(seconds.values()), result["step_time_s"]), "s", label)
 
 
 def pipeline(lanes: list[str], step: float) -> str:
-    """The ranks of a pipeline over a step, as Replay.lanes has them."""
+    """Return the ranks of a pipeline over a step, as Replay.lanes has them."""
     columns = len(lanes[0])
-    drawn = draw_lanes(lanes)
     height = len(lanes) * (LANE + 3)
-    keys = "".join(
-        f'<li><i class="{colour}"></i>{name}</li>' for name, colour in actions(lanes).items()
-    )
-    busy = [1 - lane.count(".") / columns for lane in lanes]
-    text = f"Pipeline of {len(lanes)} ranks over a step of {step:.4g} s; busy " + ", ".join(
-        f"{b:.0%}" for b in busy
-    )
+    busy = ", ".join(f"{1 - lane.count('.') / columns:.0%}" for lane in lanes)
+    text = f"Pipeline of {len(lanes)} ranks over a step of {step:.4g} s; busy {busy}"
+    colors = {color: name for name, color in actions(lanes).items()}
+    key = color_key(colors | {"idle": "idle: the bubble"})
     return (
         f'<figure><div class="lanes" tabindex="0" role="region" aria-label="timeline"><svg role="img" '
-        f'aria-label="{escape(text)}" viewBox="0 0 {columns + 40} {height}">{drawn}</svg></div>'
-        f'<figcaption>{escape(text)}<ul class="key">{keys}<li><i class="idle"></i>idle: the bubble</li></ul>'
-        "</figcaption></figure>"
+        f'aria-label="{escape(text)}" viewBox="0 0 {columns + 40} {height}">{draw_lanes(lanes)}</svg></div>'
+        f'<figcaption>{escape(text)}<ul class="key">{key}</ul></figcaption></figure>'
     )
 
 
 def actions(lanes: list[str]) -> dict[str, str]:
-    """Return the names of the actions that occur, with the class of each one's colour."""
-    colours = {letter: f"c{number}" for number, letter in enumerate(ACTIONS)}
-    return {
-        ACTIONS[letter]: colours[letter]
-        for letter in ACTIONS
-        if any(letter in lane for lane in lanes)
-    }
+    """Return the names of the actions that occur, with the class of each one's color."""
+    drawn = "".join(lanes)
+    return {name: f"c{n}" for n, (letter, name) in enumerate(ACTIONS.items()) if letter in drawn}
 
 
 def draw_lanes(lanes: list[str]) -> str:
@@ -297,14 +315,14 @@ def draw_lanes(lanes: list[str]) -> str:
         top = rank * (LANE + 3)
         drawn += f'<text x="0" y="{top + 10}">rank {rank}</text>'
         drawn += f'<rect class="idle" x="40" y="{top}" width="{len(lane)}" height="{LANE}"/>'
-        drawn += "".join(
-            path(lane, kind, top, f"c{n}") for n, kind in enumerate(ACTIONS) if kind in lane
-        )
+        for number, kind in enumerate(ACTIONS):
+            if kind in lane:
+                drawn += path(lane, kind, top, f"c{number}")
     return drawn
 
 
-def path(lane: str, kind: str, top: int, colour: str) -> str:
-    """All boxes of one kind in a lane."""
+def path(lane: str, kind: str, top: int, color: str) -> str:
+    """Draw all boxes of one kind in a lane."""
     boxes = ""
     place = 0
     for letter, run in groupby(lane):
@@ -312,4 +330,4 @@ def path(lane: str, kind: str, top: int, colour: str) -> str:
         if letter == kind:
             boxes += f"M{40 + place} {top}h{length}v{LANE}h-{length}z"
         place += length
-    return f'<path class="{colour}" d="{boxes}"/>'
+    return f'<path class="{color}" d="{boxes}"/>'

@@ -1,31 +1,29 @@
-"""The published rows: which config stands for which, and what was published; and what is known of
-their systems.
-"""
+"""The published rows: which config stands for which, and what was published."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from minitrain.bench.report import markdown, need, number
+from minitrain.bench.report import column, markdown, need
 from minitrain.errors import InputError
 from minitrain.run.cli import CONFIGS
 from minitrain.run.config_yaml import check_known, convert, read_tree
 
 SYSTEMS = Path(__file__).with_name("systems.yaml")
-TABLES = (
-    "automodel",
-    "nemo/h100",
-    "nemo/b200",
-    "nemo/gb200",
-    "rl",
-    "dfm",
-)  # folders, in the order of the tables
+# folders of configs, in the order of the tables
+TABLES = ("automodel", "nemo/h100", "nemo/b200", "nemo/gb200", "rl", "dfm")
+SOURCES = {  # of published tables, by how their titles begin
+    "NeMo AutoModel": "https://docs.nvidia.com/nemo/automodel/performance/performance-summary.md",
+    "NeMo Framework 25.04": "https://docs.nvidia.com/nemo-framework/user-guide/latest/performance/archive/"
+    "25.04-performance-summary.html",
+    "NeMo RL": "https://docs.nvidia.com/nemo/rl/latest/about/performance-summary.html",
+    "NeMo DFM": "https://github.com/NVIDIA-NeMo/DFM",
+}
 
-FIGURES = {
-    "tokens_per_sec_per_gpu": "tokens/s/GPU",
-    "tflops_per_gpu": "TFLOP/s/GPU",
-}  # one of which is compared
+# figures, one of which is compared
+FIGURES = {"tokens_per_sec_per_gpu": "tokens/s/GPU", "tflops_per_gpu": "TFLOP/s/GPU"}
 REFERENCE = {  # kinds of what a config's `reference` may say
     **dict.fromkeys(("source", "system", "convention", "known_error", "differs", "layout"), str),
     **dict.fromkeys(
@@ -37,19 +35,18 @@ REFERENCE = {  # kinds of what a config's `reference` may say
     "recipe": dict,
 }
 RECIPE = {"compile": bool, "attention": str, "micro_batches": int, "stack": str}  # see recipe.py
-NAMES = {
-    "attention": "kernels",
-    "stack": "stacks",
-}  # sections of systems.yaml with what a recipe may name
+# sections of systems.yaml with what a recipe may name
+NAMES = {"attention": "kernels", "stack": "stacks"}
 
 
+@cache
 def constants(section: str) -> Any:
-    """A section of systems.yaml."""
+    """Return a section of systems.yaml."""
     return yaml.safe_load(SYSTEMS.read_text(encoding="utf-8"))[section]
 
 
 def row_trees() -> dict[str, dict]:
-    """What every row's config says, by the row's name: its file under configs/, without the
+    """Return what every row's config says, by the row's name: its file under configs/, without the
     ending.
     """
     files = [file for folder in TABLES for file in sorted((CONFIGS / folder).glob("*.yaml"))]
@@ -57,7 +54,7 @@ def row_trees() -> dict[str, dict]:
 
 
 def read_row(file: Path) -> dict:
-    """What a row's config says. Raises InputError if it lacks what the tables show of every row."""
+    """Return what a row's config says. Raises InputError if it lacks what all tables show."""
     tree = read_tree(file)
     need(str(file), tree, dict, "reference", "batch", "parallel")
     need(f"{file}: batch", tree["batch"], float, "global", "micro", "seq_len")
@@ -69,15 +66,13 @@ def read_row(file: Path) -> dict:
 
 
 def read_reference(reference: dict, where: str = "reference") -> dict:
-    """`reference` of a config, its values as their kinds. Raises InputError for what nothing could
-    be compared with.
+    """Return `reference` of a config, its values as their kinds.
+
+    Raises InputError for what nothing could be compared with.
     """
     found = typed(reference, REFERENCE, f"{where}.")
-    missing = {
-        "tokens_per_sec_per_gpu",
-        "gpus",
-        "step_time_s",
-    } - found.keys()  # of prompts follow from these
+    # from these follows how long prompts are
+    missing = {"tokens_per_sec_per_gpu", "gpus", "step_time_s"} - found.keys()
     if "mean_response" in found and missing:
         raise InputError(f"{where}.mean_response needs {where}.{min(missing)} too")
     if "recipe" in found:
@@ -93,7 +88,7 @@ def read_reference(reference: dict, where: str = "reference") -> dict:
 
 
 def typed(values: dict, kinds: dict[str, Any], prefix: str) -> dict:
-    """`values`, those of `kinds` as their kind, numbers above 0. Raises InputError."""
+    """Return `values`, those of `kinds` as their kind. Raises InputError for numbers not above 0."""
     found = dict(values)
     for key in filter(kinds.get, values):
         found[key] = convert(kinds[key], values[key], f"{prefix}{key}")
@@ -103,25 +98,22 @@ def typed(values: dict, kinds: dict[str, Any], prefix: str) -> dict:
 
 
 def published_rows() -> dict[str, dict]:
-    """`reference` of every row's config, by the row's name."""
+    """Return `reference` of every row's config, by the row's name."""
     return {name: tree["reference"] for name, tree in row_trees().items()}
 
 
 def list_rows() -> str:
-    """All rows as a Markdown table; what is known to be wrong with a published figure stands below
-    it.
-    """
+    """Return all rows as a Markdown table, and below it what is wrong with published figures."""
     rows = published_rows()
+    figures = list(rows.values())
     columns = {
         "config": [f"configs/{name}.yaml" for name in rows],
-        "system": [row["system"] for row in rows.values()],
-        "GPUs": [str(row["gpus"]) for row in rows.values()],
-        "tokens/s/GPU": [
-            number(row.get("tokens_per_sec_per_gpu"), ",.6g") for row in rows.values()
-        ],
-        "TFLOP/s/GPU": [number(row.get("tflops_per_gpu"), ".6g") for row in rows.values()],
-        "step s": [number(row.get("step_time_s"), ".4g") for row in rows.values()],
-        "": ["*" if "known_error" in row else "" for row in rows.values()],
+        "system": column(figures, "system", ""),
+        "GPUs": column(figures, "gpus", ""),
+        "tokens/s/GPU": column(figures, "tokens_per_sec_per_gpu", ",.6g"),
+        "TFLOP/s/GPU": column(figures, "tflops_per_gpu", ".6g"),
+        "step s": column(figures, "step_time_s", ".4g"),
+        "": ["*" if "known_error" in row else "" for row in figures],
     }
     errors = [
         f"* {name}: {row['known_error']}" for name, row in rows.items() if "known_error" in row
