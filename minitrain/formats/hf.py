@@ -9,7 +9,7 @@ out: tokenizers, and how a sharded model is cut (whoever shards it passes `owned
 
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,12 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minitrain.errors import InputError, hub_hint, refused
+from minitrain.errors import InputError, refused
 from minitrain.formats import gpt2, wan_names
 from minitrain.formats.config_hf import GENERATION, config_from_hf, config_to_hf
-from minitrain.formats.json_files import read_json, write_json
+from minitrain.formats.json_files import read_from_folder, read_json, write_json
 from minitrain.formats.layouts_hf import Piece, is_ignored, pieces, stored_name, to_stored
-from minitrain.formats.magic import ADAPTER_CONFIG, kind_of_folder
+from minitrain.formats.magic import ADAPTER_CONFIG
 from minitrain.formats.tensor_files import DTYPES, open_tensors, write_tensors
 from minitrain.formats.weight_files import (
     STEMS,
@@ -68,22 +68,17 @@ def load_pretrained(path: str | Path, dtype: torch.dtype | None = None, device=N
 def read_config(path: str | Path) -> Config:
     """Return the config of the model in folder `path`, of either kind."""
     file = Path(path) / "config.json"
-    # unlike Path's, these never raise
     if os.path.isfile(path):
         raise InputError(
             f"{path} is a file (give a folder with config.json and safetensors, as on the hub)"
         )
-    if not os.path.isdir(path) and (hint := hub_hint(str(path), "give ")):
-        raise InputError(f"{path} is no folder{hint}")
-    if os.path.isdir(path) and not os.path.exists(file):
-        # Wan 2.2 has two networks
-        inner = [file.parent / name for name in ("transformer", "transformer_2")]
-        inner = [str(folder) for folder in inner if os.path.exists(folder / file.name)]
-        if inner:
-            choice = " or ".join(inner)
-            raise InputError(f"{path} holds a pipeline of diffusers, not a model (use {choice})")
-        raise InputError(f"{path} holds no config.json{kind_of_folder(file.parent)}")
-    raw = read_json(file)
+    # Wan 2.2 has two networks
+    inner = [file.parent / name for name in ("transformer", "transformer_2")]
+    inner = [str(folder) for folder in inner if os.path.exists(folder / file.name)]
+    if inner and not os.path.exists(file):
+        choice = " or ".join(inner)
+        raise InputError(f"{path} holds a pipeline of diffusers, not a model (use {choice})")
+    raw = read_from_folder(file)
     if wan_names.is_wan(raw, file):
         return wan_names.config_from_json(raw, file, stored_tensors(weight_files(path)))
     config = config_from_hf(raw, file)
@@ -150,11 +145,10 @@ def find_weights(config: Config, path: str | Path) -> Weights:
         stored = wan_names.rename_to_ours(stored, everything)
     if config.family == "gpt2":
         stored = {gpt2.full_name(key): tensor for key, tensor in stored.items()}
-    dtypes = {key: tensor.dtype for key, tensor in stored.items()}
     sources = {}
     needed = set()
     for name, tensor in everything.items():
-        sources[name] = pieces(name, tuple(tensor.shape), config, dtypes)
+        sources[name] = pieces(name, tuple(tensor.shape), config, stored)
         for piece in sources[name]:
             for key, (shape, allowed) in piece.needs.items():
                 check_stored(stored, key, shape, allowed, path)
@@ -204,12 +198,15 @@ def _fill(local: Tensor, slices: Slices, piece: Piece, fetch: Callable) -> None:
     inside = []
     wanted = []
     for own, held in zip(slices, piece.region, strict=True):
-        start = max(own.start, held.start)
+        step = held.step or 1
         stop = min(own.stop, held.stop)
-        if start >= stop:
+        # of the piece's rows, the first that we own, and the end of ours
+        first = max(0, -((held.start - own.start) // step))
+        end = -((held.start - stop) // step)
+        if first >= end:
             return
-        inside.append(slice(start - own.start, stop - own.start))
-        wanted.append(slice(start - held.start, stop - held.start))
+        wanted.append(slice(first, end))
+        inside.append(slice(held.start + first * step - own.start, stop - own.start, step))
     local[tuple(inside)].copy_(piece.read(fetch, tuple(wanted)))
 
 
@@ -217,11 +214,10 @@ def _check_tied_head(weights: Weights, vocab: int) -> None:
     """Raise InputError for a stored head that is not the embedding: it would be lost."""
     keys = (next(iter(weights.sources[EMBEDDING][0].needs)), TIED_HEAD)
     embedding, head = (weights.stored[key] for key in keys)
-    alike = (embedding.shape, embedding.dtype) == (head.shape, head.dtype)
-    for first in range(0, vocab, 4096):
-        if alike:
-            rows = (slice(first, first + 4096),)
-            alike = torch.equal(*(_fetch(weights.stored, key, rows).float() for key in keys))
+    blocks = [(slice(first, first + 4096),) for first in range(0, vocab, 4096)]
+    alike = (embedding.shape, embedding.dtype) == (head.shape, head.dtype) and all(
+        torch.equal(*(_fetch(weights.stored, key, rows).float() for key in keys)) for rows in blocks
+    )
     if not alike:
         raise InputError(
             f"{head.file}: {TIED_HEAD} is not the embedding, to which config.json ties it "
@@ -319,33 +315,38 @@ def kept_in_fp32(config: Config, spell: Callable[[str], str]) -> set[str]:
 
 def _write_shards(tensors: Named, work: Path, stem: str, limit: int) -> None:
     """Write files of at most `limit` bytes (a larger tensor stands alone), and their index."""
-    shards = [{}]
-    size = 0
+    names = []
     total_size = 0
-
-    def flush() -> None:
-        write_tensors(shards[-1], work / f"shard-{len(shards)}", metadata={"format": "pt"})
-        shards[-1] = list(shards[-1])
-
-    for name, tensor in tensors:
-        if shards[-1] and size + tensor.nbytes > limit:
-            flush()
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-        total_size += tensor.nbytes
-    flush()
+    for shard in _shards(tensors, limit):
+        write_tensors(shard, work / f"shard-{len(names)}", metadata={"format": "pt"})
+        names.append(list(shard))
+        total_size += sum(tensor.nbytes for tensor in shard.values())
     # their number is known only now
     single, index = single_and_index(stem)
     weight_map = {}
-    for i, names in enumerate(shards, 1):
-        final = single if len(shards) == 1 else f"{stem}-{i:05}-of-{len(shards):05}.safetensors"
+    for i, inside in enumerate(names):
+        final = single
+        if len(names) > 1:
+            final = f"{stem}-{i + 1:05}-of-{len(names):05}.safetensors"
         os.replace(work / f"shard-{i}", work / final)
-        weight_map |= dict.fromkeys(names, final)
-    if len(shards) > 1:
+        weight_map |= dict.fromkeys(inside, final)
+    if len(names) > 1:
         contents = dict(metadata=dict(total_size=total_size), weight_map=weight_map)
         write_json(work / index, contents)
+
+
+def _shards(tensors: Named, limit: int) -> Iterator[dict[str, Tensor]]:
+    """Yield tensors by name, as many as `limit` bytes hold; each dict is emptied for the next."""
+    shard = {}
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > limit:
+            yield shard
+            shard.clear()
+            size = 0
+        shard[name] = tensor
+        size += tensor.nbytes
+    yield shard
 
 
 def _replace_checkpoint(folder: Path, work: Path) -> None:

@@ -4,11 +4,12 @@ Messages name the key only: whoever opens the file puts its name before them wit
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-from minitrain.errors import InputError
-from minitrain.formats.magic import placeholder, read_head
+from minitrain.errors import InputError, hub_hint
+from minitrain.formats.magic import kind_of_folder, placeholder, read_head
 
 
 def read_json(file: Path) -> dict:
@@ -27,6 +28,20 @@ def read_json(file: Path) -> dict:
     if not isinstance(raw, dict):
         raise InputError(f"{file}: must hold a JSON object, not a {type(raw).__name__}")
     return raw
+
+
+def read_from_folder(file: Path) -> dict:
+    """Return the object in a JSON file of a folder that a user has named.
+
+    Raises InputError, which tells what else that name or folder may be.
+    """
+    folder = file.parent
+    if hint := hub_hint(str(folder), "give "):
+        raise InputError(f"{folder} is no folder{hint}")
+    # unlike Path's, these never raise
+    if os.path.isdir(folder) and not os.path.exists(file):
+        raise InputError(f"{folder} holds no {file.name}{kind_of_folder(folder)}")
+    return read_json(file)
 
 
 def write_json(file: Path, value: dict) -> None:

@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitrain.errors import InputError, hub_hint, located
+from minitrain.errors import InputError, located
 from minitrain.formats.hf import Owned
-from minitrain.formats.json_files import read_json, write_json
-from minitrain.formats.magic import ADAPTER_CONFIG, kind_of_folder, library_of
+from minitrain.formats.json_files import read_from_folder, write_json
+from minitrain.formats.magic import ADAPTER_CONFIG, library_of
 from minitrain.formats.peft_names import (
     PREFIX,
     from_peft,
@@ -51,7 +51,7 @@ WEIGHTS = "adapter_model.safetensors"
 PIPELINE_WEIGHTS = "pytorch_lora_weights.safetensors"
 UNREADABLE = {
     # PEFT takes them for the stacks of experts
-    "deepseek_v3": ("gate_proj", "up_proj", "down_proj"),
+    "deepseek_v3": ("down_proj", "gate_proj", "up_proj"),
     # PEFT refuses it: the kernels of Mamba go around it
     "nemotron_h": ("out_proj",),
 }
@@ -79,34 +79,29 @@ def read_adapter_config(path: str | Path) -> Lora:
     """
     file, raw, stored = _open(path)
     with located(file):
-        return _plain_lora(raw, stored)
+        targets = [our_target(name, key) for key in TARGETS for name in _names(raw, key, stored)]
+        rslora = bool(raw.get("use_rslora"))
+        settings = [
+            Lora(r, float(alpha), rslora=rslora, targets=targets) for r, alpha in _sizes(raw)
+        ]
+        if len({lora.scale for lora in settings}) > 1:
+            raise InputError(
+                "only plain LoRA is supported, not a rank_pattern that changes the scale of updates"
+            )
+        return max(settings, key=lambda lora: lora.rank)
 
 
-def _plain_lora(raw: dict, stored: dict[str, StoredTensor]) -> Lora:
-    variants = [key for key in VARIANTS if raw.get(key)]
+def _refuse_variants(raw: dict) -> None:
+    found = [key for key in VARIANTS if raw.get(key)]
     if raw.get("bias", "none") != "none":
-        variants.append("bias")
+        found.append("bias")
     start = raw.get("init_lora_weights")
     if isinstance(start, str) and start not in PLAIN_STARTS:
-        variants.append(f"init_lora_weights={start}")
-    if raw.get("peft_type") != "LORA" or variants:
-        found = ", ".join(variants) or raw.get("peft_type")
-        raise InputError(f"only plain LoRA is supported, not {found}")
-    targets = [our_target(target, key) for key in TARGETS for target in _names(raw, key, stored)]
-    sizes = _sizes(raw)
-    for rank, alpha in sizes:
-        if type(rank) is not int or not 1 <= rank <= LARGEST_RANK:
-            raise InputError(f"r={rank!r} must be a whole number from 1 to {LARGEST_RANK:,}")
-        # nan is not
-        if type(alpha) not in (int, float) or not abs(alpha) <= LARGEST_ALPHA:
-            raise InputError(f"lora_alpha={alpha!r} must be a number")
-    rslora = bool(raw.get("use_rslora"))
-    settings = [Lora(rank, float(alpha), rslora=rslora, targets=targets) for rank, alpha in sizes]
-    if len({lora.scale for lora in settings}) > 1:
-        raise InputError(
-            "only plain LoRA is supported, not a rank_pattern that changes the scale of updates"
-        )
-    return max(settings, key=lambda lora: lora.rank)
+        found.append(f"init_lora_weights={start}")
+    if raw.get("peft_type") != "LORA":
+        found = [library_of(raw)]
+    if found:
+        raise InputError(f"only plain LoRA is supported, not {', '.join(found)}")
 
 
 def _sizes(raw: dict) -> list[tuple]:
@@ -114,10 +109,15 @@ def _sizes(raw: dict) -> list[tuple]:
     ranks, alphas = (raw.get(key) or {} for key in PATTERNS)
     if not isinstance(ranks, dict) or not isinstance(alphas, dict):
         raise InputError(f"{' and '.join(PATTERNS)} must give numbers by name")
-    rank = raw.get("r")
-    alpha = raw.get("lora_alpha")
-    special = [(ranks.get(name, rank), alphas.get(name, alpha)) for name in ranks | alphas]
-    return [(rank, alpha), *special]
+    usual = raw.get("r"), raw.get("lora_alpha")
+    special = [(ranks.get(name, usual[0]), alphas.get(name, usual[1])) for name in ranks | alphas]
+    for rank, alpha in (usual, *special):
+        if type(rank) is not int or not 1 <= rank <= LARGEST_RANK:
+            raise InputError(f"r={rank!r} must be a whole number from 1 to {LARGEST_RANK:,}")
+        # nan is not
+        if type(alpha) not in (int, float) or not abs(alpha) <= LARGEST_ALPHA:
+            raise InputError(f"lora_alpha={alpha!r} must be a number")
+    return [usual, *special]
 
 
 def adapter_files(path: str | Path) -> tuple[Path | None, Path]:
@@ -137,20 +137,17 @@ def adapter_files(path: str | Path) -> tuple[Path | None, Path]:
 
 def _open(path: str | Path) -> tuple[Path, dict, dict[str, StoredTensor]]:
     """Return the file with the settings, these as in adapter_config.json, the tensors by PEFT's names."""
-    if not os.path.exists(path) and (hint := hub_hint(str(path), "give ")):
-        raise InputError(f"{path} is no folder{hint}")
     config, weights = adapter_files(path)
-    if config and os.path.isdir(path) and not os.path.exists(config):
-        raise InputError(f"{path} holds no {ADAPTER_CONFIG}{kind_of_folder(Path(path))}")
-    raw = read_json(config) if config else None
-    if raw and raw.get("peft_type") != "LORA":
-        raise InputError(f"{config}: only plain LoRA is supported, not {library_of(raw)}")
+    raw = read_from_folder(config) if config else _told_in_header(weights)
+    file = config or weights
+    if raw is not None:
+        with located(file):
+            _refuse_variants(raw)
     pickled = weights.with_suffix(".bin")
     if os.path.exists(pickled) and not os.path.exists(weights):
         raise InputError(
             f"{pickled} is not read (save the adapters again with PEFT's save_pretrained)"
         )
-    raw = raw if config else _told_in_header(weights)
     stored = {}
     ranks = {}
     alphas = {}
@@ -160,7 +157,7 @@ def _open(path: str | Path) -> tuple[Path, dict, dict[str, StoredTensor]]:
             alphas[module] = _number(tensor)
             continue
         if role == "A":
-            ranks[module] = tensor.shape[0] if tensor.shape else 0
+            ranks[module] = sum(tensor.shape[:1])
         if role in ("A", "B"):
             name = f"{PREFIX}{module}.lora_{role}.weight"
         stored[name] = tensor
@@ -178,7 +175,7 @@ def _open(path: str | Path) -> tuple[Path, dict, dict[str, StoredTensor]]:
         )
     if ranks:
         raw = raw | dict(target_modules=list(ranks))
-    return config or weights, raw, stored
+    return file, raw, stored
 
 
 def _told_in_header(file: Path) -> dict | None:
@@ -211,11 +208,8 @@ def _names(raw: dict, key: str, stored: dict[str, StoredTensor]) -> list[str]:
     names = raw.get(key) or []
     # a regular expression: the tensors tell what it found
     if key == "target_modules" and isinstance(names, str):
-        found = (
-            re.fullmatch(r"base_model\.model\.(.*)\.lora_A\.weight", tensor) for tensor in stored
-        )
-        names = [match[1] for match in found if match]
-        return [name for name in names if not name.endswith((".experts", ".experts.base_layer"))]
+        linear = r"^base_model\.model\.(.*)(?<!\.experts)(?<!\.base_layer)\.lora_A\.weight$"
+        return re.findall(linear, "\n".join(stored), re.M)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InputError(f"{key} must be a list of names, not {names!r}")
     return names
@@ -258,16 +252,16 @@ def _read_tensors(config, lora: Lora, path: Path) -> dict[str, Tensor]:
     keys = {name: peft_name(name, shapes, config) for name in shapes}
     stated = {rank for rank, _ in _sizes(raw)}
     own = {}
-    for name, key in keys.items():
+    for name, (*stack, rows, columns) in shapes.items():
         a = stored.get(keys[f"{name[:-1]}A"])
-        rank = a.shape[0] // math.prod(shapes[name][:-2]) if a and a.shape else 0
-        shape = list(shapes[name])
-        shape[-2 if name.endswith("A") else -1] = rank if rank in stated else lora.rank
-        own[name] = torch.Size(shape)
-        expected = to_peft(name, torch.empty(shape, device="meta"), config).shape
-        check_stored(stored, key, expected, FLOATS, file)
-    if extra := [key for key in stored if key not in keys.values()]:
-        raise InputError(f"{file}: tensor {extra[0]} has no place in the model")
+        rank = sum(a.shape[:1]) // math.prod(stack) if a else 0
+        rank = rank if rank in stated else lora.rank
+        ends = (rank, columns) if name.endswith("A") else (rows, rank)
+        own[name] = torch.Size((*stack, *ends))
+        expected = to_peft(name, torch.empty(own[name], device="meta"), config).shape
+        check_stored(stored, keys[name], expected, FLOATS, file)
+    if extra := stored.keys() - keys.values():
+        raise InputError(f"{file}: tensor {min(extra)} has no place in the model")
     # all would be padded, for nothing
     if all(own[name] != shape for name, shape in shapes.items()):
         raise InputError(f"{source}: no adapter has the largest rank, {lora.rank}")
@@ -329,11 +323,12 @@ def for_pipelines(stored: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
     They have the original names, and the scale in B, since neither reads adapter_config.json.
     stored: in PEFT's names.
     """
-    found = {}
-    for name, x in stored.items():
-        theirs = original_name(name.removeprefix(PREFIX))
-        found[f"diffusion_model.{theirs}"] = scale * x if ".lora_B." in name else x
-    return found
+    return {
+        f"diffusion_model.{original_name(name.removeprefix(PREFIX))}": scale * x
+        if ".lora_B." in name
+        else x
+        for name, x in stored.items()
+    }
 
 
 def adapter_config(config, lora: Lora, names: Iterable[str], base: str) -> dict:
@@ -373,12 +368,8 @@ def other_dropout(lora: Lora) -> list[str]:
 
 def unreadable_note(config, lora: Lora) -> list[str]:
     """Return a line for the user where PEFT cannot read adapters of such a model's, none otherwise."""
-    paths = [
-        name[: -len(".lora_A")]
-        for name in adapter_shapes(config, lora)
-        if not is_expert_stack(name)
-    ]
-    names = sorted(UNREADABLE.get(config.family, ()))
+    paths = [name[: -len(".lora_A")] for name in adapter_shapes(config, lora)]
+    names = UNREADABLE.get(config.family, ())
     lost = [name for name in names if any(matches(path, name) for path in paths)]
     note = f"PEFT cannot read adapters of this model's {', '.join(lost)}, but minitrain.merge and generate can"
     return [note] if lost else []

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from minitrain.formats.layouts_hf import interleave, mamba_parts
+from minitrain.formats.layouts_hf import mamba_parts
 from minitrain.models.mamba import by_group, by_part
 
 # of all names in a file
@@ -88,7 +88,10 @@ def from_peft(name: str, tensor: Tensor, shape: torch.Size, config) -> Tensor:
     if name.endswith("A"):
         return tensor.view(shape)
     tensor = tensor.view(shape[1], shape[2], shape[0]).permute(2, 0, 1)
-    return interleave(*tensor.chunk(2, dim=1)) if _is_separated(name, config) else tensor
+    if _is_separated(name, config):
+        # gate 0, up 0, gate 1, ...
+        tensor = torch.stack(tensor.chunk(2, dim=1), dim=2).flatten(1, 2)
+    return tensor
 
 
 def _is_separated(name: str, config) -> bool:
