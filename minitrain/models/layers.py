@@ -11,7 +11,7 @@ parallelism and the sampler change them in place, in three ways:
     (b) an exchange point, which   attend, mix, make_mask, split_cp, gather: context parallelism
         the constructor or class   dispatch: expert and tensor parallelism; sum_counts: balancing
         names, is set              split_tp, gather: tensor parallelism of Wan
-                                   project: LoRA, FP8, and the sampler on CUDA
+                                   project: LoRA, FP8
     (c) a hook of torch            FSDP's own; forward hooks and pre-hooks of Linears, norms, parts
                                    of blocks and blocks in parallel/tensor*.py and expert.py, and of
                                    LoRA's embedding
@@ -75,7 +75,7 @@ class GatedMLP(nn.Module):
     def project(self, x: Tensor) -> Sequence[Tensor]:
         """Return the outputs of `same_input`, each [batch, seq, intermediate].
 
-        Exchange point: LoRA, FP8 and the sampler compute all of them at once.
+        Exchange point: LoRA and FP8 compute all of them at once.
         """
         return self.gate_proj(x), self.up_proj(x)
 

@@ -9,14 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minitrain.rollout.cpu_attention import prepare_rows
-from minitrain.rollout.sampling import SamplingState, compiled_sample_tokens, sample_tokens
+from minitrain.rollout.sampling import (
+    SamplingParams,
+    SamplingState,
+    compiled_sample_tokens,
+    sample_tokens,
+)
 from minitrain.rollout.scheduler import Sample
 from minitrain.rollout.steps import DecodingStep
 from minitrain.rollout.weights import multiply
 from minitrain.training.loss import vocab_shard
-
-# sampling parameters of padding rows
-PADDING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 class Batch:
@@ -56,31 +58,30 @@ class Batch:
 
     def prepare(self, samples: list[Sample], steps: int) -> None:
         """Fill the buffers for `steps` decoding steps of `samples`; the other rows are padding."""
-        padding = [0] * (self.rows - len(samples))
-        copy_in(self.tokens, [(s.produced or s.prompt)[-1] for s in samples] + padding)
-        copy_in(self.positions, [sample.cached for sample in samples] + padding)
+        padding = Sample([0], SamplingParams(), 0, 0, slot=self.sampler.caches.null_slot)
+        rows = samples + [padding] * (self.rows - len(samples))
+        copy_in(self.tokens, [(row.produced or row.prompt)[-1] for row in rows])
+        copy_in(self.positions, [row.cached for row in rows])
         self.step_index.zero_()
-        rows = [(sample, sample.slot, list(sample.pages)) for sample in samples]
+        held = [(sample, sample.slot, list(sample.pages)) for sample in samples]
         # most steps change nothing else
-        if rows != self.loaded:
-            self.loaded = rows
-            self._load_rows(samples)
+        if held != self.loaded:
+            self.loaded = held
+            self._load_rows(rows)
         if self.sampler.device.type == "cpu":
             prepare_rows(self.sampler.caches, self.step, samples, steps)
 
-    def _load_rows(self, samples: list[Sample]) -> None:
-        caches = self.sampler.caches
-        padding = self.rows - len(samples)
-        table = np.full(self.step.block_table.shape, caches.null_page)
-        for row, sample in zip(table, samples, strict=False):
-            row[: len(sample.pages)] = sample.pages
+    def _load_rows(self, rows: list[Sample]) -> None:
+        table = np.full(self.step.block_table.shape, self.sampler.caches.null_page)
+        for pages, row in zip(table, rows, strict=True):
+            pages[: len(row.pages)] = row.pages
         copy_in(self.step.block_table, table)
-        copy_in(self.step.slots, [sample.slot for sample in samples] + [caches.null_slot] * padding)
+        copy_in(self.step.slots, [row.slot for row in rows])
         state = self.state
-        copy_in(state.keys, [sample.key for sample in samples] + [0] * padding)
-        params = [sample.params for sample in samples]
-        for name, value in PADDING.items():
-            copy_in(getattr(state, name), [getattr(p, name) for p in params] + [value] * padding)
+        copy_in(state.keys, [row.key for row in rows])
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            copy_in(getattr(state, name), [getattr(row.params, name) for row in rows])
+        params = [sample.params for sample, *_ in self.loaded]
         state.greedy = any(p.temperature == 0 for p in params)
         state.noisy = any(p.temperature > 0 for p in params)
         state.filtered = any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params)

@@ -26,6 +26,7 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest
@@ -97,7 +98,7 @@ class PagedKVCache(LayerCache):
             self.pools = [zeros((*shape, x.shape[0], x.shape[2]), x.dtype, x.device) for x in new]
         write(self.pools, step.kv_index, new)
         if isinstance(step, PromptStep):
-            outs = [self._attend_to_prompt(chunk, q, new, width, sinks) for chunk in step.chunks]
+            outs = [self._attend_to_prompt(chunk, q, width, sinks) for chunk in step.chunks]
             return join_chunks(outs, 2, q.shape[2])
         if q.is_cuda:
             return self.attend_to_pool(q, width, sinks)
@@ -105,21 +106,21 @@ class PagedKVCache(LayerCache):
         return write_and_attend(self.gather(), step.positions, q, new, width, sinks, attend_rows)
 
     def _attend_to_prompt(
-        self, chunk: Chunk, q: Tensor, new: list[Tensor], width: int, sinks: Tensor | None
+        self, chunk: Chunk, q: Tensor, width: int, sinks: Tensor | None
     ) -> Tensor:
-        # each [kv_heads, tokens, head_dim]
-        if chunk.cached:
-            seen = [
-                pool[chunk.pages].flatten(0, 1)[: chunk.end].transpose(0, 1) for pool in self.pools
-            ]
-        else:
-            seen = [x[:, chunk.tokens] for x in new]
-        keys = seen[0][None]
-        values = seen[-1][None, ..., :width]
+        """Attend to the sequence up to the chunk's end; the pools hold the chunk already.
+
+        q: [1, heads, tokens of the step, head_dim]. Returns [1, heads, tokens of the chunk, width].
+        """
+        # each [1, kv_heads, tokens, head_dim]
+        seen = [
+            pool[chunk.pages].flatten(0, 1)[None, : chunk.end].transpose(1, 2)
+            for pool in self.pools
+        ]
         # not plain with sinks, whose kernel for plain masks would be compiled for every length
         mask = self.caches.step.mask(chunk, self.window, plain=sinks is None)
         with sdpa_kernel(PREFILL_BACKENDS) if q.is_cuda else nullcontext():
-            return attention(q[:, :, chunk.tokens], keys, values, mask, sinks)
+            return attention(q[:, :, chunk.tokens], seen[0], seen[-1][..., :width], mask, sinks)
 
     def attend_to_pool(self, q: Tensor, width: int, sinks: Tensor | None) -> Tensor:
         """Attend to the pool in a decoding step on CUDA; the new keys and values are in it.
@@ -162,14 +163,13 @@ class PagedKVCache(LayerCache):
 
 
 def join_chunks(outs: list[Tensor], dim: int, length: int) -> Tensor:
-    """Join the outputs of chunks along `dim`, with zeros for the padding tokens behind them."""
-    missing = length - sum(out.shape[dim] for out in outs)
-    if missing:
-        shape = list(outs[0].shape)
-        shape[dim] = missing
-        outs = [*outs, outs[0].new_zeros(shape)]
-    # a single one is not copied
-    return torch.cat(outs, dim) if len(outs) > 1 else outs[0]
+    """Join the outputs of chunks along `dim`, and pad it with zeros to `length`."""
+    # one chunk is not copied
+    out = torch.cat(outs, dim) if len(outs) > 1 else outs[0]
+    missing = length - out.shape[dim]
+    # F.pad counts dimensions from the last
+    later = (0, 0) * (out.ndim - 1 - dim)
+    return F.pad(out, (*later, 0, missing)) if missing else out
 
 
 def kernel_options(keys: Tensor, width: int, rows: int) -> dict | None:
@@ -179,12 +179,12 @@ def kernel_options(keys: Tensor, width: int, rows: int) -> dict | None:
     """
     if width > 256:
         return SMALL_TILES
-    if not keys.is_cuda or width * keys.itemsize > 256:
+    width_bytes = width * keys.itemsize
+    capability = torch.cuda.get_device_capability(keys.device) if keys.is_cuda else None
+    if capability not in PREFETCH_CAPABILITIES or width_bytes > 256:
         return None
-    capability = torch.cuda.get_device_capability(keys.device)
-    if capability == (9, 0) and width * keys.itemsize == 256 and rows * keys.shape[1] >= 128:
-        return SMALL_PREFETCHED_TILES
-    return PREFETCH if capability in PREFETCH_CAPABILITIES else None
+    crowded = width_bytes == 256 and rows * keys.shape[1] >= 128
+    return SMALL_PREFETCHED_TILES if crowded and capability == (9, 0) else PREFETCH
 
 
 class MambaCache(LayerCache):
@@ -202,9 +202,16 @@ class MambaCache(LayerCache):
 
         mixed, dt: [1, tokens, groups, ...]. Returns [1, tokens, ...].
         """
-        if not self.states:
-            self._allocate(mixed, dt)
         step = self.caches.step
+        if not self.states:
+            slots = self.caches.slots
+            conv = (slots, self.shape.conv - 1, *mixed.shape[2:])
+            # dt: [1, tokens, groups, heads]
+            scan = (slots, *dt.shape[2:], self.shape.head_dim, self.shape.state)
+            self.states = [
+                zeros(conv, mixed.dtype, mixed.device),
+                zeros(scan, torch.float32, mixed.device),
+            ]
         if isinstance(step, DecodingStep):
             mixed = mixed.transpose(0, 1)
             dt = dt.transpose(0, 1)
@@ -219,7 +226,10 @@ class MambaCache(LayerCache):
     def _run(
         self, mix: Callable, mixed: Tensor, dt: Tensor, slots: Tensor, starts: Tensor
     ) -> Tensor:
-        """Run one sequence per row from the states in `slots`, from zeros where one starts."""
+        """Run one sequence per row from the states in `slots`, from zeros where one starts.
+
+        mixed, dt: [rows, tokens, groups, ...]; slots, starts: [rows]. Returns [rows, tokens, ...].
+        """
         current = tuple(
             s[slots].masked_fill_(starts.view(-1, *[1] * (s.ndim - 1)), 0) for s in self.states
         )
@@ -227,17 +237,6 @@ class MambaCache(LayerCache):
         for state, new in zip(self.states, current, strict=True):
             state[slots] = new
         return out
-
-    def _allocate(self, mixed: Tensor, dt: Tensor) -> None:
-        shape = self.shape
-        slots = self.caches.slots
-        conv = (slots, shape.conv - 1, *mixed.shape[2:])
-        # dt: [1, tokens, groups, heads]
-        scan = (slots, *dt.shape[2:], shape.head_dim, shape.state)
-        self.states = [
-            zeros(conv, mixed.dtype, mixed.device),
-            zeros(scan, torch.float32, mixed.device),
-        ]
 
 
 class Caches:
@@ -282,27 +281,26 @@ class Caches:
         self, pages: list[tuple[int, int]], slots: list[tuple[int, int]], device: torch.device
     ) -> None:
         """Copy pages and states, each (from, to), in all layers."""
-        pools = [p for layer in self.layers for p in getattr(layer, "pools", [])]
-        states = [s for layer in self.layers for s in getattr(layer, "states", [])]
-        for pairs, tensors in ((pages, pools), (slots, states)):
-            if pairs:
-                source, target = on_device(pairs, device).unbind(1)
+        pairs = {"pools": pages, "states": slots}
+        for name, copies in pairs.items():
+            tensors = [x for layer in self.layers for x in getattr(layer, name, [])]
+            if copies and tensors:
+                source, target = on_device(copies, device).unbind(1)
                 for tensor in tensors:
                     tensor[target] = tensor[source]
 
     def refresh(self) -> bool:
         """Drop constants computed from the weights. Return whether there were any."""
-        stale = [
-            layer for layer in self.layers if layer is not None and layer.constants is not None
-        ]
-        for layer in stale:
+        layers = [layer for layer in self.layers if layer is not None]
+        stale = any(layer.constants is not None for layer in layers)
+        for layer in layers:
             layer.constants = None
-        return bool(stale)
+        return stale
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return torch.zeros; on the CPU in memory that is not taken before it is written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    size = int(np.prod(shape)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
+    memory = np.zeros((*shape, dtype.itemsize), np.uint8)
+    return torch.from_numpy(memory).view(dtype)[..., 0]

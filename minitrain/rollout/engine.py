@@ -247,27 +247,21 @@ class Sampler:
     def _prefill(self, chunks: list[tuple[Prefill, int]]) -> None:
         """Compute the next tokens of some prompts, (prefill, number of tokens), all in one row."""
         size = self.settings.page_size
-        tokens = []
-        positions = []
-        # (page, offset) of each token
-        kv_index = []
+        # (token, position, page, offset in it) of each token
+        rows = []
         step_chunks = []
         for prefill, count in chunks:
             end = prefill.cached + count
             pages = on_device(prefill.pages[: self.scheduler.pages.needed(end)], self.device)
-            step_chunks.append(Chunk(len(tokens), count, prefill.cached, pages, prefill.slot))
-            tokens += prefill.tokens[prefill.cached : end]
-            positions += range(prefill.cached, end)
-            kv_index += [(prefill.pages[i // size], i % size) for i in range(prefill.cached, end)]
-        padding = -len(tokens) % self.model.sequence_split
-        tokens += [0] * padding
-        positions += [0] * padding
-        kv_index += [(self.caches.null_page, 0)] * padding
-        index = on_device([*zip(*kv_index, strict=True)], self.device).unbind()
-        self.caches.step = PromptStep(index, step_chunks)
+            step_chunks.append(Chunk(len(rows), count, prefill.cached, pages, prefill.slot))
+            for i in range(prefill.cached, end):
+                rows.append((prefill.tokens[i], i, prefill.pages[i // size], i % size))
+        rows += [(0, 0, self.caches.null_page, 0)] * (-len(rows) % self.model.sequence_split)
+        tokens, positions, *kv_index = on_device(rows, self.device).T.contiguous()
+        self.caches.step = PromptStep(tuple(kv_index), step_chunks)
         self.model(
-            on_device([tokens], self.device),
-            positions=on_device([positions], self.device),
+            tokens[None],
+            positions=positions[None],
             # nothing to do: a decoding step samples the next token
             head=lambda hidden, *_: hidden,
             cache=self.caches,

@@ -1,14 +1,14 @@
 """The trainer's weights as the sampler uses them: without what training puts around them.
 
-While `in_use`, blocks run eagerly, since the trainer's compiled blocks would recompile for the
-sampler's shapes, or `compiled` in the sampler's own way.
+While `in_use`, blocks run eagerly, or `compiled` in the sampler's own way: the trainer's compiled
+blocks would recompile for the sampler's shapes. Linears with the same input are one product:
 
-    CPU, fp32   matrices are repacked once per set of weights into oneDNN's own layout, those with
-                the same input side by side: products with the few rows of a decoding step become
-                1.3 to 2.5 times as fast. This costs a second copy of the weights, which `refresh`
-                renews. Small matrices stay: calling oneDNN costs more than their product
-    CUDA        matrices with the same input are moved side by side, once and for good, and read as
-                one: fewer and larger products, and no copies
+    CPU, fp32   Their matrices are packed once per set of weights into oneDNN's own layout. With the
+                few rows of a decoding step this makes products 1.3 to 2.5 times as fast. It costs a
+                second copy of the weights, which `refresh` drops. Small matrices stay as they are:
+                calling oneDNN costs more than their product
+    CUDA        Their matrices are moved side by side, once and for good, and read as one: fewer and
+                larger products, and no copies
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from minitrain.models.onednn import OnednnLinear
 
 # elements below which matrices are not packed: 1 MiB
 MIN_PACKED_ELEMENTS = 1 << 18
-# matrices side by side, in oneDNN's layout if packed; their biases; rows of each
+# matrices side by side, in oneDNN's layout if packed; their biases; the rows of each matrix
 Joined = tuple[Tensor, Tensor | None, list[int]]
 # stands for an attribute that a module does not have
 ABSENT = object()
@@ -77,20 +76,15 @@ class SamplerWeights:
             self.entered = False
 
     def _enter(self) -> None:
-        for module in self.model.modules() if self.joins else ():
-            if (joined := join(module)) is not None:
-                self._replace(module, "joined", joined)
-                self._replace(module, "project", MethodType(project_joined, module))
         for block in self.model.blocks:
             # there is no public switch
             self._replace(block, "_compiled_call_impl", None)
             if "forward" in block.__dict__:
                 # recomputation
                 self.replaced.append((block, "forward", block.__dict__.pop("forward")))
-            if self.packs:
-                self.groups[block] = [LinearGroup(self, each) for each in linears_by_input(block)]
-        for groups in self.groups.values():
-            for group in groups:
+            groups = [LinearGroup(self, linears) for linears in linears_by_input(block)]
+            self.groups[block] = [g for g in groups if self.packs or g.joined is not None]
+            for group in self.groups[block]:
                 for number, linear in enumerate(group.linears):
                     self._replace(linear, "group", group)
                     self._replace(linear, "number", number)
@@ -133,10 +127,11 @@ class SamplerWeights:
         return self.packed.get(owner)
 
 
-def multiply(packed: Joined, x: Tensor) -> Sequence[Tensor]:
-    """Return F.linear of x [..., in] with each of the packed matrices."""
-    weight, bias, rows = packed
-    return torch.ops.minitrain.onednn_linear(x, weight, bias).split(rows, dim=-1)
+def multiply(joined: Joined, x: Tensor, packed: bool = True) -> Sequence[Tensor]:
+    """Return F.linear of x [..., in] with each of the matrices side by side, each [..., out]."""
+    weight, bias, rows = joined
+    linear = torch.ops.minitrain.onednn_linear if packed else F.linear
+    return linear(x, weight, bias).split(rows, dim=-1)
 
 
 class LinearGroup:
@@ -147,23 +142,28 @@ class LinearGroup:
         self.linears = linears
         self.x = None
         self.outs = None
-        self.packed = None
+        self.joined = join(linears) if weights.joins else None
 
     def parameters(self) -> list[tuple[Tensor, Tensor | None]]:
         """Return the current (weight, bias) of each: tensor parallelism replaces them."""
         return [(linear.weight, linear.bias) for linear in self.linears]
 
+    def prepare(self) -> None:
+        """Pack the matrices anew if they have changed."""
+        if self.weights.packs:
+            self.joined = self.weights.pack(self.linears, self.parameters)
+
 
 def forward_in_group(linear: nn.Linear, x: Tensor) -> Tensor:
-    """Return this Linear's share of its group's products. x: [..., in]."""
+    """Return this Linear's output, [..., out], from its group's products. x: [..., in]."""
     group = linear.group
     if x is not group.x:
         group.x = x
         compiling = torch.compiler.is_compiling()
         if not compiling:
-            group.packed = group.weights.pack(group.linears, group.parameters)
-        if group.packed is not None:
-            group.outs = multiply(group.packed, x)
+            group.prepare()
+        if group.joined is not None:
+            group.outs = multiply(group.joined, x, group.weights.packs)
         elif compiling:
             group.outs = [F.linear(x, weight, bias) for weight, bias in group.parameters()]
         else:
@@ -202,32 +202,15 @@ def can_join(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def join(module: nn.Module) -> Joined | None:
-    """Move the matrices of `module.project` side by side; None if they are not plain Linears."""
-    if not hasattr(module, "project"):
-        return None
-    linears = [getattr(module, name) for name in module.same_input]
-    if not all(map(is_plain, linears)):
+def join(linears: tuple[nn.Linear, ...]) -> Joined | None:
+    """Move the matrices of several Linears side by side; None if they are adapted or sharded."""
+    weights = [linear.weight for linear in linears]
+    adapted = any(hasattr(linear, "lora_A") for linear in linears)
+    if adapted or len(linears) == 1 or {*map(type, weights)} != {nn.Parameter}:
         return None
     biases = [linear.bias for linear in linears]
     bias = None if biases[0] is None else side_by_side(biases)
-    weight = side_by_side([linear.weight for linear in linears])
-    return weight, bias, [len(linear.weight) for linear in linears]
-
-
-def is_plain(linear: nn.Module) -> bool:
-    """Return whether it is a Linear without adapters, FP8, hooks or tensor parallelism."""
-    changed = (
-        linear._forward_hooks
-        or linear._forward_pre_hooks
-        or {"forward", "weight"} & linear.__dict__.keys()
-    )
-    return type(linear) is nn.Linear and not changed and not isinstance(linear.weight, DTensor)
-
-
-def project_joined(module: nn.Module, x: Tensor) -> Sequence[Tensor]:
-    weight, bias, rows = module.joined
-    return F.linear(x, weight, bias).split(rows, dim=-1)
+    return side_by_side(weights), bias, [len(weight) for weight in weights]
 
 
 def side_by_side(parameters: list[nn.Parameter]) -> Tensor:
