@@ -216,7 +216,7 @@ def sample_tokens(
         score = torch.where(greedy[:, None], peak, score) if state.noisy else peak
     logit = logits.gather(1, best) / temperature
     if shard.group is None:
-        return best[:, 0], (logit - peak - total.log())[:, 0]
+        return best[:, 0], (logit - (total.log() + peak))[:, 0]
     return _best_of_shards(torch.cat([score, logit, peak, total, best + shard.first], dim=1), shard)
 
 
