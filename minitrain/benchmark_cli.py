@@ -76,9 +76,9 @@ def parser() -> cli.Parser:
     add = parser.add_argument
     text = "a file, or a row as --list names it; default: quickstart"
     add("--config", nargs="+", action="extend", default=[], type=cli.config_path, help=text)
-    add("--steps", type=cli.positive(int), default=10, help="timed steps (default 10)")
+    add("--steps", type=cli.positive(int), default=10, help="timed steps")
     warmup = cli.positive(int, zero=True)
-    add("--warmup", type=warmup, default=3, help="untimed steps before them (default 3)")
+    add("--warmup", type=warmup, default=3, help="untimed steps before them")
     for name, text in FLAGS.items():
         add(name, action="store_true", help=text)
     for name, text in FILES.items():
@@ -86,9 +86,7 @@ def parser() -> cli.Parser:
     add("--proxy", metavar="N[,N]", help="one rank and so many layers in the config's place")
     add("--sweep", nargs="+", default=[], metavar="KEY=V,V", help="all combinations")
     add("--report", nargs="*", metavar="FILE", help="merge these results with those in results/")
-    add(
-        "--out", type=cli.home_path, default="out/report", help="of the report (default out/report)"
-    )
+    add("--out", type=cli.home_path, default="out/report", help="of the report")
     add(
         "--versus", choices=("transformers", "diffusers", "peft", "full"), help="also time this one"
     )

@@ -67,7 +67,7 @@ def tell_torchrun(line: str) -> None:
 
 @contextmanager
 def located(where: str | Path) -> Iterator[None]:
-    """Puts `where` before the InputError that is raised inside."""
+    """Put `where` before the InputError that is raised inside."""
     try:
         yield
     except InputError as error:

@@ -6,11 +6,118 @@ out_dir. With --n, the samples are made together and shown one after the other. 
 diffusion, DIR is a Wan model, and videos come out: see --task diffusion --help.
 """
 
-from argparse import Namespace
+from importlib import import_module
 
 from minitrain.run import cli
-from minitrain.run.cli import positive
+from minitrain.run.cli import home_path, positive
 
+COUNT = positive(int, most=1 << 20)
+COMMON = {
+    "--model": (
+        home_path,
+        ...,
+        "a folder in Hugging Face layout, as a run's out_dir",
+    ),
+    "--adapter": (
+        home_path,
+        None,
+        "a LoRA run's out_dir, PEFT's, or for videos a file",
+    ),
+    "--seed": (
+        int,
+        0,
+        "of the samples",
+    ),
+    "--device": (
+        ["auto", "cpu", "cuda"],
+        "auto",
+        "where to compute",
+    ),
+}
+TEXT = {
+    "--prompt": (
+        str,
+        ...,
+        "the text to continue",
+    ),
+    "--tokenizer": (
+        home_path,
+        None,
+        "if not the adapter's or the model's own; or bytes",
+    ),
+    "--max-tokens": (
+        positive(int),
+        200,
+        "of a sample",
+    ),
+    "--temperature": (
+        positive(float, zero=True),
+        0.8,
+        "0: the likeliest token",
+    ),
+    "--top-k": (
+        positive(int),
+        0,
+        "choose among the K likeliest tokens",
+    ),
+    "--top-p": (
+        float,
+        1.0,
+        "... that hold this share of the probability",
+    ),
+    "--min-p": (
+        float,
+        0.0,
+        "... at least this share as likely as the likeliest",
+    ),
+    "--n": (
+        positive(int, most=1 << 16),
+        1,
+        "how many samples",
+    ),
+}
+VIDEOS = {
+    "--prompts": (
+        home_path,
+        ...,
+        "a safetensors file, or shapes",
+    ),
+    "--out": (
+        home_path,
+        ...,
+        "file for the latents, or the picture of shapes",
+    ),
+    "--text-tokens": (
+        COUNT,
+        512,
+        "texts are padded to this many tokens",
+    ),
+    "--sampler": (
+        ["euler", "unipc"],
+        "unipc",
+        "of the flow",
+    ),
+    "--steps": (
+        COUNT,
+        50,
+        "of the sampler",
+    ),
+    "--shift": (
+        positive(float),
+        5.0,
+        "3 for 480p, 5 for 720p",
+    ),
+    "--guidance": (
+        positive(float, zero=True),
+        5.0,
+        "1: none, in half the time",
+    ),
+    "--dtype": (
+        ["fp32", "bf16"],
+        None,
+        "of the weights; by default the files'",
+    ),
+}
 VIDEO = """Generate latents of videos: python -m minitrain.generate --task diffusion --model DIR --prompts
 FILE --out FILE.
 
@@ -31,86 +138,23 @@ def main(arguments: list[str]) -> None:
     chooser = cli.Parser(add_help=False, allow_abbrev=False)
     chooser.add_argument("--task", choices=["text", "diffusion"], default="text")
     chosen, rest = chooser.parse_known_args(arguments)
-    # each brings torch, which takes seconds
-    if chosen.task == "diffusion":
-        options = parse_video(rest)
-        from minitrain.run.generate_video import generate_latents
-
-        return generate_latents(options)
-    options = parse_text(rest)
-    from minitrain.run.generate_text import generate
-
-    generate(options)
-
-
-def parse_text(arguments: list[str]) -> Namespace:
-    parser = cli.Parser(prog="python -m minitrain.generate", description=__doc__)
-    parser.add_argument("--model", required=True, metavar="DIR", type=cli.home_path)
-    parser.add_argument(
-        "--adapter", metavar="DIR", type=cli.home_path, help="a LoRA run's out_dir, or PEFT's"
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="DIR", help="if not the adapter's or the model's own; or bytes"
-    )
-    parser.add_argument("--prompt", required=True, metavar="TEXT")
-    parser.add_argument(
-        "--chat", action="store_true", help="answer the prompt, in the model's chat template"
-    )
-    parser.add_argument("--max-tokens", type=positive(int), default=200)
-    parser.add_argument(
-        "--temperature", type=positive(float, zero=True), default=0.8, help="0: the likeliest token"
-    )
-    parser.add_argument(
-        "--top-k", type=positive(int), default=0, help="choose among the K likeliest tokens"
-    )
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, help="... that hold this share of the probability"
-    )
-    parser.add_argument(
-        "--min-p",
-        type=float,
-        default=0.0,
-        help="... at least this share as likely as the likeliest",
-    )
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end after it (may be repeated)"
-    )
-    parser.add_argument("--n", type=positive(int, most=1 << 16), default=1, help="how many samples")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    return parser.parse_args(arguments)
-
-
-def parse_video(arguments: list[str]) -> Namespace:
-    parser = cli.Parser(prog="python -m minitrain.generate --task diffusion", description=VIDEO)
-    number = positive(int, most=1 << 20)
-    parser.add_argument("--model", required=True, metavar="DIR", type=cli.home_path)
-    parser.add_argument(
-        "--adapter",
-        metavar="PATH",
-        type=cli.home_path,
-        help="a LoRA run's out_dir, PEFT's, or a file",
-    )
-    parser.add_argument("--prompts", required=True, metavar="FILE", type=cli.home_path)
-    parser.add_argument("--out", required=True, metavar="FILE", type=cli.home_path)
-    parser.add_argument(
-        "--size", type=number, nargs=3, metavar=("FRAMES", "HEIGHT", "WIDTH"), help="of latents"
-    )
-    parser.add_argument(
-        "--text-tokens", type=number, default=512, help="texts are padded to this many tokens"
-    )
-    parser.add_argument("--sampler", choices=["euler", "unipc"], default="unipc")
-    parser.add_argument("--steps", type=number, default=50)
-    parser.add_argument("--shift", type=positive(float), default=5.0, help="3 for 480p, 5 for 720p")
-    parser.add_argument(
-        "--guidance", type=positive(float, zero=True), default=5.0, help="1: none, in half the time"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--dtype", choices=["fp32", "bf16"], help="of the weights; by default the files'"
-    )
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    return parser.parse_args(arguments)
+    if chosen.task == "text":
+        module = "generate_text"
+        parser = cli.Parser(TEXT | COMMON, prog="python -m minitrain.generate", description=__doc__)
+        parser.add_argument("--chat", action="store_true", help="answer, in the chat template")
+        parser.add_argument("--stop", action="append", default=[], help="end after it (repeatable)")
+    else:
+        module = "generate_video"
+        parser = cli.Parser(
+            VIDEOS | COMMON,
+            prog="python -m minitrain.generate --task diffusion",
+            description=VIDEO,
+        )
+        size = ("FRAMES", "HEIGHT", "WIDTH")
+        parser.add_argument("--size", type=COUNT, nargs=3, metavar=size, help="of the latents")
+    options = parser.parse_args(rest)
+    # brings torch, which takes seconds
+    import_module(f"minitrain.run.{module}").run(options)
 
 
 if __name__ == "__main__":

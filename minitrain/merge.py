@@ -10,9 +10,9 @@ from minitrain.run import cli
 
 
 def main(arguments: list[str]) -> None:
-    parser = cli.Parser(prog="python -m minitrain.merge", description=__doc__)
-    for name in ("--model", "--adapter", "--out"):
-        parser.add_argument(name, required=True, metavar="DIR", type=cli.home_path)
+    names = ("--model", "--adapter", "--out")
+    places = dict.fromkeys(names, (cli.home_path, ..., "a folder: see above"))
+    parser = cli.Parser(places, prog="python -m minitrain.merge", description=__doc__)
     options = parser.parse_args(arguments)
     from minitrain.run.merge_adapters import merge
 

@@ -23,8 +23,7 @@ def number(default: float, least: float, most: float = math.inf) -> Any:
 
 @dataclass
 class Model:
-    """`model: llama3-8b`, or `model: {name | path: ..., any field of its config: ...}`, or those
-    fields alone.
+    """The model: `model: NAME`, `model: FOLDER`, or a mapping of the fields below.
 
     name: of the zoo, with random weights. path: a folder in Hugging Face layout; training starts
     from its weights.
@@ -37,46 +36,38 @@ class Model:
 
 @dataclass
 class Data:
-    """Where tokens come from: see data/text.py; for diffusion, data/latents.py and
-    data/shapes.py.
-    """
+    """The training data: see data/text.py; for diffusion, data/latents.py and data/shapes.py."""
 
+    # mock: random tokens, for benchmarks; shapes: a toy world of videos
     kind: Literal["mock", "text", "jsonl", "tokens", "latents", "shapes"] = "mock"
     path: str | list[str] = ""  # files, folders or globs; {stdlib} stands for Python's own library
-    exclude: list[str] = field(
-        default_factory=list
-    )  # glob patterns of paths to leave out, or of their ends
-    size: list[int] = field(
-        default_factory=lambda: [24, 104, 60]
-    )  # mock latents: frames, height, width
-    field: str = (
-        "text"  # jsonl: the key that holds the text; chats are looked for, see data/chat.py
-    )
-    template: Literal["auto", "llama3", "chatml", "plain"] = (
-        "auto"  # fine-tuning: how chats become text
-    )
-    over_long: Literal["truncate", "drop"] = (
-        "truncate"  # fine-tuning: chats longer than batch.seq_len
-    )
+    # glob patterns of paths to leave out, or of their ends
+    exclude: list[str] = field(default_factory=list)
+    # mock latents: frames, height, width
+    size: list[int] = field(default_factory=lambda: [24, 104, 60])
+    # jsonl: the key that holds the text; chats are looked for, see data/chat.py
+    field: str = "text"
+    # fine-tuning: how chats become text
+    template: Literal["auto", "llama3", "chatml", "plain"] = "auto"
+    # fine-tuning: chats longer than batch.seq_len
+    over_long: Literal["truncate", "drop"] = "truncate"
     packed: bool | None = None  # do chats share rows; None: they do; mock chats: as SQuAD's
-    tokenizer: str = "bytes"  # or a tokenizer.json, or a folder that holds one; tokens: what to save with the model
-    token_dtype: Literal["uint16", "uint32"] = (
-        "uint16"  # tokens: of raw .bin files (.npy files know theirs)
-    )
-    document_end: int | None = (
-        None  # tokens: the id that ends a document; None: one document per file
-    )
-    on_error: Literal["error", "skip"] = (
-        "error"  # at lines, files or rows of tokens that cannot be used
-    )
+    # or a tokenizer.json, or a folder that holds one; tokens: what to save with the model
+    tokenizer: str = "bytes"
+    # tokens: of raw .bin files (.npy files know theirs)
+    token_dtype: Literal["uint16", "uint32"] = "uint16"
+    # tokens: the id that ends a document; None: one document per file
+    document_end: int | None = None
+    # at lines, files or rows of tokens that cannot be used
+    on_error: Literal["error", "skip"] = "error"
     text_tokens: int = number(512, 1, 1 << 20)  # latents: texts are padded to this many tokens
     validation: float = 0.0  # the share of documents, or of videos, held out
+    validation_path: str | list[str] = ""  # or these files, of the same kind
 
 
 @dataclass
 class Batch:
-    """global_ (`global` in YAML): sequences per optimizer step over all ranks; micro: per rank and
-    forward pass.
+    """Batch sizes. global: sequences per optimizer step over all ranks; micro: per rank and forward pass.
 
     For diffusion a sequence is a video, and seq_len the patches that it has, or has at most.
     """
@@ -88,7 +79,7 @@ class Batch:
 
 @dataclass
 class Parallel:
-    """How the ranks are used: their number is dp_replicate x dp_shard x cp x tp x pp.
+    """Layout of the ranks, whose number is dp_replicate x dp_shard x cp x tp x pp.
 
     dp_shard=-1 takes all ranks that the others leave.
     """
@@ -105,14 +96,13 @@ class Parallel:
     # true frees weights of all but the next three stages. None: true, but where a rank has the
     # whole model, whose weights in bf16 it would only copy anew
     reshard_after_forward: bool | None = None
-    reduce: Literal["fp32", "bf16"] = (
-        "fp32"  # type of gradients while ranks are summed; micro-batches: see precision
-    )
+    # type of gradients while ranks are summed; micro-batches: see precision
+    reduce: Literal["fp32", "bf16"] = "fp32"
     prefetch: int = number(1, 0)  # how many blocks ahead to gather
-    context: Literal["allgather", "ulysses"] = (
-        "allgather"  # how context-parallel ranks exchange keys and values
-    )
-    async_tp: bool = False  # CUDA and compile only: overlap tensor parallel's collectives with its matrix products
+    # how context-parallel ranks exchange keys and values
+    context: Literal["allgather", "ulysses"] = "allgather"
+    # CUDA and compile only: overlap tensor parallel's collectives with its matrix products
+    async_tp: bool = False
     schedule: Literal[
         "GPipe",
         "1F1B",
@@ -123,9 +113,8 @@ class Parallel:
         "DualPipeV",
     ] = "1F1B"
     vp: int = number(1, 1)  # pipeline stages per rank
-    layers_per_stage: list[int] | None = (
-        None  # embedding and head count as a layer each; default: as even as possible
-    )
+    # embedding and head count as a layer each; default: as even as possible
+    layers_per_stage: list[int] | None = None
     # where stages are as even as possible, the head counts as so many layers
     head_layers: int = number(1, 1)
 
@@ -135,31 +124,28 @@ class Optim:
     """The optimizer and its learning-rate schedule: see training/optim.py."""
 
     name: Literal["adamw", "sgd"] = "adamw"
-    lr: float = number(3e-4, 0)
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
-    weight_decay: float = number(0.1, 0)
-    clip: float | None = 1.0
-    max_skipped: int = (
-        number(
-            10, 1
-        )  # this many steps in a row without a finite loss and gradient norm end the run
-    )
+    lr: float = number(3e-4, 0)  # the highest of the schedule
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # of AdamW
+    eps: float = 1e-8  # of AdamW
+    weight_decay: float = number(0.1, 0)  # of matrices, times lr
+    clip: float | None = 1.0  # largest norm of the gradient; null: none
+    # this many steps in a row without a finite loss and gradient norm end the run
+    max_skipped: int = number(10, 1)
     states: Literal["fp32", "bf16"] = "fp32"  # of AdamW's moments
     stochastic_rounding: bool = False  # of the weights and states that are stored in bf16
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup: int = number(0, 0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    warmup: int = number(0, 0)  # first steps, in which the rate rises
     final_lr: float = 0.0  # as a share of lr, reached at the last step, if two follow the warm-up
 
 
 @dataclass
 class Fp8:
-    """With precision=fp8: see models/fp8.py."""
+    """FP8 matrix products, with precision=fp8: see models/fp8.py."""
 
-    fast_accumulation: Literal["none", "forward", "all"] = (
-        "forward"  # which products Hopper sums with fewer bits
-    )
-    experts: bool = False  # routed experts too: saves time where a rank has one of them (parallel.ep = their number)
+    # which products Hopper sums with fewer bits
+    fast_accumulation: Literal["none", "forward", "all"] = "forward"
+    # routed experts too: saves time where a rank has one of them (parallel.ep = their number)
+    experts: bool = False
     # weights are kept transposed, too, a byte for each of a rank's, unsharded: spares transposing
     # for each micro-batch
     keep_transposed: bool = False
@@ -167,8 +153,7 @@ class Fp8:
 
 @dataclass
 class Validation:
-    """Every `every` steps (0: never) and after the last, on `batches` global batches of held-out
-    data.
+    """Validation every `every` steps (0: never) and after the last, on `batches` held-out batches.
 
     exact_match: fine-tuning; this many held-out chats are answered by the trained model and
     compared (0: none).
@@ -181,32 +166,30 @@ class Validation:
 
 @dataclass
 class Checkpoint:
-    """Every `every` steps, and `minutes` after the one before (0: never), and after the last;
-    `keep` stay on disk.
+    """Checkpoints every `every` steps, `minutes` after the one before (0: never) and after the last.
+
+    keep: so many stay on disk.
     """
 
     every: int = number(0, 0)
     minutes: float = number(10.0, 0)
     keep: int = number(2, 1)
-    asynchronous: bool = False
+    asynchronous: bool = False  # training goes on while one is written
     resume: bool = True  # from the newest complete checkpoint under out_dir, if there is one
 
 
 @dataclass
 class Metrics:
-    """What a run reports besides metrics.jsonl: see run/health.py and run/metrics.py."""
+    """Reports besides metrics.jsonl: see run/health.py and run/metrics.py."""
 
-    spike: float = (
-        number(
-            6.0, 0
-        )  # report losses this many deviations above the recent median, with their batch; 0: none
-    )
+    # report losses this many deviations above the recent median, with their batch; 0: none
+    spike: float = number(6.0, 0)
     tensorboard: bool = False  # to out_dir/tensorboard; needs the package tensorboard
 
 
 @dataclass
 class Profile:
-    """What a run records of itself in out_dir/profile: see run/profiling.py."""
+    """Records of operations and memory in out_dir/profile: see run/profiling.py."""
 
     steps: list[int] = field(default_factory=list)  # [first, last]: the operations of these steps
     memory: bool = False  # CUDA only: all allocations, up to the last of these steps or the end
@@ -214,16 +197,13 @@ class Profile:
 
 @dataclass
 class Rollout:
-    """How the sampler draws responses: see rollout/."""
+    """Sampling of responses: see rollout/."""
 
-    temperature: float = number(1.0, 0)
+    temperature: float = number(1.0, 0)  # of sampling
     max_tokens: int = number(128, 1, 1 << 30)  # of a response
     tp: int = number(1, 1)  # task=grpo: ranks that share a sampler's model
-    ep: int = (
-        number(
-            1, 1
-        )  # task=grpo: set to rollout.tp, it gives these ranks whole experts, not channels of all
-    )
+    # task=grpo: set to rollout.tp, it gives these ranks whole experts, not channels of all
+    ep: int = number(1, 1)
     slots: int = number(256, 1, 1 << 20)  # samples that are decoded at once, at most
     page_size: int = number(128, 1, 1 << 20)  # tokens; on CUDA a multiple of 128
     pages: int = number(0, 0, 1 << 24)  # in the pool; 0: as many as fit into `memory`
@@ -231,24 +211,24 @@ class Rollout:
     chunk: int = number(2048, 1, 1 << 30)  # prompt tokens that are computed at once
     # decoding steps between two looks at their tokens; 0: 16 on CUDA, 1 on the CPU
     steps: int = number(0, 0, 1 << 20)
-    compile: bool = False  # the blocks of decoding steps and, unless ranks share the model, the choice of tokens
+    # the blocks of decoding steps and, unless ranks share the model, the choice of tokens
+    compile: bool = False
 
 
 @dataclass
 class GRPO:
-    """Reinforcement learning on groups of samples; grpo/objective.py has the formulas, and the
-    methods they make up, of which the defaults are NeMo RL's GRPO.
+    """Reinforcement learning on groups of samples, by default NeMo RL's GRPO: see grpo/objective.py.
 
     A step samples `group` responses to each of `prompts` prompts (see `rollout`), and updates the
     weights once for every batch.global of them.
     """
 
     prompts: int = number(16, 1, 1 << 24)
-    group: int = number(8, 1, 1 << 24)
-    reward: str = "exact"  # exact, math, or a function of one's own as package.module:name (see grpo/rewards.py)
-    prompt_key: str = (
-        ""  # of the lines of data.path; default: the first usual name in a line (data/problems.py)
-    )
+    group: int = number(8, 2, 1 << 24)
+    # exact, math, or a function of one's own as package.module:name (see grpo/rewards.py)
+    reward: str = "exact"
+    # of the lines of data.path; default: the first usual name in a line (data/problems.py)
+    prompt_key: str = ""
     answer_key: str = ""
     mock_digits: int = number(4, 1, 1000)  # data.kind=mock: the length of the texts to be reversed
     baseline: Literal["group", "leave_one_out"] = "leave_one_out"
@@ -259,34 +239,25 @@ class GRPO:
     clip_high: float = number(0.2, 0, RATIO)
     dual_clip: float | None = None
     aggregation: Literal["token", "sequence", "constant"] = "token"
-    kl: float = (
-        number(
-            0.0, 0
-        )  # weight of the divergence from the initial policy; with adapters, from the base model
-    )
+    # weight of the divergence from the initial policy; with adapters, from the base model
+    kl: float = number(0.0, 0)
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     importance: Literal["none", "truncate", "mask", "sequence-mask"] = "none"
     importance_low: float = number(0.0, 0, RATIO)
     importance_high: float = number(2.0, 0, RATIO)
     # above 1: groups without a signal are replaced, in up to this many rounds of sampling (DAPO)
     generations: int = number(1, 1, 1000)
-    overlong_buffer: int = (
-        number(
-            0, 0
-        )  # the last tokens before a response would be cut off, over which the reward falls
-    )
+    # the last tokens before a response would be cut off, over which the reward falls
+    overlong_buffer: int = number(0, 0)
     overlong_penalty: float = number(1.0, 0)  # by this much
     overlong_filter: bool = False  # leave truncated responses out of the loss
-    lag: Literal[0, 1] = (
-        0  # 1: sample with weights one step old, so that sampling and training can overlap
-    )
-    generation_ranks: int = (
-        number(
-            0, 0
-        )  # the last ranks only sample, the others only train (needs lag=1); 0: all do both
-    )
+    # 1: sample with weights one step old, so that sampling and training can overlap
+    lag: Literal[0, 1] = 0
+    # the last ranks only sample, the others only train (needs lag=1); 0: all do both
+    generation_ranks: int = number(0, 0)
     keep_cache: bool = False  # keep the sampler's KV cache while its rank trains
-    offload: bool = False  # sampling, log-probabilities and training leave each other their memory (grpo/offload.py)
+    # sampling, log-probabilities and training leave each other their memory (grpo/offload.py)
+    offload: bool = False
     # of supervised training on the answers, before the first step
     warmup_steps: int = number(0, 0, 1 << 20)
     warmup_lr: float = number(1e-3, 0)
@@ -295,6 +266,7 @@ class GRPO:
     keep_rollouts: int = number(100, 0)
 
 
+# those behind down_proj are Wan's
 TARGETS = (
     "q_proj",
     "k_proj",
@@ -308,13 +280,13 @@ TARGETS = (
     "to_v",
     "to_out.0",
     "ffn.net.0.proj",
-    "ffn.net.2",  # of Wan
+    "ffn.net.2",
 )
 
 
 @dataclass
 class Lora:
-    """The settings of all adapters of a model.
+    """Low-rank adapters; with them, whatever the task, only they are trained.
 
     targets: what to adapt, see `find_targets`. dtype: of A and B; they compute in the type of their
     input.
@@ -325,10 +297,10 @@ class Lora:
     """
 
     rank: int = number(16, 1, LARGEST_RANK)
-    alpha: float = number(32.0, 0, LARGEST_ALPHA)
+    alpha: float = number(32.0, 0, LARGEST_ALPHA)  # updates are scaled by alpha / rank
     dropout: float = 0.0
     dropout_position: Literal["pre", "post"] = "pre"
-    rslora: bool = False
+    rslora: bool = False  # by alpha / sqrt(rank)
     targets: list[str] = field(default_factory=lambda: list(TARGETS))
     dtype: Literal["fp32", "bf16"] = "fp32"
     path: str = ""
@@ -340,7 +312,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Diffusion:
-    """How sigmas are drawn and weighed.
+    """Drawing and weighing of sigmas.
 
     sampling, of u between 0 and 1: uniform; logit_normal, sigmoid(mean + std * normal); mode, heavy
     at both ends if mode_scale > 0 (both Esser et al. 2024, section 3.1); mixed, logit_normal but
@@ -371,11 +343,15 @@ class Diffusion:
 
 @dataclass
 class Config:
+    """A run."""
+
     model: Model = field(default_factory=Model)
+    # how it is trained, and on what
     task: Literal["pretrain", "sft", "diffusion", "lora", "grpo"] = "pretrain"
-    steps: int = number(100, 1)
-    seed: int = number(0, 0, 2**63 - 1)
-    out_dir: str = "out/run"
+    steps: int = number(100, 1)  # updates of the weights
+    epochs: float = number(0.0, 0)  # above 0, in place of steps: passes over the data
+    seed: int = number(0, 0, 2**63 - 1)  # of weights, order of the data and dropout
+    out_dir: str = "out/run"  # for checkpoints, metrics and the result
     device: Literal["auto", "cpu", "cuda"] = "auto"
     data: Data = field(default_factory=Data)
     batch: Batch = field(default_factory=Batch)
@@ -388,31 +364,26 @@ class Config:
     precision: Literal["fp32", "bf16", "bf16-pure", "fp8"] = "fp32"
     fp8: Fp8 = field(default_factory=Fp8)
     optim: Optim = field(default_factory=Optim)
-    lora: Lora | None = (
-        None  # with it, whatever the task, only adapters are trained; task=lora is sft with them
-    )
+    # with it, whatever the task, only adapters are trained; task=lora is sft with them
+    lora: Lora | None = None
     diffusion: Diffusion = field(default_factory=Diffusion)
     rollout: Rollout = field(default_factory=Rollout)
     grpo: GRPO = field(default_factory=GRPO)
-    compile: bool = False
-    recompute: Literal["none", "full", "attention", "selective"] | int = (
-        "none"  # see parallel/recompute.py
-    )
+    compile: bool = False  # torch.compile, block by block
+    # of activations, none or a block every n: see parallel/recompute.py
+    recompute: Literal["none", "full", "attention", "selective"] | int = "none"
     validation: Validation = field(default_factory=Validation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     profile: Profile = field(default_factory=Profile)
     deterministic: bool = False  # bitwise reproducible: see run/determinism.py
-    timeout_s: float = (
-        number(
-            600.0, 1, 1_000_000
-        )  # how long a rank waits for the others in a collective before it gives up
-    )
+    # how long a rank waits for the others in a collective before it gives up
+    timeout_s: float = number(600.0, 1, 1000000)
     reference: dict = field(default_factory=dict)  # published figures of the same row
 
 
 def to_dict(config: Config) -> dict:
-    """The nested dict that `from_dict` reads back as the same config."""
+    """Return the nested dict that `from_dict` reads back as the same config."""
     tree = dataclasses.asdict(
         config, dict_factory=lambda items: {key.rstrip("_"): value for key, value in items}
     )

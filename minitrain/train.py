@@ -10,22 +10,27 @@ step, with a checkpoint (watch.py).
 
 from minitrain.run import cli
 from minitrain.run.config import load
+from minitrain.run.reference import annotate, describe_section, describe_sections
 
 
 def main(arguments: list[str]) -> None:
-    parser = cli.Parser(prog="python -m minitrain.train", description=__doc__)
-    parser.add_argument("--config", required=True, metavar="FILE", type=cli.config_path)
-    parser.add_argument(
-        "--deterministic", action="store_true", help="the same run again gives the same bits"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings over those of the file"
-    )
+    if arguments[:-1] in (["-h"], ["--help"]):
+        return print(describe_section(arguments[-1]))
+    config = {"--config": (cli.config_path, ..., "a YAML file, or a recipe as train/shapes")}
+    name = "python -m minitrain.train"
+    parser = cli.Parser(config, prog=name, description=__doc__, epilog=describe_sections())
+    add = parser.add_argument
+    add("--print-config", action="store_true", help="print all settings, with comments")
+    add("--deterministic", action="store_true", help="the same run again gives the same bits")
+    add("overrides", nargs="*", metavar="key=value", help="settings over those of the file")
     options = parser.parse_args(arguments)
     words = options.overrides
     if options.deterministic:
         words.append("deterministic=true")
     config = load(options.config, words)
+    if options.print_config:
+        print("\n".join(annotate(config)))
+        return
     # brings torch, which takes seconds: --help and a mistyped key are answered before
     from minitrain.run.train_model import train
 

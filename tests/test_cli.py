@@ -24,6 +24,7 @@ from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
 from minitrain.run import cli, train_model
+from minitrain.run.config import load
 from minitrain.run.launch import check_own_gpus, pick_device
 from tests.commands import ROOT, command, torchrun
 
@@ -92,6 +93,25 @@ def test_a_short_try_of_an_example_warms_up_less_and_says_so(config_file, tmp_pa
     train.main(["--config", str(config_file), "optim.warmup=50", "steps=2"])
     assert "optim.warmup=50 is longer than steps=2: 0 steps warm up\n" in capsys.readouterr().out
     assert metrics(tmp_path / "out")[0]["lr"] == 0.01
+
+
+@pytest.mark.parametrize("epochs", [2, 0.5])
+def test_epochs_in_place_of_steps(config_file, tmp_path, epochs):
+    """As many steps as it takes to see each row so often: the oracle counts bytes, with one token to end each file."""
+    sizes = [len(file.read_bytes()) + 1 for file in sorted((tmp_path / "texts").iterdir())]
+    train.main(["--config", str(config_file), f"epochs={epochs}", "data.validation=0", "validation.every=0"])
+    out = tmp_path / "out"
+    assert len(metrics(out)) == math.ceil(epochs * (sum(sizes) // 32) / 4)
+    written = yaml.safe_load((out / "config.yaml").read_text())
+    assert written["steps"] == len(metrics(out)) and written["epochs"] == 0
+    assert metrics(out)[-1]["lr"] < metrics(out)[-2]["lr"]  # the schedule knows the end
+    train.main(["--config", str(config_file), f"epochs={epochs}", "data.validation=0", "validation.every=0"])  # done
+
+
+def test_steps_and_epochs_are_one_setting(config_file):
+    for words, found in (("epochs=2", (6, 2)), ("epochs=2 steps=3", (3, 2)), ("steps=3", (3, 0))):
+        config = load(config_file, words.split())
+        assert (config.steps, config.epochs) == found
 
 
 def test_the_same_command_resumes_where_it_was(config_file, tmp_path):
@@ -168,6 +188,7 @@ def test_a_reader_that_has_seen_enough_is_no_error():
 
 PRINTING = """
 from minitrain.run import cli, train_model
+from minitrain.run.config import load
 def main(arguments):
     for i in range(20_000):
         print("line", i)

@@ -1,5 +1,9 @@
 """Open the datasets of a config."""
 
+import math
+from dataclasses import replace
+
+from minitrain.data.files import held_out_apart
 from minitrain.data.latents import open_latents
 from minitrain.data.sft import open_chats
 from minitrain.data.text import open_data
@@ -11,8 +15,19 @@ def open_dataset(config: Config) -> tuple:
 
     Raises InputError for files that are missing, damaged or do not fit the model.
     """
+    if config.data.validation_path:
+        trained, held = map(open_dataset, held_out_apart(config))
+        # videos to validate on are under noise held fixed
+        return trained[0], held[1] or held[0]
     if config.task == "diffusion":
         return open_latents(config)
     if config.task in ("sft", "lora"):
         return open_chats(config)
     return open_data(config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed)
+
+
+def with_steps(config: Config, rows: int, per_step: int) -> Config:
+    """Return the config with its epochs as steps: passes over `rows`, of which a step takes some."""
+    if not config.epochs:
+        return config
+    return replace(config, steps=math.ceil(config.epochs * rows / per_step), epochs=0.0)

@@ -12,10 +12,11 @@ import os
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from minitrain.errors import InputError, hub_hint
-from minitrain.settings import Data
+from minitrain.settings import Config, Data
 
 # which files of a folder are data
 _SUFFIXES = {
@@ -24,6 +25,13 @@ _SUFFIXES = {
     "tokens": (".npy", ".bin"),
     "latents": (".safetensors",),
 }
+
+
+def held_out_apart(config: Config) -> tuple[Config, Config]:
+    """Return two configs without data.validation_path: one of data.path, the other of those files."""
+    data = replace(config.data, validation=0.0, validation_path="")
+    held = replace(data, path=config.data.validation_path)
+    return replace(config, data=data), replace(config, data=held)
 
 
 def find_files(data: Data) -> list[Path]:

@@ -30,7 +30,7 @@ from minitrain.data.chat import (
     words_of,
 )
 from minitrain.data.chat_templates import Chat, ChatTemplate, Message, choose_template
-from minitrain.data.files import find_files
+from minitrain.data.files import find_files, held_out_apart
 from minitrain.data.records import Skips, Written, read_jsonl
 from minitrain.data.text import fitting_tokenizer, split_off
 from minitrain.data.tokenizer import Tokenizer
@@ -75,6 +75,9 @@ def open_problems(config: Config) -> tuple[Problems, Problems | None, Tokenizer,
     response.
     """
     data = config.data
+    if data.validation_path:
+        trained, held = map(open_problems, held_out_apart(config))
+        return trained[0], held[0], *trained[2:]
     tokenizer = fitting_tokenizer(data.tokenizer, config.model.config.vocab_size)
     template = choose_template(data.template, tokenizer)
     made_up = data.kind == "mock"

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.errors import InputError, located
-from minitrain.formats.hf import Owned
+from minitrain.formats.hf import Owned, load_pretrained
 from minitrain.formats.json_files import read_from_folder, write_json
 from minitrain.formats.magic import ADAPTER_CONFIG, library_of
 from minitrain.formats.peft_names import (
@@ -37,7 +37,14 @@ from minitrain.formats.peft_names import (
 from minitrain.formats.tensor_files import FLOATS, open_tensors, write_tensors
 from minitrain.formats.wan_names import adapter_place, original_name
 from minitrain.formats.weight_files import StoredTensor, check_stored, stored_tensors
-from minitrain.models.lora import add_adapters, check_targets, is_adapter, is_expert_stack, matches
+from minitrain.models.lora import (
+    add_adapters,
+    check_targets,
+    is_adapter,
+    is_expert_stack,
+    matches,
+    merge_adapters,
+)
 from minitrain.models.wan_config import WanConfig
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.shards import all_slices
@@ -225,6 +232,17 @@ def load_adapter(model: nn.Module, path: str | Path) -> None:
     stored = _read_tensors(model.config, lora, Path(path))
     add_adapters(model, lora)
     _fill(model, stored, all_slices)
+
+
+def load_merged(
+    path: str | Path, adapter: str | Path | None, dtype: torch.dtype | None = None, device=None
+) -> nn.Module:
+    """Return a model as `load_pretrained` does, with the adapters of a folder merged into it."""
+    model = load_pretrained(path, dtype, device)
+    if adapter:
+        load_adapter(model, adapter)
+        merge_adapters(model)
+    return model
 
 
 def fill_adapters(model: nn.Module, lora: Lora, path: str | Path, owned: Owned) -> None:

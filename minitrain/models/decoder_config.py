@@ -7,7 +7,6 @@ A family is a choice of these fields. `zoo.py` holds their values for each publi
 import dataclasses
 import sys
 from dataclasses import dataclass
-from itertools import chain
 from typing import Literal
 
 from minitrain.errors import Faults, refuse
@@ -100,7 +99,8 @@ class DecoderConfig:
     tie_word_embeddings: bool = False
     sliding_window: int = 0  # layers 0, 2, 4, ... see so many keys; 0: all layers see all
     sinks: bool = False  # a learned term in each head's softmax
-    kv_lora_rank: int = 0  # above 0: multi-head latent attention, which uses this and the next four, and no head_dim
+    # above 0: multi-head latent attention, which uses this and the next four, and no head_dim
+    kv_lora_rank: int = 0
     q_lora_rank: int = 0
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
@@ -119,9 +119,8 @@ class DecoderConfig:
     routed_scaling_factor: float = 1.0
     bias_update_speed: float = 0.0  # of the selection bias, after every step
     router_aux_loss_coef: float = 0.0
-    seq_aux: bool = (
-        False  # balance each sequence, rather than the tokens of a forward pass together
-    )
+    # balance each sequence, rather than the tokens of a forward pass together
+    seq_aux: bool = False
     fake_balanced_gate: bool = False  # experts in turn, whatever the token: for benchmarks
     layer_pattern: str = ""  # a letter per layer, see `parts`; empty: attention and MLP in each
     mamba_num_heads: int = 8
@@ -132,9 +131,8 @@ class DecoderConfig:
     mamba_chunk_size: int = 128
     time_step_min: float = 0.0  # dt is at least so much
     initializer_range: float = 0.02
-    scaled_residual_init: bool = (
-        False  # divide what writes into the residual stream by sqrt(number of writers)
-    )
+    # divide what writes into the residual stream by sqrt(number of writers)
+    scaled_residual_init: bool = False
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None  # Llama 3.1 has several
     # what the model's files say besides, for those of what is made of it: other keys of
@@ -248,9 +246,8 @@ class DecoderConfig:
             line = f"model.rope_scaling.{key} is not a setting of {kind}"
             yield key not in (*needed, *optional), line
             least = 0 if key.startswith("mscale") else sys.float_info.min
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            line = f"model.rope_scaling.{key}={value!r} must be a number above 0"
-            yield not (number and least <= value <= 1e9), line
+            fits = isinstance(value, int | float) and least <= value <= 1e9
+            yield not fits, f"model.rope_scaling.{key}={value!r} must be a number above 0"
         yield (
             kind == "llama3" and given["low_freq_factor"] >= given["high_freq_factor"],
             f"{told}: low_freq_factor must be below high_freq_factor",
@@ -315,6 +312,7 @@ class DecoderConfig:
 
 def find_ends(config: DecoderConfig, *known: int | list[int] | None) -> tuple[int, ...]:
     """Return the tokens that end a text: `known`, then those at which transformers stops."""
-    found = [*known, config.eos_token_id, config.generation_config.get("eos_token_id")]
-    flat = chain.from_iterable(ids if isinstance(ids, list) else [ids] for ids in found)
-    return tuple(dict.fromkeys(token for token in flat if isinstance(token, int)))
+    found = []
+    for ids in (*known, config.eos_token_id, config.generation_config.get("eos_token_id")):
+        found += ids if isinstance(ids, list) else [ids]
+    return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))

@@ -23,9 +23,8 @@ class WanConfig:
     patch_size: tuple[int, int, int] = (1, 2, 2)  # frames, rows, columns
     eps: float = 1e-6
     image_dim: int | None = None  # of the CLIP features; None: no image cross-attention
-    embedder_std: float = (
-        0.02  # initial text and time embedders; made for dim 5120: small models need about 0.1
-    )
+    # initial text and time embedders; made for dim 5120: small models need about 0.1
+    embedder_std: float = 0.02
 
     def __post_init__(self):
         """Raise InputError for sizes that no model can have."""

@@ -137,5 +137,5 @@ def run(block: Block, groups: list, *inputs) -> Tensor:
     for hook in block._forward_pre_hooks.values():
         hook(block, ())
     for group in groups:
-        group.joined = group.weights.pack(group.linears, group.parameters)
+        group.prepare()
     return compiled_forward()(block, *inputs[:-1], cache_for_compiler(inputs[-1]))

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 TABLE = """
 model = model_name_or_path pretrained_model_name_or_path base_model model_name model_path pretrained_model load
 steps = max_steps train_steps num_steps training_steps max_iters total_steps total_training_steps iterations
-steps, each of batch.global sequences = num_epochs num_train_epochs epochs epoch max_epochs total_epochs n_epochs
+epochs = num_epochs num_train_epochs epoch max_epochs total_epochs n_epochs
 seed = seed random_seed rng_seed data_seed manual_seed
 out_dir = output_dir out output save_dir output_path default_local_dir project_dir
 device = use_cpu no_cuda accelerator
@@ -22,6 +22,7 @@ data.tokenizer = tokenizer tokenizer_name tokenizer_path tokenizer_name_or_path
 data.template = chat_template
 data.packed = packing sample_packing pack
 data.field = text_column text_field dataset_text_field text_key
+data.validation_path = validation_file eval_file eval_dataset val_data eval_path val_path
 data.validation = validation_split val_split val_size eval_split val_set_size test_size
 grpo.prompt_key = prompt_column
 batch.global = batch_size global_batch_size train_batch_size total_batch_size gbs total_train_batch_size
@@ -66,30 +67,30 @@ grpo.clip_low and grpo.clip_high = clip_ratio cliprange clip_range
 grpo.reward = reward_funcs reward_fn reward_function
 rollout.max_tokens = max_new_tokens max_completion_length max_response_length response_length
 """
-ALIASES = {
-    alias: ours
-    for ours, aliases in (line.rsplit(" = ", 1) for line in TABLE.strip().splitlines())
-    for alias in aliases.split()
-}
 # of a model's config, as config.json and other libraries have it
-OF_MODEL = {
-    "num_hidden_layers": "num_layers",
-    "n_layer": "num_layers",
-    "n_layers": "num_layers",
-    "n_embd": "hidden_size",
-    "d_model": "hidden_size",
-    "n_embed": "hidden_size",
-    "n_head": "num_attention_heads",
-    "n_heads": "num_attention_heads",
-    "num_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "d_ff": "intermediate_size",
-    "ffn_hidden_size": "intermediate_size",
-    "n_positions": "max_position_embeddings",
-    "model_name_or_path": "path",
-    "num_local_experts": "num_experts",
-    "n_routed_experts": "num_experts",
-}
+MODEL_TABLE = """
+num_layers = num_hidden_layers n_layer n_layers
+hidden_size = n_embd d_model n_embed
+num_attention_heads = n_head n_heads num_heads
+num_key_value_heads = n_kv_heads
+intermediate_size = d_ff ffn_hidden_size
+max_position_embeddings = n_positions
+path = model_name_or_path
+num_experts = num_local_experts n_routed_experts
+"""
+
+
+def by_alias(table: str) -> dict[str, str]:
+    """Return our setting for each of the other names in a table."""
+    found = {}
+    for line in table.strip().splitlines():
+        ours, aliases = line.rsplit(" = ", 1)
+        found |= dict.fromkeys(aliases.split(), ours)
+    return found
+
+
+ALIASES = by_alias(TABLE)
+OF_MODEL = by_alias(MODEL_TABLE)
 
 
 def advice(key: str, known: Iterable[str], where: str) -> str:
@@ -97,10 +98,10 @@ def advice(key: str, known: Iterable[str], where: str) -> str:
     are.
     """
     word = key.lower().replace("-", "_")
-    aliases = OF_MODEL if where == "model" else {} if where.startswith("reference") else ALIASES
+    aliases = OF_MODEL if where == "model" else ALIASES
     if word in aliases:
         return f"(use {aliases[word]})"
-    return nearest(word, known) or "(minitrain/settings.py has all settings)"
+    return nearest(word, known) or "(minitrain train --help lists all settings)"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -18,12 +18,28 @@ from minitrain.errors import InputError, refused, tell_torchrun
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse with `--debug`; its own complaints are one line too."""
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """argparse's, with each option's default behind its help."""
 
-    def __init__(self, **kwargs):
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+    def _get_help_string(self, action: argparse.Action) -> str:
+        default = action.default
+        hidden = default is False or default in (None, ..., [], argparse.SUPPRESS)
+        return action.help if hidden else f"{action.help} (default: {default})"
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with `--debug`; its own complaints are one line too.
+
+    options: each as (type, or list of choices; default, or ... where it must be given; help).
+    """
+
+    def __init__(self, options=(), **kwargs):
+        super().__init__(formatter_class=Formatter, **kwargs)
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        for name, (kind, default, text) in dict(options).items():
+            way = {"choices": kind} if isinstance(kind, list) else {"type": kind}
+            needed = default is ...
+            self.add_argument(name, default=default, required=needed, help=text, **way)
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
         """Words and options in any order: argparse's own takes only the first run of words."""
@@ -38,7 +54,7 @@ def positive(kind: type, zero: bool = False, most: float = sys.float_info.max):
 
     def parse(text: str):
         value = kind(text)
-        if not (value > 0 or (zero and value == 0)) or value > most:
+        if not (0 <= value <= most if zero else 0 < value <= most):
             limit = "finite" if most == sys.float_info.max else f"at most {most:,}"
             raise argparse.ArgumentTypeError(
                 f"{text} must be {'at least' if zero else 'above'} 0, and {limit}"
@@ -70,7 +86,7 @@ def check_writable(option: str, file: str | None) -> None:
     if file is None:
         return
     path = Path(file)
-    is_new = not Path(file).exists()
+    is_new = not path.exists()
     with refused(f"--{option}={file} cannot be written"):
         path.open("ab").close()
         if is_new:

@@ -14,10 +14,10 @@ from minitrain.models.wan_config import WanConfig
 from minitrain.models.zoo import model_config
 from minitrain.run.config_yaml import (
     apply_override,
+    as_mapping,
     check_known,
     convert,
     describe,
-    name_or_path,
     read_tree,
 )
 from minitrain.settings import Config, Lora, Model
@@ -29,12 +29,12 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
     """
     tree = read_tree(path)
     for word in overrides:
-        apply_override(tree, word, Config, (DecoderConfig, WanConfig))
+        apply_override(tree, word)
     return from_dict(tree)
 
 
 def from_dict(tree: dict) -> Config:
-    """A checked Config from nested dicts, as YAML gives them."""
+    """Return a checked Config from nested dicts, as YAML gives them."""
     tree = dict(tree)
     model = tree.pop("model", {})
     config = convert(Config, tree, "")
@@ -53,45 +53,36 @@ def from_dict(tree: dict) -> Config:
 
 
 def _expand_home(config: Config) -> None:
-    """~ means what it does in a shell, which leaves it alone inside a word, as YAML does: else it
-    would be a folder.
-    """
-    config.out_dir, config.data.tokenizer = map(
-        os.path.expanduser, (config.out_dir, config.data.tokenizer)
-    )
+    """Read ~ as a shell does, which leaves it alone inside a word: else it would be a folder."""
+    config.out_dir = os.path.expanduser(config.out_dir)
+    config.data.tokenizer = os.path.expanduser(config.data.tokenizer)
     if config.lora:
         config.lora.path = os.path.expanduser(config.lora.path)
 
 
 def _read_lora(config: Config, given: dict) -> Lora | None:
-    """The adapters' settings, those of the adapters to start from where there are some. given: what
-    was written.
-    """
+    """Return the adapters' settings: those of lora.path where there is one. given: what was written."""
     lora = config.lora
     if lora is None or not lora.path:
         return Lora() if lora is None and config.task == "lora" else lora
     from minitrain.formats.peft import read_adapter_config
 
     stored = read_adapter_config(lora.path)
-    for key in ("rank", "alpha", "rslora", "targets"):
+    own = ("dropout", "dropout_position", "dtype", "path")
+    found = dataclasses.replace(stored, **{key: getattr(lora, key) for key in own})
+    for key in given:
         ours = getattr(lora, key)
-        theirs = getattr(stored, key)
-        if (
-            key in given
-            and ours != theirs
-            and not (key == "targets" and _adapt_the_same(config, lora, stored))
-        ):
+        theirs = getattr(found, key)
+        same = key == "targets" and _adapt_the_same(config, lora, stored)
+        if ours != theirs and not same:
             raise InputError(
                 f"lora.{key}={ours} cannot be changed: lora.path={lora.path} has {theirs}"
             )
-    kept = {key: getattr(lora, key) for key in ("dropout", "dropout_position", "dtype", "path")}
-    return dataclasses.replace(stored, **kept)
+    return found
 
 
 def _adapt_the_same(config: Config, *loras: Lora) -> bool:
-    """Do the targets name the same weights? A file has them in another order, and without those
-    that are not there.
-    """
+    """Return True if the targets name the same weights, in whatever order, with or without absent ones."""
     from minitrain.formats.peft import adapter_shapes
 
     ours, theirs = (adapter_shapes(config.model.config, lora).keys() for lora in loras)
@@ -100,7 +91,7 @@ def _adapt_the_same(config: Config, *loras: Lora) -> bool:
 
 def _read_model(value: Any, kind: type) -> Model:
     if isinstance(value, str):
-        value = name_or_path(value)
+        value = as_mapping(value, "model")
     if not isinstance(value, dict):
         raise InputError(f"model must be a name, a folder or a mapping, not {describe(value)}")
     value = dict(value)

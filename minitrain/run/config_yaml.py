@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import yaml
 
-from minitrain.errors import InputError
+from minitrain.errors import InputError, refused
 from minitrain.models.zoo import is_known
 from minitrain.run.aliases import ALIASES, advice, nearest
 
@@ -71,21 +71,18 @@ def read_yaml(text: str, where: str) -> Any:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
-        raise InputError(f"{place}: {error.problem or error.context}") from error
+        place = f"{where}:{mark.line + 1}:{mark.column + 1}"
+        raise InputError(f"{place}: {error.problem}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise InputError(f"{where}: not valid YAML: {str(error).splitlines()[0]}") from error
 
 
 def read_tree(path: str | Path) -> dict:
     """Return a config file as nested dicts. Raise InputError where there is none."""
-    try:
+    if not os.path.exists(path):
+        raise InputError(f"config file {path} does not exist")
+    with refused(f"config file {path} cannot be read"):
         text = Path(path).read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise InputError(f"config file {path} does not exist") from None
-    # ValueError: not UTF-8
-    except (OSError, ValueError) as error:
-        raise InputError(f"config file {path} cannot be read: {error}") from error
     tree = read_yaml(text, str(path)) or {}
     if not isinstance(tree, dict):
         raise InputError(
@@ -101,12 +98,12 @@ UNIONS = (types.UnionType, typing.Union)
 ITEM = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^,]*?))\s*(?:,|$)""")
 
 
-def apply_override(tree: dict, word: str, kind: type, models: tuple[type, ...] = ()) -> None:
-    """Set one `a.b=value` in the nested dict of a `kind`, a dataclass: text as it stands, other
-    values as YAML.
+class Word(str):
+    """The value of a `key=value` word: text, or YAML, as the type of its setting has it."""
 
-    models: the dataclasses whose fields stand beside `model.name`.
-    """
+
+def apply_override(tree: dict, word: str) -> None:
+    """Set one `a.b=value` in the nested dict of a config."""
     key, equals, value = word.partition("=")
     word = _shortened(word)
     if not equals or not key:
@@ -115,7 +112,7 @@ def apply_override(tree: dict, word: str, kind: type, models: tuple[type, ...] =
     *parents, last = path
     for parent in parents:
         if isinstance(tree.get(parent), str):
-            tree[parent] = name_or_path(tree[parent])
+            tree[parent] = as_mapping(tree[parent], parent)
         # `lora: null` too
         elif tree.get(parent) is None:
             tree[parent] = {}
@@ -123,23 +120,9 @@ def apply_override(tree: dict, word: str, kind: type, models: tuple[type, ...] =
             raise InputError(f"argument {word!r}: {parent!r} is a value, it has no keys under it")
         # an alias may be in other places, too
         tree[parent] = tree = dict(tree[parent])
-    named = path == ["model"] and not value.startswith("{")
-    tree[last] = _read_word(
-        value, str if named and value else _kind_of(kind, path, models), f"argument {word!r}"
-    )
-
-
-def _kind_of(kind: Any, path: list[str], models: tuple[type, ...]) -> Any:
-    """Return the type of a setting below a dataclass, None where there is none."""
-    for key in path:
-        hints = {}
-        # as in `Lora | None`
-        for section in typing.get_args(kind) or (kind,):
-            hints |= typing.get_type_hints(section) if dataclasses.is_dataclass(section) else {}
-        for shape in models if "config" in hints else ():
-            hints |= typing.get_type_hints(shape)
-        kind = {name.rstrip("_"): hint for name, hint in hints.items()}.get(key)
-    return kind
+    # below a section's keys, and in `reference`, no setting has a type
+    typed = len(path) < 3 and parents != ["reference"]
+    tree[last] = Word(value) if typed else read_yaml(value, f"argument {word!r}")
 
 
 def _read_word(value: str, kind: Any, where: str) -> Any:
@@ -154,22 +137,26 @@ def _read_word(value: str, kind: Any, where: str) -> Any:
         items = ITEM.finditer(value[1:-1] if bracketed else value)
         return [text for item in items if (text := next(filter(None, item.groups()), ""))]
     if str in kinds:
-        return value
+        return str(value)
     is_list = lists and not bracketed and value not in ("", "null", "~")
     return read_yaml(f"[{value}]" if is_list else value, where)
 
 
-def name_or_path(word: str) -> dict[str, str]:
-    """Return the mapping for which `model: NAME` or `model: FOLDER` is short.
+def as_mapping(word: str, key: str) -> dict:
+    """Return the mapping that text stands for: YAML's, or of the model that it names.
 
     A folder with a name of the zoo is ./NAME.
     """
+    if word.startswith("{"):
+        return read_yaml(word, f"argument '{key}={word}'")
     is_folder = os.path.isdir(os.path.expanduser(word)) and not is_known(word)
-    return {"path" if is_folder else "name": word}
+    return {"path" if is_folder else "name": str(word)}
 
 
 def convert(kind: Any, value: Any, where: str) -> Any:
     """Return `value` as a `kind`. Raise InputError, which names the key `where`, if it is none."""
+    if isinstance(value, Word):
+        value = _read_word(value, kind, f"argument {_shortened(f'{where}={value}')!r}")
     if dataclasses.is_dataclass(kind):
         return _convert_mapping(kind, value, where)
     origin = typing.get_origin(kind)
@@ -214,10 +201,6 @@ def _convert_scalar(kind: type, value: Any, where: str) -> Any:
     # not nan
     if kind is float and number and abs(value) <= sys.float_info.max:
         return float(value)
-    if kind is str and isinstance(value, str) and "\0" in value:
-        raise InputError(
-            f"{where}={_shortened(repr(value))} must not hold a zero byte, which no path has"
-        )
     if kind in (str, bool, dict) and isinstance(value, kind):
         return value
     names = {
@@ -237,20 +220,21 @@ def _convert_mapping(kind: type, value: Any, where: str) -> Any:
     hints = typing.get_type_hints(kind)
     known = {name.rstrip("_"): name for name in hints}
     for key in value:
-        elsewhere = [] if where or key in known or key in ALIASES else _with_settings_of(hints, key)
-        if elsewhere:
-            raise InputError(f"unknown key {key} (nearest: {' or '.join(elsewhere)})")
+        # as optim.lr for lr
+        homes = [
+            name
+            for name, section in hints.items()
+            if key in getattr(section, "__annotations__", ())
+        ]
+        if homes and not where and key not in {*known, *ALIASES}:
+            raise InputError(
+                f"unknown key {key} (nearest: {' or '.join(f'{home}.{key}' for home in homes)})"
+            )
         check_known(key, known, where)
     prefix = where + "." if where else ""
     return kind(
         **{known[key]: convert(hints[known[key]], v, prefix + key) for key, v in value.items()}
     )
-
-
-def _with_settings_of(sections: dict[str, Any], key: Any) -> list[str]:
-    """Return the sections' settings of that name, as optim.lr for lr."""
-    kinds = {name: hint for name, hint in sections.items() if dataclasses.is_dataclass(hint)}
-    return [f"{name}.{key}" for name, kind in kinds.items() if key in typing.get_type_hints(kind)]
 
 
 def check_known(key: Any, known: Iterable[str], where: str) -> None:

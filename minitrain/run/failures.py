@@ -73,7 +73,9 @@ def explain(error: Exception) -> str | None:
         )
     if "does not have a deterministic implementation" in message:
         return f"deterministic=true: {message.split(',')[0]} (use deterministic=false)"
-    if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", message):
+    if isinstance(error, MemoryError) or re.search(
+        "out of memory|can't allocate memory|size calculation overflowed", message
+    ):
         asked = re.search(
             r"Tried to allocate [^.]*\.\d* \w+|you tried to allocate \d+ bytes", message
         )

@@ -6,19 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from minitrain.data.chat import encode_question, end_of_reply
-from minitrain.data.chat_templates import ChatTemplate, Message, choose_template
+from minitrain.data.chat_templates import Message, choose_template
 from minitrain.data.tokenizer import (
-    Tokenizer,
     check_same_ids,
     load_tokenizer,
     stream,
     tokenizer_folder,
 )
 from minitrain.errors import InputError, hub_hint
-from minitrain.formats.hf import load_pretrained, read_config
-from minitrain.formats.peft import load_adapter
+from minitrain.formats.hf import read_config
+from minitrain.formats.peft import load_merged
 from minitrain.models.decoder_config import find_ends
-from minitrain.models.lora import merge_adapters
 from minitrain.models.wan_config import WanConfig
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import SamplingParams
@@ -27,7 +25,7 @@ from minitrain.run import cli
 from minitrain.run.launch import pick_device
 
 
-def generate(options: Namespace) -> None:
+def run(options: Namespace) -> None:
     """Stream what the model makes of --prompt to the terminal."""
     cli.use_huge_pages()
     check_folders(options)
@@ -42,7 +40,11 @@ def generate(options: Namespace) -> None:
     template = choose_template("auto", tokenizer) if options.chat else None
     replied = template and end_of_reply(template, tokenizer)
     ends = find_ends(config, tokenizer.eos_id, replied)
-    prompt = encode(text_of(options.prompt), tokenizer, template)
+    text = text_of(options.prompt)
+    if template is None:
+        prompt = tokenizer.encode_prompt(text)
+    else:
+        prompt = encode_question([Message("user", text)], template, tokenizer, "--prompt")
     if not prompt:
         raise InputError("--prompt is empty: give at least one character")
     params = SamplingParams(
@@ -56,10 +58,7 @@ def generate(options: Namespace) -> None:
         tuple(options.stop),
         options.seed,
     )
-    model = load_pretrained(options.model, device=pick_device(options.device))
-    if options.adapter:
-        load_adapter(model, options.adapter)
-        merge_adapters(model)
+    model = load_merged(options.model, options.adapter, device=pick_device(options.device))
     sampler = Sampler(model, tokenizer, samples=options.n, longest=len(prompt) + options.max_tokens)
     for number, sample in enumerate(sampler.submit(prompt, params), 1):
         if options.n > 1:
@@ -84,7 +83,7 @@ def check_folders(options: Namespace) -> None:
 
 
 def text_of(prompt: str) -> str:
-    """What was typed; raises InputError for bytes that Python could not read as text."""
+    """Return what was typed. Raise InputError for bytes that Python could not read as text."""
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -92,17 +91,8 @@ def text_of(prompt: str) -> str:
     return prompt
 
 
-def encode(prompt: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[int]:
-    """The tokens that the text of a model begins with: those of the prompt, or what asks for a
-    reply to it.
-    """
-    if template is None:
-        return tokenizer.encode_prompt(prompt)
-    return encode_question([Message("user", prompt)], template, tokenizer, "--prompt")
-
-
 def follow(sampler: Sampler, sample: Sample, ends: tuple[int, ...]) -> Iterator[int]:
-    """The tokens of `sample` but the one that ends it, each as soon as it is there."""
+    """Yield the tokens of `sample` but the one that ends it, each as soon as it is there."""
     seen = 0
     while seen < len(sample.produced) or sample.finish_reason is None:
         if seen == len(sample.produced):

@@ -1,8 +1,7 @@
 """Generate latents of videos: what python -m minitrain.generate --task diffusion does."""
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,10 +11,8 @@ from torch import Tensor
 from minitrain.data import shapes
 from minitrain.data.latents import TEXTS, check_shapes, model_shapes, read_video
 from minitrain.errors import InputError, located
-from minitrain.formats.hf import load_pretrained
-from minitrain.formats.peft import load_adapter
+from minitrain.formats.peft import load_merged
 from minitrain.formats.tensor_files import write_tensors
-from minitrain.models.lora import merge_adapters
 from minitrain.models.wan import Wan
 from minitrain.rollout.flow_sampling import SAMPLERS, guided, sigma_schedule
 from minitrain.run import cli
@@ -24,7 +21,7 @@ from minitrain.run.launch import pick_device
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def generate_latents(options: Namespace) -> None:
+def run(options: Namespace) -> None:
     """Write what the model makes of --prompts to --out."""
     if not Path(options.out).parent.is_dir():  # before minutes of work
         raise InputError(
@@ -37,14 +34,12 @@ def generate_latents(options: Namespace) -> None:
     cli.check_writable("out", options.out)
     if options.prompts != "shapes" and not Path(options.prompts).is_file():
         raise InputError(f"--prompts {options.prompts} is neither a file nor shapes")
-    model = load_pretrained(options.model, DTYPES.get(options.dtype), pick_device(options.device))
+    device = pick_device(options.device)
+    model = load_merged(options.model, options.adapter, DTYPES.get(options.dtype), device)
     if not isinstance(model, Wan):
         raise InputError(
             f"--model {options.model} is not a Wan model (python -m minitrain.generate continues texts)"
         )
-    if options.adapter:
-        load_adapter(model, options.adapter)
-        merge_adapters(model)
     way = {
         name: getattr(options, name) for name in ("sampler", "steps", "shift", "guidance", "seed")
     }
@@ -57,8 +52,7 @@ def generate_latents(options: Namespace) -> None:
         )
     prompts = read_prompts(Path(options.prompts), options.text_tokens)
     check_prompts(prompts, model, options.size, options.prompts)
-    with enough_memory("--size " + " ".join(map(str, options.size))):
-        latents = generate(model, prompts, options.size, **way)
+    latents = generate(model, prompts, options.size, **way)
     if not latents.isfinite().all():
         raise InputError("the latents are not finite (use less --guidance, or another --model)")
     write_tensors({"latents": latents}, options.out)
@@ -84,25 +78,6 @@ def generate(
         model, scale=guidance, **{key: value.to(device) for key, value in prompts.items()}
     )
     return SAMPLERS[sampler](velocity, noise.to(device), sigma_schedule(steps, shift)).cpu()
-
-
-@contextmanager
-def enough_memory(option: str) -> Iterator[None]:
-    """Raises InputError, naming the option, where torch cannot allocate what is asked for."""
-    try:
-        yield
-    except RuntimeError as error:
-        told = (
-            "DefaultCPUAllocator: can't allocate memory",
-            "Storage size calculation overflowed",
-        )  # without a class
-        if not isinstance(error, torch.OutOfMemoryError) and not any(
-            words in str(error) for words in told
-        ):
-            raise
-        raise InputError(
-            f"{option} takes more memory than there is (use a smaller one, or fewer prompts)"
-        ) from error
 
 
 def read_prompts(path: Path, text_tokens: int) -> dict[str, Tensor]:

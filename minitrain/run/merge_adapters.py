@@ -17,10 +17,9 @@ from minitrain.data.tokenizer import (
 )
 from minitrain.errors import InputError
 from minitrain.formats.config_hf import end_also_at
-from minitrain.formats.hf import load_pretrained, save_pretrained
-from minitrain.formats.peft import load_adapter
+from minitrain.formats.hf import save_pretrained
+from minitrain.formats.peft import load_merged
 from minitrain.models.decoder import Decoder
-from minitrain.models.lora import merge_adapters
 
 
 def merge(options: Namespace) -> None:
@@ -38,9 +37,7 @@ def merge(options: Namespace) -> None:
         check_same_ids(source, options.model, "--adapter ")
     template = Path(source, CHAT_TEMPLATE)
     end = chat_end(tokenizer, template)
-    model = load_pretrained(options.model)
-    load_adapter(model, options.adapter)
-    merge_adapters(model)
+    model = load_merged(options.model, options.adapter)
     if isinstance(model, Decoder):  # of videos none has a token that ends it
         if model.config.eos_token_id is None and tokenizer:
             model.config = replace(model.config, eos_token_id=tokenizer.eos_id)

