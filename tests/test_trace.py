@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minitrain.simulator.fake_world import fake_world
-from minitrain.simulator.trace import Trace, Tracer, work
+from minitrain.simulator.operators import work
+from minitrain.simulator.trace import Trace, Tracer
 
 aten = torch.ops.aten
 
@@ -30,8 +31,8 @@ def meta(*shape: int) -> torch.Tensor:
         (aten.mm, [(3, 4), (4, 5)], (3, 5), (2 * 3 * 5 * 4, "gemm", (1, 3, 5, 4))),
         (aten.addmm, [(5,), (3, 4), (4, 5)], (3, 5), (2 * 3 * 5 * 4, "gemm", (1, 3, 5, 4))),
         (aten.bmm, [(2, 3, 4), (2, 4, 5)], (2, 3, 5), (2 * 2 * 3 * 5 * 4, "gemm", (2, 3, 5, 4))),
-        (aten._grouped_mm, [(9, 4), (2, 4, 5)], (9, 5), (2 * 9 * 5 * 4, "grouped", (2, 9, 5, 4))),  # rows by expert
-        (aten._grouped_mm, [(4, 9), (9, 5)], (2, 4, 5), (2 * 4 * 5 * 9, "grouped", (2, 4, 5, 9))),  # weights' gradient
+        (aten._grouped_mm, [(9, 4), (2, 4, 5)], (9, 5), (2 * 9 * 5 * 4, "grouped", (2, 5, 5, 4))),  # rows by expert
+        (aten._grouped_mm, [(4, 9), (9, 5)], (2, 4, 5), (2 * 4 * 5 * 9, "grouped", (2, 4, 5, 5))),  # weights' gradient
     ],
 )
 def test_products(op, operands, out, expected):

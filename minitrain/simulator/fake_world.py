@@ -39,13 +39,9 @@ from minitrain.parallel.shards import to_local
 from minitrain.run.launch import meshes_of
 from minitrain.run.parallel_checks import check_layout, micro_batches, stated_ranks
 from minitrain.settings import Config
+from minitrain.simulator.operators import ATTENTION, attention_work
 from minitrain.simulator.repeat import RepeatedGraph
-from minitrain.simulator.trace import (
-    ATTENTION,
-    Trace,
-    Tracer,
-    attention_work,
-)
+from minitrain.simulator.trace import Trace, Tracer
 from minitrain.training import build
 from minitrain.training.build import make_model
 from minitrain.training.footprint import describe_sizes, footprint

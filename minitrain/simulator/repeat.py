@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from minitrain.simulator.trace import Tracer, tensors
+from minitrain.simulator.operators import tensors
+from minitrain.simulator.trace import Tracer
 
 
 class RepeatedGraph:

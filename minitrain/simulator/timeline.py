@@ -1,4 +1,4 @@
-"""From a trace to seconds: what each kernel and message costs on a system, and what runs at the
+"""Turn a trace into seconds: the cost of each kernel and message on a system, and what runs at the
 same time.
 
 Kernels run one after the other on the compute stream. Collectives run on one stream per mesh
@@ -7,17 +7,19 @@ waits for it, and that wait is the exposed communication. FSDP's own copies run 
 in PyTorch, and its next all-gather starts only when the one before has been copied out, which
 bounds how far it runs ahead.
 
-    matrix product   launch + max(FLOPs / (rate x filled x k / (k + 128)) + BESIDE x bytes / HBM, bytes / HBM);
-                     filled: the share of the waves of 128 x 256 tiles that has work, with RECOVERED
-                     of the idle rest; of an expert's products, with a share and a launch of their
+    matrix product   launch + max(FLOPs / (rate x filled x k / (k + 128)) + beside x bytes / HBM,
+                     bytes / HBM); filled: the share of the waves of 128 x 256 tiles that has work,
+                     with RECOVERED of the idle rest; an expert's products each fill tiles of their
                      own
-    attention        launch + FLOPs / (rate of the kernel and direction x keys / (keys + start)), keys: of a query
-    other kernels    launch + bytes / HBM; with the compiler, neighbours become one kernel, whose inner tensors cost
-                     nothing unless something later reads them
-    collective       latency + bytes on the wire / bandwidth: (n - 1) / n of the payload, twice for an all-reduce;
-                     NVLink within a domain; between domains the adapters of the group's GPUs there,
-                     at most NVLink
-    all-to-all       latency + the slower of what leaves the GPU, by NVLink, and what leaves the domain, by its adapter
+    attention        launch + FLOPs / (rate of the kernel and direction x keys / (keys + start)),
+                     keys: of a query
+    other kernels    launch + bytes / HBM; with the compiler, neighbors become one kernel, whose
+                     inner tensors cost nothing unless something later reads them
+    collective       latency + bytes on the wire / bandwidth: (n - 1) / n of the payload, twice for
+                     an all-reduce; NVLink within a domain; between domains the adapters of the
+                     group's GPUs there, at most NVLink
+    all-to-all       latency + the slower of what leaves the GPU, by NVLink, and what leaves the
+                     domain, by its adapter
 """
 
 from collections import defaultdict
@@ -29,14 +31,16 @@ from minitrain.bench.rows import constants
 from minitrain.errors import InputError
 from minitrain.simulator.trace import SHARDS, Event, Trace
 
-TILE = 128, 256  # of a matrix product's result, per multiprocessor
-READS_GATHERED = (
-    "split_with_sizes_copy",
-    "embedding",
-)  # the latter from one rank, where nothing is copied out
-RECOVERED = 0.6  # how much of an incomplete last wave smaller tiles and split products recover
-NARROW = 64  # channels per head
-BESIDE = 0.27  # how much of the time for a product's bytes is not hidden: fitted with bf16, see systems.yaml
+# of a matrix product's result, per multiprocessor
+TILE = 128, 256
+# of FSDP's gathered weights; the latter from one rank, where nothing is copied out
+READS_GATHERED = ("split_with_sizes_copy", "embedding")
+# of an incomplete last wave, by smaller tiles and split products
+RECOVERED = 0.6
+# channels per head
+NARROW = 64
+# the share of the time for a product's bytes that is not hidden: fitted with bf16, see systems.yaml
+BESIDE = 0.27
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,9 @@ class Attention:
     def seconds(self, event: Event) -> float:
         channels, keys = event.sizes
         rate = self.backward if "backward" in event.name else self.forward
-        return (
-            event.flops
-            / rate
-            / (self.narrow if channels <= NARROW else 1)
-            * (1 + self.start / keys)
-        )
+        if channels <= NARROW:
+            rate *= self.narrow
+        return event.flops / rate * (1 + self.start / keys)
 
 
 @dataclass(frozen=True)
@@ -100,38 +101,30 @@ class System:
     decode_step: float
 
     def kernel_seconds(self, event: Event) -> float:
-        """Of a matrix product, of attention, or of another kernel by itself."""
-        moved = sum(n for _, n in event.reads + event.writes) / self.memory
+        """Return the seconds of a matrix product, of attention, or of another kernel by itself."""
         if event.kind == "attention":
             return self.attention[event.form].seconds(event) + self.launch
+        moved = sum(n for _, n in event.reads + event.writes) / self.memory
+        if event.kind == "memory":
+            return self.unfused * moved + self.launch
+        work = event.flops / self.gemm_rate(event)
         if event.kind == "grouped":
-            return (
-                event.flops / self.gemm_rate(event)
-                + self.grouped_beside * moved
-                + self.grouped_launch
-            )
-        if event.kind == "gemm":
-            return max(event.flops / self.gemm_rate(event) + BESIDE * moved, moved) + self.launch
-        return self.unfused * moved + self.launch
+            return max(work + self.grouped_beside * moved, moved) + self.grouped_launch
+        return max(work + BESIDE * moved, moved) + self.launch
 
     def gemm_rate(self, event: Event) -> float:
-        rate = (
-            self.fp8 if event.element == 1 else self.bf16 if event.element == 2 else self.bf16 / 16
-        )
+        rate = {1: self.fp8, 2: self.bf16}.get(event.element, self.bf16 / 16)
         if not event.sizes:
             return rate
         batch, m, n, k = event.sizes
-        waves = (
-            (1 if event.kind == "grouped" else batch)
-            * ceil(m / TILE[0])
-            * ceil(n / TILE[1])
-            / self.gemm_tiles
-        )
+        waves = batch * ceil(m / TILE[0]) * ceil(n / TILE[1]) / self.gemm_tiles
         filled = 1 - (1 - waves / ceil(waves)) * (1 - RECOVERED)
         return rate * filled * k / (k + 128)
 
     def collective_seconds(self, event: Event, ranks: list[int]) -> float:
-        """ranks: those of the group, in the whole world, where neighbours share a domain."""
+        """Return the seconds of a message. ranks: the group's, in the whole world, where neighbors
+        share a domain.
+        """
         if "send" in event.name or "recv" in event.name:
             return self.latency + event.payload / self.bandwidth(ranks[:2])
         turns = 2 if "all_reduce" in event.name or "allreduce" in event.name else 1
@@ -144,14 +137,14 @@ class System:
         return self.latency + moved / self.bandwidth(ranks)
 
     def bandwidth(self, ranks: list[int]) -> float:
-        """Bytes/s per rank of a ring: NVLink, or as many adapters as the group has GPUs in a
+        """Return bytes/s per rank of a ring: NVLink, or as many adapters as the group has GPUs in a
         domain.
         """
         near = self.in_domain(ranks)
         return self.nvlink if near == len(ranks) else min(self.nvlink, near * self.network)
 
     def in_domain(self, ranks: list[int]) -> int:
-        """How many of the ranks share the first one's NVLink domain."""
+        """Count the ranks that share the first one's NVLink domain."""
         return sum(rank // self.domain == ranks[0] // self.domain for rank in ranks)
 
 
@@ -167,13 +160,15 @@ def load_system(name: str, setting: str = "--system") -> System:
 
 
 def rates_of(values: dict) -> dict:
-    """Fields of a System, from what systems.yaml says of one. attention: the names of its kernels,
-    by form.
+    """Return fields of a System, from what systems.yaml says of one. attention: the names of its
+    kernels, by form.
     """
-    kernels = {name: Attention(**rates) for name, rates in constants("kernels").items()}
-    attention = {form: kernels[kernel] for form, kernel in values.get("attention", {}).items()}
-    numbers = {field: float(value) for field, value in values.items() if field != "attention"}
-    return numbers | ({"attention": attention} if attention else {})
+    kernels = constants("kernels")
+    rates = {name: value for name, value in values.items() if name != "attention"}
+    if "attention" in values:
+        attention = values["attention"].items()
+        rates["attention"] = {form: Attention(**kernels[name]) for form, name in attention}
+    return rates
 
 
 class Span(NamedTuple):

@@ -9,17 +9,16 @@ allocations cost nothing and are not recorded.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from math import prod
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._ops import HigherOrderOperator, OpOverload  # no public name for either
+from torch._ops import HigherOrderOperator  # no public name
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import (
     _resolve_process_group,  # no public name finds a group
@@ -31,26 +30,21 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
-import minitrain.models.fp8
-import minitrain.models.lora  # noqa: F401  these two define operators
-from minitrain.errors import InputError
+from minitrain.simulator.operators import (
+    ROWS_READ,
+    is_allocation,
+    is_free,
+    tensors,
+    traffic,
+    work,
+    wrapped_operator,
+    written_arguments,
+)
 
-aten = torch.ops.aten
-SHARDS = (
-    "dp_replicate",
-    "dp_shard",
-)  # the dimensions over which FSDP communicates, by collectives of its own
+# the dimensions over which FSDP communicates, by collectives of its own
+SHARDS = ("dp_replicate", "dp_shard")
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-ROWS_READ = (
-    "embedding",
-    "index_select",
-    "gather",
-    "index",
-    "scatter",
-    "scatter_add",
-)  # of their large operand
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations")
 
 
@@ -59,10 +53,10 @@ class Event:
     """One kernel or collective.
 
     kind: `gemm`, `grouped`, `attention`, `memory`, `collective`, or the `wait` for one. reads,
-    writes: (storage number, bytes) of each tensor. sizes: of a matrix product, (batch or groups, m,
-    n, k); of attention, channels per head and keys per query. payload: bytes of a collective's
-    full, gathered or unreduced tensor; group: its name in `Trace.groups`; dimension: that of the
-    mesh that it runs over. element: bytes per element of what is multiplied.
+    writes: (storage number, bytes) of each tensor. sizes: of a matrix product, (batch or experts,
+    m, n, k), of one of them; of attention, channels per head and keys per query. payload: bytes of
+    a collective's full, gathered or unreduced tensor; group: its name in `Trace.groups`;
+    dimension: that of the mesh that it runs over. element: bytes per element of what is multiplied.
     form: of attention, `full`, `causal` or `flex`, which computes any other mask.
     """
 
@@ -132,9 +126,12 @@ class Tracer(TorchDispatchMode):
     def __init__(self, groups: dict[str, tuple[list[str], list[int]]]):
         super().__init__()
         self.trace = Trace(groups=groups)
-        self.numbers: dict[int, int] = {}  # of living storages, by address
-        self.sizes: dict[int, tuple[int, str]] = {}  # bytes and kind, by number
-        self.born: dict[int, int] = {}  # after which event, by number
+        # of living storages, by address
+        self.numbers: dict[int, int] = {}
+        # bytes and kind, by number
+        self.sizes: dict[int, tuple[int, str]] = {}
+        # after which event, by number
+        self.born: dict[int, int] = {}
         self.held = Counter(dict.fromkeys(MEMORY_KINDS, 0))
         self.most = 0
         self.count = 0
@@ -164,7 +161,7 @@ class Tracer(TorchDispatchMode):
             total[kind] += size
 
     def number(self, tensor: Tensor, kind: str = "activations") -> int:
-        """The number of the tensor's storage; a storage not seen before counts as `kind` from now
+        """Return the number of the tensor's storage. One not seen before counts as `kind` from now
         until it dies.
         """
         storage = tensor.untyped_storage()
@@ -199,7 +196,7 @@ class Tracer(TorchDispatchMode):
                 self.trace.peak, self.trace.peak_at = dict(self.held), len(self.trace.events)
 
     def forget(self, number: int, address: int | None = None) -> None:
-        """The storage is freed. address: its own, if it had one."""
+        """Count the storage as freed. address: its own, if it had one."""
         self.note("forget", number)
         if self.numbers.get(address) == number:
             del self.numbers[address]
@@ -218,7 +215,8 @@ class Tracer(TorchDispatchMode):
         allocate = FSDPParam.init_all_gather_outputs
         propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
-        def resize_and_count(storage, size):  # FSDP2 frees and brings back gathered weights so
+        def resize_and_count(storage, size):
+            """Follow FSDP2, which frees gathered weights and brings them back so."""
             result = resize(storage, size)
             if storage._cdata in self.numbers:
                 number = self.numbers[storage._cdata]
@@ -229,24 +227,24 @@ class Tracer(TorchDispatchMode):
                 self.resize(number, size)
             return result
 
-        def allocate_and_count(
-            parameter, *args, **kwargs
-        ):  # the first time; later it brings them back
+        def allocate_and_count(parameter, *args, **kwargs):
+            """Follow it the first time; later it resizes what is there."""
             allocate(parameter, *args, **kwargs)
             self.hold(parameter.all_gather_outputs, "gathered")
 
-        def propagate_muted(*args, **kwargs):  # DTensor infers shapes with tensors of global size
+        def propagate_muted(*args, **kwargs):
+            """Leave out the tensors of global size from which DTensor infers shapes."""
             with self.silent():
                 return propagate(*args, **kwargs)
 
         Tracer.active = self
         self.patches = ExitStack()
-        self.patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_and_count))
-        self.patches.enter_context(
-            patch.object(FSDPParam, "init_all_gather_outputs", allocate_and_count)
-        )
-        name = "_propagate_tensor_meta_non_cached"
-        self.patches.enter_context(patch.object(ShardingPropagator, name, propagate_muted))
+        for owner, name, stand_in in (
+            (torch.UntypedStorage, "resize_", resize_and_count),
+            (FSDPParam, "init_all_gather_outputs", allocate_and_count),
+            (ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_muted),
+        ):
+            self.patches.enter_context(patch.object(owner, name, stand_in))
         return super().__enter__()
 
     def __exit__(self, *exception):
@@ -256,7 +254,7 @@ class Tracer(TorchDispatchMode):
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """What runs inside is not traced."""
+        """Trace nothing of what runs inside."""
         self.muted += 1
         try:
             yield
@@ -283,26 +281,25 @@ class Tracer(TorchDispatchMode):
         out = op(*args, **kwargs)
         if isinstance(op, HigherOrderOperator):
             op, args = wrapped_operator(op, args)
-        if (
-            is_view(op)
-            or op.namespace in ("profiler", "prim")
-            or op.__name__.startswith("_local_scalar")
-        ):
+        if is_free(op):
             return out
+        name = op._overloadpacket.__name__
         inputs = tensors((args, kwargs))
         outputs = tensors(out)
         if op.namespace in COLLECTIVES:
-            self.record_collective(op, args, inputs, outputs)
-        elif is_allocation(op):
+            self.record_collective(op, name, args, inputs, outputs)
+        elif is_allocation(name):
             for x in outputs:
                 self.number(x)
         else:
-            self.record_kernel(op, args, kwargs, inputs, outputs, out)
+            written = outputs + written_arguments(op, args, kwargs)
+            self.record_kernel(name, inputs, written, work(op, name, args, kwargs, out))
         return out
 
     def in_place(self, op, *, _all_bases: list[Tensor], **kwargs) -> tuple:
-        """An operator of ours that changes a tensor, as a graph has it until the compiler writes
-        kernels: it returns a new one then, but in the end changes what it is given."""
+        """Run an operator of ours that changes a tensor. Until the compiler writes kernels, a graph
+        has it as one that returns a new tensor; in the end it changes what it is given.
+        """
         names = [argument.name for argument in op._schema.arguments]
         args = [
             kwargs[name] if name in kwargs else _all_bases[kwargs[f"_{name}_base_index"]]
@@ -310,60 +307,46 @@ class Tracer(TorchDispatchMode):
         ]
         return self.__torch_dispatch__(op, (), args), *_all_bases
 
-    def record_kernel(self, op, args, kwargs, inputs, outputs, out) -> None:
-        name = op._overloadpacket.__name__
-        written = outputs + written_arguments(op, args, kwargs)
+    def record_kernel(self, name: str, inputs: list, written: list, kernel: dict) -> None:
+        """Record it with the bytes that it moves. kernel: as `work` returns it."""
         writes = {self.number(x): traffic(x) for x in written}
-        most = max(writes.values(), default=0)
-        reads = {
-            self.number(x): min(traffic(x), most) if name in ROWS_READ else traffic(x)
-            for x in inputs
-        }
-        kernel = work(op, name, args, kwargs, out)
+        reads = {self.number(x): traffic(x) for x in inputs}
+        if name in ROWS_READ:
+            most = max(writes.values(), default=0)
+            reads = {number: min(size, most) for number, size in reads.items()}
         # of the factors, not of what their product is added to
         element = min((x.element_size() for x in inputs if x.is_floating_point()), default=2)
-        self.record(
-            Event(
-                name,
-                reads=list(reads.items()),
-                writes=list(writes.items()),
-                element=element,
-                **kernel,
-            )
-        )
+        moved = dict(reads=list(reads.items()), writes=list(writes.items()))
+        self.record(Event(name, element=element, **moved, **kernel))
 
-    def record_collective(self, op, args, inputs, outputs) -> None:
-        name = op._overloadpacket.__name__
+    def record_collective(self, op, name: str, args, inputs: list, outputs: list) -> None:
         if name in ("_wrap_tensor_autograd", "barrier", "monitored_barrier_"):
             return
-        if name == "wait_tensor":  # a fake one gives another tensor
-            reads, writes = (
-                [(self.number(x, "gathered"), x.nbytes) for x in given]
-                for given in (inputs, outputs)
-            )
+        where = {}
+        if name != "wait_tensor":
+            group = self.group_of(args)
+            functional = op.namespace != "c10d"
+            where = dict(group=group, dimension=self.dimension_of(group, functional))
+            if not functional:
+                outputs = tensors(args[0])
+                inputs = [x for x in inputs if not any(x is y for y in outputs)] or inputs
+        # a fake wait gives another tensor
+        kind = "activations" if where else "gathered"
+        writes = [(self.number(x, "gathered"), x.nbytes) for x in outputs]
+        reads = [(self.number(x, kind), x.nbytes) for x in inputs]
+        if not where:
             self.record(Event(name, "wait", 0, reads, writes))
             return
-        group = self.group_of(args)
-        functional = op.namespace != "c10d"
-        written = outputs if functional else tensors(args[0])
-        read = (
-            inputs
-            if functional
-            else [x for x in inputs if not any(x is y for y in written)] or inputs
-        )
-        payload = max(sum(x.nbytes for x in written), sum(x.nbytes for x in read))
-        self.hold(
-            (x for x in written if self.sizes[self.number(x, "gathered")][1] == "activations"),
-            "gathered",
-        )
-        writes = [(self.number(x), x.nbytes) for x in written]
-        reads = [(self.number(x), x.nbytes) for x in read]
-        where = dict(payload=payload, group=group, dimension=self.dimension_of(group, functional))
-        self.record(Event(name.strip("_"), "collective", 0, reads, writes, **where))
+        for number, _ in writes:
+            if self.sizes[number][1] == "activations":
+                self.count_as(number, "gathered")
+        payload = max(sum(size for _, size in moved) for moved in (writes, reads))
+        name = name.strip("_")
+        self.record(Event(name, "collective", 0, reads, writes, payload=payload, **where))
 
     def group_of(self, args) -> str:
-        """The name of a collective's group, noted as of `others` if no mesh has it (flattened ones,
-        the world).
+        """Return the name of a collective's group, noted as of `others` if no mesh has it
+        (flattened ones, the world).
         """
         boxed = [value for value in tree_leaves(args) if isinstance(value, torch.ScriptObject)]
         if boxed:  # an operator of c10d
@@ -378,141 +361,8 @@ class Tracer(TorchDispatchMode):
         return name
 
     def dimension_of(self, group: str, functional: bool) -> str:
-        """Dimensions of the same ranks share a group; FSDP's calls are told from others by their
-        form.
+        """Return the dimension that communicates. Those of the same ranks share a group; FSDP's
+        calls are told from others by their form.
         """
         names = self.trace.groups[group][0]
         return next((name for name in names if (name in SHARDS) != functional), names[0])
-
-
-def wrapped_operator(op: HigherOrderOperator, args: tuple) -> tuple[OpOverload, tuple]:
-    """Return the operator that a higher-order one runs, with its arguments.
-
-    Recomputation runs what draws random numbers so, with the random state saved or given back
-    (run_and_save_rng_state).
-    """
-    places = [place for place, value in enumerate(args) if isinstance(value, OpOverload)]
-    if len(places) != 1:
-        raise InputError(
-            f"--simulate does not know what the operator {op} costs (use compile=false)"
-        )
-    return args[places[0]], args[places[0] + 1 :]
-
-
-def is_view(op) -> bool:
-    """Does it return an input seen differently, without touching memory?"""
-    infos = [result.alias_info for result in op._schema.returns]
-    return bool(infos) and all(info is not None and not info.is_write for info in infos)
-
-
-def is_allocation(op) -> bool:
-    name = op._overloadpacket.__name__
-    return name.startswith(("empty", "new_empty")) or name in (
-        "set_",
-        "resize_",
-        "_unsafe_view",
-        "_reshape_alias",
-    )
-
-
-def tensors(tree) -> list[Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
-
-
-def written_arguments(op, args, kwargs) -> list[Tensor]:
-    """The tensors that the operator changes in place."""
-    schema = op._schema.arguments
-    given = zip(schema, args, strict=False)
-    named = ((a, kwargs[a.name]) for a in schema if a.name in kwargs)
-    return [
-        x
-        for a, value in (*given, *named)
-        if a.alias_info and a.alias_info.is_write
-        for x in tensors(value)
-    ]
-
-
-def traffic(tensor: Tensor) -> int:
-    """Bytes that reading or writing it moves: repeated elements of an expanded tensor only once."""
-    return (
-        prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
-        * tensor.element_size()
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------- work
-
-
-def work(op, name: str, args, kwargs, out) -> dict[str, object]:
-    """What an Event has of an operator's call: kind, FLOPs, and sizes if these matter."""
-    packet = op._overloadpacket
-    if packet in FACTORS:
-        a, b = FACTORS[packet](*args)
-        m = a.shape[-2]
-        n = b.shape[-1]
-        k = a.shape[-1]
-        if (
-            packet is aten._grouped_mm
-        ):  # rows by expert times a stack; or k is cut by expert, which gives a stack
-            groups = len(b) if b.dim() == 3 else len(out)
-            return {"kind": "grouped", "flops": 2 * m * n * k, "sizes": (groups, m, n, k)}
-        batch = len(a) if a.dim() == 3 else 1
-        return {"kind": "gemm", "flops": 2 * batch * m * n * k, "sizes": (batch, m, n, k)}
-    if packet in ATTENTION:
-        return ATTENTION[packet](*args)
-    if packet in flop_registry:
-        flops = flop_registry[packet](*args, **kwargs, out_val=out)
-        return {"kind": "attention" if "attention" in name else "gemm", "flops": flops}
-    return {"kind": "memory", "flops": 0}
-
-
-FACTORS: dict[object, Callable] = {  # of each matrix product, among its arguments
-    **dict.fromkeys(
-        (aten.mm, aten.bmm, aten._grouped_mm, aten._scaled_mm, torch.ops.minitrain.scaled_mm),
-        lambda a, b, *_: (a, b),
-    ),
-    **dict.fromkeys(  # addmm_: the head's weight gradient in fp32
-        (aten.addmm, aten.addmm_, aten.baddbmm, torch.ops.minitrain.add_product),
-        lambda total, a, b, *_: (a, b),
-    ),
-    torch.ops.minitrain.linear_fp32: lambda x, weight: (x, weight.mT),
-}
-
-
-def attention_work(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    pairs: float | None = None,
-    backward: bool = False,
-) -> dict[str, object]:
-    """What an Event has of attention.
-
-    pairs: of query and key in a row, as FlexAttention's mask allows them; None: plain attention, of
-    half of the square if causal, else of all of it. Backward there are five products: scores again,
-    and the gradients of weights, values, queries and keys.
-    """
-    rows, heads, queries, channels = q.shape
-    form = "flex" if pairs is not None else "causal" if causal else "full"
-    pairs = queries * k.shape[2] / (2 if causal else 1) if pairs is None else pairs
-    products = 3 * channels + 2 * v.shape[-1] if backward else channels + v.shape[-1]
-    sizes = channels, round(pairs / queries)
-    return {
-        "kind": "attention",
-        "flops": int(2 * rows * heads * pairs * products),
-        "sizes": sizes,
-        "form": form,
-    }
-
-
-ATTENTION: dict[object, Callable] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: (
-        lambda q, k, v, dropout=0.0, causal=False, *_: attention_work(q, k, v, causal)
-    ),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda grad, q, k, v, out, log_sum, dropout=0.0, causal=False, *_: attention_work(
-            q, k, v, causal, backward=True
-        )
-    ),
-}

@@ -1,0 +1,144 @@
+"""What an operator's call costs, from its name and its tensors' shapes: kind of kernel, FLOPs and
+bytes.
+
+Views and allocations cost nothing.
+"""
+
+from collections.abc import Callable
+from math import ceil, prod
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator, OpOverload  # no public name for either
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+import minitrain.models.fp8
+import minitrain.models.lora  # noqa: F401  these two define operators
+from minitrain.errors import InputError
+
+aten = torch.ops.aten
+# read as many rows of their large operand as they write
+ROWS_READ = ("embedding", "index_select", "gather", "index", "scatter", "scatter_add")
+ALLOCATIONS = ("set_", "resize_", "_unsafe_view", "_reshape_alias")
+
+
+def wrapped_operator(op: HigherOrderOperator, args: tuple) -> tuple[OpOverload, tuple]:
+    """Return the operator that a higher-order one runs, with its arguments.
+
+    Recomputation runs what draws random numbers so, with the random state saved or given back
+    (run_and_save_rng_state).
+    """
+    places = [place for place, value in enumerate(args) if isinstance(value, OpOverload)]
+    if len(places) != 1:
+        raise InputError(
+            f"--simulate does not know what the operator {op} costs (use compile=false)"
+        )
+    return args[places[0]], args[places[0] + 1 :]
+
+
+def is_free(op: OpOverload) -> bool:
+    """Return whether it moves nothing: a view, a mark for the profiler, a number read back."""
+    infos = [result.alias_info for result in op._schema.returns]
+    is_view = infos and all(info is not None and not info.is_write for info in infos)
+    unseen = op.namespace in ("profiler", "prim") or op.__name__.startswith("_local_scalar")
+    return bool(is_view) or unseen
+
+
+def is_allocation(name: str) -> bool:
+    return name.startswith(("empty", "new_empty")) or name in ALLOCATIONS
+
+
+def tensors(tree) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def written_arguments(op: OpOverload, args: tuple, kwargs: dict) -> list[Tensor]:
+    """Return the tensors that the operator changes in place."""
+    schema = op._schema.arguments
+    given = {a.name: value for a, value in zip(schema, args, strict=False)} | kwargs
+    changed = [given.get(a.name) for a in schema if a.alias_info and a.alias_info.is_write]
+    return tensors(changed)
+
+
+def traffic(tensor: Tensor) -> int:
+    """Return the bytes that reading or writing it moves; repeated elements of an expanded tensor
+    count once.
+    """
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return prod(n for n, stride in strides if stride) * tensor.element_size()
+
+
+def work(op: OpOverload, name: str, args, kwargs, out) -> dict[str, object]:
+    """Return an Event's kind, its FLOPs, and its sizes if these matter."""
+    packet = op._overloadpacket
+    if packet in FACTORS:
+        a, b = FACTORS[packet](*args)
+        batch = len(a) if a.dim() == 3 else 1
+        m, k = a.shape[-2:]
+        n = b.shape[-1]
+        flops = 2 * batch * m * n * k
+        if packet is not aten._grouped_mm:
+            return {"kind": "gemm", "flops": flops, "sizes": (batch, m, n, k)}
+        if b.dim() == 3:  # rows by expert times a stack of weights
+            return {"kind": "grouped", "flops": flops, "sizes": (len(b), ceil(m / len(b)), n, k)}
+        # k is cut by expert, which gives a stack of weights' gradients
+        return {"kind": "grouped", "flops": flops, "sizes": (len(out), m, n, ceil(k / len(out)))}
+    if packet in ATTENTION:
+        return ATTENTION[packet](*args)
+    if packet in flop_registry:
+        flops = flop_registry[packet](*args, **kwargs, out_val=out)
+        return {"kind": "attention" if "attention" in name else "gemm", "flops": flops}
+    return {"kind": "memory", "flops": 0}
+
+
+FACTORS: dict[object, Callable] = {  # of each matrix product, among its arguments
+    **dict.fromkeys(
+        (aten.mm, aten.bmm, aten._grouped_mm, aten._scaled_mm, torch.ops.minitrain.scaled_mm),
+        lambda a, b, *_: (a, b),
+    ),
+    **dict.fromkeys(  # addmm_: the head's weight gradient in fp32
+        (aten.addmm, aten.addmm_, aten.baddbmm, torch.ops.minitrain.add_product),
+        lambda total, a, b, *_: (a, b),
+    ),
+    torch.ops.minitrain.linear_fp32: lambda x, weight: (x, weight.mT),
+}
+
+
+def attention_work(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    pairs: float | None = None,
+    backward: bool = False,
+) -> dict[str, object]:
+    """Return what an Event has of attention. q, k, v: [batch, heads, seq, head_dim].
+
+    pairs: of query and key in a row, as FlexAttention's mask allows them; None: plain attention, of
+    half of the square if causal, else of all of it. Backward there are five products: scores again,
+    and the gradients of weights, values, queries and keys.
+    """
+    rows, heads, queries, channels = q.shape
+    form = "flex" if pairs is not None else "causal" if causal else "full"
+    if pairs is None:
+        pairs = queries * k.shape[2] / (2 if causal else 1)
+    products = 3 * channels + 2 * v.shape[-1] if backward else channels + v.shape[-1]
+    return {
+        "kind": "attention",
+        "flops": int(2 * rows * heads * pairs * products),
+        "sizes": (channels, round(pairs / queries)),
+        "form": form,
+    }
+
+
+ATTENTION: dict[object, Callable] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: (
+        lambda q, k, v, dropout=0.0, causal=False, *_: attention_work(q, k, v, causal)
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, q, k, v, out, log_sum, dropout=0.0, causal=False, *_: attention_work(
+            q, k, v, causal, backward=True
+        )
+    ),
+}
