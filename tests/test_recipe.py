@@ -11,7 +11,7 @@ from minitrain.benchmark import layouts
 from minitrain.run.config import from_dict
 from minitrain.simulator import recipe
 from minitrain.simulator.recipe import as_published
-from minitrain.simulator.simulate import Simulation, timed
+from minitrain.simulator.simulate import Simulation, launch_seconds, timed
 from minitrain.simulator.simulate_policy import Stack, policy_figures
 from minitrain.simulator.timeline import load_system, play
 from minitrain.simulator.trace import MEMORY_KINDS, Event, Trace
@@ -58,6 +58,24 @@ def test_other_stacks(stack, masked):
     found = seconds(trace_of(replace(ATTENTION, form="flex")), stack=stack)
     host = constants("stacks")[stack].get("rates", {}).get("step", 0)
     assert found == pytest.approx(masked * ATTENTION.flops / CAUSAL.forward + host)
+
+
+def test_a_host_that_launches_each_layer_of_experts():
+    """Mixtral's twin, 4 layers of 8 experts, 4 of them a GPU: 3 micro-batches fill and drain two stages, whose forward
+    passes run twice. A step takes that at least; dense models, and ours, launch ahead."""
+    tree = {
+        "model": "mixtral-8x7b-tiny", "batch": {"global": 24, "micro": 1, "seq_len": 64}, "recompute": "full",
+        "parallel": {"dp_shard": 8, "ep": 2, "pp": 2, "schedule": "1F1B"},
+    }  # fmt: skip
+    slow = replace(SYSTEM, expert_layer=5.0, local_expert=0.5)
+    assert launch_seconds(from_dict(tree), slow) == pytest.approx((3 + 1) * 2 * 4 / 3 * (5 + 0.5 * 4))
+    assert launch_seconds(from_dict(tree), SYSTEM) == 0
+    assert launch_seconds(from_dict(tree | {"model": "llama3-8b-tiny", "parallel": {}}), slow) == 0
+    host = 4 * (5 + 0.5 * 8)
+    for busy in (1, 2 * host):  # seconds
+        trace = trace_of(replace(ATTENTION, flops=int(busy * CAUSAL.forward)))
+        found = timed(config_with(), {0: trace}, replace(slow, step=3.0)).step
+        assert found == pytest.approx(max(host, busy) + 3)
 
 
 def test_without_the_compiler_it_is_another_trace(monkeypatch):

@@ -25,7 +25,6 @@ from minitrain.simulator.simulate_policy import (
     phase_seconds,
     refit_seconds,
     training_config,
-    waiting_seconds,
 )
 from tests.test_timeline import SECOND
 
@@ -159,7 +158,7 @@ def test_offloading_costs_time_and_saves_memory(states, kl, size):
 
 
 def test_what_a_published_stack_pays_for():
-    """Mixtral's twin (4 layers of 8 experts) on 16 GPUs; a byte, a tensor and a layer of experts take a second each."""
+    """Mixtral's twin (4 layers of 8 experts) on 16 GPUs; a byte and a tensor take a second each."""
     tree = {
         "model": "mixtral-8x7b-tiny", "task": "grpo", "data": {"kind": "mock"}, "recompute": "full",
         "batch": {"global": 8, "micro": 1, "seq_len": 64}, "parallel": {"dp_shard": 8, "pp": 2, "schedule": "1F1B"},
@@ -167,10 +166,7 @@ def test_what_a_published_stack_pays_for():
     }  # fmt: skip
     config = from_dict(tree)
     apart = replace(config, grpo=replace(config.grpo, lag=1, generation_ranks=8))
-    stack = Stack(expert_layer=1, gather=1, tensor=1, offload=1, wake=10, prepare=0, far_step=0)
-    # 3 micro-batches fill and drain two stages of two layers each, whose forward passes run twice
-    assert waiting_seconds(config, 3, stack) == pytest.approx((3 + 1) * 2 * 4 / 3)
-    assert waiting_seconds(config, 3, None) == 0
+    stack = Stack(gather=1, tensor=1, offload=1, wake=10, prepare=0, far_step=0)
     weights = dict(empty_model(config.model.config).named_parameters())
     size = sum(p.numel() for p in weights.values())
     experts = [name for name in weights if ".experts." in name]
@@ -193,7 +189,7 @@ def policy(rollout=(), grpo=(), **changes):
 
 
 AT_ONCE = POLICY["batch"] | {"global": 8}
-STACK = Stack(expert_layer=0, gather=1, tensor=0, offload=1, wake=0, prepare=5, far_step=3)
+STACK = Stack(gather=1, tensor=0, offload=1, wake=0, prepare=5, far_step=3)
 
 
 @pytest.mark.parametrize(("changes", "stack", "updates", "passes"), [

@@ -18,7 +18,7 @@ from minitrain.simulator.trace import Event, Trace
 PLAIN = Attention(forward=1, backward=0.5, narrow=0.25, start=0)
 SECOND = System(
     name="second", bf16=1, fp8=2, memory=1, launch=0, grouped_beside=0.5, grouped_launch=0, dispatch=0,
-    dispatch_network=0.5, unfused=1,
+    dispatch_network=0.5, expert_layer=0, local_expert=0, unfused=1,
     attention={"full": PLAIN, "causal": PLAIN, "flex": replace(PLAIN, start=100)},
     nvlink=2, domain=8, network=0.5, latency=0, far_latency=0, gemm_tiles=1, step=0, capacity=100,
     decode_weights=1, decode_caches=1, decode_step=0,

@@ -41,6 +41,8 @@ ALL_AT_ONCE = (
     "GPipe",
     "LoopedBFS",
 )  # schedules that run every forward pass before the first backward pass
+# settings of `recompute` with which all matrix products of a forward pass run again
+TWICE = ("full", "attention")
 
 
 @dataclass
@@ -122,9 +124,27 @@ def timed(config: Config, traces: dict[int, Trace], system: System, at_once: int
     lines = {place: played[id(trace)] for place, trace in traces.items()}
     count = micro_batches(config)
     if config.parallel.pp > 1:
-        return pipelined(config, traces, lines, system, min(at_once or count, count))
-    step = accumulated(traces[0], lines[0], count) + system.step
-    return Simulation(traces, lines, count, few(config), step, host=system.step)
+        simulation = pipelined(config, traces, lines, system, min(at_once or count, count))
+    else:
+        step = accumulated(traces[0], lines[0], count) + system.step
+        simulation = Simulation(traces, lines, count, few(config), step, host=system.step)
+    simulation.step = max(simulation.step, launch_seconds(config, system) + system.step)
+    return simulation
+
+
+def launch_seconds(config: Config, system: System) -> float:
+    """Return the least seconds of a step in which the host launches each layer of experts apart,
+    as it waits there for counts of tokens. A pipeline fills and drains besides.
+    """
+    p = config.parallel
+    shape = config.model.config
+    experts = getattr(shape, "num_experts", 0)
+    if not experts:
+        return 0.0
+    passes = (micro_batches(config) + (p.pp - 1) / p.vp) * shape.num_layers / p.pp
+    if config.recompute in TWICE:
+        passes *= 4 / 3
+    return passes * (system.expert_layer + system.local_expert * experts / p.ep)
 
 
 def trace_all(jobs: dict[int, tuple]) -> dict[int, Trace]:

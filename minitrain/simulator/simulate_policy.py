@@ -32,22 +32,25 @@ from minitrain.models.zoo import empty_model
 from minitrain.run.flops import flops_of_token
 from minitrain.run.parallel_checks import row_ranks, stated_ranks
 from minitrain.settings import GRPO, Config, Data
-from minitrain.simulator.simulate import Simulation, figures, matmul_rate, record, result, timed
+from minitrain.simulator.simulate import (
+    TWICE,
+    Simulation,
+    figures,
+    matmul_rate,
+    record,
+    result,
+    timed,
+)
 from minitrain.simulator.timeline import System
 
 HOST_LINK = 50e9  # bytes/s between a GPU and its host's memory, each way: assumed of PCIe 5 x16
 SPREAD = 0.8  # standard deviation of the logarithm of responses' lengths
-TWICE = (
-    "full",
-    "attention",
-)  # settings of `recompute` with which all matrix products of a forward pass run again
 
 
 @dataclass(frozen=True)
 class Stack:
     """What a published run pays beyond kernels and messages: see systems.yaml."""
 
-    expert_layer: float
     gather: float
     tensor: float
     offload: float
@@ -117,9 +120,7 @@ def phase_seconds(
 ) -> dict[str, float]:
     """Of each phase, and of the step. stack: see policy_figures."""
     updates = updates_of(config)
-    training = updates * max(
-        simulation.step, waiting_seconds(config, simulation.micro_batches, stack)
-    )
+    training = updates * simulation.step
     passes = 2 if stack else (updates > 1) + (config.grpo.kl > 0)  # theirs are two in any case
     seconds = {
         "generation_s": generation_seconds(config, system, stack),
@@ -174,17 +175,6 @@ def forward_share(config: Config) -> float:
     """Of a training step: one of a weight's three products, or of two if it is frozen, and one more
     where the forward pass is run again."""
     return 1 / ((2 if config.lora else 3) + (config.recompute in TWICE))
-
-
-def waiting_seconds(config: Config, micro_batches: int, stack: Stack | None) -> float:
-    """What an optimizer step takes at least where the host waits in each layer of experts for the
-    counts of its tokens before it launches what follows. A pipeline fills and drains besides."""
-    shape = config.model.config
-    pp = config.parallel.pp
-    if stack is None or not shape.num_experts:
-        return 0.0
-    again = 4 / 3 if config.recompute in TWICE else 1.0
-    return (micro_batches + pp - 1) * shape.num_layers / pp * stack.expert_layer * again
 
 
 # ------------------------------------------------------------------------------------------------------------- sampling

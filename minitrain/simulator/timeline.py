@@ -73,6 +73,8 @@ class System:
     memory's. grouped_beside: as BESIDE, of an expert's products. unfused: how often element-wise
     kernels move what the compiler's would. Seconds: launch (a kernel's least), grouped_launch,
     latency and far_latency (of a message), dispatch (of an all-to-all of experts' rows, besides),
+    expert_layer and local_expert (least of a layer of experts and micro-batch, and for each expert
+    that a rank holds: the host launches them, and waits for counts of tokens in between),
     step (the host's, per optimizer step), decode_step. capacity: bytes. domain: GPUs that NVLink
     connects. gemm_tiles: multiprocessors.
     """
@@ -87,6 +89,8 @@ class System:
     grouped_launch: float
     dispatch: float
     dispatch_network: float
+    expert_layer: float
+    local_expert: float
     unfused: float
     nvlink: float
     domain: int
