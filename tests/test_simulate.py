@@ -49,8 +49,9 @@ def test_few_micro_batches_stand_for_all_exactly():
     whole, part = trace_step(config, 2), trace_step(small, 2)
     assert (micro_batches(config), small.batch.global_) == (5, 6) and len(part.events) < len(whole.events)
     simulation = Simulation({0: part}, {}, 5, 3, 0.0)
-    assert simulation.flops() == whole.flops() > part.flops()
-    assert simulation.collectives() == whole.collectives() != part.collectives()
+    times = simulation.times()
+    assert part.flops(times) == whole.flops() > part.flops()
+    assert part.collectives(times) == whole.collectives() != part.collectives()
     tokens = (5 - 3) * 64 * 8  # of the batches that are not there, each with its targets
     assert part.peak | {"activations": part.peak["activations"] + 2 * tokens} == whole.peak
 
@@ -105,10 +106,11 @@ def test_few_micro_batches_of_a_pipeline_stand_for_all():
     config = configs.from_dict(TREE | {"model": {"name": "llama3-8b-tiny", "num_layers": 4}, "parallel": pipeline})
     small = few_micro_batches(config)
     assert (micro_batches(config), small.batch.global_) == (10, 4)
-    simulation = Simulation({0: trace_step(small, 2)}, {}, 10, 4, 0.0)
-    whole, found = trace_step(config, 2), simulation.collectives()
+    part, whole = trace_step(small, 2), trace_step(config, 2)
+    times = Simulation({0: part}, {}, 10, 4, 0.0).times()
+    found = part.collectives(times)
     assert found["pp/send"] == found["pp/recv"] == [3 * 10, 3 * 10 * 64 * 64 * 4]
-    assert found == whole.collectives() and simulation.flops() == whole.flops()
+    assert found == whole.collectives() and part.flops(times) == whole.flops()
 
 
 def test_a_pipeline_that_holds_all_micro_batches_at_once_runs_all():

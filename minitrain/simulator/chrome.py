@@ -24,18 +24,18 @@ def write_trace(simulation: Simulation, path: str) -> None:
             name: number
             for number, name in enumerate(dict.fromkeys(span.stream for span in line.spans))
         }
-        events += [lane(place, number, name) for name, number in lanes.items()]
+        events += [named("thread", name, place, number) for name, number in lanes.items()]
         events += [
             box(place, lanes[s.stream], s.name, s.begin, s.end, kind=s.kind) for s in line.spans
         ]
         name = f"rank at place {place} of the pipeline" if simulation.pipeline else "rank 0"
         shown = f"{simulation.traced} of its {simulation.micro_batches} micro-batches"
-        events.append(process(place, f"{name}: {shown}, and the optimizer"))
+        events.append(named("process", f"{name}: {shown}, and the optimizer", place))
     if simulation.pipeline:
         number = len(simulation.lines)
-        events.append(process(number, "all stages"))
+        events.append(named("process", "all stages", number))
         stages = sorted({stage for stage, _, _ in simulation.pipeline.spans})
-        events += [lane(number, stage, f"stage {stage}") for stage in stages]
+        events += [named("thread", f"stage {stage}", number, stage) for stage in stages]
         for (stage, kind, batch), (begin, end) in simulation.pipeline.spans.items():
             events.append(box(number, stage, f"{kind}{batch}", begin, end, stage=stage))
     with refused(f"--trace={path} cannot be written"):
@@ -54,9 +54,7 @@ def box(process: int, lane: int, name: str, begin: float, end: float, **argument
     }
 
 
-def lane(process: int, number: int, name: str) -> dict:
-    return {"ph": "M", "name": "thread_name", "pid": process, "tid": number, "args": {"name": name}}
-
-
-def process(number: int, name: str) -> dict:
-    return {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
+def named(kind: str, name: str, process: int, lane: int = 0) -> dict:
+    """Name a process or, with kind="thread", a lane of it."""
+    told = {"name": name}
+    return {"ph": "M", "name": f"{kind}_name", "pid": process, "tid": lane, "args": told}

@@ -47,6 +47,9 @@ from minitrain.training.build import make_model
 from minitrain.training.footprint import describe_sizes, footprint
 from minitrain.training.loop import Trainer
 
+MODELS = "minitrain.models."
+OFFSETS = "compute_local_shape_and_global_offset"
+
 
 @contextmanager
 def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
@@ -61,14 +64,13 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 def process_groups(meshes: Meshes) -> dict[str, tuple[list[str], list[int]]]:
-    """The dimensions and the ranks of every mesh's process groups, by name."""
+    """Return the dimensions and the ranks of every mesh's process groups, by name."""
     groups: dict[str, tuple[list[str], list[int]]] = {}
     for mesh in filter(None, vars(meshes).values()):
         for dimension in mesh.mesh_dim_names:
             group = mesh.get_group(dimension)
-            groups.setdefault(group.group_name, ([], dist.get_process_group_ranks(group)))[
-                0
-            ].append(dimension)
+            new = [], dist.get_process_group_ranks(group)
+            groups.setdefault(group.group_name, new)[0].append(dimension)
     return groups
 
 
@@ -133,7 +135,7 @@ ATTENTION |= {
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """In place of models/attention.py's `attention`."""
+    """Stand in for models/attention.py's `attention`."""
     mask = mask or Mask(causal=False)
     out, log_sum = fake_attention(q, k, v, mask.causal, mask.attn_mask)
     return out if sinks is None else apply_sinks(out, log_sum, sinks[:, None])
@@ -149,7 +151,7 @@ def counting_mask(
     window=None,
     plain=True,
 ) -> Mask:
-    """In place of `make_mask`: how many pairs it would allow in a row, as `pairs`.
+    """Count the pairs that `make_mask`, in whose place it stands, would allow in a row.
 
     visible: with documents, the share of a row's causal pairs whose two tokens belong to one
     document. Context-parallel ranks have equally many pairs each, so a rank with `q_positions` has
@@ -165,7 +167,7 @@ def counting_mask(
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
-    """In place of training/loss.py's `_add_product`."""
+    """Stand in for training/loss.py's `_add_product`."""
     torch.ops.minitrain.add_product(total, a, b)
 
 
@@ -175,7 +177,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
 def trace_step(
     config: Config, world_size: int, rank: int = 0, visible: float | None = 1.0
 ) -> Trace:
-    """What `rank` does in an optimizer step, not the first one: optimizer states are there.
+    """Record what `rank` does in an optimizer step, not the first one: optimizer states are there.
 
     visible: see `counting_mask`; None leaves attention and the head's gradient as they are on CPUs.
     The trace is marked with `forward` and `backward` where a micro-batch's passes begin (in a
@@ -207,42 +209,39 @@ def record_step(trainer: Trainer, dataset, tracer: Tracer) -> None:
 
 @contextmanager
 def stand_ins(visible: float | None) -> Iterator[None]:
-    """Attention that counts, compilation without kernels, and weights without values."""
+    """Replace attention by one that counts, compilation by one without kernels, and weights by ones
+    without values.
+    """
+    patches = [
+        patch("minitrain.training.build.check_fits", do_nothing),
+        patch("minitrain.training.build.to_onednn", do_nothing),
+        patch("minitrain.parallel.parallelize.overlap_collectives", do_nothing),
+        patch.object(build, "parallelize", without_fake_tensors(build.parallelize)),
+        patch.object(shards, OFFSETS, without_fake_tensors(getattr(shards, OFFSETS))),
+        patch.object(Tensor, "as_subclass", lambda tensor, kind: tensor),
+        patch("torch.as_strided", partial(as_strided_unless_placeholder, torch.as_strided)),
+        patch.object(Module, "compile", compile_without_kernels),
+        patch("torch._dynamo.backends.debugging.boxed_nop", RepeatedGraph),
+    ]
+    if visible is not None:
+        patches.append(patch("minitrain.training.loss._add_product", add_product))
+        counted = {attention: attend, make_mask: partial(counting_mask, visible)}
+        models = [sys.modules[name] for name in sys.modules if name.startswith(MODELS)]
+        for real, stand_in in counted.items():
+            holders = [room for room in models if vars(room).get(real.__name__) is real]
+            patches += [patch.object(room, real.__name__, stand_in) for room in holders]
     with ExitStack() as stack:
-        if visible is not None:
-            for module in [
-                module
-                for name, module in sys.modules.items()
-                if name.startswith("minitrain.models.")
-            ]:
-                for real, stand_in in (
-                    (attention, attend),
-                    (make_mask, partial(counting_mask, visible)),
-                ):
-                    if vars(module).get(real.__name__) is real:
-                        stack.enter_context(patch.object(module, real.__name__, stand_in))
-            stack.enter_context(patch("minitrain.training.loss._add_product", add_product))
-        for name in ("check_fits", "to_onednn"):
-            stack.enter_context(patch(f"minitrain.training.build.{name}", lambda *args: None))
-        stack.enter_context(
-            patch("minitrain.parallel.parallelize.overlap_collectives", lambda *args: None)
-        )
-        for room, name in (
-            (build, "parallelize"),
-            (shards, "compute_local_shape_and_global_offset"),
-        ):
-            stack.enter_context(patch.object(room, name, without_fake_tensors(getattr(room, name))))
-        stack.enter_context(patch.object(Tensor, "as_subclass", lambda tensor, kind: tensor))
-        stack.enter_context(
-            patch("torch.as_strided", partial(as_strided_unless_placeholder, torch.as_strided))
-        )
-        stack.enter_context(patch.object(Module, "compile", compile_without_kernels))
-        stack.enter_context(patch("torch._dynamo.backends.debugging.boxed_nop", RepeatedGraph))
+        for each in patches:
+            stack.enter_context(each)
         yield
 
 
+def do_nothing(*args) -> None:
+    pass
+
+
 def without_fake_tensors(function: Callable) -> Callable:
-    """For what works on the meta device, whose tensors cannot be fake too, or with numbers that it
+    """Wrap what works on the meta device, whose tensors cannot be fake too, or with numbers that it
     reads back.
     """
 
@@ -254,7 +253,7 @@ def without_fake_tensors(function: Callable) -> Callable:
 
 
 def as_strided_unless_placeholder(as_strided: Callable, tensor: Tensor, *args, **kwargs) -> Tensor:
-    """In place of the tensor subclass as which parallel/fsdp_fp8.py's placeholders pass through
+    """Stand in for the tensor subclass as which parallel/fsdp_fp8.py's placeholders pass through
     FSDP.
     """
     return tensor if is_placeholder(tensor) else as_strided(tensor, *args, **kwargs)
@@ -267,7 +266,7 @@ def compile_without_kernels(module: Module, **options) -> None:
 
 
 def make_optimizer_states(trainer: Trainer) -> None:
-    """As a first step would."""
+    """Make them as a first step would."""
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
@@ -276,7 +275,7 @@ def make_optimizer_states(trainer: Trainer) -> None:
 
 
 def parts(values: Iterable) -> list[Tensor]:
-    """This rank's part of each value that is a tensor."""
+    """Return this rank's part of each value that is a tensor."""
     return [to_local(value) for value in values if isinstance(value, Tensor)]
 
 
@@ -343,7 +342,7 @@ def marked_passes(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
 
 
 def estimate_memory(config: Config, world_size: int) -> dict[str, float]:
-    """GiB of rank 0 at the moment of a step when their sum is largest, by kind: parameters,
+    """Return GiB of rank 0 at the moment of a step when their sum is largest, by kind: parameters,
     gradients, ...
 
     To be called before a process group starts.

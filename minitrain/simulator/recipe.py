@@ -22,7 +22,7 @@ PREDICTED = ("step_time_s", "tokens_per_sec_per_gpu", "tflops_per_gpu", "peak_me
 
 
 def as_published(config: Config, row: str, system: System, simulation: Simulation) -> dict:
-    """What differs from the config's own figures, whose simulation is given."""
+    """Return the figures that differ from the config's own, whose simulation is given."""
     recipe = config.reference["recipe"]
     traces = simulation.traces
     stack = constants("stacks")[recipe["stack"]] if "stack" in recipe else {}
@@ -40,7 +40,7 @@ def as_published(config: Config, row: str, system: System, simulation: Simulatio
 
 
 def published_system(system: System, recipe: dict, stack: dict) -> System:
-    """The system with the rates of the published run's kernels."""
+    """Return the system with the rates of the published run's kernels."""
     kernels = dict(system.attention)
     told = stack | recipe
     if "masks" in stack:

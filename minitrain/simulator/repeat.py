@@ -44,7 +44,7 @@ class RepeatedGraph:
 
 
 class Recording:
-    """What a graph did to the tracer, in order, and what its outputs look like.
+    """The calls that a graph made to the tracer, in order, and the layouts of its outputs.
 
     numbers: of the inputs' storages, None for what is no tensor.
     """
@@ -71,7 +71,7 @@ class Recording:
         return outputs
 
     def describe(self, output, given: list[tuple]) -> tuple[str, object, tuple]:
-        """Of an output: ("input", which input it is or shares memory with), ("new", its storage's
+        """Describe an output: ("input", which input it is or shares memory with), ("new", its storage's
         number) or ("constant", itself), and its layout."""
         if not isinstance(output, Tensor):
             return "constant", output, ()

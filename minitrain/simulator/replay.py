@@ -34,15 +34,14 @@ class Replay:
     ranks: dict[int, int]
 
     def busy(self) -> list[float]:
-        """Seconds that each rank worked."""
+        """Return the seconds that each rank worked."""
         totals = [0.0] * len(self.finished)
         for (stage, _, _), (begin, end) in self.spans.items():
             totals[self.ranks[stage]] += end - begin
         return totals
 
     def lanes(self, step: float, columns: int = 600) -> list[str]:
-        """What each rank does, as a letter for each of `columns` equal parts of a step of `step`
-        seconds.
+        """Return a letter for each of `columns` equal parts of a step of `step` seconds, by rank.
 
         F, B, I, W as in Action; U: it reduces gradients, waits for others to do so, or updates; a
         dot: it is idle.
@@ -61,7 +60,7 @@ class Replay:
 def schedule_order(
     schedule: str, ranks: int, micro_batches: int, stages_per_rank: int
 ) -> list[list[Action]]:
-    """What each rank does, in order."""
+    """Return each rank's actions, in order."""
     if schedule == "1F1B":  # torch has it, but lists a batch too many for its last rank
         return [one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)]
     per_rank = get_schedule_ops(schedule, ranks, micro_batches, stages_per_rank)
@@ -69,7 +68,9 @@ def schedule_order(
 
 
 def one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    """As many forward passes as there are stages from here on, then a backward pass after each."""
+    """Run as many forward passes as there are stages from here on, then a backward pass after
+    each.
+    """
     ahead = min(ranks - rank, micro_batches)
     actions = [(rank, "F", batch) for batch in range(ahead)]
     for batch in range(micro_batches):
@@ -80,8 +81,8 @@ def one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[
 
 
 def flatten(entry) -> list[Action]:
-    """An entry of torch's schedule as actions: overlapped ones in turn; idle time and reductions
-    are none.
+    """Return an entry of torch's schedule as actions: overlapped ones in turn; idle time and
+    reductions are none.
     """
     if entry is None:
         return []
@@ -97,8 +98,11 @@ def replay(
     message: float,
     ready: list[float] | None = None,
 ) -> Replay:
-    """seconds: what an action takes; message: how many of them a stage's result travels to another
-    rank; ready: when each rank can begin (by default, at once)."""
+    """Run each rank's actions in order, each as soon as its input is there.
+
+    seconds: of an action. message: seconds that a stage's result travels to another rank. ready:
+    when each rank can begin (by default, at once).
+    """
     ranks = {stage: rank for rank, actions in enumerate(order) for stage, _, _ in actions}
     spans: dict[Action, tuple[float, float]] = {}
     arrived: dict[Action, float] = {}  # when an action's result is where it is needed
@@ -133,8 +137,8 @@ def replay(
 
 
 def arrival(action: Action, arrived: dict[Action, float], ranks: dict[int, int]) -> float | None:
-    """When an action's input from another stage is there; None if that is not known yet. ranks: of
-    the stages.
+    """Return when an action's input from another stage is there; None if that is not known yet.
+    ranks: of the stages.
 
     What its own stage has done is there: the same rank did it before.
     """

@@ -15,10 +15,11 @@ each pass, gathers between passes are counted as often as they were run.
 import dataclasses
 import gc
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from statistics import median_high
 
@@ -37,10 +38,8 @@ from minitrain.simulator.replay import Action, Replay, replay, schedule_order
 from minitrain.simulator.timeline import System, Timeline, play
 from minitrain.simulator.trace import Trace
 
-ALL_AT_ONCE = (
-    "GPipe",
-    "LoopedBFS",
-)  # schedules that run every forward pass before the first backward pass
+# schedules that run every forward pass before the first backward pass
+ALL_AT_ONCE = ("GPipe", "LoopedBFS")
 # settings of `recompute` with which all matrix products of a forward pass run again
 TWICE = ("full", "attention")
 
@@ -62,21 +61,13 @@ class Simulation:
     host: float = 0.0
 
     def times(self, place: int = 0) -> list[int]:
-        """How often each traced event of a rank happens in a step: those of a typical micro-batch
-        stand for others.
+        """Count how often each traced event of a rank happens in a step: those of a typical
+        micro-batch stand for others.
         """
         trace = self.traces[place]
         others = self.micro_batches - self.traced
         typical = typical_events(trace) if others else set()
         return [1 + others * (index in typical) for index in range(len(trace.events))]
-
-    def flops(self) -> int:
-        """Executed in a step by the first rank, recomputation included."""
-        return self.traces[0].flops(self.times())
-
-    def collectives(self) -> dict[str, list[int]]:
-        """[calls, bytes] in a step of the first rank, by `dimension/operation`."""
-        return self.traces[0].collectives(self.times())
 
     def breakdown(self, place: int = 0) -> dict[str, float]:
         """Seconds of a step of one rank: compute by kind, exposed communication, in a pipeline its
@@ -102,7 +93,7 @@ class Simulation:
 
 
 def record(config: Config) -> dict[int, Trace]:
-    """A trace of few micro-batches for each place in the pipeline."""
+    """Trace few micro-batches for each place in the pipeline."""
     ranks = stated_ranks(config)
     check_layout(config, ranks)
     small = few_micro_batches(with_balanced_experts(config))
@@ -116,7 +107,7 @@ def record(config: Config) -> dict[int, Trace]:
 
 
 def timed(config: Config, traces: dict[int, Trace], system: System, at_once: int = 0) -> Simulation:
-    """The recorded traces in seconds. at_once: after so many micro-batches a pipeline drains; 0:
+    """Turn the recorded traces into seconds. at_once: after so many micro-batches a pipeline drains; 0:
     after all.
     """
     distinct = {id(trace): trace for trace in traces.values()}  # one may stand for several places
@@ -148,19 +139,19 @@ def launch_seconds(config: Config, system: System) -> float:
 
 
 def trace_all(jobs: dict[int, tuple]) -> dict[int, Trace]:
-    """`trace_step` for each job, on all cores. Each in a process of its own: torch remembers
+    """Run `trace_step` for each job, on all cores. Each has a process of its own, as torch remembers
     process groups.
     """
     tracers.start()
     workers = min(len(jobs), os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, tracers.CONTEXT, max_tasks_per_child=1) as pool:
-        futures = {place: pool.submit(trace_once, *job) for place, job in jobs.items()}
-        return {place: future.result() for place, future in futures.items()}
+        traces = pool.map(trace_once, jobs.values())
+        return dict(zip(jobs, traces, strict=True))
 
 
-def trace_once(*job) -> Trace:
-    """Without looking for garbage meanwhile, which would take a tenth of the time; what outlives
-    the step dies here.
+def trace_once(job: tuple) -> Trace:
+    """Trace without looking for garbage, which would take a tenth of the time; what outlives the
+    step dies here.
     """
     gc.disable()
     trace = trace_step(*job)
@@ -169,7 +160,7 @@ def trace_once(*job) -> Trace:
 
 
 def with_balanced_experts(config: Config) -> Config:
-    """Fake tensors cannot say which experts a router chooses, so all are chosen alike. Raises
+    """Choose all experts alike, as fake tensors cannot say which ones a router chooses. Raises
     InputError for fp32.
     """
     if not getattr(config.model.config, "num_experts", 0):
@@ -183,13 +174,13 @@ def with_balanced_experts(config: Config) -> Config:
 
 
 def few_micro_batches(config: Config) -> Config:
-    """The config with fewer micro-batches per step."""
+    """Return the config with fewer micro-batches per step."""
     rows = few(config) * config.batch.micro * row_ranks(config)
     return dataclasses.replace(config, batch=dataclasses.replace(config.batch, global_=rows))
 
 
 def few(config: Config) -> int:
-    """How many micro-batches of a rank are run."""
+    """Count the micro-batches of a rank that are run."""
     count = micro_batches(config)
     p = config.parallel
     if p.schedule in ALL_AT_ONCE and p.pp > 1:
@@ -198,8 +189,8 @@ def few(config: Config) -> int:
 
 
 def representatives(config: Config) -> dict[int, int]:
-    """For each place in the pipeline, one whose stages hold as many layers of each kind, embedding
-    and head.
+    """Return for each place in the pipeline one whose stages hold as many layers of each kind,
+    embedding and head.
     """
     if config.parallel.pp == 1:
         return {0: 0}
@@ -223,7 +214,7 @@ def representatives(config: Config) -> dict[int, int]:
 
 
 def figures(config: Config, row: str, system: System, simulation: Simulation) -> dict:
-    """The config's result, with keys as in the README. The breakdown is the first rank's."""
+    """Return the config's result, with keys as in the README. The breakdown is the first rank's."""
     tokens = config.batch.global_ * config.batch.seq_len / simulation.step / stated_ranks(config)
     flops = token_flops(config, visible_share(open_dataset(config)[0]))
     peaks = [trace.peak for trace in simulation.traces.values()]
@@ -243,13 +234,14 @@ def result(
     peaks: list[dict[str, int]],
     steps: int = 1,
 ) -> dict:
-    """The row without what the time model adds. FLOPs and messages are the first rank's in so many
+    """Return the row without what the time model adds. FLOPs and messages are the first rank's in so many
     optimizer steps, memory is that of the rank that holds most.
 
     peaks: bytes by kind that each rank holds.
     """
     peak = max(peaks, key=lambda peak: sum(peak.values()))
     size = sum(peak.values())
+    times = simulation.times()
     return {
         "row": row,
         "system": system.name,
@@ -258,9 +250,10 @@ def result(
         "proxy": False,
         "world_size": stated_ranks(config),
         "matmul_tflops": matmul_rate(config, system) / 1e12,
-        "executed_flops_per_gpu": steps * simulation.flops(),
+        "executed_flops_per_gpu": steps * simulation.traces[0].flops(times),
         "collectives": {
-            name: [steps * n for n in counts] for name, counts in simulation.collectives().items()
+            name: [steps * n for n in counts]
+            for name, counts in simulation.traces[0].collectives(times).items()
         },
         "peak_memory_gib": size / 2**30,
         "memory_gib": {kind: part / 2**30 for kind, part in peak.items()},
@@ -281,8 +274,8 @@ def matmul_rate(config: Config, system: System) -> float:
 
 
 def typical_events(trace: Trace) -> set[int]:
-    """Those of the second micro-batch, forward and backward, and of the messages that a pipeline
-    sends for it.
+    """Return the events of the second micro-batch, forward and backward, and the messages that a
+    pipeline sends for it.
     """
     parts = list(actions(trace))
     if not parts:
@@ -294,8 +287,8 @@ def typical_events(trace: Trace) -> set[int]:
 
 
 def actions(trace: Trace) -> Iterator[tuple[Action, int, int]]:
-    """What a traced rank of a pipeline does, each with its first event and the one behind its
-    last.
+    """Yield the actions of a traced rank of a pipeline, each with its first event and the one
+    behind its last.
     """
     begun = None
     for index, label in trace.marks:
@@ -306,7 +299,9 @@ def actions(trace: Trace) -> Iterator[tuple[Action, int, int]]:
 
 
 def messages_per_micro_batch(trace: Trace, micro_batches: int) -> list[int]:
-    """The first of a pipeline's sends, and of its receives, as many as each micro-batch has."""
+    """Return the first of a pipeline's sends, and of its receives, as many as each micro-batch
+    has.
+    """
     sent, received = (
         [i for i, event in enumerate(trace.events) if event.name == name]
         for name in ("send", "recv")
@@ -315,8 +310,8 @@ def messages_per_micro_batch(trace: Trace, micro_batches: int) -> list[int]:
 
 
 def accumulated(trace: Trace, line: Timeline, micro_batches: int) -> float:
-    """Seconds of a step: the traced micro-batches, and the middle one as often as it stands for
-    others.
+    """Return the seconds of a step: the traced micro-batches, and the middle one as often as it
+    stands for others.
     """
     starts = [line.at[index] for index, label in trace.marks if label == "forward"]
     return line.end + ((starts[2] - starts[1]) * (micro_batches - 3) if len(starts) == 3 else 0.0)
@@ -332,7 +327,7 @@ def pipelined(
     system: System,
     at_once: int,
 ) -> Simulation:
-    """All ranks' actions for `at_once` micro-batches side by side. A step lasts until the slowest
+    """Run all ranks' actions for `at_once` micro-batches side by side. A step lasts until the slowest
     rank has also reduced its gradients and updated its weights."""
     p = config.parallel
     run = few(config)
@@ -342,7 +337,12 @@ def pipelined(
     for place, trace in traces.items():
         spans = action_spans(trace, lines[place])
         ready.append(min(begin for begin, _ in spans.values()))
-        measured |= renamed(spans, list(local_stages(p, config.model.config.num_layers, place)))
+        # the trace may be that of another place
+        traced = sorted({stage for stage, _, _ in spans})
+        held = sorted(local_stages(p, config.model.config.num_layers, place))
+        number = dict(zip(traced, held, strict=True))
+        for (stage, kind, batch), (begin, end) in spans.items():
+            measured[number[stage], kind, batch] = end - begin
         tails.append(lines[place].end - max(end for _, end in spans.values()))
     order = schedule_order(p.schedule, p.pp, at_once, p.vp)
     seconds = action_seconds(measured, at_once, run)
@@ -366,7 +366,7 @@ def pipelined(
 
 
 def action_spans(trace: Trace, line: Timeline) -> dict[Action, tuple[float, float]]:
-    """When each action of a traced rank began and ended. What comes before it, as weights that are
+    """Return when each action of a traced rank began and ended. What comes before it, as weights that are
     gathered, is its, but for the first: by what that outlasts the next of its kind, it gathers,
     which needs no input."""
     parts = list(actions(trace))
@@ -384,34 +384,23 @@ def action_spans(trace: Trace, line: Timeline) -> dict[Action, tuple[float, floa
     return spans
 
 
-def renamed(spans: dict[Action, tuple[float, float]], stages: list[int]) -> dict[Action, float]:
-    """Seconds of each action, with the numbers of these stages in place of the ones that were
-    traced.
-    """
-    traced = sorted({stage for stage, _, _ in spans})
-    number = dict(zip(traced, sorted(stages), strict=True))
-    return {
-        (number[stage], kind, batch): end - begin
-        for (stage, kind, batch), (begin, end) in spans.items()
-    }
-
-
 def action_seconds(
     measured: dict[Action, float], micro_batches: int, traced: int
 ) -> Callable[[Action], float]:
-    """What any action takes: as traced for the first micro-batches and the last, in between their
-    median.
+    """Return the seconds of any action: as traced for the first micro-batches and the last, in
+    between their median.
     """
-    every: dict[tuple[int, str], list[float]] = {}
+    every = defaultdict(list)
     for (stage, kind, _), seconds in measured.items():
-        every.setdefault((stage, kind), []).append(seconds)
-    median = {key: median_high(values) for key, values in every.items()}
+        every[stage, kind].append(seconds)
 
     def seconds(action: Action) -> float:
         stage, kind, batch = action
-        typical = median.get((stage, kind), 0.0)
         if batch == micro_batches - 1:
-            return measured.get((stage, kind, traced - 1), typical)
-        return measured.get(action, typical) if batch < traced - 1 else typical
+            action = stage, kind, traced - 1
+        elif batch >= traced - 1:
+            action = None
+        typical = median_high(every.get((stage, kind), [0.0]))
+        return measured.get(action, typical)
 
-    return seconds
+    return cache(seconds)

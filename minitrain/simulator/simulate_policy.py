@@ -22,6 +22,7 @@ import dataclasses
 import math
 import time
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from minitrain.bench.decoding import Reads, bytes_read, model_reads
 from minitrain.bench.measure import placed, rates
@@ -49,7 +50,7 @@ SPREAD = 0.8  # standard deviation of the logarithm of responses' lengths
 
 @dataclass(frozen=True)
 class Stack:
-    """What a published run pays beyond kernels and messages: see systems.yaml."""
+    """Seconds and rates that a published run pays beyond kernels and messages: see systems.yaml."""
 
     gather: float
     tensor: float
@@ -100,7 +101,7 @@ def predicted_row(config: Config, row: str, system: System) -> tuple[Simulation,
 def policy_figures(
     config: Config, system: System, simulation: Simulation, stack: Stack | None
 ) -> dict:
-    """What depends on time. stack: what a published run used, or None for our own."""
+    """Return what depends on time. stack: that of a published run, or None for our own."""
     phases = phase_seconds(config, system, simulation, stack)
     tokens = rollouts_of(config).tokens
     rate = tokens / phases["step_time_s"] / stated_ranks(config)
@@ -118,7 +119,7 @@ def rollouts_of(config: Config) -> Rollouts:
 def phase_seconds(
     config: Config, system: System, simulation: Simulation, stack: Stack | None
 ) -> dict[str, float]:
-    """Of each phase, and of the step. stack: see policy_figures."""
+    """Return the seconds of each phase, and of the step. stack: see policy_figures."""
     updates = updates_of(config)
     training = updates * simulation.step
     passes = 2 if stack else (updates > 1) + (config.grpo.kl > 0)  # theirs are two in any case
@@ -135,7 +136,7 @@ def phase_seconds(
 
 
 def held_besides(config: Config, peak: dict[str, int]) -> dict[str, int]:
-    """Bytes that a rank that trains holds besides what a step does, by kind: the reference, laid
+    """Return bytes that a rank that trains holds besides those of a step, by kind: the reference, laid
     out as its model, and if it samples too, and its model is not whole, another one for that; with
     offload, what either takes beyond training."""
     sampler = 0
@@ -157,8 +158,9 @@ def held_besides(config: Config, peak: dict[str, int]) -> dict[str, int]:
 
 
 def training_config(config: Config) -> Config:
-    """An optimizer step on an update's share of the rollouts, as plain language modelling, which
-    computes the same: of mock tokens, since data.path has problems."""
+    """Return the config of an optimizer step on an update's share of the rollouts, as plain language
+    modeling, which computes the same: of mock tokens, since data.path has problems.
+    """
     rows = row_ranks(config) * config.batch.micro
     packs = math.ceil(rollouts_of(config).tokens / updates_of(config) / config.batch.seq_len / rows)
     batch = dataclasses.replace(
@@ -172,8 +174,9 @@ def updates_of(config: Config) -> int:
 
 
 def forward_share(config: Config) -> float:
-    """Of a training step: one of a weight's three products, or of two if it is frozen, and one more
-    where the forward pass is run again."""
+    """Return the share of a training step: one of a weight's three products, or of two if it is
+    frozen, and one more where the forward pass is run again.
+    """
     return 1 / ((2 if config.lora else 3) + (config.recompute in TWICE))
 
 
@@ -181,8 +184,8 @@ def forward_share(config: Config) -> float:
 
 
 def generation_seconds(config: Config, system: System, stack: Stack | None) -> float:
-    """Until every sampler has finished its share: the sum over decoding steps of what each
-    reads.
+    """Return the seconds until every sampler has finished its share: the sum over decoding steps of
+    what each reads.
     """
     tp = config.rollout.tp
     gpus = config.grpo.generation_ranks or stated_ranks(config)
@@ -211,7 +214,9 @@ def generation_seconds(config: Config, system: System, stack: Stack | None) -> f
 def decoding_seconds(
     system: System, model: DecoderConfig, reads: Reads, samples: float, context: float, tp: int
 ) -> float:
-    """One token for each of `samples`, whose caches hold `context` tokens on average."""
+    """Return the seconds of a token for each of `samples`, whose caches hold `context` tokens on
+    average.
+    """
     weights, caches = bytes_read(reads, model, samples, context, tp)
     exchange = (
         system.latency / 2 if tp <= system.domain else system.far_latency
@@ -222,7 +227,7 @@ def decoding_seconds(
 
 
 def log_normal_location(mean: float, limit: int) -> float:
-    """The location of a log-normal whose values, cut off at `limit`, have this mean; by
+    """Find the location of a log-normal whose values, cut off at `limit`, have this mean, by
     bisection.
     """
     points = [limit * (i + 0.5) / 512 for i in range(512)]
@@ -236,16 +241,16 @@ def log_normal_location(mean: float, limit: int) -> float:
 
 
 def share_longer(length: float, location: float) -> float:
-    """Of all responses."""
-    return 0.5 * math.erfc((math.log(max(length, 1e-9)) - location) / (SPREAD * math.sqrt(2)))
+    """Return the share of all responses that are longer."""
+    return NormalDist(-location, SPREAD).cdf(-math.log(max(length, 1e-9)))
 
 
 # ---------------------------------------------------------------------------------------------------------------- refit
 
 
 def refit_seconds(config: Config, system: System, stack: Stack | None) -> float:
-    """Each GPU of a sampler receives 1 / tp of the merged weights, over the network unless all GPUs
-    share a domain.
+    """Return the seconds until each GPU of a sampler has received 1 / tp of the merged weights, over
+    the network unless all GPUs share a domain.
 
     A published stack gathers all weights on every GPU. Where these sample too, it hands them over
     tensor by tensor, and optimizer states leave the GPU and come back.
@@ -269,8 +274,8 @@ def refit_seconds(config: Config, system: System, stack: Stack | None) -> float:
 
 
 def offload_seconds(config: Config, parameters: float) -> float:
-    """Until the optimizer's states and the reference of so many parameters a GPU are on the host,
-    and back.
+    """Return the seconds until the optimizer's states and the reference of so many parameters a GPU
+    are on the host, and back.
     """
     if not config.grpo.offload or config.lora:  # adapters' states are small
         return 0.0

@@ -131,9 +131,10 @@ class System:
         """
         if "send" in event.name or "recv" in event.name:
             return self.latency + event.payload / self.bandwidth(ranks[:2])
-        turns = 2 if "all_reduce" in event.name or "allreduce" in event.name else 1
+        name = event.name.replace("_", "")
+        turns = 2 if "allreduce" in name else 1
         moved = turns * event.payload * (len(ranks) - 1) / len(ranks)
-        if "alltoall" in event.name or "all_to_all" in event.name:
+        if "alltoall" in name:
             near = self.in_domain(ranks)
             far = event.payload * (len(ranks) - near) / len(ranks)
             besides = self.dispatch if event.dimension != "cp" else 0.0

@@ -316,8 +316,14 @@ class Tracer(TorchDispatchMode):
             reads = {number: min(size, most) for number, size in reads.items()}
         # of the factors, not of what their product is added to
         element = min((x.element_size() for x in inputs if x.is_floating_point()), default=2)
-        moved = dict(reads=list(reads.items()), writes=list(writes.items()))
-        self.record(Event(name, element=element, **moved, **kernel))
+        event = Event(
+            name,
+            reads=list(reads.items()),
+            writes=list(writes.items()),
+            element=element,
+            **kernel,
+        )
+        self.record(event)
 
     def record_collective(self, op, name: str, args, inputs: list, outputs: list) -> None:
         if name in ("_wrap_tensor_autograd", "barrier", "monitored_barrier_"):
