@@ -34,7 +34,10 @@ from minitrain.simulator.trace import SHARDS, Event, Trace
 # of a matrix product's result, per multiprocessor
 TILE = 128, 256
 # of FSDP's gathered weights; the latter from one rank, where nothing is copied out
-READS_GATHERED = ("split_with_sizes_copy", "embedding")
+READS_GATHERED = (
+    "split_with_sizes_copy",
+    "embedding",
+)
 # of an incomplete last wave, by smaller tiles and split products
 RECOVERED = 0.6
 # channels per head
