@@ -110,9 +110,7 @@ def record(config: Config) -> dict[int, Trace]:
 
 
 def timed(config: Config, traces: dict[int, Trace], system: System, at_once: int = 0) -> Simulation:
-    """Turn the recorded traces into seconds. at_once: after so many micro-batches a pipeline drains; 0:
-    after all.
-    """
+    """Turn traces into seconds. at_once: micro-batches until a pipeline drains; 0: all."""
     distinct = {id(trace): trace for trace in traces.values()}  # one may stand for several places
     played = {key: play(trace, system, config.compile) for key, trace in distinct.items()}
     lines = {place: played[id(trace)] for place, trace in traces.items()}
@@ -153,9 +151,7 @@ def trace_all(jobs: dict[int, tuple]) -> dict[int, Trace]:
 
 
 def trace_once(job: tuple) -> Trace:
-    """Trace without looking for garbage, which would take a tenth of the time; what outlives the
-    step dies here.
-    """
+    """Trace without looking for garbage meanwhile, which would take a tenth of the time."""
     gc.disable()
     trace = trace_step(*job)
     gc.collect()
@@ -192,9 +188,7 @@ def few(config: Config) -> int:
 
 
 def representatives(config: Config) -> dict[int, int]:
-    """Return for each place in the pipeline one whose stages hold as many layers of each kind,
-    embedding and head.
-    """
+    """Return for each place in the pipeline one that holds as many layers of each kind."""
     if config.parallel.pp == 1:
         return {0: 0}
     model = config.model.config
@@ -302,9 +296,7 @@ def actions(trace: Trace) -> Iterator[tuple[Action, int, int]]:
 
 
 def messages_per_micro_batch(trace: Trace, micro_batches: int) -> list[int]:
-    """Return the first of a pipeline's sends, and of its receives, as many as each micro-batch
-    has.
-    """
+    """Return the first of a pipeline's sends and receives, as many as a micro-batch has."""
     sent, received = (
         [i for i, event in enumerate(trace.events) if event.name == name]
         for name in ("send", "recv")
@@ -313,9 +305,7 @@ def messages_per_micro_batch(trace: Trace, micro_batches: int) -> list[int]:
 
 
 def accumulated(trace: Trace, line: Timeline, micro_batches: int) -> float:
-    """Return the seconds of a step: the traced micro-batches, and the middle one as often as it
-    stands for others.
-    """
+    """Return the seconds of a step, with the middle micro-batch as often as it stands for others."""
     starts = [line.at[index] for index, label in trace.marks if label == "forward"]
     return line.end + ((starts[2] - starts[1]) * (micro_batches - 3) if len(starts) == 3 else 0.0)
 
