@@ -150,8 +150,7 @@ def main(arguments: list[str]) -> None:
             prog="python -m minitrain.generate --task diffusion",
             description=VIDEO,
         )
-        size = ("FRAMES", "HEIGHT", "WIDTH")
-        parser.add_argument("--size", type=COUNT, nargs=3, metavar=size, help="of the latents")
+        parser.add_argument("--size", type=COUNT, nargs=3, help="frames, height, width of latents")
     options = parser.parse_args(rest)
     # brings torch, which takes seconds
     import_module(f"minitrain.run.{module}").run(options)

@@ -224,7 +224,7 @@ class GRPO:
     """
 
     prompts: int = number(16, 1, 1 << 24)
-    group: int = number(8, 2, 1 << 24)
+    group: int = number(8, 1, 1 << 24)
     # exact, math, or a function of one's own as package.module:name (see grpo/rewards.py)
     reward: str = "exact"
     # of the lines of data.path; default: the first usual name in a line (data/problems.py)

@@ -83,8 +83,10 @@ def _value_faults(c: Config) -> Faults:
         len(o.betas) != 2 or not all(0 <= beta < 1 for beta in o.betas),
         f"optim.betas={o.betas} must be two numbers, each at least 0 and below 1",
     )
-    unclipped = o.clip is not None and o.clip <= 0
-    yield unclipped, f"optim.clip={o.clip} must be above 0, or null for no clipping"
+    yield (
+        o.clip is not None and o.clip <= 0,
+        f"optim.clip={o.clip} must be above 0, or null for none",
+    )
     yield (
         not 0 <= o.final_lr <= 1,
         f"optim.final_lr={o.final_lr} must be between 0 and 1, a share of optim.lr",
@@ -281,6 +283,7 @@ def _grpo_faults(c: Config) -> Faults:
         c.data.kind not in ("mock", "jsonl"),
         f"data.kind={c.data.kind} holds no problems, as task=grpo needs (use jsonl or mock)",
     )
+    yield g.group < 2, f"grpo.group={g.group} must be at least 2"
     responses = g.prompts * g.group
     yield (
         responses % b.global_,

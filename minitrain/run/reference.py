@@ -22,8 +22,9 @@ SECTIONS = [name for name, value in vars(DEFAULTS).items() if dataclasses.is_dat
 
 def describe_sections() -> str:
     """Return the settings that are in no section, and the sections."""
-    head = "settings, as key=value or section.key=value (--help SECTION lists its keys):"
-    return "\n".join([head, *annotate(DEFAULTS, "  ", deep=False)])
+    return "\n".join(
+        ["settings, as key=value or section.key=value:", *annotate(DEFAULTS, "  ", False)]
+    )
 
 
 def describe_section(name: str) -> str:
