@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from minitrain.models.router import Router
+from tests.commands import ROOT
 from tests.oracle import check_against_one_process, packed_batch, ragged_batch, train
 
 LLAMA = {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 2, "initializer_range": 0.05}
@@ -149,3 +150,9 @@ def test_experts_without_tokens_have_gradients_of_zero(pool):
     tree = TREE | {"model": {"name": "mixtral-8x7b-tiny", "num_layers": 2}, "parallel": {"ep": 4}}
     with all_to_the_first():
         check_against_one_process(pool, 4, tree, run=train_with_idle_experts, tolerance=1e-5)
+
+
+def test_the_table_names_every_report():
+    text = (ROOT / "tests/README.md").read_text()
+    for report in DENSE | EXPERTS | ADAPTERS:
+        assert report.split("-")[-1] in text, report

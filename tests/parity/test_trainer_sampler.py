@@ -13,7 +13,7 @@ from minitrain.models.zoo import model_config
 from minitrain.settings import Rollout
 from minitrain.training.loss import IGNORE, linear_log_probs
 
-PROMPTS = [list(range(5, 35)), list(range(7, 40)), [3], list(range(5, 35)) + [99]]
+PROMPTS = [list(range(5, 35)), list(range(7, 40)), [3], [*range(5, 35), 99]]
 
 
 @pytest.mark.parametrize(
