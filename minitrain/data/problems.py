@@ -9,6 +9,8 @@ it would go on with another one, and be rewarded for that.
 Which problems a step takes is a pure function of the seed and the step.
 """
 
+import json
+
 import numpy as np
 
 from minitrain.data.chat import (
@@ -31,7 +33,7 @@ from minitrain.data.chat import (
 )
 from minitrain.data.chat_templates import Chat, ChatTemplate, Message, choose_template
 from minitrain.data.files import find_files, held_out_apart
-from minitrain.data.records import Skips, Written, read_jsonl
+from minitrain.data.records import Number, Skips, read_jsonl
 from minitrain.data.text import fitting_tokenizer, split_off
 from minitrain.data.tokenizer import Tokenizer
 from minitrain.errors import InputError, located
@@ -216,9 +218,9 @@ def answer_of(row: dict, key: str) -> str:
     row = row | (row["reward_model"] if isinstance(row.get("reward_model"), dict) else {})
     name = key or usual_name(row, ANSWERS, "answer")
     value = row.get(name)
-    if isinstance(value, Written):
+    if isinstance(value, Number):
         return value.digits()
-    return str(value) if isinstance(value, int | float) else words_of(row, name)
+    return json.dumps(value) if isinstance(value, int) else words_of(row, name)
 
 
 def usual_name(row: dict, names: tuple[str, ...], what: str) -> str:

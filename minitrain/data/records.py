@@ -74,7 +74,7 @@ def decode(raw: bytes, file: Path) -> str:
         raise InputError(f"{file} is {told} (data.exclude leaves files out)") from error
 
 
-class Written(float):
+class Number(float):
     """A number of a JSON file that keeps its spelling: Python would write 0.00005 as 5e-05."""
 
     def __new__(cls, text: str):
@@ -115,7 +115,7 @@ def _parse_line(line: bytes, where: str, parse: Parse) -> Any:
     try:
         text = line.decode("utf-8-sig")
         tree = json.loads(
-            text, parse_constant=_refuse_constant, object_pairs_hook=_object, parse_float=Written
+            text, parse_constant=_refuse_constant, object_pairs_hook=_object, parse_float=Number
         )
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not valid JSON: {error}") from error

@@ -105,6 +105,12 @@ def test_numeric_answers_keep_their_digits(tmp_path, number):
     assert len(answer_of(rows[0], "")) < 400 and answer_of(rows[1], "") == "1e300"
 
 
+@pytest.mark.parametrize("value", [True, False, 7, 0])
+def test_answers_that_are_no_text_are_written_as_json_has_them(tmp_path, value):
+    (problem,) = problems_of(tmp_path, [{"question": "q", "answer": value}])[0].problems
+    assert problem.answer == json.dumps(value)
+
+
 def test_keys_of_ones_own(tmp_path):
     line = {"question": "no", "q": "2+2?", "a": "4"}
     (problem,) = problems_of(tmp_path, [line], prompt_key="q", answer_key="a")[0].problems
@@ -140,6 +146,7 @@ def test_a_chat_that_is_all_prompt(tmp_path):
     ({"text": "2+2"}, r"jsonl:1: no prompt .one of prompt, .*, input; or name its key by grpo.prompt_key"),
     ({"question": "2+2?"}, r"jsonl:1: no answer .one of expected_answer, .*, completion; or .* grpo.answer_key"),
     ({"question": 5, "answer": "4"}, "'question' must be text, not int"), ({"messages": []}, "must end with"),
+    ({"question": 0.5, "answer": "4"}, "'question' must be text, not Number"),
     ({"messages": [{"role": "assistant", "content": "4"}]}, "must end with the assistant's answer to what comes"),
     ({"question": "x" * 100, "answer": "4"}, "leaves no room for a response to a prompt of 101 tokens"),
 ], ids=str)  # fmt: skip
