@@ -182,8 +182,9 @@ def load_reward(name: str) -> Reward:
         sys.path.append(here)
     try:
         found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"grpo.reward={name!r} cannot be imported: {error}") from error
+    # a module can raise whatever Python raises, as a reward can (rollouts.py)
+    except (Exception, SystemExit) as error:
+        raise InputError(f"grpo.reward={name!r} cannot be imported: {error!r}") from error
     if not callable(found):
         raise InputError(f"grpo.reward={name!r} is a {type(found).__name__}, not a function")
     try:

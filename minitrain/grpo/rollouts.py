@@ -154,7 +154,7 @@ class Collector:
         response = f"for the response {text[:80]!r}"
         try:
             given = self.reward(text, problem.answer, problem.row)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             what = traceback.format_exception_only(error)[-1].partition("\n")[0]
             raise InputError(

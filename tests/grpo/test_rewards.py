@@ -248,7 +248,8 @@ UNNAMED = "is not exact, math or package.module:function"
 
 
 @pytest.mark.parametrize("name, message", [
-    ("exakt", UNNAMED), (":f", UNNAMED), (".x:f", UNNAMED), ("no_such_module_x:f", "cannot be imported: No module"),
+    ("exakt", UNNAMED), (":f", UNNAMED), (".x:f", UNNAMED), 
+    ("no_such_module_x:f", "cannot be imported: ModuleNotFoundError.*No module"),
     ("minitrain.errors:missing", "cannot be imported: .* no attribute 'missing'"),
     ("minitrain:__all__", "is a list, not a function"),
     ("minitrain.grpo.rewards:plain", "must take .response, answer, row.: too many"),
@@ -257,3 +258,16 @@ UNNAMED = "is not exact, math or package.module:function"
 def test_unknown_rewards_are_refused(name, message):
     with pytest.raises(InputError, match=f"^grpo.reward='{name}' {message}"):
         load_reward(name)
+
+
+@pytest.mark.parametrize("text, told", [
+    ("def f(:", r"SyntaxError\('invalid syntax'"), ("1 / 0", "ZeroDivisionError"),
+    ("raise SystemExit(3)", r"SystemExit\(3\)"),
+    ("import no_such_module_x", "ModuleNotFoundError"), ("f = open('nowhere')", "FileNotFoundError"),
+])  # fmt: skip
+def test_a_module_that_does_not_import_is_one_line(tmp_path, monkeypatch, text, told):
+    (tmp_path / "broken_reward.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match=f"^grpo.reward='broken_reward:f' cannot be imported: {told}"):
+        load_reward("broken_reward:f")

@@ -3,6 +3,7 @@
 import itertools
 import json
 import pickle
+import sys
 from decimal import Decimal
 from statistics import stdev
 from types import SimpleNamespace
@@ -343,6 +344,7 @@ def test_rewards_that_raise():
         (lambda *_: [][1], r"raised IndexError: list index out of range for the response '.*', at .*:\d+$"),
         (lambda *_: json.loads("{"), "raised json.decoder.JSONDecodeError: Expecting .* for the response"),
         (lambda *_: next(iter(())), "raised StopIteration for the response"),
+        (lambda *_: sys.exit(3), "raised SystemExit: 3 for the response"),
         (lambda *_: torch.ones(2) @ torch.ones(3), r"raised RuntimeError: [^\n]* for the response [^\n]*$"),
     ):
         sampling.reward = fails
