@@ -97,6 +97,10 @@ def _value_faults(c: Config) -> Faults:
     )
     yield d.kind not in ("mock", "shapes") and not d.path, f"data.kind={d.kind} needs data.path"
     yield (
+        max(d.size, default=0) > 1 << 20,
+        f"data.size={d.size} must be numbers of at most {1 << 20:,}",
+    )
+    yield (
         d.packed is not None and c.task not in CHATS,
         f"data.packed={str(d.packed).lower()} is for task=sft and lora, not for task={c.task} (leave it out)",
     )
