@@ -376,7 +376,7 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     profile: Profile = field(default_factory=Profile)
-    deterministic: bool = False  # bitwise reproducible: see run/determinism.py
+    deterministic: bool = False  # bitwise reproducible: see run/launch.py
     # how long a rank waits for the others in a collective before it gives up
     timeout_s: float = number(600.0, 1, 1000000)
     reference: dict = field(default_factory=dict)  # published figures of the same row

@@ -9,6 +9,7 @@ import signal
 import threading
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -19,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties, TensorStorageMetadata
 
 from minitrain.errors import InputError
-from minitrain.run import checkpoint
+from minitrain.run import checkpoint, checkpoint_state
 from minitrain.run.checkpoint import Checkpointer, save_step
 from minitrain.run.checkpoint_files import (
     IndexUnpickler,
@@ -66,7 +67,7 @@ def test_steps_are_counted_where_fused_kernels_want_them_and_nothing_older_stays
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.state[model.weight]["momentum"] = torch.zeros(3, 3, device="meta")
     stored = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(), [])
-    tensors = checkpoint.prepare_optimizer(optimizer, model, {"weight/step": stored})
+    tensors = checkpoint_state.prepare_optimizer(optimizer, model, {"weight/step": stored})
     assert optimizer.state == {model.weight: {"step": tensors["weight/step"]}}
     assert (tensors["weight/step"].device.type, tensors["weight/step"].dtype) == ("meta", torch.float32)
 
@@ -121,7 +122,7 @@ def save_while_training(folder):
     checkpointer, numbers = Checkpointer(folder, keep=2, asynchronous=True), {"step": 1, "loss": 0.5}
     write, disk = dcp.FileSystemWriter.write_data, threading.Semaphore(0)
     with mock.patch.object(dcp.FileSystemWriter, "write_data", lambda *args: disk.acquire() and write(*args)):
-        save_step(checkpointer, numbers, model, optimizer)
+        save_step(checkpointer, numbers, SimpleNamespace(model=model, optimizer=optimizer))
         numbers["validation_loss"] = 0.4
         dist.all_reduce(torch.ones(1))
         step(model, optimizer)

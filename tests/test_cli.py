@@ -61,7 +61,7 @@ def test_train_writes_metrics_checkpoints_and_a_model_that_generates(config_file
     out = tmp_path / "out"
     lines = metrics(out)
     shown = capsys.readouterr()  # where there is no terminal: lines, also where the validation is due
-    told = re.findall("^step (.*): loss [0-9.]+, tokens/s [0-9,]+", shown.out, re.MULTILINE)
+    told = re.findall(r"^step (.*): loss [0-9.]+ = [0-9.]+ bits/byte, tokens/s [0-9,]+$", shown.out, re.MULTILINE)
     assert told == ["1 of 6", "3 of 6", "6 of 6"]
     assert "\r" not in shown.out + shown.err
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]

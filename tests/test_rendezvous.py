@@ -1,6 +1,5 @@
-"""What connections between nodes need: open files, and the interface that leads to the others."""
+"""How ranks find each other, and the open files that this needs."""
 
-import re
 import resource
 import socket
 import sys
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from minitrain.errors import InputError
 from minitrain.run import rendezvous
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads interfaces as Linux has them")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits are raised on Linux alone")
 
 
 def test_a_node_whose_gpus_are_not_found():
@@ -41,33 +40,6 @@ def test_ranks_that_do_not_start_are_named():
         rendezvous.answer(store, 3, timedelta(0))
 
 
-@pytest.mark.parametrize(("environment", "address", "warned"), [
-    ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "127.0.1.1", True),
-    ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "10.0.0.7", False),
-    ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "GLOO_SOCKET_IFNAME": "lo"}, "127.0.1.1", False),
-    ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "1"}, "127.0.1.1", False),  # once a node
-    ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, "127.0.1.1", False),  # all on one node
-    ({}, "127.0.1.1", False),
-])  # fmt: skip
-def test_a_name_that_leads_nowhere_for_other_nodes_is_told(monkeypatch, capsys, environment, address, warned):
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "GLOO_SOCKET_IFNAME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(socket, "gethostbyname", lambda _: address)
-    rendezvous.prepare_connections()
-    told = capsys.readouterr().err
-    assert ("(set GLOO_SOCKET_IFNAME to the interface that leads to them: lo" in told) == warned, told
-
-
-@pytest.mark.parametrize(("names", "wrong"), [("^lo,docker", "^lo"), ("lo,none", "none")])
-def test_interfaces_that_are_not_there(monkeypatch, names, wrong):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
-    problem = re.escape(f"GLOO_SOCKET_IFNAME names the network interface {wrong!r}, which is not there")
-    with pytest.raises(InputError, match=rf"^{problem} \(.* has .*lo"):
-        rendezvous.prepare_connections()
-
-
 def test_a_rank_that_meets_nobody_is_told_where(monkeypatch):
     with socket.create_server(("localhost", 0)) as other:
         port = other.getsockname()[1]
@@ -85,7 +57,7 @@ def test_as_many_open_files_as_the_system_allows():
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, limits[1]), limits[1]))
-        rendezvous.prepare_connections()
+        rendezvous.allow_open_files()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limits[1], limits[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -87,6 +87,7 @@ class Learner:
             numbers = {
                 key: sum(result[key] for result in results) / len(results) for key in results[0]
             }
+            numbers["lr"] = self.trainer.optimizer.param_groups[0]["lr"]
             numbers["skipped"] = sum(not is_finite(result) for result in results)
             return numbers | self.trainer.objective.metrics(self.total)
 

@@ -64,7 +64,7 @@ def write_log(file: Path, error: Exception) -> None:
 
 
 def explain(error: Exception) -> str | None:
-    """One line for failures of torch whose cause and remedy are known."""
+    """Return one line for failures of torch whose cause and remedy are known."""
     message = str(error).strip() or type(error).__name__
     if "Timed out waiting" in message:
         return (

@@ -25,32 +25,36 @@ from minitrain.settings import Config, Data, to_dict
 # of a file; a smaller one is read whole
 SAMPLES = 16
 SAMPLE = 4096
+# settings that say which files
 NAMES_DATA = {
     "data.kind",
     "data.path",
     "data.exclude",
     "data.tokenizer",
-}  # settings that say which files
+}
+# and all of data: which rows, and when
 CHOOSE_ROWS = {
     "seed",
     "task",
     "batch.global",
     "batch.seq_len",
     "grpo.prompts",
-}  # and all of data: which rows, and when
+}
 
 
 def agreed_fingerprint(config: Config) -> dict[str, str]:
-    """A digest of each file that the dataset is made from, its tokenizer too, by path; empty for
-    data that is made up.
+    """Return a digest of each file that the dataset is made from, its tokenizer too, by path; empty
+    for data that is made up.
 
     All ranks call it together. Raises InputError if they do not see the same files, those of the
     model to start from among them: each node may have its own copy.
     """
-    data = digests(data_files(config.data))
-    model = digests(model_files(config))
-    check_same({"data": data, "model": model})
-    return data
+    files = {"data": data_files(config.data), "model": model_files(config)}
+    digests = {}
+    for subject, found in files.items():
+        digests[subject] = {str(file): file_digest(file) for file in found}
+    check_same(digests)
+    return digests["data"]
 
 
 def data_files(data: Data) -> list[Path]:
@@ -63,38 +67,38 @@ def data_files(data: Data) -> list[Path]:
 
 
 def model_files(config: Config) -> list[Path]:
-    """Of the weights to start from, adapters too; what their own config says is among the
-    settings.
+    """Return the files of the weights to start from, adapters too; what their own config says is
+    among the settings.
     """
     path = config.model.path
     lora = config.lora
     files = [Path(path) / "config.json", *weight_files(path)] if path else []
-    return files + ([adapter_files(lora.path)[1]] if lora and lora.path else [])
-
-
-def digests(files: list[Path]) -> dict[str, str]:
-    return {str(file): file_digest(file) for file in files}
+    if lora and lora.path:
+        files.append(adapter_files(lora.path)[1])
+    return files
 
 
 def file_digest(file: Path) -> str:
-    """Of a file's size and SAMPLES blocks spread evenly over it, its first and last bytes among
-    them.
+    """Return a digest of a file's size and SAMPLES blocks spread evenly over it, its first and last
+    bytes among them.
     """
     with readable(file), file.open("rb") as stream:
         size = stream.seek(0, 2)
         digest = hashlib.sha256(str(size).encode())
-        for i in range(SAMPLES):
-            stream.seek(i * max(SAMPLE, (size - SAMPLE) // (SAMPLES - 1)))
+        spacing = max(SAMPLE, (size - SAMPLE) // (SAMPLES - 1))
+        for start in [*range(0, SAMPLES * spacing, spacing), max(0, size - SAMPLE)]:
+            stream.seek(start)
             digest.update(stream.read(SAMPLE))
-        stream.seek(max(0, size - SAMPLE))
-        digest.update(stream.read(SAMPLE))
     return digest.hexdigest()[:16]
 
 
 def check_continuation(
-    file: Path, config: Config, files: dict[str, str], resumed: bool
+    file: Path,
+    config: Config,
+    files: dict[str, str],
+    resumed: bool,
 ) -> list[str]:
-    """Compare with what the run began with, as `file` has it, and store what it uses now; returns
+    """Compare with what the run began with, as `file` has it, and store what it uses now; return
     what to tell.
 
     files: the fingerprint of its data. Raises InputError, on all ranks alike, if the run is
@@ -116,57 +120,52 @@ def check_continuation(
 
 
 def comparable_settings(config: Config) -> dict[str, Any]:
-    """All settings by dotted name, as JSON gives them back; not those that have no part in what is
-    trained.
+    """Return all settings by dotted name, as JSON gives them back, but those that have no part in
+    what is trained.
     """
     settings = json.loads(json.dumps(flatten(to_dict(config))))
-    return {
-        key: value
-        for key, value in settings.items()
-        if key != "out_dir" and not key.startswith("reference.")
-    }
+    kept = (key for key in settings if key != "out_dir" and not key.startswith("reference."))
+    return {key: settings[key] for key in kept}
 
 
 def data_change(before: dict, now: dict) -> str | None:
-    """What is wrong with the data, in one line; None if nothing is, or the settings name other data
-    on purpose.
+    """Return what is wrong with the data, in one line; None if nothing is, or the settings name
+    other data on purpose.
     """
-    tokenizer = ("tokenizer.json", *COMPANIONS)  # of which earlier versions left some out
-    changed = differing(before["files"], now["files"])
+    old = before["files"]
+    new = now["files"]
+    # earlier versions left some out
+    tokenizer = ("tokenizer.json", *COMPANIONS)
     changed = [
-        file for file in changed if file in before["files"] or Path(file).name not in tokenizer
+        name for name in differing(old, new) if name in old or Path(name).name not in tokenizer
     ]
     if not changed or NAMES_DATA & {*differing(before["settings"], now["settings"])}:
         return None
     first = changed[0]
+    how = "has changed"
+    if first not in old:
+        how = "is new"
+    elif first not in new:
+        how = "is gone"
     more = f" ({len(changed)} files differ)" if len(changed) > 1 else ""
-    how = (
-        "is new"
-        if first not in before["files"]
-        else "is gone"
-        if first not in now["files"]
-        else "has changed"
-    )
     return f"{first} {how} since the run began{more}: it cannot continue (restore it, or use another out_dir)"
 
 
 def other_settings(before: dict, now: dict) -> list[str]:
-    """All that was changed, in one line, and a warning if that chooses other rows: nothing else
-    would show it.
+    """Return all that was changed, in one line, and a warning if that chooses other rows: nothing
+    else would show it.
     """
-    before = before["settings"]
-    now = now["settings"]
-    changed = differing(before, now)
-    choosing = CHOOSE_ROWS | (
-        {"batch.micro"} if now["data.kind"] == "latents" else set()
-    )  # its videos share a shape
-    notes = []
-    if changed:
-        told = ", ".join(
-            f"{key}={json.dumps(now.get(key))} (was {json.dumps(before.get(key))})"
-            for key in changed
-        )
-        notes.append(f"note: the run continues with other settings than before: {told}")
+    old = before["settings"]
+    new = now["settings"]
+    changed = differing(old, new)
+    if not changed:
+        return []
+    choosing = set(CHOOSE_ROWS)
+    # videos of a micro-batch share a shape
+    if new["data.kind"] == "latents":
+        choosing.add("batch.micro")
+    told = [f"{key}={json.dumps(new.get(key))} (was {json.dumps(old.get(key))})" for key in changed]
+    notes = [f"note: the run continues with other settings than before: {', '.join(told)}"]
     if any(key in choosing or key.startswith("data.") for key in changed):
         notes.append(
             "warning: rows that were seen may come again and others never, as those settings choose them"
@@ -177,11 +176,8 @@ def other_settings(before: dict, now: dict) -> list[str]:
 def other_code(before: dict, now: dict) -> list[str]:
     changed = differing(before["code"], now["code"])
     more = f" and {len(changed) - 1} more files" if len(changed) > 1 else ""
-    return (
-        [f"warning: the run continues with other code than before: {changed[0]}{more}"]
-        if changed
-        else []
-    )
+    told = "warning: the run continues with other code than before:"
+    return [f"{told} {changed[0]}{more}"] if changed else []
 
 
 def differing(before: dict, now: dict) -> list[str]:
@@ -189,7 +185,7 @@ def differing(before: dict, now: dict) -> list[str]:
 
 
 def read(file: Path) -> dict[str, dict] | None:
-    """What `check_continuation` stored; None if that is not there."""
+    """Return what `check_continuation` stored; None if that is not there."""
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
         return {key: dict(stored[key]) for key in ("settings", "files", "code")}

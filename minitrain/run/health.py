@@ -72,7 +72,7 @@ class Health:
         loss = numbers["loss"]
         step = numbers["step"]
         if numbers["skipped"]:
-            problem = f"skipped, as loss={loss} or grad_norm={numbers['grad_norm']} is not finite"
+            problem = f"skipped, as {not_finite(numbers)}"
         elif loss > limit:
             problem = f"loss={loss:.4g} is a spike, above {limit:.4g}"
         else:
@@ -86,11 +86,11 @@ class Health:
         return {"batch": origin}
 
     def verdict(self, numbers: dict) -> str:
-        step, loss, norm = (numbers[key] for key in ("step", "loss", "grad_norm"))
+        step = numbers["step"]
         return (
             f"step {step} is number {self.in_a_row} in a row to be skipped (optim.max_skipped), as "
-            f"loss={loss} or grad_norm={norm} is not finite: the weights are as after step {step - self.in_a_row}, and "
-            f"checkpoints intact; the batch was {numbers['batch']}"
+            f"{not_finite(numbers)}: the weights are as after step {step - self.in_a_row}, and checkpoints intact; "
+            f"the batch was {numbers['batch']}"
         )
 
     def limit(self) -> float:
@@ -102,6 +102,10 @@ class Health:
         middle = median(self.losses)
         deviation = 1.4826 * median(abs(loss - middle) for loss in self.losses)
         return middle + max(self.factor * deviation, 0.01 * abs(middle))
+
+
+def not_finite(numbers: dict) -> str:
+    return f"loss={numbers['loss']} or grad_norm={numbers['grad_norm']} is not finite"
 
 
 def batch_origin(dataset, rows: int, step: int) -> str:

@@ -26,13 +26,12 @@ from minitrain.parallel.mesh import Meshes, build_meshes
 from minitrain.parallel.shards import local_shard, to_local
 from minitrain.parallel.tensor import check_overlap
 from minitrain.run import watch
-from minitrain.run.determinism import be_deterministic
 from minitrain.run.parallel_checks import check_layout
 from minitrain.run.rendezvous import (
+    allow_open_files,
     check_device_type,
     join_store,
     number,
-    prepare_connections,
     world_size,
 )
 from minitrain.settings import Config, to_dict
@@ -41,15 +40,16 @@ from minitrain.training.loop import Trainer, forward_backward
 
 
 def pick_device(setting: str) -> torch.device:
-    """auto: this process's own GPU if there is one, else the CPU.
+    """Return the device of this process; auto: its own GPU if there is one, else the CPU.
 
     Where a process sees only one GPU that is its own, as Slurm's --gpus-per-task=1 and torchrun's
     --virtual-local-rank have it; `check_own_gpus` sees to that.
     """
-    if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
+    available = torch.cuda.is_available()
+    if setting == "cuda" and not available:
         raise InputError("device=cuda, but torch finds no GPU here (use auto or cpu)")
+    if setting == "cpu" or not available:
+        return torch.device("cpu")
     gpus = torch.cuda.device_count()
     place = number("LOCAL_RANK")
     processes = max(number("LOCAL_WORLD_SIZE", 1), place + 1)
@@ -61,20 +61,20 @@ def pick_device(setting: str) -> torch.device:
 
 
 def check_own_gpus(device: torch.device) -> None:
-    """Raises InputError, on all ranks alike, if two that took the only GPU they see, or the first,
+    """Raise InputError, on all ranks alike, if two that took the only GPU they see, or the first,
     have the same.
 
     All call it together. On the CPU nothing is compared.
     """
-    if device.type == "cuda":
-        unplaced = torch.cuda.device_count() == 1 or "LOCAL_RANK" not in os.environ
-        gpus = gather(str(torch.cuda.get_device_properties(device).uuid) if unplaced else None)
-        first: dict[str | None, int] = {}
-        for rank, gpu in enumerate(gpus):
-            if gpu and first.setdefault(gpu, rank) != rank:
-                raise InputError(
-                    f"ranks {first[gpu]} and {rank} have the same GPU (start one process for each GPU)"
-                )
+    if device.type != "cuda":
+        return
+    unplaced = torch.cuda.device_count() == 1 or "LOCAL_RANK" not in os.environ
+    gpus = gather(str(torch.cuda.get_device_properties(device).uuid) if unplaced else None)
+    for rank, gpu in enumerate(gpus):
+        if gpu and (first := gpus.index(gpu)) < rank:
+            raise InputError(
+                f"ranks {first} and {rank} have the same GPU (start one process for each GPU)"
+            )
 
 
 def start(config: Config) -> Meshes:
@@ -92,7 +92,7 @@ def start(config: Config) -> Meshes:
         torch.cuda.set_device(device)
     if begins := not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        prepare_connections()
+        allow_open_files()
         timeout = timedelta(minutes=10)  # to find each other
         store, rank, world = join_store(timeout)
         check_device_type(store, rank, device.type)
@@ -110,6 +110,26 @@ def start(config: Config) -> Meshes:
     return meshes
 
 
+def be_deterministic() -> None:
+    """Make the same run again the same to the bit (`deterministic: true`): on the same machine,
+    layout and versions.
+
+    Data, initial weights, dropout and samples are functions of the seed anyway. What is left are
+    kernels that add up in whatever order their threads come, mostly on GPUs. torch then takes
+    others: for attention FlashAttention's deterministic backward pass, and never cuDNN's
+    (FlexAttention's adds up in a fixed order). An operation that has no such form raises an error,
+    in one line (failures.py). To call before CUDA, NCCL or the compiler are used; what the user has
+    set in the environment stays. Its cost has not been measured on a GPU.
+    """
+    # without it cuBLAS may pick other algorithms each time
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # sums inside a switch come in no fixed order; names match whole
+    os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree,CollnetDirect,CollnetChain")
+    # of the compiler and cuDNN too, which would choose kernels by the clock
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
 def meshes_of(config: Config, device_type: str) -> Meshes:
     """Arrange the ranks of the running process group, whose number `check_layout` has accepted."""
     p = config.parallel
@@ -118,7 +138,11 @@ def meshes_of(config: Config, device_type: str) -> Meshes:
     )
 
 
-def make_trainer(config: Config, meshes: Meshes, objective=None) -> Trainer:
+def make_trainer(
+    config: Config,
+    meshes: Meshes,
+    objective=None,
+) -> Trainer:
     """Return a Trainer with the weights of `model.path` and `lora.path`, where there are such."""
     trainer = Trainer(config, meshes, objective, partial(fill_weights, config))
     if config.parallel.async_tp:
@@ -154,20 +178,16 @@ def trial_step(trainer: Trainer) -> list[Tensor]:
 
 
 def check_device(config: Config, device: torch.device) -> None:
-    """Raises InputError for settings that `device` is not made for."""
+    """Raise InputError for settings that `device` is not made for."""
     on_gpu = device.type == "cuda"
+    here = "this run is on the CPU (use false)"
     if config.profile.memory and not on_gpu:
-        raise InputError(
-            "profile.memory=true records the memory of a GPU, and this run is on the CPU (use false)"
-        )
+        raise InputError(f"profile.memory=true records the memory of a GPU, and {here}")
     if config.parallel.async_tp and not on_gpu:
-        raise InputError(
-            "parallel.async_tp=true needs CUDA devices, and this run is on the CPU (use false)"
-        )
+        raise InputError(f"parallel.async_tp=true needs CUDA devices, and {here}")
     if config.precision == "fp8" and on_gpu and torch.cuda.get_device_capability(device) < (8, 9):
-        raise InputError(
-            f"precision=fp8 needs FP8 units, which {torch.cuda.get_device_name(device)} lacks (use bf16)"
-        )
+        name = torch.cuda.get_device_name(device)
+        raise InputError(f"precision=fp8 needs FP8 units, which {name} lacks (use bf16)")
 
 
 def set_timeout(seconds: float, groups: Iterable[dist.ProcessGroup] | None = None) -> None:
@@ -176,9 +196,8 @@ def set_timeout(seconds: float, groups: Iterable[dist.ProcessGroup] | None = Non
     A group that is made later has torch's own, 10 minutes with NCCL and 30 with gloo, unless it is
     made with another.
     """
-    for group in (
-        list(c10d._world.pg_map) if groups is None else groups
-    ):  # no public name, nor for timeouts
+    # neither has a public name
+    for group in list(c10d._world.pg_map) if groups is None else groups:
         c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
@@ -193,8 +212,8 @@ def wait_for_ever() -> None:
 
 
 def checkpoint_group(config: Config, ranks: Iterable[int]) -> dist.ProcessGroup:
-    """A group for `ranks` to write checkpoints, where they wait for each other's disks: half an
-    hour at least.
+    """Make a group for `ranks` to write checkpoints, where they wait for each other's disks: half
+    an hour at least.
     """
     timeout = max(timedelta(minutes=30), timedelta(seconds=config.timeout_s))
     return dist.new_group(list(ranks), timeout=timeout, backend="gloo")

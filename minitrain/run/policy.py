@@ -13,10 +13,10 @@ run in one process gives the same.
 All ranks know all responses and compute from them what is cheap; only the model's work is divided.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -45,18 +45,15 @@ from minitrain.parallel.tensor_decoder import tensor_parallel
 from minitrain.rollout.engine import Sampler
 from minitrain.run.checkpoint import Checkpointer, resume, save_step
 from minitrain.run.checkpoint_files import complete_steps
+from minitrain.run.export import export
 from minitrain.run.fingerprint import agreed_fingerprint
 from minitrain.run.launch import checkpoint_group, fill_weights, pick_device, set_timeout, start
-from minitrain.run.metrics import MetricsLog
+from minitrain.run.progress import validation
 from minitrain.run.rollout_files import read_rollouts, remove_rollouts, write_rollouts
 from minitrain.settings import Config
 from minitrain.training.loop import is_due
 
 PHASES = ("generation", "logprobs", "training", "refit")
-
-
-def curve(step: int, numbers: dict[str, float]) -> str:
-    return f"step {step}: " + "  ".join(f"{name} {value:.3f}" for name, value in numbers.items())
 
 
 class Run:
@@ -65,22 +62,23 @@ class Run:
 
     folder: where responses (rollouts/step-*.jsonl) and checkpoints go, and with a KL term, but
     without adapters, the weights from which divergence is measured (reference/); None: nowhere, for
-    measurements. What run/task.py asks of a task is here, but for `end`.
+    measurements. What run/task.py asks of a task is here.
     """
+
+    bytes_per_token = None
 
     def __init__(self, config: Config, folder: Path | None):
         reward = load_reward(config.grpo.reward)
         self.problems, self.held_out, self.tokenizer, ends = open_problems(config)
         config = with_steps(config, len(self.problems), config.grpo.prompts)
         # sampler and trainer would disagree on a router that changes for reasons of its own
-        shape = dataclasses.replace(
-            config.model.config, router_aux_loss_coef=0.0, bias_update_speed=0.0
-        )
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, config=shape))
+        shape = replace(config.model.config, router_aux_loss_coef=0.0, bias_update_speed=0.0)
+        config = replace(config, model=replace(config.model, config=shape))
         self.config = config
         self.folder = folder
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.taken = 0  # problems, by the steps that have been sampled
+        # problems, by the steps that have been sampled
+        self.taken = 0
         self.updates = config.grpo.prompts * config.grpo.group // config.batch.global_
         meshes = start(config)
         self.files = agreed_fingerprint(config)
@@ -88,13 +86,12 @@ class Run:
         world = dist.get_world_size()
         apart = config.grpo.generation_ranks
         training = range(world - apart)
-        sampling = range(world - apart if apart else 0, world)
         # colocated: all ranks train and sample
         self.colocated = not apart
+        sampling = training if self.colocated else range(world - apart, world)
         self.first_sampler = sampling[0]
-        self.frees = (
-            self.colocated and not config.grpo.keep_cache
-        )  # the sampler's memory is the trainer's in between
+        # the sampler's memory is the trainer's in between
+        self.frees = self.colocated and not config.grpo.keep_cache
         self.trainers = checkpoint_group(config, training)
         timeout = timedelta(seconds=config.timeout_s)
         samplers = dist.new_group(list(sampling), timeout=timeout, backend="gloo")
@@ -104,7 +101,8 @@ class Run:
             if folder is not None:
                 self.checkpointer = self.new_checkpointer("checkpoints", config.checkpoint.keep)
             self.learner = Learner(config, meshes, self.phase, partial(fill_weights, config))
-        self.await_trainers()
+        # ranks that only sample must not lose patience with the others' disks
+        wait_for_all()
         model, self.refit = self.connect(meshes.batch.device_type, rank in sampling)
         if model is not None:
             replica = (rank - sampling[0]) // config.rollout.tp
@@ -117,14 +115,16 @@ class Run:
             )
         kept = {}
         lost = {}
-        if config.grpo.offload:  # every rank trains and samples
+        # then every rank trains and samples
+        if config.grpo.offload:
             kept = {"training": self.learner.states, "logprobs": self.learner.reference_weights}
-            lost = {} if self.refit is None else {"generation": lambda: model.state_dict().values()}
+            if self.refit is not None:
+                lost = {"generation": lambda: model.state_dict().values()}
         self.memory = Memory(kept, lost)
         self.memory.hold("training")
 
     def connect(self, device_type: str, samples: bool) -> tuple[Decoder | None, WeightSync | None]:
-        """The model that this rank samples from, and what brings it the trainer's weights.
+        """Return the model that this rank samples from, and what brings it the trainer's weights.
 
         Where a trainer's model is whole on its rank, that is the model, and there is nothing to
         bring.
@@ -160,17 +160,14 @@ class Run:
             if self.folder is not None:
                 names = ("loss", "tokens_per_sec", "reward")
                 trainer = self.learner.trainer
-                first, last = resume(
-                    self.checkpointer, self.config, trainer.model, trainer.optimizer, *names
-                )
+                first, last = resume(self.checkpointer, self.config, trainer, *names)
             if not first:
                 self.learner.warm_up(self.problems)
-            if (
-                self.config.grpo.kl and self.config.lora is None
-            ):  # adapters diverge from the model without them
+            # adapters diverge from the model without them
+            if self.config.grpo.kl and self.config.lora is None:
                 kept = self.folder and self.new_checkpointer("reference", keep=1)
                 self.learner.keep_reference(kept, resumed=first > 0)
-        self.await_trainers()
+        wait_for_all()
         self.first, self.last = self.tell((first, last), 0)
         self.taken = self.last.get(
             "problems", first * self.config.grpo.prompts * self.config.grpo.generations
@@ -184,14 +181,7 @@ class Run:
         if not self.first:
             yield self.problems.about
             if self.config.validation.every:
-                yield curve(0, self.evaluate())
-
-    def await_trainers(self) -> None:
-        """Return when they come here too: ranks that only sample must not lose patience with the
-        others' disks.
-        """
-        if not self.colocated:
-            wait_for_all()
+                yield f"step 0  val {validation(self.evaluate())}"
 
     def new_checkpointer(self, name: str, keep: int) -> Checkpointer:
         return Checkpointer(
@@ -201,57 +191,51 @@ class Run:
     def steps(self, first: int) -> Iterator[dict[str, Any]]:
         """Run the steps from `first` on, yielding the numbers of each, for the log."""
         config = self.config
-        lag = self.config.grpo.lag
+        lag = config.grpo.lag
         began = time.perf_counter()
         coming = self.kept(first) if lag and first else None
         if coming:
             self.taken = coming[0][0].problems
         for step in range(first, config.steps):
-            ahead = (
-                lag and step + 1 < config.steps
-            )  # is the next step sampled while this one trains?
+            # is the next step sampled while this one trains?
+            ahead = lag and step + 1 < config.steps
             groups = coming or self.share(self.collect(), step)
             sampled = self.collect() if ahead else None
             learned = self.learner.learn(groups, step) if self.learner else {}
             coming = self.share(sampled, step + 1) if ahead else None
             self.update_sampler()
-            learned = self.tell(
-                learned, 0
-            )  # also to ranks that only sample: all judge alike how it went
-            now = time.perf_counter()
-            yield {
-                "step": step + 1,
-                **learned,
-                **describe(groups),
-                **self.timing(groups, now - began),
-            }
+            # also to ranks that only sample: all judge alike how it went
+            learned = self.tell(learned, 0)
+            timing = self.timing(groups, time.perf_counter() - began)
+            yield {"step": step + 1} | learned | describe(groups) | timing
             began = time.perf_counter()
 
     def save(self, numbers: dict[str, Any]) -> None:
         """Write a checkpoint of a step. numbers: what `steps` gave for it."""
         if self.learner:
             self.memory.hold("training")
-            save_step(
-                self.checkpointer, numbers, self.learner.model, self.learner.trainer.optimizer
-            )
+            save_step(self.checkpointer, numbers, self.learner.trainer)
         if self.config.grpo.offload:
-            self.update_sampler()  # the next thing to come may be an evaluation
-        self.await_trainers()
+            # the next thing to come may be an evaluation
+            self.update_sampler()
+        wait_for_all()
 
     def wait(self) -> None:
         """Return when the last checkpoint is written."""
         if self.learner:
             self.checkpointer.wait()
 
-    def finish(self, numbers: dict[str, Any], log: MetricsLog, stopping: Callable[[], str]) -> bool:
+    def finish(self, numbers: dict[str, Any], stopping: Callable[[], str]) -> bool:
         """Add the rewards on held-out problems."""
-        config = self.config
-        step = numbers["step"]
-        if config.validation.every and is_due(step, config.validation.every, config.steps):
-            evaluation = self.evaluate()
-            log.say(curve(step, {"reward": numbers["reward"]} | evaluation))
-            numbers |= {f"val_{name}": value for name, value in evaluation.items()}
+        every = self.config.validation.every
+        if every and is_due(numbers["step"], every, self.config.steps):
+            numbers |= self.evaluate()
         return True
+
+    def end(self) -> Iterator[str]:
+        if self.learner:
+            export(self.learner.trainer, self.config, self.folder)
+        yield from ()
 
     def origin(self, step: int) -> str:
         return f"responses in {self.rollouts(step - 1)}"
@@ -272,8 +256,8 @@ class Run:
         return groups, self.seconds["generation"]
 
     def kept(self, step: int) -> list[Group] | None:
-        """The responses for `step` that the run had sampled before it was resumed; None if it had
-        ended before, or if they do not make up a step of its settings now.
+        """Return the responses for `step` that the run had sampled before it was resumed; None if
+        it had ended before, or if they do not make up a step of its settings now.
 
         Rank 0 reads for all: others might see its files later, and disagree on whether to sample.
         """
@@ -308,7 +292,7 @@ class Run:
             remove_rollouts(self.rollouts(step).parent, min(step + 2 - keep, oldest + 1))
 
     def tell(self, value: Any, source: int) -> Any:
-        """`value` of rank `source`, on all ranks; where they are colocated each has it already."""
+        """Return rank `source`'s value on all ranks; where they are colocated each has it."""
         return value if self.colocated else broadcast(value, source, self.everyone)
 
     def update_sampler(self) -> None:
@@ -319,52 +303,48 @@ class Run:
                 self.collector.sampler.refresh()
 
     def evaluate(self) -> dict[str, float]:
-        """pass@k on held-out problems, or on the training problems if none are."""
+        """Return val_greedy and val_pass@k on held-out problems, or those that are trained on."""
         numbers = None
         if self.collector is not None:
             count = self.config.validation.batches * self.config.grpo.prompts
             sampler = self.collector.sampler
-            numbers = self.collector.evaluate(self.held_out or self.problems, count)
-            (
-                sampler.free if self.frees else sampler.forget
-            )()  # as a run finds it that resumes here
+            found = self.collector.evaluate(self.held_out or self.problems, count)
+            numbers = {f"val_{name}": value for name, value in found.items()}
+            # as a run finds it that resumes here
+            if self.frees:
+                sampler.free()
+            else:
+                sampler.forget()
         return self.tell(numbers, self.first_sampler)
 
     def rollouts(self, step: int) -> Path:
         return self.folder / "rollouts" / f"step-{step + 1:08d}.jsonl"
 
     def timing(self, groups: list[Group], seconds: float) -> dict[str, float]:
-        """Seconds of the step and its phases; tokens are those of prompts and responses, GPUs all,
-        sampling or not.
-        """
+        """Return seconds of the step and its phases, and tokens, those of prompts and responses."""
         tokens = sum(len(rollout.prompt) + len(rollout.response) for rollout in chain(*groups))
         phases = {f"{name}_s": self.seconds[name] for name in PHASES}
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        rate = tokens / seconds
-        per_gpu = rate / dist.get_world_size()
-        return {
+        return phases | {
             "step_time_s": seconds,
-            **phases,
             "step_tokens": tokens,
-            "tokens_per_sec": rate,
-            "tokens_per_sec_per_gpu": per_gpu,
+            "tokens_per_sec": tokens / seconds,
+            "tokens_per_sec_per_gpu": tokens / seconds / dist.get_world_size(),
         }
 
 
 def fits(groups: list[Group], config: Config) -> bool:
-    """Are these as many groups, as large, as a step trains on, and sampled with the settings of
-    now?
+    """Return True if these are as many groups, as large, as a step trains on, and sampled with the
+    settings of now.
     """
     settings = sampling_settings(config)
     sizes = [len(group) for group in groups]
     as_many = sizes == [config.grpo.group] * config.grpo.prompts
-    return as_many and all(
-        rollout.settings == settings and rollout.problems for rollout in chain(*groups)
-    )
+    return as_many and all(x.settings == settings and x.problems for x in chain(*groups))
 
 
 def describe(groups: list[Group]) -> dict[str, float]:
-    """What can be said of a step's responses without a model."""
+    """Return what can be said of a step's responses without a model."""
     values = rewards(groups)
     rollouts = list(chain(*groups))
     lengths = [len(rollout.response) for rollout in rollouts]
@@ -380,14 +360,13 @@ def describe(groups: list[Group]) -> dict[str, float]:
 
 
 def is_whole(model: Decoder | Pipeline) -> bool:
-    """Are all parameters on this rank, and not sharded or in stages?"""
-    return not isinstance(model, Pipeline) and not any(
-        isinstance(p, DTensor) for p in model.parameters()
-    )
+    """Return True if all parameters are on this rank, and not sharded or in stages."""
+    sharded = any(isinstance(p, DTensor) for p in model.parameters())
+    return not (sharded or isinstance(model, Pipeline))
 
 
 def make_sampler_model(config: Config, tp: DeviceMesh) -> Decoder:
-    """A model to sample from, in the type that the trainer computes in, split over the ranks of
+    """Make a model to sample from, in the type that the trainer computes in, split over the ranks of
     `tp`; no values yet.
 
     With rollout.ep its experts are split as a whole, and tokens travel to them.

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from minitrain.settings import Profile
 
@@ -46,9 +46,7 @@ def recorded_steps(
 
 @contextmanager
 def recorded_operations(folder: Path) -> Iterator[None]:
-    profiler = profile(
-        activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-    )
+    profiler = profile()
     profiler.start()
     try:
         yield
@@ -72,13 +70,12 @@ def recorded_memory(folder: Path) -> Iterator[None]:
 
 
 def own_file(folder: Path, name: str) -> str:
-    """This rank's file of that name. Those of earlier recordings on more ranks go: they are none of
+    """Return this rank's file of that name. Those of earlier recordings on more ranks go: they are none of
     this one's.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if dist.get_rank() == 0:
-        for file in takewhile(
-            Path.exists, (folder / name.format(rank) for rank in count(dist.get_world_size()))
-        ):
+        later = (folder / name.format(rank) for rank in count(dist.get_world_size()))
+        for file in takewhile(Path.exists, later):
             file.unlink()
     return str(folder / name.format(dist.get_rank()))

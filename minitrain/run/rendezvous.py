@@ -5,8 +5,8 @@ whose comments say otherwise): with the addresses of processes that are gone, to
 then try to connect, forever. So the ranks agree on a prefix that no earlier attempt has used, by
 asking rank 0 under names that none has used either.
 
-Connections between nodes also need enough open files, and on gloo a network interface that the
-other nodes reach: that of the host's name, or GLOO_SOCKET_IFNAME.
+Between nodes gloo listens at the address of the host's name, or on the network interface that
+GLOO_SOCKET_IFNAME names.
 """
 
 import os
@@ -14,7 +14,6 @@ import secrets
 import socket
 import sys
 import time
-from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -64,7 +63,11 @@ def world_size() -> int:
     return number("WORLD_SIZE", 1)
 
 
-def check_device_type(store: dist.Store, rank: int, device_type: str) -> None:
+def check_device_type(
+    store: dist.Store,
+    rank: int,
+    device_type: str,
+) -> None:
     """Raise InputError if rank 0 has another: with device=auto, as where one node's driver fails.
 
     It would be a group on gloo that waits for ranks on NCCL, and they for it.
@@ -78,39 +81,13 @@ def check_device_type(store: dist.Store, rank: int, device_type: str) -> None:
         )
 
 
-def prepare_connections() -> None:
-    """Allow as many open files as the system does: gloo connects each rank to every other.
+def allow_open_files() -> None:
+    """Allow as many open files as the system does: gloo connects each rank to every other."""
+    if sys.platform == "linux":
+        import resource
 
-    To call before a process group starts. Raises InputError if GLOO_SOCKET_IFNAME names an
-    interface that is not there, as by NCCL's ^. Warns where it is not set, and gloo would listen at
-    an address that other nodes cannot reach.
-    """
-    if sys.platform != "linux":
-        return
-    import resource
-
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    interfaces = [name for _, name in socket.if_nameindex()]
-    here = ", ".join(interfaces)
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    for name in filter(None, chosen.split(",")):
-        # behind a colon stands the name of an address
-        if name.partition(":")[0] not in interfaces:
-            raise InputError(
-                f"GLOO_SOCKET_IFNAME names the network interface {name!r}, which is not there "
-                f"({socket.gethostname()} has {here})"
-            )
-    other_nodes = number("LOCAL_WORLD_SIZE", world_size()) < world_size()
-    if other_nodes and not chosen and number("LOCAL_RANK") == 0:
-        with suppress(OSError):
-            address = socket.gethostbyname(socket.gethostname())
-            if address.startswith("127."):
-                print(
-                    f"warning: {socket.gethostname()} is {address} by name, where other nodes cannot reach it "
-                    f"(set GLOO_SOCKET_IFNAME to the interface that leads to them: {here})",
-                    file=sys.stderr,
-                )
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def ask(store: dist.Store, rank: int) -> str:

@@ -40,7 +40,7 @@ def remove_rollouts(folder: Path, before: int) -> None:
 
 
 def read_rollouts(file: Path) -> list[Group]:
-    """What `write_rollouts` wrote; raises InputError for anything else."""
+    """Return what `write_rollouts` wrote; raise InputError for anything else."""
     try:
         rollouts = [
             Response(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()

@@ -9,11 +9,12 @@ One loop for all tasks. What differs between them is an object, the task, with
     about()                lines to begin with
     steps(first)           runs the steps from `first` on, and yields the numbers of each
     origin(step)           where the batch of a step comes from
-    finish(numbers, log, stopping)
+    finish(numbers, stopping)
                            adds what is measured on held-out data, where that is due; False if
                            `stopping`, which it may ask meanwhile, told it to leave that
     save(numbers), wait()  write the checkpoint of a step; return when it is on disk
-    end(log)               exports the model
+    end()                  exports the model, and yields lines to end with
+    bytes_per_token        of the text that is trained on, or None
 """
 
 import time
@@ -36,23 +37,22 @@ def run_task(task, config: Config, folder: Path) -> None:
     """Run a task's steps that are left, and export its model at the end. All ranks call it
     together.
     """
+    first = task.first
     with (
-        closing(open_log(config, folder, task.files, task.first)) as log,
+        closing(open_log(config, folder, task.files, first, task.bytes_per_token)) as log,
         saved_despite_errors(task.wait),
     ):
         for line in task.about():
             log.say(line)
         if broadcast_flag(log.lacks_last):
-            task.finish(task.last, log, lambda: "")
+            task.finish(task.last, lambda: "")
             log.step(task.last)
-        health = Health(
-            config, log.say, task.origin, task.updates, log.losses, log.skipped_steps(task.updates)
-        )
-        steps = health.watch(
-            recorded_steps(task.steps(task.first), config.profile, folder, task.first)
-        )
-        if run_steps(steps, task, config, log):
-            task.end(log)
+        skipped = log.skipped_steps(task.updates)
+        health = Health(config, log.say, task.origin, task.updates, log.losses, skipped)
+        steps = recorded_steps(task.steps(first), config.profile, folder, first)
+        if run_steps(health.watch(steps), task, config, log):
+            for line in task.end():
+                log.say(line)
             log.say(f"{folder} holds the {'adapters' if config.lora else 'model'}")
 
 
@@ -70,22 +70,22 @@ def run_steps(steps: Iterator[dict[str, Any]], task, config: Config, log: Metric
             due = is_due(numbers["step"], every, config.steps)
             stop = stopping()
             saves = due or stop or broadcast_flag(0 < seconds <= time.monotonic() - saved_at)
-            if saves:  # before anything else that may fail
-                save(task, numbers, log)
+            # before anything else that may fail, and once the lines of the steps before are on disk
+            if saves:
+                log.sync()
+                task.save(numbers)
                 saved_at = time.monotonic()
-            if not stop and task.finish(numbers, log, stopping):
+            if not stop and task.finish(numbers, stopping):
                 log.step(numbers)
                 continue
             if not saves:
-                save(task, numbers, log)
+                log.sync()
+                task.save(numbers)
             task.wait()
-            log.stop(numbers["step"], stopping())
+            log.say(
+                f"{stopping()}: stopped after step {numbers['step']}, with a checkpoint from which the same command "
+                f"continues"
+            )
             return False
     task.wait()
     return True
-
-
-def save(task, numbers: dict[str, Any], log: MetricsLog) -> None:
-    """Write the checkpoint of a step once the lines of the steps before are on disk."""
-    log.sync()
-    task.save(numbers)

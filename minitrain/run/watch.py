@@ -132,22 +132,19 @@ class Watch:
         self.parent = os.getppid()
         # NCCL's own thread aborts a process that has waited too long; on gloo the rank itself says
         # so
-        self.gave_up = (
-            ", gave up waiting (see out_dir/logs/nccl-rank-*)"
-            if dist.get_backend() == "nccl"
-            else ""
-        )
+        self.gave_up = ""
+        if dist.get_backend() == "nccl":
+            self.gave_up = ", gave up waiting (see out_dir/logs/nccl-rank-*)"
         self.server = self.listen() if self.rank == 0 else self.join()
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
 
     def listen(self) -> socket.socket:
-        any_version = (
-            {"family": socket.AF_INET6, "dualstack_ipv6": True}
-            if socket.has_dualstack_ipv6()
-            else {}
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        server = socket.create_server(
+            ("", 0), family=family, backlog=self.world, dualstack_ipv6=both
         )
-        server = socket.create_server(("", 0), backlog=self.world, **any_version)
         self.key = secrets.token_hex(8)  # a connection without it is not from one of our ranks
         _get_default_store().set("minitrain/watch", f"{server.getsockname()[1]} {self.key}")
         return server
@@ -201,13 +198,8 @@ class Watch:
         rank = self.others[connection]
         word = self.lost(connection)
         if not word and not self.leaving:
-            tells = self.rank == (0 if rank else 1)
-            self.end(
-                1,
-                f"rank {rank} is gone: it was killed{self.gave_up} or cannot be reached"
-                if tells
-                else "",
-            )
+            gone = f"rank {rank} is gone: it was killed{self.gave_up} or cannot be reached"
+            self.end(1, gone if self.rank == (0 if rank else 1) else "")
         elif word and word[0]:  # it has said why
             self.end(word[0])
 
@@ -248,9 +240,8 @@ class Watch:
 
     def leave_at_exit(self) -> None:
         """For programs that end without `cli.run`, after an error or not."""
-        self.leave(
-            0 if getattr(sys, "last_value", None) is None else 1
-        )  # what the interpreter has shown at the end
+        # an error that the interpreter has shown
+        self.leave(int(hasattr(sys, "last_value")))
 
     def tell(self, code: int) -> None:
         for connection in list(self.others):

@@ -9,7 +9,7 @@ import svg
 
 from minitrain.errors import InputError, refused
 from minitrain.run import cli
-from minitrain.run.metrics import read_lines
+from minitrain.run.metrics_file import read_lines
 
 
 def main(arguments: list[str]) -> None:

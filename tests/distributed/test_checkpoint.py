@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from minitrain.errors import InputError
 from minitrain.parallel.shards import cut_slices
-from minitrain.run import checkpoint, checkpoint_files
+from minitrain.run import checkpoint_files, checkpoint_state
 from minitrain.run import config as configs
 from minitrain.run.checkpoint import Checkpointer
 from minitrain.run.launch import start
@@ -141,13 +141,13 @@ def test_a_base_is_the_same_in_every_layout(pool, tmp_path):
 
 def same_base_in_pieces(tree, folder):
     """Is the digest of small pieces that of whole tensors? And how many bytes the largest piece has."""
-    sizes, original = [], checkpoint.bit_sum
+    sizes, original = [], checkpoint_state.bit_sum
 
     def bit_sum(tensor):
         sizes.append(tensor.nbytes)
         return original(tensor)
 
-    with mock.patch.multiple(checkpoint, cut_slices=partial(cut_slices, most=1024), bit_sum=bit_sum):
+    with mock.patch.multiple(checkpoint_state, cut_slices=partial(cut_slices, most=1024), bit_sum=bit_sum):
         same_base(tree, folder)
     return same_base(tree, folder), max(sizes)
 

@@ -26,6 +26,7 @@ from minitrain.run.policy import Run, make_sampler_model
 from minitrain.run.rollout_files import read_rollouts
 from minitrain.settings import Rollout
 from minitrain.training.loop import Trainer
+from tests.faults.kill import MEASURED
 from tests.oracle import check_close, initial_weights, snapshot
 from tests.test_rollout_compiled import Counter, as_on_cuda, kinds_of_layers
 from tests.test_rollout_engine import prompts_of
@@ -410,7 +411,7 @@ def test_resume_is_exact_with_ranks_apart(pool, tmp_path, adapters):
     resumed, *_ = pool.run(4, run, tree, tmp_path, [])  # from step 2, with what step 3 was to train on
     assert [line["step"] for line in resumed[0]] == [3, 4]
     for before, after in zip(at_once[0][2:], resumed[0], strict=True):
-        assert all(before[key] == after[key] for key in before if not key.endswith(("_s", "_sec", "_gpu")))
+        assert all(before[key] == after[key] for key in before if not key.endswith(MEASURED))
     assert all(torch.equal(tensor, resumed[1][name]) for name, tensor in at_once[1].items())
     assert (tmp_path / "reference").exists() == (not adapters)
 
@@ -453,7 +454,7 @@ def test_resume_takes_the_problems_that_come_next(pool, tmp_path, lag):
     responses = [read_rollouts(tmp_path / f"rollouts/step-{step:08d}.jsonl") for step in (4, 5)]
     [(resumed, _)] = pool.run(1, run, tree, tmp_path, [])
     for before, after in zip(at_once[3:], resumed, strict=True):
-        assert all(before[key] == after[key] for key in before if not key.endswith(("_s", "_sec", "_gpu")))
+        assert all(before[key] == after[key] for key in before if not key.endswith(MEASURED))
     assert responses == [read_rollouts(tmp_path / f"rollouts/step-{step:08d}.jsonl") for step in (4, 5)]
 
 
@@ -503,7 +504,7 @@ def test_training_and_sampling_leave_each_other_their_memory(pool, tmp_path, asy
     for (expected, right), (numbers, trained, _), (last, again) in zip(at_once, found, resumed, strict=True):
         assert [line["step"] for line in last] == [3]
         for one, other in zip(expected + expected[2:], numbers + last, strict=True):
-            assert all(one[key] == other[key] for key in one if not key.endswith(("_s", "_sec", "_gpu")))
+            assert all(one[key] == other[key] for key in one if not key.endswith(MEASURED))
         assert all(torch.equal(trained[name], right[name]) and torch.equal(again[name], right[name]) for name in right)
 
 

@@ -16,9 +16,9 @@ from minitrain.models.decoder import Decoder
 from minitrain.parallel.parallelize import parallelize
 from minitrain.parallel.pipeline import V_SHAPED, cut, rank_of
 from minitrain.run import config as configs
+from minitrain.run.export import export
 from minitrain.run.launch import meshes_of, start
 from minitrain.run.parallel_checks import check_layout
-from minitrain.run.train_model import export
 from minitrain.simulator.fake_world import dry_run, fake_world
 from minitrain.training.build import build_model, make_model
 from minitrain.training.loop import Trainer, forward_backward

@@ -39,6 +39,8 @@ GRPO = {
     "checkpoint": {"every": 1},
 }  # fmt: skip
 
+MEASURED = ("_s", "_sec", "_gpu", "mfu", "_gib")  # numbers that no two runs share end so
+
 
 @dataclass
 class Case:
@@ -75,11 +77,11 @@ class Run:
         return Ranks(self.world, self.log, train, self.file)
 
     def numbers(self) -> list[dict]:
-        """Those of all steps so far, without the times they took."""
+        """Those of all steps so far, without the times they took and what else was measured."""
         file = self.out / "metrics.jsonl"
         text = file.read_text() if file.exists() else ""
         lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-        return [{k: v for k, v in line.items() if not k.endswith(("_s", "_sec", "_gpu"))} for line in lines]
+        return [{k: v for k, v in line.items() if not k.endswith(MEASURED)} for line in lines]
 
     def finish(self, ranks: Ranks) -> list[dict]:
         """The numbers of all steps, after a good end."""

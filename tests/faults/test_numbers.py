@@ -24,10 +24,9 @@ from minitrain.parallel.shards import local_shard
 from minitrain.run import config as configs
 from minitrain.run import train_model
 from minitrain.run.checkpoint_files import Writer
-from minitrain.run.determinism import be_deterministic
 from minitrain.run.failures import recorded
 from minitrain.run.health import Health, batch_origin
-from minitrain.run.launch import start
+from minitrain.run.launch import be_deterministic, start
 from minitrain.run.metrics import MetricsLog
 from minitrain.settings import Config
 from minitrain.training.loop import Trainer, is_finite

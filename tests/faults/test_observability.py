@@ -25,12 +25,13 @@ from minitrain.errors import InputError
 from minitrain.parallel.agreement import broadcast, broadcast_flag, code_digests, difference, flatten, gather
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.run import config as configs
+from minitrain.run import export as exports
 from minitrain.run import fingerprint, launch, profiling, train_model
 from minitrain.run import policy as loop
 from minitrain.run.failures import pending_operation, record_flights, recorded, where_in_collective
 from minitrain.run.fingerprint import agreed_fingerprint, file_digest
 from minitrain.run.launch import set_timeout, start
-from minitrain.run.metrics import to_line
+from minitrain.run.metrics_file import to_line
 from minitrain.run.profiling import recorded_steps
 from minitrain.settings import Lora, Profile
 from minitrain.training.loop import Trainer, global_count
@@ -336,7 +337,7 @@ def export_to_a_slow_disk(folder, pp):
     Before a stage's first send the two ranks meet in the store, as NCCL's do."""
     config = configs.from_dict(TINY | {"parallel": {"pp": pp}})
     trainer = Trainer(config, start(config))
-    save, move, store = train_model.save_tensors, Pipeline.move, c10d._get_default_store()
+    save, move, store = exports.save_tensors, Pipeline.move, c10d._get_default_store()
 
     def meet_and_move(pipeline, tensor, like, source, target):
         if source != target:
@@ -349,11 +350,11 @@ def export_to_a_slow_disk(folder, pp):
         time.sleep(2)
         yield from tensors
 
-    train_model.save_tensors = lambda tensors, *args: save(slowly(tensors), *args)
+    exports.save_tensors = lambda tensors, *args: save(slowly(tensors), *args)
     Pipeline.move = meet_and_move
     set_timeout(1.0)
     store.set_timeout(timedelta(seconds=1))
-    train_model.export(trainer, config, folder)
+    exports.export(trainer, config, folder)
 
 
 @pytest.mark.parametrize("pp", [1, 2])
@@ -394,7 +395,7 @@ def test_an_error_has_a_line_of_its_own_below_the_progress_bar(tmp_path, world):
     ranks = Ranks(world, tmp_path / "log", fail_in_step_4, tmp_path / "out")
     assert ranks.wait(LIMIT) and ranks.codes() == [2] * world
     found = ranks.log.read_bytes().decode().split("\n")  # at no \r
-    assert any("/6 [" in line for line in found) and found.count("error: this was wrong") == 1, found
+    assert any("/6 |" in line for line in found) and found.count("error: this was wrong") == 1, found
     assert world == 2 or found[-2:] == ["error: this was wrong", ""]
 
 

@@ -1,0 +1,62 @@
+"""What a run says in the terminal, and what it measures of itself."""
+
+import json
+import math
+import re
+
+import pytest
+from tqdm import tqdm
+
+from minitrain.run import train_model
+from minitrain.run.config import from_dict
+from minitrain.run.progress import LAYOUT, bar_width, telling, validation
+
+MODEL = {"name": "llama3-8b-tiny", "num_layers": 2, "vocab_size": 258}
+TINY = {"model": MODEL, "batch": {"global": 4, "micro": 2, "seq_len": 32}, "steps": 4, "device": "cpu"}
+
+
+@pytest.mark.parametrize("steps, numbers, told", [
+    (900, {"loss": 1.3}, "loss 1.3000 = 1.876 bits/byte, tokens/s 12,345"),
+    (100_000, {"loss": 12.3456}, "loss 12.3456 = 17.811 bits/byte, tokens/s 12,345"),
+    (20, {"loss": 1e-5, "reward": 0.9371}, "reward 0.937"),
+])  # fmt: skip
+def test_the_bar_fits_eighty_columns(monkeypatch, steps, numbers, told):
+    for columns in (200, 80, 50):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        text = telling(numbers | {"tokens_per_sec": 12345.4}, 1.0 if numbers["loss"] > 1 else None)
+        assert text.startswith(told)
+        bar = tqdm.format_meter(steps, steps, 98765.0, ncols=bar_width(), bar_format=LAYOUT, postfix=text, initial=0)
+        assert len(bar) <= min(80, columns)
+        if columns >= 80:
+            assert bar.endswith(text) and "|" in bar
+
+
+@pytest.mark.parametrize("numbers, told", [
+    ({"val_loss": 1.3, "val_bits_per_byte": 1.3 / math.log(2)}, "1.300 nats = 1.876 bits/byte"),
+    ({"val_loss": 1.3, "val_exact_match": 0.946}, "1.300 nats, exact match 94.6%"),
+    ({"val_loss": 0.5, "video_tokens": 8.0}, "0.500"),
+    ({"val_greedy": 0.5, "val_pass@8": 0.75, "reward": 0.1}, "greedy 50.0%, pass@8 75.0%"),
+    ({"loss": 1.0}, ""),
+])  # fmt: skip
+def test_the_line_of_a_validation(numbers, told):
+    assert validation(numbers) == told
+
+
+def test_validations_stay_in_the_terminal(tmp_path, capsys):
+    """The best are marked, also beside those of a run before it was resumed."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {n % 7} of a text\n" for n in range(400)))
+    tree = TINY | {
+        "data": {"kind": "text", "path": str(text), "validation": 0.3},
+        "optim": {"lr": 0.01, "warmup": 0, "schedule": "constant"},
+        "validation": {"every": 2, "batches": 1}, "out_dir": str(tmp_path / "out"),
+    }  # fmt: skip
+    train_model.train(from_dict(tree))
+    train_model.train(from_dict(tree | {"steps": 6, "optim": tree["optim"] | {"lr": 1.0}}))  # which makes it worse
+    shown = capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    found = re.findall(r"^step (\d)  val ([\d.]+) nats = ([\d.]+) bits/byte(, best)?$", shown, re.MULTILINE)
+    tested = [line for line in lines if "val_loss" in line]
+    expected = [[f"{x['val_loss']:.3f}", f"{x['val_bits_per_byte']:.3f}"] for x in tested]
+    assert [[*each[1:3]] for each in found] == expected and [each[0] for each in found] == ["2", "4", "6"]
+    assert [each[3] for each in found] == [", best", ", best", ""]
