@@ -120,7 +120,7 @@ def timed(config: Config, traces: dict[int, Trace], system: System, at_once: int
     else:
         step = accumulated(traces[0], lines[0], count) + system.step
         simulation = Simulation(traces, lines, count, few(config), step, host=system.step)
-    simulation.step = max(simulation.step, launch_seconds(config, system) + system.step)
+    simulation.step = max(simulation.step, launch_seconds(config, system))
     return simulation
 
 
