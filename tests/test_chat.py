@@ -137,14 +137,17 @@ LAYOUTS = {
     "squad": {"context": "c", "question": "q", "answers": {"text": ["a"]}},
 }
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-NOT_LEARNED = [("train", False), ("weight", 0), ("weight", 0.5), ("loss_mask", 0), ("mask", True), ("trainable", "no")]
+NOT_LEARNED = [("train", False), ("weight", 0), ("weight", 0.5), ("loss_mask", 0), ("mask", True), ("trainable", "no"),
+               ("learn", False), ("learnable", 0), ("loss_scale", 0.0), ("compute_loss", False), ("skip", True),
+               ("assistant_masks", [0, 1])]  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("key, value", [
     ("tools", TOOLS), ("functions", TOOLS), ("documents", [{"text": "d"}]), ("images", ["a.png"]), ("image", "a.png"),
     ("videos", ["a.mp4"]), ("audio", {"path": "a.wav"}), ("chat_template_kwargs", {"enable_thinking": True}),
-    ("sample_weight", 0.1), ("kto_tag", False), ("label", False), *NOT_LEARNED,
+    ("sample_weight", 0.1), ("kto_tag", False), ("label", False), ("rejected", "b"),
+    ("rejected", [{"role": "assistant", "content": "b"}]), ("rejected_response", "b"), *NOT_LEARNED,
 ])  # fmt: skip
 def test_a_line_that_hides_or_shows_more_is_refused_in_every_layout(layout, key, value):
     assert read_messages(LAYOUTS[layout], "a:1") == read_messages(LAYOUTS[layout] | {key: None}, "a:1")

@@ -178,9 +178,13 @@ SHOWN_IN_MESSAGE = (
 LEARNED = (
     "train",
     "trainable",
+    "learn",
+    "learnable",
     "weight",
     "loss_weight",
     "loss_mask",
+    "loss_scale",
+    "compute_loss",
     "sample_weight",
     "desirable",
     "kto_tag",
@@ -191,7 +195,11 @@ MASKED = (
     "masked",
     "is_masked",
     "completion_mask",
+    "assistant_masks",
     "ignore",
+    "skip",
+    "rejected",
+    "rejected_response",
     "train_detail",
     "token_weights",
 )
@@ -265,10 +273,9 @@ def refuse_masked(record: dict, keys: tuple[str, ...]) -> None:
     """Raise InputError for what is not to be learned, or only in part."""
     for key in (*keys, *MASKED):
         value = record.get(key)
-        refused = value not in (None, "", 1) if key in keys else value
-        if refused:
-            shown = json.dumps(value)
-            raise InputError(f"{key!r} is {shown}, but all replies are learned (remove it)")
+        if value not in (None, "", 1) if key in keys else value:
+            told = f"{key!r} is {json.dumps(value)}, but all replies are learned (remove it)"
+            raise InputError(told)
 
 
 def with_system(turns: Chat, record: dict) -> Chat:

@@ -16,7 +16,6 @@ import re
 import sys
 from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 from unicodedata import normalize
 
 from minitrain.errors import InputError
@@ -178,8 +177,7 @@ def load_reward(name: str) -> Reward:
     module, _, function = name.partition(":")
     if not module or not function or module.startswith("."):
         raise InputError(f"grpo.reward={name!r} is not exact, math or package.module:function")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)
+    sys.path.append("")
     try:
         found = getattr(importlib.import_module(module), function)
     # a module can raise whatever Python raises, as a reward can (rollouts.py)
