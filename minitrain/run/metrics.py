@@ -43,23 +43,21 @@ def open_log(
     compares, which raises InputError if it is not the same data. All ranks call it together.
     """
     notes = check_continuation(folder / "fingerprint.json", config, files, resumed=first > 0)
-    leads = dist.get_rank() == 0
-    if leads:
+    if dist.get_rank() == 0:
         write_durably(folder / "config.yaml", to_yaml(to_dict(config)))
         if not first:
             notes += keep_earlier(folder)
     log = MetricsLog(folder / "metrics.jsonl", config.steps, first, bytes_per_token)
-    if leads and config.metrics.tensorboard:
+    if log.enabled and config.metrics.tensorboard:
         from torch.utils.tensorboard import SummaryWriter
 
         # what a killed run wrote after step `first` is hidden
         log.board = SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1)
-    notes = notes_on_settings(config, first) + notes
     if first:
         notes.append(f"resumed from step {first}")
     if first >= config.steps:
         notes.append("no step is left to do (for more: steps=N; to begin anew: another out_dir)")
-    for note in notes:
+    for note in notes_on_settings(config, first) + notes:
         log.say(note)
     return log
 

@@ -8,7 +8,6 @@ from minitrain.run.launch import pick_device
 from minitrain.settings import Config
 
 LAYOUT = "{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
-WIDTH = 80  # columns that a bar takes at most
 
 
 def opening(config: Config, ranks: int) -> str:
@@ -28,7 +27,7 @@ def opening(config: Config, ranks: int) -> str:
 
 
 def bar_width() -> int:
-    return min(WIDTH, shutil.get_terminal_size().columns)
+    return min(80, shutil.get_terminal_size().columns)
 
 
 def telling(numbers: dict, bytes_per_token: float | None = None) -> str:
