@@ -48,9 +48,7 @@ UNSTEADY = "steps were not of one speed, or faster than the machine's matrix pro
 
 @dataclass
 class Case:
-    """A config, and the runs made for it: the config itself or its proxies, each with the keys to
-    add to its result.
-    """
+    """A config, and runs of it or of its proxies, each with the keys to add to its result."""
 
     row: str
     config: Config
@@ -58,40 +56,44 @@ class Case:
 
 
 def bench(files: list, overrides: list[str], options) -> None:
-    """What the options ask for, with every file. Raises InputError, at the end if other files could
-    be run.
-    """
+    """Do what the options ask for. Raises InputError, at the end if other files could be run."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is done is shown at the end
-    if options.calibrate and not options.config:
-        check_options([], options)
-        check_writable("json", options.json)
-        show_calibration(load_row(files[0], overrides)[1], options.json)
-        return
     if options.sweep and len(files) > 1:
         raise InputError("--sweep takes one config at a time")
-    if options.sweep and not options.simulate:  # the config need not be possible by itself
-        choices = combinations(options.sweep)
-        cases = [
-            make_case(name, load_row(files[0], [*overrides, *words])[1], options)
-            for name, words in choices
-        ]
-    else:
-        cases = file_cases(files, overrides, options)
+    alone = options.calibrate and not options.config
+    cases = [] if alone else make_cases(files, overrides, options)
     check_options(cases, options)
-    if options.dry_run:
-        run_all(cases, options)
-        return
-    check_writable("json", options.json)
+    if not options.dry_run:
+        check_writable("json", options.json)
     if options.simulate:
         check_writable("trace", options.trace)
+    compared = len(cases) > 1 and not (options.sweep or options.simulate or options.shrink)
+    if options.calibrate or (compared and not options.dry_run):
+        show_calibration(load_row(files[0], overrides)[1], options.json)
     if options.sweep and options.simulate:
         simulate_combinations(files[0], overrides, options)
-        return
-    if options.calibrate or (
-        len(cases) > 1 and not (options.sweep or options.simulate or options.shrink)
-    ):
-        show_calibration(cases[0].config, options.json)
-    run_all(cases, options)
+    elif not alone:
+        run_all(cases, options)
+    tell_next(options)
+
+
+def make_cases(files: list, overrides: list[str], options) -> list[Case]:
+    """Return every file's cases, all checked before the first runs; tell whose a mistake is."""
+    cases = []
+    for file in files:
+        try:
+            if options.sweep and not options.simulate:
+                # the config need not be possible by itself
+                for name, words in combinations(options.sweep):
+                    config = load_row(file, [*overrides, *words])[1]
+                    cases.append(make_case(name, config, options))
+            else:
+                for words in layouts(file, overrides, options):
+                    cases.append(make_case(*load_row(file, words), options))
+        except InputError as error:
+            named = len(files) == 1 or str(file) in str(error)
+            raise InputError(str(error) if named else f"{file}: {error}") from error
+    return cases
 
 
 def make_case(row: str, config: Config, options) -> Case:
@@ -110,6 +112,19 @@ def make_case(row: str, config: Config, options) -> Case:
         counts = parse_counts(options.proxy)
         return Case(row, config, [(make_proxy(config, n), note(config, n)) for n in counts])
     return Case(row, config, [(config, {})])
+
+
+def layouts(file: str, overrides: list[str], options) -> list[list[str]]:
+    """Return the overrides of the row's published layout, of ours (`reference.ours`), or of both
+    where it is simulated.
+    """
+    ours = load_row(file, overrides)[1].reference.get("ours")
+    if not ours or options.as_published:
+        return [overrides]
+    fastest = [*ours, "reference.layout=ours", *overrides]
+    if options.ours:
+        return [fastest]
+    return [overrides, fastest] if options.simulate and not options.trace else [overrides]
 
 
 CONTRADICTIONS = (  # what may not be given together with one of those behind it, and what to say
@@ -183,13 +198,13 @@ def check_options(cases: list[Case], options) -> None:
 
 
 def run_all(cases: list[Case], options) -> None:
-    """Every case, with a line for each that fails, and one table of all results."""
+    """Run every case, with a line for each that fails, and one table of all results."""
     results = []
     failed = []
     try:
         for case in cases:
             try:
-                results += check_case(case) if options.dry_run else run_case(case, options)
+                results += run_case(case, options)
             except Exception as error:
                 if len(cases) == 1 or (world_size() > 1 and not isinstance(error, InputError)):
                     raise  # the other ranks may not have failed, and would wait for this one
@@ -202,40 +217,8 @@ def run_all(cases: list[Case], options) -> None:
         raise InputError(f"{len(failed)} of {len(cases)} configs failed: {', '.join(failed)}")
 
 
-def file_cases(files: list, overrides: list[str], options) -> list[Case]:
-    """Every file's, all checked before the first runs; of several, a mistake is told with its
-    file.
-    """
-    cases = []
-    for file in files:
-        try:
-            cases += [
-                make_case(*load_row(file, words), options)
-                for words in layouts(file, overrides, options)
-            ]
-        except InputError as error:
-            named = len(files) == 1 or str(file) in str(error)
-            raise InputError(str(error) if named else f"{file}: {error}") from error
-    return cases
-
-
-def layouts(file: str, overrides: list[str], options) -> list[list[str]]:
-    """The overrides of the row's published layout, of ours (`reference.ours`), or of either where
-    it is simulated.
-    """
-    ours = load_row(file, overrides)[1].reference.get("ours")
-    if not ours or options.as_published:
-        return [overrides]
-    fastest = [*ours, "reference.layout=ours", *overrides]
-    if options.ours:
-        return [fastest]
-    return [overrides, fastest] if options.simulate and not options.trace else [overrides]
-
-
 def simulate_combinations(file: str, overrides: list[str], options) -> None:
-    """Every combination of `--sweep`: a ranking of those that can run, and why the others
-    cannot.
-    """
+    """Rank the combinations of `--sweep` that can run, and say why the others cannot."""
     system = chosen_system(load_row(file, overrides)[1], options)
     results = []
     try:
@@ -251,33 +234,28 @@ def simulate_combinations(file: str, overrides: list[str], options) -> None:
         raise InputError(f"--sweep: none of {len(results)} combination(s) can run")
 
 
-def check_case(case: Case) -> list[dict]:
-    """Print what a dry run finds; there are no results."""
-    for config, _ in case.runs:
-        found = dry_run(config)
-        if rank() == 0:
-            print(f"{case.row}: {found}", flush=True)
-    return []
-
-
 def run_case(case: Case, options) -> list[dict]:
-    """The results of a case, each written out at once; those of two proxies, and what they say of
-    the whole.
+    """Return the results of a case, each written out at once.
+
+    Those are none of a dry run; of two proxies, also what they say of the whole.
     """
     results = []
     for config, added in case.runs:
+        if options.dry_run:
+            found = dry_run(config)
+            if rank() == 0:
+                print(f"{case.row}: {found}", flush=True)
+            continue
         free_memory()
-        results.append(run(case.row, config, options) | added)
+        result = run(case.row, config, options) | added
+        results.append(result)
         try:
-            if (
-                options.versus and not options.generate
-            ):  # which takes its turns with the other library from the start
+            if options.versus and not options.generate:  # where both take turns from the start
                 free_memory()
-                results[-1] |= versus(
-                    config, start(config), case.row, options.steps, options.warmup, options.versus
-                )
+                length = options.steps, options.warmup
+                result |= versus(config, start(config), case.row, *length, options.versus)
         finally:  # ours is not lost where the other library fails, as where it needs more memory
-            write_result(results[-1], options.json, options.wide)
+            write_result(result, options.json, options.wide)
     if options.proxy and len(results) == 2:
         results.append(extrapolate(case.config, *results))
         write_result(results[-1], options.json, options.wide)
@@ -285,9 +263,7 @@ def run_case(case: Case, options) -> list[dict]:
 
 
 def free_memory() -> None:
-    """That of earlier models, which are full of cycles: it would be counted as this one's, and
-    might be missing.
-    """
+    """Free earlier models, which are full of cycles, so that this one's peak is its own."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -295,48 +271,27 @@ def free_memory() -> None:
 
 def run(row: str, config: Config, options) -> dict:
     """Simulate or measure one config."""
+    length = options.steps, options.warmup
+    profile = options.profile, options.trace
     if options.simulate:
         return simulate(row, config, options)
     if options.shrink:
-        return run_shrunk(config, row, options.steps, options.warmup)
+        return run_shrunk(config, row, *length)
     check_layout(config, world_size())
     if options.generate:
-        return measure_sampling(
-            config,
-            row,
-            options.steps,
-            options.warmup,
-            options.versus is not None,
-            options.profile,
-            options.trace,
-        )
+        return measure_sampling(config, row, *length, options.versus is not None, *profile)
     config = placed(config, world_size(), describe(pick_device(config.device))["device"])
     if config.task == "grpo":
-        return measure_policy(config, row, options.steps, options.warmup)
+        return measure_policy(config, row, *length)
     estimate = announce_memory(row, config) if config.task == "diffusion" else {}
-    return (
-        measure(
-            config,
-            row,
-            start(config),
-            options.steps,
-            options.warmup,
-            options.profile,
-            options.trace,
-        )
-        | estimate
-    )
+    return measure(config, row, start(config), *length, *profile) | estimate
 
 
 def simulate(row: str, config: Config, options) -> dict:
     system = chosen_system(config, options)
     simulation, outcome = predicted_row(config, row, system)
-    if (
-        "recipe" in config.reference
-        and "layout" not in config.reference
-        and system.name == system_of(config)
-        and outcome["ratio"] is not None
-    ):
+    is_published = "recipe" in config.reference and "layout" not in config.reference
+    if is_published and system.name == system_of(config) and outcome["ratio"] is not None:
         outcome["as_published"] = as_published(config, row, system, simulation)
     if options.trace:
         write_trace(simulation, options.trace)
@@ -344,9 +299,7 @@ def simulate(row: str, config: Config, options) -> dict:
 
 
 def chosen_system(config: Config, options) -> System:
-    """What to simulate on: --system, or what the config's published row ran on. Raises
-    InputError.
-    """
+    """Return --system, or what the config's published row ran on. Raises InputError."""
     if options.system is not None:
         return find_system(options.system)
     return load_system(system_of(config), "reference.system")
@@ -357,10 +310,10 @@ def system_of(config: Config) -> str:
 
 
 def announce_memory(row: str, config: Config) -> dict[str, float]:
-    """Print, before anything is allocated, how much memory a rank will need; returns that for the
-    config's result.
+    """Print, before anything is allocated, how much memory a rank will need.
 
-    Under torchrun for the first config alone, whose process group stays up.
+    Returns that for the config's result. Under torchrun for the first config alone, whose process
+    group stays up.
     """
     if rank() != 0:
         return {}
@@ -376,7 +329,7 @@ def announce_memory(row: str, config: Config) -> dict[str, float]:
 
 
 def show_calibration(config: Config, file: str | None) -> None:
-    """Every rank measures its device; the first one's figures are shown."""
+    """Measure every rank's device, and show the first one's figures."""
     outcome = calibrate(pick_device(config.device))
     if rank() == 0:
         print(calibration_line(outcome), flush=True)
@@ -384,9 +337,11 @@ def show_calibration(config: Config, file: str | None) -> None:
 
 
 def write_result(outcome: dict, file: str | None, wide: bool = False) -> None:
-    """Print it and append it to the file of results, at once: what comes later may fail. Either is
-    done though the other cannot be, as where whoever read the output has gone, or a disk is
-    full."""
+    """Print a result and append it to the file of results, at once: what comes later may fail.
+
+    Either is done though the other cannot be, as where whoever read the output has gone, or a disk
+    is full.
+    """
     if rank() != 0:
         return
     try:
@@ -395,26 +350,24 @@ def write_result(outcome: dict, file: str | None, wide: bool = False) -> None:
             print(details(outcome), flush=True)
         if outcome["mode"] == "extrapolated":
             print(f"without {outcome['left_out']}", flush=True)
-        if is_unsteady(outcome):
+        slowed = outcome["step_time_s"] > 1.5 * outcome.get("step_time_min_s", math.inf)
+        if outcome["mode"] == "measured" and (slowed or outcome["mfu"] > 1):
             print(f"warning: {outcome['row']}: {UNSTEADY}", file=sys.stderr, flush=True)
     finally:
         append(outcome, file)
 
 
-def is_unsteady(outcome: dict) -> bool:
-    slowed = outcome["step_time_s"] > 1.5 * outcome.get("step_time_min_s", math.inf)
-    return outcome["mode"] == "measured" and (slowed or outcome["mfu"] > 1)
-
-
 def append(outcome: dict, file: str | None) -> None:
-    """A line of its own, though a kill may have cut the one before it short."""
+    """Append a line of JSON to a file, apart from one that a kill has cut short before it."""
     if not file:
         return
     note = {"date": date.today().isoformat(), "command": " ".join(["python", *sys.argv])}
+    line = json.dumps(outcome | note) + "\n"
     with refused(f"--json={file} cannot be written"):
-        cut_short = Path(file).is_file() and Path(file).read_bytes()[-1:] not in (b"", b"\n")
+        if Path(file).is_file() and Path(file).read_bytes()[-1:] not in (b"", b"\n"):
+            line = "\n" + line
         with open(file, "a", encoding="utf-8") as results:
-            results.write("\n" * cut_short + json.dumps(outcome | note) + "\n")
+            results.write(line)
 
 
 def tell(row: str, error: Exception, debug: bool) -> None:
@@ -424,3 +377,21 @@ def tell(row: str, error: Exception, debug: bool) -> None:
     if rank() == 0:
         line = in_one_line(error) or f"{error!r:.200}"
         print(f"error: {row}: {line}", file=sys.stderr, flush=True)
+
+
+def tell_next(options) -> None:
+    """Say on stderr what was written, and what to do next."""
+    if options.dry_run:
+        line = "nothing was run: leave --dry-run out, or predict speed and memory with --simulate"
+    elif not options.json:
+        line = "--json FILE keeps results, and --report FILE shows them beside the published ones"
+    elif options.calibrate:
+        line = (
+            f"wrote {options.json}: simulate this machine with --simulate --system {options.json}"
+        )
+    else:
+        line = f"wrote {options.json}: python bench.py --report {options.json} makes a page of it"
+    if rank() == 0:
+        if options.trace:
+            print(f"wrote {options.trace}: see it at https://ui.perfetto.dev", file=sys.stderr)
+        print(line, file=sys.stderr)

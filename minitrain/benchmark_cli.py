@@ -66,7 +66,7 @@ FLAGS = {
 }
 FILES = {
     "--json": "append each result to it as a JSON line",
-    "--system": "simulate on this machine, or on a file of --calibrate",
+    "--system": "simulate on this machine, such as a100, or on a file of --calibrate",
     "--trace": "write Chrome traces: see above",
 }
 

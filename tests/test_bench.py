@@ -8,7 +8,6 @@ import runpy
 import signal
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -17,8 +16,9 @@ import yaml
 from torch.distributed.fsdp import FSDPModule
 
 from minitrain import benchmark as commands
+from minitrain import benchmark_cli
 from minitrain.bench.decoding import bytes_read, model_reads
-from minitrain.bench.measure import load_row, row_name, training_result
+from minitrain.bench.measure import load_row, result, row_name, token_flops
 from minitrain.bench.measure_sampling import decoding_figures, figures, make_prompts, measure_sampling
 from minitrain.bench.report import beside, details, in_width, markdown, sized, table
 from minitrain.errors import InputError
@@ -28,6 +28,12 @@ from minitrain.run.flops import clean, count_work, flops_per_token, nemo_pretrai
 from tests.commands import ROOT, command, torchrun
 
 main = runpy.run_path(str(ROOT / "bench.py"), run_name="bench")["main"]
+
+
+def bench_options(*words: str):
+    return benchmark_cli.parser().parse_args(list(words))
+
+
 WAN = ["model=wan2.1-1.3b-tiny", "task=diffusion", "data.size=[2,8,16]", "batch.seq_len=64", "batch.micro=1"]
 SYSTEMS = yaml.safe_load((ROOT / "minitrain/bench/systems.yaml").read_text())
 KNOWN = {section: ", ".join(SYSTEMS[section]) for section in ("kernels", "stacks")}
@@ -40,7 +46,8 @@ def four_ranks(monkeypatch):
 
 
 def outcome(tree: dict, seconds: list[float], matmul: float = 1e12) -> dict:
-    figures = training_result(from_dict(tree), "row", torch.device("cpu"), seconds, matmul)
+    config = from_dict(tree)
+    figures = result(config, "row", torch.device("cpu"), seconds, matmul, token_flops(config))
     return figures | {"activations_gib": 0.5, "compile_s": 0.0}
 
 
@@ -137,8 +144,8 @@ def test_a_table_says_what_is_known_and_no_more():
     simulated = measured | {"mode": "simulated", "system": "x", "fits": False}
     extrapolated = measured | {"mode": "extrapolated", "extrapolated_from": "simulated"}
     proxy = simulated | {"fits": True, "proxy": True, "layers": 4, "full_layers": 80}
-    for result in (simulated, extrapolated, proxy):
-        assert "MFU is of the matmul rate of large products there" in table([result])
+    for other in (simulated, extrapolated, proxy):
+        assert "MFU is of the matmul rate of large products there" in table([other])
     lines = [line for line in table([measured, simulated, proxy], wide=True).splitlines() if line.startswith("| ")]
     rows = [[cell.strip() for cell in line.split("|")] for line in lines]
     assert [row[3] for row in rows if row[1].startswith("row")] == ["fits", "", "no", "yes"]
@@ -222,6 +229,19 @@ def test_bench_prints_a_table_and_writes_json(tmp_path):
         "tflops_per_gpu", "clean_tflops_per_gpu", "mfu", "peak_memory_gib", "reference", "ratio",
     }  # fmt: skip
     assert first["world_size"] == 1 and first["mode"] == "measured" and first["steps"] == 2
+    assert f"wrote {file}: python bench.py --report {file}" in done.stderr
+
+
+@pytest.mark.parametrize("words, told", [
+    ([], ["--json FILE keeps results, and --report FILE shows them beside the published ones"]),
+    (["--dry-run"], ["nothing was run: leave --dry-run out, or predict speed and memory with --simulate"]),
+    (["--calibrate", "--json", "x"], ["wrote x: simulate this machine with --simulate --system x"]),
+    (["--simulate", "--trace", "t", "--json", "x"],
+     ["wrote t: see it at https://ui.perfetto.dev", "wrote x: python bench.py --report x makes a page of it"]),
+])  # fmt: skip
+def test_what_was_written_and_what_comes_next_is_told(capsys, words, told):
+    commands.tell_next(bench_options(*words))
+    assert capsys.readouterr().err.splitlines() == told
 
 
 def test_bench_under_torchrun_and_against_transformers():
@@ -476,7 +496,7 @@ def test_a_result_is_kept_though_the_other_library_fails(monkeypatch):
     monkeypatch.setattr(commands, "start", lambda *_: None)
     monkeypatch.setattr(commands, "write_result", lambda result, file, wide: written.append((result, file)))
     case = commands.Case("row", None, [(None, {"proxy": True})])
-    options = SimpleNamespace(versus="peft", generate=False, proxy=None, json="file", steps=1, warmup=0, wide=False)
+    options = bench_options("--versus", "peft", "--json", "file")
     with patch.object(commands, "versus", side_effect=MemoryError), pytest.raises(MemoryError):
         commands.run_case(case, options)
     assert written == [({"row": "row", "proxy": True}, "file")]
@@ -506,7 +526,7 @@ def test_a_proxys_model_is_gone_before_the_next_is_made(monkeypatch):
     case = commands.Case("row", None, [(None, {}), (None, {}), (None, {})])
     gc.disable()
     try:
-        commands.run_case(case, SimpleNamespace(versus=None, proxy=None, json=None, wide=False))
+        commands.run_case(case, bench_options())
     finally:
         gc.enable()
     assert len(models) == 3
@@ -544,7 +564,7 @@ def test_a_measured_sweep_that_is_stopped_shows_its_table(monkeypatch, capsys):
         return [{"row": length, "step_time_s": 1.0, "clean_tflops_per_gpu": 1.0, "mfu": 0.5}]
 
     monkeypatch.setattr(commands, "run_case", run_case)
-    options = SimpleNamespace(dry_run=False, sweep=["x"], wide=False)
+    options = bench_options("--sweep", "x")
     with pytest.raises(KeyboardInterrupt):
         commands.run_all([commands.Case(name, None, []) for name in "abc"], options)
     shown = capsys.readouterr().out

@@ -20,7 +20,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from itertools import accumulate, count
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -68,18 +68,17 @@ def profiled(
     device: torch.device,
     folder: str | None = None,
 ) -> dict[str, dict]:
-    """`breakdown_s` for a row's result; nothing but a warning if there can be none, as what was
-    measured is not to be lost. folder: write the recorded trace to a file there, named after the
-    row. Other arguments as of `step_breakdown`.
+    """Return `breakdown_s` for a row's result; if there can be none, warn, and keep the row.
+
+    folder: write the recorded trace to a file there, named after the row. Other arguments as of
+    `step_breakdown`.
     """
+    file = new_file(folder, row) if folder else None
     try:
-        return {
-            "breakdown_s": step_breakdown(step, seconds, device, folder and new_file(folder, row))
-        }
+        return {"breakdown_s": step_breakdown(step, seconds, device, file)}
     except RuntimeError as error:
-        print(
-            f"warning: {row}: no profile: {str(error).splitlines()[0]}", file=sys.stderr, flush=True
-        )
+        why = str(error).splitlines()[0]
+        print(f"warning: {row}: no profile: {why}", file=sys.stderr, flush=True)
         return {}
 
 
@@ -87,22 +86,26 @@ def new_file(folder: str, row: str) -> Path:
     """Return a path for the row's trace that no earlier run of it has."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     stem = re.sub(r"[^\w.-]+", "-", row)
-    names = (f"{stem}{f'-{number}' * (number > 1)}.json.gz" for number in count(1))
-    return next(path for name in names if not (path := Path(folder, name)).exists())
+    path = Path(folder, f"{stem}.json.gz")
+    number = 1
+    while path.exists():
+        number += 1
+        path = Path(folder, f"{stem}-{number}.json.gz")
+    return path
 
 
 def step_breakdown(
     step: Callable[[], object], seconds: float, device: torch.device, file: Path | None = None
 ) -> dict[str, float]:
-    """Seconds by kind, of which the last is `gaps`. step: runs one; seconds: what it takes without
-    the profiler.
-    file: for the Chrome trace, compressed.
+    """Return seconds by kind, of which the last is `gaps`.
+
+    step: runs one. seconds: that it takes without the profiler. file: for the Chrome trace,
+    compressed.
 
     Raises RuntimeError if the profiler cannot record, as where a driver does not let it.
     """
     on_gpu = device.type == "cuda"
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
-    events = recorded(step, activities, file, record_shapes=on_gpu)
+    events = recorded(step, device, file, record_shapes=on_gpu)
     parts = kernel_times(events) if on_gpu else operator_times(events)
     if not parts.total():
         raise RuntimeError("the profiler recorded nothing")
@@ -111,24 +114,20 @@ def step_breakdown(
 
 
 def recorded(
-    function: Callable[[], object],
-    activities: list[ProfilerActivity],
-    file: Path | None = None,
-    **options,
+    function: Callable[[], object], device: torch.device, file: Path | None = None, **options
 ) -> list[dict]:
-    """The events of a Chrome trace of `function()`, which is kept in `file` (.json.gz) if that is
-    given.
-    """
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "99"
-    )  # or the profiler announces its start on the terminal
+    """Return the events of a Chrome trace of `function()`, kept in `file` (.json.gz) if given."""
+    # or the profiler announces its start on the terminal
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", ".*Profiler clears events"
-        )  # which torch 2.11 says though it is not done
+        # torch 2.11 says so though it is not done
+        warnings.filterwarnings("ignore", ".*Profiler clears events")
         with profile(activities=activities, **options) as profiler:
             function()
-            if ProfilerActivity.CUDA in activities:
+            if device.type == "cuda":
                 torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         file = file or Path(folder, "trace.json.gz")
@@ -138,19 +137,19 @@ def recorded(
 
 
 def kind_of(name: str) -> str:
-    """What a kernel or operator does, or `memory`."""
+    """Return the kind of a kernel or operator by its name; `memory` for all others."""
     name = name.lower()
-    if name.startswith("triton_") and not name.startswith(
-        "triton_tem"
-    ):  # fused, and named after all that is near it
+    # a fused kernel is named after all that is near it
+    if name.startswith("triton_") and not name.startswith("triton_tem"):
         return "memory"
-    return next(
-        (kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "memory"
-    )
+    for kind, parts in KINDS.items():
+        if any(part in name for part in parts):
+            return kind
+    return "memory"
 
 
 def kernel_times(events: list[dict]) -> Counter[str]:
-    """Microseconds by kind of what ran on the device."""
+    """Return microseconds by kind of what ran on the device."""
     thin = {
         event["args"]["External id"]
         for event in events
@@ -169,9 +168,7 @@ def kernel_times(events: list[dict]) -> Counter[str]:
 
 
 def is_thin(operator: dict) -> bool:
-    """Whether it is a matrix product that moves a byte for less than THIN FLOPs, by the recorded
-    shapes, in bf16.
-    """
+    """Return True for a matrix product with less than THIN FLOPs per byte, by its shapes, in bf16."""
     if operator["name"] not in PRODUCTS or "args" not in operator:
         return False
     shapes = operator["args"]["Input Dims"]
@@ -181,7 +178,7 @@ def is_thin(operator: dict) -> bool:
 
 
 def covered(spans: Iterable[Span]) -> Counter[str]:
-    """Microseconds by kind, where each moment counts for the span that began first."""
+    """Return microseconds by kind, where each moment counts for the span that began first."""
     parts = Counter()
     until = 0.0
     for begin, end, kind in sorted(spans):
@@ -191,11 +188,10 @@ def covered(spans: Iterable[Span]) -> Counter[str]:
 
 
 def operator_times(events: list[dict]) -> Counter[str]:
-    """Microseconds by kind of operators on the host, each without those that it calls."""
+    """Return microseconds by kind of operators on the host, each without those that it calls."""
     operators = [event for event in events if event.get("cat") == "cpu_op"]
-    # who is running: (thread, end, kind)
     parts = Counter()
-    callers = []
+    callers = []  # (thread, end, kind) of those that are running
     for event in sorted(operators, key=lambda event: (event["tid"], event["ts"], -event["dur"])):
         thread = event["tid"]
         begin = event["ts"]
@@ -210,18 +206,14 @@ def operator_times(events: list[dict]) -> Counter[str]:
 
 
 def working_memory(function: Callable[[], object], device: torch.device) -> int:
-    """The most bytes on `device` that torch's allocator has lent during `function()`, beyond those
-    lent before it.
-    """
+    """Return the most bytes on `device` that `function()` holds, beyond those held before it."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         function()
         return torch.cuda.max_memory_allocated(device) - before
-    events = recorded(function, [ProfilerActivity.CPU], profile_memory=True)
-    memory = sorted(
-        (event for event in events if event["name"] == "[memory]"), key=lambda event: event["ts"]
-    )
-    return max(
-        accumulate((event["args"]["Bytes"] for event in memory), initial=0)
-    )  # releases are below 0
+    events = recorded(function, device, profile_memory=True)
+    memory = [event for event in events if event["name"] == "[memory]"]
+    memory.sort(key=lambda event: event["ts"])
+    # releases are below 0
+    return max(accumulate((event["args"]["Bytes"] for event in memory), initial=0))

@@ -1,4 +1,4 @@
-"""What a decoding step reads at least, and so what bounds its speed: see `bytes_read`."""
+"""Bytes that a decoding step reads at least, and that bound its speed: see `bytes_read`."""
 
 from dataclasses import dataclass
 
@@ -20,17 +20,22 @@ class Reads:
 
 
 def model_reads(config: DecoderConfig, itemsize: int = 2) -> Reads:
-    """itemsize: bytes of an element; scans' states are in fp32. Of an embedding a step reads rows
-    only.
+    """Return the bytes of a model, without embeddings, of which a step reads rows only.
+
+    itemsize: bytes of an element; scans' states are in fp32.
     """
-    weights = dict(empty_model(config).named_parameters())
     looked_up = ["model.embed_positions.weight"]
     if not config.tie_word_embeddings:
         looked_up.append("model.embed_tokens.weight")
-    experts = sum(p.numel() for name, p in weights.items() if ".experts." in name)
-    shared = sum(p.numel() for name, p in weights.items() if name not in looked_up) - experts
+    experts = 0
+    shared = 0
+    for name, parameter in empty_model(config).named_parameters():
+        if ".experts." in name:
+            experts += parameter.numel()
+        elif name not in looked_up:
+            shared += parameter.numel()
     heads = config.num_key_value_heads
-    width = 2 * config.num_key_value_heads * config.head_dim
+    width = 2 * heads * config.head_dim
     if config.kv_lora_rank:
         heads = 1
         width = config.kv_lora_rank + config.qk_rope_head_dim
@@ -49,7 +54,7 @@ def model_reads(config: DecoderConfig, itemsize: int = 2) -> Reads:
 def bytes_read(
     reads: Reads, config: DecoderConfig, samples: float, context: float, tp: int = 1
 ) -> tuple[float, float]:
-    """Of weights, and of caches, by each of `tp` ranks, for one more token of each sample.
+    """Return bytes of weights and of caches that each of `tp` ranks reads for one more token.
 
     Weights are read once for all samples; of experts those that some token has chosen, if each
     chooses at random. Of its own cache a sample reads `context` tokens, or a window; its states are
@@ -57,15 +62,12 @@ def bytes_read(
     """
     touched = 0.0
     if config.num_experts:
-        touched = config.num_experts * (
-            1 - (1 - config.num_experts_per_tok / config.num_experts) ** samples
-        )
-    attention = [
-        layer for layer in range(config.num_layers) if config.parts(layer)[0] == "attention"
-    ]
-    tokens = sum(
-        min(context, config.sliding_window) if config.windowed(layer) else context
-        for layer in attention
-    )
+        missed = (1 - config.num_experts_per_tok / config.num_experts) ** samples
+        touched = config.num_experts * (1 - missed)
+    tokens = 0.0
+    for layer in range(config.num_layers):
+        if config.parts(layer)[0] == "attention":
+            window = config.sliding_window if config.windowed(layer) else context
+            tokens += min(context, window)
     caches = samples * (tokens * reads.token / min(tp, reads.heads) + 2 * reads.states / tp)
     return (reads.shared + touched * reads.expert) / tp, caches

@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from statistics import median_high as median
 
@@ -41,9 +42,24 @@ from minitrain.run.launch import make_trainer, pick_device
 from minitrain.settings import Config
 from minitrain.training.loop import Trainer, forward_backward
 
-CONVENTIONS = {
-    convention.__name__: convention for convention in (clean, automodel, nemo_pretrain, nemo_squad)
-}
+CONVENTIONS = {each.__name__: each for each in (clean, automodel, nemo_pretrain, nemo_squad)}
+
+# settings that fix what a step computes; of GRPO also those below
+WORK = (
+    "task",
+    "lora",
+    "optim.name",
+    "batch.global_",
+    "batch.seq_len",
+    "data.kind",
+)
+POLICY_WORK = (
+    "rollout.max_tokens",
+    "grpo.prompts",
+    "grpo.group",
+    "grpo.generations",
+    "grpo.lag",
+)
 
 
 def measure(
@@ -55,15 +71,15 @@ def measure(
     profile: bool = False,
     traces: str | None = None,
 ) -> dict:
-    """Run `warmup` + `steps` optimizer steps; returns one row: `result`, and what is added below.
-    All ranks call it.
+    """Run `warmup` + `steps` optimizer steps on all ranks, and return one row: see `result`.
 
     profile: run one more, for `breakdown_s`, the first rank's; its trace goes to the folder
     `traces`, if that is given.
     """
     data, _ = open_dataset(config)
     device, matmul = prepare(config)
-    torch.compiler.reset()  # an earlier config's graphs would count against the limit of recompilations
+    # an earlier config's graphs would count against the limit of recompilations
+    torch.compiler.reset()
     compile_seconds = calculate_time_spent()["total_wall_time"]
     trainer = make_trainer(config, meshes)
     times = []
@@ -71,23 +87,22 @@ def measure(
     for step in progress(warmup + steps, row):
         times.append(timed(partial(trainer.step, data, step), device))
         graphs.append(counters["stats"]["unique_graphs"])
-    matmul = max(
-        matmul, measure_matmul(device, compute_dtype(config))
-    )  # the first may have met a busy machine
-    outcome = training_result(config, row, device, times[warmup:], matmul, visible_share(data)) | {
+    # the first measurement may have met a busy machine
+    matmul = max(matmul, measure_matmul(device, compute_dtype(config)))
+    flops = token_flops(config, visible_share(data))
+    outcome = result(config, row, device, times[warmup:], matmul, flops) | {
         "compile_s": calculate_time_spent()["total_wall_time"] - compile_seconds,
-        "recompiles": graphs[-1] - graphs[min(1, len(graphs) - 1)],  # after the second step
+        "recompiles": graphs[-1] - graphs[:2][-1],  # after the second step
         "activations_gib": activation_bytes(trainer, data) / 2**30,
     }
     if profile:
-        outcome |= profiled(
-            row, partial(trainer.step, data, warmup + steps), outcome["step_time_s"], device, traces
-        )
+        step = partial(trainer.step, data, warmup + steps)
+        outcome |= profiled(row, step, outcome["step_time_s"], device, traces)
     return outcome
 
 
 def prepare(config: Config) -> tuple[torch.device, float]:
-    """The device, whose peak of memory begins here, and its FLOP/s in large matrix products."""
+    """Return the device, whose peak of memory begins here, and its matmul rate in FLOP/s."""
     device = pick_device(config.device)
     matmul = measure_matmul(device, compute_dtype(config))
     reset_peak_memory(device)
@@ -95,12 +110,11 @@ def prepare(config: Config) -> tuple[torch.device, float]:
 
 
 def activation_bytes(trainer: Trainer, dataset) -> int:
-    """The most memory that this rank's forward and backward passes of a step hold beyond weights
-    and gradients.
+    """Return the most memory that a step's passes hold on this rank beyond weights and gradients.
 
-    Activations, then: what is saved for the backward pass and what the running block and the loss
-    need, with gathered weights. In the first pass gradients appear, so that the second, which is
-    measured, only adds to them.
+    These are activations: what is saved for the backward pass and what the running block and the
+    loss need, with gathered weights. In the first pass gradients appear, so that the second, which
+    is measured, only adds to them.
     """
     batches = trainer.micro_batches(dataset, 0)
 
@@ -117,58 +131,49 @@ def progress(steps: int, row: str):
     return tqdm(range(steps), desc=row, unit="step", leave=False, disable=dist.get_rank() != 0)
 
 
-def training_result(
-    config: Config,
-    row: str,
-    device: torch.device,
-    times: list[float],
-    matmul: float,
-    visible: float = 1.0,
-) -> dict:
-    """See `result`. visible: as `visible_share` says."""
-    tokens = config.batch.global_ * config.batch.seq_len / median(times) / dist.get_world_size()
-    return result(config, row, device, times, matmul, tokens, *token_flops(config, visible))
-
-
 def result(
     config: Config,
     row: str,
     device: torch.device,
     times: list[float],
     matmul: float,
-    tokens: float,
-    flops: float,
-    table_flops: float,
+    flops: tuple[float, float],
+    tokens: float | None = None,
 ) -> dict:
-    """The figures of a row from the seconds of its timed steps; the rest as in `rates`, with
-    `matmul` measured here.
+    """Return the figures of a row from the seconds of its timed steps.
+
+    matmul, flops: as `rates` takes them, measured here. tokens: per second and GPU, by default those
+    of training batches.
     """
+    seconds = median(times)
+    if tokens is None:
+        tokens = config.batch.global_ * config.batch.seq_len / seconds / dist.get_world_size()
     machine = describe(device)
     peak = peak_flops(machine["device"], compute_dtype(config))
+    reference = config.reference
+    is_there = "system" not in reference.get("changed", ())
     return {
         "row": row,
-        "system": None
-        if "system" in config.reference.get("changed", ())
-        else config.reference.get("system"),
+        "system": reference.get("system") if is_there else None,
         "mode": "measured",
         "proxy": False,
         "world_size": dist.get_world_size(),
-        "step_time_s": median(times),
+        "step_time_s": seconds,
         "step_time_min_s": min(times),
         "step_time_max_s": max(times),
         "steps": len(times),
-        **rates(config, tokens, matmul, flops, table_flops),
-        "mfu_of_peak": tokens * flops / peak if peak else None,
+        **rates(config, tokens, matmul, *flops),
+        "mfu_of_peak": tokens * flops[0] / peak if peak else None,
         "matmul_tflops": matmul / 1e12,
         "peak_memory_gib": peak_memory_bytes(device) / 2**30,
-        "reference": config.reference,
+        "reference": reference,
         "published_step_time_s": published_step_time(config),
         **machine,
     }
 
 
 def rates(config: Config, tokens: float, matmul: float, flops: float, table_flops: float) -> dict:
-    """What follows from `tokens` per second and GPU.
+    """Return what follows from `tokens` per second and GPU.
 
     matmul: FLOP/s of matrix products on a GPU, of which MFU is a share. flops, table_flops: of a
     token, counted as the work is, and as the published table counts.
@@ -183,22 +188,22 @@ def rates(config: Config, tokens: float, matmul: float, flops: float, table_flop
 
 
 def compare(tokens: float, flops: float, published: dict) -> float | None:
-    """Our tokens/s over the published ones; where a table gives FLOP/s only, over what those imply.
-    None for a run that does other work than the published one, or elsewhere: see `work` and
-    `placed`."""
+    """Return our tokens/s over the published ones, or FLOP/s where a table gives those alone.
+
+    None for a run that does other work than the published one, or elsewhere: see `load_row` and
+    `placed`.
+    """
     if "changed" in published:
         return None
-    if "tokens_per_sec_per_gpu" in published:
-        return tokens / published.get(
-            "corrected_tokens_per_sec_per_gpu", published["tokens_per_sec_per_gpu"]
-        )
-    return flops / 1e12 / published["tflops_per_gpu"] if "tflops_per_gpu" in published else None
+    ours = {"tokens_per_sec_per_gpu": tokens, "tflops_per_gpu": flops / 1e12}
+    for figure, value in ours.items():
+        if figure in published:
+            return value / published.get(f"corrected_{figure}", published[figure])
+    return None
 
 
 def published_step_time(config: Config) -> float | None:
-    """Seconds per optimizer step as published, or as FLOP/s imply where a table gives nothing
-    else.
-    """
+    """Return seconds per optimizer step as published, or as FLOP/s imply where these are all."""
     published = config.reference
     batch = config.batch
     if "changed" in published:
@@ -209,15 +214,17 @@ def published_step_time(config: Config) -> float | None:
     return flops / published["gpus"] / published["tflops_per_gpu"] / 1e12
 
 
-def token_flops(config: Config, visible: float) -> tuple[float, float]:
-    """FLOPs of a training step per token, by `clean` counting and by that of the row's table."""
-    return count_flops(config, clean, visible), count_flops(
-        config, table_convention(config), visible
-    )
+def token_flops(config: Config, visible: float = 1.0) -> tuple[float, float]:
+    """Return FLOPs of a training step per token, counted by `clean` and by the row's table.
+
+    visible: see `visible_share`.
+    """
+    table = count_flops(config, table_convention(config), visible)
+    return count_flops(config, clean, visible), table
 
 
 def table_convention(config: Config):
-    """How the row's table counts FLOPs; `clean` for a config that stands in no table."""
+    """Return how the row's table counts FLOPs; `clean` for a config that stands in no table."""
     name = config.reference.get("convention", "clean")
     if name not in CONVENTIONS:
         raise InputError(f"reference.convention={name!r} is not one of {', '.join(CONVENTIONS)}")
@@ -225,9 +232,11 @@ def table_convention(config: Config):
 
 
 def load_row(file: str | Path, overrides: list[str]) -> tuple[str, Config]:
-    """Return the row's name and its config. `reference["changed"]` names the settings whose work is
-    not the row's: nothing is compared with its published figures then. Layout and micro-batches are
-    free."""
+    """Return the row's name and its config.
+
+    `reference["changed"]` names the settings whose work is not the row's: nothing is compared with
+    its published figures then. Layout and micro-batches are free.
+    """
     config = load(file, overrides)
     row = row_name(file)
     config.reference = read_reference(config.reference)
@@ -236,41 +245,23 @@ def load_row(file: str | Path, overrides: list[str]) -> tuple[str, Config]:
         own = CONFIGS / f"{row}.yaml"  # a copy in another configs/ may have been edited
         published = load(own if "/" in row and own.is_file() else file)
         theirs = work(published)
-        ours = work(config)
-        changed = [name for name in ours if ours[name] != theirs[name]]
-        config.reference |= {"changed": changed} if changed else {}
-        if (
-            "mean_response" in config.reference
-        ):  # the published tokens are those of so many responses
-            config.reference |= {"responses": published.grpo.prompts * published.grpo.group}
+        if changed := [name for name, ours in work(config).items() if ours != theirs[name]]:
+            config.reference["changed"] = changed
+        if "mean_response" in config.reference:  # the published tokens are of so many responses
+            config.reference["responses"] = published.grpo.prompts * published.grpo.group
     return row, config
 
 
 def work(config: Config) -> dict:
     """Return the settings that fix what a step computes, by name."""
-    data = config.data
-    grpo = config.grpo
-    settings = {
-        "task": config.task,
-        "model": config.model.config,
-        "lora": config.lora,
-        "precision": config.precision.removesuffix("-pure"),
-        "optim.name": config.optim.name,
-        "batch.global": config.batch.global_,
-        "batch.seq_len": config.batch.seq_len,
-        "data.kind": config.data.kind,
-        "data": (data.packed, data.size, data.text_tokens),
-    }
-    if config.task != "grpo":
-        return settings
-    return settings | {
-        "rollout.max_tokens": config.rollout.max_tokens,
-        "grpo.prompts": grpo.prompts,
-        "grpo.group": grpo.group,
-        "grpo.generations": grpo.generations,
-        "grpo.kl": grpo.kl > 0,  # a forward pass of the reference
-        "grpo.lag": grpo.lag,
-    }
+    is_policy = config.task == "grpo"
+    names = WORK + POLICY_WORK if is_policy else WORK
+    settings = {name.rstrip("_"): attrgetter(name)(config) for name in names}
+    settings["model"] = config.model.config
+    settings["precision"] = config.precision.removesuffix("-pure")
+    settings["data"] = config.data.packed, config.data.size, config.data.text_tokens
+    settings["grpo.kl"] = is_policy and config.grpo.kl > 0  # a forward pass of the reference
+    return settings
 
 
 def placed(config: Config, ranks: int, machine: str) -> Config:
@@ -278,20 +269,19 @@ def placed(config: Config, ranks: int, machine: str) -> Config:
 
     `reference["changed"]` also names what these have other than the published run's: gpus, system.
     """
-    published = config.reference
-    same = {
-        "gpus": ranks == published.get("gpus", ranks),
-        "system": "system" not in published or is_of_system(machine, published["system"]),
-    }
-    changed = [name for name in same if not same[name]]
-    if not changed:
-        return config
-    reference = published | {"changed": [*published.get("changed", ()), *changed]}
+    reference = config.reference
+    changed = list(reference.get("changed", ()))
+    if reference.get("gpus", ranks) != ranks:
+        changed.append("gpus")
+    if "system" in reference and not is_of_system(machine, reference["system"]):
+        changed.append("system")
+    if changed:
+        reference = reference | {"changed": changed}
     return dataclasses.replace(config, reference=reference)
 
 
 def row_name(path: str) -> str:
-    """A config file's name within configs/, without the ending."""
+    """Return a config file's name within configs/, without the ending."""
     path = Path(path).with_suffix("")
     parts = path.parts
     return "/".join(parts[parts.index("configs") + 1 :]) if "configs" in parts else path.name

@@ -30,16 +30,13 @@ def measure_policy(config: Config, row: str, steps: int, warmup: int) -> dict:
         lines.append(line)
         if dist.get_rank() == 0:  # at once: steps take long, and a later one may fail
             phases = ", ".join(f"{phase} {line[f'{phase}_s']:.3g} s" for phase in PHASES)
-            print(
-                f"{row}: step {line['step']}: {line['step_time_s']:.3g} s ({phases})",
-                file=sys.stderr,
-                flush=True,
-            )
+            told = f"{row}: step {line['step']}: {line['step_time_s']:.3g} s ({phases})"
+            print(told, file=sys.stderr, flush=True)
     lines = lines[warmup : warmup + steps]
     times = [line["step_time_s"] for line in lines]
     tokens = median([line["tokens_per_sec_per_gpu"] for line in lines])
-    per_token = flops_of_token(config, lines[0]["step_tokens"])
-    return result(config, row, device, times, matmul, tokens, per_token, per_token) | {
+    flops = flops_of_token(config, lines[0]["step_tokens"])
+    return result(config, row, device, times, matmul, (flops, flops), tokens) | {
         "response_tokens": median([line["length"] for line in lines]),
         "age": config.grpo.lag,
         "generation_ranks": config.grpo.generation_ranks or dist.get_world_size(),
@@ -48,22 +45,20 @@ def measure_policy(config: Config, row: str, steps: int, warmup: int) -> dict:
 
 
 def published_lengths(config: Config) -> Config:
-    """The config with prompts and responses as long as the table's are on average, if it is a row
-    of the table; but with `rollout.max_tokens` that the command line changed, responses are as long
-    as that."""
+    """Return a published row's config with prompts and responses as long as the table's on average.
+
+    Responses are as long as a `rollout.max_tokens` that the command line changed. Other configs stay.
+    """
     row = config.reference
     grpo = config.grpo
+    rollout = config.rollout
     if "mean_response" not in row:
         return config
     responses = row.get("responses", grpo.prompts * grpo.group)
     tokens = row["tokens_per_sec_per_gpu"] * row["gpus"] * row["step_time_s"] / responses
-    prompt = max(
-        1, round(tokens - row["mean_response"]) - 1
-    )  # a prompt ends with a token of the template
-    asked = "rollout.max_tokens" in row.get("changed", ())
-    response = config.rollout.max_tokens if asked else round(row["mean_response"])
-    return dataclasses.replace(
-        config,
-        rollout=dataclasses.replace(config.rollout, max_tokens=response),
-        grpo=dataclasses.replace(grpo, mock_digits=prompt),
-    )
+    # a prompt ends with a token of the template
+    prompt = max(1, round(tokens - row["mean_response"]) - 1)
+    if "rollout.max_tokens" not in row.get("changed", ()):
+        rollout = dataclasses.replace(rollout, max_tokens=round(row["mean_response"]))
+    grpo = dataclasses.replace(grpo, mock_digits=prompt)
+    return dataclasses.replace(config, rollout=rollout, grpo=grpo)

@@ -16,7 +16,7 @@ from string import Template
 from urllib.parse import quote
 
 from minitrain.bench import results
-from minitrain.bench.report import calibration_line, short
+from minitrain.bench.report import calibration_line, result_columns, short
 from minitrain.bench.rows import CONFIGS, FIGURES, SOURCES
 from minitrain.errors import refused
 
@@ -140,7 +140,7 @@ def make_page(report: results.Report, folder: Path) -> str:
     if report.calibrations:
         sections["Calibration"] = bullets(map(calibration_line, report.calibrations))
     if report.others:
-        sections["Not to be compared with a row"] = html_table(results.other_cells(report.others))
+        sections["Not to be compared with a row"] = html_table(result_columns(report.others))
     names = {title: re.sub(r"\W+", "-", title.lower()) for title in sections}
     picture = ""
     if PICTURE.is_file():

@@ -4,14 +4,15 @@ one rank.
 It has the full width, fewer layers, and of the experts those that one rank of the config owns, at
 least as many as a token chooses, so that a token costs in a layer what it costs in the whole. All
 parallel dimensions are 1, the micro-batch stays, and of many micro-batches per step few are run.
-From two numbers of layers follows the time of the
-whole: seconds grow with the layers' FLOPs, which is with their number where all are alike.
+From two numbers of layers follows the time of the whole: seconds grow with the layers' FLOPs, which
+is with their number where all are alike.
 
 Left out: all communication, a pipeline's bubble, uneven experts; the optimizer's share is larger
 than in the whole, as fewer tokens pay for it.
 """
 
 import dataclasses
+import re
 from collections import Counter
 
 from minitrain.bench.measure import (
@@ -25,30 +26,17 @@ from minitrain.errors import InputError
 from minitrain.run.config_checks import validate
 from minitrain.run.flops import clean, count_flops, visible_share
 from minitrain.run.parallel_checks import check_layout, micro_batches, stated_ranks
-from minitrain.settings import Config
+from minitrain.settings import Config, Parallel
 
 MICRO_BATCHES = 8  # per step, at most
 LEFT_OUT = "communication, the pipeline's bubble, uneven experts, most micro-batches of a step"
-ALONE = dict(
-    dp_replicate=1,
-    dp_shard=1,
-    tp=1,
-    cp=1,
-    pp=1,
-    ep=1,
-    vp=1,
-    schedule="1F1B",
-    layers_per_stage=None,
-    head_layers=1,
-    async_tp=False,
-)
 
 
 def parse_counts(word: str) -> list[int]:
-    """One or two numbers of layers. Raises InputError."""
-    counts = [int(part) for part in word.split(",") if part.isdecimal()]
-    rising = sorted(set(counts)) == counts and all(counts)
-    if len(counts) != len(word.split(",")) or len(counts) not in (1, 2) or not rising:
+    """Return one or two numbers of layers. Raises InputError."""
+    is_list = re.fullmatch("[1-9][0-9]*(,[1-9][0-9]*)?", word)
+    counts = [int(part) for part in word.split(",")] if is_list else []
+    if not counts or sorted(set(counts)) != counts:
         raise InputError(
             f"--proxy={word} must be a number of layers, or two that rise (such as 4,8)"
         )
@@ -56,7 +44,7 @@ def parse_counts(word: str) -> list[int]:
 
 
 def make_proxy(config: Config, layers: int) -> Config:
-    """The config's stand-in with so many layers. Raises InputError for what has none."""
+    """Return the config's stand-in with so many layers. Raises InputError for what has none."""
     whole = config.model.config
     every = config.recompute
     first_dense = getattr(whole, "first_k_dense_replace", 0)
@@ -76,10 +64,19 @@ def make_proxy(config: Config, layers: int) -> Config:
         )
     check_layout(config, stated_ranks(config))
     rows = config.batch.micro * min(MICRO_BATCHES, micro_batches(config))
+    p = config.parallel
+    kept = {
+        name: getattr(p, name)
+        for name in (
+            "reshard_after_forward",
+            "reduce",
+            "prefetch",
+        )
+    }
     proxy = dataclasses.replace(
         cut(config, layers),
         batch=dataclasses.replace(config.batch, global_=rows),
-        parallel=dataclasses.replace(config.parallel, **ALONE),
+        parallel=Parallel(dp_shard=1, **kept),
         reference=config.reference | {"changed": ["model.num_layers", "parallel"]},
     )
     validate(proxy)
@@ -87,40 +84,32 @@ def make_proxy(config: Config, layers: int) -> Config:
 
 
 def cut(config: Config, layers: int) -> Config:
-    """The config with so many layers, and with one rank's experts; its weights are those of no
-    file.
+    """Return the config with so many layers and one rank's experts; its weights are of no file.
+
+    A hybrid's layers are an even mixture of its kinds, in the same proportions.
     """
-    shape = fewer_layers(own_experts(config.model.config, config.parallel.ep), layers)
+    shape = config.model.config
+    changes = {"num_layers": layers}
+    if getattr(shape, "layer_pattern", ""):
+        changes["layer_pattern"] = mixture(shape.layer_pattern, layers)
+    experts = own_experts(config)
+    if experts and experts < shape.num_experts:
+        changes |= {"num_experts": experts, "n_group": 1, "topk_group": 1}
+    model = dataclasses.replace(config.model, config=dataclasses.replace(shape, **changes), path="")
     lora = config.lora and dataclasses.replace(config.lora, path="")
-    return dataclasses.replace(
-        config, model=dataclasses.replace(config.model, config=shape, path=""), lora=lora
-    )
+    return dataclasses.replace(config, model=model, lora=lora)
 
 
-def own_experts(shape, ep: int):
-    """With the experts of one of `ep` ranks, but no fewer than a token chooses."""
-    experts = getattr(shape, "num_experts", 0)
-    own = max(experts // ep, shape.num_experts_per_tok) if experts else 0
-    if own == experts:
-        return shape
-    return dataclasses.replace(shape, num_experts=own, n_group=1, topk_group=1)
-
-
-def fewer_layers(shape, layers: int):
-    """With the first `layers`; of a hybrid, with its kinds of layers in the same proportions, in an
-    even mixture.
-    """
-    if not getattr(shape, "layer_pattern", ""):
-        return dataclasses.replace(shape, num_layers=layers)
-    return dataclasses.replace(
-        shape, num_layers=layers, layer_pattern=mixture(shape.layer_pattern, layers)
-    )
+def own_experts(config: Config) -> int:
+    """Return the number of one rank's experts, but no fewer than a token chooses."""
+    shape = config.model.config
+    if not getattr(shape, "num_experts", 0):
+        return 0
+    return max(shape.num_experts // config.parallel.ep, shape.num_experts_per_tok)
 
 
 def mixture(pattern: str, layers: int) -> str:
-    """A pattern of so many letters: at each place the letter that is the furthest behind its share
-    so far.
-    """
+    """Return a pattern of so many letters, each the one that is the furthest behind its share."""
     shares = Counter(pattern)
     taken = Counter()
     letters = ""
@@ -132,19 +121,19 @@ def mixture(pattern: str, layers: int) -> str:
 
 
 def note(config: Config, layers: int | list[int]) -> dict:
-    """What a proxy's result says about it."""
-    experts = getattr(own_experts(config.model.config, config.parallel.ep), "num_experts", 0)
-    return {
+    """Return what a proxy's result says about it."""
+    told = {
         "proxy": True,
         "layers": layers,
         "full_layers": config.model.config.num_layers,
         "left_out": LEFT_OUT,
-    } | ({"experts": experts} if experts else {})
+    }
+    experts = own_experts(config)
+    return told | {"experts": experts} if experts else told
 
 
 def extrapolate(config: Config, small: dict, large: dict) -> dict:
-    """The whole config's result row from those of two proxies of it: a straight line through their
-    seconds per token.
+    """Return the whole config's row, by a straight line through two proxies' seconds per token.
 
     step_time_s is that of the config's own batch and GPUs. Raises InputError if more layers took no
     more time.
@@ -161,15 +150,22 @@ def extrapolate(config: Config, small: dict, large: dict) -> dict:
     flops = token_flops(config, visible_share(open_dataset(config)[0]))
     ranks = stated_ranks(config)
     config = placed(config, ranks, large["device"])
-    same = ("row", "system", "device", "cores", "torch", "matmul_tflops")
+    seconds = large["step_time_s"] - small["step_time_s"]
+    same = {
+        "row",
+        "system",
+        "device",
+        "cores",
+        "torch",
+        "matmul_tflops",
+    } & large.keys()
     return {
-        **{key: large[key] for key in same if key in large},
+        **{key: large[key] for key in same},
         **note(config, layers),
         "mode": "extrapolated",
         "extrapolated_from": large["mode"],
         "world_size": ranks,
-        "seconds_per_layer": (large["step_time_s"] - small["step_time_s"])
-        / (layers[1] - layers[0]),
+        "seconds_per_layer": seconds / (layers[1] - layers[0]),
         "step_time_s": config.batch.global_ * config.batch.seq_len / tokens / ranks,
         **rates(config, tokens, large["matmul_tflops"] * 1e12, *flops),
         "peak_memory_gib": None,

@@ -7,7 +7,12 @@ from pathlib import Path
 from minitrain.errors import InputError, refused
 from minitrain.run.config_yaml import describe
 
-KINDS = {float: "a number above 0", str: "text", dict: "a mapping", list: "a list"}
+KINDS = {
+    float: "a number above 0",
+    str: "text",
+    dict: "a mapping",
+    list: "a list",
+}
 
 
 def read_lines(option: str, file: str) -> list[tuple[str, dict]]:
@@ -51,10 +56,21 @@ def need_rates(where: str, outcome: dict) -> None:
 # ------------------------------------------------------------------------------------- cells and columns
 
 WIDTH = 100  # columns of a terminal
+NAMES = ("row", "settings", "machine")  # columns of text
 UNITS = {  # from large to small, each with its size
-    "s": (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)),
-    "GiB": (("GiB", 1.0), ("MiB", 2**-10)),
-    "TFLOP/s": (("TFLOP/s", 1.0), ("GFLOP/s", 1e-3)),
+    "s": (
+        ("s", 1.0),
+        ("ms", 1e-3),
+        ("us", 1e-6),
+    ),
+    "GiB": (
+        ("GiB", 1.0),
+        ("MiB", 2**-10),
+    ),
+    "TFLOP/s": (
+        ("TFLOP/s", 1.0),
+        ("GFLOP/s", 1e-3),
+    ),
 }
 
 RARE = (  # of --wide: name, unit and key
@@ -105,12 +121,13 @@ def transposed(lines: list[dict[str, str]]) -> dict[str, list[str]]:
 
 def markdown(columns: dict[str, list[str]]) -> str:
     """Return aligned Markdown of equally long columns: the first is text, the others are numbers."""
-    widths = {name: max(2, len(name), *map(len, cells)) for name, cells in columns.items()}
-    lines = [list(columns), *map(list, zip(*columns.values(), strict=True))]
-    first, *others = widths.values()
-    lines.insert(1, ["-" * first, *("-" * (width - 1) + ":" for width in others)])
-    rows = [[cells[0].ljust(first), *map(str.rjust, cells[1:], others)] for cells in lines]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+    widths = [max(2, *map(len, (name, *cells))) for name, cells in columns.items()]
+    rules = ["-" * (width - 1) + ":" for width in widths]
+    rules[0] = "-" * widths[0]
+    forms = [f">{width}" for width in widths]
+    forms[0] = f"<{widths[0]}"
+    lines = [columns, rules, *zip(*columns.values(), strict=True)]
+    return "\n".join(f"| {' | '.join(map(format, line, forms))} |" for line in lines)
 
 
 def in_width(columns: dict[str, list[str]]) -> str:
@@ -118,14 +135,13 @@ def in_width(columns: dict[str, list[str]]) -> str:
     text = markdown(columns)
     if max(map(len, text.splitlines())) <= WIDTH:
         return text
-    names = [name for name in ("row", "settings", "machine") if name in columns]
-    texts = [", ".join(parts) for parts in zip(*(columns[name] for name in names), strict=True)]
-    others = {name: cells for name, cells in columns.items() if name not in names}
-    if len(texts) == 1:
-        return f"{texts[0]}\n{markdown(others)}"
-    numbers = [str(n) for n in range(1, len(texts) + 1)]
-    legend = [f"{n}: {each}" for n, each in zip(numbers, texts, strict=True)]
-    return "\n".join([*legend, markdown({"": numbers, **others})])
+    names = [cells for name, cells in columns.items() if name in NAMES]
+    figures = {name: cells for name, cells in columns.items() if name not in NAMES}
+    texts = list(map(", ".join, zip(*names, strict=True)))
+    if len(texts) > 1:
+        figures = {"": [str(n + 1) for n in range(len(texts))]} | figures
+        texts = [f"{n}: {each}" for n, each in enumerate(texts, 1)]
+    return "\n".join([*texts, markdown(figures)])
 
 
 # --------------------------------------------------------------------------------- the terminal's table
@@ -134,10 +150,19 @@ def in_width(columns: dict[str, list[str]]) -> str:
 def table(results: list[dict], wide: bool = False) -> str:
     """Return a line per result, below one per machine, and what each says of another library.
 
-    wide: with all columns, in whatever width. Columns that no result fills are left out.
+    wide: with all columns, in whatever width.
     """
-    machines = list(dict.fromkeys(map(machine, results)))
-    several = len(machines) > 1
+    columns = result_columns(results)
+    if wide:
+        columns = filled(columns | rare_columns(results))
+    body = markdown(columns) if wide else in_width(columns)
+    machines = dict.fromkeys(map(machine, results))
+    return "\n".join([*machines, body, *(beside(r) for r in results if "versus" in r)])
+
+
+def result_columns(results: list[dict]) -> dict[str, list[str]]:
+    """Return the columns of results; those that no result fills are left out."""
+    several = len(set(map(machine, results))) > 1
     columns = {
         "row": [label(r) for r in results],
         "machine": [f"{r['device']} x {r['world_size']}" if several else "" for r in results],
@@ -151,13 +176,10 @@ def table(results: list[dict], wide: bool = False) -> str:
         **sized("", "TFLOP/s", [{} if is_sampling(r) else r for r in results], "tflops_per_gpu"),
         "MFU": column(results, "mfu", ".1%"),
         **sized("peak", "GiB", results, "peak_memory_gib"),
-        **(rare_columns(results) if wide else {}),
         "ratio": column(results, "ratio", ".3f"),
-        "recipe": column([r.get("as_published", {}) for r in results], "ratio", ".3f"),
+        "recipe": column([r.get("as_published") or {} for r in results], "ratio", ".3f"),
     }
-    columns = filled(columns)
-    body = markdown(columns) if wide else in_width(columns)
-    return "\n".join([*machines, body, *(beside(r) for r in results if "versus" in r)])
+    return filled(columns)
 
 
 def rare_columns(results: list[dict]) -> dict[str, list[str]]:

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from statistics import median, median_high
 
 from minitrain.bench.report import (
-    label,
     markdown,
     need,
     need_rates,
     number,
     on_own_system,
     read_lines,
+    result_columns,
     short,
     transposed,
 )
@@ -27,7 +27,13 @@ from minitrain.errors import InputError
 LIMIT = 0.35  # of a simulated figure's error, beyond which it is named
 OPTIONAL = {  # kinds of what a result may have, or have as null
     **dict.fromkeys(
-        ("ratio", "peak_memory_gib", "capacity_gib", "decode_tokens_per_sec_per_gpu", "decode_mbu"),
+        (
+            "ratio",
+            "peak_memory_gib",
+            "capacity_gib",
+            "decode_tokens_per_sec_per_gpu",
+            "decode_mbu",
+        ),
         float,
     ),
     **dict.fromkeys(("memory_gib", "breakdown_s"), dict[str, float]),
@@ -107,7 +113,16 @@ def read_results(file: str) -> list[dict]:
 def check_figures(where: str, result: dict) -> None:
     """Raise InputError for what the tables cannot show."""
     need(where, result, dict, "reference")
-    need(where, result, float, "world_size", *FIGURES, "step_time_s", "clean_tflops_per_gpu", "mfu")
+    need(
+        where,
+        result,
+        float,
+        "world_size",
+        *FIGURES,
+        "step_time_s",
+        "clean_tflops_per_gpu",
+        "mfu",
+    )
     known = {key: value for key, value in result.items() if value is not None}
     typed(known, OPTIONAL, f"{where}: ")
     if "" in known.get("timeline", ()):
@@ -142,7 +157,8 @@ def merge(results: list[dict], day: str) -> Report:
             if result.get("as_published"):
                 row.results["recipe"] = result | result["as_published"]
         else:
-            report.others.append(result)
+            # compared with nothing, though a file of results may say otherwise
+            report.others.append(result | {"ratio": None, "as_published": None})
     return report
 
 
@@ -253,7 +269,13 @@ def table_line(row: Row, unit: str) -> dict[str, str]:
     batch = row.tree["batch"]
     layout = [f"{reference['gpus']} {reference['system']}"]
     layout.append(f"batch {batch['global']} x {batch['seq_len']}, micro {batch['micro']}")
-    for name in ("tp", "pp", "cp", "vp", "ep"):
+    for name in (
+        "tp",
+        "pp",
+        "cp",
+        "vp",
+        "ep",
+    ):
         size = row.tree["parallel"].get(name, 1)
         if size > 1:
             layout.append(f"{name}={size}")
@@ -270,26 +292,6 @@ def table_line(row: Row, unit: str) -> dict[str, str]:
         "note": "*" if {"known_error", "differs"} & reference.keys() else "",
         "layout": ", ".join(layout),
     }
-
-
-def other_cells(results: list[dict]) -> dict[str, list[str]]:
-    """Return the columns of results that stand beside no published figure."""
-    lines = [
-        {
-            "result": label(r),
-            "device": r["device"],
-            "ranks": str(r["world_size"]),
-            "step s": short(r["step_time_s"]),
-            "tokens/s/GPU": short(r["tokens_per_sec_per_gpu"]),
-            "decoded tokens/s/GPU": short(r.get("decode_tokens_per_sec_per_gpu")),
-            "decode MBU": number(r.get("decode_mbu"), ".1%"),
-            "clean TFLOP/s": number(r["clean_tflops_per_gpu"], ".4g"),
-            "MFU": number(r["mfu"], ".1%"),
-            "peak GiB": number(r.get("peak_memory_gib"), ".2f"),
-        }
-        for r in results
-    ]
-    return transposed(lines)
 
 
 def notes(rows: list[Row]) -> list[str]:
@@ -328,5 +330,7 @@ def as_markdown(report: Report) -> str:
         parts.append(f"## {title}\n\n{markdown(cells(rows))}")
         parts += [f"- {line}" for line in notes(rows)]
     if report.others:
-        parts.append(f"## Not to be compared with a row\n\n{markdown(other_cells(report.others))}")
+        parts.append(
+            f"## Not to be compared with a row\n\n{markdown(result_columns(report.others))}"
+        )
     return "\n\n".join(parts) + "\n"

@@ -5,7 +5,6 @@ The libraries are transformers, peft on top of it, and diffusers; "full" is this
 whole model in place of adapters.
 """
 
-import contextlib
 import dataclasses
 import importlib.util
 from collections.abc import Callable, Iterable
@@ -32,17 +31,14 @@ from minitrain.training.optim import clip_gradients, make_optimizer
 
 
 def versus(config: Config, meshes: Meshes, row: str, steps: int, warmup: int, library: str) -> dict:
-    """Time `steps` training steps of both, alternating. For "full" also the GiB that each works
-    with.
-    """
+    """Time `steps` training steps of both, alternating; for "full" also the GiB of each."""
     data, _ = open_dataset(config)
     ours = make_trainer(config, meshes)
     trainers = ours, RIVALS[library](ours)
     pairs = []
     for step in progress(warmup + steps, f"{row} versus {library}"):
-        pairs.append(
-            [timed(partial(trainer.step, data, step), ours.device) for trainer in trainers]
-        )
+        runs = [partial(trainer.step, data, step) for trainer in trainers]
+        pairs.append([timed(run, ours.device) for run in runs])
     outcome = versus_result(library, pairs[warmup:])
     if library == "full":
         outcome["versus_memory_gib"] = [training_bytes(trainer) / 2**30 for trainer in trainers]
@@ -50,8 +46,9 @@ def versus(config: Config, meshes: Meshes, row: str, steps: int, warmup: int, li
 
 
 def versus_result(library: str, pairs: list[list[float]]) -> dict:
-    """What a row says of `library`, from the seconds of our steps and its own. A ratio above 1:
-    ours are faster.
+    """Return what a row says of `library`, from the seconds of our steps and its own.
+
+    A ratio above 1: ours are faster.
     """
     ratios = [theirs / ours for ours, theirs in pairs]
     return {
@@ -63,13 +60,13 @@ def versus_result(library: str, pairs: list[list[float]]) -> dict:
 
 
 def check_installed(library: str) -> None:
-    """Raises InputError if the package is not there."""
+    """Raise InputError if the package is not there."""
     if library != "full" and importlib.util.find_spec(library) is None:
         raise InputError(f"--versus {library} needs the package: pip install 'minitrain[test]'")
 
 
 def check_versus(config: Config, library: str) -> None:
-    """Raises InputError for a config whose training step `library` does not have."""
+    """Raise InputError for a config whose training step `library` does not have."""
     video = config.task == "diffusion"
     if config.task == "grpo":
         raise InputError(
@@ -97,9 +94,10 @@ def check_versus(config: Config, library: str) -> None:
 
 
 def training_bytes(trainer: Trainer) -> int:
-    """What a step works with at most, once the optimizer has its states."""
+    """Return how much a step works with at most, once the optimizer has its states."""
     parameters = list(trainer.model.parameters())
-    lasting = sum(p.nbytes * (2 if p.requires_grad else 1) for p in parameters)  # with its gradient
+    # a trained parameter has a gradient of its size
+    lasting = sum(p.nbytes * (1 + p.requires_grad) for p in parameters)
     states = sum(x.nbytes for state in trainer.optimizer.state.values() for x in state.values())
     return lasting + states + activation_bytes(trainer, open_dataset(trainer.config)[0])
 
@@ -134,14 +132,10 @@ class Rival:
         device = self.ours.device
         batches = self.ours.micro_batches(dataset, step)
         count = sum(self.ours.objective.count(batch) for batch in batches)
-        bf16 = (
-            torch.autocast(device.type, torch.bfloat16)
-            if config.precision == "bf16"
-            else contextlib.nullcontext()
-        )
+        mixed = config.precision == "bf16"
         for batch in batches:
             batch = to_device(batch, device)
-            with bf16:
+            with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
                 loss = self.loss(batch, count)
             loss.backward()
         clip_gradients(list(self.model.parameters()), config.optim.clip)
@@ -150,24 +144,21 @@ class Rival:
 
 
 def transformers_rival(ours: Trainer) -> Rival:
-    model = trained_transformers_model(ours.config, ours.device)
-    return Rival(ours, model, blocks_of(model), partial(transformers_loss, model))
+    return decoder_rival(ours, trained_transformers_model(ours.config, ours.device))
 
 
-def blocks_of(model: Module) -> Module:
-    """A decoder's layers, which transformers calls `layers` or `h`, and has before any other
-    list.
-    """
-    return next(module for module in model.modules() if isinstance(module, ModuleList))
+def decoder_rival(ours: Trainer, model: Module) -> Rival:
+    """Return a model of transformers as a rival; its first list of modules are its layers."""
+    layers = next(module for module in model.modules() if isinstance(module, ModuleList))
+    return Rival(ours, model, layers, partial(transformers_loss, model))
 
 
 def transformers_model(config: Config, device: torch.device, dtype: torch.dtype) -> Module:
-    """The same shape as the config's model, with other weights, on `device`."""
+    """Return a model of the config's shape, with other weights, on `device`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    no_dropout = dict.fromkeys(
-        ("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0
-    )  # which GPT-2 alone has, by default
+    # GPT-2 alone has dropout by default
+    no_dropout = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)
     hf_config = AutoConfig.for_model(**config_to_hf(config.model.config, dtype) | no_dropout)
     with device:
         return AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
@@ -182,8 +173,11 @@ def trained_transformers_model(config: Config, device: torch.device) -> Module:
 
 
 def transformers_loss(model: Module, batch: dict[str, Tensor], count: int) -> Tensor:
-    """Where positions restart, a document begins that sees no other: transformers takes it from
-    them, if the model is not GPT-OSS, which sees all and takes as long."""
+    """Return a micro-batch's share of the loss.
+
+    Where positions restart, a document begins that sees no other: transformers takes it from them,
+    if the model is not GPT-OSS, which sees all and takes as long.
+    """
     return model(
         input_ids=batch["tokens"],
         labels=batch["labels"],
@@ -195,29 +189,25 @@ def transformers_loss(model: Module, batch: dict[str, Tensor], count: int) -> Te
 
 
 def peft_rival(ours: Trainer) -> Rival:
-    """transformers' model with peft's adapters, its frozen weights in the same type as `ours` has
-    them.
-    """
+    """Return transformers' model with peft's adapters, its frozen weights in our type."""
     from peft import LoraConfig, get_peft_model
 
-    model = trained_transformers_model(ours.config, ours.device).to(
-        next(ours.model.parameters()).dtype
-    )
+    dtype = next(ours.model.parameters()).dtype
+    model = trained_transformers_model(ours.config, ours.device).to(dtype)
     shape = ours.config.model.config
     lora = ours.config.lora
-    settings = adapter_config(shape, lora, adapter_shapes(shape, lora), base="") | {
-        "inference_mode": False
-    }
-    settings.pop("peft_type")
+    settings = adapter_config(shape, lora, adapter_shapes(shape, lora), base="")
+    settings["inference_mode"] = False
+    del settings["peft_type"]
     adapted = get_peft_model(model, LoraConfig(**settings), autocast_adapter_dtype=False)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(ADAPTER_DTYPES[lora.dtype])
-    return Rival(ours, adapted, blocks_of(model), partial(transformers_loss, adapted))
+    return decoder_rival(ours, adapted)
 
 
 def diffusers_rival(ours: Trainer) -> Rival:
-    """diffusers' Wan under our objective."""
+    """Return diffusers' Wan under our objective."""
     from diffusers import WanTransformer3DModel
 
     with ours.device:
@@ -229,16 +219,17 @@ def diffusers_rival(ours: Trainer) -> Rival:
 
     def velocity(latents, timestep, text, image=None):
         # it casts none of them itself
-        latents, text, image = (
-            x if x is None else x.to(model.dtype) for x in (latents, text, image)
+        latents, text = latents.to(model.dtype), text.to(model.dtype)
+        image = image if image is None else image.to(model.dtype)
+        (found,) = model(
+            latents, timestep, text, encoder_hidden_states_image=image, return_dict=False
         )
-        return model(latents, timestep, text, encoder_hidden_states_image=image, return_dict=False)[
-            0
-        ]
+        return found
 
-    return Rival(
-        ours, model, model.blocks, lambda batch, count: ours.objective.loss(velocity, batch) / count
-    )
+    def loss(batch, count):
+        return ours.objective.loss(velocity, batch) / count
+
+    return Rival(ours, model, model.blocks, loss)
 
 
 def whole_model(ours: Trainer) -> Trainer:
