@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from minitrain.errors import InputError
 
 if TYPE_CHECKING:
+    from minitrain.data.tokenizer import load_tokenizer
     from minitrain.formats.hf import load_pretrained, save_pretrained
     from minitrain.formats.peft import load_adapter
     from minitrain.models.lora import merge_adapters
@@ -21,6 +22,7 @@ __all__ = [
     "SamplingParams",
     "load_adapter",
     "load_pretrained",
+    "load_tokenizer",
     "merge_adapters",
     "save_pretrained",
 ]
@@ -40,6 +42,7 @@ except (
 _HOMES = {
     "load_pretrained": "formats.hf",
     "save_pretrained": "formats.hf",
+    "load_tokenizer": "data.tokenizer",
     "load_adapter": "formats.peft",
     "merge_adapters": "models.lora",
     "Sampler": "rollout.engine",

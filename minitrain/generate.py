@@ -141,7 +141,11 @@ def main(arguments: list[str]) -> None:
     if chosen.task == "text":
         module = "generate_text"
         parser = cli.Parser(TEXT | COMMON, prog="python -m minitrain.generate", description=__doc__)
-        parser.add_argument("--chat", action="store_true", help="answer, in the chat template")
+        parser.add_argument(
+            "--chat",
+            action="store_true",
+            help="answer, in the chat template",
+        )
         parser.add_argument("--stop", action="append", default=[], help="end after it (repeatable)")
     else:
         module = "generate_video"

@@ -10,7 +10,7 @@ step, with a checkpoint (watch.py).
 
 from minitrain.run import cli
 from minitrain.run.config import load
-from minitrain.run.reference import annotate, describe_section, describe_sections
+from minitrain.run.reference import DEFAULTS, annotate, describe_section
 
 
 def main(arguments: list[str]) -> None:
@@ -18,7 +18,10 @@ def main(arguments: list[str]) -> None:
         return print(describe_section(arguments[-1]))
     config = {"--config": (cli.config_path, ..., "a YAML file, or a recipe as train/shapes")}
     name = "python -m minitrain.train"
-    parser = cli.Parser(config, prog=name, description=__doc__, epilog=describe_sections())
+    settings = "\n".join(
+        ["settings, and sections (--help SECTION):", *annotate(DEFAULTS, "  ", False)]
+    )
+    parser = cli.Parser(config, prog=name, description=__doc__, epilog=settings)
     add = parser.add_argument
     add("--print-config", action="store_true", help="print all settings, with comments")
     add("--deterministic", action="store_true", help="the same run again gives the same bits")

@@ -549,7 +549,7 @@ def test_the_command_line_shows_all_samples(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--prompt", "ab\udcff"], "--prompt is not UTF-8 at character 3"),
+        (["--prompt", "ab\udcff"], "--prompt is not UTF-8: .* in position 2"),
         (["--prompt", ""], "--prompt is empty"),
         (["--prompt", "ab", "--stop", ""], "none of them empty"),
         (["--prompt", "ab", "--top-p", "0"], "top_p=0.0 must be above 0"),

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from minitrain.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer, stream
+from minitrain.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
 from minitrain.errors import InputError
+from minitrain.rollout.streaming import stream
 
 SENTENCES = ["the cat sat on the mat", "naïve café, 你好 🙂", "  two  spaces\n\tand\r\n\x00 control"]
 any_ids = st.lists(st.integers(0, 300) | st.integers(0x80, 0xFF), max_size=30)

@@ -6,7 +6,6 @@ templates, which data/chat_templates.py does, and training a vocabulary.
 """
 
 import shutil
-from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,6 @@ ADDED = (
     "normalized",
     "special",
 )
-# bytes that are not UTF-8 decode to it
-REPLACEMENT = "\ufffd"
 
 
 class HuggingFaceTokenizer:
@@ -297,30 +294,6 @@ def check_free_of_tokenizer(folder: str | Path) -> None:
 def with_companions(file: Path) -> list[Path]:
     """Return a tokenizer.json, and the files beside it that belong to the same tokenizer."""
     return [file, *(beside for name in COMPANIONS if (beside := file.with_name(name)).exists())]
-
-
-def stream(tokenizer: Tokenizer, ids: Iterable[int], prompt: Iterable[int] = ()) -> Iterator[str]:
-    """Yield the text of `ids`, which follow `prompt`, in pieces: each as soon as it is certain.
-
-    A character whose bytes have not all come decodes to the replacement character, so a text that
-    ends in one waits, at most for the last token. The last piece is decoded again with the next, as
-    context: many vocabularies drop a space at the start of a text.
-    """
-    context = list(prompt)
-    pending = []
-
-    def text_so_far() -> str:
-        return tokenizer.decode(context + pending)[len(tokenizer.decode(context)) :]
-
-    for token in ids:
-        pending.append(token)
-        text = text_so_far()
-        if text and not text.endswith(REPLACEMENT):
-            yield text
-            context = pending
-            pending = []
-    if rest := text_so_far():
-        yield rest
 
 
 def _read_json(file: Path) -> dict:

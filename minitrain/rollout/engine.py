@@ -21,7 +21,7 @@ steps in which the host must wait for the device (`waits_for_device`).
 import gc
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -36,6 +36,7 @@ from minitrain.rollout.pages import Pages
 from minitrain.rollout.sampling import Completion, SamplingParams, sample_key
 from minitrain.rollout.scheduler import Prefill, Sample, Schedule, Scheduler
 from minitrain.rollout.steps import Chunk, PromptStep, on_device
+from minitrain.rollout.streaming import stream
 from minitrain.rollout.weights import SamplerWeights
 from minitrain.settings import Rollout
 
@@ -168,6 +169,35 @@ class Sampler:
                 f"the prompt {prompt!r:.60} is text, which needs a sampler with a tokenizer"
             )
         return self.tokenizer.encode_prompt(prompt)
+
+    def generate_text(self, prompts: Sequence, params: SamplingParams | None = None) -> list[str]:
+        """Return the samples of all prompts in order as text, without the tokens that end them."""
+        samples = []
+        for number, prompt in enumerate(prompts):
+            samples += self.submit(prompt, params or SamplingParams(), number)
+        return ["".join(self.follow(sample)) for sample in samples]
+
+    def stream(
+        self, prompt: Sequence[int] | str, params: SamplingParams | None = None
+    ) -> Iterator[str]:
+        """Return the text that follows a prompt in pieces, each as soon as it is certain."""
+        return self.follow(*self.submit(prompt, params or SamplingParams()))
+
+    def follow(self, sample: Sample) -> Iterator[str]:
+        """Yield the text of a submitted sample as it comes, without the token that ends it."""
+        ends = (*self.ends, *sample.params.stop_tokens)
+
+        def tokens() -> Iterator[int]:
+            seen = 0
+            while seen < len(sample.produced) or sample.finish_reason is None:
+                if seen == len(sample.produced):
+                    self.step()
+                new = sample.produced[seen:]
+                seen += len(new)
+                yield from (token for token in new if token not in ends)
+
+        with self.weights.in_use():
+            yield from stream(self.tokenizer, tokens(), sample.prompt)
 
     # the caches outlive inference mode, in which they could not be changed outside it
     @torch.inference_mode(False)

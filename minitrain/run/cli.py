@@ -18,13 +18,8 @@ from minitrain.errors import InputError, refused, tell_torchrun
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
-class Formatter(argparse.RawDescriptionHelpFormatter):
-    """argparse's, with each option's default behind its help."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        default = action.default
-        hidden = default is False or default in (None, ..., [], argparse.SUPPRESS)
-        return action.help if hidden else f"{action.help} (default: {default})"
+class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """argparse's, with the docstring as it is written, and each option's default."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,8 +33,8 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
         for name, (kind, default, text) in dict(options).items():
             way = {"choices": kind} if isinstance(kind, list) else {"type": kind}
-            needed = default is ...
-            self.add_argument(name, default=default, required=needed, help=text, **way)
+            given = {"required": True} if default is ... else {"default": default}
+            self.add_argument(name, help=text, **given, **way)
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
         """Words and options in any order: argparse's own takes only the first run of words."""

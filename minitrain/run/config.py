@@ -3,7 +3,6 @@ with one line.
 """
 
 import dataclasses
-import os
 import typing
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,6 @@ def from_dict(tree: dict) -> Config:
     model = tree.pop("model", {})
     config = convert(Config, tree, "")
     config.model = _read_model(model, WanConfig if config.task == "diffusion" else DecoderConfig)
-    _expand_home(config)
     config.lora = _read_lora(config, tree.get("lora") or {})
     if config.data.path and "kind" not in tree["data"]:
         raise InputError(
@@ -50,14 +48,6 @@ def from_dict(tree: dict) -> Config:
 
     validate(config)
     return config
-
-
-def _expand_home(config: Config) -> None:
-    """Read ~ as a shell does, which leaves it alone inside a word: else it would be a folder."""
-    config.out_dir = os.path.expanduser(config.out_dir)
-    config.data.tokenizer = os.path.expanduser(config.data.tokenizer)
-    if config.lora:
-        config.lora.path = os.path.expanduser(config.lora.path)
 
 
 def _read_lora(config: Config, given: dict) -> Lora | None:
@@ -96,7 +86,6 @@ def _read_model(value: Any, kind: type) -> Model:
         raise InputError(f"model must be a name, a folder or a mapping, not {describe(value)}")
     value = dict(value)
     name, path = (convert(str, value.pop(key, ""), f"model.{key}") for key in ("name", "path"))
-    path = os.path.expanduser(path)
     if name and path:
         raise InputError(
             "model.name and model.path cannot both be given (model=FOLDER stands for the path alone)"

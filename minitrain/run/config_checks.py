@@ -31,8 +31,14 @@ CHATS = ("sft", "lora")
 
 def validate(c: Config) -> None:
     """Refuse settings that contradict each other. `check_layout` does so for a number of ranks."""
-    checks = [_range_faults, _value_faults, _run_faults, _precision_faults, expert_parallel_faults]
-    checks.append(_held_out_faults)
+    checks = [
+        _range_faults,
+        _value_faults,
+        _run_faults,
+        _precision_faults,
+        expert_parallel_faults,
+        _held_out_faults,
+    ]
     if c.lora:
         checks.append(_lora_faults)
     if c.task == "diffusion":
@@ -45,11 +51,6 @@ def validate(c: Config) -> None:
     for faults in checks:
         refuse(faults(c))
     check_diffusion(c.diffusion)
-    if c.task != "diffusion":
-        check_exportable(c.model.config)
-    if c.lora:
-        # says which targets the model does not have, or PEFT no form for
-        adapter_shapes(c.model.config, c.lora)
 
 
 def _range_faults(section: Any, prefix: str = "") -> Faults:
@@ -188,6 +189,8 @@ def _lora_faults(c: Config) -> Faults:
         speed and c.task != "grpo",
         f"model.bias_update_speed={speed}: lora freezes the model, no adapter has the bias (use 0)",
     )
+    # says which targets the model does not have, or PEFT no form for
+    adapter_shapes(c.model.config, c.lora)
 
 
 def _held_out_faults(c: Config) -> Faults:
@@ -215,6 +218,7 @@ def _held_out_faults(c: Config) -> Faults:
 
 def _language_faults(c: Config) -> Faults:
     model = c.model.config
+    check_exportable(model)
     kind = c.data.kind
     yield (
         c.batch.seq_len > model.max_position_embeddings,

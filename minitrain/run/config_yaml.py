@@ -12,6 +12,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -149,8 +150,9 @@ def as_mapping(word: str, key: str) -> dict:
     """
     if word.startswith("{"):
         return read_yaml(word, f"argument '{key}={word}'")
-    is_folder = os.path.isdir(os.path.expanduser(word)) and not is_known(word)
-    return {"path" if is_folder else "name": str(word)}
+    word = os.path.expanduser(word)
+    is_folder = os.path.isdir(word) and not is_known(word)
+    return {"path" if is_folder else "name": word}
 
 
 def convert(kind: Any, value: Any, where: str) -> Any:
@@ -182,15 +184,12 @@ def convert(kind: Any, value: Any, where: str) -> Any:
 
 def _convert_union(kinds: tuple, value: Any, where: str) -> Any:
     """Return the value as the first of `kinds` that it can be, or raise what the first one says."""
-    problems = []
+    if value is None and types.NoneType in kinds:
+        return None
     for kind in kinds:
-        if kind is types.NoneType and value is None:
-            return None
-        try:
+        with suppress(InputError):
             return convert(kind, value, where)
-        except InputError as error:
-            problems.append(error)
-    raise problems[0]
+    return convert(kinds[0], value, where)
 
 
 def _convert_scalar(kind: type, value: Any, where: str) -> Any:
@@ -201,7 +200,10 @@ def _convert_scalar(kind: type, value: Any, where: str) -> Any:
     # not nan
     if kind is float and number and abs(value) <= sys.float_info.max:
         return float(value)
-    if kind in (str, bool, dict) and isinstance(value, kind):
+    if kind is str and isinstance(value, str):
+        # as a shell does, which leaves ~ alone inside a word
+        return os.path.expanduser(value)
+    if kind in (bool, dict) and isinstance(value, kind):
         return value
     names = {
         types.NoneType: "null",

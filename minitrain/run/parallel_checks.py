@@ -237,10 +237,9 @@ def _layout_faults(config: Config, world_size: int) -> Faults:
     if b.global_ % (b.micro * data_ranks):
         fitting = [n for n in range(1, b.micro) if b.global_ % (n * data_ranks) == 0]
         smaller = f"batch.micro={fitting[-1]}, or " if fitting else ""
-        yield (
-            True,
+        raise InputError(
             f"batch.global={b.global_} is not a multiple of batch.micro={b.micro} x {data_ranks} data-parallel ranks "
-            f"(use {smaller}a multiple of {b.micro * data_ranks})",
+            f"(use {smaller}a multiple of {b.micro * data_ranks})"
         )
     count = b.global_ // (b.micro * data_ranks)
     needed = pipeline_needs(p, count)

@@ -20,13 +20,6 @@ DEFAULTS = Config(model=Model(config=DecoderConfig()), lora=Lora())
 SECTIONS = [name for name, value in vars(DEFAULTS).items() if dataclasses.is_dataclass(value)]
 
 
-def describe_sections() -> str:
-    """Return the settings that are in no section, and the sections."""
-    return "\n".join(
-        ["settings, as key=value or section.key=value:", *annotate(DEFAULTS, "  ", False)]
-    )
-
-
 def describe_section(name: str) -> str:
     """Return a section's keys at their defaults. Raise InputError for a name that is none."""
     check_known(name, SECTIONS, "--help")
