@@ -13,7 +13,9 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import wave
 from collections import Counter
+from functools import partial
 from itertools import chain, pairwise, permutations
 from math import factorial
 from pathlib import Path
@@ -615,6 +617,21 @@ def write_npy(file):
         np.save(raw, ARRAY.astype(np.uint16))
 
 
+def write_wav(file):
+    with wave.open(str(file), "wb") as sound:
+        sound.setparams((1, 2, 8000, 0, "NONE", ""))
+        sound.writeframes(bytes(9999))
+
+
+def write_behind(head, file):
+    file.write_bytes(head + ARRAY.astype("<u2").tobytes())
+
+
+# first bytes, as ISO 14496-12, id3.org, RFC 3533, RFC 9639 and RFC 9559 have them
+HEADS = {
+    "MP4": b"\0\0\0\x20ftypisom\0\0\2\0", "MOV": b"\0\0\0\x14ftypqt  ", "HEIC": b"\0\0\0\x18ftypheic",
+    "MP3": b"ID3\4\0\0", "Ogg": b"OggS\0\2", "FLAC": b"fLaC\0\0\0\x22", "WebM": b"\x1a\x45\xdf\xa3\x9f",
+}  # fmt: skip
 TABLE = pyarrow.table({"text": ["some text"] * 100})
 LINES = b'{"text": "some text"}\n' * 100
 WRONG = {  # how the program that makes such files writes one, and what it is said to be
@@ -641,7 +658,9 @@ WRONG = {  # how the program that makes such files writes one, and what it is sa
                            "an evaluation set of llm.c"),
     "GIF": (lambda file: Image.new("L", (99, 99)).save(file, "gif"), "a picture"),
     "JPEG": (lambda file: Image.new("L", (99, 99)).save(file, "jpeg"), "a picture"),
-    "WebP": (lambda file: Image.new("L", (99, 99)).save(file, "webp"), "a sound, a picture or a video"),
+    "WebP": (lambda file: Image.new("L", (99, 99)).save(file, "webp"), "a picture, a sound or a video"),
+    "WAV": (write_wav, "a picture, a sound or a video"),
+    **{name: (partial(write_behind, head), "a picture, a sound or a video") for name, head in HEADS.items()},
     "program": (lambda file: shutil.copyfile(os.path.realpath(sys.executable), file), "a program"),
     "Megatron's index": (lambda file: file.write_bytes(b"MMIDIDX\0\0" + bytes(99)), "Megatron's index"),
 }  # fmt: skip
@@ -681,8 +700,14 @@ def test_the_files_of_llm_c_are_read_as_their_headers_say(tmp_path, magic, versi
 def test_text_and_unfinished_downloads_are_no_tokens(tmp_path):
     (tmp_path / "a.bin").write_bytes(LINES)
     refused("a.bin is text .data.kind=text, or jsonl.", tmp_path, "tokens", vocab_size=1 << 17)
-    (tmp_path / "a.bin").write_text("größer €" * 999)
-    refused("a.bin is text", tmp_path, "tokens", vocab_size=1 << 17)
+    for text, code in (("größer €", "utf-8"), ("größer €\n", "utf-16"), ("a b ", "utf-16"), ("漢字かな", "utf-16")):
+        (tmp_path / "a.bin").write_bytes((text * 999).encode(code))
+        refused("a.bin is text", tmp_path, "tokens", vocab_size=1 << 17)
+    ids = np.random.default_rng(0).integers(1 << 16, size=3000).astype("<u2")
+    for first in (0xFEFF, 0xFFFE):  # ids that would be the mark of UTF-16's byte order
+        ids[0] = first
+        (tmp_path / "a.bin").write_bytes(ids.tobytes())
+        assert len(open_tokens(tmp_path, 8, 1 << 16)[0])
     for kind in ("text", "jsonl", "tokens"):
         file = tmp_path / f"{kind}.jsonl.incomplete"
         file.write_bytes(LINES[:50])

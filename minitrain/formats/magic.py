@@ -35,11 +35,7 @@ MAGICS = {
     b"\x80\x04\x95": "pickled by Python (save its arrays as .npy)",
     b"\x80\x05\x95": "pickled by Python (save its arrays as .npy)",
     b"%PDF": "a PDF (extract its text)",
-    b"\x89PNG": "a picture",
-    b"GIF8": "a picture",
-    b"RIFF": "a sound, a picture or a video",
     b"\x7fELF": "a program",
-    b"\xff\xd8\xff": "a picture",
     b"MMIDIDX": "Megatron's index of a .bin file (give the .bin, with data.token_dtype as its tokens are)",
     b"LITPKDS": "a packed dataset of lit-gpt, with a header of 24 bytes (save its tokens as .npy)",
     # dates, as 20240522
@@ -48,6 +44,8 @@ MAGICS = {
     b"\xc7\xd7\x34\x01": "a debugging state of llm.c (give its training tokens)",
     b"\xc8\xd7\x34\x01": "a tokenizer of llm.c (give its training tokens)",
 }
+# PNG, GIF, JPEG; WebP, WAV, AVI; MP3, Ogg, FLAC; Matroska, WebM; MP4, MOV, HEIC
+MEDIA = rb"(?s)\x89PNG|GIF8|\xff\xd8\xff|RIFF|ID3|OggS|fLaC|\x1a\x45\xdf\xa3|.{4}ftyp"
 ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*(\{|$)")  # of objects
 SPREAD = re.compile(rb"(\xef\xbb\xbf)?\s*\{[ \t]*\r?\n")  # one object over several lines
 
@@ -71,6 +69,8 @@ def kind_of_binary(file: Path, head: bytes) -> str:
         return "a safetensors file (of tensors, not of tokens or text)"
     if head[:4] == b"\xff" * 4 and 0 < int.from_bytes(head[4:8], "little") < 1 << 20:
         return "an arrow stream, as in datasets' cache (its to_json writes JSONL)"
+    if re.match(MEDIA, head):
+        return "a picture, a sound or a video"
     if head[257:262] == b"ustar":
         return "a tar archive (unpack it)"
     return placeholder(file, head) or next(
@@ -122,9 +122,10 @@ def kind_of_tokens(file: Path, head: bytes) -> str:
     found = kind_of_binary(file, head)
     if found or len(head) < 64:
         return found
-    text = head.decode("utf-8", "ignore")
+    code = "utf-16" if re.match(rb"\xff\xfe|\xfe\xff", head) else "utf-8"
+    text = head.decode(code, "ignore")
     # a character may be cut at the end
-    whole = len(text.encode()) >= len(head) - 3
+    whole = len(text.encode(code)) >= len(head) - 3
     if whole and all(c.isprintable() or c in "\t\n\r" for c in text):
         return "text (data.kind=text, or jsonl)"
     return ""

@@ -99,7 +99,7 @@ def _value_faults(c: Config) -> Faults:
     yield d.kind not in ("mock", "shapes") and not d.path, f"data.kind={d.kind} needs data.path"
     yield (
         max(d.size, default=0) > 1 << 20,
-        f"data.size={d.size} must be numbers of at most {1 << 20:,}",
+        f"data.size={d.size} must be numbers of at most 1,048,576",
     )
     yield (
         d.packed is not None and c.task not in CHATS,
