@@ -84,13 +84,17 @@ def work(op: OpOverload, name: str, args, kwargs, out) -> dict[str, object]:
         batch = len(a) if a.dim() == 3 else 1
         m, k = a.shape[-2:]
         n = b.shape[-1]
-        flops = 2 * batch * m * n * k
-        if packet is not aten._grouped_mm:
-            return {"kind": "gemm", "flops": flops, "sizes": (batch, m, n, k)}
-        if b.dim() == 3:  # rows by expert times a stack of weights
-            return {"kind": "grouped", "flops": flops, "sizes": (len(b), ceil(m / len(b)), n, k)}
-        # k is cut by expert, which gives a stack of weights' gradients
-        return {"kind": "grouped", "flops": flops, "sizes": (len(out), m, n, ceil(k / len(out)))}
+        kind = "gemm"
+        sizes = batch, m, n, k
+        if packet is aten._grouped_mm:
+            kind = "grouped"
+            experts = len(b if b.dim() == 3 else out)
+            # rows by expert times a stack of weights
+            sizes = experts, ceil(m / experts), n, k
+            if b.dim() == 2:
+                # k is cut by expert, which gives a stack of weights' gradients
+                sizes = experts, m, n, ceil(k / experts)
+        return {"kind": kind, "flops": 2 * batch * m * n * k, "sizes": sizes}
     if packet in ATTENTION:
         return ATTENTION[packet](*args)
     if packet in flop_registry:

@@ -1,4 +1,4 @@
-"""The timeline of a whole pipeline from what each stage's passes take: who waits for whom, and how
+"""Replay a whole pipeline from what each stage's passes take: who waits for whom, and how
 long.
 
 A trace shows one rank, for which every message is there at once. Here all ranks run torch's own

@@ -194,14 +194,12 @@ def representatives(config: Config) -> dict[int, int]:
     model = config.model.config
     first = {}
     alike = {}
-
-    def kind(layer: int) -> tuple:
-        return *model.parts(layer), model.windowed(layer)
-
+    kinds = [(*model.parts(layer), model.windowed(layer)) for layer in range(model.num_layers)]
     for place in range(config.parallel.pp):
         parts = local_stages(config.parallel, model.num_layers, place).values()
         held = tuple(
-            (tuple(map(kind, part["layers"])), part["first"], part["last"]) for part in parts
+            (tuple(kinds[layer] for layer in part["layers"]), part["first"], part["last"])
+            for part in parts
         )
         alike[place] = first.setdefault(held, place)
     return alike

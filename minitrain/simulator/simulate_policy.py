@@ -44,8 +44,10 @@ from minitrain.simulator.simulate import (
 )
 from minitrain.simulator.timeline import System
 
-HOST_LINK = 50e9  # bytes/s between a GPU and its host's memory, each way: assumed of PCIe 5 x16
-SPREAD = 0.8  # standard deviation of the logarithm of responses' lengths
+# bytes/s between a GPU and its host, each way: NVIDIA/nvbandwidth issue 24, 52.8e9 with an H100
+HOST_LINK = 50e9
+# standard deviation of the logarithm of responses' lengths: not published; decode_* of nemo-rl are fitted with it
+SPREAD = 0.8
 
 
 @dataclass(frozen=True)

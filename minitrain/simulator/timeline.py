@@ -23,6 +23,7 @@ bounds how far it runs ahead.
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import ceil
 from typing import NamedTuple
@@ -181,8 +182,8 @@ def rates_of(values: dict) -> dict:
 
 class Span(NamedTuple):
     """A kernel or message: its stream, its (last) operator's name, its kind, begin and end in
-    seconds, how long the stream had waited for collectives before it, and the index of its (first)
-    event in the trace."""
+    seconds, how long the stream had waited for collectives before it, and the index of one of
+    its events in the trace."""
 
     stream: str
     name: str
@@ -217,39 +218,38 @@ class _Player:
         self.system = system
         self.fused = fused
         self.line = Timeline()
-        self.clock = 0.0  # of the compute stream
-        self.free = defaultdict(float)  # when each dimension's stream is done
-        self.ready: dict[int, float] = {}  # when a storage holds its values
-        self.made_by: dict[int, str] = {}  # the stream that wrote a storage last
-        self.waiting: dict[
-            str, set[int]
-        ] = {}  # of the last all-gather, by stream: what no kernel has read yet
-        self.consumed = defaultdict(float)  # when the last all-gather's result was first read
-        self.run: list[Event] = []  # kernels that become one
-        self.run_start = 0
+        # of the compute stream
+        self.clock = 0.0
+        # when each dimension's stream is done
+        self.free = defaultdict(float)
+        # when a storage holds its values
+        self.ready = defaultdict(float)
+        # the stream that wrote a storage last
+        self.made_by: dict[int, str] = {}
+        # by stream, storages of the last all-gather that no kernel has read yet
+        self.waiting: dict[str, set[int]] = {}
+        # when the last all-gather's result was first read
+        self.consumed = defaultdict(float)
+        # kernels that become one
+        self.run: list[Event] = []
 
     def play(self) -> Timeline:
         marked = {index for index, _ in self.trace.marks}
         for index, event in enumerate(self.trace.events):
             stream = self.stream_of(event)
-            if (
-                event.kind == "wait"
-            ):  # of compute; costs nothing by itself: its result is there when its input is
-                self.written(event.writes, "compute", self.ready.get(event.reads[0][0], 0.0))
+            if event.kind == "wait":
+                # costs nothing by itself: its result is there when its input is
+                self.written(event.writes, "compute", self.ready[event.reads[0][0]])
             elif stream == "compute" and event.kind == "memory" and self.fused:
-                if not self.run:
-                    self.run_start = index
                 self.run.append(event)
             else:
                 self.finish_run(index)
                 if stream == "compute":
-                    seconds = self.system.kernel_seconds(event)
-                    self.compute(index, event.name, event.kind, seconds, event.reads, event.writes)
+                    self.compute(index, event)
                 else:
                     self.communicate(index, stream, event)
-            if (
-                index + 1 in marked
-            ):  # no kernel spans two passes, and what a pass takes has its last one
+            # no kernel spans two passes, and what a pass takes has its last one
+            if index + 1 in marked:
                 self.finish_run(index + 1)
             self.line.at.append(self.clock)
         self.finish_run(len(self.trace.events))
@@ -257,8 +257,8 @@ class _Player:
         return self.line
 
     def stream_of(self, event: Event) -> str:
-        """Collectives, FSDP's copies into them and what it does with reduced gradients run beside
-        compute.
+        """Return where it runs: collectives, FSDP's copies into them and its work on reduced
+        gradients run beside compute.
         """
         if event.kind == "collective":
             return event.dimension
@@ -267,53 +267,52 @@ class _Player:
         makers = {self.made_by.get(number) for number, size in event.reads if size > 8}
         if event.kind == "memory" and len(makers) == 1 and event.name not in READS_GATHERED:
             maker = makers.pop()
-            if maker in SHARDS and not any(
-                n in s for s in self.waiting.values() for n, _ in event.reads
-            ):
-                return maker
+            if maker in SHARDS:
+                unread = set().union(*self.waiting.values())
+                if unread.isdisjoint(n for n, _ in event.reads):
+                    return maker
         return "compute"
 
-    def compute(self, index: int, name: str, kind: str, seconds: float, reads, writes) -> None:
-        begin = max([self.clock, *(self.ready.get(number, 0.0) for number, _ in reads)])
-        self.line.spans.append(
-            Span("compute", name, kind, begin, begin + seconds, begin - self.clock, index)
-        )
-        self.clock = begin + seconds
+    def begin(self, event: Event, free: float) -> float:
+        """Return when its stream is free and its inputs are there."""
+        return max([free, *(self.ready[number] for number, _ in event.reads)])
+
+    def compute(self, index: int, event: Event) -> None:
+        begin = self.begin(event, self.clock)
+        waited = begin - self.clock
+        self.clock = begin + self.system.kernel_seconds(event)
+        span = Span("compute", event.name, event.kind, begin, self.clock, waited, index)
+        self.line.spans.append(span)
         for stream, numbers in self.waiting.items():
-            if not numbers.isdisjoint(number for number, _ in reads):
+            if not numbers.isdisjoint(number for number, _ in event.reads):
                 self.consumed[stream] = self.clock
                 numbers.clear()
-        self.written(writes, "compute", self.clock)
+        self.written(event.writes, "compute", self.clock)
 
     def communicate(self, index: int, stream: str, event: Event) -> None:
-        begin = max(
-            [self.free[stream], *(self.ready.get(number, 0.0) for number, _ in event.reads)]
-        )
+        begin = self.begin(event, self.free[stream])
         if stream == "pp":
             seconds = 0.0
         elif event.kind != "collective":
             seconds = sum(n for _, n in event.reads + event.writes) / self.system.memory
         else:
             seconds = self.system.collective_seconds(event, self.trace.groups[event.group][1])
-            if (
-                "allgather" in event.name
-            ):  # FSDP's; those that compute waits for are called all_gather
+            # FSDP's; those that compute waits for are called all_gather
+            if "allgather" in event.name:
                 begin = max(begin, self.consumed[stream])
                 self.waiting[stream] = {number for number, _ in event.writes}
-        self.free[stream] = begin + seconds
-        self.line.spans.append(
-            Span(stream, event.name, event.kind, begin, begin + seconds, 0.0, index)
-        )
-        self.written(event.writes, stream, begin + seconds)
+        self.free[stream] = end = begin + seconds
+        self.line.spans.append(Span(stream, event.name, event.kind, begin, end, 0.0, index))
+        self.written(event.writes, stream, end)
 
-    def written(self, writes, stream: str, when: float) -> None:
+    def written(self, writes: Iterable[tuple[int, int]], stream: str, when: float) -> None:
         for number, _ in writes:
             self.ready[number] = when
             self.made_by[number] = stream
 
     def finish_run(self, end: int) -> None:
-        """Run the collected kernels as one: it reads what they did not make, and writes what
-        outlives them.
+        """Run the collected kernels, which end before event `end`, as one: it reads what they did
+        not make, and writes what outlives them.
         """
         if not self.run:
             return
@@ -325,15 +324,8 @@ class _Player:
                     reads[number] = max(size, reads.get(number, 0))
             for number, size in event.writes:
                 made[number] = max(size, made.get(number, 0))
-        kept = {n: size for n, size in made.items() if self.trace.died.get(n, end) >= end}
-        moved = (sum(reads.values()) + sum(kept.values())) / self.system.memory
-        seconds = self.system.unfused * moved + self.system.launch
-        self.compute(
-            self.run_start,
-            self.run[-1].name,
-            "memory",
-            seconds,
-            list(reads.items()),
-            list(made.items()),
-        )
+        kept = [(n, size) for n, size in made.items() if self.trace.died.get(n, end) >= end]
+        fused = Event(self.run[-1].name, "memory", 0, list(reads.items()), kept)
+        self.compute(end - len(self.run), fused)
+        self.written(made.items(), "compute", self.clock)
         self.run = []
