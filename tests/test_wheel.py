@@ -42,7 +42,7 @@ def test_the_wheel_holds_the_configs_and_results_of_the_clone(installed):
     wanted = {file.relative_to(ROOT) for file in wanted if file.suffix in (".yaml", ".jsonl")}
     found = {file.relative_to(installed / "minitrain") for file in (installed / "minitrain").rglob("*")}
     assert len(wanted) > 80 and wanted <= found
-    assert Path("py.typed") in found and Path("bench/systems.yaml") in found
+    assert {Path("py.typed"), Path("bench/systems.yaml"), Path("results/pictures/accuracy.svg")} <= found
     (entry,) = installed.glob("*.dist-info/entry_points.txt")
     assert "minitrain = minitrain.__main__:main" in entry.read_text()
 
@@ -52,6 +52,7 @@ def test_an_installed_command_knows_the_published_rows_and_results(installed):
     assert listed.returncode == 0 and "\n69 rows" in listed.stdout, listed.stderr
     done = minitrain(installed, "bench", "--report", "--out", str(installed.parent / "report"))
     assert "69 published rows; 69 simulated" in done.stdout, done.stderr
+    assert "<svg" in (installed.parent / "report/report.html").read_text().partition("<main>")[0]
 
 
 def test_an_installed_command_takes_configs_by_name(installed):

@@ -124,16 +124,14 @@ def list_rows() -> str:
     """Return all rows as a Markdown table, and below it what is wrong with published figures."""
     rows = published_rows()
     figures = list(rows.values())
+    errors = {name: row["known_error"] for name, row in rows.items() if "known_error" in row}
     columns = {
-        "config": [f"configs/{name}.yaml" for name in rows],
-        "system": column(figures, "system", ""),
+        "row": [f"{name} *" if name in errors else name for name in rows],
+        "system": [row["system"].removeprefix("DGX-") for row in figures],
         "GPUs": column(figures, "gpus", ""),
-        "tokens/s/GPU": column(figures, "tokens_per_sec_per_gpu", ",.6g"),
-        "TFLOP/s/GPU": column(figures, "tflops_per_gpu", ".6g"),
+        "tokens/s": column(figures, "tokens_per_sec_per_gpu", ",.6g"),  # and GPU
+        "TFLOP/s": column(figures, "tflops_per_gpu", ".6g"),
         "step s": column(figures, "step_time_s", ".4g"),
-        "": ["*" if "known_error" in row else "" for row in figures],
     }
-    errors = [
-        f"* {name}: {row['known_error']}" for name, row in rows.items() if "known_error" in row
-    ]
-    return f"{markdown(columns)}\n\n{len(rows)} rows; as published, but:\n" + "\n".join(errors)
+    notes = "\n".join(f"* {name}: {text}" for name, text in errors.items())
+    return f"{markdown(columns)}\n\n{len(rows)} rows, rates per GPU; as published, but:\n{notes}"
