@@ -2,9 +2,9 @@
 
 Most of our parameter names are theirs; layouts_hf.py knows the others, stacked experts and
 quantized weights. First every name and shape is checked against the files' headers. Then one tensor
-at a time is copied from the mapped file into the model, or only the slices that this process owns.
-Writing is the mirror image: tensors come from an iterator and leave memory shard by shard. Left
-out: tokenizers, and how a sharded model is cut (whoever shards it passes `owned`).
+at a time is copied from the mapped file into the model, or only the slices that this process owns:
+the caller's `owned` tells them. Writing is the mirror image: tensors come from an iterator and
+leave memory shard by shard. Left out: tokenizers.
 """
 
 import os
@@ -40,7 +40,7 @@ from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.shards import Slices, all_slices
 
-# where the output head is stored, maybe also where it is the embedding
+# the output head, which some files hold although it is tied to the embedding
 TIED_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 # owned(tensor) -> this process's part of a full tensor, and its slices
@@ -135,7 +135,7 @@ def find_weights(config: Config, path: str | Path) -> Weights:
     """
     path = Path(path)
     stored = stored_tensors(weight_files(path))
-    # before so many are laid out
+    # a config.json may claim billions of layers: refuse it before they are built
     if len(stored) < config.num_layers:
         raise InputError(
             f"{path}: config.json claims {config.num_layers} layers, the files hold {len(stored)} tensors"
@@ -172,14 +172,14 @@ def load_weights(model: Model, path: str | Path, owned: Owned = all_slices) -> N
     Memory: the owned part of one stored tensor at a time, beside the model. Raises InputError,
     before anything is written, as `find_weights` does.
     """
-    # of a pipeline stage too, the whole model's are looked for, so that all ranks agree on errors
+    # a pipeline stage also checks the other stages' tensors: all ranks fail together or none does
     _read_into(model, find_weights(model.config, path), owned)
 
 
 @torch.no_grad()
 def _read_into(model: Model, weights: Weights, owned: Owned) -> None:
     fetch = partial(_fetch, weights.stored)
-    # with buffers
+    # parameters and buffers
     for name, tensor in model.state_dict().items():
         if not is_adapter(name):
             local, slices = owned(tensor)
@@ -188,19 +188,19 @@ def _read_into(model: Model, weights: Weights, owned: Owned) -> None:
 
 
 def _fetch(stored: dict[str, StoredTensor], key: str, slices: Slices) -> Tensor:
-    # opened each time: what was read stays resident until its file is closed
+    # The file is closed after each tensor: its pages stay in memory as long as it is open.
     with open_tensors(stored[key].file) as file:
         return file.get_slice(stored[key].name)[slices]
 
 
 def _fill(local: Tensor, slices: Slices, piece: Piece, fetch: Callable) -> None:
-    """Read the part of `local` that a piece holds. slices: of the parameter, where `local` lies."""
+    """Copy the part of `local` that a piece holds. slices: `local`'s place in the parameter."""
     inside = []
     wanted = []
     for own, held in zip(slices, piece.region, strict=True):
         step = held.step or 1
         stop = min(own.stop, held.stop)
-        # of the piece's rows, the first that we own, and the end of ours
+        # counted in the piece's own rows: the first that `local` has, and the end
         first = max(0, -((held.start - own.start) // step))
         end = -((held.start - stop) // step)
         if first >= end:
@@ -211,7 +211,7 @@ def _fill(local: Tensor, slices: Slices, piece: Piece, fetch: Callable) -> None:
 
 
 def _check_tied_head(weights: Weights, vocab: int) -> None:
-    """Raise InputError for a stored head that is not the embedding: it would be lost."""
+    """Raise InputError if the stored head, which nothing reads, differs from the embedding."""
     keys = (next(iter(weights.sources[EMBEDDING][0].needs)), TIED_HEAD)
     embedding, head = (weights.stored[key] for key in keys)
     blocks = [(slice(first, first + 4096),) for first in range(0, vocab, 4096)]
@@ -252,10 +252,9 @@ def save_tensors(
 ) -> None:
     """Write full tensors, named as the model's parameters, as a Hugging Face checkpoint in `dtype`.
 
-    Those that the model keeps in fp32 stay so. original_names: of Wan's own code, in place of
-    diffusers'. `tensors` is consumed lazily, and each shard leaves memory as soon as it is full.
-    The folder keeps what it had until everything is on disk. config.json comes last, so a folder
-    that has one is complete.
+    Tensors that the model keeps in fp32 stay so. original_names: use the names of Wan's own code,
+    not diffusers'. `tensors` is consumed lazily, and each shard leaves memory as soon as it is full.
+    The folder keeps what it had until everything is on disk. A folder with config.json is complete.
     """
     path = Path(path)
     files = {}
@@ -350,9 +349,10 @@ def _shards(tensors: Named, limit: int) -> Iterator[dict[str, Tensor]]:
 
 
 def _replace_checkpoint(folder: Path, work: Path) -> None:
-    """Move the new files in place of the old, config.json last.
+    """Move the new files in place of the old.
 
-    Without config.json neither are a checkpoint, so no mixture of them can be loaded.
+    The old config.json goes first and the new one comes last: without it a folder cannot be loaded,
+    so no mixture of old and new files ever is.
     """
     outdated = ["config.json", GENERATION, "hf_quant_config.json", "quantize_config.json"]
     for stem in STEMS:

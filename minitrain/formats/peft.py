@@ -1,14 +1,16 @@
 """Read and write LoRA adapters in PEFT's format: adapter_config.json, adapter_model.safetensors.
 
-Names and shapes are in peft_names.py. Experts are what PEFT calls `target_parameters`. Asked for
-their gate_proj and up_proj, it gives the joint one twice the rank and alpha (`rank_pattern`). Here
-all adapters then have the largest rank, the others padded with zeros, which training leaves as they
-are. Some adapters have no form in PEFT, see `UNREADABLE`: they can be read here only, and a run
-says so when it begins. Wan's adapters are written once more, see `for_pipelines`: diffusers'
-pipelines skip PEFT's names with a warning. Wan's adapters of other programs are read, too: one
-file, in the names of diffusers, ComfyUI or musubi-tuner (see `adapter_place`). Its scale is 1
-unless it holds alphas or its header has settings. Left out: biases and norms in such files; GPT-3,
-whose q, k and v are one matrix on the hub; all variants of LoRA.
+Names and shapes are in peft_names.py.
+
+    Experts         are PEFT's `target_parameters`. Asked for gate_proj and up_proj, PEFT gives the
+                    joint matrix twice the rank and alpha (`rank_pattern`). Here all adapters have
+                    the largest rank; smaller ones are padded with zeros, which training leaves so
+    UNREADABLE      adapters that have no form in PEFT: a run says so when it begins
+    Wan, written    also in a second file, see `for_pipelines`: diffusers' skip PEFT's names
+    Wan, read       also from one file of another program, see `adapter_place`. Its scale is 1
+                    unless it holds alphas or its header has settings
+
+Left out: biases and norms in such files; GPT-3, whose q, k, v are one on the hub; variants of LoRA.
 """
 
 import json
@@ -57,9 +59,9 @@ WEIGHTS = "adapter_model.safetensors"
 # the file that diffusers' load_lora_weights looks for in a folder
 PIPELINE_WEIGHTS = "pytorch_lora_weights.safetensors"
 UNREADABLE = {
-    # PEFT takes them for the stacks of experts
+    # PEFT takes these names for the stacks of experts
     "deepseek_v3": ("down_proj", "gate_proj", "up_proj"),
-    # PEFT refuses it: the kernels of Mamba go around it
+    # PEFT refuses it: Mamba's kernels read its weight without calling it
     "nemotron_h": ("out_proj",),
 }
 # initializations that leave the base weights alone
@@ -112,7 +114,10 @@ def _refuse_variants(raw: dict) -> None:
 
 
 def _sizes(raw: dict) -> list[tuple]:
-    """Return every (rank, alpha) of adapter_config.json: the usual ones, and those of patterns."""
+    """Return every (rank, alpha) of adapter_config.json: the usual pair, and those of patterns.
+
+    Raises InputError for others than numbers within their limits.
+    """
     ranks, alphas = (raw.get(key) or {} for key in PATTERNS)
     if not isinstance(ranks, dict) or not isinstance(alphas, dict):
         raise InputError(f"{' and '.join(PATTERNS)} must give numbers by name")
@@ -128,10 +133,7 @@ def _sizes(raw: dict) -> list[tuple]:
 
 
 def adapter_files(path: str | Path) -> tuple[Path | None, Path]:
-    """Return settings and tensors of the adapters at `path`.
-
-    They are PEFT's two files in a folder, or one file with all, and None.
-    """
+    """Return the adapters' files with settings (None: the tensors' file has them) and tensors."""
     path = Path(path)
     folder = path.parent if os.path.isfile(path) and path.name == WEIGHTS else path
     if not os.path.exists(folder / ADAPTER_CONFIG):
@@ -143,7 +145,10 @@ def adapter_files(path: str | Path) -> tuple[Path | None, Path]:
 
 
 def _open(path: str | Path) -> tuple[Path, dict, dict[str, StoredTensor]]:
-    """Return the file with the settings, these as in adapter_config.json, the tensors by PEFT's names."""
+    """Return (file with the settings, settings as in adapter_config.json, tensors by PEFT's names).
+
+    Raises InputError for what is no plain LoRA.
+    """
     config, weights = adapter_files(path)
     raw = read_from_folder(config) if config else _told_in_header(weights)
     file = config or weights
@@ -213,7 +218,7 @@ def _number(tensor: StoredTensor) -> float:
 
 def _names(raw: dict, key: str, stored: dict[str, StoredTensor]) -> list[str]:
     names = raw.get(key) or []
-    # a regular expression: the tensors tell what it found
+    # a regular expression: the names of the tensors tell which modules it matched
     if key == "target_modules" and isinstance(names, str):
         linear = r"^base_model\.model\.(.*)(?<!\.experts)(?<!\.base_layer)\.lora_A\.weight$"
         return re.findall(linear, "\n".join(stored), re.M)
@@ -280,7 +285,7 @@ def _read_tensors(config, lora: Lora, path: Path) -> dict[str, Tensor]:
         check_stored(stored, keys[name], expected, FLOATS, file)
     if extra := stored.keys() - keys.values():
         raise InputError(f"{file}: tensor {min(extra)} has no place in the model")
-    # all would be padded, for nothing
+    # else all would be padded, for nothing
     if all(own[name] != shape for name, shape in shapes.items()):
         raise InputError(f"{source}: no adapter has the largest rank, {lora.rank}")
     tensors = {}
@@ -329,7 +334,7 @@ def save_adapter(
     for name, contents in files.items():
         write_tensors(contents, folder / f"{name}.tmp", metadata={"format": "pt"})
     write_json(folder / f"{ADAPTER_CONFIG}.tmp", adapter_config(config, lora, shapes, base))
-    # whoever finds it shall find the weights that it describes
+    # removed first and written last: beside it there are always the weights that it describes
     (folder / ADAPTER_CONFIG).unlink(missing_ok=True)
     for name in (*files, ADAPTER_CONFIG):
         (folder / f"{name}.tmp").replace(folder / name)
@@ -376,7 +381,7 @@ def adapter_config(config, lora: Lora, names: Iterable[str], base: str) -> dict:
 
 
 def other_dropout(lora: Lora) -> list[str]:
-    """Return a line if adapters to start from had another dropout, which PEFT would go on with."""
+    """Return a line if the adapters to start from had another dropout: PEFT would continue it."""
     had = _open(lora.path)[1].get("lora_dropout") if lora.path else None
     if not had or had == lora.dropout:
         return []
@@ -385,7 +390,7 @@ def other_dropout(lora: Lora) -> list[str]:
 
 
 def unreadable_note(config, lora: Lora) -> list[str]:
-    """Return a line for the user where PEFT cannot read adapters of such a model's, none otherwise."""
+    """Return a line for the user if PEFT cannot read these adapters of such a model, else none."""
     paths = [name[: -len(".lora_A")] for name in adapter_shapes(config, lora)]
     names = UNREADABLE.get(config.family, ())
     lost = [name for name in names if any(matches(path, name) for path in paths)]

@@ -56,9 +56,11 @@ def micro_batches(
     """
     micro = config.batch.micro
     length = config.batch.seq_len
+    # the numbers of each row's samples
     bins = first_fit_decreasing([len(sample["tokens"]) for sample in samples], length)
     count = enough_for_pipeline(config.parallel, -(-len(bins) // (micro * ranks)))
-    bins += [[]] * (count * micro * ranks - len(bins))
+    # collectives need equally many micro-batches on all ranks
+    bins += [[] for _ in range(count * micro * ranks - len(bins))]
     padding = dict.fromkeys(samples[0], 0.0) | PADDING
     nothing = {key: np.empty(0, column.dtype) for key, column in samples[0].items()}
     rows = [
@@ -75,6 +77,7 @@ def enough_for_pipeline(parallel: Parallel, count: int) -> int:
 
 def response_sample(rollout: Response, advantage: float, config: Config) -> Example:
     """Return the model's input, and for each response token the inputs of PolicyGradient."""
+    # inputs whose label is a token of the prompt
     before = len(rollout.prompt) - 1
     size = len(rollout.response)
     filtered = config.grpo.overlong_filter and rollout.truncated
@@ -94,6 +97,7 @@ def response_sample(rollout: Response, advantage: float, config: Config) -> Exam
 def reply_sample(prompt: list[int], reply: list[int], learned: bool = True) -> Example:
     """Return a prompt with a reply; unless `learned`, no token is a label."""
     tokens = np.array(prompt + reply, np.int64)
+    # of tokens[1:], those of the reply
     labels = np.where(
         (np.arange(len(tokens) - 1) < len(prompt) - 1) | (not learned), IGNORE, tokens[1:]
     )

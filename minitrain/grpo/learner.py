@@ -34,7 +34,8 @@ Batch = dict[str, Tensor]
 class Learner:
     """A Trainer of the policy, and the reference model if grpo.kl needs one.
 
-    phase(name): a context for a part of a step, which has its memory and counts its time.
+    phase(name): a context around a part of a step: `logprobs` or `training`. It provides the
+    part's memory (offload.py) and counts its time.
     fill: see `build_model`.
     """
 
@@ -61,19 +62,16 @@ class Learner:
     def learn(self, groups: list[Group], step: int) -> dict[str, float]:
         """Run one update per batch.global responses; return the step's metrics.
 
-        With a single update the old weights are the current ones, whose log-probabilities the
-        update computes anyway.
+        With a single update `old` is left out: the update itself computes these log-probabilities.
         """
         grpo = self.config.grpo
         size = self.config.batch.global_
         with self.phase("logprobs"):
             values = advantages(rewards(groups), grpo.baseline, grpo.std_scaling).flatten().tolist()
             pairs = zip(chain(*groups), values, strict=True)
-            samples = [
-                response_sample(rollout, advantage, self.config) for rollout, advantage in pairs
-            ]
+            samples = [response_sample(rollout, value, self.config) for rollout, value in pairs]
             updates = [self.batches(samples[n : n + size]) for n in range(0, len(samples), size)]
-            every = [batch for update in updates for batch in update]
+            every = list(chain(*updates))
             if len(updates) > 1:
                 self.add_log_probs("old", self.model, every)
             if self.reference is not None:
@@ -92,9 +90,9 @@ class Learner:
             return numbers | self.trainer.objective.metrics(self.total)
 
     def batches(self, samples: list[Example]) -> list[Batch]:
-        """Return this rank's micro-batches of the samples; with context parallelism, its tokens.
+        """Return this rank's micro-batches of the samples, values [micro, seq / cp].
 
-        They stay on the host, to be counted without waiting for the device.
+        They stay on the host, where counting labels need not wait for the device.
         """
         ranks = self.meshes.batch
         cp = self.meshes.cp
@@ -103,7 +101,7 @@ class Learner:
 
     @torch.no_grad()
     def add_log_probs(self, name: str, model: Module, batches: list[Batch]) -> None:
-        """Add the labels' log-probabilities under `model` to each batch, [micro, seq].
+        """Add the labels' log-probabilities under `model` to each batch, [micro, seq / cp].
 
         In a pipeline only the last stage has them.
         """
@@ -116,22 +114,20 @@ class Learner:
         for batch, output in zip(batches, outputs, strict=False):
             batch[name] = output
         for module in model.modules():
-            # no backward pass will free what is gathered
+            # FSDP frees gathered weights in the backward pass, and here is none
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def states(self) -> list[Tensor]:
         """Return the optimizer's state tensors."""
-        states = [
-            value for state in self.trainer.optimizer.state.values() for value in state.values()
-        ]
+        states = chain(*(state.values() for state in self.trainer.optimizer.state.values()))
         return [state for state in states if isinstance(state, Tensor) and state.ndim]
 
     def reference_weights(self) -> list[Tensor]:
         return [] if self.reference is None else list(self.reference.parameters())
 
     def total(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks with other tokens; in a pipeline only the last stage has any."""
+        """Sum a tensor of any shape over all ranks' tokens; a pipeline's last stage has them."""
         return sum_over(self.meshes.pp, sum_over(self.meshes.loss, tensor.to(self.device)))
 
     def warm_up(self, problems) -> float:
@@ -158,14 +154,15 @@ class Learner:
     def keep_reference(self, checkpointer, resumed: bool = False) -> None:
         """Make the reference model from the current weights, and save it by `checkpointer`, if any.
 
-        A resumed run loads the weights that it saved when it began. Adapters need no reference:
-        theirs is the model without them. Raises InputError if the run began without a reference.
+        A resumed run loads the weights that it saved when it began. With adapters there is no
+        reference model: the policy without them is the reference. Raises InputError if the run
+        began without a reference.
         """
-        # it has no backward pass
+        # transposed copies are for backward passes
         fp8 = dataclasses.replace(self.config.fp8, keep_transposed=False)
         config = dataclasses.replace(self.config, fp8=fp8)
         self.reference = build_model(config, self.meshes, fill=lambda model: None, trained=False)
-        # has no state, but belongs into a checkpoint
+        # never stepped: a checkpoint holds an optimizer
         optimizer = make_optimizer(self.reference, self.config.optim)
         if resumed:
             if checkpointer.latest() is None:
@@ -191,7 +188,7 @@ class Learner:
         fixed random bits: rounding to nearest would drop adapters that change a weight by less
         than 1 in 512, and the sampler would lag behind the policy.
         """
-        # with FSDP, what the optimizer updates, and not what was gathered from it
+        # with FSDP these are the shards that the optimizer updates, not gathered copies of them
         state = self.model.state_dict()
         parts = {
             name: local_shard(tensor) for name, tensor in state.items() if not is_adapter(name)
@@ -200,6 +197,7 @@ class Learner:
             adapters = [state[adapter] for adapter in adapter_names(name) if adapter in state]
             if adapters:
                 *stack, rows, columns = where
+                # [..., rank, in] and [..., out, rank], of which the shard needs its columns and rows
                 a, b = map(full_tensor, adapters)
                 a = a[(*stack, slice(None), columns)]
                 b = b[(*stack, rows)]

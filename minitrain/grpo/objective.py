@@ -1,22 +1,19 @@
 """The policy-gradient losses of GRPO and its relatives, as one objective with independent choices.
 
-Of every response token we know its log-probability under four policies: the sampler that drew it
+Every response token has a log-probability under four policies: the sampler that drew it
 (`sampled`), the trainer's weights when the step began (`old`), the weights now (`log_probs`), and a
-reference model (`reference`); and the advantage A of its sequence (grpo/advantages.py). The loss of
+reference model (`reference`). A is the advantage of its sequence (grpo/advantages.py). The loss of
 a token is
 
     w * (surrogate(r, A) + kl * estimator(log_probs, reference))
 
-    r, how much likelier the token is now than when the step began: exp(log_probs - old); with
-    ratio=sequence, the
-       geometric mean of that over the sequence, the same for all of its tokens.
-    w, how much likelier it was then than under the sampler, whose kernels, precision or weights may
-    differ:
-       exp(old - sampled), truncated or masked (`importance`). A constant: it corrects what the
-       samples stand for.
+    r   exp(log_probs - old), the probability ratio of PPO. With ratio=sequence it is the geometric
+        mean over the sequence, the same for all of its tokens
+    w   exp(old - sampled), the importance weight, truncated or masked (`importance`): the sampler's
+        kernels, precision or weights may differ from the trainer's. A constant in the gradient
 
-and the loss is a sum over all response tokens of the step, over all ranks and micro-batches,
-divided once:
+and the loss is the sum over all response tokens of the step, on all ranks and in all
+micro-batches, divided once:
 
     aggregation   weight of a token            divided by
     token         1                            number of tokens: long sequences count more
@@ -43,8 +40,9 @@ Published methods are points in this space (G: samples of a prompt, R: reward):
     truncated importance sampling        importance=truncate importance_high=2
     IcePop (Ling team 2025)              importance=mask importance_low=0.5 importance_high=5
 
-NeMo RL leaves the sample out of the standard deviation, too; here that is the group's. Its recipes
-add kl=0.01. Left out: an entropy bonus, value networks, rewards per token.
+In NeMo RL leave_one_out also leaves the sample out of the standard deviation; here that is always
+the whole group's. Its recipes add kl=0.01. Left out: an entropy bonus, value networks, rewards per
+token.
 """
 
 import math
@@ -75,14 +73,13 @@ def k3(gap: Tensor) -> Tensor:
 
 
 def surrogate(settings: GRPO, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """Return each token's loss, whose minimum makes better tokens likelier. All have one shape.
+    """Return the surrogate loss of each token. All tensors are [rows, seq]; log_ratio is log r.
 
     clip: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), PPO's pessimistic bound (Schulman et
-    al. 2017): no gain
-        from moving further than the limits; with dual_clip=c at most -c A where A < 0, or one
-        unlikely token could outweigh all others.
-    cispo: -clip(r) A log_probs, with clip(r) a constant: every token keeps its gradient, only its
-    weight is limited.
+        al. 2017): moving beyond the limits gains nothing. With dual_clip=c it is at most -c A where
+        A < 0: one unlikely token could outweigh all others.
+    cispo: -clip(r) A log_probs, with clip(r) a constant: every token keeps its gradient, and only
+        its weight is limited.
     reinforce: -A log_probs, the policy gradient itself, right for samples of the current policy.
     """
     if settings.surrogate == "reinforce":
@@ -98,7 +95,9 @@ def surrogate(settings: GRPO, log_probs: Tensor, log_ratio: Tensor, advantages: 
 
 
 def is_clipped(settings: GRPO, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """Return where the ratio exceeds the limit in the advantage's direction, bool."""
+    """Return where clipping ends the gradient, bool [rows, seq]: r is beyond the limit that A
+    pushes it to.
+    """
     ratio = log_ratio.exp()
     return torch.where(
         advantages < 0,
@@ -110,12 +109,17 @@ def is_clipped(settings: GRPO, log_ratio: Tensor, advantages: Tensor) -> Tensor:
 def kl_estimate(kind: str, log_probs: Tensor, reference: Tensor, old: Tensor) -> Tensor:
     """Estimate KL(policy || reference) at each sampled token, with the right expected gradient.
 
-    With g = reference - log_probs (Schulman 2020, "Approximating KL divergence"): k1 = -g,
-    unbiased; k2 = g^2 / 2, of low variance; k3 = e^g - 1 - g, unbiased, never negative, of low
-    variance. The gradient of the estimate is not an estimate of the gradient: the distribution that
-    tokens are drawn from moves too. Hence k1 and k3 are multiplied by r = exp(log_probs - old),
-    which is about 1 and has the missing gradient. k2's own gradient is the right one (-g times that
-    of log_probs), so there r is a constant.
+    All tensors are [rows, seq]. With g = reference - log_probs (Schulman 2020, "Approximating KL
+    divergence"):
+
+        k1   -g             unbiased
+        k2   g^2 / 2        of low variance
+        k3   e^g - 1 - g    unbiased, never negative, of low variance
+
+    The gradient of an estimate is not yet an estimate of the gradient: the distribution that tokens
+    are drawn from moves too. Therefore k1 and k3 are multiplied by r = exp(log_probs - old): it is
+    about 1, and its gradient is the missing part. k2's own gradient, -g times that of log_probs, is
+    right, so there r is a constant.
     """
     gap = bounded(reference - log_probs)
     ratio = bounded(log_probs - old).exp()
@@ -127,11 +131,11 @@ def kl_estimate(kind: str, log_probs: Tensor, reference: Tensor, old: Tensor) ->
 def importance_weights(
     settings: GRPO, old: Tensor, sampled: Tensor, mean: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return the constant factor w = exp(old - sampled) of each token's loss, within bounds.
+    """Return w = exp(old - sampled), a constant factor of each token's loss. All are [rows, seq].
 
-    none: 1. truncate: at least low, at most high (truncated importance sampling). mask: w, but 0
-    outside of the bounds (IcePop). sequence-mask: w, but 0 in sequences whose geometric mean is
-    outside. mean: see `sequence_mean`.
+    none: 1. truncate: clamped between low and high (truncated importance sampling). mask: 0 outside
+    of these bounds (IcePop). sequence-mask: 0 in sequences whose geometric mean is outside.
+    mean: see `sequence_mean`.
     """
     if settings.importance == "none":
         return torch.ones_like(old)
@@ -148,7 +152,7 @@ def importance_weights(
 def sequence_mean(x: Tensor, valid: Tensor, documents: Tensor) -> Tensor:
     """Return at every token the mean of x over its sequence's valid tokens; all [rows, seq].
 
-    documents: number of a token's sequence in its row. Tokens with a negative one are not valid.
+    documents: the number of a token's sequence in its row, or negative for padding, never valid.
     """
     documents = documents.clamp(min=0)
     sums = torch.zeros_like(x).scatter_add(1, documents, x * valid)
@@ -164,14 +168,13 @@ class PolicyGradient:
 
     tokens, positions, documents: packed sequences; labels: the next token where that is part of a
     response, or IGNORE.
-    advantages, sampled: of the label. old, reference: likewise, where `settings` needs them;
-    without `old` the weights are those that the step began with, r is 1, and only its gradient
-    matters.
+    advantages, sampled: of the label. old, reference: likewise, where `settings` needs them.
+    Without `old` the log-probabilities of this pass stand for it: r is 1, with a gradient.
     weights: of a token in the sum; starts: 1 at a sequence's first label.
     longest: tokens of the longest possible response. temperature: that of the sampler.
     """
 
-    # cp but for terms of whole sequences, which config_checks.py refuses
+    # config_checks.py refuses cp with terms of whole sequences
     layouts = ("cp", "pp")
 
     def __init__(self, settings: GRPO, temperature: float, longest: int):
@@ -181,18 +184,21 @@ class PolicyGradient:
         self.sums: dict[str, Tensor] = {}
 
     def count(self, batch: dict[str, Tensor]) -> int:
+        """Return what the sum of losses is divided by, of a batch [micro, seq]."""
         if self.settings.aggregation == "token":
             return int((batch["labels"] != IGNORE).sum())
-        return int(batch["starts"].sum()) * (
-            self.longest if self.settings.aggregation == "constant" else 1
-        )
+        each = self.longest if self.settings.aggregation == "constant" else 1
+        return int(batch["starts"].sum()) * each
 
     def loss(self, model: Module, batch: dict[str, Tensor]) -> Tensor:
+        """Return the sum of a batch's token losses, a scalar."""
         return call(model, batch, partial(self.head, batch))
 
     def head(
         self, batch: dict[str, Tensor], hidden: Tensor, weight: Tensor, labels: Tensor
     ) -> Tensor:
+        """Return the sum of token losses from hidden [micro, seq, hidden] and the head's weight."""
+        # both [micro, seq]
         log_probs, entropy = linear_log_probs(hidden, weight, labels, self.temperature)
         losses, terms = token_losses(self.settings, log_probs, batch)
         self.add({"entropy": entropy} | terms, labels != IGNORE)
@@ -200,11 +206,11 @@ class PolicyGradient:
 
     @torch.no_grad()
     def add(self, terms: dict[str, Tensor], valid: Tensor) -> None:
-        """Add a micro-batch's tokens to the sums from which `metrics` takes means."""
-        terms = {name: (value * valid).sum() for name, value in terms.items()} | {
-            "tokens": valid.sum().float()
-        }
-        self.sums = {name: value + self.sums.get(name, 0) for name, value in terms.items()}
+        """Add a micro-batch's terms, each [micro, seq], to the sums of which `metrics` takes means."""
+        for name, value in (
+            terms | {"tokens": torch.ones_like(valid, dtype=torch.float32)}
+        ).items():
+            self.sums[name] = self.sums.get(name, 0) + (value * valid).sum()
 
     def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Return the means of entropy and of `token_losses`'s terms over the step's response tokens.
@@ -257,10 +263,11 @@ def token_losses(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return each token's loss, 0 without a label, and terms to log; all [rows, seq].
 
-    clip_fraction: is the token clipped; kl: k3 to the reference, or without one to the weights that
-    the step began with; importance: w; masked: is w 0. Two that tell whether sampler and trainer
-    agree, 1 and 0 if they do: token_mult_prob_error, exp |sampled - old|; generation_kl_error, k3
-    of KL(sampler || trainer).
+    clip_fraction: 1 where a token is clipped.
+    kl: k3 to the reference, or without one to the weights that the step began with.
+    importance: w. masked: 1 where w is 0.
+    Two terms show how far sampler and trainer differ; they are 1 and 0 if they agree:
+    token_mult_prob_error: exp |sampled - old|. generation_kl_error: k3 of KL(sampler || trainer).
     """
     valid = batch["labels"] != IGNORE
     sampled = batch["sampled"]

@@ -43,6 +43,7 @@ class Memory:
                 self.away[other].append((storage, storage.nbytes(), copy))
                 storage.resize_(0)
         for storage, size, copy in self.away.pop(name, []):
+            # the same storage object: all tensors that use it have their memory back
             storage.resize_(size)
             if copy is not None:
                 storage.copy_(copy, non_blocking=True)

@@ -51,13 +51,13 @@ class Collector:
         self.group = group
 
     def collect(self, problems, first: int) -> list[Group]:
-        """Return the groups of a step, on all replicas. first: the number of the first problem that
-        no step has had.
+        """Return the groups of a step, on all replicas.
 
-        With grpo.generations above 1 those without a signal are replaced, by groups of further
-        problems (DAPO's dynamic sampling); should there still not be enough, they fill up the step
-        after all. A signal are scores that differ: in a group that is all wrong, the penalty for
-        length would only teach to be wrong in fewer words.
+        first: the number of the first problem that no step has had. A group has a signal if its
+        scores differ. With grpo.generations above 1, groups without a signal are replaced by groups
+        of further problems (DAPO's dynamic sampling), and used after all if these do not suffice.
+        Rewards do not count: where all are wrong, the penalty for length would only teach to be
+        wrong in fewer words.
         """
         count = self.config.grpo.prompts
         rounds = self.config.grpo.generations
@@ -87,13 +87,14 @@ class Collector:
         self, problems: list[Problem], first: int, n: int, greedy: bool = False
     ) -> list[Group]:
         """Return n responses to each problem; the first is problem number `first` of all."""
+        # replicas take the problems in turn
         mine = range(self.replica, len(problems), self.replicas)
         requests = [self.request(problems[i], first + i, n, greedy) for i in mine]
         prompts = [problems[i].prompt for i in mine]
         completions = self.sampler.generate(prompts, requests) if requests else []
         groups = {}
         tp = self.config.rollout.tp
-        # ranks that share a sampler have the same responses
+        # ranks that share a sampler have the same responses: each rewards some of them
         for k in range(dist.get_rank() % tp, len(mine), tp):
             own = completions[k * n : (k + 1) * n]
             groups[mine[k]] = [
@@ -163,7 +164,7 @@ class Collector:
         try:
             score = float(given)
         except (TypeError, ValueError, OverflowError, RuntimeError):
-            # the last of a tensor with several elements
+            # RuntimeError: a tensor with several elements
             score = math.nan
         if not math.isfinite(score):
             raise InputError(f"{called} returned {given!r} {response}, and not a finite number")

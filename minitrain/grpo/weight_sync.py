@@ -129,7 +129,7 @@ def plan(rank: int, sources: list[dict], targets: list[dict], most: int) -> list
     and so makes the same cuts: before a move by which some rank would send and receive more than
     `most` elements in a bucket.
     """
-    # by tensor and box
+    # name -> box -> ranks that hold it
     holders: dict[str, dict[Box, list[int]]] = {}
     for holder, boxes in enumerate(sources):
         for name, (box, _) in boxes.items():
@@ -137,9 +137,11 @@ def plan(rank: int, sources: list[dict], targets: list[dict], most: int) -> list
     buckets = [[]]
     load = [0] * len(targets)
     for name in sorted(set().union(*targets)):
+        # (rank, box, dtype) of all that need the tensor
         receivers = [
             (target, *boxes[name]) for target, boxes in enumerate(targets) if name in boxes
         ]
+        # once for each box: replicas want the same ones
         pieces = {
             wanted: regions_of(wanted, holders.get(name, {}))
             for wanted in {wanted for _, wanted, _ in receivers}
@@ -151,7 +153,7 @@ def plan(rank: int, sources: list[dict], targets: list[dict], most: int) -> list
                 )
             for ranks, box, size in pieces[wanted]:
                 source = target if target in ranks else ranks[turn % len(ranks)]
-                # a copy needs no buffer
+                # a rank's copy to itself needs no buffer
                 if source != target:
                     busiest = max(load[source], load[target])
                     if busiest and busiest + size > most:

@@ -3,8 +3,8 @@
 The model's modules call their layer's cache instead of using a mask.
 
     PagedKVCache   attention of any kind: `attend` writes the new keys and values to the pool and
-                   attends to all of the sequence's. Latent attention has one "head", whose first
-                   channels are the values
+                   attends to all of the sequence's. For latent attention the pool holds latents,
+                   as keys of one head; their first channels are the values
     MambaCache     Mamba-2: `mix` runs the module's own scan from each sequence's state, and stores
                    the new one
 
@@ -37,15 +37,16 @@ from minitrain.models.layers import rotary_frequencies
 from minitrain.rollout.cpu_attention import RowContents, attend_to_rows, write_and_attend
 from minitrain.rollout.steps import Chunk, DecodingStep, PromptStep, on_device, split_kv, write
 
-# not cuDNN, which is faster, but plans for half a second for every new length of a prompt
+# cuDNN is faster, but plans for half a second for every new length of a prompt
 PREFILL_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # for latents: their 576 channels are padded to 1024, and the usual tiles exceed shared memory
 SMALL_TILES = {"BLOCK_M": 16, "BLOCK_N": 16, "num_stages": 1, "num_warps": 4}
-# prefetch loads, on GPUs with room for them; torch intends to, but overwrites it (2.11-2.13)
+# Prefetch loads in three stages where shared memory has room. torch intends the same, but
+# overwrites it (2.11-2.13).
 PREFETCH = {"num_stages": 3}
 PREFETCH_CAPABILITIES = [(9, 0), (10, 0), (10, 3)]
-# Smaller tiles let four thread blocks share a multiprocessor of an H200: with 64 rows, 8 kv heads
-# and 1,152 tokens 4.1 TB/s instead of 3.2; with 192 rows as before.
+# Smaller tiles let four thread blocks share a multiprocessor of an H200. With 64 rows, 8 kv heads
+# and 1,152 tokens that gives 4.1 TB/s instead of 3.2; with 192 rows it changes nothing.
 SMALL_PREFETCHED_TILES = PREFETCH | {"BLOCK_N": 32}
 
 
@@ -72,10 +73,11 @@ class LayerCache:
 
 
 class PagedKVCache(LayerCache):
-    """Keys, and values if they are not part of the keys, in pools [pages, page_size, kv_heads,
-    head_dim].
+    """Keys and values in two pools, or latents in one.
 
-    buffers: on the CPU the same by row, [rows, kv_heads, capacity, head_dim].
+    pools: each [pages, page_size, kv_heads, head_dim].
+    buffers: on the CPU, copies by row, each [rows, kv_heads, capacity, head_dim].
+    window: how many keys a query sees; None: all.
     """
 
     def __init__(self, caches: "Caches", last: bool, window: int | None):
@@ -88,7 +90,7 @@ class PagedKVCache(LayerCache):
         """Cache the running step's keys and values and attend to each sequence's.
 
         q: [1, heads, tokens, head_dim]; k: [1, kv_heads, tokens, head_dim].
-        v: likewise, or how many of the keys' first channels are the values.
+        v: likewise, or the number of the keys' first channels that are the values.
         Returns [1, heads, tokens, v's head_dim].
         """
         step = self.caches.step
@@ -117,13 +119,13 @@ class PagedKVCache(LayerCache):
             pool[chunk.pages].flatten(0, 1)[None, : chunk.end].transpose(1, 2)
             for pool in self.pools
         ]
-        # not plain with sinks, whose kernel for plain masks would be compiled for every length
+        # With sinks a plain mask would mean a kernel compiled for every length.
         mask = self.caches.step.mask(chunk, self.window, plain=sinks is None)
         with sdpa_kernel(PREFILL_BACKENDS) if q.is_cuda else nullcontext():
             return attention(q[:, :, chunk.tokens], seen[0], seen[-1][..., :width], mask, sinks)
 
     def attend_to_pool(self, q: Tensor, width: int, sinks: Tensor | None) -> Tensor:
-        """Attend to the pool in a decoding step on CUDA; the new keys and values are in it.
+        """Attend to the pool in a decoding step on CUDA. It holds the new keys and values already.
 
         q: [1, heads, rows, head_dim]. Returns [1, heads, rows, width].
         """
@@ -146,7 +148,7 @@ class PagedKVCache(LayerCache):
         return out.flatten(1, 2).transpose(0, 1)[None]
 
     def gather(self) -> list[Tensor]:
-        """Return the row buffers, grown if needed, with the pages of samples new to a row."""
+        """Return the row buffers, after copying the pages that `step.to_gather` names into them."""
         step = self.caches.step
         rows, capacity = self.caches.buffer_shape
         if not self.buffers or self.buffers[0].shape[:3:2] != (rows, capacity):
@@ -242,8 +244,9 @@ class MambaCache(LayerCache):
 class Caches:
     """All layers' caches.
 
-    pages and slots count a null page and a null slot, to which padding rows and tokens write, and
-    which nothing reads. buffer_shape, row_contents: see cpu_attention.py.
+    pages, slots: numbers of them, with one null page and one null slot, the last. Padding writes
+    there, and nothing reads them.
+    step: the running one. buffer_shape, row_contents: see cpu_attention.py.
     """
 
     def __init__(self, config: DecoderConfig, pages: int, page_size: int, slots: int):
@@ -299,7 +302,7 @@ class Caches:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return torch.zeros; on the CPU in memory that is not taken before it is written."""
+    """Return torch.zeros. On the CPU the operating system provides each page at its first write."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = np.zeros((*shape, dtype.itemsize), np.uint8)

@@ -20,7 +20,8 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch._dynamo import config, maybe_mark_dynamic
+from torch._dynamo import maybe_mark_dynamic  # has no public name (torch 2.13)
+from torch.compiler import config
 
 from minitrain.models.decoder import Block
 from minitrain.rollout.caches import MambaCache, PagedKVCache
@@ -129,13 +130,10 @@ def compiled_forward() -> Callable:
 
 
 def run(block: Block, groups: list, *inputs) -> Tensor:
-    """Return the compiled Block.forward(*inputs); the last input is the layer's cache.
+    """Return the compiled Block.forward(*inputs), [1, rows, hidden], as the block's own `forward`.
 
-    groups: the block's `LinearGroup`s (weights.py).
+    The last input is the layer's cache. groups: the block's `LinearGroup`s (weights.py).
     """
-    # tensor parallelism's hooks replace parameters by this rank's plain tensors
-    for hook in block._forward_pre_hooks.values():
-        hook(block, ())
     for group in groups:
         group.prepare()
     return compiled_forward()(block, *inputs[:-1], cache_for_compiler(inputs[-1]))

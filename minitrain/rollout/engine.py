@@ -9,13 +9,13 @@ A decoding step goes scheduler -> prepare -> model -> sample -> scheduler. It is
 over one token per row, whose head samples the next tokens. Rows are padded to a few fixed numbers
 (1, 2, 4, ...), and everything that changes between steps is in buffers with fixed addresses. So on
 CUDA the step is captured as a graph once per number of rows, and replayed `steps` times before the
-host looks at the tokens. Samples that ended in between have produced too many, which are dropped.
+host looks at the tokens. Tokens after a sample's end are dropped then.
 
-Tensor parallel: every rank of the group calls the same methods in the same order; schedules are
-equal by construction, tokens because all ranks see the same candidates. Rows are padded to a
-multiple of the ranks, for sequence parallelism. With expert parallelism over the same ranks, tokens
-travel to the experts and back. Left out: pipeline parallel, speculative decoding, and graphs of
-steps in which the host must wait for the device (`waits_for_device`).
+Tensor parallel: every rank of the group calls the same methods in the same order. Schedules are
+equal because nothing but these calls decides them, tokens because ranks exchange their candidates.
+Rows are padded to a multiple of the ranks, for sequence parallelism. With expert parallelism over
+the same ranks, tokens travel to the experts and back. Left out: pipeline parallel, speculative
+decoding, and graphs of steps in which the host must wait for the device (`waits_for_device`).
 """
 
 import gc
@@ -44,10 +44,10 @@ from minitrain.settings import Rollout
 class Sampler:
     """Continues prompts with `model`, whose weights it uses in place.
 
-    tokenizer: for prompts that are text, for stop strings, and for its own end of text besides the
-    model's.
-    samples: most samples that will be asked for at once. longest: most tokens of one, with its
-    prompt. If given, no memory is taken for more.
+    tokenizer: needed for prompts that are text and for stop strings. Samples end at its end of
+    text, too.
+    samples: the largest number of samples that will be asked for at once. longest: the largest
+    number of tokens of a sample, its prompt included. Both bound the memory of the caches.
     After the weights have changed, call `refresh`. Not to be used while the model trains.
     """
 
@@ -81,7 +81,8 @@ class Sampler:
         self.scheduler: Scheduler | None = None
         # pages of the pool when it was last allocated
         self.page_count = 0
-        # whether caches may hold NaN or infinity: 0 x NaN would reach other samples
+        # whether the caches may hold NaN or infinity: a page that another sample takes over keeps
+        # them, and masked keys count 0 x NaN = NaN
         self.has_nan = False
 
     # ------------------------------------------------------------------------------------------------------ requests
@@ -95,9 +96,9 @@ class Sampler:
         """Return the samples of all prompts in order: prompt 0's n samples, prompt 1's, ...
 
         prompts: each a list of token ids, or text, which the tokenizer encodes as a prompt.
-        params: for all prompts, whose random numbers then depend on their place in the list; or one
-        for each, whose own seed alone decides. Raises InputError for what the model or the pool
-        cannot hold.
+        params: one for all prompts, or one for each. A prompt's random numbers depend on the seed
+        and, with one for all, on its place in the list.
+        Raises InputError for a prompt that the model or the pool cannot hold.
         """
         shared = not isinstance(params, list | tuple)
         if isinstance(prompts, str):
@@ -124,10 +125,9 @@ class Sampler:
     def submit(
         self, prompt: Sequence[int] | str, params: SamplingParams, number: int = 0
     ) -> list[Sample]:
-        """Queue a prompt. Its n samples fill up (`produced`, `logprobs`, `finish_reason`) as `step`
-        is called.
+        """Queue a prompt; return its n samples, to which `step` adds tokens.
 
-        number: of the request; with params.seed, the source of its random numbers.
+        number: of the request. With params.seed it decides the random numbers.
         """
         if not isinstance(params, SamplingParams):
             raise InputError(f"params={params!r:.60} must be SamplingParams")
@@ -205,10 +205,9 @@ class Sampler:
     def step(self) -> list[tuple[Sample, list[int]]]:
         """Run the next schedule. Return the samples that have new tokens, with these tokens.
 
-        To take many steps, do so `with sampler.weights.in_use()`, as `generate` does: a lone step
+        Many steps are best taken `with sampler.weights.in_use()`, as in `generate`: else each one
         prepares the model and restores it. After an interrupt within a step, later steps continue
-        as if there had been none; tokens that the broken step had sampled already stand in the
-        samples, but no step returns them.
+        as if there had been none. Tokens of the broken step may be in the samples, unreturned.
         """
         with self.weights.in_use():
             work = self.scheduler.schedule()
@@ -220,7 +219,7 @@ class Sampler:
                     return []
                 return self._decode(work) if work.samples else []
             except BaseException:
-                # states may have taken the step's tokens already, and would take them twice
+                # Mamba's states may include the step's tokens: compute them again
                 self.scheduler.preempt_all()
                 raise
 
@@ -263,7 +262,7 @@ class Sampler:
         self.batches = None
         self.has_nan = False
         if self.device.type == "cuda":
-            # the compiler leaves cycles that hold the inputs a kernel was first called with
+            # the compiler leaves reference cycles, which hold the first inputs of a kernel
             gc.collect()
 
     def _must_be_idle(self) -> None:
@@ -312,7 +311,7 @@ class Sampler:
         rows = zip(work.samples, all_tokens, all_logprobs, strict=False)
         for sample, tokens, logprobs in rows:
             count, reason = self._end(sample, tokens)
-            # tokens after the sample's end are cached, too
+            # of all tokens: those after the sample's end are in the caches, too
             self.has_nan |= not math.isfinite(sum(logprobs))
             if not math.isfinite(sum(logprobs[:count])):
                 raise InputError(
@@ -334,9 +333,10 @@ class Sampler:
         return len(tokens), None
 
     def _wrote_stop(self, sample: Sample, tokens: list[int]) -> bool:
-        """Return whether the text's end holds a stop string; a character is at most four tokens.
+        """Return whether the text's end holds a stop string.
 
-        The token before is decoded, too: many vocabularies drop a space at the start of a text.
+        As many tokens are decoded as the longest string may take, four for each character. One more
+        stands before them: many vocabularies drop a space at the start of a text.
         """
         length = 4 * max(map(len, sample.params.stop)) + 5
         end = (sample.prompt[-1:] + sample.produced + tokens)[-length:]

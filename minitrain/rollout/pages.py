@@ -2,8 +2,8 @@
 
 The cache of keys and values is a pool of pages, `size` tokens each, and a sequence has a block
 table, the list of its pages (PagedAttention, Kwon et al. 2023). Several sequences may share a page,
-which becomes free when the last one frees it. Sharing is safe because a page is written only while
-one sequence alone has it, and only behind the tokens that it holds.
+which becomes free when the last one frees it. Sharing is safe: only full pages are shared, and a
+full page is never written to.
 
 Prefix caching: a full page is found again by its tokens and those of all pages before it. These
 keys are compared in full, so that no hash collision can mistake one prompt for another. Cached
@@ -65,7 +65,7 @@ class Pages:
     def free(self, pages: Sequence[int]) -> None:
         """Remove one user from each page of a sequence.
 
-        Later pages become evictable first, before those that their prefixes build on.
+        The last page becomes evictable first: without the pages before it, it is never found.
         """
         for page in reversed(pages):
             if self.ref_count[page] < 1:
@@ -97,7 +97,7 @@ class Pages:
         for page_tokens, page in zip(self._full_pages(tokens), pages, strict=False):
             key = (prefix, page_tokens)
             if key not in self.page_of:
-                # the page may be cached behind a prefix whose own pages are evicted
+                # it may still be cached behind a prefix that was evicted, where nobody finds it
                 if page in self.prefix_of:
                     del self.page_of[self.prefix_of[page][0]]
                 self.last_prefix += 1

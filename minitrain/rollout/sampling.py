@@ -16,6 +16,7 @@ from typing import get_origin
 
 import torch
 from torch import Tensor
+from torch.compiler import config
 
 from minitrain.errors import InputError
 from minitrain.hashing import mix, mix_int
@@ -223,9 +224,7 @@ def sample_tokens(
 @cache
 def compiled_sample_tokens() -> Callable:
     """Return `sample_tokens` compiled: a few kernels instead of about 40."""
-    from torch._dynamo import config  # takes seconds to import
-
-    return config.patch(COMPILING)(torch.compile(sample_tokens))
+    return config.patch(recompile_limit=COMPILING["recompile_limit"])(torch.compile(sample_tokens))
 
 
 def argmax(x: Tensor, in_blocks: bool) -> Tensor:

@@ -3,16 +3,15 @@
     waiting    prefills in order of arrival. A prefill is a sequence of tokens to compute once, and
                the samples that continue it: the n samples of one prompt, or one preempted sample
                with the tokens that it has produced
-    resident   the first of these, which have pages; they are computed in chunks, all but their last
-               token
-    running    samples, each in a row of the decoding batch; the first token that a sample decodes
-               is the last one of its prefill
+    resident   the first of the waiting prefills: they have pages. They are computed in chunks, up
+               to their last token, which each sample decodes itself
+    running    samples, each in a row of the decoding batch
 
 A sample that joins the batch shares the full pages of its prefill and gets a copy of the last,
-partly filled one, which it will write to; the last sample of a prefill takes over everything. When
-pages run out, resident prefills return theirs first, then the youngest sample is preempted: it
-returns to the queue as a prefill of its own. Order is first come, first served, so the oldest
-always progresses, and a request that fits the pool alone is always finished.
+partly filled one, which it will write to. The last sample of a prefill takes over all its pages.
+When pages run out, resident prefills return theirs first. Then the youngest sample is preempted: it
+returns to the queue as a prefill of its own. The oldest sample always progresses, so every request
+that fits the pool alone is finished.
 
 No tensors and no clock: the same calls give the same schedule, so tensor-parallel ranks need not
 communicate about it.
@@ -28,8 +27,8 @@ from minitrain.rollout.sampling import SamplingParams
 
 @dataclass(eq=False, kw_only=True)
 class CacheEntry:
-    """A sequence's part of the caches: `pages` hold its first `cached` tokens, `slot` the states of
-    its Mamba layers."""
+    """A sequence's part of the caches: pages for its first `cached` tokens, a slot for its Mamba
+    states."""
 
     pages: list[int] = field(default_factory=list)
     cached: int = 0
@@ -196,9 +195,9 @@ class Scheduler:
     def _start(self, prefill: Prefill) -> bool:
         """Give pages to a prefill; return False if it must wait.
 
-        A page stays free for each sample that will need one, since a prefill that is evicted right
-        after its start is wasted work. A prefix that another prefill is about to compute is waited
-        for: prompts with a common beginning often come together.
+        It waits until a page stays free for each sample that will need one: else it would soon be
+        evicted again. It also waits for a prefix that another prefill is about to compute, since
+        prompts with a common beginning often come together.
         """
         found = self.pages.match_prefix(prefill.tokens[: prefill.length]) if self.reuse else []
         if self.reuse and self._is_coming(prefill.tokens[: prefill.length], len(found) + 1):
@@ -242,7 +241,7 @@ class Scheduler:
         for prefill in self.resident:
             missing = prefill.length - prefill.cached
             tokens = min(left, missing)
-            # only the first prefill is split: each chunk costs a mask, and tiny ones gain nothing
+            # only the first prefill is split: each chunk costs a mask and an attention call
             if chunks and tokens < missing:
                 break
             if tokens > 0:
@@ -312,7 +311,7 @@ class Scheduler:
         sample = max(self.running, key=lambda sample: sample.arrival)
         self.preemptions += 1
         self._remove(sample)
-        # all in the queue came later than all that run
+        # first: all that wait arrived after all that run
         self.waiting.insert(0, Prefill(sample.tokens, [sample]))
 
     def _remove(self, sample: Sample, reason: str | None = None) -> None:

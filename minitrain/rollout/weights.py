@@ -60,7 +60,7 @@ class SamplerWeights:
             return
         self.entered = True
         try:
-            # parameters that are moved must stay trainable
+            # what is created in inference mode cannot be trained, and `join` moves parameters
             with torch.inference_mode(False):
                 self._enter()
             yield
@@ -77,10 +77,10 @@ class SamplerWeights:
 
     def _enter(self) -> None:
         for block in self.model.blocks:
-            # there is no public switch
+            # the trainer's compiled call has no public switch for one module (torch 2.13)
             self._replace(block, "_compiled_call_impl", None)
+            # recomputation's
             if "forward" in block.__dict__:
-                # recomputation
                 self.replaced.append((block, "forward", block.__dict__.pop("forward")))
             groups = [LinearGroup(self, linears) for linears in linears_by_input(block)]
             self.groups[block] = [g for g in groups if self.packs or g.joined is not None]
@@ -90,7 +90,7 @@ class SamplerWeights:
                     self._replace(linear, "number", number)
                     # adapters have a `forward` of their own around `product`
                     name = "product" if hasattr(linear, "lora_A") else "forward"
-                    # a method, not a closure, for each of which the compiler would make a graph
+                    # a method: the compiler would make a graph for each closure
                     self._replace(linear, name, MethodType(forward_in_group, linear))
 
     def _replace(self, module: nn.Module, name: str, value: object) -> None:
@@ -104,16 +104,16 @@ class SamplerWeights:
 
         try:
             for block in self.model.blocks:
-                block._compiled_call_impl = partial(run, block, self.groups.get(block, []))
+                block.forward = partial(run, block, self.groups[block])
             yield
         finally:
             for block in self.model.blocks:
-                block._compiled_call_impl = None
+                del block.forward
 
     def pack(self, owner: object, parameters: Callable) -> Joined | None:
         """Return the packed copy of `owner`'s matrices, made at first use; None if not packed.
 
-        parameters: returns their (weight, bias), all with biases or none.
+        parameters: returns (weight [out, in], bias [out]) of each, all with biases or none.
         """
         if self.packs and owner not in self.packed:
             weights, biases = zip(*parameters(), strict=True)
@@ -121,6 +121,7 @@ class SamplerWeights:
             if small or any(w.device.type != "cpu" or w.dtype != torch.float32 for w in weights):
                 self.packed[owner] = None
             else:
+                # torch has no public function for it (2.13)
                 packed = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights))
                 bias = None if biases[0] is None else torch.cat(biases)
                 self.packed[owner] = packed, bias, [len(weight) for weight in weights]
@@ -214,7 +215,10 @@ def join(linears: tuple[nn.Linear, ...]) -> Joined | None:
 
 
 def side_by_side(parameters: list[nn.Parameter]) -> Tensor:
-    """Return one tensor whose rows are the parameters, which are moved there unless they are."""
+    """Return one tensor that holds the rows of all parameters, [sum of rows, ...].
+
+    The parameters become views of it, unless they lie side by side already.
+    """
     places = [(p.untyped_storage().data_ptr(), p.storage_offset()) for p in parameters]
     ends = [
         (storage, offset + p.numel())
