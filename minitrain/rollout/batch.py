@@ -20,6 +20,9 @@ from minitrain.rollout.steps import DecodingStep
 from minitrain.rollout.weights import multiply
 from minitrain.training.loss import vocab_shard
 
+# of padding rows
+PADDING = SamplingParams()
+
 
 class Batch:
     """The buffers in which `sampler` decodes up to `rows` samples.
@@ -58,7 +61,7 @@ class Batch:
 
     def prepare(self, samples: list[Sample], steps: int) -> None:
         """Fill the buffers for `steps` decoding steps of `samples`; the other rows are padding."""
-        padding = Sample([0], SamplingParams(), 0, 0, slot=self.sampler.caches.null_slot)
+        padding = Sample([0], PADDING, 0, 0, slot=self.sampler.caches.null_slot)
         rows = samples + [padding] * (self.rows - len(samples))
         copy_in(self.tokens, [(row.produced or row.prompt)[-1] for row in rows])
         copy_in(self.positions, [row.cached for row in rows])

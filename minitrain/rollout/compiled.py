@@ -135,5 +135,5 @@ def run(block: Block, groups: list, *inputs) -> Tensor:
     The last input is the layer's cache. groups: the block's `LinearGroup`s (weights.py).
     """
     for group in groups:
-        group.prepare()
+        group.joined = group.weights.pack(group.linears, group.parameters)
     return compiled_forward()(block, *inputs[:-1], cache_for_compiler(inputs[-1]))

@@ -41,7 +41,7 @@ class SamplerWeights:
         whole = not isinstance(model, FSDPModule)
         self.packs = whole and device.type == "cpu" and torch.backends.mkldnn.is_available()
         self.joins = whole and can_join(device)
-        # by owner, see `pack`; None: better as they are
+        # by owner, see `pack`; None: better one by one
         self.packed: dict[object, Joined | None] = {}
         self.groups: dict[nn.Module, list[LinearGroup]] = {}
         # (module, attribute, value) before `in_use`
@@ -82,8 +82,11 @@ class SamplerWeights:
             # recomputation's
             if "forward" in block.__dict__:
                 self.replaced.append((block, "forward", block.__dict__.pop("forward")))
-            groups = [LinearGroup(self, linears) for linears in linears_by_input(block)]
-            self.groups[block] = [g for g in groups if self.packs or g.joined is not None]
+            grouped = linears_by_input(block) if self.packs or self.joins else []
+            if self.joins:
+                self.packed |= {linears: join(linears) for linears in grouped}
+                grouped = [linears for linears in grouped if self.packed[linears] is not None]
+            self.groups[block] = [LinearGroup(self, linears) for linears in grouped]
             for group in self.groups[block]:
                 for number, linear in enumerate(group.linears):
                     self._replace(linear, "group", group)
@@ -111,7 +114,7 @@ class SamplerWeights:
                 del block.forward
 
     def pack(self, owner: object, parameters: Callable) -> Joined | None:
-        """Return the packed copy of `owner`'s matrices, made at first use; None if not packed.
+        """Return `owner`'s matrices side by side, packed at first use; None if they are not.
 
         parameters: returns (weight [out, in], bias [out]) of each, all with biases or none.
         """
@@ -143,16 +146,11 @@ class LinearGroup:
         self.linears = linears
         self.x = None
         self.outs = None
-        self.joined = join(linears) if weights.joins else None
+        self.joined = None
 
     def parameters(self) -> list[tuple[Tensor, Tensor | None]]:
         """Return the current (weight, bias) of each: tensor parallelism replaces them."""
         return [(linear.weight, linear.bias) for linear in self.linears]
-
-    def prepare(self) -> None:
-        """Pack the matrices anew if they have changed."""
-        if self.weights.packs:
-            self.joined = self.weights.pack(self.linears, self.parameters)
 
 
 def forward_in_group(linear: nn.Linear, x: Tensor) -> Tensor:
@@ -162,7 +160,7 @@ def forward_in_group(linear: nn.Linear, x: Tensor) -> Tensor:
         group.x = x
         compiling = torch.compiler.is_compiling()
         if not compiling:
-            group.prepare()
+            group.joined = group.weights.pack(group.linears, group.parameters)
         if group.joined is not None:
             group.outs = multiply(group.joined, x, group.weights.packs)
         elif compiling:

@@ -113,8 +113,7 @@ def refit(tree, tp):
     send = WeightSync(learner.weights if trains else dict, want)
     if samples:  # as sampling does on CUDA, which moves weights
         with patch.object(weights, "can_join", lambda device: True), weights.SamplerWeights(model).in_use():
-            groups = [module.group for module in model.modules() if "group" in module.__dict__]
-            joined = [group for group in groups if group.joined is not None]
+            joined = [module for module in model.modules() if "group" in module.__dict__]
         assert bool(joined) == (tp == 1)
     moves = [move for bucket in send.buckets for move in bucket if move.source != move.target]
     for scale in (1, 2):  # twice: the plan is made once, the weights change
