@@ -1,5 +1,5 @@
-"""What a config would do on another machine: `bench.py --config ROW --simulate [--system NAME]`, on
-a laptop.
+"""Predict a config on another machine: `bench.py --config ROW --simulate [--system NAME]`, on a
+laptop.
 
 One rank's step (in a pipeline, one rank's of every stage) is run on fake tensors in the config's
 full world (fake_world.py), which gives its FLOPs, messages and memory exactly. timeline.py turns
@@ -7,9 +7,12 @@ them into seconds on a system, and replay.py puts a pipeline's ranks side by sid
 model, the rest is counted.
 
 Of many micro-batches a few are run: the first, one in the middle that stands for all others, and
-the last; in a pipeline, twice as many as ranks, or all if it has them in memory at once. Experts
-are chosen by the fake balanced gate. Where a pipeline of many stages a rank frees weights after
-each pass, gathers between passes are counted as often as they were run.
+the last; in a pipeline, twice as many as ranks, or all if it has them in memory at once. Where a
+pipeline of many stages a rank frees weights after each pass, gathers between passes are counted as
+often as they were run.
+
+Experts are chosen by the fake balanced gate, whose splits the host knows. With a real router our
+host reads counts back in every layer; that wait, a copy's latency, is left out.
 """
 
 import dataclasses

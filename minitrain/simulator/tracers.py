@@ -11,6 +11,9 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def start() -> None:
-    """Returns at once. Without it, the first process waits for the imports."""
-    CONTEXT.set_forkserver_preload(["minitrain.simulator.fake_world"])
+    """Start it, at once. Without it, the first process waits for the imports.
+
+    It imports what torch.compile brings in too, which every process would do for itself.
+    """
+    CONTEXT.set_forkserver_preload(["minitrain.simulator.fake_world", "torch._inductor.compile_fx"])
     forkserver.ensure_running()
