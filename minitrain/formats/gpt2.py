@@ -2,8 +2,8 @@
 
 GPT-3 has the same architecture, and no public checkpoint.
 
-Three things differ from the families that our names are from: names and keys are older; linear
-layers are stored transposed, [in, out]; and q, k and v are one of them. Reading and writing the
+Three things differ from other families. Names and keys are older. Linear layers are stored
+transposed, [in, out]. And q, k and v are one of them. Reading and writing the
 files themselves is in hf.py.
 """
 

@@ -1,9 +1,9 @@
 """Opening safetensors files that anybody may have written, and writing some that others may read.
 
-The package checks what a header claims: every tensor's bytes lie in the file, in turn, without gaps
-or overlaps, and are as many as its shape and type need; so nothing is ever allocated that is not
-there. What is left to check here is how long the header itself is. Of a name that is given twice
-the last entry counts.
+The package checks a header's claims: every tensor's bytes lie in the file, in turn, without gaps
+or overlaps, and are as many as its shape and type need. So nothing is ever allocated that is not
+there. The length of the header itself is checked here. Of a name that is given twice the last entry
+counts.
 """
 
 import os

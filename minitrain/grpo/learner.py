@@ -119,7 +119,7 @@ class Learner:
                 module.reshard()
 
     def states(self) -> list[Tensor]:
-        """Return the optimizer's state tensors."""
+        """Return the optimizer's state tensors, of any shape but numbers."""
         states = chain(*(state.values() for state in self.trainer.optimizer.state.values()))
         return [state for state in states if isinstance(state, Tensor) and state.ndim]
 
@@ -185,8 +185,8 @@ class Learner:
         """Return this rank's shards of the policy's weights and buffers, adapters merged.
 
         All training ranks call it together. In bf16, merged weights are rounded stochastically, with
-        fixed random bits: rounding to nearest would drop adapters that change a weight by less
-        than 1 in 512, and the sampler would lag behind the policy.
+        fixed random bits. Rounding to nearest would drop adapters that change a weight by less than
+        1 in 512: the sampler would lag behind the policy.
         """
         # with FSDP these are the shards that the optimizer updates, not gathered copies of them
         state = self.model.state_dict()

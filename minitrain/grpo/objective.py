@@ -1,8 +1,13 @@
 """The policy-gradient losses of GRPO and its relatives, as one objective with independent choices.
 
-Every response token has a log-probability under four policies: the sampler that drew it
-(`sampled`), the trainer's weights when the step began (`old`), the weights now (`log_probs`), and a
-reference model (`reference`). A is the advantage of its sequence (grpo/advantages.py). The loss of
+Every response token has a log-probability under four policies:
+
+    sampled     the sampler that drew it
+    old         the trainer's weights when the step began
+    log_probs   the weights now
+    reference   a reference model
+
+A is the advantage of its sequence (grpo/advantages.py). The loss of
 a token is
 
     w * (surrogate(r, A) + kl * estimator(log_probs, reference))
@@ -68,7 +73,7 @@ def bounded(log_ratio: Tensor) -> Tensor:
 
 
 def k3(gap: Tensor) -> Tensor:
-    """e^g - 1 - g, see `kl_estimate`."""
+    """Return e^g - 1 - g, in gap's shape [rows, seq], see `kl_estimate`."""
     return gap.expm1() - gap
 
 

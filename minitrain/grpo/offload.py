@@ -50,7 +50,7 @@ class Memory:
 
 
 def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """Return the distinct storages of this rank's local tensors."""
+    """Return the distinct storages of this rank's local tensors, of any shape."""
     found = {
         storage.data_ptr(): storage
         for storage in (to_local(tensor).untyped_storage() for tensor in tensors)

@@ -4,9 +4,8 @@ Every rank announces once which box (a range per dimension) of each full tensor 
 training, its source shard, and which it needs for sampling, its target shard. Overlapping boxes
 make a plan: who sends which region of which tensor to whom. Each rank finds its own share of it. If
 several ranks hold a region (replicas), the receiver itself comes first, and receivers take turns
-among the others. A sync posts the plan's sends and receives, point to point and in one order
-everywhere, in buckets; a rank never holds more than its own shards and one bucket, whose size is
-bounded for each rank.
+among the others. A sync posts the plan's sends and receives, point to point, in buckets and in one
+order everywhere. A rank never holds more than its own shards and one bucket of bounded size.
 
 So a layout is nothing but boxes: FSDP, tensor, expert and pipeline parallel, on the same ranks or
 on others. Weights travel in the receiver's type. Left out: compression, and sampling with the old
@@ -104,7 +103,7 @@ def shards_of(model: Module) -> Shards:
 
 
 def region(shard: tuple[Tensor, Slices], box: Box) -> Tensor:
-    """Return the view of a shard that is the region `box` of the full tensor."""
+    """Return the view of a shard that is the region `box` of the full tensor [...]."""
     tensor, where = shard
     return tensor[
         tuple(slice(a - s.start, b - s.start) for (a, b), s in zip(box, where, strict=True))
@@ -125,9 +124,9 @@ def boxes_of(shards: Shards) -> dict[str, tuple[Box, torch.dtype]]:
 def plan(rank: int, sources: list[dict], targets: list[dict], most: int) -> list[list[Move]]:
     """Return the moves of `rank`, in buckets. sources, targets: of each rank, from `boxes_of`.
 
-    Every rank goes through the moves of all ranks in the same order, millions on hundreds of ranks,
-    and so makes the same cuts: before a move by which some rank would send and receive more than
-    `most` elements in a bucket.
+    Every rank goes through the moves of all ranks in the same order, millions on hundreds of ranks.
+    So all cut at the same moves: those by which some rank would send and receive more than `most`
+    elements in a bucket.
     """
     # name -> box -> ranks that hold it
     holders: dict[str, dict[Box, list[int]]] = {}

@@ -170,6 +170,9 @@ def warmup_stream() -> torch.cuda.Stream:
 
 
 def copy_in(target: Tensor, numbers: list | np.ndarray) -> None:
-    """Copy the host's numbers into a buffer without waiting for the device."""
+    """Copy the host's numbers, [rows] or [rows, width], into a buffer of the same shape.
+
+    The host does not wait for the device.
+    """
     source = torch.as_tensor(numbers, dtype=target.dtype)
     target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)

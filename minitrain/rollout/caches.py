@@ -148,7 +148,10 @@ class PagedKVCache(LayerCache):
         return out.flatten(1, 2).transpose(0, 1)[None]
 
     def gather(self) -> list[Tensor]:
-        """Return the row buffers, after copying the pages that `step.to_gather` names into them."""
+        """Return the row buffers, each [rows, kv_heads, capacity, head_dim].
+
+        The pages that `step.to_gather` names are copied into them first.
+        """
         step = self.caches.step
         rows, capacity = self.caches.buffer_shape
         if not self.buffers or self.buffers[0].shape[:3:2] != (rows, capacity):
@@ -165,7 +168,7 @@ class PagedKVCache(LayerCache):
 
 
 def join_chunks(outs: list[Tensor], dim: int, length: int) -> Tensor:
-    """Join the outputs of chunks along `dim`, and pad it with zeros to `length`."""
+    """Join outputs [1, ..., tokens, ...] of chunks along `dim`, padded with zeros to `length`."""
     # one chunk is not copied
     out = torch.cat(outs, dim) if len(outs) > 1 else outs[0]
     missing = length - out.shape[dim]
@@ -275,7 +278,7 @@ class Caches:
         return self.layers[layer]
 
     def frequencies(self, *shape) -> Tensor:
-        """Return the model's `rotary_frequencies`, computed once: up to 15 kernels less a step."""
+        """Return `rotary_frequencies`, [dim / 2], computed once: up to 15 kernels less a step."""
         if self.computed_frequencies is None:
             self.computed_frequencies = rotary_frequencies(*shape)
         return self.computed_frequencies
@@ -302,7 +305,10 @@ class Caches:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return torch.zeros. On the CPU the operating system provides each page at its first write."""
+    """Return torch.zeros of `shape`, such as [pages, page_size, kv_heads, head_dim].
+
+    On the CPU the operating system provides each page of the memory at its first write.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = np.zeros((*shape, dtype.itemsize), np.uint8)

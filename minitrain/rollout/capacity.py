@@ -1,4 +1,4 @@
-"""What a model and its device allow the sampler: pages, page sizes, CUDA graphs."""
+"""Find what a model and its device allow the sampler: pages, page sizes, CUDA graphs."""
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,15 @@ def page_count(
 ) -> int:
     """Return how many pages the pool has.
 
-    That is rollout.pages, if given; else `last_count`, if that many fit, since kernels are compiled
-    for the pool's size; else what fits into rollout.memory, a share of the free memory, but no more
-    than `slots` samples of `longest` tokens fill, and one more: the last page of a prompt whose
-    samples wait for a slot. Raises InputError for more rollout.pages than fit.
+    The first of these that applies:
+
+        rollout.pages   if given
+        last_count      if that many fit: kernels are compiled for the pool's size
+        as many as      rollout.memory, a share of the free memory, has room for, but no more than
+                        `slots` samples of `longest` tokens fill. One more is for the last page of a
+                        prompt whose samples wait for a slot
+
+    Raises InputError for more rollout.pages than fit.
     """
     fitting = fitting_pages(model, settings.page_size, 1.0)
     if settings.pages:
@@ -81,9 +86,9 @@ def check_page_size(size: int, config: DecoderConfig, tp: int) -> None:
 def waits_for_device(model: Decoder) -> bool:
     """Return whether the host needs the device's results within a step, which no graph can replay.
 
-    It does where FSDP gathers layers, where experts are split over ranks (how many tokens arrive),
-    and where grouped products lack torch's fast kernel (bf16, compute capability 9.0 or more; how
-    many rows each expert has).
+    It does where FSDP gathers layers. With experts split over ranks it needs to know how many
+    tokens arrive. Where grouped products lack torch's fast kernel (bf16, compute capability 9.0 or
+    more) it needs to know how many rows each expert has.
     """
     fast = all(
         stack.dtype == torch.bfloat16 and torch.cuda.get_device_capability(stack.device) >= (9, 0)
@@ -101,5 +106,8 @@ def sends_tokens(model: Decoder) -> bool:
 
 
 def expert_stacks(model: Decoder) -> list[Tensor]:
-    """Return the experts' parameters; as attributes they are plain tensors after a forward pass."""
+    """Return the experts' parameters, each [experts, hidden, intermediate] or a DTensor of that.
+
+    As attributes of modules they may be plain tensors after a forward pass.
+    """
     return [p for name, p in model.named_parameters() if name.endswith("experts.down_proj")]

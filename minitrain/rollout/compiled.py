@@ -10,9 +10,10 @@ A step of few tokens takes as long as its kernels are many: some 45 in an eager 
 
 Layers of one kind share graphs, since weights are inputs. A second number of rows recompiles them
 for any number, a single row once more. Where several ranks share a model, their collectives are
-part of the graphs. Importing this file takes seconds. Left out: prefill, whose products are large;
-Mamba's scan, which belongs to its cache here; steps that send tokens to experts on other ranks or
-gather weights; on CUDA, steps that are not captured.
+part of the graphs. Importing this file takes seconds.
+
+Left out: prefill, whose products are large; Mamba's scan, which belongs to its cache here; steps
+that send tokens to other ranks' experts or gather weights; on CUDA, steps that are not captured.
 """
 
 from collections.abc import Callable
@@ -35,7 +36,7 @@ MAX_LOOP_QUERIES = 8
 
 
 class OpaqueCache:
-    """A layer's cache as a graph break.
+    """A layer's cache as a graph break. Shapes are those of the cache's own methods.
 
     On CUDA the new keys and values are written before it, by the kernels that compute them.
     """
@@ -71,7 +72,10 @@ class OpaqueCache:
 
 
 class TracedCache:
-    """A layer's KV cache in this step as plain tensors, which the compiler traces."""
+    """A layer's KV cache in this step as plain tensors, which the compiler traces.
+
+    Shapes are those of PagedKVCache.attend and of `attend_to_rows` in cpu_attention.py.
+    """
 
     output_unused = False
 
@@ -104,7 +108,9 @@ class TracedCache:
 def attend_in_loops(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Compute attention and its log-sum-exp by elementwise operations, which Inductor fuses.
 
-    With few queries this is up to twice as fast as the kernel. Shapes as in `attend_to_rows`.
+    With few queries this is up to twice as fast as the kernel.
+    q: [rows, kv_heads, queries, head_dim]; keys, values: [rows, kv_heads, keys, head_dim].
+    bias: [rows, 1, 1, keys]. Returns the output, as q, and the log-sum-exp, without head_dim.
     """
     # [rows, kv_heads, queries, keys]
     scores = (q.float()[..., None, :] * keys[:, :, None]).sum(-1) * q.shape[-1] ** -0.5 + bias

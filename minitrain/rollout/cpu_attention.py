@@ -24,7 +24,7 @@ attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 class RowContents(NamedTuple):
-    """What a row's buffer holds: the sample's tokens from `begin` to before `end`."""
+    """The contents of a row's buffer: a sample's tokens from `begin` to before `end`."""
 
     sample: Sample
     begin: int
@@ -96,7 +96,7 @@ def common_pages(samples: list[Sample], page_size: int) -> int:
 
 
 def row_index(rows: list[int]) -> slice | Tensor:
-    """Return an index of these ascending rows; a slice, which copies nothing, if none is missing."""
+    """Return an index of these ascending rows: a slice, which copies nothing, or int64 [rows]."""
     if rows[-1] - rows[0] == len(rows) - 1:
         return slice(rows[0], rows[-1] + 1)
     return torch.tensor(rows)

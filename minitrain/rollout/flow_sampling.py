@@ -28,7 +28,7 @@ def sigma_schedule(steps: int, shift: float) -> list[float]:
 
 @torch.no_grad()
 def euler(velocity: Velocity, x: Tensor, sigmas: list[float]) -> Tensor:
-    """Integrate x along `velocity` by Euler's method."""
+    """Integrate x, [batch, ...], along `velocity` by Euler's method."""
     for now, after in pairwise(sigmas):
         x = x + (after - now) * velocity(x, now)
     return x
@@ -36,10 +36,10 @@ def euler(velocity: Velocity, x: Tensor, sigmas: list[float]) -> Tensor:
 
 @torch.no_grad()
 def unipc(velocity: Velocity, x: Tensor, sigmas: list[float]) -> Tensor:
-    """Integrate x along `velocity` by UniPC-2 on predicted data, B(h) = e^h - 1 (Zhao et al. 2023).
+    """Integrate x, [batch, ...], by UniPC-2 on predicted data, B(h) = e^h - 1 (Zhao et al. 2023).
 
-    In terms of lambda, half the logarithm of the signal-to-noise ratio, the way from one sigma to
-    the next is an integral over the data that x is predicted to become. A predictor puts a line
+    Lambda is half the logarithm of the signal-to-noise ratio. In terms of it, the way from one
+    sigma to the next is an integral over the data that x is predicted to become. A predictor puts a line
     through the last two predictions; once the velocity is known at its result, a corrector takes
     the same step again with a parabola through three. Each sigma's velocity is evaluated once, at
     the uncorrected x. Raises InputError for a second sigma that is nearly 1.

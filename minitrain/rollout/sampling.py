@@ -33,7 +33,7 @@ MIN_TEMPERATURE = 1e-6
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to continue a prompt.
+    """Settings of how to continue a prompt.
 
     temperature: divides the logits. 0: the likeliest token, with its log-probability at
     temperature 1.
@@ -228,7 +228,7 @@ def compiled_sample_tokens() -> Callable:
 
 
 def argmax(x: Tensor, in_blocks: bool) -> Tensor:
-    """Return x.argmax(-1, keepdim=True) of a matrix.
+    """Return x.argmax(-1, keepdim=True), int64 [rows, 1], of x [rows, vocab].
 
     in_blocks: find the block of 64 first; on the CPU argmax is slow and amax is not.
     """

@@ -1,8 +1,8 @@
-"""What one forward pass of the sampler works on: chunks of prompts, or one token of each sample.
+"""Describe one forward pass of the sampler: chunks of prompts, or one token of each sample.
 
 Both are one row of tokens, [1, tokens], of several sequences. The layers' caches (caches.py) read
-from the step which token belongs to which sequence, and where its keys and values go: `kv_index`,
-two of int64 [tokens], is the page of each token and its offset there.
+from the step which token belongs to which sequence. `kv_index` says where a token's keys and values
+go: its page and its offset there, each int64 [tokens].
 """
 
 from dataclasses import dataclass
@@ -124,9 +124,8 @@ class PageMask:
     """A BlockMask over the pool that lists each sample's pages, from its window's start to its own
     token.
 
-    All pages are listed as partial blocks, though most are full: given both kinds, the kernel
-    divides the pool's length among a sample's thread blocks, not the sample's own length, so one of
-    them would do all the work.
+    All pages are listed as partial blocks, though most are full. Given both kinds, the kernel would
+    divide the pool's length among a sample's thread blocks, and one of them would do all the work.
     queries: of each sample, which all see the same keys.
     """
 
@@ -205,6 +204,6 @@ def write(pools: list[Tensor], index: tuple[Tensor, ...], new: list[Tensor]) -> 
 
 
 def on_device(numbers: list, device: torch.device) -> Tensor:
-    """Return an int64 tensor without waiting for the device."""
+    """Return nested lists as int64 of the same shape, without waiting for the device."""
     tensor = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
     return tensor.to(device, non_blocking=True)

@@ -149,7 +149,7 @@ class LinearGroup:
         self.joined = None
 
     def parameters(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Return the current (weight, bias) of each: tensor parallelism replaces them."""
+        """Return the current (weight [out, in], bias [out]) of each: tensor parallelism replaces them."""
         return [(linear.weight, linear.bias) for linear in self.linears]
 
 
