@@ -36,8 +36,8 @@ TRAINING_ONLY = {
     "seq_aux",
     "fake_balanced_gate",
 }
-# keys that are read in several spellings, and those about how, or with which more tensors, the
-# model was stored: the export writes its own
+# keys that an export does not copy from the config.json that was read: it writes its own spelling
+# of settings, and its own format of weights, without layers for multi-token prediction
 NOT_KEPT = {
     "rope_parameters",
     "rope_scaling",
@@ -122,7 +122,7 @@ def _read_fields(raw: dict, name: str, family: Family) -> DecoderConfig:
         )
     try:
         config = DecoderConfig(family=name, **fields, **family.fixed)
-    # which names our fields
+    # its message names our fields: name the keys of config.json instead
     except InputError as error:
         told = re.sub(r"(?:model\.)?([\w.]+)(?==)", lambda m: keys.get(m[1], m[1]), str(error))
         raise InputError(told) from None
@@ -208,8 +208,7 @@ def _find_family(raw: dict) -> str:
 
 
 def _refuse_unsupported(raw: dict, family: Family) -> None:
-    # since 5.2 transformers lets every decoder see later tokens too, if `is_causal` says so, as
-    # embedding models' does
+    # since transformers 5.2 is_causal=false lets any decoder see later tokens, for embeddings
     refuse_other_values(raw, dict(is_causal=True) | family.values, family.architecture)
     given = raw.get("layer_types") or []
     given = given if isinstance(given, list) else [given]
@@ -250,13 +249,13 @@ def _read_rope(raw: dict, family: Family) -> dict:
             raise InputError(
                 f"{key} of each kind of layer is not supported (must be the same for all)"
             )
-    # of both, transformers takes the first
+    # transformers ignores rope_parameters beside rope_scaling
     given = raw.get("rope_scaling") or raw.get("rope_parameters")
     outside = {key: raw.get(key) for key in ("rope_theta", "partial_rotary_factor")}
     rope = {key: value for key, value in outside.items() if value is not None}
     rope |= family.rope if given is None else given
     length = raw.get(ORIGINAL_LENGTH)
-    # outside it is the one for transformers 5, not for 4
+    # transformers 5 reads the key here, 4 inside the rotary settings
     if length not in (None, rope.get(ORIGINAL_LENGTH, length)):
         told = f"contradicts {rope[ORIGINAL_LENGTH]!r} of its rotary settings"
         raise InputError(f"{ORIGINAL_LENGTH}={length!r} {told}")
@@ -326,7 +325,8 @@ def check_exportable(config: DecoderConfig) -> None:
         )
     with located(f"model {target}"):
         again = config_from_hf(_settings(config, torch.float32), "config.json")
-    # of the rotary two, reading refuses what it does not know; generation_config is its own file
+    # Reading has checked the rotary settings, in another spelling. generation_config is not in
+    # config.json.
     free = TRAINING_ONLY | {"rope_theta", "rope_scaling", "generation_config", "extra_config"}
     if config.kv_lora_rank:
         free.add("head_dim")
@@ -379,7 +379,7 @@ def _settings(config: DecoderConfig, dtype: torch.dtype) -> dict:
     )
     if config.family == "deepseek_v3":
         settings |= dict(
-            # what transformers rotates
+            # in transformers this key is the number of rotated channels
             head_dim=config.qk_rope_head_dim,
             n_shared_experts=config.shared_expert_intermediate_size // config.moe_intermediate_size,
             routed_scaling_factor=config.routed_scaling_factor,
@@ -389,7 +389,7 @@ def _settings(config: DecoderConfig, dtype: torch.dtype) -> dict:
     if config.family == "nemotron_h":
         settings |= nemotron_h.own_settings(config)
     if config.family == "gpt2":
-        # keys that GPT-2 does not have; its own files have n_ctx too, and llama.cpp reads it alone
+        # GPT-2 lacks these two keys. Its files also have n_ctx, which llama.cpp reads.
         del settings["num_key_value_heads"], settings["head_dim"]
         settings["n_ctx"] = config.max_position_embeddings
         settings |= dict.fromkeys(gpt2.DROPOUTS, 0.0)

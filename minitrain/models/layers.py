@@ -22,7 +22,8 @@ Exceptions, none of which outlives its reason:
     parallel/recompute.py  `forward` of a block is set: checkpointing must be inside what compiles
     parallel/tensor*.py    `forward` of embeddings split over ranks is set
     rollout/weights.py     while the sampler runs, `forward` of Linears (`product` of adapted ones)
-                           and the compiled call of blocks are set; they are put back after it
+                           and of blocks, and the compiled call of blocks, are set; they are put
+                           back after it
 """
 
 import math
