@@ -129,12 +129,14 @@ def test_first_commands_are_those_that_ci_runs():
 def test_python_snippets_use_what_there_is(tmp_path, monkeypatch):
     """It runs as it stands, on a model of the same kind as that of the commands above it."""
     import minitrain
+    from minitrain.data.tokenizer import ByteTokenizer
     from minitrain.models.decoder import Decoder
     from minitrain.models.zoo import model_config
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
     minitrain.save_pretrained(Decoder(model_config("llama3-8b-tiny")), "out/arithmetic")
+    ByteTokenizer().save(Path("out/arithmetic"))
     for snippet in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
         exec(compile(ast.parse(snippet), "README.md", "exec"), {})
     assert (tmp_path / "copy" / "model.safetensors").exists()
