@@ -319,6 +319,14 @@ def test_names_that_people_bring(alias, ours):
         load(os.devnull, [f"{alias}=1"])
 
 
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "betas", "eps", "clip", "warmup"])
+def test_the_optimizers_settings_alone_lead_to_their_section(tmp_path, name):
+    (tmp_path / "a.yaml").write_text("model: llama3-8b-tiny\n")
+    for word in (name, name.upper()):
+        with pytest.raises(InputError, match=rf"^unknown key {word} \(use optim.{name}\)$"):
+            load(tmp_path / "a.yaml", [f"{word}=1"])
+
+
 def test_every_alias_leads_to_a_setting():
     for alias, ours in ALIASES.items():
         known = to_dict(dataclasses.replace(from_dict({}), lora=Lora()))

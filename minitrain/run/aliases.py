@@ -31,14 +31,14 @@ batch.global, which is batch.micro x data-parallel ranks x accumulated micro-bat
 gradient_accumulation accumulate_grad_batches grad_accum grad_accum_steps gas accumulation_steps
 batch.seq_len = seq_len seq_length max_seq_len max_seq_length max_length sequence_length sequence_len context_length \
 block_size cutoff_len model_max_length ctx_len
-optim.lr = learning_rate max_lr peak_lr base_lr
+optim.lr = lr learning_rate max_lr peak_lr base_lr
 optim.name = optimizer optimizer_name optim_type
-optim.weight_decay = wd
-optim.betas = beta1 beta2 adam_beta1 adam_beta2 adam_betas
-optim.eps = adam_epsilon adam_eps
-optim.clip = max_grad_norm grad_clip gradient_clip gradient_clipping gradient_clip_val clip_grad clip_grad_norm
+optim.weight_decay = wd weight_decay
+optim.betas = betas beta1 beta2 adam_beta1 adam_beta2 adam_betas
+optim.eps = eps epsilon adam_epsilon adam_eps
+optim.clip = clip max_grad_norm grad_clip gradient_clip gradient_clipping gradient_clip_val clip_grad clip_grad_norm
 optim.schedule = lr_scheduler lr_scheduler_type lr_schedule scheduler lr_decay_style
-optim.warmup = warmup_steps warmup_iters num_warmup_steps lr_warmup_steps lr_warmup_iters
+optim.warmup = warmup warmup_steps warmup_iters num_warmup_steps lr_warmup_steps lr_warmup_iters
 optim.warmup, in steps = warmup_ratio warmup_fraction lr_warmup_fraction
 optim.final_lr, a share of optim.lr = min_lr lr_min min_lr_ratio
 parallel.tp = tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size
