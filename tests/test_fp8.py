@@ -13,6 +13,7 @@ from minitrain.models import fp8
 from minitrain.models.attention import GroupedQueryAttention
 from minitrain.models.decoder import Decoder
 from minitrain.models.fp8 import Fp8Experts, Fp8Linear, to_fp8
+from minitrain.models.layers import project
 from minitrain.models.lora import add_adapters, is_adapter
 from minitrain.models.moe import Experts
 from minitrain.models.quantize import E4M3, E5M2, cast, quantize
@@ -216,7 +217,7 @@ def test_linears_with_the_same_input_round_and_transpose_it_once(bias, frozen):
         mock.patch.object(fp8, "transposed", wraps=fp8.transposed) as transposed,
         mock.patch.object(fp8, "scaled_mm", wraps=fp8.scaled_mm) as product,
     ):
-        actual = attention.project(x)
+        actual = project(x, *linears)
         actual += torch.autograd.grad(actual, inputs, grads)
         assert rounded.call_count == 1 + 2 * len(linears)  # x, weights and gradients
         assert product.call_count == 3 * len(linears) - bool(frozen)
@@ -233,7 +234,7 @@ def test_hooks_of_linears_with_the_same_input_run():
     attention, seen = GroupedQueryAttention(model_config("llama3-8b-tiny")), []
     to_fp8([attention], "forward")
     attention.k_proj.register_forward_hook(lambda module, inputs, output: seen.append(output))
-    outputs = attention.project(torch.randn(1, 16, 64))
+    outputs = project(torch.randn(1, 16, 64), attention.q_proj, attention.k_proj, attention.v_proj)
     assert len(seen) == 1 and torch.equal(seen[0], outputs[1])
 
 
@@ -253,7 +254,7 @@ def test_adapters_of_linears_with_the_same_input_stay(compiling, monkeypatch):
     attentions = [model.blocks[0].self_attn for model in models]
     plain = [linear.weight @ x[0].T for linear in (attentions[0].q_proj, attentions[0].k_proj)]
     with mock.patch.object(fp8, "scaled_mm", wraps=fp8.scaled_mm) as products:
-        outputs = [attention.project(x) for attention in attentions]
+        outputs = [project(x, *(getattr(each, name) for name in each.same_input)) for each in attentions]
     assert products.call_count == 2 * 3
     for ours, theirs, without in zip(*outputs, [*plain, None], strict=True):
         assert torch.equal(ours, theirs)
@@ -360,7 +361,7 @@ def test_which_linears_are_converted():
     assert ends(converted(small)) == attention  # 200 is no multiple of 16
     for model, fits in ((dense, True), (small, True), (narrow, False)):  # all three, which then round their input once
         names = converted(model)
-        assert ("k_proj" in ends(names)) == fits == ("project" in vars(model.blocks[0].self_attn))
+        assert ("k_proj" in ends(names)) == fits
     names = converted(deepseek)
     assert not any(isinstance(module, Fp8Experts) for module in deepseek.modules())
     assert not any("experts." in name and "shared" not in name for name in names) and "lm_head" not in names

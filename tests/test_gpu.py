@@ -16,7 +16,7 @@ from minitrain.data.datasets import open_dataset
 from minitrain.grpo.offload import Memory
 from minitrain.models.attention import Mask, attention
 from minitrain.models.fp8 import to_fp8
-from minitrain.models.layers import GatedMLP
+from minitrain.models.layers import GatedMLP, project
 from minitrain.models.moe import Experts
 from minitrain.models.quantize import E4M3, E5M2, dequantize, quantize
 from minitrain.models.wan import Wan
@@ -198,7 +198,7 @@ def fp8_passes(device: str, fast: str, dtype: torch.dtype, compiled: bool) -> li
     x, z = (each.to(device, dtype).requires_grad_() for each in (x, z))
 
     def products(x, z):
-        return *mlp.project(x), mlp.down_proj(z)
+        return *project(x, mlp.gate_proj, mlp.up_proj), mlp.down_proj(z)
 
     outputs = (torch.compile(products, fullgraph=True, dynamic=False) if compiled else products)(x, z)
     grads = [grad.to(device, dtype) for grad in grads]

@@ -21,9 +21,10 @@ from minitrain.data.tokenizer import load_tokenizer
 from minitrain.errors import InputError
 from minitrain.formats.peft import adapter_shapes, save_adapter
 from minitrain.models.decoder import Decoder
+from minitrain.models.layers import project, set_variant
 from minitrain.models.lora import (
+    LoraLinear,
     adaptable_weights,
-    adapted_linear,
     add_adapters,
     check_targets,
     dropout,
@@ -142,6 +143,11 @@ def test_recomputation_drops_the_same(setting, backend):
     torch.compiler.reset()
 
 
+def project_all(module, x):
+    """The Linears of a module that have the same input."""
+    return project(x, *(getattr(module, name) for name in module.same_input))
+
+
 def adapted_down_projection(stack, lora):
     """A function, as it computes without adapters, and the weight, A and B that it has; of experts, the last one's."""
     if not stack:
@@ -192,7 +198,7 @@ def test_products_add_up_the_gradient_of_their_input(family, targets):
         bw_compiler=lambda graph, inputs: boxed_nop(graphs.append(graph) or graph, inputs),
         partition_fn=min_cut_rematerialization_partition,
     )
-    y = torch.compile(lambda x: [*attention.project(x), *mlp.project(x)], backend=backend, fullgraph=True)(x)
+    y = torch.compile(lambda x: [*project_all(attention, x), *project_all(mlp, x)], backend=backend, fullgraph=True)(x)
     upstream = [torch.randn_like(part) for part in y]
     torch.autograd.backward(y, upstream)
     nodes = [(str(node.target), getattr(node.meta.get("val"), "shape", None)) for node in graphs[0].graph.nodes]
@@ -214,7 +220,8 @@ def test_adapters_of_the_same_input_drop_its_elements_each_for_itself(compiled):
     mlp = adapted({"dropout": 0.5, "targets": ["gate_proj", "up_proj"]})[0].blocks[0].mlp
     gate, up, x = mlp.gate_proj, mlp.up_proj, torch.randn(50, mlp.gate_proj.in_features)
     up.load_state_dict(gate.state_dict())
-    outputs = (torch.compile(mlp.project, backend="aot_eager") if compiled else mlp.project)(x)
+    products = partial(project_all, mlp)
+    outputs = (torch.compile(products, backend="aot_eager") if compiled else products)(x)
     updates = [y - F.linear(x, gate.weight) for y in outputs]
     full = gate.lora.scale * F.linear(F.linear(x, gate.lora_A), gate.lora_B)
     for one, other in ((updates[0], updates[1]), (updates[0], full), (updates[1], full)):
@@ -269,7 +276,7 @@ def test_compiled_backward_passes_drop_the_same(backend):
     gate, up = mlp.gate_proj, mlp.up_proj
     shapes = (500, gate.in_features), (500, gate.out_features)
     x, upstream = (torch.randn(shape, dtype=torch.float64, device=device) for shape in shapes)
-    out = torch.compile(mlp.project, backend=backend, fullgraph=True)(x)
+    out = torch.compile(partial(project_all, mlp), backend=backend, fullgraph=True)(x)
     torch.autograd.backward(out, [upstream, 2 * upstream])
     for linear, y, grad in zip((gate, up), out, (upstream, 2 * upstream), strict=True):
         inner, update = F.linear(x, linear.lora_A), y - F.linear(x, linear.weight)
@@ -311,7 +318,8 @@ def test_updates_are_rounded_once():
     linear.lora = Lora(rank=4, alpha=5.0)
     linear.lora_A, linear.lora_B = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(6, 4))
     assert torch.equal(low_rank_update(linear, torch.eye(4).bfloat16()).T, (1.25 * linear.lora_B.double()).bfloat16())
-    assert adapted_linear(linear, torch.ones(2, 8).bfloat16()).dtype == torch.bfloat16
+    set_variant(linear, LoraLinear.around(nn.Linear))
+    assert linear(torch.ones(2, 8).bfloat16()).dtype == torch.bfloat16
 
 
 def test_scale_and_initial_values():
@@ -382,7 +390,7 @@ def test_one_set_of_adapters_at_a_time():
     with pytest.raises(InputError, match="has adapters already"):
         add_adapters(model, Lora())
     merge_adapters(model)
-    assert not any({"project", "_linear"} & vars(module).keys() for module in model.modules())
+    assert {type(module) for module in model.modules()} == {type(module) for module in Decoder(model.config).modules()}
     assert not model.requires_grad_(False)(tokens).requires_grad
     expected = model(tokens)
     add_adapters(model, Lora(rank=4))

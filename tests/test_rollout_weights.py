@@ -9,6 +9,7 @@ from torch import nn
 
 from minitrain import Sampler, SamplingParams, load_pretrained, save_pretrained
 from minitrain.models import onednn
+from minitrain.models.layers import project
 from minitrain.models.lora import add_adapters
 from minitrain.parallel.recompute import recompute
 from minitrain.rollout import weights
@@ -41,17 +42,14 @@ def test_matrices_of_one_input_are_one_product(name, joined, tmp_path):
         places.append([parameter.data_ptr() for parameter in model.parameters()])
     assert places[0] == places[1]  # which CUDA graphs rely on
     attention = model.blocks[0].self_attn
+    linears = [getattr(attention, name) for name in attention.same_input]
     products = []
     with sampler.weights.in_use(), mock.patch.object(F, "linear", side_effect=F.linear) as linear:
         if name != "deepseek-v3":
-            attention.project(torch.zeros(1, 1, model.config.hidden_size))
+            project(torch.zeros(1, 1, model.config.hidden_size), *linears)
             products = linear.call_args_list
-    assert len(products) == (name != "deepseek-v3") and "project" not in attention.__dict__
-    if name != "deepseek-v3":
-        hook = attention.k_proj.register_forward_hook(lambda *_: None)
-        with sampler.weights.in_use():
-            assert "project" not in attention.__dict__  # a hook of others runs
-        hook.remove()
+    assert len(products) == (name != "deepseek-v3")
+    assert not any("forward" in linear.__dict__ for linear in linears)
     for key, parameter in model.named_parameters():
         assert parameter is parameters[key][0]
         torch.testing.assert_close(parameter, parameters[key][1] * 1.1)

@@ -7,7 +7,7 @@
 FlexAttention has no backward on CPU.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from minitrain.models.layers import apply_rotary
+from minitrain.models.layers import apply_rotary, project
 
 if TYPE_CHECKING:
     from minitrain.models.decoder_config import DecoderConfig
@@ -230,6 +230,7 @@ class GroupedQueryAttention(nn.Module):
     rotary embeddings: Qwen 3. Sinks: GPT-OSS.
     """
 
+    # the sampler computes them as one product
     same_input = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, config: "DecoderConfig"):
@@ -249,10 +250,6 @@ class GroupedQueryAttention(nn.Module):
         self.k_norm = nn.RMSNorm(head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
         self.sinks = nn.Parameter(torch.empty(heads)) if config.sinks else None
 
-    def project(self, x: Tensor) -> Sequence[Tensor]:
-        """Return q, k and v, each [batch, seq, heads x head_dim]; see `GatedMLP.project`."""
-        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
-
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Mask | None, cache=None
     ) -> Tensor:
@@ -262,7 +259,8 @@ class GroupedQueryAttention(nn.Module):
         """
         # [batch, seq, heads, head_dim]; -1, since a tensor-parallel rank holds fewer heads
         split = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = (heads.view(split) for heads in self.project(x))
+        projected = project(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (heads.view(split) for heads in projected)
         q = self.q_norm(q)
         k = self.k_norm(k)
         if rotary is not None:

@@ -38,7 +38,7 @@ per rank, 1 % with 16 (torchao #2864).
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 
 import torch
@@ -46,7 +46,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.models.grouped_mm import grouped_mm
-from minitrain.models.layers import has_hooks
+from minitrain.models.layers import base_class, set_variant
 from minitrain.models.moe import Experts
 from minitrain.models.quantize import E4M3, E5M2, dequantize, quantize
 
@@ -65,22 +65,19 @@ def to_fp8(
     tp: the number of tensor-parallel ranks that will split a weight.
     experts: let routed experts multiply in FP8, too.
     """
+    fast = (fast_accumulation != "none", fast_accumulation == "all")
     for block in blocks:
         for name, module in block.named_modules():
-            if type(module) is nn.Linear and fits(module.weight, ALIGNMENT * tp):
-                module.__class__ = Fp8Linear
+            kind = base_class(module)
+            if kind is nn.Linear and fits(module.weight, ALIGNMENT * tp):
+                set_variant(module, Fp8Linear)
                 module.reads_norm = not name.endswith(READ_NO_NORM)
-            elif type(module) is Experts and experts:
-                module.__class__ = Fp8Experts
+            elif kind is Experts and experts:
+                set_variant(module, Fp8Experts)
             else:
                 continue
-            module.fast = (fast_accumulation != "none", fast_accumulation == "all")
+            module.fast = fast
             module.gathered = {}
-        for module in block.modules():
-            linears = [getattr(module, name) for name in getattr(module, "same_input", ())]
-            plain = [type(each) is Fp8Linear and not hasattr(each, "lora") for each in linears]
-            if hasattr(module, "project") and all(plain):
-                module.project = partial(project_fp8, linears)
 
 
 def fits(matrix: Tensor, multiple: int) -> bool:
@@ -101,13 +98,26 @@ def in_fp8(module: nn.Module, name: str) -> tuple[Tensor, Tensor, Tensor | None]
 
 
 class Fp8Linear(nn.Linear):
-    """A Linear that multiplies in FP8. x: [..., in] of any floating type, which y [..., out] gets."""
+    """A Linear that multiplies in FP8. x: [..., in] of any floating type, which y [..., out] gets.
 
-    # so tensor parallelism may gather x in FP8
-    multiplies_in_fp8 = True
+    fast: accumulate faster in the forward and in the backward pass.
+    reads_norm: see `transposed`.
+    gathered: what FSDP gathered, by name of the parameter: see `in_fp8`.
+    """
+
+    fast: tuple[bool, bool]
+    reads_norm: bool
+    gathered: dict[str, tuple[Tensor, Tensor, Tensor | None]]
 
     def forward(self, x: Tensor) -> Tensor:
         return fp8_linears([self], x)[0]
+
+    @staticmethod
+    def together(linears: "list[Fp8Linear]", x: Tensor) -> list[Tensor] | None:
+        """Round and transpose x once: see `project` in layers.py."""
+        if all(type(linear) is Fp8Linear for linear in linears):
+            return fp8_linears(linears, x)
+        return None
 
 
 class Fp8Experts(Experts):
@@ -121,16 +131,6 @@ class Fp8Experts(Experts):
             # reads_norm: sorting copies x, by a kernel of its own
             return Fp8Products.apply(x, *self.fast, False, True, *weight)[0]
         return Fp8GroupedProduct.apply(x, stack, stack8, inverses, offsets)
-
-
-def project_fp8(linears: list[Fp8Linear], x: Tensor) -> list[Tensor]:
-    """Compute Linears of the same x [..., in] at once, as a module's `project`.
-
-    Call them one by one if one of them has hooks.
-    """
-    if any(map(has_hooks, linears)):
-        return [linear(x) for linear in linears]
-    return fp8_linears(linears, x)
 
 
 def fp8_linears(linears: list[Fp8Linear], x: Tensor) -> list[Tensor]:

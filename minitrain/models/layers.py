@@ -51,6 +51,44 @@ class KeepsFP32(nn.Module):
         return super()._apply(keep, recurse)
 
 
+# ------------------------------------------------------------------------------------------------- variants of a module
+
+
+def base_class(module: nn.Module) -> type:
+    """Return the module's class, without the adapters that may be around it."""
+    kind = type(module)
+    return kind.__bases__[-1] if hasattr(kind, "around") else kind
+
+
+def set_variant(module: nn.Module, variant: type) -> None:
+    """Turn a module into a `variant` of its class, in place: way (a).
+
+    Parameters, their names, hooks and adapters stay.
+    """
+    around = getattr(type(module), "around", None)
+    module.__class__ = around(variant) if around else variant
+
+
+def project(x: Tensor, *linears: nn.Linear) -> Sequence[Tensor]:
+    """Return the outputs [..., out] of Linears for the same x [..., in].
+
+    A variant computes all of them at once, if it has a method `together` that does not return None.
+    """
+    variants = [linear.together for linear in linears if hasattr(linear, "together")]
+    if variants and not any(map(has_hooks, linears)):
+        for together in variants:
+            outputs = together(linears, x)
+            if outputs is not None:
+                return outputs
+    return [linear(x) for linear in linears]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return True if calling the module does more than its `forward`."""
+    forward = module._forward_pre_hooks or module._forward_hooks
+    return bool(forward or module._backward_pre_hooks or module._backward_hooks)
+
+
 # ------------------------------------------------------------------------------------------------------- norms and MLPs
 
 
@@ -64,7 +102,7 @@ class LayerNorm1P(nn.LayerNorm):
 class GatedMLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)). x: [batch, seq, hidden]."""
 
-    # the Linears of `project`
+    # the sampler computes them as one product
     same_input = ("gate_proj", "up_proj")
 
     def __init__(self, hidden: int, intermediate: int):
@@ -73,15 +111,9 @@ class GatedMLP(nn.Module):
         self.up_proj = nn.Linear(hidden, intermediate, bias=False)
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
-    def project(self, x: Tensor) -> Sequence[Tensor]:
-        """Return the outputs of `same_input`, each [batch, seq, intermediate].
-
-        Exchange point: LoRA and FP8 compute all of them at once.
-        """
-        return self.gate_proj(x), self.up_proj(x)
-
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.project(x)
+        # [batch, seq, intermediate] each
+        gate, up = project(x, self.gate_proj, self.up_proj)
         return self.down_proj(F.silu(gate) * up)
 
 
@@ -101,12 +133,6 @@ class MLP(nn.Module):
 def squared_relu(x: Tensor) -> Tensor:
     """Return relu(x) ** 2, in x's shape (Primer, So et al. 2021; Nemotron)."""
     return F.relu(x).square()
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether calling the module does more than its `forward`."""
-    forward = module._forward_pre_hooks or module._forward_hooks
-    return bool(forward or module._backward_pre_hooks or module._backward_hooks)
 
 
 NORMS = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm, "layernorm1p": LayerNorm1P}

@@ -25,8 +25,7 @@ Left out: adapters outside the blocks (embedding, head), several adapters at onc
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from types import MethodType
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +33,7 @@ from torch import Tensor, nn
 
 from minitrain.errors import InputError
 from minitrain.models.grouped_mm import grouped_mm
-from minitrain.models.layers import has_hooks
+from minitrain.models.layers import base_class, set_variant
 from minitrain.models.moe import Experts
 from minitrain.settings import TARGETS, Lora
 
@@ -59,15 +58,9 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
             values = weight.new_empty(*stack, *shape, dtype=ADAPTER_DTYPES[lora.dtype])
             module.register_parameter(adapter, nn.Parameter(values))
         module.lora = lora
-        if isinstance(module, Experts):
-            module._linear = partial(adapted_experts, module)
-        else:
-            # not a partial, which the compiler would take for a constant
-            module.forward = MethodType(adapted_linear, module)
-    for module in model.modules():
-        if hasattr(module, "project"):
-            linears = [getattr(module, name) for name in module.same_input]
-            module.project = partial(project_adapted, linears)
+        if not hasattr(module, "around"):
+            kind = LoraExperts if isinstance(module, Experts) else LoraLinear
+            set_variant(module, kind.around(type(module)))
     for name, module in model.named_modules():
         if name.endswith(("embed_tokens", "patch_embedding")):
             module.lora_hook = module.register_forward_hook(require_gradient)
@@ -176,20 +169,55 @@ def without_adapters(lora: Lora) -> Iterator[None]:
         lora.alpha = alpha
 
 
-def adapted_linear(linear: nn.Linear, x: Tensor) -> Tensor:
-    """Compute an adapted Linear, as its `forward`. x: [..., in]; returns [..., out]."""
-    return adapted_linears([linear], x)[0]
+class LoraLinear(nn.Linear):
+    """A frozen Linear with adapters lora_A and lora_B. x: [..., in]; returns [..., out]."""
+
+    # the settings of all adapters of a model
+    lora: Lora
+
+    @staticmethod
+    @cache
+    def around(kind: type) -> type:
+        """Return the variant of `kind`, a class of Linears, that has adapters."""
+        return type(f"Lora{kind.__name__}", (LoraLinear, kind), {})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return adapted_linears([self], x)[0]
+
+    def product(self, x: Tensor) -> Tensor:
+        """Compute x W^T + bias as the class below does, or the sampler, which replaces this."""
+        return super().forward(x)
+
+    @staticmethod
+    def together(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor] | None:
+        """Read x once for all adapters: see `project` in layers.py. Not if each drops its own x."""
+        adapted = [linear for linear in linears if isinstance(linear, LoraLinear)]
+        return None if dropout_active(adapted[0].lora, "pre") else adapted_linears(linears, x)
 
 
-def project_adapted(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
-    """Compute Linears of the same x [..., in] at once, as a module's `project`.
+class LoraExperts(Experts):
+    """Frozen experts with stacks of adapters of gate_up_proj or down_proj."""
 
-    Call them one by one if one of them has hooks, or its own dropout of x.
-    """
-    apart = any(map(has_hooks, linears)) or any(
-        dropout_active(linear.lora, "pre") for linear in linears if hasattr(linear, "lora")
-    )
-    return [linear(x) for linear in linears] if apart else adapted_linears(linears, x)
+    lora: Lora
+
+    @staticmethod
+    @cache
+    def around(kind: type) -> type:
+        """Return the variant of `kind`, a class of Experts, that has adapters."""
+        return type(f"Lora{kind.__name__}", (LoraExperts, kind), {})
+
+    def _linear(self, name: str, x: Tensor, scale: Tensor, offsets: Tensor) -> Tensor:
+        y = super()._linear(name, x, scale, offsets)
+        name_a, name_b = adapter_names(name)
+        if not hasattr(self, name_a):
+            return y
+        lora = self.lora
+        # grouped_mm needs rows of 16 bytes: pad the rank to a multiple of 8
+        missing = -lora.rank % 8
+        a = F.pad(getattr(self, name_a), (0, 0, 0, missing)).to(x.dtype)
+        b = F.pad(getattr(self, name_b) * update_scale(lora), (0, missing)).to(x.dtype)
+        inner = grouped_mm(dropout(lora, x, "pre"), a.transpose(-2, -1), offsets)
+        return y + dropout(lora, grouped_mm(inner, b.transpose(-2, -1), offsets), "post")
 
 
 def adapted_linears(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
@@ -197,9 +225,7 @@ def adapted_linears(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
 
     x A^T of all is one product: x is read once for it, and its gradient gets one term for all.
     """
-    adapted = [linear for linear in linears if hasattr(linear, "lora_A")]
-    if not adapted:
-        return [linear(x) for linear in linears]
+    adapted = [linear for linear in linears if isinstance(linear, LoraLinear)]
     lora = adapted[0].lora
     # [sum of ranks, in]
     a = torch.cat([linear.lora_A for linear in adapted]).to(x.dtype)
@@ -210,7 +236,9 @@ def adapted_linears(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
         inner, *outputs = FrozenLinears.apply(x, a, *frozen)
     else:
         inner = F.linear(dropout(lora, x, "pre"), a)
-        outputs = [base_linear(linear, x) for linear in linears]
+        outputs = [
+            linear.product(x) if isinstance(linear, LoraLinear) else linear(x) for linear in linears
+        ]
     # [..., rank] of each adapted Linear
     inner = dict(zip(adapted, inner.split(lora.rank, dim=-1), strict=True))
     for i, linear in enumerate(linears):
@@ -219,15 +247,10 @@ def adapted_linears(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
     return outputs
 
 
-def base_linear(linear: nn.Linear, x: Tensor) -> Tensor:
-    """Return x W^T + bias, [..., out], as the Linear's class or the sampler (`product`) computes it."""
-    return linear.product(x) if hasattr(linear, "product") else type(linear).forward(linear, x)
-
-
 def is_frozen(linear: nn.Linear) -> bool:
     """Return whether this is a plain product, without parameters to train beside its adapters."""
     learns = linear.weight.requires_grad or (linear.bias is not None and linear.bias.requires_grad)
-    return type(linear) is nn.Linear and not learns
+    return base_class(linear) is nn.Linear and not learns
 
 
 class FrozenLinears(torch.autograd.Function):
@@ -312,23 +335,6 @@ def dropout(lora: Lora, x: Tensor, position: str) -> Tensor:
     return torch.where(bits < round(lora.dropout * (1 << 32)) - (1 << 31), 0, x)
 
 
-def adapted_experts(
-    experts: Experts, name: str, x: Tensor, scale: Tensor, offsets: Tensor
-) -> Tensor:
-    """Compute `Experts._linear` with adapters. x: [rows, in], sorted by expert; returns [rows, out]."""
-    y = type(experts)._linear(experts, name, x, scale, offsets)
-    name_a, name_b = adapter_names(name)
-    if not hasattr(experts, name_a):
-        return y
-    lora = experts.lora
-    # grouped_mm needs rows of 16 bytes: pad the rank to a multiple of 8
-    missing = -lora.rank % 8
-    a = F.pad(getattr(experts, name_a), (0, 0, 0, missing)).to(x.dtype)
-    b = F.pad(getattr(experts, name_b) * update_scale(lora), (0, missing)).to(x.dtype)
-    inner = grouped_mm(dropout(lora, x, "pre"), a.transpose(-2, -1), offsets)
-    return y + dropout(lora, grouped_mm(inner, b.transpose(-2, -1), offsets), "post")
-
-
 def require_gradient(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
     """Let the embedding's frozen output require a gradient, as a forward hook.
 
@@ -355,10 +361,7 @@ def merge_adapters(model: nn.Module) -> None:
         delattr(module, name_a)
         delattr(module, name_b)
     for module in model.modules():
-        if hasattr(module, "lora"):
-            for name in ("forward", "_linear"):
-                module.__dict__.pop(name, None)
-        module.__dict__.pop("project", None)
+        module.__class__ = base_class(module)
         if hasattr(module, "lora_hook"):
             module.lora_hook.remove()
     model.requires_grad_(True)

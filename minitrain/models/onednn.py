@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
+from minitrain.models.layers import base_class, set_variant
+
 
 def amd_family(cpuinfo: str) -> int:
     """Return the family in the text of /proc/cpuinfo. 26: Zen 5; 25: Zen 3 and 4; 0: not AMD."""
@@ -51,8 +53,8 @@ COPIED = 256 if FAMILY > 25 else 512
 def to_onednn(model: nn.Module) -> None:
     """Let the Linears of `model` multiply by oneDNN where that pays."""
     for module in model.modules() if FASTER else ():
-        if type(module) is nn.Linear:
-            module.__class__ = OnednnLinear
+        if base_class(module) is nn.Linear:
+            set_variant(module, OnednnLinear)
 
 
 def takes(x: Tensor, flops: int) -> bool:

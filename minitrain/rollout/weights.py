@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from minitrain.models.layers import base_class
 from minitrain.models.onednn import OnednnLinear
 
 # elements below which matrices are not packed: 1 MiB
@@ -167,7 +168,7 @@ def forward_in_group(linear: nn.Linear, x: Tensor) -> Tensor:
             group.outs = [F.linear(x, weight, bias) for weight, bias in group.parameters()]
         else:
             # each as it trains
-            group.outs = [type(other).forward(other, x) for other in group.linears]
+            group.outs = [base_class(other).forward(other, x) for other in group.linears]
     out = group.outs[linear.number]
     if linear.number == len(group.linears) - 1:
         group.x = None
@@ -181,8 +182,7 @@ def linears_by_input(block: nn.Module) -> list[tuple[nn.Linear, ...]]:
     plain = {
         module: None
         for module in block.modules()
-        if type(module) in (nn.Linear, OnednnLinear)
-        and ("forward" not in module.__dict__ or hasattr(module, "lora_A"))
+        if base_class(module) in (nn.Linear, OnednnLinear) and "forward" not in module.__dict__
     }
     groups = []
     for module in block.modules():
