@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from minitrain.models.layers import apply_rotary, project
+from minitrain.models.layers import apply_rotary, identity, project
 
 if TYPE_CHECKING:
     from minitrain.models.decoder_config import DecoderConfig
@@ -240,8 +240,9 @@ class GroupedQueryAttention(nn.Module):
         heads = config.num_attention_heads
         kv_heads = config.num_key_value_heads
         self.head_dim = head_dim
-        # exchange point: context parallelism exchanges keys and values around it
+        # exchange points: keys and values of context-parallel ranks; tokens of tensor-parallel ones
         self.attend = attention
+        self.gather = self.reduce = identity
         self.q_proj = nn.Linear(hidden, heads * head_dim, bias=config.qkv_bias)
         self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=config.qkv_bias)
         self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=config.qkv_bias)
@@ -257,6 +258,7 @@ class GroupedQueryAttention(nn.Module):
 
         cache: the KV cache, in place of a mask (rollout/caches.py).
         """
+        x = self.gather(x)
         # [batch, seq, heads, head_dim]; -1, since a tensor-parallel rank holds fewer heads
         split = (*x.shape[:2], -1, self.head_dim)
         projected = project(x, self.q_proj, self.k_proj, self.v_proj)
@@ -272,4 +274,4 @@ class GroupedQueryAttention(nn.Module):
             out = self.attend(q, k, v, mask, self.sinks)
         else:
             out = cache.attend(q, k, v, self.sinks)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        return self.reduce(self.o_proj(out.transpose(1, 2).flatten(2)))

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from minitrain.models.attention import GroupedQueryAttention, Mask, make_mask
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.models.layers import MLPS, NORMS, attention_factor, rotary_frequencies, rotary_tables
+from minitrain.models.layers import (
+    MLPS,
+    NORMS,
+    attention_factor,
+    identity,
+    rotary_frequencies,
+    rotary_tables,
+)
 from minitrain.models.mamba import Mamba2
 from minitrain.models.mamba import initialize_parameter as initialize_mamba
 from minitrain.models.mla import LatentAttention
@@ -102,10 +109,10 @@ class Decoder(nn.Module):
         self.config = config
         self.first = first
         self.last = last
-        # number of ranks that shard hidden states along seq (sequence parallelism)
-        self.sequence_split = 1
-        # exchange point: context parallelism knows which tokens this rank has
+        # exchange points: context parallelism knows which tokens this rank has; tensor-parallel
+        # ranks gather theirs for the head
         self.make_mask = make_mask
+        self.gather = identity
         hidden = config.hidden_size
         vocab = config.vocab_size
         tied = config.tie_word_embeddings
@@ -133,7 +140,8 @@ class Decoder(nn.Module):
 
         x: token ids, int [batch, seq]; in a pipeline, all stages but the first take hidden states,
         and all but the last return them.
-        positions: int [batch or 1, seq], for rotary or learned embeddings; None: 0, 1, 2, ...
+        positions: int [batch or 1, seq], for rotary or learned embeddings; None: 0, 1, 2, ... A later
+        stage needs them if tensor parallelism splits hidden states.
         documents: int [batch, seq]; tokens see only those with the same number (packed sequences).
         Below 0: padding.
         head: called inside the forward pass, where a sharded head weight [vocab, hidden] is whole.
@@ -141,8 +149,7 @@ class Decoder(nn.Module):
         parts of sequences, which the cache tells apart, with positions and no documents.
         """
         if positions is None:
-            length = x.shape[1] if self.first else x.shape[1] * self.sequence_split
-            positions = torch.arange(length, device=x.device)[None]
+            positions = torch.arange(x.shape[1], device=x.device)[None]
         if self.first:
             # [batch, seq, hidden]
             x = self.model.embed_tokens(x)
@@ -157,7 +164,7 @@ class Decoder(nn.Module):
             x = layer(x, rotary, masks[0], documents, masks[1], layer_cache)
         if not self.last:
             return x
-        x = self.model.norm(x)
+        x = self.gather(self.model.norm(x))
         weight = self.head_weight
         return F.linear(x, weight) if head is None else head(x, weight, labels)
 

@@ -105,6 +105,8 @@ class Fp8Linear(nn.Linear):
     gathered: what FSDP gathered, by name of the parameter: see `in_fp8`.
     """
 
+    # so tensor parallelism may gather x in FP8
+    multiplies_in_fp8 = True
     fast: tuple[bool, bool]
     reads_norm: bool
     gathered: dict[str, tuple[Tensor, Tensor, Tensor | None]]

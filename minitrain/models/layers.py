@@ -51,6 +51,11 @@ class KeepsFP32(nn.Module):
         return super()._apply(keep, recurse)
 
 
+def identity(x: Tensor) -> Tensor:
+    """Return x: the default of an exchange point, on one rank."""
+    return x
+
+
 # ------------------------------------------------------------------------------------------------- variants of a module
 
 
@@ -107,14 +112,16 @@ class GatedMLP(nn.Module):
 
     def __init__(self, hidden: int, intermediate: int):
         super().__init__()
+        # exchange points of tensor parallelism
+        self.gather = self.reduce = identity
         self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
         self.up_proj = nn.Linear(hidden, intermediate, bias=False)
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         # [batch, seq, intermediate] each
-        gate, up = project(x, self.gate_proj, self.up_proj)
-        return self.down_proj(F.silu(gate) * up)
+        gate, up = project(self.gather(x), self.gate_proj, self.up_proj)
+        return self.reduce(self.down_proj(F.silu(gate) * up))
 
 
 class MLP(nn.Module):
@@ -122,12 +129,14 @@ class MLP(nn.Module):
 
     def __init__(self, activation: Callable, bias: bool, hidden: int, intermediate: int):
         super().__init__()
+        # exchange points of tensor parallelism
+        self.gather = self.reduce = identity
         self.activation = activation
         self.up_proj = nn.Linear(hidden, intermediate, bias)
         self.down_proj = nn.Linear(intermediate, hidden, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.up_proj(x)))
+        return self.reduce(self.down_proj(self.activation(self.up_proj(self.gather(x)))))
 
 
 def squared_relu(x: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.models.decoder_config import MambaShape
-from minitrain.models.layers import KeepsFP32
+from minitrain.models.layers import KeepsFP32, identity
 
 
 def by_group(tensor: Tensor, parts: list[int], groups: int) -> Tensor:
@@ -94,6 +94,8 @@ class Mamba2(nn.Module):
     def __init__(self, hidden: int, shape: MambaShape, norm_eps: float):
         super().__init__()
         self.shape = shape
+        # exchange points of tensor parallelism
+        self.gather = self.reduce = identity
         channels = sum(shape.convolved)
         self.in_proj = nn.Linear(hidden, sum(shape.projected), bias=False)
         # holds the parameters of `causal_conv`
@@ -113,10 +115,10 @@ class Mamba2(nn.Module):
         state = self.shape.state
         split = [heads * head_dim, heads * head_dim + 2 * state, heads]
         # [batch, seq, groups, z x B C dt]
-        projected = self.in_proj(x).unflatten(-1, (-1, sum(split)))
+        projected = self.in_proj(self.gather(x)).unflatten(-1, (-1, sum(split)))
         z, mixed, dt = projected.split(split, dim=-1)
         y = self.mix(mixed, dt, documents) if cache is None else cache.mix(self.mix, mixed, dt)
-        return self.out_proj(self.norm(y.flatten(-2), z).flatten(-2))
+        return self.reduce(self.out_proj(self.norm(y.flatten(-2), z).flatten(-2)))
 
     def mix(
         self,

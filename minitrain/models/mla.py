@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from minitrain.models.attention import Mask, attention
-from minitrain.models.layers import apply_rotary, yarn_mscale
+from minitrain.models.layers import apply_rotary, identity, yarn_mscale
 
 if TYPE_CHECKING:
     from minitrain.models.decoder_config import DecoderConfig
@@ -41,8 +41,10 @@ class LatentAttention(nn.Module):
         self.rope = rope
         self.v_dim = v_dim
         self.scale = score_scale(config.rope_scaling)
-        # exchange point: context parallelism exchanges keys and values around it
+        # exchange points: keys and values of context-parallel ranks; latents and outputs of
+        # tensor-parallel ones
         self.attend = attention
+        self.gather = self.reduce = identity
         self.q_a_proj = nn.Linear(hidden, q_rank, bias=False)
         # 1e-6 whatever norm_eps is
         self.q_a_layernorm = nn.RMSNorm(q_rank, eps=1e-6)
@@ -60,26 +62,27 @@ class LatentAttention(nn.Module):
         cache: the cache of latents, in place of a mask (rollout/caches.py).
         """
         # scaled here, where q is narrow
-        q = self.q_a_layernorm(self.q_a_proj(x)) * self.scale
+        q = self.q_a_layernorm(self.gather(self.q_a_proj(x))) * self.scale
         # [batch, seq, heads, nope + rope]
         q = self.q_b_proj(q).unflatten(-1, (-1, self.nope + self.rope))
         q_nope, q_rope = q.split([self.nope, self.rope], dim=-1)
         # [batch, seq, rank], [batch, seq, rope]
-        kv = self.kv_a_proj_with_mqa(x)
+        kv = self.gather(self.kv_a_proj_with_mqa(x))
         latent, k_rope = kv.split([kv.shape[-1] - self.rope, self.rope], dim=-1)
         latent = self.kv_a_layernorm(latent)
         q_rope = apply_rotary(pairs_to_halves(q_rope), *rotary)
         # [batch, seq, 1, rope]
         k_rope = apply_rotary(pairs_to_halves(k_rope.unsqueeze(2)), *rotary)
         if cache is not None:
-            return self.o_proj(self.attend_to_latents(q_nope, q_rope, latent, k_rope, cache))
+            out = self.attend_to_latents(q_nope, q_rope, latent, k_rope, cache)
+            return self.reduce(self.o_proj(out))
         # [batch, seq, heads, nope + v_dim]
         kv = self.kv_b_proj(latent).unflatten(-1, (-1, self.nope + self.v_dim))
         k_nope, v = kv.split([self.nope, self.v_dim], dim=-1)
         q = torch.cat([q_nope, q_rope], dim=-1)
         k = torch.cat([k_nope, k_rope.expand_as(q_rope)], dim=-1)
         out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        return self.reduce(self.o_proj(out.transpose(1, 2).flatten(2)))
 
     def attend_to_latents(
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, cache

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.models.grouped_mm import grouped_mm
-from minitrain.models.layers import MLPS, GatedMLP, squared_relu
+from minitrain.models.layers import MLPS, GatedMLP, identity, squared_relu
 from minitrain.models.router import Router, count_tokens
 
 if TYPE_CHECKING:
@@ -48,8 +48,10 @@ class MoE(nn.Module):
             config.mlp,
             config.expert_bias,
         )
-        # exchange point: expert and tensor parallelism move tokens between ranks here
+        # exchange points: expert and tensor parallelism move tokens between ranks; tensor-parallel
+        # ranks take the documents of their own tokens
         self.dispatch = dispatch
+        self.split = identity
         dense = MLPS.get(config.mlp, GatedMLP)
         self.shared_experts = dense(hidden, shared) if shared else None
         self.fc1_latent_proj = nn.Linear(hidden, latent, bias=False) if latent else nn.Identity()
@@ -60,6 +62,8 @@ class MoE(nn.Module):
 
         documents: int [batch, seq], see `Router.forward`.
         """
+        if documents is not None:
+            documents = self.split(documents)
         # [tokens, top_k] each
         indices, weights = self.gate(x, documents)
         # [tokens, hidden or latent]

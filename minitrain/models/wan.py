@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from minitrain.errors import InputError
 from minitrain.models.attention import Mask, attention, make_mask
-from minitrain.models.layers import KeepsFP32
+from minitrain.models.layers import KeepsFP32, identity
 from minitrain.models.video import (
     patch_grid,
     patchify,
@@ -152,8 +152,9 @@ class SelfAttention(nn.Module):
     def __init__(self, dim: int, heads: int, eps: float):
         super().__init__()
         self.head_dim = dim // heads
-        # exchange point: context parallelism exchanges keys and values around it
+        # exchange points: keys and values of context-parallel ranks; tokens of tensor-parallel ones
         self.attend = attention
+        self.gather = self.reduce = identity
         self.to_q, self.to_k, self.to_v = (nn.Linear(dim, dim) for _ in range(3))
         self.norm_q = nn.RMSNorm(dim, eps)
         self.norm_k = nn.RMSNorm(dim, eps)
@@ -161,13 +162,14 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
         """Return [batch, seq, dim], as x. rotary: from `rotary_tables_3d`."""
+        x = self.gather(x)
         # [batch, seq, heads, head_dim]; -1, since a tensor-parallel rank holds fewer heads
         split = (*x.shape[:2], -1, self.head_dim)
         q = rotate_pairs(self.norm_q(self.to_q(x)).view(split), *rotary)
         k = rotate_pairs(self.norm_k(self.to_k(x)).view(split), *rotary)
         v = self.to_v(x).view(split)
         out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
-        return self.to_out[0](out.transpose(1, 2).flatten(2))
+        return self.reduce(self.to_out[0](out.transpose(1, 2).flatten(2)))
 
 
 class CrossAttention(nn.Module):
@@ -176,6 +178,8 @@ class CrossAttention(nn.Module):
     def __init__(self, dim: int, heads: int, eps: float, image: bool):
         super().__init__()
         self.head_dim = dim // heads
+        # exchange points of tensor parallelism
+        self.gather = self.reduce = identity
         self.to_q, self.to_k, self.to_v = (nn.Linear(dim, dim) for _ in range(3))
         self.norm_q = nn.RMSNorm(dim, eps)
         self.norm_k = nn.RMSNorm(dim, eps)
@@ -187,12 +191,12 @@ class CrossAttention(nn.Module):
 
     def forward(self, x: Tensor, text: Tensor, image: Tensor | None) -> Tensor:
         """Return [batch, seq, dim], as x. text, image: [batch, tokens, dim]."""
-        q = self.norm_q(self.to_q(x))
+        q = self.norm_q(self.to_q(self.gather(x)))
         out = self._look(q, self.norm_k(self.to_k(text)), self.to_v(text))
         if image is not None:
             keys = self.norm_added_k(self.add_k_proj(image))
             out = out + self._look(q, keys, self.add_v_proj(image))
-        return self.to_out[0](out)
+        return self.reduce(self.to_out[0](out))
 
     def _look(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
@@ -278,20 +282,19 @@ class FeedForward(nn.Module):
 
     def __init__(self, inputs: int, hidden: int, outputs: int, approximate: str):
         super().__init__()
+        # exchange points of tensor parallelism
+        self.gather = self.reduce = identity
         self.approximate = approximate
         first = nn.ModuleDict({"proj": nn.Linear(inputs, hidden)})
         self.net = nn.ModuleDict({"0": first, "2": nn.Linear(hidden, outputs)})
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.net["2"](F.gelu(self.net["0"]["proj"](x), approximate=self.approximate))
+        hidden = self.net["0"]["proj"](self.gather(x))
+        return self.reduce(self.net["2"](F.gelu(hidden, approximate=self.approximate)))
 
 
 def two_linears(kind: type, inputs: int, dim: int) -> nn.ModuleDict:
     return nn.ModuleDict({"linear_1": kind(inputs, dim), "linear_2": kind(dim, dim)})
-
-
-def identity(x: Tensor) -> Tensor:
-    return x
 
 
 def wide_linear(layer: FP32Linear, x: Tensor) -> Tensor:

@@ -39,18 +39,12 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 import torch
-import torch.distributed._functional_collectives as collectives  # no public ones are differentiable and compile
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 
+from minitrain.parallel.collectives import all_to_all, stack_ranks
 from minitrain.parallel.mesh import own_chunk
-
-# torch 2.11 knows only the second name, later versions warn about it
-_all_gather = (
-    getattr(collectives, "all_gather_single_autograd", None)
-    or collectives.all_gather_tensor_autograd
-)
 
 
 def context_parallel(model: Module, mesh: DeviceMesh, form: str) -> None:
@@ -120,7 +114,7 @@ def gather_row(x: Tensor, dim: int, mesh: DeviceMesh, zigzag: bool) -> Tensor:
     """All ranks' tokens in the row's order: seq / cp along `dim` becomes seq. Gradients are summed
     to the owners.
     """
-    return join_row(_all_gather(x.contiguous()[None], 0, mesh).unbind(), dim, zigzag)
+    return join_row(stack_ranks(x, mesh).unbind(), dim, zigzag)
 
 
 def join_row(shares: Sequence[Tensor], dim: int, zigzag: bool) -> Tensor:
@@ -227,14 +221,13 @@ def to_heads(x: Tensor, heads: int, row: int, mesh: DeviceMesh, zigzag: bool = F
     """All-to-all: of dimension `heads` a part for each rank; what arrives makes the row along
     dimension `row`.
     """
-    return join_row(_all_to_all(x.chunk(mesh.size(), heads), mesh), row, zigzag)
+    return join_row(
+        all_to_all(torch.stack(x.chunk(mesh.size(), heads)), mesh).unbind(), row, zigzag
+    )
 
 
 def to_tokens(x: Tensor, heads: int, row: int, mesh: DeviceMesh, zigzag: bool = False) -> Tensor:
     """The inverse of `to_heads`."""
-    return torch.cat(_all_to_all(cut_row(x, row, mesh.size(), zigzag), mesh), heads)
-
-
-def _all_to_all(parts: Sequence[Tensor], mesh: DeviceMesh) -> Sequence[Tensor]:
-    """What all ranks have for this one, in rank order, of the equal parts that each has for all."""
-    return collectives.all_to_all_single_autograd(torch.stack(parts), None, None, mesh).unbind()
+    return torch.cat(
+        all_to_all(torch.stack(cut_row(x, row, mesh.size(), zigzag)), mesh).unbind(), heads
+    )

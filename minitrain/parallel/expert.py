@@ -37,7 +37,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed._functional_collectives as collectives  # no public ones are differentiable and compile
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,6 +45,7 @@ from torch.nn import Module
 
 from minitrain.models.moe import Experts, MoE
 from minitrain.models.router import Router
+from minitrain.parallel.collectives import all_to_all
 from minitrain.parallel.parts import split_parameters, use_local_tensors
 
 # entry of the table for experts that a token is not routed to; no weight is negative
@@ -60,15 +60,8 @@ def expert_parallel(model: Module, mesh: DeviceMesh) -> None:
     for block in model.blocks:
         if isinstance(block.mlp, MoE):
             split_parameters(block.mlp.experts, mesh, Shard(0))
-            block.register_forward_pre_hook(use_own_experts)
+            block.register_forward_pre_hook(use_local_tensors)
             block.mlp.dispatch = partial(dispatch, mesh, make_size_exchange(block.mlp.gate, mesh))
-
-
-# as `use_local_tensors`: so that compiled graphs take plain tensors
-@torch.compiler.disable
-def use_own_experts(block: Module, inputs: tuple) -> None:
-    """Let a block compute with this rank's experts: a forward pre-hook, after FSDP's."""
-    use_local_tensors(block.mlp.experts, inputs)
 
 
 # --- dispatch and combine
@@ -97,12 +90,13 @@ def dispatch(
     sizes = get_sizes(chosen)
     routing = make_routing(chosen.any(-1), sum(sizes.sends))
     # [received rows, width]
-    rows = exchange(GatherRows.apply(x, routing), mesh, sizes.sends, sizes.receives)
+    rows = all_to_all(GatherRows.apply(x, routing), mesh, sizes.receives, sizes.sends)
     # [received rows, experts of this rank]
-    weights = exchange(select_pairs(table, routing), mesh, sizes.sends, sizes.receives)
+    weights = all_to_all(select_pairs(table, routing), mesh, sizes.receives, sizes.sends)
     # [received rows, width]
     sums = compute(rows, weights, experts, sizes.pairs)
-    return ScatterAddRows.apply(exchange(sums, mesh, sizes.receives, sizes.sends), routing)
+    sums = all_to_all(sums, mesh, sizes.sends, sizes.receives)
+    return ScatterAddRows.apply(sums, routing)
 
 
 def compute(rows: Tensor, weights: Tensor, experts: Experts, pairs: int) -> Tensor:
@@ -119,14 +113,6 @@ def compute(rows: Tensor, weights: Tensor, experts: Experts, pairs: int) -> Tens
     weights = select_pairs(weights, routing)
     outputs = experts(GatherRows.apply(rows, routing), weights, tokens_per_expert)
     return ScatterAddRows.apply(outputs, routing)
-
-
-def exchange(x: Tensor, mesh: DeviceMesh, sends: list[int], receives: list[int]) -> Tensor:
-    """Send rows by all-to-all; backward sends gradients back.
-
-    x: [rows to rank 0, then to rank 1, ..., width]. Returns [rows from rank 0, ..., width].
-    """
-    return collectives.all_to_all_single_autograd(x, receives, sends, mesh)
 
 
 # --- sizes of the all-to-alls
@@ -152,7 +138,7 @@ def exchange_sizes(mesh: DeviceMesh, chosen: Tensor) -> Sizes:
     """Exchange the sizes; waits for the device and for the other ranks' routing."""
     # [ranks, 2]: rows, pairs
     mine = torch.stack([chosen.any(-1).sum(0), chosen.sum((0, 2))], dim=1)
-    theirs = collectives.all_to_all_single(mine, None, None, mesh)
+    theirs = all_to_all(mine, mesh)
     sends, receives, pairs = torch.stack([mine[:, 0], *theirs.unbind(1)]).tolist()
     return Sizes(sends, receives, sum(pairs))
 

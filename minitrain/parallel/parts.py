@@ -55,6 +55,8 @@ def use_local_tensors(unit: Module, inputs: tuple) -> None:
     """
     for module in unit.modules():
         for name, parameter in module.named_parameters(recurse=False):
+            if not isinstance(parameter, DTensor):
+                continue
             # ranks see the gradient of a replicated parameter for their own tokens or heads only
             gradients = [Partial() if p.is_replicate() else p for p in parameter.placements]
             part = parameter.to_local(grad_placements=gradients)

@@ -218,6 +218,11 @@ class Pipeline(nn.Module):
         """
         stage = self.stages[str(number)]
         batch = self.batches[index]
+        if "positions" not in batch:
+            # hidden states are split over tensor-parallel ranks and do not tell
+            batch = batch | {
+                "positions": torch.arange(batch["tokens"].shape[1], device=self.device)[None]
+            }
         return self.objective.loss(
             lambda tokens, **inputs: stage(*(hidden or (tokens,)), **inputs), batch
         )

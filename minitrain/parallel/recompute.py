@@ -19,7 +19,7 @@ ranks recompute the same blocks. The outputs of all-gathers are too large to sav
 offloading to host memory.
 """
 
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch._dynamo.config  # the setting has no public name
@@ -29,6 +29,8 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+
+from minitrain.models.layers import set_variant
 
 _ops = torch.ops.aten
 _collectives = torch.ops._c10d_functional
@@ -82,19 +84,22 @@ def recompute(blocks: list[Module], setting: str | int, random: bool = False) ->
         policy = partial(choose_policy, saved)
         context["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     every = setting if isinstance(setting, int) else 1
+    variant = cache(partial(recomputing, context))
     for block in blocks[::every]:
-        wrap(block, **context)
+        set_variant(block, variant(type(block)))
 
 
-def wrap(block: Module, **context) -> None:
-    """Run the forward of `block` under torch's checkpoint."""
-    forward = block.forward
+def recomputing(context: dict, kind: type) -> type:
+    """Return the variant of a block's class whose forward runs under torch's checkpoint."""
 
-    # torch.compile traces this function, but skips a forward that is `checkpoint` itself
-    def recomputed(*args, **kwargs):
-        return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
+    class Recomputing(kind):
+        # torch.compile traces this function, but skips a forward that is `checkpoint` itself
+        def forward(self, *args, **kwargs):
+            if not torch.is_grad_enabled():
+                return super().forward(*args, **kwargs)
+            return checkpoint(super().forward, *args, use_reentrant=False, **context, **kwargs)
 
-    block.forward = recomputed
+    return Recomputing
 
 
 def choose_policy(saved: set, _, op, *args, **kwargs) -> CheckpointPolicy:

@@ -65,7 +65,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn import Module
 
 from minitrain.errors import InputError
+from minitrain.models.layers import set_variant
 from minitrain.models.quantize import E4M3, E5M2, cast, dequantize, largest, power_of_two_scale
+from minitrain.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from minitrain.parallel.parts import split_parameters, use_local_tensors
 
 
@@ -87,63 +89,44 @@ def split_block(
     """
     gather, scatter = collectives(mesh)
     for name, module in block.named_modules():
+        placement = Replicate()
         if name.endswith(column) and not hasattr(module, "own_rows"):
-            split_parameters(module, mesh, Shard(0))
+            placement = Shard(0)
         elif name.endswith(row):
-            split_parameters(module, mesh, Shard(1))
-            module.register_forward_hook(partial(scatter_output, scatter))
-        else:
-            split_parameters(module, mesh, Replicate())
+            placement = Shard(1)
+        split_parameters(module, mesh, placement)
     for part in parts:
-        part.register_forward_pre_hook(partial(gather_input, gather, row))
+        linears = {n: each for n, each in part.named_modules() if isinstance(each, nn.Linear)}
+        last = linears.pop(next(name for name in linears if name.endswith(row)))
+        in_fp8 = all(map(only_multiplies_in_fp8, linears.values()))
+        part.gather = partial(gather, in_fp8=in_fp8)
+        part.reduce = partial(scatter, in_fp8=only_multiplies_in_fp8(last) and last.bias is None)
     block.register_forward_pre_hook(use_local_tensors)
 
 
-def gather_input(gather: Callable, row: tuple[str, ...], part: Module, inputs: tuple) -> tuple:
-    """Gather the input of a part, as a forward pre-hook. row: name suffixes of its row-parallel
-    Linears.
-    """
-    first = (module for name, module in part.named_modules() if not name.endswith(row))
-    in_fp8 = all(
-        only_multiplies_in_fp8(module) for module in first if isinstance(module, nn.Linear)
-    )
-    return gather(inputs[0], in_fp8), *inputs[1:]
-
-
-def scatter_output(scatter: Callable, last: nn.Linear, inputs: tuple, output: Tensor) -> Tensor:
-    """Reduce-scatter the partial sums of a row-parallel Linear, as a forward hook."""
-    return scatter(output, only_multiplies_in_fp8(last) and last.bias is None)
-
-
 def only_multiplies_in_fp8(linear: nn.Linear) -> bool:
+    """Return True for a Linear whose products are all in FP8: one without adapters."""
     return getattr(linear, "multiplies_in_fp8", False) and not hasattr(linear, "lora_A")
 
 
+class VocabParallelEmbedding(nn.Embedding):
+    """An embedding that is split by vocabulary: tokens [batch, seq] -> [batch, seq / tp, hidden]."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mesh = self.weight.device_mesh
+        # [vocab / tp, hidden]
+        weight = self.weight.to_local()
+        rows = tokens - mesh.get_local_rank() * len(weight)
+        mine = (rows >= 0) & (rows < len(weight))
+        # [batch, seq, hidden], 0 for the tokens of other ranks, which the sum over ranks adds
+        x = torch.where(mine[..., None], F.embedding(rows * mine, weight), 0)
+        return collectives(mesh)[1](x)
+
+
 def split_embedding(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
-    """Split an embedding by vocabulary; it returns [batch, seq / tp, hidden]."""
+    """Make an embedding a `VocabParallelEmbedding`, in place."""
     split_parameters(embedding, mesh, Shard(0))
-    embedding.forward = partial(embed, embedding, mesh, collectives(mesh)[1])
-
-
-def split_last_norm(norm: Module, mesh: DeviceMesh) -> None:
-    """Let the norm before the head take [batch, seq / tp, hidden] and return [batch, seq,
-    hidden].
-    """
-    gather, _ = collectives(mesh)
-    split_parameters(norm, mesh, Replicate())
-    norm.register_forward_pre_hook(use_local_tensors)
-    norm.register_forward_hook(lambda module, inputs, output: gather(output))
-
-
-def embed(embedding: nn.Embedding, mesh: DeviceMesh, scatter: Callable, tokens: Tensor) -> Tensor:
-    """Embed those of `tokens` [batch, seq] that this rank has, add all ranks'. Returns [batch, seq
-    / tp, hidden].
-    """
-    # [vocab / tp, hidden]
-    weight = embedding.weight.to_local()
-    rows = tokens - mesh.get_local_rank() * len(weight)
-    mine = (rows >= 0) & (rows < len(weight))
-    return scatter(torch.where(mine[..., None], F.embedding(rows * mine, weight), 0))
+    set_variant(embedding, VocabParallelEmbedding)
 
 
 # ------------------------------------------------------------------------------------------------ asynchronous form
@@ -236,45 +219,11 @@ class ReduceScatter(torch.autograd.Function):
         return gathered, None, None, None
 
 
-# The operators behind torch.distributed's functional collectives, whose public names differ between
-# 2.11 and 2.13. With one row, the usual case in long training, gathering concatenates already: no
-# copy is made to bring rows together. With more, these are the forms that the compiler's pass for
-# `overlap_collectives` knows; with one, it finds those in front of a product in the backward pass,
-# and those behind one in the forward pass.
-_ops = torch.ops._c10d_functional
-
-
-def all_gather(x: Tensor, size: int, name: str) -> Tensor:
-    batch, length, hidden = x.shape
-    if batch > 1:
-        return torch.cat(
-            _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, name)).split(batch),
-            dim=1,
-        )
-    row = _ops.wait_tensor(
-        _ops.all_gather_into_tensor(x.contiguous().view(length, hidden), size, name)
-    )
-    return row.view(1, size * length, hidden)
-
-
 def all_gather_fp8(x: Tensor, size: int, name: str, dtype: torch.dtype) -> Tensor:
     """What an FP8 product makes of the gathered x, in the type of x: rounding it once more, as that
     does, is exact.
     """
-    amax = _ops.wait_tensor(_ops.all_reduce(largest(x), "max", name))
+    amax = all_reduce(largest(x), "max", name)
     scale = power_of_two_scale(amax, dtype)
     gathered = all_gather(cast(x, scale, dtype).view(torch.uint8), size, name)
     return dequantize(gathered.view(dtype), 1 / scale, x.dtype)
-
-
-def reduce_scatter(x: Tensor, size: int, name: str) -> Tensor:
-    batch, length, hidden = x.shape
-    if batch > 1:
-        parts = torch.cat(x.split(length // size, dim=1))
-        return _ops.wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", size, name))
-    total = _ops.wait_tensor(
-        _ops.reduce_scatter_tensor(x.contiguous().view(length, hidden), "sum", size, name)
-    )
-    # not registered as a view: FSDP warns of those where a pipeline's first stage is the embedding
-    # and returns this
-    return torch.ops.aten._unsafe_view(total, (1, length // size, hidden))

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from minitrain.models.layers import set_variant
 from minitrain.parallel.mesh import own_chunk
-from minitrain.parallel.parts import split_parameters
-from minitrain.parallel.tensor import collectives, split_block, split_embedding, split_last_norm
+from minitrain.parallel.parts import split_parameters, use_local_tensors
+from minitrain.parallel.tensor import collectives, split_block, split_embedding
 
 if TYPE_CHECKING:
     from minitrain.models.attention import GroupedQueryAttention
@@ -35,7 +36,6 @@ COLUMN = (
     "self_attn",  # its own parameters are sinks
 )
 ROW = ("o_proj", "down_proj", "out_proj")
-TO_LATENTS = ("q_a_proj", "kv_a_proj_with_mqa")
 
 
 def tensor_parallel(model: "Decoder", mesh: DeviceMesh) -> None:
@@ -54,12 +54,13 @@ def tensor_parallel(model: "Decoder", mesh: DeviceMesh) -> None:
         split_embedding(outer["embed_tokens"], mesh)
     if "embed_positions" in outer:
         split_parameters(outer["embed_positions"], mesh, Replicate())
-        outer["embed_positions"].forward = partial(embed_positions, outer["embed_positions"], mesh)
+        set_variant(outer["embed_positions"], OwnPositions)
     if "norm" in outer:
-        split_last_norm(outer["norm"], mesh)
+        split_parameters(outer["norm"], mesh, Replicate())
+        outer["norm"].register_forward_pre_hook(use_local_tensors)
+        model.gather = gather
     if model.lm_head is not None:
         split_parameters(model.lm_head, mesh, Shard(0))
-    model.sequence_split = mesh.size()
 
 
 def split_decoder_block(
@@ -67,22 +68,18 @@ def split_decoder_block(
 ) -> None:
     """Split a block in place: its kinds of attention and MLP are told by their modules' names."""
     attention = block.self_attn
-    mlp = block.mlp
-    parts = [block.mamba]
-    # grouped-query attention; latent attention gathers its latents instead of its input
+    moe = block.mlp
+    parts = [attention, block.mamba, block.mlp]
     if hasattr(attention, "k_proj"):
         share_heads(attention, mesh)
-        parts.append(attention)
-    for name, module in block.named_modules():
-        if name.endswith(TO_LATENTS):
-            module.register_forward_hook(lambda module, inputs, output: gather(output))
-    # mixture of experts
-    if hasattr(mlp, "experts"):
-        split_experts(mlp, mesh, gather, scatter)
-        mlp.register_forward_pre_hook(partial(use_own_documents, mesh))
-        mlp = mlp.shared_experts
-    parts.append(mlp)
-    split_block(block, mesh, COLUMN, ROW, [part for part in parts if part is not None])
+    if hasattr(moe, "experts"):
+        split_experts(moe, mesh, gather, scatter)
+        moe.split = partial(own_chunk, mesh)
+        parts[2] = moe.shared_experts
+    split_block(block, mesh, COLUMN, ROW, filter(None, parts))
+    if hasattr(attention, "kv_b_proj"):
+        # latents, which are in no FP8
+        attention.gather = gather
 
 
 def share_heads(attention: "GroupedQueryAttention", mesh: DeviceMesh) -> None:
@@ -105,16 +102,6 @@ def split_experts(moe: "MoE", mesh: DeviceMesh, gather: Callable, scatter: Calla
         moe.dispatch = partial(dispatch_to_all, moe.dispatch, gather, scatter)
 
 
-def use_own_documents(
-    mesh: DeviceMesh, moe: "MoE", inputs: tuple[Tensor, Tensor | None]
-) -> tuple | None:
-    """A forward pre-hook: of the numbers of whole rows, [batch, seq], give the router those of this
-    rank's tokens.
-    """
-    x, documents = inputs
-    return None if documents is None else (x, own_chunk(mesh, documents))
-
-
 def dispatch_to_all(
     dispatch: Callable,
     gather: Callable,
@@ -133,10 +120,16 @@ def dispatch_to_all(
     return scatter(dispatch(x, indices, weights, experts)[None])[0]
 
 
-def embed_positions(embedding: nn.Embedding, mesh: DeviceMesh, positions: Tensor) -> Tensor:
-    """positions: [batch or 1, seq]. Returns the embeddings of this rank's: [batch or 1, seq / tp,
-    hidden].
-    """
-    return F.embedding(
-        own_chunk(mesh, positions), embedding.weight.to_local(grad_placements=[Partial()])
-    )
+class OwnPositions(nn.Embedding):
+    """An embedding of positions [batch or 1, seq] that returns this rank's: [..., seq / tp, hidden]."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        weight = self.weight.to_local(grad_placements=[Partial()])
+        return F.embedding(own_chunk(self.weight.device_mesh, positions), weight)
+
+
+def tensor_parallel_size(model: "Decoder") -> int:
+    """Return the number of ranks over which `tensor_parallel` has split a decoder; 1 if it has not."""
+    weight = model.head_weight
+    names = weight.device_mesh.mesh_dim_names if isinstance(weight, DTensor) else ()
+    return weight.device_mesh["tp"].size() if "tp" in names else 1

@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
+from minitrain.models.layers import set_variant
 from minitrain.models.video import upcast
+from minitrain.parallel.collectives import all_gather, all_reduce
 from minitrain.parallel.mesh import own_chunk
 from minitrain.parallel.parts import split_parameters, use_local_tensors
-from minitrain.parallel.tensor import all_gather, split_block
+from minitrain.parallel.tensor import split_block
 
 if TYPE_CHECKING:
     from minitrain.models.wan import Block, Wan
@@ -62,7 +64,7 @@ def use_all(units: list[nn.Module], first: nn.Module, inputs: tuple) -> None:
 def split_wan_block(block: "Block", mesh: DeviceMesh) -> None:
     for name, module in block.named_modules():
         if name.endswith(OVER_HEADS):
-            module.__class__ = RMSNormOverHeads
+            set_variant(module, RMSNormOverHeads)
             module.group_name = mesh.get_group().group_name
     split_block(block, mesh, COLUMN + OVER_HEADS, ROW, (block.attn1, block.attn2, block.ffn))
 
@@ -74,13 +76,13 @@ class RMSNormOverHeads(nn.RMSNorm):
     x: [batch, seq, dim / tp], this rank's heads.
     """
 
+    # the process group of the ranks
+    group_name: str
+
     def forward(self, x: Tensor) -> Tensor:
         squares = upcast(x).square().sum(-1, keepdim=True)
         mean = AllReduce.apply(squares, self.group_name) / self.normalized_shape[0]
         return (x * torch.rsqrt(mean + self.eps)).type_as(x) * self.weight
-
-
-_ops = torch.ops._c10d_functional
 
 
 class AllReduce(torch.autograd.Function):
@@ -91,11 +93,11 @@ class AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, name):
         ctx.name = name
-        return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", name))
+        return all_reduce(x, "sum", name)
 
     @staticmethod
     def backward(ctx, grad):
-        return _ops.wait_tensor(_ops.all_reduce(grad.contiguous(), "sum", ctx.name)), None
+        return all_reduce(grad, "sum", ctx.name), None
 
 
 class GatherTokens(torch.autograd.Function):

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
+from minitrain.parallel.tensor_decoder import tensor_parallel_size
 from minitrain.settings import Rollout
 from minitrain.training.footprint import free_memory
 
@@ -56,7 +57,7 @@ def fitting_pages(model: Decoder, page_size: int, share: float) -> int:
         pools = 1
     else:
         # keys and values of this rank's heads
-        width = -(-config.num_key_value_heads // model.sequence_split) * config.head_dim
+        width = -(-config.num_key_value_heads // tensor_parallel_size(model)) * config.head_dim
         pools = 2
     layers = sum(config.parts(layer)[0] == "attention" for layer in range(config.num_layers))
     page_bytes = page_size * width * pools * layers * model.head_weight.dtype.itemsize

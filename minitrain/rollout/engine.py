@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import find_ends
+from minitrain.parallel.tensor_decoder import tensor_parallel_size
 from minitrain.rollout.batch import Batch
 from minitrain.rollout.caches import Caches
 from minitrain.rollout.capacity import check_page_size, page_count, sends_tokens, waits_for_device
@@ -73,9 +74,10 @@ class Sampler:
             isinstance(model, FSDPModule) or sends_tokens(model)
         )
         self.device = model.head_weight.device
+        self.tp = tensor_parallel_size(model)
         on_cuda = self.device.type == "cuda"
         if on_cuda:
-            check_page_size(self.settings.page_size, self.config, model.sequence_split)
+            check_page_size(self.settings.page_size, self.config, self.tp)
         # the most in one schedule, for which there are buffers
         self.steps = min(self.settings.steps or (16 if on_cuda else 1), self.longest)
         self.scheduler: Scheduler | None = None
@@ -285,7 +287,7 @@ class Sampler:
             step_chunks.append(Chunk(len(rows), count, prefill.cached, pages, prefill.slot))
             for i in range(prefill.cached, end):
                 rows.append((prefill.tokens[i], i, prefill.pages[i // size], i % size))
-        rows += [(0, 0, self.caches.null_page, 0)] * (-len(rows) % self.model.sequence_split)
+        rows += [(0, 0, self.caches.null_page, 0)] * (-len(rows) % self.tp)
         tokens, positions, *kv_index = on_device(rows, self.device).T.contiguous()
         self.caches.step = PromptStep(tuple(kv_index), step_chunks)
         self.model(
@@ -368,9 +370,8 @@ class Sampler:
 
     def _batch(self, samples: int) -> Batch:
         """Return the buffers for that many rows, rounded up to a power of two."""
-        split = self.model.sequence_split
         rows = min(1 << (samples - 1).bit_length(), self.slots)
-        rows = -(-rows // split) * split
+        rows = -(-rows // self.tp) * self.tp
         if rows not in self.batches:
             graphs = self.device.type == "cuda" and not waits_for_device(self.model)
             self.batches[rows] = Batch(self, rows, graphs)

@@ -80,9 +80,6 @@ class SamplerWeights:
         for block in self.model.blocks:
             # the trainer's compiled call has no public switch for one module (torch 2.13)
             self._replace(block, "_compiled_call_impl", None)
-            # recomputation's
-            if "forward" in block.__dict__:
-                self.replaced.append((block, "forward", block.__dict__.pop("forward")))
             grouped = linears_by_input(block) if self.packs or self.joins else []
             if self.joins:
                 self.packed |= {linears: join(linears) for linears in grouped}

@@ -14,23 +14,30 @@ from minitrain.parallel.tensor import split_block, split_embedding
 VOCAB, WIDTH, HEADS, LAYERS, BATCH, LENGTH = 32, 16, 4, 2, 4, 8
 
 
+def identity(x: Tensor) -> Tensor:
+    return x
+
+
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
+        self.gather = self.reduce = identity  # exchange points, which tensor parallelism sets
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.gather(x)
         q, k, v = (linear(x).unflatten(2, (-1, WIDTH // HEADS)).transpose(1, 2) for linear in (self.q, self.k, self.v))
-        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.reduce(self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)))
 
 
 class MLP(nn.Module):
     def __init__(self):
         super().__init__()
+        self.gather = self.reduce = identity
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+        return self.reduce(self.down(F.gelu(self.up(self.gather(x)))))
 
 
 class Block(nn.Module):

@@ -1,0 +1,73 @@
+"""Collectives between ranks that compute alike: differentiable, and traced by the compiler as part of a block.
+
+torch.distributed's public collectives write into given tensors, which autograd and the compiler
+cannot follow; those of torch.distributed.nn.functional do not compile. So this file uses two
+private modules, up to torch 2.13 at least: the functional collectives, and the operators behind
+them, whose public names differ between 2.11 and 2.13.
+"""
+
+import torch
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+_ops = torch.ops._c10d_functional
+# torch 2.11 knows only the second name, later versions warn about it
+_all_gather = (
+    getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
+)
+
+
+def stack_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Gather the `x` of all ranks: [ranks, *x.shape]. Gradients are summed to the owners."""
+    return _all_gather(x.contiguous()[None], 0, mesh)
+
+
+def all_to_all(
+    x: Tensor, mesh: DeviceMesh, receives: list[int] | None = None, sends: list[int] | None = None
+) -> Tensor:
+    """Send rows to each rank, and return those that come, in rank order; backward sends gradients back.
+
+    x: [rows to rank 0, then to rank 1, ..., width]. Returns [rows from rank 0, ..., width].
+    receives, sends: numbers of rows by rank; None: equally many for each.
+    """
+    if not x.is_floating_point():
+        return functional.all_to_all_single(x, receives, sends, mesh)
+    return functional.all_to_all_single_autograd(x, receives, sends, mesh)
+
+
+def all_reduce(x: Tensor, op: str, name: str) -> Tensor:
+    """Reduce x over the ranks of the group `name`, in x's shape. Without a gradient."""
+    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, name))
+
+
+# With one row, the usual case in long training, gathering concatenates already: no copy is made to
+# bring rows together. With more, these are the forms that the compiler's pass for
+# `overlap_collectives` knows. With one, the pass finds collectives before a product in the backward
+# pass, and those after one in the forward pass.
+
+
+def all_gather(x: Tensor, size: int, name: str) -> Tensor:
+    """Gather [batch, seq / size, width] along seq: [batch, seq, width]. Without a gradient."""
+    batch, length, width = x.shape
+    if batch > 1:
+        gathered = _ops.all_gather_into_tensor(x.contiguous(), size, name)
+        return torch.cat(_ops.wait_tensor(gathered).split(batch), dim=1)
+    gathered = _ops.all_gather_into_tensor(x.contiguous().view(length, width), size, name)
+    return _ops.wait_tensor(gathered).view(1, size * length, width)
+
+
+def reduce_scatter(x: Tensor, size: int, name: str) -> Tensor:
+    """Sum [batch, seq, width] over ranks, and keep this rank's [batch, seq / size, width].
+
+    Without a gradient.
+    """
+    batch, length, width = x.shape
+    if batch > 1:
+        parts = torch.cat(x.split(length // size, dim=1))
+        return _ops.wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", size, name))
+    parts = x.contiguous().view(length, width)
+    total = _ops.wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", size, name))
+    # not registered as a view: FSDP warns of those where a pipeline's first stage is the embedding
+    # and returns this
+    return torch.ops.aten._unsafe_view(total, (1, length // size, width))
