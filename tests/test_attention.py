@@ -9,8 +9,10 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitrain.models import attention as models_attention
-from minitrain.models.attention import Mask, attention, attention_with_sinks, block_mask, dense_mask, make_mask
+from minitrain.models import flex as flex_module
+from minitrain.models.attention import Mask, attention, attention_with_sinks, dense_mask, make_mask
 from minitrain.models.decoder import Decoder
+from minitrain.models.flex import block_mask
 from minitrain.models.layers import apply_rotary, rotary_frequencies, rotary_tables
 from minitrain.models.zoo import model_config
 from minitrain.training.build import initialize
@@ -100,7 +102,7 @@ def test_tiles_are_those_of_torch(monkeypatch, causal, packed, q_positions, leng
     rule = dict(documents=packed_rows(length) if packed else None, causal=causal, q_positions=q_positions, window=200)
     monkeypatch.setattr(models_attention, "dense_mask", lambda *given: create_block_mask(*given[:2], None, *given[2:]))
     expected = make_mask(length, CPU, **rule).attn_mask
-    monkeypatch.setattr(models_attention, "MAX_PAIRS", 128 * 512)
+    monkeypatch.setattr(flex_module, "MAX_PAIRS", 128 * 512)
     ours = blocks(CPU, length, **rule)
     assert ours.seq_lengths == expected.seq_lengths and ours.BLOCK_SIZE == expected.BLOCK_SIZE
     for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
@@ -119,7 +121,7 @@ def test_masks_of_long_rows_do_not_hold_all_pairs(monkeypatch):
             largest = max(largest, out.numel() if isinstance(out, torch.Tensor) else 0)
             return out
 
-    monkeypatch.setattr(models_attention, "MAX_PAIRS", 2 * 256 * 2048)
+    monkeypatch.setattr(flex_module, "MAX_PAIRS", 2 * 256 * 2048)
     with Record():
         blocks(CPU, 2048, documents=packed_rows(2048))
     assert largest == 2 * 256 * 2048
@@ -141,11 +143,11 @@ def test_flex_attention_is_compiled_for_many_shapes_and_never_runs_uncompiled(mo
         return graph
 
     monkeypatch.setattr(torch, "compile", lambda f, **options: how(f, backend=backend, **options))
-    monkeypatch.setattr(models_attention, "flex_attention", lambda q: q + 1)
-    monkeypatch.setitem(models_attention.COMPILING, "recompile_limit", 12)
-    models_attention.compiled_flex_attention.cache_clear()
-    flex = models_attention.compiled_flex_attention()
-    models_attention.compiled_flex_attention.cache_clear()
+    monkeypatch.setattr(flex_module, "flex_attention", lambda q: q + 1)
+    monkeypatch.setitem(flex_module.COMPILING, "recompile_limit", 12)
+    flex_module.compiled_flex_attention.cache_clear()
+    flex = flex_module.compiled_flex_attention()
+    flex_module.compiled_flex_attention.cache_clear()
     for length in [*range(2, 14), *range(2, 14)]:  # torch's own limit is 8
         flex(torch.zeros(length))
     assert len(compiled) == 12
@@ -216,7 +218,7 @@ def test_masks_for_sinks_are_built_once_for_all_layers():
 def test_few_queries_get_a_kernel_whose_tile_holds_them(queries, kv_heads, asked):
     """Of all heads that share keys 128 at most, as torch's kernel for few queries takes no more."""
     q, k = torch.zeros(1, 4, queries, 8), torch.zeros(1, kv_heads, 128, 8)
-    with mock.patch.object(models_attention, "compiled_flex_attention") as flex:
+    with mock.patch.object(flex_module, "compiled_flex_attention") as flex:
         attention(q, k, k, Mask(True, mock.Mock(spec=BlockMask)))
     assert ("kernel_options" in flex().call_args.kwargs) == asked
 

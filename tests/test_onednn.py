@@ -12,7 +12,8 @@ from minitrain.models.grouped_mm import grouped_mm
 from minitrain.run.config import from_dict
 from minitrain.run.launch import start
 from minitrain.training.build import build_model
-from minitrain.training.loss import linear_cross_entropy, linear_log_probs
+from minitrain.training.log_probs import linear_log_probs
+from minitrain.training.loss import linear_cross_entropy
 from tests.oracle import check_against_one_process, train, train_compiled
 
 TREE = {

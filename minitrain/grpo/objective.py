@@ -59,7 +59,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from minitrain.settings import GRPO
-from minitrain.training.loss import IGNORE, linear_log_probs
+from minitrain.training.log_probs import linear_log_probs
+from minitrain.training.loss import IGNORE
 
 # log-ratios are cut off at +- this before exp, which would overflow
 LOG_RATIO_LIMIT = 20.0

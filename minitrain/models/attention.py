@@ -9,27 +9,18 @@ FlexAttention has no backward on CPU.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
+from minitrain.models.flex import block_mask, evaluate_mask, run_flex_attention
 from minitrain.models.layers import apply_rotary, identity, project
 
 if TYPE_CHECKING:
     from minitrain.models.decoder_config import DecoderConfig
-
-# Trainer and sampler together compile one kernel per kind and size of mask. It must not fall back
-# to eager flex_attention, which computes all scores and ignores a BlockMask's lists of blocks: the
-# only thing that hides other samples' pages from the sampler's queries.
-COMPILING = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}
-# queries and keys of a BlockMask's tile
-TILE = 128
-# query-key pairs evaluated at a time while a BlockMask is built, one byte each
-MAX_PAIRS = 1 << 27
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,78 +82,10 @@ def dense_mask(
     mask_mod: Callable, batch: int, queries: int, keys: int, device: torch.device
 ) -> Tensor:
     """Return mask_mod of all pairs, bool [batch, 1, queries, keys], for SDPA."""
-    return _evaluate(mask_mod, batch, torch.arange(queries, device=device), keys)
-
-
-def _evaluate(mask_mod: Callable, batch: int, query: Tensor, keys: int) -> Tensor:
-    """Return mask_mod for the queries of these indices, bool [batch, 1, len(query), keys]."""
-    row = torch.arange(batch, device=query.device)[:, None, None]
-    key = torch.arange(keys, device=query.device)
-    # [batch, queries, keys]
-    allowed = mask_mod(row, 0, query[:, None], key).expand(batch, len(query), keys)
-    return allowed[:, None]
-
-
-def block_mask(
-    mask_mod: Callable, batch: int, queries: int, keys: int, device: torch.device
-) -> BlockMask:
-    """Return mask_mod as a BlockMask of tiles [TILE, TILE], for FlexAttention.
-
-    The result is that of torch's create_block_mask, which materializes the full mask: 17 GB for
-    131,072 tokens.
-    """
-    at_a_time = TILE * max(1, MAX_PAIRS // (batch * keys * TILE))
-    parts = torch.arange(queries, device=device).split(at_a_time)
-    counts = [_count_in_tiles(_evaluate(mask_mod, batch, part, keys)) for part in parts]
-    # [batch, 1, query tiles, key tiles]
-    allowed = torch.cat(counts, dim=2)
-    full = allowed == TILE * TILE
-    partial = (allowed > 0) & ~full
-    return BlockMask.from_kv_blocks(
-        *_true_first(partial),
-        *_true_first(full),
-        BLOCK_SIZE=TILE,
-        mask_mod=mask_mod,
-        seq_lengths=(queries, keys),
-    )
-
-
-def _count_in_tiles(allowed: Tensor) -> Tensor:
-    """Count a tile's allowed pairs: bool [..., queries, keys] -> int64 [..., query tiles, key
-    tiles].
-    """
-    queries, keys = allowed.shape[-2:]
-    padded = F.pad(allowed, (0, -keys % TILE, 0, -queries % TILE))
-    return padded.unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE)).sum((-3, -1))
-
-
-def _true_first(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many tiles are true, int32 [...], and all indices, the true ones' first, int32
-    [..., tiles]. tiles: bool [..., tiles].
-    """
-    indices = tiles.int().argsort(dim=-1, descending=True, stable=True)
-    return tiles.sum(-1, dtype=torch.int32), indices.int()
+    return evaluate_mask(mask_mod, batch, torch.arange(queries, device=device), keys)
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
-
-
-def _flex_attention(q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask | None, **options):
-    """Call flex_attention, compiled. Shapes as in `attention`."""
-    flex = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
-    group = q.shape[1] // k.shape[1]
-    # Below 128 queries torch picks its decoding kernel, which fails to compile where its tile cannot
-    # hold the queries of all heads that share a key/value head. Then ask for the usual kernel.
-    if q.shape[2] < 128 < q.shape[2] * group:
-        options["kernel_options"] = {"BACKEND": "TRITON"}
-    return flex(q, k, v, block_mask=blocks, enable_gqa=group > 1, **options)
-
-
-@cache
-def compiled_flex_attention() -> Callable:
-    from torch._dynamo import config  # takes seconds to import
-
-    return config.patch(COMPILING)(torch.compile(flex_attention, dynamic=False))
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None = None) -> Tensor:
@@ -176,7 +99,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None 
     if sinks is not None:
         return attention_with_sinks(sinks, q, k, v, mask)
     if isinstance(mask.attn_mask, BlockMask):
-        return _flex_attention(q, k, v, mask.attn_mask)
+        return run_flex_attention(q, k, v, mask.attn_mask)
     causal = mask.causal and mask.attn_mask is None
     return _dot_product_attention(q, k, v, mask.attn_mask, causal)
 
@@ -205,7 +128,7 @@ def attention_with_sinks(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: M
     """
     allowed = mask.attn_mask
     if q.is_cuda and not isinstance(allowed, Tensor):
-        out, aux = _flex_attention(q, k, v, allowed, return_aux=AuxRequest(lse=True))
+        out, aux = run_flex_attention(q, k, v, allowed, return_aux=AuxRequest(lse=True))
         return apply_sinks(out, aux.lse, sinks[:, None])
     # add a key and a value of zeros, whose score is the bias alone
     bias = torch.zeros(allowed.shape, dtype=q.dtype, device=q.device)

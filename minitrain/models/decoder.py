@@ -113,6 +113,7 @@ class Decoder(nn.Module):
         # ranks gather theirs for the head
         self.make_mask = make_mask
         self.gather = identity
+        self.rotary_dim = config.rotary_dim
         hidden = config.hidden_size
         vocab = config.vocab_size
         tied = config.tie_word_embeddings
@@ -183,7 +184,7 @@ class Decoder(nn.Module):
         # a cache remembers them
         compute = rotary_frequencies if cache is None else cache.frequencies
         frequencies = compute(
-            config.rotary_dim, config.rope_theta, config.rope_scaling, positions.device
+            self.rotary_dim, config.rope_theta, config.rope_scaling, positions.device
         )
         return rotary_tables(positions, frequencies, attention_factor(config.rope_scaling))
 

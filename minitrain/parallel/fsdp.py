@@ -167,14 +167,13 @@ def widest_dimension(parameter: Parameter, ranks: int) -> Shard:
     )
 
 
-def set_gradient_sync(model: Module, last: bool) -> None:
+def set_gradient_sync(model: FSDPModule, last: bool) -> None:
     """Tell FSDP whether the next backward pass is a step's last.
 
     ZeRO-2 keeps weights gathered over micro-batches, accumulates full gradients and reduces them
     once. ZeRO-3 has no room for them: it reduces gradients each time and accumulates shards, which
     replicas all-reduce once.
     """
-    if isinstance(model, FSDPModule):
-        model.set_reshard_after_backward(last or model.reduces_each_time)
-        model.set_requires_gradient_sync(last or model.reduces_each_time)
-        model.set_requires_all_reduce(last)
+    model.set_reshard_after_backward(last or model.reduces_each_time)
+    model.set_requires_gradient_sync(last or model.reduces_each_time)
+    model.set_requires_all_reduce(last)

@@ -31,8 +31,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest
 
-from minitrain.models.attention import apply_sinks, attention, compiled_flex_attention
+from minitrain.models.attention import apply_sinks, attention
 from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.flex import compiled_flex_attention
 from minitrain.models.layers import rotary_frequencies
 from minitrain.rollout.cpu_attention import RowContents, attend_to_rows, write_and_attend
 from minitrain.rollout.steps import Chunk, DecodingStep, PromptStep, on_device, split_kv, write

@@ -20,7 +20,7 @@ from torch.compiler import config
 
 from minitrain.errors import InputError
 from minitrain.hashing import mix, mix_int
-from minitrain.models.attention import COMPILING
+from minitrain.models.flex import COMPILING
 from minitrain.training.loss import VocabShard
 
 # random numbers made at once on the CPU, which fit its caches

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
 from minitrain.models.router import Router, update_selection_bias
@@ -82,7 +83,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         # Wan has no experts
         speed = getattr(self.config.model.config, "bias_update_speed", 0)
-        update_selection_bias(self.model, speed * finite, partial(sum_over, self.meshes.tokens))
+        if speed:
+            update_selection_bias(self.model, speed * finite, partial(sum_over, self.meshes.tokens))
         return {"loss": loss, "grad_norm": norm}
 
     @torch.no_grad()
@@ -155,7 +157,8 @@ def accumulate_gradients(
     """Run forward and backward of each micro-batch. Return this rank's loss sum / count, a scalar."""
     total = torch.zeros((), device=count.device)
     for i, batch in enumerate(batches):
-        set_gradient_sync(model, i == len(batches) - 1)
+        if isinstance(model, FSDPModule):
+            set_gradient_sync(model, last=i == len(batches) - 1)
         loss = objective.loss(model, batch) / count
         loss.backward()
         total += loss.detach()

@@ -18,8 +18,8 @@ from minitrain.run.config import from_dict
 from minitrain.run.launch import start
 from minitrain.settings import GRPO, Diffusion, Parallel
 from minitrain.training.flow import FlowMatching
+from minitrain.training.log_probs import linear_log_probs
 from minitrain.training.loop import Trainer, forward_backward
-from minitrain.training.loss import linear_log_probs
 from minitrain.training.objectives import LanguageModeling, check_objective
 from minitrain.training.packing import rows
 from tests.oracle import (

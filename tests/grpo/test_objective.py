@@ -18,7 +18,8 @@ from minitrain.run.config import from_dict
 from minitrain.run.config_yaml import read_yaml
 from minitrain.settings import GRPO
 from minitrain.training import loss
-from minitrain.training.loss import IGNORE, linear_log_probs
+from minitrain.training.log_probs import linear_log_probs
+from minitrain.training.loss import IGNORE
 
 LENGTHS = [[3, 5], [7]]  # response tokens of the sequences in each packed row
 PROMPT, SEQ = 2, 14

@@ -1,0 +1,89 @@
+"""FlexAttention on CUDA: build the BlockMask of any mask, and call the compiled kernel.
+
+A BlockMask lists the tiles in which a query sees a key at all, so the kernel skips the others.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+# Trainer and sampler together compile one kernel per kind and size of mask. It must not fall back
+# to eager flex_attention, which computes all scores and ignores a BlockMask's lists of blocks: the
+# only thing that hides other samples' pages from the sampler's queries.
+COMPILING = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}
+# queries and keys of a BlockMask's tile
+TILE = 128
+# query-key pairs evaluated at a time while a BlockMask is built, one byte each
+MAX_PAIRS = 1 << 27
+
+
+def evaluate_mask(mask_mod: Callable, batch: int, query: Tensor, keys: int) -> Tensor:
+    """Return mask_mod for the queries of these indices, bool [batch, 1, len(query), keys]."""
+    row = torch.arange(batch, device=query.device)[:, None, None]
+    key = torch.arange(keys, device=query.device)
+    # [batch, queries, keys]
+    allowed = mask_mod(row, 0, query[:, None], key).expand(batch, len(query), keys)
+    return allowed[:, None]
+
+
+def block_mask(
+    mask_mod: Callable, batch: int, queries: int, keys: int, device: torch.device
+) -> BlockMask:
+    """Return mask_mod as a BlockMask of tiles [TILE, TILE], for FlexAttention.
+
+    The result is that of torch's create_block_mask, which materializes the full mask: 17 GB for
+    131,072 tokens.
+    """
+    at_a_time = TILE * max(1, MAX_PAIRS // (batch * keys * TILE))
+    parts = torch.arange(queries, device=device).split(at_a_time)
+    counts = [count_in_tiles(evaluate_mask(mask_mod, batch, part, keys)) for part in parts]
+    # [batch, 1, query tiles, key tiles]
+    allowed = torch.cat(counts, dim=2)
+    full = allowed == TILE * TILE
+    partial = (allowed > 0) & ~full
+    return BlockMask.from_kv_blocks(
+        *true_first(partial),
+        *true_first(full),
+        BLOCK_SIZE=TILE,
+        mask_mod=mask_mod,
+        seq_lengths=(queries, keys),
+    )
+
+
+def count_in_tiles(allowed: Tensor) -> Tensor:
+    """Count a tile's allowed pairs: bool [..., queries, keys] -> int64 [..., query tiles, key
+    tiles].
+    """
+    queries, keys = allowed.shape[-2:]
+    padded = F.pad(allowed, (0, -keys % TILE, 0, -queries % TILE))
+    return padded.unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE)).sum((-3, -1))
+
+
+def true_first(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many tiles are true, int32 [...], and all indices, the true ones' first, int32
+    [..., tiles]. tiles: bool [..., tiles].
+    """
+    indices = tiles.int().argsort(dim=-1, descending=True, stable=True)
+    return tiles.sum(-1, dtype=torch.int32), indices.int()
+
+
+def run_flex_attention(q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask | None, **options):
+    """Call flex_attention, compiled. Shapes as in `attention`."""
+    flex = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
+    group = q.shape[1] // k.shape[1]
+    # Below 128 queries torch picks its decoding kernel, which fails to compile where its tile cannot
+    # hold the queries of all heads that share a key/value head. Then ask for the usual kernel.
+    if q.shape[2] < 128 < q.shape[2] * group:
+        options["kernel_options"] = {"BACKEND": "TRITON"}
+    return flex(q, k, v, block_mask=blocks, enable_gqa=group > 1, **options)
+
+
+@cache
+def compiled_flex_attention() -> Callable:
+    from torch._dynamo import config  # takes seconds to import
+
+    return config.patch(COMPILING)(torch.compile(flex_attention, dynamic=False))
