@@ -12,6 +12,17 @@ if TYPE_CHECKING:
     from minitrain.models.decoder import Decoder
     from minitrain.models.wan import Wan
 
+
+def _size(hidden: int, intermediate: int, layers: int, heads: int, **others) -> dict:
+    return dict(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=layers,
+        num_attention_heads=heads,
+        **others,
+    )
+
+
 _LLAMA3 = dict(
     family="llama",
     vocab_size=128256,
@@ -23,11 +34,9 @@ _LLAMA3 = dict(
     bos_token_id=128000,
     eos_token_id=128001,
 )
-_LLAMA3_8B = dict(hidden_size=4096, intermediate_size=14336, num_layers=32, num_attention_heads=32)
-_LLAMA3_70B = dict(hidden_size=8192, intermediate_size=28672, num_layers=80, num_attention_heads=64)
-_LLAMA3_405B = dict(
-    hidden_size=16384, intermediate_size=53248, num_layers=126, num_attention_heads=128
-)
+_LLAMA3_8B = _size(4096, 14336, 32, 32)
+_LLAMA3_70B = _size(8192, 28672, 80, 64)
+_LLAMA3_405B = _size(16384, 53248, 126, 128)
 _LLAMA31 = _LLAMA3 | dict(
     max_position_embeddings=131072,
     rope_scaling=dict(
@@ -164,24 +173,8 @@ ZOO: dict[str, dict] = {
     "llama3.1-8b": _LLAMA31 | _LLAMA3_8B,
     "llama3.1-70b": _LLAMA31 | _LLAMA3_70B,
     "llama3.1-405b": _LLAMA31 | _LLAMA3_405B,
-    "qwen2.5-7b": _QWEN25
-    | dict(
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        norm_eps=1e-6,
-    ),
-    "qwen2.5-32b": _QWEN25
-    | dict(
-        hidden_size=5120,
-        intermediate_size=27648,
-        num_layers=64,
-        num_attention_heads=40,
-        num_key_value_heads=8,
-        norm_eps=1e-5,
-    ),
+    "qwen2.5-7b": _QWEN25 | _size(3584, 18944, 28, 28, num_key_value_heads=4, norm_eps=1e-6),
+    "qwen2.5-32b": _QWEN25 | _size(5120, 27648, 64, 40, num_key_value_heads=8, norm_eps=1e-5),
     "qwen3-32b": dict(
         family="qwen3",
         vocab_size=151936,
@@ -199,57 +192,15 @@ ZOO: dict[str, dict] = {
         eos_token_id=151645,
     ),
     "nemotron4-15b": _NEMOTRON4
-    | dict(
-        hidden_size=6144,
-        intermediate_size=24576,
-        num_layers=32,
-        num_attention_heads=48,
-        head_dim=128,
-        initializer_range=0.0134,
-    ),
+    | _size(6144, 24576, 32, 48, head_dim=128, initializer_range=0.0134),
     "nemotron4-340b": _NEMOTRON4
-    | dict(
-        hidden_size=18432,
-        intermediate_size=73728,
-        num_layers=96,
-        num_attention_heads=96,
-        head_dim=192,
-        initializer_range=0.0063,
-    ),
+    | _size(18432, 73728, 96, 96, head_dim=192, initializer_range=0.0063),
     "mixtral-8x7b": _MIXTRAL
-    | dict(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_attention_heads=32,
-        max_position_embeddings=32768,
-        moe_intermediate_size=14336,
-    ),
+    | _size(4096, 14336, 32, 32, max_position_embeddings=32768, moe_intermediate_size=14336),
     "mixtral-8x22b": _MIXTRAL
-    | dict(
-        hidden_size=6144,
-        intermediate_size=16384,
-        num_layers=56,
-        num_attention_heads=48,
-        max_position_embeddings=65536,
-        moe_intermediate_size=16384,
-    ),
-    "qwen3-30b-a3b": _QWEN3_MOE
-    | dict(
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_layers=48,
-        num_attention_heads=32,
-        moe_intermediate_size=768,
-    ),
-    "qwen3-235b-a22b": _QWEN3_MOE
-    | dict(
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_layers=94,
-        num_attention_heads=64,
-        moe_intermediate_size=1536,
-    ),
+    | _size(6144, 16384, 56, 48, max_position_embeddings=65536, moe_intermediate_size=16384),
+    "qwen3-30b-a3b": _QWEN3_MOE | _size(2048, 6144, 48, 32, moe_intermediate_size=768),
+    "qwen3-235b-a22b": _QWEN3_MOE | _size(4096, 12288, 94, 64, moe_intermediate_size=1536),
     "deepseek-v3": _DEEPSEEK_V3
     | dict(
         vocab_size=129280,
