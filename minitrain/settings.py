@@ -144,7 +144,7 @@ class Fp8:
 
     # which products Hopper sums with fewer bits
     fast_accumulation: Literal["none", "forward", "all"] = "forward"
-    # routed experts too: saves time where a rank has one of them (parallel.ep = their number)
+    # routed experts too, where a rank has one of them (parallel.ep = their number)
     experts: bool = False
     # weights are kept transposed, too, a byte for each of a rank's, unsharded: spares transposing
     # for each micro-batch

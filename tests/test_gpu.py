@@ -277,7 +277,7 @@ def test_experts_with_any_numbers_of_rows_in_bf16(mlp, compiled):
 
 
 @has_fp8
-@pytest.mark.parametrize("rows", [[1000], [0], [600, 0, 400]], ids=str)
+@pytest.mark.parametrize("rows", [[1000], [0]], ids=str)
 def test_fp8_products_of_experts_equal_those_on_cpu(rows):
     for ours, right in zip(fp8_expert_passes("cuda", rows), fp8_expert_passes("cpu", rows), strict=True):
         assert (ours - right).norm() <= 1e-2 * right.norm()

@@ -27,14 +27,11 @@ Sizes must be multiples of 16. A Linear whose sizes are not, on any tensor-paral
 it is; tokens are padded with zeros in the one product that sums over them. Embedding, head and
 router stay too. On CPU the FP8 numbers are multiplied in fp32, slower than in bf16.
 
-Experts, if asked for, get the same three products, with a scale for each expert's weight. A rank
-with one expert, by expert parallelism, computes as a Linear does. One with more multiplies the FP8
-numbers in the type of x, which holds them exactly: the layout does not change the results, but
-rounding costs time and saves none.
+A rank's only expert, under expert parallelism, can compute as a Linear does.
 
 Left out: scales per row or block, delayed scaling, FP8 attention, FP8 weights without a wider copy;
-and scaled grouped products, which on Hopper refuse e5m2, and save 10 % of a step with two experts
-per rank, 1 % with 16 (torchao #2864).
+and several experts per rank: scaled grouped products refuse e5m2 on Hopper, and save 10 % of a step
+with two experts per rank, 1 % with 16 (torchao #2864).
 """
 
 from collections.abc import Callable
@@ -45,10 +42,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitrain.models.grouped_mm import grouped_mm
 from minitrain.models.layers import base_class, set_variant
 from minitrain.models.moe import Experts
-from minitrain.models.quantize import E4M3, E5M2, dequantize, quantize
+from minitrain.models.quantize import E4M3, E5M2, quantize
 
 ALIGNMENT = 16
 # suffixes of the Linears whose input is not a norm's output
@@ -63,7 +59,7 @@ def to_fp8(
     fast_accumulation: the products in which Hopper accumulates faster, with about 14 bits: `none`,
         `forward` or `all`.
     tp: the number of tensor-parallel ranks that will split a weight.
-    experts: let routed experts multiply in FP8, too.
+    experts: let routed experts multiply in FP8, too; each rank must have one.
     """
     fast = (fast_accumulation != "none", fast_accumulation == "all")
     for block in blocks:
@@ -72,7 +68,7 @@ def to_fp8(
             if kind is nn.Linear and fits(module.weight, ALIGNMENT * tp):
                 set_variant(module, Fp8Linear)
                 module.reads_norm = not name.endswith(READ_NO_NORM)
-            elif kind is Experts and experts:
+            elif kind is Experts and experts and fits(module.down_proj, ALIGNMENT):
                 set_variant(module, Fp8Experts)
             else:
                 continue
@@ -94,7 +90,8 @@ def in_fp8(module: nn.Module, name: str) -> tuple[Tensor, Tensor, Tensor | None]
     matrix = getattr(module, name)
     if is_placeholder(matrix):
         return module.gathered[name]
-    return *quantize(matrix, E4M3, each=matrix.ndim == 3), None
+    # of experts, a stack of one
+    return *quantize(matrix.squeeze(0), E4M3), None
 
 
 class Fp8Linear(nn.Linear):
@@ -123,16 +120,15 @@ class Fp8Linear(nn.Linear):
 
 
 class Fp8Experts(Experts):
-    """Experts whose products are in FP8."""
+    """A rank's only expert, whose products are in FP8. Attributes: see `Fp8Linear`."""
+
+    fast: tuple[bool, bool]
+    gathered: dict[str, tuple[Tensor, Tensor, Tensor | None]]
 
     def _product(self, name: str, x: Tensor, offsets: Tensor) -> Tensor:
-        stack = getattr(self, name)
-        stack8, inverses, copy8 = in_fp8(self, name)
-        if len(stack) == 1 and fits(stack, ALIGNMENT):
-            weight = stack.squeeze(0), stack8[0], inverses.squeeze(), copy8
-            # reads_norm: sorting copies x, by a kernel of its own
-            return Fp8Products.apply(x, *self.fast, False, True, *weight)[0]
-        return Fp8GroupedProduct.apply(x, stack, stack8, inverses, offsets)
+        weight = getattr(self, name).squeeze(0)
+        # reads_norm: sorting copies x, by a kernel of its own
+        return Fp8Products.apply(x, *self.fast, False, True, weight, *in_fp8(self, name))[0]
 
 
 def fp8_linears(linears: list[Fp8Linear], x: Tensor) -> list[Tensor]:
@@ -222,36 +218,6 @@ class Fp8Products(torch.autograd.Function):
                         grad8, x8.t(), grad_inverse, x_inverse, ctx.dtypes[1 + n], ctx.fast
                     )
         return dx, None, None, None, None, *dws
-
-
-class Fp8GroupedProduct(torch.autograd.Function):
-    """x W_e^T, [rows, out], of x [rows, in], sorted by expert, with weights in FP8.
-
-    stack8: [experts, out, in]; `stack` only gets the gradient. offsets: int32 [experts], the ends of
-    each expert's rows.
-    """
-
-    @staticmethod
-    def forward(ctx, x, stack, stack8, inverses, offsets):
-        x8, x_inverse = quantize(x, E4M3, rows_known=False)
-        kept = (x8, x_inverse) if ctx.needs_input_grad[1] else (None, None)
-        ctx.save_for_backward(*kept, stack8, inverses, offsets)
-        ctx.dtypes = x.dtype, stack.dtype
-        weights = dequantize(stack8, inverses, x.dtype)
-        return grouped_mm(dequantize(x8, x_inverse, x.dtype), weights.transpose(-2, -1), offsets)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x8, x_inverse, stack8, inverses, offsets = ctx.saved_tensors
-        dtype, stack_dtype = ctx.dtypes
-        grad = dequantize(*quantize(grad.contiguous(), E5M2, rows_known=False), dtype)
-        dx = None
-        dw = None
-        if ctx.needs_input_grad[0]:
-            dx = grouped_mm(grad, dequantize(stack8, inverses, dtype), offsets)
-        if ctx.needs_input_grad[1]:
-            dw = grouped_mm(grad.T, dequantize(x8, x_inverse, dtype), offsets).to(stack_dtype)
-        return dx, dw, None, None, None
 
 
 def choose_scaled_mm(x: Tensor, rows_known: bool = True) -> Callable:

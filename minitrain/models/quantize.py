@@ -14,15 +14,12 @@ EXPONENT = 0x7F800000
 SMALLEST = 2.0**-100
 
 
-def quantize(
-    x: Tensor, dtype: torch.dtype, each: bool = False, rows_known: bool = True
-) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, dtype: torch.dtype, rows_known: bool = True) -> tuple[Tensor, Tensor]:
     """Return x in FP8 and its inverse scale, an fp32 scalar: x is about x8.float() * inverse.
 
-    each: give each matrix of a stack x [experts, out, in] its own scale, [experts, 1, 1].
     rows_known: see `Fp8Products`.
     """
-    scale = power_of_two_scale(largest(x, each, rows_known), dtype)
+    scale = power_of_two_scale(largest(x, rows_known), dtype)
     return cast(x, scale, dtype), 1 / scale
 
 
@@ -33,15 +30,13 @@ def dequantize(x8: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
     return wide if wide.dtype == dtype else wide.to(dtype)
 
 
-def largest(x: Tensor, each: bool = False, rows_known: bool = True) -> Tensor:
+def largest(x: Tensor, rows_known: bool = True) -> Tensor:
     """Return max |x| as an fp32 scalar: 0 if x is empty, infinity if it has a NaN.
 
-    A maximum over ranks could lose a NaN. each, rows_known: see `quantize`.
+    A maximum over ranks could lose a NaN. rows_known: see `quantize`.
     """
     sizes = x.detach().abs()
-    if each:
-        amax = sizes.amax((1, 2), keepdim=True)
-    elif rows_known:
+    if rows_known:
         amax = sizes.amax() if x.numel() else sizes.new_zeros(())
     else:
         # padded, since there may be no rows

@@ -6,9 +6,7 @@ bf16's; and a frozen weight is rounded once. The scale is the full weight's: the
 shards are reduced over all ranks that share it, tensor-parallel ones too, in one all-reduce per
 mesh dimension for all weights together. So a weight has the same FP8 numbers in any layout.
 
-Experts in FP8 are gathered likewise if expert parallelism has split them. Each has its own scale,
-reduced over the ranks that share this expert. Unsplit experts are gathered in bf16 and rounded
-then.
+Experts in FP8 are gathered likewise. Each has its own scale, reduced over the ranks that share it.
 
 Scales of activations are reduced over ranks only where tensor parallelism gathers them (tensor.py).
 
@@ -41,10 +39,8 @@ from minitrain.models.quantize import E4M3, cast, largest, power_of_two_scale
 def gather_in_fp8(model: Module, keep_transposed: bool) -> None:
     """Make FSDP gather the weights of FP8 products in FP8. They are sharded and have storage."""
     linears = [(module, "weight") for module in model.modules() if isinstance(module, Fp8Linear)]
-    split = [
-        module for module in model.modules() if isinstance(module, Fp8Experts) and are_split(module)
-    ]
-    stacks = [(module, name) for module in split for name in (module.first, "down_proj")]
+    experts = [module for module in model.modules() if isinstance(module, Fp8Experts)]
+    stacks = [(module, name) for module in experts for name in (module.first, "down_proj")]
     for owners in filter(None, (linears, stacks)):
         shards = Fp8Shards([module.get_parameter(name) for module, name in owners], keep_transposed)
         for number, (module, name) in enumerate(owners):
@@ -55,16 +51,11 @@ def gather_in_fp8(model: Module, keep_transposed: bool) -> None:
             shard.fsdp_post_all_gather = after_gather
 
 
-def are_split(experts: Fp8Experts) -> bool:
-    """Return whether expert parallelism has split the experts."""
-    return "ep" in experts.down_proj.device_mesh.mesh_dim_names
-
-
 class Fp8Shards:
     """This rank's shards of weights in FP8, rounded again when used after a change.
 
-    weights: DTensors on one mesh, all [out, in], with one scale each, or all [experts, out, in],
-        with one scale per expert.
+    weights: DTensors on one mesh, with one scale each: all [out, in], or all stacks
+        [experts, out, in], of which a rank has one expert.
     A change is a step of any optimizer, unless the weight is frozen, or a write to a weight or its
     local tensor. A `foreach` operation on DTensors outside of an optimizer goes unnoticed.
     """
@@ -93,11 +84,10 @@ class Fp8Shards:
     @torch.no_grad()
     def update(self, changed: list[int]) -> None:
         parts = [self.weights[number].to_local() for number in changed]
-        each = parts[0].ndim == 3
         mesh = self.weights[0].device_mesh
-        amax = torch.stack([largest(part, each) for part in parts])
+        amax = torch.stack([largest(part) for part in parts])
         for dim, placement in enumerate(self.weights[0].placements):
-            has_other_experts = each and placement.is_shard(0)
+            has_other_experts = parts[0].ndim == 3 and placement.is_shard(0)
             if mesh.size(dim) > 1 and not has_other_experts:
                 dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(dim))
         scales = power_of_two_scale(amax, E4M3)
@@ -109,13 +99,9 @@ class Fp8Shards:
             self.seen[number] = self.state(number)
 
     def copy_of(self, number: int, weight8: Tensor) -> Tensor | None:
-        """Return a column-major copy of a gathered matrix, kept until it changes.
-
-        None for stacks of experts, or unless copies are kept.
-        """
-        matrix = weight8.squeeze(0)
-        if self.keep_transposed and self.copies[number] is None and matrix.ndim == 2:
-            self.copies[number] = transposed(matrix).t()
+        """Return a column-major copy of a gathered matrix, kept until it changes, or None."""
+        if self.keep_transposed and self.copies[number] is None:
+            self.copies[number] = transposed(weight8).t()
         return self.copies[number]
 
 
@@ -152,7 +138,7 @@ def after_gather(
     module, name, size, inverse = notes
     # set by tensor parallelism if ranks share key/value heads
     own_rows = getattr(module, "own_rows", slice(size[0]))
-    weight8 = gathered[0].view(E4M3).view(-1, *size[1:])[own_rows]
+    weight8 = gathered[0].view(E4M3).view(-1, *size[1:])[own_rows].squeeze(0)
     shards, number = module.shards[name]
     module.gathered[name] = weight8, inverse, shards.copy_of(number, weight8)
     if out is not None:
