@@ -2,7 +2,7 @@
 
 import pytest
 
-from minitrain.parallel.pipeline import V_SHAPED, rank_of
+from minitrain.parallel.pipeline_split import V_SHAPED, rank_of
 from minitrain.simulator.replay import replay, schedule_order
 
 FORWARD, INPUTS, WEIGHTS = 1.0, 1.25, 0.75  # seconds of one rank's layers: forward, gradients of inputs, of weights

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from minitrain.parallel.pipeline import pipeline_needs
+from minitrain.parallel.pipeline_split import pipeline_needs
 from minitrain.settings import Config, Parallel
 from minitrain.training.loss import IGNORE
 from minitrain.training.packing import PADDING, first_fit_decreasing, pack_row, stack

@@ -10,28 +10,20 @@ outside, so that its hooks gather and free weights around the compiled block.
 from collections.abc import Callable
 
 import torch
-import torch._dynamo.config  # the settings have no public names
-import torch._functorch.config
 from torch.nn import Module
 
 from minitrain.models.wan import Wan
+from minitrain.parallel.compiling import compile_blocks, overlap_collectives
 from minitrain.parallel.context import context_parallel
 from minitrain.parallel.expert import expert_parallel
 from minitrain.parallel.fsdp import shard
 from minitrain.parallel.mesh import Meshes
-from minitrain.parallel.pipeline import Pipeline, local_stages
+from minitrain.parallel.pipeline import Pipeline
+from minitrain.parallel.pipeline_split import local_stages
 from minitrain.parallel.recompute import recompute
-from minitrain.parallel.tensor import overlap_collectives
 from minitrain.parallel.tensor_decoder import tensor_parallel
 from minitrain.parallel.tensor_wan import tensor_parallel_wan
 from minitrain.settings import Config
-
-# of a process's blocks: all kinds of layers, each in training, in evaluation and frozen; torch
-# allows 8
-GRAPHS = 64
-# tensors that one expression may combine; torch allows 8. LoRA's queries with dropout, rotated,
-# take 10
-READS = 12
 
 
 def parallelize(make: Callable[..., Module], config: Config, meshes: Meshes) -> Module:
@@ -64,18 +56,8 @@ def apply_techniques(model: Module, config: Config, meshes: Meshes) -> None:
     if config.parallel.async_tp:
         overlap_collectives(meshes.tp)
     if config.compile:
-        from torch._inductor import config as inductor  # takes a second to import
-
-        torch._dynamo.config.recompile_limit = GRAPHS
-        inductor.realize_acc_reads_threshold = READS
-        # Mamba-2's padded gradients would be copied for their matrix product
-        inductor.comprehensive_padding = False
-        # and its gate kept in fp32
-        torch._functorch.config.ban_recompute_long_fusible_chains = False
-        # None: when another length comes
-        dynamic = None if config.data.kind == "latents" else False
-        for block in model.blocks:
-            block.compile(fullgraph=True, dynamic=dynamic)
+        # videos vary in length
+        compile_blocks(model.blocks, dynamic=None if config.data.kind == "latents" else False)
     # adapters are cast where they are used, and what is frozen has the right type: one rank needs
     # no FSDP for that
     compute_dtype = (

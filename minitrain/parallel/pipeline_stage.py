@@ -1,4 +1,7 @@
-"""A stage of torch.distributed.pipelining for parallel/pipeline.py, and changes to torch's schedules."""
+"""A stage of torch.distributed.pipelining for pipeline.py, and changes to torch's schedules.
+
+All private names of torch's pipelining stand in this file. None has a public one in torch 2.13.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,11 +9,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import RESHARD, UNSHARD, _Action, _batch_p2p
+from torch.distributed.pipelining.schedules import RESHARD, UNSHARD, _batch_p2p
 
 
 class Stage(PipelineStage):
-    """A stage of torch's whose forward pass is `compute(micro-batch's index, *hidden)`.
+    """A stage whose forward pass is compute(index of the micro-batch, *hidden).
 
     Tokens and labels do not go through torch: 2.11 cannot split a backward pass with inputs that
     have no gradients.
@@ -79,8 +82,9 @@ class Stage(PipelineStage):
         return []
 
 
-def keep_weights(actions: list[_Action]) -> None:
+def keep_weights(schedule, rank: int) -> None:
     """Drop a rank's UNSHARD actions but each stage's first, and its RESHARD actions but the last."""
+    actions = schedule.pipeline_order_with_comms[rank]
     gathers = {}
     releases = {}
     for index, action in enumerate(actions):
@@ -93,9 +97,13 @@ def keep_weights(actions: list[_Action]) -> None:
     actions[:] = [a for i, a in enumerate(actions) if i in kept or a.computation_type not in others]
 
 
-def skip_vote(stages: list[Stage], *args) -> None:
+def skip_vote(schedule) -> None:
     """Skip torch 2.13's vote on whether shapes are known: a fake process group does not answer."""
-    from torch.distributed.pipelining._utils import InferenceMode  # new in 2.13
 
-    for stage in stages:
-        stage._inference_mode = InferenceMode.STATIC
+    def know_shapes(stages: list[Stage], *args) -> None:
+        from torch.distributed.pipelining._utils import InferenceMode  # new in 2.13
+
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    schedule._warmup_p2p = know_shapes

@@ -53,7 +53,6 @@ Parameters are DTensors, and modules compute with their local tensors (parts.py)
 Mamba groups than ranks, and uneven parts, which run/parallel_checks.py refuses.
 """
 
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -64,7 +63,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import Module
 
-from minitrain.errors import InputError
 from minitrain.models.layers import set_variant
 from minitrain.models.quantize import E4M3, E5M2, cast, dequantize, largest, power_of_two_scale
 from minitrain.parallel.collectives import all_gather, all_reduce, reduce_scatter
@@ -127,44 +125,6 @@ def split_embedding(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
     """Make an embedding a `VocabParallelEmbedding`, in place."""
     split_parameters(embedding, mesh, Shard(0))
     set_variant(embedding, VocabParallelEmbedding)
-
-
-# ------------------------------------------------------------------------------------------------ asynchronous form
-
-
-def overlap_collectives(mesh: DeviceMesh) -> None:
-    """Let the compiler cut a collective and the matrix product next to it into pieces, and overlap
-    them (CUDA only).
-
-    Holds for everything that this process compiles from now on. See `check_overlap`.
-    """
-    import torch._inductor.config
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    # the option has no public name
-    torch._inductor.config._micro_pipeline_tp = True
-    with warnings.catch_warnings():
-        # torch 2.13 says that there is no need, and its pass still asks
-        warnings.simplefilter("ignore", FutureWarning)
-        enable_symm_mem_for_group(mesh.get_group().group_name)
-
-
-def check_overlap(step: Callable[[], list[Tensor]]) -> None:
-    """Raises InputError if `step`, compiled, returns other tensors than without the compiler: 2.12
-    was silently wrong.
-
-    Other: norm(difference) / norm(expected) is above 0.05. bf16 differs by 0.01, a lost piece by
-    far more.
-    """
-    with torch.compiler.set_stance("force_eager"):
-        expected = step()
-    for actual, right in zip(step(), expected, strict=True):
-        error = ((actual - right).norm() / right.norm().clamp(min=1e-12)).item()
-        if not error <= 0.05:
-            raise InputError(
-                f"parallel.async_tp=true: torch {torch.__version__} computes wrong results with it, off by {error:.1e} "
-                f"relative to the synchronous ones (use false)"
-            )
 
 
 # ------------------------------------------------------------------------------------------------------- collectives

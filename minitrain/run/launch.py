@@ -22,9 +22,9 @@ from minitrain.formats.peft import fill_adapters
 from minitrain.models.lora import is_adapter
 from minitrain.models.router import update_selection_bias
 from minitrain.parallel.agreement import FOR_EVER, check_same, code_digests, flatten, gather
+from minitrain.parallel.compiling import check_overlap
 from minitrain.parallel.mesh import Meshes, build_meshes
 from minitrain.parallel.shards import local_shard, to_local
-from minitrain.parallel.tensor import check_overlap
 from minitrain.run import watch
 from minitrain.run.parallel_checks import check_layout
 from minitrain.run.rendezvous import (

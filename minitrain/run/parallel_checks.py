@@ -4,7 +4,7 @@ import math
 
 from minitrain.errors import Faults, InputError, refuse
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.parallel.pipeline import pipeline_needs
+from minitrain.parallel.pipeline_split import pipeline_needs
 from minitrain.run.rendezvous import world_size
 from minitrain.settings import Config
 

@@ -259,9 +259,9 @@ def as_strided_unless_placeholder(as_strided: Callable, tensor: Tensor, *args, *
     return tensor if is_placeholder(tensor) else as_strided(tensor, *args, **kwargs)
 
 
-def compile_without_kernels(module: Module, **options) -> None:
+def compile_without_kernels(module: Module, options: dict | None = None, **others) -> None:
     module._compiled_call_impl = torch.compile(
-        module._call_impl, backend="aot_eager_decomp_partition", **options
+        module._call_impl, backend="aot_eager_decomp_partition", **others
     )
 
 

@@ -31,7 +31,7 @@ import torch
 from minitrain.bench.measure import published_step_time, rates, token_flops
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
-from minitrain.parallel.pipeline import local_stages
+from minitrain.parallel.pipeline_split import local_stages
 from minitrain.run.flops import visible_share
 from minitrain.run.parallel_checks import check_layout, micro_batches, row_ranks, stated_ranks
 from minitrain.settings import Config

@@ -14,7 +14,7 @@ from minitrain.errors import InputError
 from minitrain.formats.hf import load_pretrained, save_pretrained
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.parallelize import parallelize
-from minitrain.parallel.pipeline import V_SHAPED, cut, rank_of
+from minitrain.parallel.pipeline_split import V_SHAPED, cut, rank_of
 from minitrain.run import config as configs
 from minitrain.run.export import export
 from minitrain.run.launch import meshes_of, start

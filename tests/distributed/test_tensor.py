@@ -29,9 +29,9 @@ from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.models.attention import Mask
 from minitrain.models.decoder import Decoder
+from minitrain.parallel.compiling import check_overlap
 from minitrain.parallel.fsdp import set_gradient_sync, shard
 from minitrain.parallel.parts import split_parameters, use_local_tensors
-from minitrain.parallel.tensor import check_overlap
 from minitrain.parallel.tensor_decoder import tensor_parallel
 from minitrain.run import config as configs
 from minitrain.run.launch import make_trainer, start
