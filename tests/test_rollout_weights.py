@@ -51,6 +51,13 @@ def test_matrices_of_one_input_are_one_product(name, joined, tmp_path):
             products = linear.call_args_list
     assert len(products) == (name != "deepseek-v3")
     assert not any("forward" in linear.__dict__ for linear in linears)
+    if name != "deepseek-v3":
+        seen = []
+        hook = attention.k_proj.register_forward_hook(lambda *_: seen.append("a hook of others"))
+        with sampler.weights.in_use():
+            project(torch.zeros(1, 1, model.config.hidden_size), *linears)
+        assert len(seen) == 1
+        hook.remove()
     for key, parameter in model.named_parameters():
         assert parameter is parameters[key][0]
         torch.testing.assert_close(parameter, parameters[key][1] * 1.1)

@@ -4,26 +4,23 @@ Models are plain modules, whose parameters have the names of Hugging Face checkp
 parallelism and the sampler change them in place, in three ways:
 
     way                            who uses it
-    (a) a variant of a module      Fp8Linear, Fp8Experts (fp8.py), OnednnLinear (onednn.py),
-        that holds the same        RMSNormOverHeads (parallel/tensor_wan.py): `__class__` is set.
-        parameters                 LoRA (lora.py): `forward` of a Linear and `_linear` of Experts
-                                   are set, and adapters registered, around any of these classes.
-    (b) an exchange point, which   attend, mix, make_mask, split_cp, gather: context parallelism
-        the constructor or class   dispatch: expert and tensor parallelism; sum_counts: balancing
-        names, is set              split_tp, gather: tensor parallelism of Wan
-                                   project: LoRA, FP8
-    (c) a hook of torch            FSDP's own; forward hooks and pre-hooks of Linears, norms, parts
-                                   of blocks and blocks in parallel/tensor*.py and expert.py, and of
-                                   LoRA's embedding
+    (a) a variant: a subclass      Fp8Linear, Fp8Experts (fp8.py), OnednnLinear (onednn.py),
+        that holds the same        LoraLinear, LoraExperts (lora.py), around any of these;
+        parameters. `set_variant`  VocabParallelEmbedding, OwnPositions, RMSNormOverHeads
+                                   (parallel/tensor*.py); Recomputing, of a block
+                                   (parallel/recompute.py)
+    (b) an exchange point: a       gather, reduce, split: tensor parallelism
+        function that a module     dispatch: expert and tensor parallelism
+        calls, and names in its    attend, mix, make_mask, split_cp, gather (Wan's): context
+        constructor with a         parallelism
+        default for one rank       split_tp, gather (Wan's): tensor parallelism
+                                   sum_counts: balancing of experts over ranks
+    (c) a hook of torch            FSDP's own; parallel/parts.py: `use_local_tensors` runs before a
+                                   block, and lets a rank's plain tensors hide the DTensor
+                                   parameters of the same names; LoRA's, on the embedding
 
-Exceptions, none of which outlives its reason:
-
-    parallel/parts.py      a rank's plain tensors hide DTensor parameters of the same names
-    parallel/recompute.py  `forward` of a block is set: checkpointing must be inside what compiles
-    parallel/tensor*.py    `forward` of embeddings split over ranks is set
-    rollout/weights.py     while the sampler runs, `forward` of Linears (`product` of adapted ones)
-                           and of blocks, and the compiled call of blocks, are set; they are put
-                           back after it
+One exception: while the sampler runs, rollout/weights.py sets `forward` of Linears (`product` of
+adapted ones) and the compiled call of blocks, and puts them back.
 """
 
 import math
@@ -56,7 +53,7 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
-# ------------------------------------------------------------------------------------------------- variants of a module
+# --- variants of a module
 
 
 def base_class(module: nn.Module) -> type:
@@ -94,7 +91,7 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(forward or module._backward_pre_hooks or module._backward_hooks)
 
 
-# ------------------------------------------------------------------------------------------------------- norms and MLPs
+# --- norms and MLPs
 
 
 class LayerNorm1P(nn.LayerNorm):
@@ -153,7 +150,7 @@ MLPS = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------- rotary embeddings
+# --- rotary embeddings
 
 
 def rotary_frequencies(dim: int, theta: float, scaling: dict | None = None, device=None) -> Tensor:

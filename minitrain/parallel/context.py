@@ -1,38 +1,34 @@
-"""Context parallelism: the ranks of a group share each row's tokens, for rows too long for one.
+"""Context parallelism: the ranks of a group share the tokens of each row, if rows are too long for one.
 
-Everything but attention and Mamba-2 treats each token alone and needs no communication. Around
-attention, one of two exchanges:
+Everything but attention and Mamba-2 treats each token by itself, and needs no communication. There
+are two forms of it around attention.
 
-allgather (Llama 3 paper, section 3.3.2). Every rank gathers all keys and values, and attends from
-its own queries; the
-    backward pass reduce-scatters the gradients of keys and values to their owners. Causal attention
-    gives late tokens more work, so the row is cut into 2 cp chunks and rank r holds chunks r and 2
-    cp - 1 - r: all ranks then have equally many pairs. Any number of heads will do. A rank
-    receives, per layer and direction,
-        (cp - 1) / cp x [rows, seq, 2 kv_heads head_dim],
-    one collective, once more if the layer is recomputed. Its queries are two pieces of the row, so
-    even plain causal attention needs a mask, and runs on FlexAttention. The mask's tiles are found
-    once per length and kept; with documents once per forward pass, during which each pair of query
-    and key briefly takes a few bytes.
+allgather (Llama 3 paper, section 3.3.2). A rank gathers all keys and values, and computes attention
+of its own queries. The backward pass reduce-scatters the gradients of keys and values. Under a
+causal mask late tokens see more keys. So a row is cut into 2 cp chunks, and rank r has chunks r and
+2 cp - 1 - r ("zigzag"): all ranks then have equally many query-key pairs. Any number of heads will
+do. A rank's queries are not consecutive, so even plain causal attention needs a mask, and runs on
+FlexAttention. A rank receives, per layer and direction, in one collective:
 
-ulysses (DeepSpeed-Ulysses, Jacobs et al. 2023). All-to-alls turn shards of the row into shards of
-the heads: each rank
-    runs ordinary attention over the whole row for 1 / cp of the heads, and a last all-to-all turns
-    the output back. The row is cut into cp chunks in order; plain causal attention stays plain, on
-    the fastest kernel. The key/value heads must divide by cp. A rank receives, per layer and
-    direction, in four collectives,
-        (cp - 1) / cp x [rows, seq / cp, 2 (heads + kv_heads) head_dim],
-    once more if recomputed; that is less than the other form's if heads + kv_heads < kv_heads cp.
+    (cp - 1) / cp x [rows, seq, 2 kv_heads head_dim]
 
-Mamba-2, whose state runs through the row, has only the second kind, under either name and in either
-order of tokens: around its convolution and scan, all-to-alls turn shards of the row into shards of
-the groups of heads and back. The groups must divide by cp. A rank receives, per such layer and
-direction, in two collectives,
-    (cp - 1) / cp x [rows, seq / cp, 2 heads head_dim + 2 groups state + heads],
-and going forward the numbers of all tokens' documents, if there are any.
+ulysses (DeepSpeed-Ulysses, Jacobs et al. 2023). All-to-alls turn a rank's share of the tokens into
+a share of the heads, and back after attention, which sees whole rows. A row is cut into cp chunks
+in order, so plain causal attention stays plain, on the fastest kernel. cp must divide the key/value
+heads. A rank receives, per layer and direction, in four collectives:
 
-Left out: ring attention, which overlaps the exchange with attention but needs a kernel that returns
-partial softmaxes.
+    (cp - 1) / cp x [rows, seq / cp, 2 (heads + kv_heads) head_dim]
+
+That is less than allgather if heads + kv_heads < kv_heads cp. Recomputation repeats either.
+
+Mamba-2's state runs along the row. Under both forms, all-to-alls turn tokens into groups of heads
+around its convolution and scan. cp must divide the groups. A rank receives, per layer and
+direction, in two collectives:
+
+    (cp - 1) / cp x [rows, seq / cp, 2 heads head_dim + 2 groups state + heads]
+
+Document ids are gathered too, if there are any. Left out: ring attention, which overlaps the
+exchange with attention, but needs a kernel that returns partial softmaxes.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,12 +44,12 @@ from minitrain.parallel.mesh import own_chunk
 
 
 def context_parallel(model: Module, mesh: DeviceMesh, form: str) -> None:
-    """Make `model` attend over whole rows while every rank of the 1-D `mesh` holds only its
-    `own_tokens`.
+    """Let `model` attend over whole rows, while each rank of the 1-D `mesh` has its `own_tokens`.
 
-    form: `allgather` or `ulysses`. Replaces `model.make_mask`, and `attend` or `mix` of every
-    module that has one. A model with `split_cp` and `gather` takes and returns whole rows, and
-    attends to all of them: tokens stay in order.
+    form: `allgather` or `ulysses`.
+    Sets the exchange points `model.make_mask` and `attend` or `mix` of every module that has one. A
+    model with `split_cp` and `gather` takes and returns whole rows. It attends to all tokens, so
+    they stay in order.
     """
     zigzag = is_zigzag(form)
     if hasattr(model, "split_cp"):
@@ -62,82 +58,87 @@ def context_parallel(model: Module, mesh: DeviceMesh, form: str) -> None:
         model.split_cp = partial(own_chunk, mesh)
         model.gather = lambda share: gather_row(gather(share), 1, mesh, zigzag)
     model.make_mask = whole_row_mask(model.make_mask, mesh, form, zigzag)
-    exchange = {
-        "allgather": partial(attend_to_all_keys, zigzag=zigzag),
-        "ulysses": attend_with_own_heads,
-    }[form]
+    attend = attend_with_own_heads
+    if form == "allgather":
+        attend = partial(attend_to_all_keys, zigzag=zigzag)
     for module in model.modules():
         if hasattr(module, "attend"):
-            module.attend = partial(exchange, module.attend, mesh)
+            module.attend = partial(attend, module.attend, mesh)
         if hasattr(module, "mix"):
             module.mix = partial(mix_own_groups, module.mix, mesh, zigzag)
 
 
-# ----------------------------------------------------------------------------------------------- who holds which tokens
+# --- which tokens a rank has
 
 
 def is_zigzag(form: str) -> bool:
-    """Does a rank hold an early and a late chunk of a row, and not one stretch of it?"""
+    """Return True if a rank has an early and a late chunk of each row, False if it has one chunk."""
     return form == "allgather"
 
 
 def chunks(rank: int, size: int, zigzag: bool) -> list[int]:
-    """Which of a row's equal chunks `rank` of `size` holds, in this order."""
+    """Return the numbers of the chunks that `rank` of `size` has, of a row cut into equal chunks."""
     return [rank, 2 * size - 1 - rank] if zigzag else [rank]
 
 
 def token_indices(
     length: int, mesh: DeviceMesh, zigzag: bool, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """int [length / cp]: where in a row of `length` tokens this rank's tokens stand."""
-    return cut_row(torch.arange(length, device=device), 0, mesh.size(), zigzag)[
-        mesh.get_local_rank()
-    ]
+    """Return the indices of this rank's tokens in a row of `length` tokens, int [length / cp]."""
+    row = torch.arange(length, device=device)
+    return cut_row(row, 0, mesh.size(), zigzag)[mesh.get_local_rank()]
 
 
 def own_tokens(batch: dict[str, Tensor], mesh: DeviceMesh, form: str) -> dict[str, Tensor]:
-    """This rank's tokens of a micro-batch: every value [rows, seq] becomes [rows, seq / cp].
+    """Return this rank's tokens of a micro-batch: each value [rows, seq] becomes [rows, seq / cp].
 
-    seq must be a multiple of 2 cp (allgather) or cp (ulysses). A batch without `positions` gets
-    them: 0, 1, 2, ... is no longer what they are.
+    seq must be a multiple of 2 cp (allgather) or cp (ulysses). Adds `positions` if there are none,
+    since local order is no longer 0, 1, 2, ... A batch of videos stays: the model splits it.
     """
-    # of videos, the model takes this rank's patches
     if mesh.size() == 1 or "tokens" not in batch:
         return batch
     rows, length = batch["tokens"].shape
-    held = token_indices(length, mesh, is_zigzag(form))
+    indices = token_indices(length, mesh, is_zigzag(form))
     batch = {"positions": torch.arange(length).expand(rows, -1), **batch}
-    return {key: value[:, held] for key, value in batch.items()}
+    return {key: value[:, indices] for key, value in batch.items()}
 
 
 def gather_row(x: Tensor, dim: int, mesh: DeviceMesh, zigzag: bool) -> Tensor:
-    """All ranks' tokens in the row's order: seq / cp along `dim` becomes seq. Gradients are summed
-    to the owners.
+    """Gather all ranks' tokens in the row's order: size seq / cp along `dim` becomes seq.
+
+    Gradients are summed to the owners.
     """
     return join_row(stack_ranks(x, mesh).unbind(), dim, zigzag)
 
 
 def join_row(shares: Sequence[Tensor], dim: int, zigzag: bool) -> Tensor:
-    """The row along `dim`, from what each rank holds of it."""
-    order = [number for rank in range(len(shares)) for number in chunks(rank, len(shares), zigzag)]
-    pieces = [piece for share in shares for piece in share.chunk(len(order) // len(shares), dim)]
+    """Join the shares of all ranks, in rank order, to a row along `dim`."""
+    order = []
+    pieces = []
+    for rank, share in enumerate(shares):
+        numbers = chunks(rank, len(shares), zigzag)
+        order += numbers
+        pieces += share.chunk(len(numbers), dim)
     return torch.cat([pieces[order.index(number)] for number in range(len(order))], dim)
 
 
 def cut_row(row: Tensor, dim: int, size: int, zigzag: bool) -> list[Tensor]:
-    """The inverse of `join_row`: what each of `size` ranks holds of a row."""
-    held = [chunks(rank, size, zigzag) for rank in range(size)]
-    pieces = row.chunk(size * len(held[0]), dim)
-    shares = [[pieces[number] for number in numbers] for numbers in held]
-    return [share[0] if len(share) == 1 else torch.cat(share, dim) for share in shares]
+    """Cut a row along `dim` into the shares of `size` ranks: the inverse of `join_row`."""
+    pieces = row.chunk(2 * size if zigzag else size, dim)
+    shares = []
+    for rank in range(size):
+        own = [pieces[number] for number in chunks(rank, size, zigzag)]
+        shares.append(torch.cat(own, dim) if zigzag else own[0])
+    return shares
 
 
-# ------------------------------------------------------------------------------------------------------- into the model
+# --- exchange points of the model
 
 
 def whole_row_mask(make_mask: Callable, mesh: DeviceMesh, form: str, zigzag: bool) -> Callable:
-    """`make_mask` for a rank that knows only its own tokens: the documents of the others are
-    gathered, once a call.
+    """Return `make_mask` for a rank that knows its own tokens alone.
+
+    Document ids, int [rows, seq / cp], are gathered at each call. Masks without them are kept.
     """
 
     def build(length, device, documents=None, **rule):
@@ -148,9 +149,11 @@ def whole_row_mask(make_mask: Callable, mesh: DeviceMesh, form: str, zigzag: boo
     build_once = cache(build)
 
     def make(length, device, documents=None, **rule):
+        # of whole rows
+        length = length * mesh.size()
         if documents is None:
-            return build_once(length * mesh.size(), device, **rule)
-        return build(length * mesh.size(), device, gather_row(documents, 1, mesh, zigzag), **rule)
+            return build_once(length, device, **rule)
+        return build(length, device, gather_row(documents, 1, mesh, zigzag), **rule)
 
     return make
 
@@ -166,11 +169,12 @@ def attend_to_all_keys(
     *,
     zigzag: bool,
 ) -> Tensor:
-    """This rank's queries, all keys and values.
+    """Compute attention of this rank's queries to all keys, gathered from all ranks.
 
-    q, k, v: [batch, heads or kv_heads, seq / cp, head_dim]; sinks: [heads]. Returns [batch, heads,
-    seq / cp, head_dim].
+    q, k, v: [batch, heads or kv_heads, seq / cp, head_dim]; sinks: [heads].
+    Returns [batch, heads, seq / cp, head_dim].
     """
+    # one collective for both: [batch, kv_heads, seq, k's and v's head_dim]
     row = gather_row(torch.cat([k, v], dim=-1), 2, mesh, zigzag)
     return attend(q, *row.split([k.shape[-1], v.shape[-1]], dim=-1), mask, sinks)
 
@@ -184,7 +188,8 @@ def attend_with_own_heads(
     mask,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """All queries, keys and values of 1 / cp of the heads. Shapes as in `attend_to_all_keys`."""
+    """Compute attention over whole rows for 1 / cp of the heads. Shapes: `attend_to_all_keys`."""
+    # [batch, heads / cp or kv_heads / cp, seq, head_dim]
     q, k, v = (to_heads(x, 1, 2, mesh) for x in (q, k, v))
     if sinks is not None:
         sinks = sinks.chunk(mesh.size())[mesh.get_local_rank()]
@@ -199,35 +204,30 @@ def mix_own_groups(
     dt: Tensor,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """All tokens of 1 / cp of the groups of heads of Mamba-2.
+    """Run Mamba-2's convolution and scan over whole rows for 1 / cp of its groups of heads.
 
     mixed, dt: [batch, seq / cp, groups, ...], see `Mamba2.mix`; documents: int [batch, seq / cp].
     Returns [batch, seq / cp, groups, ...].
     """
+    # [batch, seq, groups / cp, ...]
     row = to_heads(torch.cat([mixed, dt], dim=-1), 2, 1, mesh, zigzag)
     if documents is not None:
         documents = gather_row(documents, 1, mesh, zigzag)
     first = mesh.get_local_rank() * row.shape[2]
-    count = row.shape[2]
-    y = mix(
-        *row.split([mixed.shape[-1], dt.shape[-1]], dim=-1),
-        documents,
-        groups=slice(first, first + count),
-    )
-    return to_tokens(y, 2, 1, mesh, zigzag)
+    groups = slice(first, first + row.shape[2])
+    mixed, dt = row.split([mixed.shape[-1], dt.shape[-1]], dim=-1)
+    return to_tokens(mix(mixed, dt, documents, groups=groups), 2, 1, mesh, zigzag)
 
 
 def to_heads(x: Tensor, heads: int, row: int, mesh: DeviceMesh, zigzag: bool = False) -> Tensor:
-    """All-to-all: of dimension `heads` a part for each rank; what arrives makes the row along
-    dimension `row`.
+    """Exchange tokens for heads by all-to-all: the sizes of dimensions `heads` and `row` become 1 / cp
+    and cp times as large.
     """
-    return join_row(
-        all_to_all(torch.stack(x.chunk(mesh.size(), heads)), mesh).unbind(), row, zigzag
-    )
+    parts = torch.stack(x.chunk(mesh.size(), heads))
+    return join_row(all_to_all(parts, mesh).unbind(), row, zigzag)
 
 
 def to_tokens(x: Tensor, heads: int, row: int, mesh: DeviceMesh, zigzag: bool = False) -> Tensor:
-    """The inverse of `to_heads`."""
-    return torch.cat(
-        all_to_all(torch.stack(cut_row(x, row, mesh.size(), zigzag)), mesh).unbind(), heads
-    )
+    """Exchange heads for tokens by all-to-all: the inverse of `to_heads`."""
+    parts = torch.stack(cut_row(x, row, mesh.size(), zigzag))
+    return torch.cat(all_to_all(parts, mesh).unbind(), heads)

@@ -1,7 +1,7 @@
-"""Let modules compute with local tensors while their parameters are DTensors.
+"""Split parameters over ranks as DTensors, and let modules compute with local tensors.
 
-FSDP can shard the DTensors once more and checkpoints store full tensors. No operation is dispatched
-through DTensor on the host, and a block compiles as one graph.
+DTensors tell FSDP, the optimizer and checkpoints what a rank has. Computing with plain tensors
+spares the host the dispatch through DTensor, and lets a block compile as one graph.
 """
 
 import torch
@@ -17,20 +17,20 @@ from torch.distributed.tensor import (
 )
 from torch.nn import Module
 
-# dimension of an adapter's rank: it is not split with the matrix
+# the dimension of an adapter's matrix that is its rank
 RANK_DIM = {"lora_A": -2, "lora_B": -1}
 
 
 def split_parameters(
     module: Module, mesh: DeviceMesh, placement: Placement, start: str = ""
 ) -> None:
-    """Replace a module's own parameters, equal on all ranks, by DTensors with `placement` on
-    `mesh`.
+    """Replace a module's own parameters by DTensors with `placement` on the 1-D `mesh`.
 
-    start: only parameters whose names begin so. DTensors stay as they are.
-    Two kinds are replicated instead: the matrix of an adapter whose split dimension would be its
-    rank, and a bias without the split dimension. Every rank adds that bias: its name becomes
-    `module.added_by_all`.
+    They are equal on all ranks before. Those that are DTensors already stay.
+    start: only parameters whose names begin so.
+    Two kinds are replicated instead: the adapter's matrix whose split dimension would be its rank,
+    and a bias that lacks the split dimension. Every rank adds this bias, so `use_local_tensors`
+    divides the one named `module.added_by_all` by the number of ranks.
     """
     split = placement.dim if isinstance(placement, Shard) else None
     for name, parameter in list(module.named_parameters(recurse=False)):
@@ -45,19 +45,19 @@ def split_parameters(
         module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 
-# so that compiled graphs take plain tensors: with DTensors some fail in torch 2.13
+# not compiled: graphs take plain tensors, since with DTensors some fail in torch 2.13
 @torch.compiler.disable
 def use_local_tensors(unit: Module, inputs: tuple) -> None:
-    """Give the modules of `unit` local tensors as parameters: a forward pre-hook, after FSDP's.
+    """Give all modules of `unit` local tensors in place of DTensors, as a forward pre-hook after FSDP's.
 
-    The local tensors are attributes that shadow the parameters. They stay for recomputation in the
-    backward pass, and are views of what FSDP frees and gathers again.
+    The local tensors are attributes that hide the parameters of the same names. They are views of
+    what FSDP gathers, frees and gathers again, so they serve recomputation in the backward pass too.
     """
     for module in unit.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if not isinstance(parameter, DTensor):
                 continue
-            # ranks see the gradient of a replicated parameter for their own tokens or heads only
+            # a replicated parameter gets a gradient from this rank's tokens or heads only
             gradients = [Partial() if p.is_replicate() else p for p in parameter.placements]
             part = parameter.to_local(grad_placements=gradients)
             if hasattr(module, "own_rows") and not name.endswith("lora_A"):

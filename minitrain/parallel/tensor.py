@@ -1,56 +1,54 @@
-"""Tensor and sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022): every matrix is
-split over tp ranks.
+"""Tensor and sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022): each matrix is split over tp ranks.
 
-In a block, the first matrices (q, k, v, gate, up) are split by output (column-parallel): each rank
-has some heads, or some channels of the MLP, and computes them from all tokens. The last ones (o,
-down) are split by input (row-parallel), so a rank's product is one term of a sum over ranks. In
-between nothing is exchanged. Norms and the residual stream treat each token by itself, so there a
-rank has seq / tp of every row instead; the sum over ranks and that split are one reduce-scatter.
+A part of a block, attention or MLP, has two kinds of matrices. The first ones (q, k, v, gate, up)
+are column-parallel: a rank has some of their outputs, which are some heads, or some channels of the
+MLP, and computes these from all tokens. The last one (o, down) is row-parallel: a rank has the rows
+of W^T for its heads or channels, and its product is one term of a sum over ranks. In between
+nothing is exchanged.
+
+Norms and the residual stream treat each token by itself. There a rank has seq / tp of the tokens of
+every row (sequence parallelism). One reduce-scatter adds up the terms and splits the tokens.
 
     [batch, seq / tp, hidden]                                            in the backward pass
-      norm                      every rank has the whole weight          its gradient is a sum over ranks
+      norm                      every rank has the full weight           its gradient is a sum over ranks
       all-gather                -> [batch, seq, hidden]                  reduce-scatter
-      q, k, v | gate, up        rows of the weight, Shard(0)
+      q, k, v | gate, up        column-parallel, Shard(0)
       attention | activation    heads / tp | channels / tp
-      o | down                  columns of the weight, Shard(1)
+      o | down                  row-parallel, Shard(1)
       reduce-scatter            -> [batch, seq / tp, hidden]             all-gather
 
-Embedding and head are split by vocabulary. A rank embeds the tokens that it has rows for, and the
-reduce-scatter adds the others' zeros. The last norm's output is gathered for the head, whose loss
-needs three numbers per token from each rank (training/loss.py), never the logits of the whole
-vocabulary.
+Cost per layer: 2 all-gathers and 2 reduce-scatters in the forward pass, and as many in the backward
+pass. Each moves (tp - 1) / tp of the bytes of [batch, seq, hidden] per rank. Embedding and head
+take one of each per direction. Full recomputation repeats the forward pass's, but for the last
+reduce-scatter.
 
-Cost per layer: 2 all-gathers and 2 reduce-scatters forward and the same backward, each moving (tp -
-1) / tp of the bytes of [batch, seq, hidden] per rank; around the layers, one of each per direction.
-Full recomputation repeats the forward's, but for the last reduce-scatter. Gradients of norms are
-all-reduced whenever gradients are reduced: they are marked as partial sums, and FSDP adds them up.
+Embedding and head are split by vocabulary. A rank embeds the tokens whose rows it has, as 0 all
+others, and a reduce-scatter adds the ranks' results. The last norm's output is gathered for the
+head. Its loss needs three numbers per token from each rank (training/loss.py), never all logits.
 
-Other parts of a block follow the same scheme, which for each starts and ends with a rank's own
-tokens:
+The other parts of a decoder:
 
-    latent attention   projections to latents and their norms are whole, and latents are gathered, not what they are
-                       made from: 0.3 of the bytes in DeepSeek-V3; from there on, heads / tp
-    Mamba-2            groups of heads / tp, with all that they need; the convolution and the norm stay within a group
-    experts            every rank has channels / tp of all experts; tokens are gathered with the experts they go to. The
-                       router, and projections to what experts see, are whole and get a rank's own
-                       tokens. So do experts under expert parallelism, which has then split them
-                       already
-    shared experts     as an MLP, with an all-gather and a reduce-scatter of their own
+    latent attention   q_a_proj and kv_a_proj_with_mqa are whole and see a rank's own tokens. Their outputs are
+                       gathered, in DeepSeek-V3 0.3 of the bytes of their input. The rest is split by heads
+    Mamba-2            is split by groups of heads; convolution and norm stay within a group
+    experts            are split by channels, and tokens are gathered with their experts and weights. The router and
+                       the projections to and from latents are whole and see a rank's own tokens. Under expert
+                       parallelism experts are split already, and each rank sends its own tokens
+    shared experts     are split as an MLP, with an all-gather and a reduce-scatter of their own
 
-If there are more ranks than key-value heads, k and v are whole on all of them, and each uses the
-rows of one head, the one that its queries attend to; gradients of these rows are sums over the
-ranks that use them.
+With more ranks than key/value heads, every rank holds k and v in full and uses the rows of one
+head, which its queries attend to. Each rank adds 1 / tp of the bias of a row-parallel matrix.
+Gradients of parameters that ranks hold in full are sums over ranks: DTensor marks them as partial
+sums, and FSDP reduces them.
 
-Biases of matrices that are split by input must be added once: every rank adds 1 / tp of them.
+With FP8 (models/fp8.py) an all-gather moves half the bytes, if only FP8 products read its result:
+inputs of q, k, v, gate and up travel as e4m3, gradients of the outputs of o and down as e5m2. It
+does not with adapters, nor with a bias, whose gradient is a sum of these gradients. The ranks first
+exchange their largest elements, one number each, for a common scale. So products get the same FP8
+numbers as one process, and each rank rounds only its own tokens.
 
-With FP8 (models/fp8.py) an all-gather moves half the bytes where nothing reads what comes but FP8
-products: inputs of q, k, v, gate and up go as e4m3, gradients of what o and down return as e5m2,
-unless there are adapters, or a bias whose gradient is their sum. The ranks first compare their
-largest elements, one number each, for the scale that the whole tensor would have. So the products
-get the same FP8 numbers as without, and each rank rounds only its own tokens.
-
-Parameters are DTensors, and modules compute with their local tensors (parts.py). Left out: fewer
-Mamba groups than ranks, and uneven parts, which run/parallel_checks.py refuses.
+Parameters are DTensors, and modules compute with local tensors (parts.py). Left out: fewer Mamba
+groups than ranks, and uneven shards, which run/parallel_checks.py refuses.
 """
 
 from collections.abc import Callable, Iterable
@@ -76,14 +74,12 @@ def split_block(
     row: tuple[str, ...],
     parts: Iterable[Module],
 ) -> None:
-    """Split a block in place over the 1-D `mesh`; between blocks hidden states are [batch, seq /
-    tp, hidden] then.
+    """Split a block in place over the 1-D `mesh`; it then takes and returns [batch, seq / tp, hidden].
 
-    column, row: how the names of column-parallel and row-parallel modules end; what is not named
-    stays whole. Outputs of row-parallel modules are terms of a sum over ranks, which a
-    reduce-scatter adds up.
-    parts: those of the block, such as attention and MLP, whose first input is gathered: [batch,
-    seq, hidden].
+    column, row: suffixes of the names of column-parallel and row-parallel modules. Others stay
+        whole.
+    parts: modules of the block, such as attention and MLP. Each has one row-parallel Linear, and two
+        exchange points: `gather`, of its input, and `reduce`, of its output.
     """
     gather, scatter = collectives(mesh)
     for name, module in block.named_modules():
@@ -94,7 +90,7 @@ def split_block(
             placement = Shard(1)
         split_parameters(module, mesh, placement)
     for part in parts:
-        linears = {n: each for n, each in part.named_modules() if isinstance(each, nn.Linear)}
+        linears = {name: x for name, x in part.named_modules() if isinstance(x, nn.Linear)}
         last = linears.pop(next(name for name in linears if name.endswith(row)))
         in_fp8 = all(map(only_multiplies_in_fp8, linears.values()))
         part.gather = partial(gather, in_fp8=in_fp8)
@@ -103,12 +99,18 @@ def split_block(
 
 
 def only_multiplies_in_fp8(linear: nn.Linear) -> bool:
-    """Return True for a Linear whose products are all in FP8: one without adapters."""
+    """Return True for an FP8 Linear without adapters."""
     return getattr(linear, "multiplies_in_fp8", False) and not hasattr(linear, "lora_A")
 
 
+def split_embedding(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
+    """Split an embedding by vocabulary, in place."""
+    split_parameters(embedding, mesh, Shard(0))
+    set_variant(embedding, VocabParallelEmbedding)
+
+
 class VocabParallelEmbedding(nn.Embedding):
-    """An embedding that is split by vocabulary: tokens [batch, seq] -> [batch, seq / tp, hidden]."""
+    """An embedding split by vocabulary: tokens [batch, seq] -> [batch, seq / tp, hidden]."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         mesh = self.weight.device_mesh
@@ -116,26 +118,19 @@ class VocabParallelEmbedding(nn.Embedding):
         weight = self.weight.to_local()
         rows = tokens - mesh.get_local_rank() * len(weight)
         mine = (rows >= 0) & (rows < len(weight))
-        # [batch, seq, hidden], 0 for the tokens of other ranks, which the sum over ranks adds
+        # [batch, seq, hidden]
         x = torch.where(mine[..., None], F.embedding(rows * mine, weight), 0)
-        return collectives(mesh)[1](x)
+        _, scatter = collectives(mesh)
+        return scatter(x)
 
 
-def split_embedding(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
-    """Make an embedding a `VocabParallelEmbedding`, in place."""
-    split_parameters(embedding, mesh, Shard(0))
-    set_variant(embedding, VocabParallelEmbedding)
-
-
-# ------------------------------------------------------------------------------------------------------- collectives
+# --- collectives of [batch, seq, hidden] along seq
 
 
 def collectives(mesh: DeviceMesh) -> tuple[Callable, Callable]:
-    """all_gather and reduce_scatter of dimension 1 over `mesh`, both differentiable; each is the
-    other's backward.
+    """Return all_gather and reduce_scatter over `mesh`; each is the backward pass of the other.
 
-    A second argument of either says whether all that reads what its all-gather returns are FP8
-    products.
+    Both are functions of x and in_fp8=False: what the all-gather moves may be rounded to FP8.
     """
     size = mesh.size()
     name = mesh.get_group().group_name
@@ -146,9 +141,7 @@ def collectives(mesh: DeviceMesh) -> tuple[Callable, Callable]:
 
 
 class AllGather(torch.autograd.Function):
-    """[batch, seq / tp, hidden] -> [batch, seq, hidden]. What a rank computes from it gives a part
-    of the gradient.
-    """
+    """[batch, seq / tp, hidden] -> [batch, seq, hidden]. Backward sums the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx, x, size, name, in_fp8):
@@ -161,29 +154,26 @@ class AllGather(torch.autograd.Function):
 
 
 class ReduceScatter(torch.autograd.Function):
-    """[batch, seq, hidden], a term of the sum over ranks -> [batch, seq / tp, hidden], of the
-    sum.
-    """
+    """[batch, seq, hidden], one term of a sum over ranks -> [batch, seq / tp, hidden] of the sum."""
 
     @staticmethod
     def forward(ctx, x, size, name, in_fp8):
-        ctx.group = (size, name)
+        ctx.group = size, name
         ctx.in_fp8 = in_fp8
         return reduce_scatter(x, size, name)
 
     @staticmethod
     def backward(ctx, grad):
-        gathered = (
-            all_gather_fp8(grad, *ctx.group, E5M2) if ctx.in_fp8 else all_gather(grad, *ctx.group)
-        )
-        return gathered, None, None, None
+        if ctx.in_fp8:
+            return all_gather_fp8(grad, *ctx.group, E5M2), None, None, None
+        return all_gather(grad, *ctx.group), None, None, None
 
 
 def all_gather_fp8(x: Tensor, size: int, name: str, dtype: torch.dtype) -> Tensor:
-    """What an FP8 product makes of the gathered x, in the type of x: rounding it once more, as that
-    does, is exact.
+    """Gather [batch, seq / tp, hidden] as FP8; return [batch, seq, hidden] in the type of x.
+
+    An FP8 product rounds the result once more, to the same FP8 numbers.
     """
-    amax = all_reduce(largest(x), "max", name)
-    scale = power_of_two_scale(amax, dtype)
+    scale = power_of_two_scale(all_reduce(largest(x), "max", name), dtype)
     gathered = all_gather(cast(x, scale, dtype).view(torch.uint8), size, name)
     return dequantize(gathered.view(dtype), 1 / scale, x.dtype)

@@ -1,6 +1,4 @@
-"""Tensor and sequence parallelism of decoders: which parts of their blocks are split, and how. See
-tensor.py.
-"""
+"""Tensor and sequence parallelism of decoders: which modules of a block are split, and how (see tensor.py)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -39,12 +37,11 @@ ROW = ("o_proj", "down_proj", "out_proj")
 
 
 def tensor_parallel(model: "Decoder", mesh: DeviceMesh) -> None:
-    """Split a decoder, or one of its pipeline stages, in place over the 1-D `mesh`. To be followed
-    by FSDP.
+    """Split a decoder, or a pipeline stage of it, in place over the 1-D `mesh`. FSDP follows.
 
-    Between blocks, and between stages, hidden states are [batch, seq / tp, hidden] afterwards.
-    Tokens, labels, positions and the head's input stay whole; the head's weight is a DTensor, split
-    by vocabulary, so the model needs a `head` that takes one (training/loss.py).
+    Between blocks, and between stages, hidden states are [batch, seq / tp, hidden] then. Tokens,
+    labels, positions and the head's input stay whole. The head's weight is a DTensor, split by
+    vocabulary, so the model needs a `head` that takes one (training/loss.py).
     """
     gather, scatter = collectives(mesh)
     for block in model.blocks:
@@ -66,24 +63,23 @@ def tensor_parallel(model: "Decoder", mesh: DeviceMesh) -> None:
 def split_decoder_block(
     block: "Block", mesh: DeviceMesh, gather: Callable, scatter: Callable
 ) -> None:
-    """Split a block in place: its kinds of attention and MLP are told by their modules' names."""
+    """Split a block in place. Names of its modules tell its kinds of attention and MLP."""
     attention = block.self_attn
-    moe = block.mlp
-    parts = [attention, block.mamba, block.mlp]
+    mlp = block.mlp
     if hasattr(attention, "k_proj"):
         share_heads(attention, mesh)
-    if hasattr(moe, "experts"):
-        split_experts(moe, mesh, gather, scatter)
-        moe.split = partial(own_chunk, mesh)
-        parts[2] = moe.shared_experts
-    split_block(block, mesh, COLUMN, ROW, filter(None, parts))
+    if hasattr(mlp, "experts"):
+        split_experts(mlp, mesh, gather, scatter)
+        mlp = mlp.shared_experts
+    parts = [part for part in (attention, block.mamba, mlp) if part is not None]
+    split_block(block, mesh, COLUMN, ROW, parts)
     if hasattr(attention, "kv_b_proj"):
-        # latents, which are in no FP8
+        # latents, which no FP8 product reads
         attention.gather = gather
 
 
 def share_heads(attention: "GroupedQueryAttention", mesh: DeviceMesh) -> None:
-    """Let ranks that outnumber the key/value heads use the rows of k and v of one head each."""
+    """Let each rank use the rows of k and v of one head, if ranks outnumber key/value heads."""
     heads = len(attention.k_proj.weight) // attention.head_dim
     if mesh.size() > heads:
         first = mesh.get_local_rank() * heads // mesh.size() * attention.head_dim
@@ -92,10 +88,9 @@ def share_heads(attention: "GroupedQueryAttention", mesh: DeviceMesh) -> None:
 
 
 def split_experts(moe: "MoE", mesh: DeviceMesh, gather: Callable, scatter: Callable) -> None:
-    """Split the channels of all experts, unless expert parallelism has split the experts
-    already.
-    """
+    """Split the channels of all experts, unless expert parallelism has split the experts."""
     experts = moe.experts
+    moe.split = partial(own_chunk, mesh)
     if not isinstance(experts.down_proj, DTensor):
         split_parameters(experts, mesh, Shard(1), experts.first)
         split_parameters(experts, mesh, Shard(2), "down_proj")
@@ -111,17 +106,16 @@ def dispatch_to_all(
     weights: Tensor,
     experts: "Experts",
 ) -> Tensor:
-    """`dispatch` of all ranks' tokens, whose results are terms of a sum. x: [tokens, width], this
-    rank's, as returned.
+    """Run `dispatch` on the tokens of all ranks, and sum the results, of a share of the channels.
 
-    indices, weights: [tokens, top_k].
+    x: [tokens, width], of this rank's tokens, as the result; indices, weights: [tokens, top_k].
     """
     x, indices, weights = (gather(tensor[None])[0] for tensor in (x, indices, weights))
     return scatter(dispatch(x, indices, weights, experts)[None])[0]
 
 
 class OwnPositions(nn.Embedding):
-    """An embedding of positions [batch or 1, seq] that returns this rank's: [..., seq / tp, hidden]."""
+    """An embedding of positions [batch or 1, seq] that returns this rank's, [..., seq / tp, hidden]."""
 
     def forward(self, positions: Tensor) -> Tensor:
         weight = self.weight.to_local(grad_placements=[Partial()])
