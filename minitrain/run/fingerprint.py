@@ -18,8 +18,9 @@ from minitrain.data.tokenizer import COMPANIONS, tokenizer_file, with_companions
 from minitrain.errors import InputError, readable
 from minitrain.formats.peft import adapter_files
 from minitrain.formats.weight_files import weight_files
-from minitrain.parallel.agreement import broadcast, check_same, code_digests, flatten
+from minitrain.parallel.agreement import broadcast
 from minitrain.run.durable import write_durably
+from minitrain.run.same_run import check_same, code_digests, flatten
 from minitrain.settings import Config, Data, to_dict
 
 # of a file; a smaller one is read whole

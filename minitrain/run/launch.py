@@ -21,7 +21,7 @@ from minitrain.formats.hf import load_weights
 from minitrain.formats.peft import fill_adapters
 from minitrain.models.lora import is_adapter
 from minitrain.models.router import update_selection_bias
-from minitrain.parallel.agreement import FOR_EVER, check_same, code_digests, flatten, gather
+from minitrain.parallel.agreement import FOR_EVER, gather
 from minitrain.parallel.compiling import check_overlap
 from minitrain.parallel.mesh import Meshes, build_meshes
 from minitrain.parallel.shards import local_shard, to_local
@@ -34,6 +34,7 @@ from minitrain.run.rendezvous import (
     number,
     world_size,
 )
+from minitrain.run.same_run import check_same, code_digests, flatten
 from minitrain.settings import Config, to_dict
 from minitrain.training.build import initialize
 from minitrain.training.loop import Trainer, forward_backward

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
-from minitrain.parallel.agreement import broadcast, broadcast_flag, code_digests, difference, flatten, gather
+from minitrain.parallel.agreement import broadcast, broadcast_flag, gather
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.run import config as configs
 from minitrain.run import export as exports
@@ -33,6 +33,7 @@ from minitrain.run.fingerprint import agreed_fingerprint, file_digest
 from minitrain.run.launch import set_timeout, start
 from minitrain.run.metrics_file import to_line
 from minitrain.run.profiling import recorded_steps
+from minitrain.run.same_run import code_digests, difference, flatten
 from minitrain.settings import Lora, Profile
 from minitrain.training.loop import Trainer, global_count
 from minitrain.training.objectives import LanguageModeling
