@@ -135,7 +135,9 @@ def attention_with_sinks(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: M
     bias = bias.masked_fill(~allowed, -torch.inf).expand(*q.shape[:3], -1)
     sink = sinks.to(q.dtype)[:, None, None].expand(*q.shape[:3], 1)
     bias = torch.cat([bias, sink], dim=-1)
-    return _dot_product_attention(q, F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), bias)
+    k = F.pad(k, (0, 0, 0, 1))
+    v = F.pad(v, (0, 0, 0, 1))
+    return _dot_product_attention(q, k, v, bias)
 
 
 def apply_sinks(out: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:

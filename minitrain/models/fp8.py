@@ -127,8 +127,17 @@ class Fp8Experts(Experts):
 
     def _product(self, name: str, x: Tensor, offsets: Tensor) -> Tensor:
         weight = getattr(self, name).squeeze(0)
-        # reads_norm: sorting copies x, by a kernel of its own
-        return Fp8Products.apply(x, *self.fast, False, True, weight, *in_fp8(self, name))[0]
+        outputs = Fp8Products.apply(
+            x,
+            *self.fast,
+            # rows_known
+            False,
+            # reads_norm: sorting copies x, by a kernel of its own
+            True,
+            weight,
+            *in_fp8(self, name),
+        )
+        return outputs[0]
 
 
 def fp8_linears(linears: list[Fp8Linear], x: Tensor) -> list[Tensor]:

@@ -232,7 +232,9 @@ def rotary_tables(positions: Tensor, frequencies: Tensor, factor: float) -> tupl
     angles = (positions[..., None].float() * frequencies)[..., None, :]
     cos = angles.cos() * factor
     sin = angles.sin() * factor
-    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+    cos = torch.cat([cos, cos], dim=-1)
+    sin = torch.cat([-sin, sin], dim=-1)
+    return cos, sin
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

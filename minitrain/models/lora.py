@@ -59,8 +59,7 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
             module.register_parameter(adapter, nn.Parameter(values))
         module.lora = lora
         if not hasattr(module, "around"):
-            kind = LoraExperts if isinstance(module, Experts) else LoraLinear
-            set_variant(module, kind.around(type(module)))
+            set_variant(module, adapted_class(type(module)))
     for name, module in model.named_modules():
         if name.endswith(("embed_tokens", "patch_embedding")):
             module.lora_hook = module.register_forward_hook(require_gradient)
@@ -169,17 +168,20 @@ def without_adapters(lora: Lora) -> Iterator[None]:
         lora.alpha = alpha
 
 
+@cache
+def adapted_class(kind: type) -> type:
+    """Return the variant of `kind`, a class of Linears or Experts, that has adapters."""
+    mixin = LoraExperts if issubclass(kind, Experts) else LoraLinear
+    return type(f"Lora{kind.__name__}", (mixin, kind), {})
+
+
 class LoraLinear(nn.Linear):
     """A frozen Linear with adapters lora_A and lora_B. x: [..., in]; returns [..., out]."""
 
     # the settings of all adapters of a model
     lora: Lora
 
-    @staticmethod
-    @cache
-    def around(kind: type) -> type:
-        """Return the variant of `kind`, a class of Linears, that has adapters."""
-        return type(f"Lora{kind.__name__}", (LoraLinear, kind), {})
+    around = staticmethod(adapted_class)
 
     def forward(self, x: Tensor) -> Tensor:
         return adapted_linears([self], x)[0]
@@ -200,11 +202,7 @@ class LoraExperts(Experts):
 
     lora: Lora
 
-    @staticmethod
-    @cache
-    def around(kind: type) -> type:
-        """Return the variant of `kind`, a class of Experts, that has adapters."""
-        return type(f"Lora{kind.__name__}", (LoraExperts, kind), {})
+    around = staticmethod(adapted_class)
 
     def _linear(self, name: str, x: Tensor, scale: Tensor, offsets: Tensor) -> Tensor:
         y = super()._linear(name, x, scale, offsets)

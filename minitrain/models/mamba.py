@@ -118,7 +118,8 @@ class Mamba2(nn.Module):
         projected = self.in_proj(self.gather(x)).unflatten(-1, (-1, sum(split)))
         z, mixed, dt = projected.split(split, dim=-1)
         y = self.mix(mixed, dt, documents) if cache is None else cache.mix(self.mix, mixed, dt)
-        return self.reduce(self.out_proj(self.norm(y.flatten(-2), z).flatten(-2)))
+        y = self.norm(y.flatten(-2), z)
+        return self.reduce(self.out_proj(y.flatten(-2)))
 
     def mix(
         self,
@@ -155,7 +156,17 @@ class Mamba2(nn.Module):
         # [batch, seq, groups, heads, head_dim]
         x = x.unflatten(-1, (heads, head_dim))
         chunk = min(self.shape.chunk, x.shape[1])
-        return scan(x, dt, a, d, b, c, chunk, documents, ssm)
+        return scan(
+            x,
+            dt,
+            a,
+            d,
+            b,
+            c,
+            chunk,
+            documents,
+            ssm,
+        )
 
 
 def initialize_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> bool:
@@ -255,9 +266,11 @@ def scan(
     inside = _inside((xs * dts[..., None]).to(x.dtype), bs, cs, decay, runs)
     # [batch, chunks, G, R, P, N], as `carried`
     added = _added(xs, dts, bs, decay, runs == last[..., None])
-    carried = _carry(added if initial is None else added.float(), decay[:, :, -1], last, before)
+    # [batch, chunks, G, R]
+    decays = decay[:, :, -1]
+    carried = _carry(added if initial is None else added.float(), decays, last, before)
     if initial is not None:
-        carried = carried + _continue(initial, added, carried, decay[:, :, -1])
+        carried = carried + _continue(initial, added, carried, decays)
     read = torch.einsum("zkqgn,zkgrpn->zkqgrp", cs, carried.to(c.dtype))
     left = decay.exp() * (runs == before[..., None])[..., None, None]
     y = (inside + read * left[..., None]).flatten(1, 2)[:, :length]
@@ -278,12 +291,14 @@ def _inside(x: Tensor, b: Tensor, c: Tensor, decay: Tensor, runs: Tensor) -> Ten
     """Return what tokens read from others of their chunk, [batch, chunks, Q, G, R, P]. x: x dt."""
     # [batch, chunks, G, R, Q]
     decay = decay.permute(0, 1, 3, 4, 2)
-    causal = torch.ones(decay.shape[-1], decay.shape[-1], dtype=torch.bool, device=x.device).tril()
+    size = decay.shape[-1]
+    causal = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
     # [batch, chunks, Q, Q]
     seen = causal & (runs[..., :, None] == runs[..., None, :])
     weight = _exp_where(seen[:, :, None, None], decay[..., :, None] - decay[..., None, :])
     scores = torch.einsum("zkign,zkjgn->zkgij", c, b)
-    return torch.einsum("zkgrij,zkjgrp->zkigrp", (scores[:, :, :, None] * weight).to(x.dtype), x)
+    weight = (scores[:, :, :, None] * weight).to(x.dtype)
+    return torch.einsum("zkgrij,zkjgrp->zkigrp", weight, x)
 
 
 def _added(x: Tensor, dt: Tensor, b: Tensor, decay: Tensor, alive: Tensor) -> Tensor:
@@ -324,7 +339,8 @@ def _continue(initial: Tensor, added: Tensor, carried: Tensor, decay: Tensor) ->
     # [batch, chunks + 1, G, R]
     through = F.pad(_running_sum(decay, 1), (0, 0, 0, 0, 1, 0)).exp()
     left = through[..., None, None] * initial[:, None]
-    initial.copy_(left[:, -1] + carried[:, -1] * decay[:, -1].exp()[..., None, None] + added[:, -1])
+    last = decay[:, -1].exp()[..., None, None]
+    initial.copy_(left[:, -1] + carried[:, -1] * last + added[:, -1])
     return left[:, :-1]
 
 

@@ -81,7 +81,9 @@ class LatentAttention(nn.Module):
         k_nope, v = kv.split([self.nope, self.v_dim], dim=-1)
         q = torch.cat([q_nope, q_rope], dim=-1)
         k = torch.cat([k_nope, k_rope.expand_as(q_rope)], dim=-1)
-        out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+        # [batch, heads, seq, nope + rope or v_dim]
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+        out = self.attend(q, k, v, mask)
         return self.reduce(self.o_proj(out.transpose(1, 2).flatten(2)))
 
     def attend_to_latents(

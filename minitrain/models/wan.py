@@ -76,7 +76,8 @@ class Wan(nn.Module):
         for block in self.blocks:
             x = block(x, modulation, rotary, mask, text, image)
         shift, scale = unbind_rows(self.adaln.scale_shift_table + embedding[:, None])
-        x = self.gather(upcast(self.proj_out(modulate(x, shift, scale, self.config.eps))))
+        x = self.proj_out(modulate(x, shift, scale, self.config.eps))
+        x = self.gather(upcast(x))
         return unpatchify(x, grid, patch)
 
     def _check(self, latents: Tensor, image: Tensor | None) -> None:
@@ -168,7 +169,9 @@ class SelfAttention(nn.Module):
         q = rotate_pairs(self.norm_q(self.to_q(x)).view(split), *rotary)
         k = rotate_pairs(self.norm_k(self.to_k(x)).view(split), *rotary)
         v = self.to_v(x).view(split)
-        out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+        # [batch, heads, seq, head_dim]
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+        out = self.attend(q, k, v, mask)
         return self.reduce(self.to_out[0](out.transpose(1, 2).flatten(2)))
 
 

@@ -13,14 +13,11 @@ if TYPE_CHECKING:
     from minitrain.models.wan import Wan
 
 
-def _size(hidden: int, intermediate: int, layers: int, heads: int, **others) -> dict:
-    return dict(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_layers=layers,
-        num_attention_heads=heads,
-        **others,
-    )
+_SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_attention_heads")
+
+
+def _size(*sizes: int, **others) -> dict:
+    return dict(zip(_SIZES, sizes, strict=True)) | others
 
 
 _LLAMA3 = dict(
@@ -175,13 +172,10 @@ ZOO: dict[str, dict] = {
     "llama3.1-405b": _LLAMA31 | _LLAMA3_405B,
     "qwen2.5-7b": _QWEN25 | _size(3584, 18944, 28, 28, num_key_value_heads=4, norm_eps=1e-6),
     "qwen2.5-32b": _QWEN25 | _size(5120, 27648, 64, 40, num_key_value_heads=8, norm_eps=1e-5),
-    "qwen3-32b": dict(
+    "qwen3-32b": _size(5120, 25600, 64, 64)
+    | dict(
         family="qwen3",
         vocab_size=151936,
-        hidden_size=5120,
-        intermediate_size=25600,
-        num_layers=64,
-        num_attention_heads=64,
         num_key_value_heads=8,
         head_dim=128,
         max_position_embeddings=40960,
@@ -261,13 +255,10 @@ ZOO: dict[str, dict] = {
         moe_latent_size=1024,
         routed_scaling_factor=5.0,
     ),
-    "gpt3-175b": dict(
+    "gpt3-175b": _size(12288, 49152, 96, 96)
+    | dict(
         family="gpt2",
         vocab_size=50257,
-        hidden_size=12288,
-        intermediate_size=49152,
-        num_layers=96,
-        num_attention_heads=96,
         num_key_value_heads=96,
         head_dim=128,
         max_position_embeddings=2048,

@@ -176,7 +176,8 @@ def attend_to_all_keys(
     """
     # one collective for both: [batch, kv_heads, seq, k's and v's head_dim]
     row = gather_row(torch.cat([k, v], dim=-1), 2, mesh, zigzag)
-    return attend(q, *row.split([k.shape[-1], v.shape[-1]], dim=-1), mask, sinks)
+    k, v = row.split([k.shape[-1], v.shape[-1]], dim=-1)
+    return attend(q, k, v, mask, sinks)
 
 
 def attend_with_own_heads(

@@ -137,9 +137,11 @@ def make_size_exchange(router: Router, mesh: DeviceMesh) -> Callable[[Tensor], S
 def exchange_sizes(mesh: DeviceMesh, chosen: Tensor) -> Sizes:
     """Exchange the sizes; waits for the device and for the other ranks' routing."""
     # [ranks, 2]: rows, pairs
-    mine = torch.stack([chosen.any(-1).sum(0), chosen.sum((0, 2))], dim=1)
+    rows = chosen.any(-1).sum(0)
+    pairs = chosen.sum((0, 2))
+    mine = torch.stack([rows, pairs], dim=1)
     theirs = all_to_all(mine, mesh)
-    sends, receives, pairs = torch.stack([mine[:, 0], *theirs.unbind(1)]).tolist()
+    sends, receives, pairs = torch.stack([rows, *theirs.unbind(1)]).tolist()
     return Sizes(sends, receives, sum(pairs))
 
 
@@ -157,7 +159,9 @@ def balanced_sizes(top_k: int, num_experts: int, ranks: int, rank: int, tokens: 
     np.put_along_axis(chosen, indices, True, axis=1)
     chosen = chosen.reshape(tokens, ranks, -1)
     sends = chosen.any(-1).sum(0).tolist()
-    return Sizes(sends, [sends[rank]] * ranks, ranks * int(chosen[:, rank].sum()))
+    receives = [sends[rank]] * ranks
+    pairs = ranks * int(chosen[:, rank].sum())
+    return Sizes(sends, receives, pairs)
 
 
 # --- gather and scatter-add of rows

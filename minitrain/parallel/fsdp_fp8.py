@@ -78,7 +78,8 @@ class Fp8Shards:
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
         """Return a shard in FP8 and its inverse scale, fp32. All ranks of the mesh call this."""
         if self.seen[number] != self.state(number):
-            self.update([n for n in range(len(self.weights)) if self.seen[n] != self.state(n)])
+            numbers = range(len(self.weights))
+            self.update([n for n in numbers if self.seen[n] != self.state(n)])
         return self.shards[number]
 
     @torch.no_grad()

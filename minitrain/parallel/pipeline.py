@@ -199,7 +199,9 @@ class Pipeline(nn.Module):
 
     def total(self, losses: list[Tensor]) -> Tensor:
         """Sum losses, which only the last stage's rank has; return the sum on every rank."""
-        total = sum((loss.detach() for loss in losses), torch.zeros((), device=self.device))
+        total = torch.zeros((), device=self.device)
+        for loss in losses:
+            total += loss.detach()
         dist.all_reduce(total, group=self.group)
         return total
 

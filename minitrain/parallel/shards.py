@@ -23,7 +23,8 @@ def local_shard(tensor: Tensor) -> tuple[Tensor, Slices]:
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    return tensor.to_local(), tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+    slices = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+    return tensor.to_local(), slices
 
 
 def to_local(tensor: Tensor | None) -> Tensor | None:

@@ -66,10 +66,10 @@ def make_model(config: Config, **stage) -> Decoder | Wan:
     if config.lora:
         add_adapters(model, config.lora)
     if config.precision == "fp8":
-        ep = config.parallel.ep
-        one_expert = ep > 1 and ep == config.model.config.num_experts
-        experts = config.fp8.experts and one_expert
-        to_fp8(model.blocks, config.fp8.fast_accumulation, config.parallel.tp, experts)
+        p = config.parallel
+        # only where a rank has one expert
+        experts = config.fp8.experts and 1 < p.ep == config.model.config.num_experts
+        to_fp8(model.blocks, config.fp8.fast_accumulation, p.tp, experts)
     return model
 
 
