@@ -122,9 +122,6 @@ class Fp8Linear(nn.Linear):
 class Fp8Experts(Experts):
     """A rank's only expert, whose products are in FP8. Attributes: see `Fp8Linear`."""
 
-    fast: tuple[bool, bool]
-    gathered: dict[str, tuple[Tensor, Tensor, Tensor | None]]
-
     def _product(self, name: str, x: Tensor, offsets: Tensor) -> Tensor:
         weight = getattr(self, name).squeeze(0)
         outputs = Fp8Products.apply(

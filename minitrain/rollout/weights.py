@@ -142,6 +142,8 @@ class LinearGroup:
     def __init__(self, weights: SamplerWeights, linears: tuple[nn.Linear, ...]):
         self.weights = weights
         self.linears = linears
+        # without adapters
+        self.forwards = [partial(base_class(linear).forward, linear) for linear in linears]
         self.x = None
         self.outs = None
         self.joined = None
@@ -165,7 +167,7 @@ def forward_in_group(linear: nn.Linear, x: Tensor) -> Tensor:
             group.outs = [F.linear(x, weight, bias) for weight, bias in group.parameters()]
         else:
             # each as it trains
-            group.outs = [base_class(other).forward(other, x) for other in group.linears]
+            group.outs = [forward(x) for forward in group.forwards]
     out = group.outs[linear.number]
     if linear.number == len(group.linears) - 1:
         group.x = None
