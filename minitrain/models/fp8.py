@@ -193,7 +193,15 @@ class Fp8Products(torch.autograd.Function):
         multiply = choose_scaled_mm(x, ctx.rows_known)
         outputs = []
         for w8, inverse in zip(weights8, inverses, strict=True):
-            outputs.append(multiply(x8, w8.t(), x_inverse, inverse, x.dtype, fast_forward))
+            product = multiply(
+                x8,
+                w8.t(),
+                x_inverse,
+                inverse,
+                x.dtype,
+                fast_forward,
+            )
+            outputs.append(product)
         return tuple(outputs)
 
     @staticmethod
@@ -210,7 +218,14 @@ class Fp8Products(torch.autograd.Function):
             for grad, weight8, inverse in zip(grads, weights8, inverses, strict=True):
                 grad8, grad_inverse = grad
                 weight8 = column_major(weight8, grad_inverse)
-                term = multiply(grad8, weight8, grad_inverse, inverse, ctx.dtypes[0], ctx.fast)
+                term = multiply(
+                    grad8,
+                    weight8,
+                    grad_inverse,
+                    inverse,
+                    ctx.dtypes[0],
+                    ctx.fast,
+                )
                 dx = term if dx is None else dx + term
         if any(ctx.need_weights):
             # padded: FP8 units sum over multiples of 16

@@ -263,21 +263,9 @@ def scan(
     last = runs[:, :, -1]
     before = F.pad(last, (1, 0))[:, :-1]
     # [batch, chunks, Q, G, R, P]
-    inside = _inside(
-        (xs * dts[..., None]).to(x.dtype),
-        bs,
-        cs,
-        decay,
-        runs,
-    )
+    inside = _inside((xs * dts[..., None]).to(x.dtype), bs, cs, decay, runs)
     # [batch, chunks, G, R, P, N], as `carried`
-    added = _added(
-        xs,
-        dts,
-        bs,
-        decay,
-        runs == last[..., None],
-    )
+    added = _added(xs, dts, bs, decay, runs == last[..., None])
     # [batch, chunks, G, R]
     decays = decay[:, :, -1]
     carried = _carry(added if initial is None else added.float(), decays, last, before)
