@@ -190,11 +190,9 @@ class LoraLinear(nn.Linear):
         """Compute x W^T + bias as the class below does, or the sampler, which replaces this."""
         return super().forward(x)
 
-    @staticmethod
-    def together(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor] | None:
+    def together(self, linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor] | None:
         """Read x once for all adapters: see `project` in layers.py. Not if each drops its own x."""
-        adapted = [linear for linear in linears if isinstance(linear, LoraLinear)]
-        return None if dropout_active(adapted[0].lora, "pre") else adapted_linears(linears, x)
+        return None if dropout_active(self.lora, "pre") else adapted_linears(linears, x)
 
 
 class LoraExperts(Experts):

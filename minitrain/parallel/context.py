@@ -51,7 +51,7 @@ def context_parallel(model: Module, mesh: DeviceMesh, form: str) -> None:
     model with `split_cp` and `gather` takes and returns whole rows. It attends to all tokens, so
     they stay in order.
     """
-    zigzag = is_zigzag(form)
+    zigzag = form == "allgather"
     if hasattr(model, "split_cp"):
         zigzag = False
         gather = model.gather
@@ -71,13 +71,11 @@ def context_parallel(model: Module, mesh: DeviceMesh, form: str) -> None:
 # --- which tokens a rank has
 
 
-def is_zigzag(form: str) -> bool:
-    """Return True if a rank has an early and a late chunk of each row, False if it has one chunk."""
-    return form == "allgather"
-
-
 def chunks(rank: int, size: int, zigzag: bool) -> list[int]:
-    """Return the numbers of the chunks that `rank` of `size` has, of a row cut into equal chunks."""
+    """Return the numbers of the equal chunks of a row that `rank` of `size` has.
+
+    zigzag: an early and a late one, not one alone.
+    """
     return [rank, 2 * size - 1 - rank] if zigzag else [rank]
 
 
@@ -98,7 +96,7 @@ def own_tokens(batch: dict[str, Tensor], mesh: DeviceMesh, form: str) -> dict[st
     if mesh.size() == 1 or "tokens" not in batch:
         return batch
     rows, length = batch["tokens"].shape
-    indices = token_indices(length, mesh, is_zigzag(form))
+    indices = token_indices(length, mesh, form == "allgather")
     batch = {"positions": torch.arange(length).expand(rows, -1), **batch}
     return {key: value[:, indices] for key, value in batch.items()}
 

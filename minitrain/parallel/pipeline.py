@@ -248,18 +248,18 @@ class Pipeline(nn.Module):
             if target == self.rank:
                 inputs[number + 1] = (x,)
             else:
-                operations.append(self.transfer(dist.isend, x.contiguous(), target))
+                operations.append(
+                    dist.P2POp(dist.isend, x.contiguous(), group=self.group, group_peer=target)
+                )
         for number in wanted:
             if number not in inputs:
                 x = torch.empty_like(self.boundary(), device=self.device)
                 inputs[number] = (x,)
-                operations.append(self.transfer(dist.irecv, x, self.ranks[number - 1]))
+                source = self.ranks[number - 1]
+                operations.append(dist.P2POp(dist.irecv, x, group=self.group, group_peer=source))
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
         return inputs
-
-    def transfer(self, direction: Callable, tensor: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(direction, tensor, group=self.group, group_peer=peer)
 
     # --- tied embeddings
 
