@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from minitrain.data.chat import encode_after, encode_chat, make_sample, read_messages, split_reply
+from minitrain.data.chat import encode_after, encode_chat, make_sample, read_messages, read_shown, split_reply
 from minitrain.data.chat_templates import PLAIN, Message
 from minitrain.data.datasets import open_dataset
 from minitrain.data.sft import MockChats
@@ -107,9 +107,21 @@ def test_usual_keys(record, messages):
         ('{"messages": "q"}', "a.jsonl:2: 'messages' must be a list of objects"),
         ('{"messages": []}', "a.jsonl:2: 'messages' has no message of the assistant"),
         ('{"messages": [{"role": "user"}]}', r"a.jsonl:2: 'messages'\[0\]: no key 'content'"),
-        ('{"messages": [{"role": "tool", "content": ""}]}', r"'messages'\[0\]: the role 'tool' is not system, user or"),
-        ('{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}]}',
-         r"a.jsonl:2: 'messages'\[1\]: 'weight' is 0, but all replies are learned"),
+        ('{"messages": [{"role": "critic", "content": ""}]}', r"'messages'\[0\]: the role 'critic' is not system"),
+        ('{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0.5}]}',
+         r"a.jsonl:2: 'messages'\[1\]: 'weight' is 0.5, but a reply is learned or not .1 and true, or 0 and false."),
+        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+         r"'messages'\[0\]: part 0 of its content is 'image', not text"),
+        ('{"messages": [{"role": "assistant", "content": null}]}', r"'messages'\[0\]: 'content' must be text, not N"),
+        ('{"messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}]}',
+         r"'messages'\[0\]: 'tool_calls' must be a list of objects with 'function': {'name': ...}"),
+        ('{"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}',
+         r"'messages'\[0\]: 'arguments' is a text that is not valid JSON"),
+        ('{"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]}]}',
+         r"'messages'\[0\]: 'arguments' must be a dict, not list"),
+        ('{"prompt": "q", "response": "a", "tools": {"name": "f"}}', "a.jsonl:2: 'tools' must be a list, not dict"),
+        ('{"prompt": "q", "response": "a", "tools": [{}]}', "a.jsonl:2: 'tools' is not supported by data.template"),
+        ('{"prompt": "q", "response": "a", "thinking": "t"}', "'reasoning_content' is not supported by data.template"),
         ('{"system": "s", "messages": [{"role": "system", "content": "t"}, {"role": "assistant", "content": "a"}]}',
          "a.jsonl:2: 'system' and a message of the system say different things"),
         ('{"prompt": "q", "response": "a", "label": false}', "a.jsonl:2: 'label' is false, as of KTO's bad replies"),
@@ -137,28 +149,82 @@ LAYOUTS = {
     "squad": {"context": "c", "question": "q", "answers": {"text": ["a"]}},
 }
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-NOT_LEARNED = [("train", False), ("weight", 0), ("weight", 0.5), ("loss_mask", 0), ("mask", True), ("trainable", "no"),
-               ("learn", False), ("learnable", 0), ("loss_scale", 0.0), ("compute_loss", False), ("skip", True),
-               ("assistant_masks", [0, 1])]  # fmt: skip
+PARTLY = [("weight", 0.5), ("mask", True), ("trainable", "no"), ("train_detail", [{"train": False}]),
+          ("skip", True), ("assistant_masks", [0, 1])]  # fmt: skip
+MASKED = [("train", False), ("weight", 0), ("weight", 0.0), ("loss_mask", 0), ("trainable", False), ("learn", False),
+          ("learnable", 0), ("loss_scale", 0.0), ("compute_loss", False)]  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("key, value", [
-    ("tools", TOOLS), ("functions", TOOLS), ("documents", [{"text": "d"}]), ("images", ["a.png"]), ("image", "a.png"),
-    ("videos", ["a.mp4"]), ("audio", {"path": "a.wav"}), ("chat_template_kwargs", {"enable_thinking": True}),
-    ("sample_weight", 0.1), ("kto_tag", False), ("label", False), ("rejected", "b"),
-    ("rejected", [{"role": "assistant", "content": "b"}]), ("rejected_response", "b"), *NOT_LEARNED,
+    ("functions", TOOLS), ("images", ["a.png"]), ("image", "a.png"), ("videos", ["a.mp4"]),
+    ("audio", {"path": "a.wav"}), ("sample_weight", 0.1), ("kto_tag", False), ("label", False), ("rejected", "b"),
+    ("rejected", [{"role": "assistant", "content": "b"}]), ("rejected_response", "b"), *PARTLY,
 ])  # fmt: skip
-def test_a_line_that_hides_or_shows_more_is_refused_in_every_layout(layout, key, value):
+def test_a_line_that_hides_more_is_refused_in_every_layout(layout, key, value):
     assert read_messages(LAYOUTS[layout], "a:1") == read_messages(LAYOUTS[layout] | {key: None}, "a:1")
     with pytest.raises(InputError, match=f"^a:1: '{key}' is "):
         read_messages(LAYOUTS[layout] | {key: value}, "a:1")
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_template_is_shown_beside_the_messages(layout):
+    line = LAYOUTS[layout]
+    kwargs = {"enable_thinking": False, "none": None}
+    shown = read_shown(line | {"tools": TOOLS, "documents": [{"text": "d"}], "chat_template_kwargs": kwargs}, "a:1")
+    assert shown == {"tools": TOOLS, "documents": [{"text": "d"}], "enable_thinking": False}
+    assert read_shown(line | {"tools": json.dumps(TOOLS), "documents": []}, "a:1") == {"tools": TOOLS}
+    assert read_shown(line | {"tools": None}, "a:1") == {} == read_shown(line, "a:1")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("key, value", MASKED)
+def test_a_masked_line_is_not_learned(tmp_path, layout, key, value):
+    assert not any(turn.learned for turn in read_messages(LAYOUTS[layout] | {key: value}, "a:1"))
+    lines = [LAYOUTS[layout] | {key: value}, {"prompt": "b", "response": "c"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    data, _ = open_dataset(config_of(tmp_path))
+    assert data.questions(9) == [(list(b"b\n"), [*b"c", 257])] and "1 dropped" in data.about
+
+
+@pytest.mark.parametrize("layout", ["messages", "conversations"])
+@pytest.mark.parametrize("key, value", [*MASKED, ("loss", False), ("training", False), ("step_loss_mask", 0)])
+def test_a_masked_reply_is_seen_and_not_learned(layout, key, value):
+    record = json.loads(json.dumps(LAYOUTS[layout]))
+    turns = record[layout]
+    turns += json.loads(json.dumps(turns))
+    turns[1][key] = value
+    tokens, said = encode_chat(read_messages(record, "a:1"), PLAIN, ByteTokenizer(), "a:1")
+    assert tokens.tolist() == [*b"q\na", 257, *b"q\na", 257]
+    assert np.flatnonzero(said).tolist() == [6, 7]
+
+
+def test_turns_with_tools():
+    function = {"name": "f", "arguments": {"x": 1}}
+    call = {"type": "function", "function": function}
+    parts = [{"type": "text", "text": "4"}, {"text": "!"}]
+    turns = [
+        {"role": "developer", "content": "d"}, {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "t"},
+        {"role": "tool", "content": "", "name": "f", "tool_call_id": "1"}, {"role": "assistant", "content": parts},
+    ]  # fmt: skip
+    expected = [
+        Message("developer", "d"), Message("user", "q"),
+        Message("assistant", None, {"reasoning_content": "t", "tool_calls": [call]}),
+        Message("tool", "", {"name": "f", "tool_call_id": "1"}), Message("assistant", "4!"),
+    ]  # fmt: skip
+    assert read_messages({"messages": turns}, "a:1") == expected
+    for calls in ([function], json.dumps([call]), [call | {"function": function | {"arguments": '{"x": 1}'}}]):
+        turns[2]["tool_calls"] = calls
+        [read] = read_messages({"messages": turns}, "a:1")[2].more["tool_calls"]
+        assert read["function"] == function
+    del turns[2]["content"]
+    assert read_messages({"messages": turns}, "a:1")[2].content is None
+
+
 @pytest.mark.parametrize("layout", ["pair", "alpaca", "squad"])
 @pytest.mark.parametrize("key, value", [
-    ("history", [["a", "b"]]), ("choices", ["a", "b"]), ("options", {"A": "a"}), ("passage", "p"), ("thinking", "t"),
-    ("reasoning_content", "t"), ("document", "d"),
+    ("history", [["a", "b"]]), ("choices", ["a", "b"]), ("options", {"A": "a"}), ("passage", "p"), ("document", "d"),
 ])  # fmt: skip
 def test_what_stands_beside_a_prompt_is_not_lost(layout, key, value):
     with pytest.raises(InputError, match=f"^a:1: '{key}' is not supported"):
@@ -168,13 +234,15 @@ def test_what_stands_beside_a_prompt_is_not_lost(layout, key, value):
             read_messages({key: "q", "input": "i", "answer": "a"}, "a:1")
     with pytest.raises(InputError, match="^a:1: 'context' is not supported"):
         read_messages(CHAT | {"context": "c"}, "a:1")
+    for name in ("thinking", "reasoning_content"):
+        _, reply = read_messages(LAYOUTS[layout] | {name: "t"}, "a:1")
+        assert reply == Message("assistant", "a", {"reasoning_content": "t"})
 
 
 @pytest.mark.parametrize("layout", ["messages", "conversations"])
 @pytest.mark.parametrize("key, value", [
-    ("tool_calls", TOOLS), ("function_call", {"name": "f"}), ("reasoning_content", "t"), ("images", ["a.png"]),
-    ("name", "Ann"), ("channel", "analysis"), ("loss", False), ("training", False), ("step_loss_mask", 0),
-    ("train_detail", [{"begin_offset": 0, "end_offset": 1, "train": False}]), *NOT_LEARNED,
+    ("function_call", {"name": "f"}), ("images", ["a.png"]), ("name", "Ann"), ("channel", "analysis"),
+    ("train_detail", [{"begin_offset": 0, "end_offset": 1, "train": False}]), *PARTLY,
 ])  # fmt: skip
 def test_a_reply_that_hides_or_shows_more_is_refused(layout, key, value):
     record = json.loads(json.dumps(LAYOUTS[layout]))

@@ -60,7 +60,7 @@ class ByteTokenizer:
 
     def vocabulary(self) -> dict[int, str]:
         """Return each id's token, as tokenizer.json writes it."""
-        tokens = {number: text for text, number in _byte_vocabulary().items()}
+        tokens = {number: text for text, number in byte_level_bpe()["model"]["vocab"].items()}
         return tokens | {256: BOS, self.eos_id: EOS}
 
     def named_id(self, role: str) -> int | None:
@@ -75,23 +75,29 @@ class ByteTokenizer:
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
         config["clean_up_tokenization_spaces"] = False
         Path(folder).mkdir(parents=True, exist_ok=True)
-        files = {"tokenizer.json": _byte_level_bpe(), "tokenizer_config.json": config}
+        files = {"tokenizer.json": byte_level_bpe(), "tokenizer_config.json": config}
         for name, tree in files.items():
             Path(folder, name).write_text(json.dumps(tree, indent=1), encoding="utf-8")
         remove_others(folder, files)
 
 
+def byte_level_bpe() -> dict:
+    """Return the tokenizer.json of a byte-level BPE that never merges: the bytes are the tokens.
+
+    Each byte has GPT-2's character: a printable one its own, others the next from 256 on.
+    """
+    return json.loads(Path(__file__).with_name("bytes.json").read_text(encoding="utf-8"))
+
+
 def is_byte_tokenizer(tree: dict) -> bool:
     """Return whether a tokenizer.json is ByteTokenizer's, perhaps saved again by another program."""
-    ours = _byte_level_bpe()["model"]
-    model = tree.get("model")
-    added = tree.get("added_tokens")
-    if not isinstance(model, dict) or not model.items() >= ours.items():
+    ours = byte_level_bpe()
+    try:
+        specials = sorted((token["id"], token["content"]) for token in tree["added_tokens"])
+        same = tree["model"].items() >= ours["model"].items() and not tree.get("normalizer")
+    except (AttributeError, KeyError, TypeError):
         return False
-    if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
-        return False
-    specials = sorted((str(token.get("id")), str(token.get("content"))) for token in added)
-    return specials == [("256", BOS), ("257", EOS)] and not tree.get("normalizer")
+    return same and specials == [(256, BOS), (257, EOS)]
 
 
 def remove_others(folder: str | Path, names: Iterable[str]) -> None:
@@ -101,36 +107,3 @@ def remove_others(folder: str | Path, names: Iterable[str]) -> None:
     """
     for name in set(COMPANIONS) - set(names):
         Path(folder, name).unlink(missing_ok=True)
-
-
-def _byte_vocabulary() -> dict[str, int]:
-    """Return the id of each byte's character in byte-level BPE (GPT-2).
-
-    A printable byte is its own character, others are the next from 256 on.
-    """
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    spare = iter(range(256, 512))
-    return {chr(byte if byte in printable else next(spare)): byte for byte in range(256)}
-
-
-def _byte_level_bpe() -> dict:
-    """Return the tokenizer.json of a byte-level BPE that never merges: the bytes are the tokens."""
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    specials = ((256, BOS), (257, EOS))
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": False,
-        "use_regex": False,
-    }
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": i, "content": x, **flags, "special": True} for i, x in specials],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": _byte_vocabulary(), "merges": []},
-    }

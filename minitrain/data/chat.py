@@ -7,11 +7,21 @@ as it does in transformers.
 """
 
 import json
-from typing import NamedTuple
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from minitrain.data.chat_templates import Chat, ChatTemplate, Message, Pieces
+from minitrain.data.chat_keys import KEYS
+from minitrain.data.chat_templates import (
+    BEGINNING,
+    EOS,
+    NO_KEYS,
+    Chat,
+    ChatTemplate,
+    Message,
+)
 from minitrain.data.records import text_of
 from minitrain.data.tokenizer import Tokenizer
 from minitrain.errors import InputError, located
@@ -32,50 +42,60 @@ class Sample(NamedTuple):
 
 
 def encode_chat(
-    messages: Chat, template: ChatTemplate, tokenizer: Tokenizer, where: str
+    messages: Chat,
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    where: str,
+    shown: Mapping = NO_KEYS,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of a chat, int64 [n], and which of them the model is to say, bool [n].
 
-    Raises InputError, which begins with `where`, for what the template does not take.
+    shown: what the template sees beside the messages, as from `read_shown`. Raises InputError, which
+    begins with `where`, for what the template does not take.
     """
     with located(where):
-        return encode_pieces(template.pieces(messages), template, tokenizer)
+        return encode_pieces(template.pieces(messages, shown), tokenizer)
 
 
 def encode_question(
-    messages: Chat, template: ChatTemplate, tokenizer: Tokenizer, where: str
+    messages: Chat,
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    where: str,
+    shown: Mapping = NO_KEYS,
 ) -> list[int]:
     """Return the tokens that a reply to `messages` follows. Raises InputError likewise."""
     with located(where):
-        return encode_pieces(template.question(messages), template, tokenizer)[0].tolist()
+        return encode_pieces(template.question(messages, shown), tokenizer)[0].tolist()
 
 
 def end_of_reply(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
     """Return the token that ends a reply; None if the template does not show where one ends."""
     try:
         pieces = template.pieces([Message("user", "?"), Message("assistant", "!")])
-        tokens, said = encode_pieces(pieces, template, tokenizer)
+        tokens, said = encode_pieces(pieces, tokenizer)
     except InputError:
         return None
     return int(tokens[said][-1])
 
 
-def encode_pieces(
-    pieces: Pieces, template: ChatTemplate, tokenizer: Tokenizer
-) -> tuple[np.ndarray, np.ndarray]:
+def encode_pieces(pieces: Iterator, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of pieces of text, int64 [n], and which the model is to say, bool [n]."""
     tokens = []
     said = []
     before = ""
     for text, is_reply in pieces:
-        ids = encode_after(before, text, tokenizer)
-        # but not with what some put behind a whole text, such as eos
-        if template.begin_with_bos and not tokens:
-            ids = [*tokenizer.beginning_ids, *ids]
-        before = (before + text)[-LONGEST_TOKEN:]
-        if is_reply and template.reply_ends_with_eos:
-            ids = [*ids, tokenizer.eos_id]
-            before = "\n"
+        ids = []
+        for part in re.split(f"([{BEGINNING}{EOS}])", text):
+            if part == BEGINNING:
+                # but not with what some put behind a whole text, such as eos
+                ids += tokenizer.beginning_ids
+            elif part == EOS:
+                ids.append(tokenizer.eos_id)
+                before = "\n"
+            else:
+                ids += encode_after(before, part, tokenizer)
+                before = (before + part)[-LONGEST_TOKEN:]
         tokens += ids
         said += [is_reply] * len(ids)
     return np.array(tokens, np.int64), np.array(said, bool)
@@ -108,101 +128,8 @@ def split_reply(sample: Sample) -> tuple[list[int], list[int]]:
 
 # ------------------------------------------------------------------------------------------------------ lines of files
 
-CHATS = ("messages", "conversations")
-PROMPTS = (
-    "prompt",
-    "instruction",
-    "question",
-    "problem",
-    "query",
-    "input",
-)
-RESPONSES = (
-    "response",
-    "completion",
-    "output",
-    "answer",
-    "solution",
-    "generated_solution",
-    "expected_answer",
-)
-SYSTEMS = (
-    "system",
-    "system_prompt",
-    "system_message",
-    "system_instruction",
-)
-ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names for them
-
-# Keys of a line, of a prompt and of a message that templates and other trainers show to the model
-# or have it say.
-SHOWN = (
-    "tools",
-    "functions",
-    "documents",
-    "images",
-    "image",
-    "videos",
-    "video",
-    "audios",
-    "audio",
-    "chat_template_kwargs",
-)
-SHOWN_WITH_PROMPT = (
-    "history",
-    "document",
-    "contexts",
-    "passages",
-    "passage",
-    "choices",
-    "options",
-)
-THOUGHTS = (
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-    "thought",
-)
-SHOWN_IN_MESSAGE = (
-    *SHOWN,
-    *THOUGHTS,
-    "tool_calls",
-    "function_call",
-    "tool_call_id",
-    "name",
-    "channel",
-    "recipient",
-)
-# Keys that say of a line or a reply that it is learned less than others: LEARNED by another value
-# than 1, MASKED by any.
-LEARNED = (
-    "train",
-    "trainable",
-    "learn",
-    "learnable",
-    "weight",
-    "loss_weight",
-    "loss_mask",
-    "loss_scale",
-    "compute_loss",
-    "sample_weight",
-    "desirable",
-    "kto_tag",
-)
-LEARNED_IN_MESSAGE = (*LEARNED, "training", "loss", "step_loss_mask")
-MASKED = (
-    "mask",
-    "masked",
-    "is_masked",
-    "completion_mask",
-    "assistant_masks",
-    "ignore",
-    "skip",
-    "rejected",
-    "rejected_response",
-    "train_detail",
-    "token_weights",
-)
+# ShareGPT's names of roles
+ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def read_messages(record: dict, where: str) -> Chat:
@@ -210,47 +137,68 @@ def read_messages(record: dict, where: str) -> Chat:
 
     `messages` with `role` and `content` each, or `conversations` with `from` and `value`; or
     `context`, `question` and `answers` as in SQuAD, of which the first answer counts; or a prompt
-    and a response, under the first of `PROMPTS` and of `RESPONSES` that holds something. The
-    system's text may stand beside them, under one of `SYSTEMS`. Keys about what is shown to the
-    model or learned are refused where they would be lost; others are ignored. Raises InputError,
-    which begins with `where`, for anything else.
+    and a response, under one of the usual keys. The system's text may stand beside them. Keys about
+    what is shown to the model or learned are refused where they would be lost; others are ignored.
+    Raises InputError, which begins with `where`, for anything else.
     """
     with located(where):
-        refuse_masked(record, LEARNED)
-        if record.get("label") is False:
-            raise InputError(
-                "'label' is false, as of KTO's bad replies, but all are learned (remove the line)"
-            )
-        return with_system(_read_layout(record), record)
+        learned = is_learned(record, KEYS["learned"])
+        for key in ("label", "kto_tag", "desirable"):
+            if record.get(key) is False:
+                raise InputError(f"{key!r} is false, as of KTO's bad replies (remove the line)")
+        turns = with_system(_read_layout(record), record)
+        return turns if learned else [turn._replace(learned=False) for turn in turns]
+
+
+def read_shown(record: dict, where: str) -> dict:
+    """Return what a template is shown beside the messages of a line: tools and other variables.
+
+    tools, documents: lists. chat_template_kwargs: variables by name. Raises InputError, which
+    begins with `where`, for anything else.
+    """
+    with located(where):
+        shown = {key: read_value(record, key, list) for key in ("tools", "documents")}
+        shown |= read_value(record, "chat_template_kwargs", dict) or {}
+        return {key: value for key, value in shown.items() if value is not None}
+
+
+def read_value(record: dict, key: str, kind: type) -> Any:
+    """Return a list or an object, which may be written as JSON in a text; None if it is empty."""
+    value = record.get(key)
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise InputError(f"{key!r} is a text that is not valid JSON: {error}") from None
+    if value and not isinstance(value, kind):
+        raise InputError(f"{key!r} must be a {kind.__name__}, not {type(value).__name__}")
+    return value or None
 
 
 def _read_layout(record: dict) -> Chat:
     if chat := chat_key(record):
-        refuse_shown(record, (*SHOWN, "context"), "the messages")
+        refuse_hidden(record, [*KEYS["hidden"], "context"], "the messages")
         turns = read_turns(record, chat)
         if not any(turn.role == "assistant" for turn in turns):
             raise InputError(f"{chat!r} has no message of the assistant, so nothing to learn")
-        for number, turn in enumerate(turns):
-            if turn.role == "assistant":
-                with located(f"{chat!r}[{number}]"):
-                    refuse_masked(record[chat][number], LEARNED_IN_MESSAGE)
         return turns
     if "context" in record and record.get("answers"):
-        refuse_shown(record, (*SHOWN, *SHOWN_WITH_PROMPT, *THOUGHTS), "the question")
-        return read_squad(record)
-    prompt = usual_key(record, PROMPTS)
-    response = usual_key(record, RESPONSES)
-    if prompt is None or response is None:
-        raise InputError(
-            "neither 'messages', nor 'context', 'question' and 'answers', nor a prompt (one of "
-            f"{', '.join(PROMPTS)}) with a response (one of {', '.join(RESPONSES)})"
-        )
-    refuse_shown(record, THOUGHTS, "the response")
-    asked = Message("user", prompt_of(record, prompt))
-    return [asked, Message("assistant", words_of(record, response))]
+        refuse_hidden(record, KEYS["hidden"] + KEYS["hidden_beside"], "the question")
+        asked, answer = read_squad(record)
+    else:
+        prompt = usual_key(record, KEYS["prompts"])
+        response = usual_key(record, KEYS["responses"])
+        if prompt is None or response is None:
+            raise InputError(
+                "neither 'messages', nor 'context', 'question' and 'answers', nor a prompt (one of "
+                f"{', '.join(KEYS['prompts'])}) with a response (one of {', '.join(KEYS['responses'])})"
+            )
+        asked = prompt_of(record, prompt)
+        answer = words_of(record, response)
+    return [Message("user", asked), Message("assistant", answer, thought_of(record))]
 
 
-def usual_key(record: dict, names: tuple[str, ...]) -> str | None:
+def usual_key(record: dict, names: list[str]) -> str | None:
     """Return the first of `names` that holds something, else one that is empty but not null."""
     there = [name for name in names if record.get(name) is not None]
     return next((name for name in there if record[name] not in ("", [])), next(iter(there), None))
@@ -258,29 +206,34 @@ def usual_key(record: dict, names: tuple[str, ...]) -> str | None:
 
 def chat_key(record: dict) -> str | None:
     """Return the key of the messages, None where the line is of another layout."""
-    key = usual_key(record, CHATS)
-    return key if key and (record[key] or usual_key(record, PROMPTS) is None) else None
+    key = usual_key(record, KEYS["chats"])
+    return key if key and (record[key] or usual_key(record, KEYS["prompts"]) is None) else None
 
 
-def refuse_shown(record: dict, keys: tuple[str, ...], place: str) -> None:
+def refuse_hidden(record: dict, keys: list[str], place: str) -> None:
     """Raise InputError for what the model should see or say, and would not."""
     for key in keys:
         if record.get(key):
             raise InputError(f"{key!r} is not supported (write it into {place}, or remove it)")
 
 
-def refuse_masked(record: dict, keys: tuple[str, ...]) -> None:
-    """Raise InputError for what is not to be learned, or only in part."""
-    for key in (*keys, *MASKED):
-        value = record.get(key)
-        if value not in (None, "", 1) if key in keys else value:
-            told = f"{key!r} is {json.dumps(value)}, but all replies are learned (remove it)"
-            raise InputError(told)
+def is_learned(record: dict, keys: list[str]) -> bool:
+    """Return false if one of `keys` is 0 or false. Raises InputError for other ways to mask."""
+    for key in KEYS["masked"]:
+        if record.get(key):
+            shown = json.dumps(record[key])
+            raise InputError(f"{key!r} is {shown} (mask a whole reply by 'train': false)")
+    given = {key: record[key] for key in keys if record.get(key) not in (None, "")}
+    for key, value in given.items():
+        if value not in (0, 1):
+            told = f"{key!r} is {json.dumps(value)}, but a reply is learned or not"
+            raise InputError(f"{told} (1 and true, or 0 and false)")
+    return all(given.values())
 
 
 def with_system(turns: Chat, record: dict) -> Chat:
     """Return the turns, begun by the system's text beside them (OpenOrca, ShareGPT)."""
-    key = usual_key(record, SYSTEMS)
+    key = usual_key(record, KEYS["systems"])
     if key is None or not record[key]:
         return turns
     system = Message("system", text_of(record, key))
@@ -297,31 +250,81 @@ def prompt_of(record: dict, key: str) -> str:
     It may have a `context` (Dolly), an `instruction` also an `input` (Alpaca).
     """
     beside = ("input", "context") if key == "instruction" else ("context",)
-    shown = (*SHOWN, *SHOWN_WITH_PROMPT)
+    hidden = KEYS["hidden"] + KEYS["hidden_beside"]
     if key not in ("instruction", "input"):
-        shown += ("input",)
-    refuse_shown(record, shown, "the prompt")
+        hidden = [*hidden, "input"]
+    refuse_hidden(record, hidden, "the prompt")
     texts = [text_of(record, name) for name in beside if record.get(name)]
     return "\n".join([words_of(record, key), *texts])
 
 
 def read_turns(record: dict, key: str) -> Chat:
-    """Return the messages of a list of objects; all but the system's must say something."""
+    """Return the messages of a list of objects; users and replies must say something."""
     turns = record[key]
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise InputError(f"{key!r} must be a list of objects with 'role' and 'content'")
     messages = []
     for number, turn in enumerate(turns):
         with located(f"{key!r}[{number}]"):
-            sender, content = ("from", "value") if turn.get("from") else ("role", "content")
-            given = text_of(turn, sender)
-            role = ROLES.get(given, given)
-            if role not in ("system", "user", "assistant"):
-                raise InputError(f"the role {given!r} is not system, user or assistant")
-            refuse_shown(turn, SHOWN_IN_MESSAGE, repr(content))
-            read = text_of if role == "system" else words_of
-            messages.append(Message(role, read(turn, content)))
+            messages.append(read_turn(turn))
     return messages
+
+
+def read_turn(turn: dict) -> Message:
+    sender, content = ("from", "value") if turn.get("from") else ("role", "content")
+    given = text_of(turn, sender)
+    role = ROLES.get(given, given)
+    if role not in ("system", "developer", "user", "assistant", "tool"):
+        raise InputError(f"the role {given!r} is not system, developer, user, assistant or tool")
+    refuse_hidden(turn, KEYS["hidden_inside"], repr(content))
+    if isinstance(turn.get(content), list):
+        turn = turn | {content: text_of_parts(turn[content])}
+    more = thought_of(turn)
+    if calls := read_calls(turn):
+        more["tool_calls"] = calls
+    if role == "tool":
+        more |= {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key)}
+    else:
+        refuse_hidden(turn, ["name"], repr(content))
+    text = None
+    if turn.get(content) is not None or not calls:
+        read = text_of if calls or role in ("system", "tool") else words_of
+        text = read(turn, content)
+    return Message(
+        role, text, more, role != "assistant" or is_learned(turn, KEYS["learned_inside"])
+    )
+
+
+def thought_of(record: dict) -> dict:
+    """Return the text of a thought by the name that most templates know."""
+    key = usual_key(record, KEYS["thoughts"])
+    return {"reasoning_content": text_of(record, key)} if key and record[key] else {}
+
+
+def text_of_parts(content: list) -> str:
+    """Return the text of content in parts."""
+    for number, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type", "text") != "text":
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise InputError(f"part {number} of its content is {kind!r}, not text")
+    return "".join(text_of(part, "text") for part in content)
+
+
+def read_calls(turn: dict) -> list[dict]:
+    """Return a turn's tool calls as OpenAI's interface has them."""
+    found = []
+    for call in read_value(turn, "tool_calls", list) or []:
+        call = call if isinstance(call, dict) and call.get("function") else {"function": call}
+        function = call["function"]
+        if not isinstance(function, dict) or not function.get("name"):
+            raise InputError(
+                "'tool_calls' must be a list of objects with 'function': {'name': ...}"
+            )
+        arguments = read_value(function, "arguments", dict) or {}
+        found.append(
+            {"type": "function"} | call | {"function": function | {"arguments": arguments}}
+        )
+    return found
 
 
 def words_of(record: dict, key: str) -> str:
@@ -332,14 +335,13 @@ def words_of(record: dict, key: str) -> str:
     return text
 
 
-def read_squad(record: dict) -> Chat:
-    """Return the messages of NeMo's and Megatron's SQuAD tables. Rajpurkar et al. 2016."""
+def read_squad(record: dict) -> tuple[str, str]:
+    """Return question and answer of NeMo's and Megatron's SQuAD tables. Rajpurkar et al. 2016."""
     answer = record["answers"]
     answer = answer.get("text") if isinstance(answer, dict) else answer
     answer = answer[0] if isinstance(answer, list) and answer else None
     answer = answer.get("text") if isinstance(answer, dict) else answer
     if not isinstance(answer, str) or not answer.strip():
         raise InputError("'answers' must hold a text, as in SQuAD 1.1: {'text': ['...']}")
-    context, question = (text_of(record, key) for key in ("context", "question"))
-    asked = f"Context: {context} Question: {question} Answer:"
-    return [Message("user", asked), Message("assistant", answer)]
+    asked = f"Context: {text_of(record, 'context')} Question: {text_of(record, 'question')} Answer:"
+    return asked, answer

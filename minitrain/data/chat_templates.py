@@ -1,186 +1,107 @@
 """Chat templates: messages -> text in pieces, in turns given and for the model to say.
 
 A chat model's own template comes with its tokenizer, in Jinja, and is rendered as transformers
-renders it: in Jinja's sandbox, where it can take its time but not reach Python. Rendering more than
-once finds the replies, so any template will do that writes a reply behind its generation prompt and
-ends it with a token of its own. For models that come without, three are written out: Llama 3,
-ChatML (Qwen), and a plain one without special tokens. Left out: tools, images, options such as
-enable_thinking, and the date (a row must be the same tomorrow).
+renders it: in Jinja's sandbox, where it can take its time but not reach Python. Replies are what
+the template marks by {% generation %}. In a template without marks they are found by rendering the
+chat again with another reply: any will do that writes a reply behind its generation prompt and
+ends it with a token of its own. For models that come without a template, three are written out:
+Llama 3, ChatML (Qwen), and a plain one without special tokens. Left out: images, and the date (a
+row must be the same tomorrow).
 """
 
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from datetime import date
+from functools import cached_property
+from itertools import accumulate, chain
 from os.path import commonprefix
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from minitrain.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from minitrain.errors import InputError
 
+NO_KEYS = MappingProxyType({})
+
 
 class Message(NamedTuple):
-    role: str  # system, user or assistant
-    content: str
+    """A turn of a chat. more: its other keys that templates read, such as tool_calls."""
 
+    role: str  # system, developer, user, assistant or tool
+    content: str | None  # None: nothing but tool calls
+    more: Mapping = NO_KEYS
+    learned: bool = True  # a reply is to be learned
+
+    def as_dict(self) -> dict:
+        """Return the message as templates see it. They know thoughts by one of two names."""
+        thought = self.more.get("reasoning_content")
+        fields = {"role": self.role, "content": self.content, **self.more, "thinking": thought}
+        return {key: value for key, value in fields.items() if value is not None}
+
+
+Chat = list[Message]
 
 # the date that Llama 3.1's and 3.2's templates write where they are not told it
 DATE = date(2024, 7, 26)
-# text, and whether the model is to say it
-Pieces = Iterator[tuple[str, bool]]
-Chat = list[Message]
-
-# --------------------------------------------------------------------------------------------------------- written out
-
-
-@dataclass(frozen=True)
-class Template:
-    """A format of text: begin, then for each message header, content, end and separator.
-
-    header: with {role}. end: of a turn, the assistant's too. special: tokens in these that a
-    tokenizer must have. strip: white space around a message is removed. begin_with_bos: with all
-    that the tokenizer puts before a text. reply_ends_with_eos: with that token, in place of `end`.
-    """
-
-    header: str
-    end: str
-    special: tuple[str, ...] = ()
-    begin: str = ""
-    separator: str = ""
-    strip: bool = False
-    begin_with_bos: bool = True
-    reply_ends_with_eos: bool = False
-    # as of a JinjaTemplate
-    notes = ()
-    asks = None
-
-    def pieces(self, messages: Chat) -> Pieces:
-        """Yield the text of a chat, in turns given and for the model to say."""
-        given = self.begin
-        for role, content in messages:
-            given += self.header.format(role=role)
-            content = content.strip() if self.strip else content
-            if role == "assistant":
-                yield given, False
-                yield content + ("" if self.reply_ends_with_eos else self.end), True
-                given = self.separator
-            else:
-                given += content + self.end + self.separator
-        yield given, False
-
-    def question(self, messages: Chat) -> Pieces:
-        """Yield the text that a reply to `messages` follows. An assistant's last one is continued."""
-        continued = bool(messages) and messages[-1].role == "assistant"
-        if not continued:
-            messages = [*messages, Message("assistant", "")]
-        *given, (begun, _), _ = self.pieces(messages)
-        yield from given
-        if continued:
-            yield begun if self.reply_ends_with_eos else begun.removesuffix(self.end), False
-
-    def jinja(self, tokenizer: Tokenizer) -> str:
-        """Return the same as a template for transformers, to go with the trained model."""
-        before, _, after = map(repr, self.header.partition("{role}"))
-        header = f"{before} + {{role}} + {after}" if self.header else "''"
-        content = "message.content | trim" if self.strip else "message.content"
-        end = repr(self.end + self.separator)
-        if self.reply_ends_with_eos:
-            end = f"({tokenizer.eos!r} if message.role == 'assistant' else {end})"
-        begin = repr(self.begin or tokenizer.beginning)
-        ask = header.format(role="'assistant'")
-        turn = f"{header.format(role='message.role')} + {content} + {end}"
-        return (
-            f"{{{{ {begin} }}}}{{% for message in messages %}}{{{{ {turn} }}}}{{% endfor %}}"
-            f"{{% if add_generation_prompt %}}{{{{ {ask} }}}}{{% endif %}}"
-        )
+# what to look for in a template, where that is not the key: nothing for what it may leave out
+NAMES = {"reasoning_content": "reasoning_content|thinking", "name": "", "tool_call_id": ""}
+# characters that no text has: a reply's begin and end, the tokenizer's beginning and eos
+SAID, DONE, BEGINNING, EOS = map(chr, range(0xFDD0, 0xFDD4))
+MARKS = re.compile(f"[{SAID}{DONE}]")
+PLACEHOLDER = "\ue000a reply\ue000"
 
 
-LLAMA3 = Template(
-    "<|start_header_id|>{role}<|end_header_id|>\n\n",
-    "<|eot_id|>",
-    ("<|start_header_id|>", "<|eot_id|>"),
-    begin="<|begin_of_text|>",
-    strip=True,
-    begin_with_bos=False,
-)
-CHATML = Template(
-    "<|im_start|>{role}\n", "<|im_end|>", ("<|im_start|>", "<|im_end|>"), separator="\n"
-)
-PLAIN = Template("", "\n", reply_ends_with_eos=True)  # a question a line, eos after each answer
-TEMPLATES = {"llama3": LLAMA3, "chatml": CHATML, "plain": PLAIN}
+class ChatTemplate:
+    """A template in Jinja.
 
-# --------------------------------------------------------------------------------------------------- of the tokenizer
-
-
-class JinjaTemplate:
-    """The template that came with a tokenizer.
-
+    special: tokens that a tokenizer must have. tokenizer: the template came with it.
     It counts the replies of `pieces`, those that lack some of the message, and those that follow
     another prompt than generation has, by both prompts: templates of reasoning models drop
     thoughts, and ask for them.
     """
 
-    # the template writes both
-    begin_with_bos = False
-    reply_ends_with_eos = False
-    PLACEHOLDER = "\ue000a reply\ue000"
-
-    def __init__(self, tokenizer: HuggingFaceTokenizer):
-        self.file = tokenizer.file
-        self.template = compile_template(tokenizer.chat_template, self.file)
-        self.special_tokens = tokenizer.special_tokens()
-        longest_first = sorted(tokenizer.added_tokens(), key=len, reverse=True)
+    def __init__(
+        self,
+        source: str,
+        special: tuple[str, ...] = (),
+        tokenizer: HuggingFaceTokenizer | None = None,
+    ):
+        self.source = source
+        self.special = special
+        self.name = "data.template"
+        self.special_tokens = {}
+        if tokenizer:
+            self.name = f"the chat template beside {tokenizer.file}"
+            self.special_tokens = tokenizer.special_tokens()
+            special = tokenizer.added_tokens()
+        longest_first = sorted(special, key=len, reverse=True)
         self.added_token = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self.replies = self.shortened = 0
         self.prompts: Counter[tuple[str, str]] = Counter()
 
-    def render(self, messages: Chat, add_generation_prompt: bool = False) -> str:
-        dicts = [message._asdict() for message in messages]
-        try:
-            return self.template.render(
-                messages=dicts,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self.special_tokens,
-            )
-        # a template can raise whatever Python raises
-        except Exception as error:
-            raise InputError(f"the chat template beside {self.file} refuses it: {error}") from error
+    @cached_property
+    def template(self) -> Any:
+        return compile_template(self.source, self.name)
 
-    def question(self, messages: Chat) -> Pieces:
-        """Yield the text that a reply to `messages` follows. An assistant's last one is continued."""
-        if not messages or messages[-1].role != "assistant":
-            yield self.render(messages, add_generation_prompt=True), False
-            return
-        *before, (role, begun) = messages
-        marked = Message(role, f"{begun}{self.PLACEHOLDER} ")
-        text, mark, rest = self.render([*before, marked]).rpartition(self.PLACEHOLDER)
-        if not mark or begun.strip() not in text:
-            raise self.unclear(len(before))
-        # a template that drops the space behind the mark would have dropped one that the message
-        # ends in
-        yield text if rest.startswith(" ") else text.rstrip(), False
+    def jinja(self, tokenizer: Tokenizer) -> str:
+        """Return the template for transformers, to go with the trained model."""
+        text = re.sub(r"\{%-? (end)?generation %\}", "", self.source)
+        text = text.replace("beginning }}", f"{tokenizer.beginning!r} }}}}")
+        return text.replace("eos }}", f"{tokenizer.eos!r} }}}}")
 
-    def pieces(self, messages: Chat) -> Pieces:
-        """Yield the text of a chat, in turns given and for the model to say."""
-        text = self.render(messages)
-        seen = 0
-        for i, message in enumerate(messages):
-            if message.role == "assistant":
-                start, end = self.reply_in(text, messages, i)
-                if not seen <= start <= end:
-                    raise self.unclear(i)
-                yield text[seen:start], False
-                yield text[start:end], True
-                self.replies += 1
-                # a thought may begin in the given text
-                shown = without_spaces(text[seen:end])
-                self.shortened += without_spaces(message.content) not in shown
-                seen = end
-        yield text[seen:], False
+    def question(self, messages: Chat, shown: Mapping = NO_KEYS) -> Iterator:
+        """Yield the text that a reply to `messages` follows. An assistant's last one is continued.
+
+        shown: the template's further variables, such as tools.
+        """
+        return _Rendering(self, messages, shown).question()
+
+    def pieces(self, messages: Chat, shown: Mapping = NO_KEYS) -> Iterator:
+        """Yield the text of a chat in pieces, each with whether the model is to say it."""
+        return _Rendering(self, messages, shown).pieces()
 
     @property
     def notes(self) -> list[str]:
@@ -206,37 +127,154 @@ class JinjaTemplate:
                 return given
         return None
 
-    def reply_in(self, text: str, messages: Chat, i: int) -> tuple[int, int]:
-        """Return where in the text of all messages message i begins and, with its end token, ends."""
-        replaced = [*messages[:i], Message("assistant", self.PLACEHOLDER), *messages[i + 1 :]]
-        before, *after = self.render(replaced).split(self.PLACEHOLDER)
+
+class _Rendering:
+    """One chat in a template."""
+
+    def __init__(self, template: ChatTemplate, messages: Chat, shown: Mapping):
+        self.template = template
+        self.shown = shown
+        # the model would not see what the template does not read
+        for key in chain(shown, *(message.more for message in messages)):
+            if not re.search(rf"\b({NAMES.get(key, key)})\b", template.source):
+                raise InputError(
+                    f"{key!r} is not supported by {template.name}: it is not in its text"
+                )
+        # a developer's turn is the system's where the template knows only that
+        if "developer" not in template.source and "system" in template.source:
+            messages = [m._replace(role="system") if m.role == "developer" else m for m in messages]
+        self.messages = messages
+        self.added_token = template.added_token
+
+    def render(self, messages: Chat, ask: bool = False) -> str:
+        """Return the text of messages, with marks around replies where the template has some."""
+        template = self.template.template
+        variables = {"tools": None, "documents": None, "beginning": BEGINNING, "eos": EOS}
+        variables |= {**self.template.special_tokens, **self.shown}
+        dicts = [message.as_dict() for message in messages]
+        try:
+            return template.render(variables, messages=dicts, add_generation_prompt=ask)
+        # a template can raise whatever Python raises
+        except Exception as error:
+            raise InputError(f"{self.template.name} refuses it: {error}") from error
+
+    def unmarked(self, messages: Chat, ask: bool = False) -> str:
+        return MARKS.sub("", self.render(messages, ask))
+
+    def question(self) -> Iterator:
+        *before, last = self.messages or [Message("user", "")]
+        if last.role != "assistant":
+            text = self.unmarked(self.messages, ask=True)
+            self.check_all_shown(text)
+        else:
+            begun = last.content or ""
+            marked = last._replace(content=f"{begun}{PLACEHOLDER} ")
+            text, mark, rest = self.unmarked([*before, marked]).rpartition(PLACEHOLDER)
+            if not mark or begun.strip() not in text:
+                raise self.unclear(len(before))
+            # a template that drops the space behind the mark would have dropped one that the
+            # message ends in
+            text = text if rest.startswith(" ") else text.rstrip()
+        yield text, False
+
+    def pieces(self) -> Iterator:
+        # given and said text take turns
+        parts = MARKS.split(self.render(self.messages))
+        text = "".join(parts)
+        self.check_all_shown(text)
+        borders = list(accumulate(map(len, parts)))
+        spans = list(zip(borders[::2], borders[1::2], strict=False))
+        replies = [i for i, message in enumerate(self.messages) if message.role == "assistant"]
+        seen = 0
+        for i in [] if spans else replies:
+            spans.append(self.reply_in(text, i, seen))
+            seen = spans[-1][1]
+        if len(spans) != len(replies):
+            if not all(self.messages[i].learned for i in replies):
+                raise self.unclear(replies[0])
+            replies = [None] * len(spans)
+        seen = 0
+        for i, (start, end) in zip(replies, spans, strict=True):
+            yield text[seen:start], False
+            yield text[start:end], i is None or self.messages[i].learned
+            if i is not None:
+                self.take_note(text, i, seen, start, end)
+            seen = end
+        yield text[seen:], False
+
+    def check_all_shown(self, text: str) -> None:
+        """Raise InputError if the text leaves a turn out. Tools' answers may be written otherwise."""
+        written = without_spaces(text)
+        for i, (role, content, *_) in enumerate(self.messages):
+            if role not in ("assistant", "tool") and without_spaces(content) not in written:
+                raise InputError(f"{self.template.name} leaves out message {i + 1}, the {role}'s")
+
+    def reply_in(self, text: str, i: int, seen: int) -> tuple[int, int]:
+        """Return where in the text of all messages message i begins and, with its end token, ends.
+
+        seen: the end of the reply before it.
+        """
+        replaced = Message("assistant", PLACEHOLDER)
+        other = self.unmarked([*self.messages[:i], replaced, *self.messages[i + 1 :]])
+        before, *after = other.split(PLACEHOLDER)
         end = self.added_token.search(after[0]) if len(after) == 1 else None
         if end is None or not text.endswith(after[0]):
             raise self.unclear(i)
-        asked = self.render(messages[:i], add_generation_prompt=True) if i else before
-        start = len(asked)
-        # some ask for a thought, <think>, where they write a reply without one
-        if not text.startswith(asked):
-            given = self.render(messages[:i])
-            if not text.startswith(given):
+        start = self.start_of_reply(text, i, seen, before) if i else len(before)
+        end = len(text) - len(after[0]) + end.end()
+        if not seen <= start <= end:
+            raise self.unclear(i)
+        return start, end
+
+    def start_of_reply(self, text: str, i: int, seen: int, before: str) -> int:
+        """Return where message i begins. before: the text up to what the reply says."""
+        asked = self.unmarked(self.messages[:i], ask=True)
+        if text.startswith(asked):
+            return len(asked)
+        given = self.unmarked(self.messages[:i])
+        prompt = asked[len(given) :] if asked.startswith(given) else ""
+        begin = len(given)
+        if not text.startswith(given):
+            # earlier turns are written otherwise if more follow: without thoughts
+            for size in range(len(prompt), 0, -1):
+                begin = text.find(prompt[:size], seen, len(before))
+                if begin >= 0:
+                    break
+            else:
                 raise self.unclear(i)
-            # of characters
-            start = len(commonprefix([text, asked, before]))  # noqa: RUF071
-            tokens = (m for whole in (text, asked) for m in self.added_token.finditer(whole))
-            start = min(start, *(m.start() for m in tokens if m.end() > start))
-            if asked.startswith(given):
-                self.prompts[asked[len(given) :], text[len(given) : start]] += 1
-        return start, len(text) - len(after[0]) + end.end()
+        # some ask for a thought, <think>, where they write a reply without one
+        turn = text[begin:]
+        size = len(commonprefix([turn, prompt, before[begin:]]))  # noqa: RUF071
+        tokens = (m for whole in (turn, prompt) for m in self.added_token.finditer(whole))
+        return begin + min(size, *(m.start() for m in tokens if m.end() > size))
+
+    def take_note(self, text: str, i: int, seen: int, start: int, end: int) -> None:
+        """Count a reply that loses text, or follows another prompt than generation has."""
+        message = self.messages[i]
+        texts = [message.content or "", message.more.get("reasoning_content", "")]
+        # a thought may begin in the given text
+        written = without_spaces(text[seen:end])
+        self.template.replies += 1
+        self.template.shortened += any(without_spaces(each) not in written for each in texts)
+        if not i:
+            return
+        asked = self.unmarked(self.messages[:i], ask=True)
+        given = self.unmarked(self.messages[:i])
+        if asked != text[:start] and asked.startswith(given) and text.startswith(given):
+            self.template.prompts[asked[len(given) :], text[len(given) : start]] += 1
 
     def unclear(self, i: int) -> InputError:
         return InputError(
-            f"the chat template beside {self.file} does not show where message {i + 1}, a reply, begins and ends "
+            f"{self.template.name} does not show where message {i + 1}, a reply, begins and ends "
             "(use data.template=llama3, chatml or plain)"
         )
 
 
 def without_spaces(text: str) -> str:
     return "".join(text.split())
+
+
+# --------------------------------------------------------------------------------------------------------------- Jinja
 
 
 def asking_with(prompt: str, jinja: str) -> str:
@@ -247,11 +285,11 @@ def asking_with(prompt: str, jinja: str) -> str:
     )
 
 
-def compile_template(text: str, file: Any) -> Any:
+def compile_template(text: str, name: str) -> Any:
     """Return a Jinja template with the names that Hugging Face's use.
 
-    The tags around a text to train on, {% generation %}, are ignored. Raises InputError, with the
-    line, for a text that is no template.
+    Text inside {% generation %} comes out between SAID and DONE. Raises InputError, with the line,
+    for a text that is no template.
     """
     from jinja2 import TemplateError, TemplateSyntaxError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -270,9 +308,10 @@ def compile_template(text: str, file: Any) -> Any:
     environment.globals |= {
         "raise_exception": raise_exception,
         "strftime_now": lambda layout: DATE.strftime(layout),
+        "mark_said": lambda caller: f"{SAID}{caller()}{DONE}",
     }
-    for tag, condition in (("generation", "if true"), ("endgeneration", "endif")):
-        text = re.sub(rf"(\{{%[-+]?\s*){tag}(\s*[-+]?%\}})", rf"\1{condition}\2", text)
+    for tag, block in (("generation", "call mark_said()"), ("endgeneration", "endcall")):
+        text = re.sub(rf"(\{{%[-+]?\s*){tag}(\s*[-+]?%\}})", rf"\1{block}\2", text)
     try:
         return environment.from_string(text)
     # Jinja's own, and those of Python's compiler
@@ -280,12 +319,21 @@ def compile_template(text: str, file: Any) -> Any:
         told = error
         if isinstance(error, TemplateSyntaxError):
             told = f"line {error.lineno}: {error.message}"
-        raise InputError(f"the chat template beside {file} is not valid: {told}") from error
+        raise InputError(f"{name} is not valid: {told}") from error
 
 
 # -------------------------------------------------------------------------------------------------------------- choice
 
-ChatTemplate = Template | JinjaTemplate
+
+def written_out(name: str, *special: str) -> ChatTemplate:
+    file = Path(__file__).parent / "templates" / f"{name}.jinja"
+    return ChatTemplate(file.read_text(encoding="utf-8").rstrip(), special)
+
+
+LLAMA3 = written_out("llama3", "<|start_header_id|>", "<|eot_id|>")
+CHATML = written_out("chatml", "<|im_start|>", "<|im_end|>")
+PLAIN = written_out("plain")
+TEMPLATES = {"llama3": LLAMA3, "chatml": CHATML, "plain": PLAIN}
 
 
 def choose_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
@@ -295,7 +343,7 @@ def choose_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     InputError if the tokenizer lacks a token of the template.
     """
     if name == "auto" and tokenizer.chat_template:
-        return JinjaTemplate(tokenizer)
+        return ChatTemplate(tokenizer.chat_template, tokenizer=tokenizer)
     # the plain one needs none, so `auto` always finds one
     for template in TEMPLATES.values() if name == "auto" else [TEMPLATES[name]]:
         missing = [token for token in template.special if tokenizer.token_id(token) is None]
@@ -305,7 +353,7 @@ def choose_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
         raise InputError(
             f"data.template={name} needs the token {missing[0]}, which data.tokenizer lacks"
         )
-    if template.reply_ends_with_eos and tokenizer.eos_id is None:
+    if template is PLAIN and tokenizer.eos_id is None:
         raise InputError(
             "data.template=plain ends answers with eos, which data.tokenizer lacks (use llama3 or chatml)"
         )

@@ -14,23 +14,21 @@ import json
 import numpy as np
 
 from minitrain.data.chat import (
-    LEARNED_IN_MESSAGE,
-    PROMPTS,
-    SHOWN,
     chat_key,
     encode_after,
     encode_chat,
     encode_question,
     make_sample,
     prompt_of,
+    read_shown,
     read_turns,
-    refuse_masked,
-    refuse_shown,
+    refuse_hidden,
     split_reply,
     usual_key,
     with_system,
     words_of,
 )
+from minitrain.data.chat_keys import KEYS
 from minitrain.data.chat_templates import Chat, ChatTemplate, Message, choose_template
 from minitrain.data.files import find_files, held_out_apart
 from minitrain.data.records import Number, Skips, read_jsonl
@@ -41,16 +39,6 @@ from minitrain.grpo.batches import Problem
 from minitrain.hashing import nth
 from minitrain.models.decoder_config import DecoderConfig, find_ends
 from minitrain.settings import Config
-
-ANSWERS = (
-    "expected_answer",
-    "answer",
-    "ground_truth",
-    "solution",
-    "response",
-    "output",
-    "completion",
-)
 
 
 class Problems:
@@ -143,12 +131,14 @@ def encode(
 
     Where they end with the beginning of a reply, it asks for the rest.
     """
-    prompt = encode_question(messages, template, tokenizer, where)
+    shown = read_shown(row, where)
+    prompt = encode_question(messages, template, tokenizer, where, shown)
     begun = ""
     if messages[-1].role == "assistant":
-        *messages, (_, begun) = messages
+        *messages, last = messages
+        begun = last.content or ""
     chat = [*messages, Message("assistant", begun + answer)]
-    reply = split_reply(make_sample(*encode_chat(chat, template, tokenizer, where)))[1]
+    reply = split_reply(make_sample(*encode_chat(chat, template, tokenizer, where, shown)))[1]
     if begun:
         reply = [*encode_after(begun, answer, tokenizer), reply[-1]]
     return Problem(prompt, reply, answer, row)
@@ -178,21 +168,22 @@ def read_problem(row: dict, prompt_key: str, answer_key: str) -> tuple[Chat, str
     An empty key stands for the first usual name that holds something.
     """
     chat = chat_key(row)
-    refuse_shown(row, SHOWN, "the prompt")
+    refuse_hidden(row, KEYS["hidden"], "the prompt")
     if chat is None or prompt_key:
         turns = read_prompt(row, prompt_key)
         answer = None
     else:
-        refuse_shown(row, ("context",), "the messages")
+        refuse_hidden(row, ["context"], "the messages")
         turns = read_turns(row, chat)
         if len(turns) < 2 or turns[-1].role != "assistant":
             raise InputError(
                 f"{chat!r} must end with the assistant's answer to what comes before (if all of it is the prompt, "
                 f"say so: grpo.prompt_key={chat})"
             )
-        with located(f"{chat!r}"):
-            refuse_masked(row[chat][-1], LEARNED_IN_MESSAGE)
-        *turns, (_, answer) = turns
+        *turns, last = turns
+        if not last.learned:
+            raise InputError(f"the last message of {chat!r} is masked, but it is the answer")
+        answer = words_of(last.as_dict(), "content")
     if answer is None or answer_key:
         answer = answer_of(row, answer_key)
     return with_system(turns, row), answer
@@ -200,9 +191,9 @@ def read_problem(row: dict, prompt_key: str, answer_key: str) -> tuple[Chat, str
 
 def read_prompt(row: dict, key: str) -> Chat:
     """Return a prompt's messages: text, which is the user's, or a list. key: see `read_problem`."""
-    name = key or usual_name(row, PROMPTS, "prompt")
+    name = key or usual_name(row, KEYS["prompts"], "prompt")
     if isinstance(row.get(name), list):
-        refuse_shown(row, ("context",), "the messages")
+        refuse_hidden(row, ["context"], "the messages")
         turns = read_turns(row, name)
         if not turns:
             raise InputError(f"{name!r} is empty")
@@ -216,14 +207,14 @@ def answer_of(row: dict, key: str) -> str:
     DAPO-Math-17k has it in `reward_model`.
     """
     row = row | (row["reward_model"] if isinstance(row.get("reward_model"), dict) else {})
-    name = key or usual_name(row, ANSWERS, "answer")
+    name = key or usual_name(row, KEYS["answers"], "answer")
     value = row.get(name)
     if isinstance(value, Number):
         return value.digits()
     return json.dumps(value) if isinstance(value, int) else words_of(row, name)
 
 
-def usual_name(row: dict, names: tuple[str, ...], what: str) -> str:
+def usual_name(row: dict, names: list[str], what: str) -> str:
     found = usual_key(row, names)
     if found is None:
         known = ", ".join(names)

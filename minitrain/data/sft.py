@@ -11,7 +11,14 @@ from functools import partial
 
 import numpy as np
 
-from minitrain.data.chat import Sample, encode_chat, make_sample, read_messages, split_reply
+from minitrain.data.chat import (
+    Sample,
+    encode_chat,
+    make_sample,
+    read_messages,
+    read_shown,
+    split_reply,
+)
 from minitrain.data.chat_templates import PLAIN, ChatTemplate, choose_template
 from minitrain.data.files import find_files
 from minitrain.data.records import Skips, read_jsonl
@@ -64,7 +71,9 @@ def read_samples(
     """Yield the samples of all lines of all files, in order and however long."""
 
     def read(record: dict, where: str) -> Sample:
-        return make_sample(*encode_chat(read_messages(record, where), template, tokenizer, where))
+        messages = read_messages(record, where)
+        shown = read_shown(record, where)
+        return make_sample(*encode_chat(messages, template, tokenizer, where, shown))
 
     return read_jsonl(find_files(data), read, skips)
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minitrain.hashing import nth
@@ -127,8 +128,7 @@ class ShapesWorld:
     def decode(self, latents: Tensor) -> Tensor:
         """Undo `encode`, up to the components left out; clipped to 0 to 1."""
         values = (latents.permute(0, 2, 3, 4, 1).double() * self.scale) @ self.axes.T + self.mean
-        pixels = values.unflatten(-1, (PATCH, PATCH, 3)).permute(0, 1, 2, 4, 3, 5, 6)
-        return pixels.flatten(4, 5).flatten(2, 3).clamp(0, 1).float()
+        return F.pixel_shuffle(values.movedim(-1, 2), PATCH).movedim(2, -1).clamp(0, 1).float()
 
     def judge(self, videos: Tensor, prompts: list[tuple[str, str, str]]) -> dict[str, float]:
         """Return the share of prompts whose color, shape, direction the nearest clip has.
@@ -142,9 +142,8 @@ class ShapesWorld:
         return dict(zip(("colour", "shape", "direction"), right.mean(0).tolist(), strict=True))
 
     def _cut(self, videos: Tensor) -> Tensor:
-        """Cut [batch, frames, height, width, 3] to [batch, frames, rows, columns, PATCH * PATCH * 3]."""
-        patches = videos.unflatten(3, (-1, PATCH)).unflatten(2, (-1, PATCH))
-        return patches.permute(0, 1, 2, 4, 3, 5, 6).flatten(4)
+        """Cut [batch, frames, height, width, 3] to [batch, frames, rows, columns, 3 * PATCH * PATCH]."""
+        return F.pixel_unshuffle(videos.movedim(-1, 2), PATCH).movedim(2, -1)
 
 
 # ------------------------------------------------------------------------------------------------------------ pictures
@@ -153,7 +152,7 @@ class ShapesWorld:
 def write_sheet(path: str | Path, videos: Tensor, zoom: int = 4) -> None:
     """Write a PNG of videos [n, frames, height, width, 3] between 0 and 1, a video a row."""
     # a gray line below and right of each
-    framed = torch.nn.functional.pad(videos, (0, 0, 0, 1, 0, 1), value=0.35)
+    framed = F.pad(videos, (0, 0, 0, 1, 0, 1), value=0.35)
     rows = framed.permute(0, 2, 1, 3, 4).flatten(2, 3).flatten(0, 1)
     pixels = rows.repeat_interleave(zoom, 0).repeat_interleave(zoom, 1)
     write_png(path, (pixels * 255).byte().numpy())

@@ -17,13 +17,13 @@ from pathlib import Path
 from minitrain.run import cli
 
 LARGEST = 99
-MOST = 500_000  # about half of all dialogues: drawing the last ones at random would take forever
 
 
 def main(arguments: list[str]) -> None:
     parser = cli.Parser(prog="python -m minitrain.examples.arithmetic", description=__doc__)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--count", type=cli.positive(int, most=MOST), default=20_000)
+    # at most about half of all dialogues: drawing the last ones at random would take forever
+    parser.add_argument("--count", type=cli.positive(int, most=500_000), default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     options.file.parent.mkdir(parents=True, exist_ok=True)
@@ -52,38 +52,35 @@ def dialogue(generator: random.Random) -> list[dict[str, str]]:
         if generator.random() < 0.5:
             other = generator.randint(0, LARGEST - value)
             sign = "+"
-            working = add(value, other)
-            value = value + other
+            result = value + other
         else:
             other = generator.randint(0, value)
             sign = "-"
-            working = subtract(value, other)
-            value = value - other
+            result = value - other
+        steps = working(value, other, sign)
+        value = result
         messages.append({"role": "user", "content": f"{start}{sign} {other}"})
-        messages.append({"role": "assistant", "content": f"{working} {value}"})
+        messages.append({"role": "assistant", "content": f"{steps} {value}"})
     return messages
 
 
-def add(a: int, b: int) -> str:
-    """The columns of a sum from the lowest on, each with a carry: 47 + 38 is 7+8=15 4+3+1=8."""
+def working(a: int, b: int, sign: str) -> str:
+    """Return the columns of a sum or difference from the lowest on, each with a carry or borrow.
+
+    47 + 38 is 7+8=15 4+3+1=8, and 85 - 19 is 15-9=6 8-1-1=6.
+    """
     columns = []
     carry = 0
     for x, y in digits(a, b):
-        total = x + y + carry
-        columns.append(f"{x}+{y}{'+1' * carry}={total}")
-        carry = total // 10
-    return " ".join(columns)
-
-
-def subtract(a: int, b: int) -> str:
-    """The columns of a difference that is not negative: 85 - 19 is 15-9=6 8-1-1=6."""
-    columns = []
-    borrowed = 0
-    for x, y in digits(a, b):
-        borrow = x < y + borrowed
-        x += 10 * borrow
-        columns.append(f"{x}-{y}{'-1' * borrowed}={x - y - borrowed}")
-        borrowed = borrow
+        carried = f"{sign}1" * carry
+        if sign == "+":
+            result = x + y + carry
+        else:
+            borrow = x < y + carry
+            x += 10 * borrow
+            result = x - y - carry
+        columns.append(f"{x}{sign}{y}{carried}={result}")
+        carry = result // 10 if sign == "+" else borrow
     return " ".join(columns)
 
 

@@ -13,36 +13,39 @@ UNFINISHED = (
     ".download",
     ".aria2",
 )
-# first bytes of a file -> its kind, and the way out
+# first bytes of a file, with escapes as in Python, = its kind, and the way out
+TABLE = r"""
+version https://git-lfs.github.com/spec = a pointer of git-lfs, not the file itself (git lfs pull)
+PK\x03\x04 = a zip archive, as numpy.savez and torch.save write (unpack it, or save its arrays as .npy)
+\x93NUMPY = a .npy file by another name (rename it)
+\x1f\x8b\x08 = packed by gzip (gzip -d)
+(\xb5/\xfd = packed by zstd (zstd -d)
+BZh = packed by bzip2 (bzip2 -d)
+\xfd7zXZ = packed by xz (xz -d)
+\x04"M\x18 = packed by lz4 (lz4 -d)
+7z\xbc\xaf = a 7z archive (unpack it)
+PAR1 = a parquet file (datasets' to_json writes JSONL)
+ARROW1 = an arrow file (datasets' to_json writes JSONL)
+ORC = an ORC file (convert it to JSONL)
+Obj\x01 = an Avro file (convert it to JSONL)
+\x89HDF = an HDF5 file (save its arrays as .npy)
+SQLite format 3 = an SQLite database (convert it to JSONL)
+GGUF = a GGUF file, as of llama.cpp (use the model's safetensors)
+\x80\x02\x8a\n = pickled by torch (save its arrays as .npy, its weights as safetensors)
+\x80\x04\x95 = pickled by Python (save its arrays as .npy)
+\x80\x05\x95 = pickled by Python (save its arrays as .npy)
+%PDF = a PDF (extract its text)
+\x7fELF = a program
+MMIDIDX = Megatron's index of a .bin file (give the .bin, with data.token_dtype as its tokens are)
+LITPKDS = a packed dataset of lit-gpt, with a header of 24 bytes (save its tokens as .npy)
+\x8a\xd84\x01 = an evaluation set of llm.c (give its training tokens)
+\xc6\xd74\x01 = a model of llm.c (give its training tokens)
+\xc7\xd74\x01 = a debugging state of llm.c (give its training tokens)
+\xc8\xd74\x01 = a tokenizer of llm.c (give its training tokens)
+"""
 MAGICS = {
-    LFS: "a pointer of git-lfs, not the file itself (git lfs pull)",
-    b"PK\x03\x04": "a zip archive, as numpy.savez and torch.save write (unpack it, or save its arrays as .npy)",
-    b"\x93NUMPY": "a .npy file by another name (rename it)",
-    b"\x1f\x8b\x08": "packed by gzip (gzip -d)",
-    b"\x28\xb5\x2f\xfd": "packed by zstd (zstd -d)",
-    b"BZh": "packed by bzip2 (bzip2 -d)",
-    b"\xfd7zXZ": "packed by xz (xz -d)",
-    b"\x04\x22\x4d\x18": "packed by lz4 (lz4 -d)",
-    b"7z\xbc\xaf": "a 7z archive (unpack it)",
-    b"PAR1": "a parquet file (datasets' to_json writes JSONL)",
-    b"ARROW1": "an arrow file (datasets' to_json writes JSONL)",
-    b"ORC": "an ORC file (convert it to JSONL)",
-    b"Obj\x01": "an Avro file (convert it to JSONL)",
-    b"\x89HDF": "an HDF5 file (save its arrays as .npy)",
-    b"SQLite format 3": "an SQLite database (convert it to JSONL)",
-    b"GGUF": "a GGUF file, as of llama.cpp (use the model's safetensors)",
-    b"\x80\x02\x8a\n": "pickled by torch (save its arrays as .npy, its weights as safetensors)",
-    b"\x80\x04\x95": "pickled by Python (save its arrays as .npy)",
-    b"\x80\x05\x95": "pickled by Python (save its arrays as .npy)",
-    b"%PDF": "a PDF (extract its text)",
-    b"\x7fELF": "a program",
-    b"MMIDIDX": "Megatron's index of a .bin file (give the .bin, with data.token_dtype as its tokens are)",
-    b"LITPKDS": "a packed dataset of lit-gpt, with a header of 24 bytes (save its tokens as .npy)",
-    # dates, as 20240522
-    b"\x8a\xd8\x34\x01": "an evaluation set of llm.c (give its training tokens)",
-    b"\xc6\xd7\x34\x01": "a model of llm.c (give its training tokens)",
-    b"\xc7\xd7\x34\x01": "a debugging state of llm.c (give its training tokens)",
-    b"\xc8\xd7\x34\x01": "a tokenizer of llm.c (give its training tokens)",
+    magic.encode().decode("unicode_escape").encode("latin1"): kind
+    for magic, kind in (line.split(" = ") for line in TABLE.strip().splitlines())
 }
 # PNG, GIF, JPEG; WebP, WAV, AVI; MP3, Ogg, FLAC; Matroska, WebM; MP4, MOV, HEIC
 MEDIA = rb"(?s)\x89PNG|GIF8|\xff\xd8\xff|RIFF|ID3|OggS|fLaC|\x1a\x45\xdf\xa3|.{4}ftyp"

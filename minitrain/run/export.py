@@ -6,7 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from minitrain.data.chat import end_of_reply
-from minitrain.data.chat_templates import Template, asking_with, choose_template
+from minitrain.data.chat_templates import TEMPLATES, asking_with, choose_template
 from minitrain.data.tokenizer import CHAT_TEMPLATE, check_free_of_tokenizer, load_tokenizer
 from minitrain.errors import InputError
 from minitrain.formats.config_hf import end_also_at
@@ -56,7 +56,7 @@ def export(
             end = end_of_reply(template, tokenizer)
             text = None
             # another one came with the tokenizer
-            if isinstance(template, Template):
+            if template in TEMPLATES.values():
                 text = template.jinja(tokenizer)
             elif asks is not None:
                 text = asking_with(asks, tokenizer.chat_template)

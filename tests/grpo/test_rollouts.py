@@ -68,7 +68,7 @@ def test_what_stands_beside_a_problem_is_seen_or_refused(tmp_path, line):
     system = "Be exact." if "messages" in line else "Be short."
     (problem,) = problems_of(tmp_path, [line | {"system": system}])[0].problems
     assert bytes(problem.prompt) == f"{system}\n2+2?\n".encode() and problem.answer == "4"
-    for key in ("tools", "documents", "images"):
+    for key in ("tools", "documents", "images"):  # the plain template shows neither tools nor documents
         with pytest.raises(InputError, match=f"problems.jsonl:1: '{key}' is not supported"):
             problems_of(tmp_path, [line | {key: ["x"]}])
     (again,) = problems_of(tmp_path, [{"messages": None, "problem": None, "tools": None} | line])[0].problems
@@ -79,7 +79,7 @@ def test_what_stands_beside_a_problem_is_seen_or_refused(tmp_path, line):
     ({"question": "2+2?", "choices": ["3", "4"], "answer": "4"}, "'choices' is not supported"),
     ({"prompt": [{"role": "user", "content": "2+2?"}], "context": "c", "answer": "4"}, "'context' is not supported"),
     ({"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "5", "train": False}]},
-     "'train' is false"),
+     "the last message of 'messages' is masked, but it is the answer"),
 ])  # fmt: skip
 def test_what_a_problem_would_lose_is_refused(tmp_path, line, message):
     with pytest.raises(InputError, match=message):
