@@ -3,12 +3,16 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 from tqdm import tqdm
 
-from minitrain.run import train_model
+from minitrain.run import meter, train_model
 from minitrain.run.config import from_dict
+from minitrain.run.flops import clean, count_work, step_flops
+from minitrain.run.meter import Meter
 from minitrain.run.progress import LAYOUT, bar_width, telling, validation
 
 MODEL = {"name": "llama3-8b-tiny", "num_layers": 2, "vocab_size": 258}
@@ -60,3 +64,28 @@ def test_validations_stay_in_the_terminal(tmp_path, capsys):
     expected = [[f"{x['val_loss']:.3f}", f"{x['val_bits_per_byte']:.3f}"] for x in tested]
     assert [[*each[1:3]] for each in found] == expected and [each[0] for each in found] == ["2", "4", "6"]
     assert [each[3] for each in found] == [", best", ", best", ""]
+
+
+def test_each_steps_cost_is_that_of_its_tokens(monkeypatch):
+    """With a device whose rate is known: FLOPs by bench's count."""
+    config = from_dict(TINY)
+    monkeypatch.setattr(meter, "matmul_rate", lambda *_, **__: 2e12)
+    monkeypatch.setattr(meter.dist, "get_world_size", lambda: 4)
+    measured = Meter(config, step_flops(config, SimpleNamespace(row=lambda n: {})))
+    [line] = measured.measured(iter([{"tokens_per_sec": 64.0, "step_time_s": 2.0}]))
+    flops = clean(count_work(config.model.config), 32) * 128
+    assert line["tflops_per_gpu"] == pytest.approx(flops / 2 / 4 / 1e12)
+    assert line["mfu"] == pytest.approx(flops / 2 / 4 / 2e12)
+    assert line["tokens_per_sec_per_gpu"] == 16.0 and line["peak_memory_gib"] > 0.01
+    assert measured.about == "MFU is a share of the 2 TFLOP/s of a large matmul here"
+    monkeypatch.setattr(meter, "describe", lambda device: {"device": "NVIDIA H100 80GB HBM3"})
+    bf16 = from_dict(TINY | {"precision": "bf16"})
+    assert Meter(bf16, float).about == "MFU is a share of the 989 TFLOP/s published of NVIDIA H100 80GB HBM3"
+
+
+def test_documents_that_do_not_see_each_other_cost_less():
+    config = from_dict(TINY)
+    work = count_work(config.model.config)
+    row = {"documents": torch.tensor([0] * 8 + [1] * 24)}
+    count = step_flops(config, SimpleNamespace(row=lambda n: row))
+    assert count(128) == pytest.approx(clean(work, (8 * 8 + 24 * 24) / 32))

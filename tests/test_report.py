@@ -334,7 +334,7 @@ def test_the_list_needs_no_torch():
 
 def test_rates_are_counted_work_over_seconds(monkeypatch):
     """On a machine where every call takes 0.1 s: causal attention 2 s^2 d per head, backward 2.5 times that."""
-    monkeypatch.setattr(hardware, "_seconds_per_call", lambda function, device: 0.1)
+    monkeypatch.setattr(hardware, "_seconds_per_call", lambda *_: 0.1)
     forward, backward = measure_attention(torch.device("cpu"), torch.float32)
     assert forward == pytest.approx(2 * 8 * 512**2 * 128 / 0.1) and backward == pytest.approx(2.5 * forward)
     assert measure_memory(torch.device("cpu")) == pytest.approx(3 * 4 * 2**25 / 0.1)
@@ -373,7 +373,7 @@ def test_damaged_calibrations(tmp_path, wrong):
 
 
 def test_a_calibrated_cpu_is_no_system(tmp_path, monkeypatch):
-    monkeypatch.setattr(hardware, "_seconds_per_call", lambda function, device: 0.001)
+    monkeypatch.setattr(hardware, "_seconds_per_call", lambda *_: 0.001)
     outcome = calibrate(torch.device("cpu"))
     assert outcome["matmul"] == {"fp32": pytest.approx(2 * 1024**3 / 0.001)} and outcome["system"] is None
     file = tmp_path / "cpu.jsonl"

@@ -14,7 +14,7 @@ from statistics import median_high as median
 import torch.distributed as dist
 
 from minitrain.bench.measure import prepare, result
-from minitrain.run.flops import flops_of_token
+from minitrain.run.flops import policy_flops
 from minitrain.run.policy import PHASES, Run
 from minitrain.settings import Config
 
@@ -34,8 +34,8 @@ def measure_policy(config: Config, row: str, steps: int, warmup: int) -> dict:
             print(told, file=sys.stderr, flush=True)
     lines = lines[warmup : warmup + steps]
     times = [line["step_time_s"] for line in lines]
-    tokens = median([line["tokens_per_sec_per_gpu"] for line in lines])
-    flops = flops_of_token(config, lines[0]["step_tokens"])
+    tokens = median([line["tokens_per_sec"] for line in lines]) / dist.get_world_size()
+    flops = policy_flops(config)(lines[0]["step_tokens"])
     return result(config, row, device, times, matmul, (flops, flops), tokens) | {
         "response_tokens": median([line["length"] for line in lines]),
         "age": config.grpo.lag,

@@ -19,7 +19,7 @@ do not count.
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -204,27 +204,40 @@ def count_flops(config: Config, convention, visible: float = 1.0) -> float:
             training_flops(shape, batch.seq_len, config.data.text_tokens, config.lora)
             / batch.seq_len
         )
-    adapters = lora_weights(shape, config.lora.rank, config.lora.targets) if config.lora else 0
     seen = batch.seq_len * visible if convention is clean else batch.seq_len
-    return flops_per_token(shape, seen, convention, adapters)
+    return flops_per_token(shape, seen, convention, adapter_weights(config))
 
 
-def flops_of_token(config: Config, tokens: int) -> float:
-    """Of a step, per token: forward and backward, sampling, and a forward pass for each set of
+def adapter_weights(config: Config) -> int:
+    lora = config.lora
+    return lora_weights(config.model.config, lora.rank, lora.targets) if lora else 0
+
+
+def policy_flops(config: Config) -> Callable[[int], float]:
+    """Return a function from the tokens of a GRPO step to its FLOPs per token.
+
+    It counts forward and backward passes, sampling, and a forward pass for each set of
     log-probabilities.
     """
     grpo = config.grpo
-    responses = config.grpo.prompts * config.grpo.group
-    shape = config.model.config
-    length = tokens // responses
-    lora = config.lora
-    whole = flops_per_token(shape, length, clean)
-    adapters = lora_weights(shape, lora.rank, lora.targets) if lora else 0
-    saved = whole - flops_per_token(
-        shape, length, clean, adapters
-    )  # by what is frozen, in the backward pass
-    passes = 1 + (responses > config.batch.global_) + (grpo.kl > 0)
-    return whole * (1 + passes / 3) - saved
+    responses = grpo.prompts * grpo.group
+    work = count_work(config.model.config)
+    trained = replace(work, adapters=adapter_weights(config))
+    forward_passes = 1 + (responses > config.batch.global_) + (grpo.kl > 0)
+
+    def per_token(tokens: int) -> float:
+        length = tokens // responses
+        return clean(trained, length) + clean(work, length) * (forward_passes / 3)
+
+    return per_token
+
+
+def step_flops(config: Config, dataset) -> Callable[[int], float]:
+    """Return a function from the tokens of a step to its FLOPs per token (of videos, per patch)."""
+    if config.task == "grpo":
+        return policy_flops(config)
+    flops = count_flops(config, clean, visible_share(dataset))
+    return lambda tokens: flops
 
 
 def visible_share(dataset) -> float:

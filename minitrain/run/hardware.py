@@ -79,30 +79,29 @@ def is_of_system(machine: str, system: str) -> bool:
     return not words.isdisjoint({name, name.removeprefix("dgx-")}) and words.isdisjoint(OTHER_FORMS)
 
 
-def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large square matmul on this machine: the best of five runs.
+def measure_matmul(device: torch.device, dtype: torch.dtype, shorter: float = 1) -> float:
+    """Measure the FLOP/s of a large square matmul here: the best of five runs, each RUN / shorter.
 
     dtype: a floating type that `@` takes, or e4m3, whose products are summed up fast. fp32 on CUDA
     uses TF32 or not, as torch is set.
     """
     if device.type == "cuda":
-        return _matmul_rate(MATMUL_SIZE, device, dtype)
-    if (
-        rate := _matmul_rate(256, device, dtype)
-    ) < 3e9:  # as of bf16 on CPUs without instructions for it
-        return rate
-    return _matmul_rate(1024, device, dtype)
+        return _matmul_rate(MATMUL_SIZE, device, dtype, shorter)
+    rate = _matmul_rate(256, device, dtype, shorter)
+    # as of bf16 on CPUs without instructions for it
+    slow = rate < 3e9
+    return rate if slow else _matmul_rate(1024, device, dtype, shorter)
 
 
-def _matmul_rate(size: int, device: torch.device, dtype: torch.dtype) -> float:
-    """Of a product of two matrices with so many rows and columns."""
+def _matmul_rate(size: int, device: torch.device, dtype: torch.dtype, shorter: float) -> float:
+    """Measure the FLOP/s of a product of two matrices with so many rows and columns."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     if dtype == torch.float8_e4m3fn:
         one = torch.ones((), device=device)
         matmul = partial(choose_scaled_mm(a), a, b.t(), one, one, torch.bfloat16, True)
     else:
         matmul = partial(onednn.matmul, a, b)
-    return 2 * size**3 / _seconds_per_call(matmul, device)
+    return 2 * size**3 / _seconds_per_call(matmul, device, shorter)
 
 
 def measure_attention(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
@@ -129,10 +128,10 @@ def measure_memory(device: torch.device) -> float:
     return 3 * a.nbytes / _seconds_per_call(partial(torch.add, a, b, out=out), device)
 
 
-def _seconds_per_call(function: Callable, device: torch.device) -> float:
-    """The best of five runs of about RUN seconds each."""
+def _seconds_per_call(function: Callable, device: torch.device, shorter: float = 1) -> float:
+    """Take the best of five runs of about RUN / shorter seconds each."""
     timed(function, device)  # the first call loads and tunes kernels
-    count = ceil(RUN / timed(function, device))
+    count = ceil(RUN / shorter / timed(function, device))
     return min(timed(function, device, count) for _ in range(5)) / count
 
 

@@ -65,7 +65,7 @@ class Run:
     measurements. What run/task.py asks of a task is here.
     """
 
-    bytes_per_token = None
+    data = bytes_per_token = None
 
     def __init__(self, config: Config, folder: Path | None):
         reward = load_reward(config.grpo.reward)
@@ -329,7 +329,6 @@ class Run:
             "step_time_s": seconds,
             "step_tokens": tokens,
             "tokens_per_sec": tokens / seconds,
-            "tokens_per_sec_per_gpu": tokens / seconds / dist.get_world_size(),
         }
 
 

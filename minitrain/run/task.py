@@ -14,6 +14,7 @@ One loop for all tasks. What differs between them is an object, the task, with
                            `stopping`, which it may ask meanwhile, told it to leave that
     save(numbers), wait()  write the checkpoint of a step; return when it is on disk
     end()                  exports the model, and yields lines to end with
+    data                   a dataset whose first row shows what a row costs; None for GRPO
     bytes_per_token        of the text that is trained on, or None
 """
 
@@ -25,7 +26,9 @@ from typing import Any
 
 from minitrain.parallel.agreement import broadcast_flag
 from minitrain.run.checkpoint import saved_despite_errors
+from minitrain.run.flops import step_flops
 from minitrain.run.health import Health
+from minitrain.run.meter import Meter
 from minitrain.run.metrics import MetricsLog, open_log
 from minitrain.run.profiling import recorded_steps
 from minitrain.run.watch import until_signal
@@ -42,7 +45,8 @@ def run_task(task, config: Config, folder: Path) -> None:
         closing(open_log(config, folder, task.files, first, task.bytes_per_token)) as log,
         saved_despite_errors(task.wait),
     ):
-        for line in task.about():
+        meter = Meter(config, step_flops(config, task.data))
+        for line in [meter.about, *task.about()]:
             log.say(line)
         if broadcast_flag(log.lacks_last):
             task.finish(task.last, lambda: "")
@@ -50,7 +54,7 @@ def run_task(task, config: Config, folder: Path) -> None:
         skipped = log.skipped_steps(task.updates)
         health = Health(config, log.say, task.origin, task.updates, log.losses, skipped)
         steps = recorded_steps(task.steps(first), config.profile, folder, first)
-        if run_steps(health.watch(steps), task, config, log):
+        if run_steps(health.watch(meter.measured(steps)), task, config, log):
             for line in task.end():
                 log.say(line)
             log.say(f"{folder} holds the {'adapters' if config.lora else 'model'}")

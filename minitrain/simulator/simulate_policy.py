@@ -30,7 +30,7 @@ from minitrain.bench.measure_policy import published_lengths
 from minitrain.grpo.batches import enough_for_pipeline
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.zoo import empty_model
-from minitrain.run.flops import flops_of_token
+from minitrain.run.flops import policy_flops
 from minitrain.run.parallel_checks import row_ranks, stated_ranks
 from minitrain.settings import GRPO, Config, Data
 from minitrain.simulator.simulate import (
@@ -107,7 +107,7 @@ def policy_figures(
     phases = phase_seconds(config, system, simulation, stack)
     tokens = rollouts_of(config).tokens
     rate = tokens / phases["step_time_s"] / stated_ranks(config)
-    flops = flops_of_token(config, tokens)
+    flops = policy_flops(config)(tokens)
     return phases | rates(config, rate, matmul_rate(config, system), flops, flops)
 
 

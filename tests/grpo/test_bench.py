@@ -7,7 +7,7 @@ import pytest
 from minitrain.bench.measure import load_row
 from minitrain.bench.measure_policy import measure_policy, published_lengths
 from minitrain.run import config as configs
-from minitrain.run.flops import clean, flops_of_token, flops_per_token, lora_weights
+from minitrain.run.flops import clean, flops_per_token, lora_weights, policy_flops
 from tests.distributed.test_grpo import TREE
 
 ROW = Path(__file__).parents[2] / "configs" / "rl" / "llama3.1-8b-grpo-16gpu-onpolicy.yaml"
@@ -35,7 +35,7 @@ def test_measured_row():
     phases = [outcome[f"{name}_s"] for name in ("generation", "logprobs", "training")]
     assert min(phases) > 0 and sum(phases) < 1.5 * outcome["step_time_s"]
     # two updates and a reference: sampling and two more forward passes, each a third of forward and backward
-    assert flops_of_token(config, 16 * 12) == 2 * flops_per_token(config.model.config, 12, clean)
+    assert policy_flops(config)(16 * 12) == 2 * flops_per_token(config.model.config, 12, clean)
 
 
 def test_frozen_weights_have_no_gradient():
@@ -43,4 +43,4 @@ def test_frozen_weights_have_no_gradient():
     shape, lora = config.model.config, config.lora
     training = flops_per_token(shape, 12, clean, lora_weights(shape, lora.rank, lora.targets))
     sampling = flops_per_token(shape, 12, clean) / 3
-    assert flops_of_token(config, 8 * 12) == pytest.approx(training + sampling)
+    assert policy_flops(config)(8 * 12) == pytest.approx(training + sampling)
