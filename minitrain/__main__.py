@@ -1,6 +1,7 @@
 """The package's command lines by one name, as `pip install` puts it beside python:
 
   minitrain train      as python -m minitrain.train
+  minitrain curves     draws the curves of runs into one picture
   minitrain generate   as python -m minitrain.generate
   minitrain merge      as python -m minitrain.merge
   minitrain bench      as python bench.py in a clone
@@ -14,7 +15,13 @@ from importlib import import_module
 from minitrain.errors import InputError
 from minitrain.run import cli
 
-FILES = {"train": "train", "generate": "generate", "merge": "merge", "bench": "benchmark_cli"}
+FILES = {
+    "train": "train",
+    "curves": "run.curves",
+    "generate": "generate",
+    "merge": "merge",
+    "bench": "benchmark_cli",
+}
 
 
 def main() -> None:

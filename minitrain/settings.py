@@ -185,6 +185,8 @@ class Metrics:
     # report losses this many deviations above the recent median, with their batch; 0: none
     spike: float = number(6.0, 0)
     tensorboard: bool = False  # to out_dir/tensorboard; needs the package tensorboard
+    # package.module:function of one's own, called with the dict of each step's numbers, on rank 0
+    logger: str = ""
 
 
 @dataclass

@@ -12,6 +12,7 @@ import torch
 
 from minitrain.bench.results import held_back, merge, predicted, read_results
 from minitrain.errors import InputError
+from minitrain.run import curves, svg
 from tests.commands import ROOT
 
 PICTURES = ROOT / "results" / "pictures"
@@ -98,7 +99,7 @@ def test_curves_draw_each_finite_number_of_every_run(tmp_path):
         lines[4]["loss"] = None  # a skipped step's
         lines[9]["val_loss"] = 7.0
         (tmp_path / run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    script("curves").main([str(tmp_path / "a"), str(tmp_path / "b")])
+    curves.main([str(tmp_path / "a"), str(tmp_path / "b")])
     text = (tmp_path / "a" / "curves.svg").read_text()
     across = ticks(text, "middle", "x", 455)
     upward = {value: place - 4 for value, place in ticks(text, "end", "y", 455).items()}
@@ -114,12 +115,12 @@ def test_curves_draw_each_finite_number_of_every_run(tmp_path):
 
 def test_curves_of_no_run_is_one_line(tmp_path):
     with pytest.raises(InputError, match="has no metrics.jsonl with steps"):
-        script("curves").main([str(tmp_path)])
+        curves.main([str(tmp_path)])
 
 
 @pytest.mark.parametrize("values", [[3.0], [0.0, 0.0], [1e-9, 2e-9], [5.4e3, 5.5e3], [-2.0, 1e6], [1e20, 3e20]])
 def test_ticks_are_few_and_round(values):
-    axis = script("svg").make_axis(values, 0, 100)
+    axis = svg.make_axis(values, 0, 100)
     found = axis.ticks()
     assert 2 <= len(found) <= 9
     assert all(axis.low <= tick <= axis.high for tick in found)

@@ -13,7 +13,7 @@ from minitrain.run import meter, train_model
 from minitrain.run.config import from_dict
 from minitrain.run.flops import clean, count_work, step_flops
 from minitrain.run.meter import Meter
-from minitrain.run.progress import LAYOUT, bar_width, telling, validation
+from minitrain.run.progress import LAYOUT, bar_width, next_command, telling, validation
 
 MODEL = {"name": "llama3-8b-tiny", "num_layers": 2, "vocab_size": 258}
 TINY = {"model": MODEL, "batch": {"global": 4, "micro": 2, "seq_len": 32}, "steps": 4, "device": "cpu"}
@@ -46,8 +46,8 @@ def test_the_line_of_a_validation(numbers, told):
     assert validation(numbers) == told
 
 
-def test_validations_stay_in_the_terminal(tmp_path, capsys):
-    """The best are marked, also beside those of a run before it was resumed."""
+def test_the_end_of_a_run_in_six_lines(tmp_path, capsys):
+    """And lines of validations that stay, the best marked, also beside those of a run before it was resumed."""
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {n % 7} of a text\n" for n in range(400)))
     tree = TINY | {
@@ -64,6 +64,34 @@ def test_validations_stay_in_the_terminal(tmp_path, capsys):
     expected = [[f"{x['val_loss']:.3f}", f"{x['val_bits_per_byte']:.3f}"] for x in tested]
     assert [[*each[1:3]] for each in found] == expected and [each[0] for each in found] == ["2", "4", "6"]
     assert [each[3] for each in found] == [", best", ", best", ""]
+    *_, time, validation, speed, memory, files, following = shown.splitlines()
+    assert re.fullmatch(r"time        2 steps in 0:0\d:\d\d", time)
+    best, last = (f"{loss} nats = {bits} bits/byte" for loss, bits in (expected[1], expected[2]))
+    assert validation == f"validation  best {best} at step 4; last {last}"
+    rate = sum(line["tokens_per_sec"] for line in lines[1:]) / 5
+    assert speed.startswith(f"speed       {rate:,.0f} tokens/s, MFU ") and speed.endswith("of a large matmul here")
+    peak = max(line["peak_memory_gib"] for line in lines)
+    assert memory == f"memory      {peak:.2f} GiB at the peak, on the first rank"
+    assert files == f"files       {tmp_path}/out holds the model, metrics.jsonl, curves.svg and checkpoints/"
+    assert following == f'next        python -m minitrain.generate --model {tmp_path}/out --prompt "..."'
+    assert "<svg" in (tmp_path / "out/curves.svg").read_text()
+
+
+@pytest.mark.parametrize("tree, command", [
+    ({"data": {"kind": "mock"}}, "minitrain curves out/a\\ b"),
+    ({"task": "sft"}, "minitrain.generate --model out/a\\ b --chat --prompt"),
+    ({"lora": {}}, "minitrain curves out"),  # over random weights, which no file holds
+    ({"task": "diffusion", "data": {"kind": "shapes"}, "model": {"name": "wan2.1-14b-tiny"}},
+     "minitrain.generate --model out/a\\ b --task diffusion --prompts shapes --out"),
+], ids=str)  # fmt: skip
+def test_the_next_command_is_one_for_what_was_made(tree, command):
+    config = SimpleNamespace(
+        task="pretrain", lora=None, out_dir="out/a b", model=SimpleNamespace(path=""),
+        data=SimpleNamespace(kind="jsonl", tokenizer="bytes"),
+    )  # fmt: skip
+    for key, value in tree.items():
+        setattr(config, key, SimpleNamespace(**value, path="", tokenizer="bytes") if isinstance(value, dict) else value)
+    assert next_command(config).replace("'out/a b'", "out/a\\ b").startswith(f"python -m {command}")
 
 
 def test_each_steps_cost_is_that_of_its_tokens(monkeypatch):
@@ -77,10 +105,10 @@ def test_each_steps_cost_is_that_of_its_tokens(monkeypatch):
     assert line["tflops_per_gpu"] == pytest.approx(flops / 2 / 4 / 1e12)
     assert line["mfu"] == pytest.approx(flops / 2 / 4 / 2e12)
     assert line["tokens_per_sec_per_gpu"] == 16.0 and line["peak_memory_gib"] > 0.01
-    assert measured.about == "MFU is a share of the 2 TFLOP/s of a large matmul here"
+    assert measured.about == "the 2 TFLOP/s of a large matmul here"
     monkeypatch.setattr(meter, "describe", lambda device: {"device": "NVIDIA H100 80GB HBM3"})
     bf16 = from_dict(TINY | {"precision": "bf16"})
-    assert Meter(bf16, float).about == "MFU is a share of the 989 TFLOP/s published of NVIDIA H100 80GB HBM3"
+    assert Meter(bf16, float).about == "the 989 TFLOP/s published of NVIDIA H100 80GB HBM3"
 
 
 def test_documents_that_do_not_see_each_other_cost_less():

@@ -168,28 +168,35 @@ BUILT_IN = {"exact": exact, "math": math}
 
 
 def load_reward(name: str) -> Reward:
-    """Return `exact`, `math`, or the function at `package.module:name`.
-
-    Modules in the current folder are found, too. Raises InputError for other names.
+    """Return `exact`, `math`, or the function at `package.module:name`. Raises InputError for
+    other names.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
+    example = {"response": "response", "answer": "answer", "row": {}}
+    return load_function(f"grpo.reward={name!r}", name, example, "exact, math or ")
+
+
+def load_function(setting: str, name: str, example: dict, others: str = "") -> Callable:
+    """Return the function at `package.module:name`; modules in the current folder are found, too.
+
+    setting: tells where the name stands. example: arguments that it must take, by order. others:
+    what else the setting may be. Raises InputError if there is no such function.
+    """
     module, _, function = name.partition(":")
     if not module or not function or module.startswith("."):
-        raise InputError(f"grpo.reward={name!r} is not exact, math or package.module:function")
+        raise InputError(f"{setting} is not {others}package.module:function")
     sys.path.append("")
     try:
         found = getattr(importlib.import_module(module), function)
     # a module can raise whatever Python raises, as a reward can (rollouts.py)
     except (Exception, SystemExit) as error:
-        raise InputError(f"grpo.reward={name!r} cannot be imported: {error!r}") from error
+        raise InputError(f"{setting} cannot be imported: {error!r}") from error
     if not callable(found):
-        raise InputError(f"grpo.reward={name!r} is a {type(found).__name__}, not a function")
+        raise InputError(f"{setting} is a {type(found).__name__}, not a function")
     try:
-        inspect.signature(found).bind("response", "answer", {})
+        inspect.signature(found).bind(*example.values())
     except (TypeError, ValueError) as error:
         # ValueError: some of Python's own functions do not tell what they take
-        raise InputError(
-            f"grpo.reward={name!r} must take (response, answer, row): {error}"
-        ) from error
+        raise InputError(f"{setting} must take ({', '.join(example)}): {error}") from error
     return found

@@ -39,7 +39,7 @@ class Meter:
         peak = peak_flops(name, dtype)
         self.rate = peak or matmul_rate(self.device, dtype, shorter=10)
         origin = f"published of {name}" if peak else "of a large matmul here"
-        self.about = f"MFU is a share of the {self.rate / 1e12:.3g} TFLOP/s {origin}"
+        self.about = f"the {self.rate / 1e12:.3g} TFLOP/s {origin}"
 
     def measured(self, steps: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yield the numbers of each step with those that are measured."""

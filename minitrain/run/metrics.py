@@ -8,6 +8,8 @@ import math
 import os
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import count, filterfalse, takewhile
 from pathlib import Path
 
@@ -17,13 +19,16 @@ from tqdm import tqdm
 from minitrain.errors import naming
 from minitrain.formats.config_hf import not_trained_with
 from minitrain.formats.peft import other_dropout, unreadable_note
+from minitrain.grpo.rewards import load_function
 from minitrain.parallel.agreement import broadcast
 from minitrain.run.config_yaml import to_yaml
+from minitrain.run.curves import curves
 from minitrain.run.durable import write_durably
 from minitrain.run.fingerprint import check_continuation
 from minitrain.run.health import WINDOW
 from minitrain.run.metrics_file import read_lines, to_line
-from minitrain.run.progress import LAYOUT, bar_width, goodness, telling, validation
+from minitrain.run.progress import LAYOUT, bar_width, goodness, summary, telling, validation
+from minitrain.run.tensorboard import Board
 from minitrain.settings import Config, to_dict
 from minitrain.training.optim import warmup_steps
 
@@ -49,10 +54,9 @@ def open_log(
             notes += keep_earlier(folder)
     log = MetricsLog(folder / "metrics.jsonl", config.steps, first, bytes_per_token)
     if log.enabled and config.metrics.tensorboard:
-        from torch.utils.tensorboard import SummaryWriter
-
-        # what a killed run wrote after step `first` is hidden
-        log.board = SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1)
+        log.loggers.append(Board(folder, first))
+    if name := config.metrics.logger:
+        log.loggers.append(load_function(f"metrics.logger={name!r}", name, {"numbers": {}}))
     if first:
         notes.append(f"resumed from step {first}")
     if first >= config.steps:
@@ -117,8 +121,8 @@ class MetricsLog:
         self.losses: deque[float] = deque(maxlen=WINDOW)
         # how many updates each step skipped
         self.skips: list[int] = []
-        # TensorBoard's
-        self.board = None
+        # called with each step's numbers
+        self.loggers: list[Callable[[dict], None]] = []
         if not self.enabled:
             return
         found, strange = read_lines(file) if start else ([], 0)
@@ -153,9 +157,8 @@ class MetricsLog:
             self.file.flush()
         self.losses.append(numbers["loss"])
         self.skips.append(numbers["skipped"])
-        for name, value in numbers.items():
-            if self.board and name != "step" and isinstance(value, int | float):
-                self.board.add_scalar(name, value, numbers["step"])
+        for logger in list(self.loggers):
+            self.tell(logger, numbers)
         told = telling(numbers, self.bytes_per_token)
         self.bar.set_postfix_str(told, refresh=False)
         self.bar.update()
@@ -169,6 +172,16 @@ class MetricsLog:
             good = goodness(numbers)
             self.say(f"step {step:,}  val {tested}{', best' if good > self.best else ''}")
             self.best = max(good, self.best)
+
+    def tell(self, logger: Callable[[dict], None], numbers: dict) -> None:
+        """Call a logger. Its failure must not end a run: it is told, and the logger called no more."""
+        try:
+            logger(dict(numbers))
+        except Exception as error:
+            self.loggers.remove(logger)
+            self.say(
+                f"warning: a logger failed at step {numbers['step']}, and is called no more: {error!r}"
+            )
 
     def sync(self) -> None:
         """Return when the disk has all numbers so far: a power cut must not leave a checkpoint and
@@ -190,6 +203,13 @@ class MetricsLog:
         if self.enabled:
             self.bar.write(text)
 
+    def end(self, config: Config, first: int, seconds: float, mfu_of: str) -> None:
+        """Say how the run went: see `summary`."""
+        if self.enabled:
+            lines, _ = read_lines(Path(self.file.name))
+            for title, text in summary(config, lines, first, seconds, mfu_of).items():
+                self.say(f"{title:<11} {text}")
+
     def close(self) -> None:
         """End the progress bar's line, so that an error has one of its own, and the files."""
         if not self.enabled:
@@ -197,5 +217,15 @@ class MetricsLog:
         self.bar.close()
         with naming(self.file.name):
             self.file.close()
-        if self.board:
-            self.board.close()
+        draw_curves(Path(self.file.name))
+        for logger in self.loggers:
+            if isinstance(logger, Board):
+                logger.close()
+
+
+def draw_curves(file: Path) -> None:
+    """Draw a metrics.jsonl as curves.svg beside it; that must end no run whose disk is full."""
+    lines, _ = read_lines(file)
+    if lines:
+        with suppress(OSError):
+            file.with_name("curves.svg").write_text(curves({file.parent.name: lines}), "utf-8")

@@ -1,9 +1,13 @@
 """Say in a terminal how a run goes: the bar, the line of a validation, the six lines at the end."""
 
 import math
+import shlex
 import shutil
+from datetime import timedelta
+from statistics import fmean
 
 from minitrain.models.zoo import empty_model
+from minitrain.run.export import has_tokenizer
 from minitrain.run.launch import pick_device
 from minitrain.settings import Config
 
@@ -65,3 +69,51 @@ def validation(numbers: dict) -> str:
         else:
             told.append(f"{name.removeprefix('val_').replace('_', ' ')} {value:.1%}")
     return ", ".join(told)
+
+
+def summary(
+    config: Config, lines: list[dict], first: int, seconds: float, mfu_of: str
+) -> dict[str, str]:
+    """Return what to say at a run's end, six lines by their titles.
+
+    lines: of metrics.jsonl. first: steps that were done before this run, which took `seconds`.
+    mfu_of: the rate that MFU is a share of.
+    """
+    tested = [line for line in lines if validation(line)]
+    told = "none was asked for (validation.every, data.validation)"
+    if tested:
+        best = max(tested, key=goodness)
+        told = f"best {validation(best)} at step {best['step']:,}"
+        if best is not tested[-1]:
+            told += f"; last {validation(tested[-1])}"
+    # the first step also compiles and allocates; others may have edited the file
+    names = ("tokens_per_sec", "mfu", "peak_memory_gib")
+    timed = [[line[name] for name in names] for line in lines if line.keys() >= {*names}]
+    speed, mfu, memory = zip(*timed[1:] or timed or [[math.nan] * 3], strict=True)
+    kind = "adapters" if config.lora else "model"
+    return {
+        "time": f"{config.steps - first:,} steps in {timedelta(seconds=round(seconds))}",
+        "validation": told,
+        "speed": f"{fmean(speed):,.0f} tokens/s, MFU {fmean(mfu):.1%} of {mfu_of}",
+        "memory": f"{max(memory):.2f} GiB at the peak, on the first rank",
+        "files": f"{config.out_dir} holds the {kind}, metrics.jsonl, curves.svg and checkpoints/",
+        "next": next_command(config),
+    }
+
+
+def next_command(config: Config) -> str:
+    """Return a command that uses what the run has made."""
+    out = shlex.quote(config.out_dir)
+    base = config.model.path
+    videos = config.task == "diffusion"
+    # adapters of random weights, which no file holds, and models of tokens without a tokenizer
+    if (config.lora and not base) or not (videos or has_tokenizer(config)):
+        return f"python -m minitrain curves {out}"
+    made = f"--model {shlex.quote(base)} --adapter {out}" if config.lora else f"--model {out}"
+    if config.data.kind == "shapes":
+        made += f" --task diffusion --prompts shapes --out {out}/sheet.png"
+    elif videos:
+        made += f" --task diffusion --prompts FILE --size FRAMES HEIGHT WIDTH --out {out}/videos.safetensors"
+    else:
+        made += ' --prompt "..."' if config.task == "pretrain" else ' --chat --prompt "..."'
+    return f"python -m minitrain.generate {made}"

@@ -41,12 +41,13 @@ def run_task(task, config: Config, folder: Path) -> None:
     together.
     """
     first = task.first
+    began = time.monotonic()
     with (
         closing(open_log(config, folder, task.files, first, task.bytes_per_token)) as log,
         saved_despite_errors(task.wait),
     ):
         meter = Meter(config, step_flops(config, task.data))
-        for line in [meter.about, *task.about()]:
+        for line in task.about():
             log.say(line)
         if broadcast_flag(log.lacks_last):
             task.finish(task.last, lambda: "")
@@ -57,7 +58,7 @@ def run_task(task, config: Config, folder: Path) -> None:
         if run_steps(health.watch(meter.measured(steps)), task, config, log):
             for line in task.end():
                 log.say(line)
-            log.say(f"{folder} holds the {'adapters' if config.lora else 'model'}")
+            log.end(config, first, time.monotonic() - began, meter.about)
 
 
 def run_steps(steps: Iterator[dict[str, Any]], task, config: Config, log: MetricsLog) -> bool:

@@ -6,16 +6,15 @@ From results as bench.py's --json writes them, into FOLDER:
     layout.svg     ranks by tensor, context, data, expert and pipeline parallelism
 """
 
+import math
 from itertools import product
 from pathlib import Path
 from statistics import median
 
-import svg
-
 from minitrain.bench import results
 from minitrain.bench.page import LANE, actions, draw_lanes
 from minitrain.errors import InputError, refused
-from minitrain.run import cli
+from minitrain.run import cli, svg
 
 TASKS = {  # colors by what a row trains
     "pretraining": svg.COLORS[0],
@@ -55,6 +54,18 @@ def main(arguments: list[str]) -> None:
 # ---------------------------------------------------------------------------------------------- predicted and published
 
 
+class LogAxis(svg.Axis):
+    """A logarithmic scale, with ticks at powers of ten."""
+
+    def __call__(self, value: float) -> float:
+        share = math.log(value / self.low) / math.log(self.high / self.low)
+        return round(self.start + share * (self.end - self.start), 1)
+
+    def ticks(self) -> list[float]:
+        powers = range(math.ceil(math.log10(self.low)), math.floor(math.log10(self.high)) + 1)
+        return [10.0**power for power in powers]
+
+
 def accuracy(rows: list[results.Row]) -> str:
     """Return predicted over published figures, both on log scales: filled dots for rows not fitted to."""
     if not rows:
@@ -65,7 +76,8 @@ def accuracy(rows: list[results.Row]) -> str:
     tested = {row.name for row in held_back}
     figures = [(row, row.published, row.published * results.predicted(row)) for row in rows]
     both = [value for _, *values in figures for value in values]
-    x, y = svg.make_axis(both, 60, 560, log=True), svg.make_axis(both, 480, 40, log=True)
+    low, high = min(both) / 1.3, max(both) * 1.3
+    x, y = LogAxis(low, high, 60, 560), LogAxis(low, high, 480, 40)
     body = svg.grid(x, y, "published: tokens/s per GPU (video: TFLOP/s per GPU)", "predicted")
     for share, dashes in ((1.0, "none"), (0.8, "4 4"), (1.25, "4 4")):
         low, high = x.low * max(1.0, 1 / share), x.high * min(1.0, 1 / share)

@@ -14,12 +14,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor, Shard
 
+from minitrain.data.shapes import write_png
 from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
 from minitrain.parallel.agreement import broadcast, broadcast_flag, gather
@@ -34,6 +36,7 @@ from minitrain.run.launch import set_timeout, start
 from minitrain.run.metrics_file import to_line
 from minitrain.run.profiling import recorded_steps
 from minitrain.run.same_run import code_digests, difference, flatten
+from minitrain.run.tensorboard import Board
 from minitrain.settings import Lora, Profile
 from minitrain.training.loop import Trainer, global_count
 from minitrain.training.objectives import LanguageModeling
@@ -532,22 +535,70 @@ def test_a_memory_snapshot(run, tmp_path, monkeypatch):  # noqa: F811
     assert (out / "profile/memory-rank-0.pickle").stat().st_size > 10_000
 
 
-def test_tensorboard_gets_all_numbers(run, monkeypatch):  # noqa: F811
-    shown, told = [], []
+def test_tensorboard_gets_all_numbers_in_groups_and_config_and_pictures(run, monkeypatch):  # noqa: F811
+    shown, told, texts, images = [], [], [], []
 
     class Writer:
         def __init__(self, folder, purge_step):
             told.append((folder, purge_step))
             self.add_scalar, self.close = lambda *scalar: shown.append(scalar), lambda: told.append("closed")
+            self.add_text = lambda *text: texts.append(text)
+            self.add_image = lambda *image, dataformats: images.append((*image, dataformats))
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     out = run([2], metrics={"tensorboard": True})
-    assert told == [(str(out / "tensorboard"), 1), "closed"]
+    assert told == [(str(out / "tensorboard"), 1), "closed"] and not images
+    groups = {
+        "val": {"val_loss", "val_bits_per_byte"},
+        "perf": {"step_time_s", "tokens_per_sec", "tokens_per_sec_per_gpu", "tflops_per_gpu", "mfu", "peak_memory_gib",
+                 "wall_time_s"},
+        "train": {"loss", "grad_norm", "lr", "tokens", "skipped"},
+    }  # fmt: skip
     for line in lines(out):
-        for name in line.keys() - {"step", "batch"}:  # which is no number, and those of step 2 are not finite
-            assert (name, line[name], line["step"]) in shown or line[name] is None
-    assert {"step", "batch"}.isdisjoint(name for name, *_ in shown)
+        assert line.keys() - {"step", "batch"} <= set().union(*groups.values())
+        for group, names in groups.items():
+            for name in names & line.keys():  # those of step 2 are not finite
+                place = f"{group}/{name.removeprefix('val_')}"
+                assert (place, line[name], line["step"]) in shown or line[name] is None
+    assert all(name.split("/")[0] in groups for name, *_ in shown)
+    [(title, text, step)] = texts
+    assert (title, step) == ("config", 0) and text.replace("    ", "") == (out / "config.yaml").read_text().replace(
+        "    ", ""
+    )
+    write_png(out / "after.png", np.full((2, 3, 3), 7, np.uint8))
+    Board(out, 5).close()
+    [(name, pixels, step, layout)] = images
+    assert (name, step, layout, pixels.shape) == ("after", 5, "HWC", (2, 3, 3)) and (pixels == 7).all()
+
+
+noted = []
+
+
+def note_numbers(numbers: dict) -> None:
+    """A metrics.logger that fails at its third step."""
+    noted.append(numbers)
+    if len(noted) == 3:
+        raise OSError("no network")
+
+
+def test_a_logger_of_ones_own_gets_each_steps_numbers_and_ends_no_run(run, capsys):  # noqa: F811
+    out = run([], metrics={"logger": "tests.faults.test_observability:note_numbers"})
+    steps = [json.loads(json.dumps(numbers)) for numbers in noted]
+    assert steps == lines(out)[:3] and len(lines(out)) == 6
+    warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: a logger failed")]
+    assert warned == ["warning: a logger failed at step 3, and is called no more: OSError('no network')"]
+
+
+@pytest.mark.parametrize("name, problem", [
+    ("print", "metrics.logger='print' is not package.module:function"),
+    ("no.such:log", "metrics.logger='no.such:log' cannot be imported: "),
+    ("tests.faults.test_observability:run", r"metrics.logger=.* must take \(numbers\): "),
+    ("tests.faults.test_observability:noted", "metrics.logger=.* is a list, not a function"),
+])  # fmt: skip
+def test_a_logger_that_is_none(run, name, problem):  # noqa: F811
+    with pytest.raises(InputError, match=f"^{problem}"):
+        run([], metrics={"logger": name})
 
 
 def test_numbers_that_json_has_not_are_null():

@@ -1,0 +1,47 @@
+"""Show a run in TensorBoard: curves in the groups train, val and perf, its config, its pictures."""
+
+from pathlib import Path
+
+MEASURED = ("_s", "_per_sec", "_per_gpu", "_gib", "mfu")
+
+
+class Board:
+    """Writes to `folder`/tensorboard. Numbers that a killed run wrote after step `start` are hidden."""
+
+    def __init__(self, folder: Path, start: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.folder = folder
+        self.step = start
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
+        config = folder / "config.yaml"
+        if config.exists():
+            # four spaces in front: code, to Markdown
+            text = "".join(f"    {line}" for line in config.open(encoding="utf-8"))
+            self.writer.add_text("config", text, start)
+
+    def __call__(self, numbers: dict) -> None:
+        """Add one step's numbers."""
+        self.step = numbers["step"]
+        for name, value in numbers.items():
+            if name != "step" and isinstance(value, int | float):
+                self.writer.add_scalar(grouped(name), value, self.step)
+
+    def close(self) -> None:
+        """Add the pictures that the run has drawn."""
+        for file in sorted(self.folder.glob("*.png")):
+            import numpy as np
+
+            # TensorBoard itself needs it
+            from PIL import Image
+
+            pixels = np.asarray(Image.open(file).convert("RGB"))
+            self.writer.add_image(file.stem, pixels, self.step, dataformats="HWC")
+        self.writer.close()
+
+
+def grouped(name: str) -> str:
+    """Return the name of a number with its group: val/loss, perf/mfu, train/lr."""
+    if name.startswith("val_"):
+        return f"val/{name.removeprefix('val_')}"
+    return f"perf/{name}" if name.endswith(MEASURED) else f"train/{name}"
