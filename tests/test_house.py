@@ -29,7 +29,7 @@ TECHNIQUES += [Path("minitrain/training", f"{name}.py") for name in ("loss", "op
 
 TOKENS = (177_300, 160_000)  # with bench.py's 500, which count as the package's
 CORE_TOKENS = (80_000, 80_000)
-TOKENS_PER_LINE = (9.11, 9.0)
+TOKENS_PER_LINE = (9.10, 9.0)
 LONG_FILES = (2, 0)  # of more than 400 lines
 
 
