@@ -1,5 +1,5 @@
 """Continue a prompt: python -m minitrain.generate --model DIR --prompt TEXT, streamed to the
-terminal.
+terminal; or answer a file of prompts, with --prompts; or converse, with --chat alone.
 
 DIR is any model folder in Hugging Face layout with a tokenizer.json, such as a training run's
 out_dir. With --n, the samples are made together and shown one after the other. With --task
@@ -37,8 +37,23 @@ COMMON = {
 TEXT = {
     "--prompt": (
         str,
-        ...,
+        None,
         "the text to continue",
+    ),
+    "--prompts": (
+        home_path,
+        None,
+        "a file of them: lines of text, or .jsonl with `prompt`",
+    ),
+    "--out": (
+        home_path,
+        None,
+        "a .jsonl file for the answers to --prompts",
+    ),
+    "--system": (
+        str,
+        None,
+        "with --chat: the system prompt",
     ),
     "--tokenizer": (
         home_path,
@@ -144,7 +159,7 @@ def main(arguments: list[str]) -> None:
         parser.add_argument(
             "--chat",
             action="store_true",
-            help="answer, in the chat template",
+            help="answer, without --prompt line after line",
         )
         parser.add_argument("--stop", action="append", default=[], help="end after it (repeatable)")
     else:

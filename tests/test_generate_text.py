@@ -1,12 +1,16 @@
 """generate as a conversation, and the sampler's texts: oracles are transformers' replies."""
 
+import io
+import json
 import re
 
 import pytest
 import torch
 
 import minitrain
+from minitrain import generate
 from minitrain.data.tokenizer import ByteTokenizer
+from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
 from tests.commands import ROOT
@@ -32,6 +36,29 @@ def replies(folder, prompt: str | list[int], count: int = 6) -> str:
 WORDS = ["--max-tokens", "6", "--temperature", "0", "--device", "cpu"]
 
 
+def test_a_conversation_has_all_that_was_said_before(folder, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\nyou\n"))
+    generate.main(["--model", str(folder), "--chat", "--system", "be", *WORDS])
+    first = replies(folder, "be\nhi\n")
+    second = replies(folder, [*f"be\nhi\n{first}".encode(), 257, *b"you\n"])
+    assert capsys.readouterr().out == f"> {first}\n> {second}\n> "
+
+
+@pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
+def test_a_file_of_prompts_becomes_lines_of_json(folder, tmp_path, capsys, name):
+    prompts = ["ab", "c", "a longer one"]
+    lines = [json.dumps({"prompt": prompt}) if name.endswith("l") else prompt for prompt in prompts]
+    (tmp_path / name).write_text("\n".join(lines) + "\n")
+    expected = [{"prompt": prompt, "text": replies(folder, prompt)} for prompt in prompts]
+    words = ["--model", str(folder), "--prompts", str(tmp_path / name), *WORDS]
+    generate.main(words)
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == expected
+    generate.main([*words, "--out", str(tmp_path / "out.jsonl"), "--n", "2"])
+    assert capsys.readouterr().out == f"{tmp_path}/out.jsonl holds 6 answers\n"
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert written == [line for line in expected for _ in range(2)]
+
+
 def test_the_sampler_gives_text(folder):
     sampler = minitrain.Sampler(minitrain.load_pretrained(folder), minitrain.load_tokenizer(folder))
     params = minitrain.SamplingParams(max_tokens=6, temperature=0)
@@ -40,6 +67,11 @@ def test_the_sampler_gives_text(folder):
     pieces = list(sampler.stream("ab", params))
     assert "".join(pieces) == expected[0] and len(pieces) > 1
     assert not sampler.busy
+
+
+def test_a_prompt_is_needed(folder):
+    with pytest.raises(InputError, match=r"--prompt is missing \(or --prompts FILE, or --chat alone to converse\)"):
+        generate.main(["--model", str(folder)])
 
 
 def test_the_snippet_of_the_readme_runs(folder, tmp_path, monkeypatch, capsys):
