@@ -1,7 +1,9 @@
 """The package's command lines by one name, as `pip install` puts it beside python:
 
+  minitrain tokenize   turns texts into token files
   minitrain train      as python -m minitrain.train
   minitrain curves     draws the curves of runs into one picture
+  minitrain evaluate   measures a model on held-out texts or chats
   minitrain generate   as python -m minitrain.generate
   minitrain merge      as python -m minitrain.merge
   minitrain bench      as python bench.py in a clone
@@ -16,8 +18,10 @@ from minitrain.errors import InputError
 from minitrain.run import cli
 
 FILES = {
+    "tokenize": "run.tokenize_files",
     "train": "train",
     "curves": "run.curves",
+    "evaluate": "run.evaluate_model",
     "generate": "generate",
     "merge": "merge",
     "bench": "benchmark_cli",
@@ -31,6 +35,8 @@ def main() -> None:
 def dispatch(arguments: list[str]) -> None:
     """Run the command that the first word names; its file alone is imported."""
     name = " ".join(arguments[:1])
+    if name in ("-h", "--help"):
+        return print(__doc__)
     if name not in FILES:
         raise InputError(
             f"minitrain {name}: first comes one of {', '.join(FILES)} (each has --help)"

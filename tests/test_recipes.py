@@ -33,7 +33,11 @@ RECIPES = {
     "sft-chats": [],
     "lora-8b-24gb": [],
     "full-8b-8gpu": [],
-    "pretrain-tokens": ["model={name: llama3.1-8b-tiny, vocab_size: 258}", "data.validation=0.2"],
+    "pretrain-tokens": [
+        "model={name: llama3.1-8b-tiny, vocab_size: 258}",
+        "data.document_end=257",
+        "data.validation=0.2",
+    ],
     "continued-pretraining": ["data.validation=0.2"],
     "grpo-gsm8k": [
         "grpo.prompts=4",

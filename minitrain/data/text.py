@@ -15,14 +15,16 @@ row when it is read.
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from minitrain.data.chat import Sample
 from minitrain.data.files import find_files
 from minitrain.data.records import Skips, read_jsonl, read_texts, text_of
 from minitrain.data.token_files import TokenFiles, open_tokens
@@ -207,17 +209,38 @@ def tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> Corpus:
     return Corpus(np.frombuffer(tokens, dtype), np.array(ends, np.int64), np.array(sizes, np.int64))
 
 
+def read_documents(files: list[Path], field: str) -> Iterator[str]:
+    """Yield the documents of files: of .jsonl each line's, at a key, of others the whole text."""
+    skips = Skips()
+    for file in files:
+        if file.suffix == ".jsonl":
+            yield from read_jsonl([file], partial(_document, field), skips)
+        else:
+            yield from read_texts([file], skips)
+
+
+def _document(field: str, record: dict, where: str) -> str:
+    keys = ", ".join(list(record)[:5])
+    hint = f" (it has {keys}: data.field names the key that holds the text; chats need task=sft or lora)"
+    with located(where):
+        return text_of(record, field, hint)
+
+
+def cut_documents(corpus: Corpus, length: int) -> list[Sample]:
+    """Return pieces of at most `length` inputs, which predict all of a document but its first token."""
+    pieces = []
+    for document in np.split(corpus.tokens.astype(np.int64), corpus.ends[:-1] + 1):
+        for start in range(0, len(document) - 1, length):
+            stop = min(start + length, len(document) - 1)
+            pieces.append(Sample(document[start:stop], document[start + 1 : stop + 1]))
+    return pieces
+
+
 def _open_documents(
     data: Data, files: list[Path], seq_len: int, vocab_size: int, seed: int
 ) -> tuple[Packed, Packed | None]:
     tokenizer = fitting_tokenizer(data.tokenizer, vocab_size)
     skips = Skips(data.on_error == "skip")
-
-    def parse(record: dict, where: str) -> str:
-        keys = ", ".join(list(record)[:5])
-        hint = f" (it has {keys}: data.field names the key that holds the text; chats need task=sft or lora)"
-        with located(where):
-            return text_of(record, data.field, hint)
 
     def cut(corpus: Corpus, what: str) -> Packed:
         problem = ""
@@ -231,7 +254,10 @@ def _open_documents(
         return Packed(corpus, seq_len, seed, bytes_per_token, about=skips.note)
 
     source = f"data.path={data.path}"
-    documents = read_texts(files, skips) if data.kind == "text" else read_jsonl(files, parse, skips)
+    if data.kind == "text":
+        documents = read_texts(files, skips)
+    else:
+        documents = read_jsonl(files, partial(_document, data.field), skips)
     corpus = tokenize(documents, tokenizer)
     share = data.validation
     held = None

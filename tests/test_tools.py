@@ -1,0 +1,111 @@
+"""minitrain tokenize and evaluate: the rows of the texts themselves; transformers' loss."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import minitrain
+from minitrain.__main__ import dispatch
+from minitrain.data.byte_tokenizer import ByteTokenizer
+from minitrain.data.text import open_data
+from minitrain.errors import InputError
+from minitrain.models.decoder import Decoder
+from minitrain.models.zoo import model_config
+from minitrain.run import tokenize_files
+from minitrain.settings import Data
+
+
+@pytest.fixture
+def folder(tmp_path):
+    torch.manual_seed(3)
+    minitrain.save_pretrained(Decoder(model_config("llama3-8b-tiny", num_layers=1, vocab_size=258)), tmp_path / "m")
+    ByteTokenizer().save(tmp_path / "m")
+    return tmp_path / "m"
+
+
+@pytest.mark.parametrize(("suffix", "processes"), [("txt", "1"), ("jsonl", "2")])
+def test_tokenized_files_give_the_rows_of_the_texts(tmp_path, monkeypatch, capsys, suffix, processes):
+    monkeypatch.setattr(tokenize_files, "MOST", 3)
+    (tmp_path / "in").mkdir()
+    for number in range(7):
+        text = f"Document {number}, {'long ' * 9 * number}end"
+        lines = [json.dumps({"text": f"{part}: {text}"}) for part in range(3)]
+        (tmp_path / "in" / f"{number}.{suffix}").write_text(text if suffix == "txt" else "\n".join(lines))
+    out = tmp_path / "tokens"
+    dispatch(["tokenize", "--tokenizer", "bytes", "--out", str(out), "--processes", processes, str(tmp_path / "in")])
+    assert f"data.path={out} data.tokenizer=bytes data.document_end=257" in capsys.readouterr().out
+    shards = sorted(out.iterdir())
+    assert len(shards) == 3 and all(np.load(shard).dtype == np.uint16 for shard in shards)
+    kind = "text" if suffix == "txt" else "jsonl"
+    texts, _ = open_data(Data(kind, str(tmp_path / "in")), 32, 258, seed=5)
+    tokens, _ = open_data(Data("tokens", str(out), document_end=257), 32, 258, seed=5)
+    assert len(texts) == len(tokens)
+    for number in range(2 * len(texts)):
+        for key, column in texts.row(number).items():
+            assert torch.equal(column, tokens.row(number)[key])
+
+
+def test_nothing_is_left_of_texts_that_cannot_be_read(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n{"txt": "bad"}\n')
+    words = ["tokenize", "--tokenizer", "bytes", "--processes", "1", str(tmp_path / "a.jsonl")]
+    with pytest.raises(InputError, match="a.jsonl:2: no key 'text'"):
+        dispatch([*words, "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(InputError, match="exists already"):
+        dispatch([*words, "--out", str(tmp_path)])
+
+
+def losses(folder, documents: list[list[int]], length: int) -> list[float]:
+    """Return transformers' losses of all tokens but each document's first, in pieces of `length`."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    found = []
+    for ids in documents:
+        for start in range(0, len(ids) - 1, length):
+            piece = torch.tensor(ids[start : start + length + 1])
+            with torch.no_grad():
+                scores = model(piece[None, :-1]).logits[0].log_softmax(-1)
+            found += (-scores.gather(1, piece[1:, None])).flatten().tolist()
+    return found
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"[\d.]+\d", text.replace(",", "").splitlines()[0])]
+
+
+def test_evaluate_says_the_loss_of_transformers(folder, tmp_path, capsys):
+    texts = ["a first text", "né", "a longer text, in two pieces and a bit" * 2]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text)
+    dispatch(["evaluate", "--model", str(folder), "--device", "cpu", "--seq-len", "32", str(tmp_path / "*.txt")])
+    bytes_of = [len(text.encode()) for text in texts]
+    each = losses(folder, [[*text.encode(), 257] for text in texts], 32)
+    loss = sum(each) / len(each)
+    wanted = [sum(bytes_of), loss, math.exp(loss), sum(each) / math.log(2) / sum(bytes_of)]
+    assert numbers(capsys.readouterr().out) == pytest.approx(wanted, rel=2e-4)
+
+
+def test_evaluate_counts_chats_that_are_exactly_right(folder, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM
+
+    prompt = list(b"hi\n")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.generation_config.eos_token_id = None
+    best = model.generate(torch.tensor([prompt]), max_new_tokens=1, do_sample=False, pad_token_id=0)[0, 3].item()
+    chats = [("hi", "no"), ("hi", "other")]
+    lines = [json.dumps({"prompt": ask, "response": reply}) + "\n" for ask, reply in chats]
+    (tmp_path / "chats.jsonl").write_text("".join(lines))
+    dispatch(["evaluate", "--model", str(folder), "--device", "cpu", "--chat", str(tmp_path / "chats.jsonl")])
+    each = []
+    for _, reply in chats:
+        ids = [*prompt, *reply.encode(), 257]
+        each += losses(folder, [ids], 100)[len(prompt) - 1 :]
+    loss = sum(each) / len(each)
+    assert best != ord("n") and best != ord("o")
+    wanted = [loss, math.exp(loss)]
+    assert numbers(capsys.readouterr().out)[0:2] == pytest.approx(wanted, rel=2e-4)
