@@ -392,6 +392,28 @@ def test_files_of_less_than_a_row_are_used(tmp_path):
     assert train.about.startswith("1 skipped, the first: ") and len(train) == 12_700 // 64
 
 
+@pytest.mark.parametrize("stored, read, better", [
+    ("uint32", "uint16", "holds tokens of 4 bytes each, not uint16 (use data.token_dtype=uint32)"),
+    ("int64", "uint16", "holds tokens of 4 bytes each, not uint16 (use data.token_dtype=uint32)"),
+    ("int64", "uint32", "holds tokens of 8 bytes each, not uint32 (use uint32 or .npy)"),
+    ("uint16", "uint16", None),
+    ("uint32", "uint32", None),
+])  # fmt: skip
+@pytest.mark.parametrize("vocab_size", [1000, 50_000, 128_256])
+def test_raw_tokens_that_are_read_as_halves_of_others(tmp_path, stored, read, better, vocab_size):
+    """With every other one 0 or 1 they are in the vocabulary, and only the loss would show it."""
+    file = tmp_path / "a.bin"
+    np.random.default_rng(0).integers(min(vocab_size, 1 << 16), size=301).astype(stored).tofile(file)
+    if better:
+        with pytest.raises(InputError, match=re.escape(f"{file} {better}")):
+            open_tokens(file, 4, vocab_size, token_dtype=read)
+    else:
+        open_tokens(file, 4, vocab_size, token_dtype=read)
+        for few in (np.zeros(301), np.ones(301), np.random.default_rng(0).integers(2, size=301)):
+            few.astype(stored).tofile(file)
+            open_tokens(file, 4, vocab_size, token_dtype=read)  # a large vocabulary has them also as pairs
+
+
 def test_token_validation_is_the_end_of_each_file(tmp_path):
     files = [np.arange(0, 43), np.arange(100, 120), np.arange(200, 203)]  # 10, 5 and 0 rows of 4
     for i, tokens in enumerate(files):

@@ -156,6 +156,30 @@ def test_bos_is_put_where_only_the_file_beside_says_so(bpe_folder, add, expected
     assert ours.beginning == "<s>" * len(expected)
 
 
+@pytest.mark.parametrize(
+    "token",
+    [
+        {"content": "<new>", "special": True},
+        {"content": "<new>", "special": False, "normalized": True},
+        {"content": "the", "special": False},  # a word of the vocabulary
+        {"content": "</s>", "special": True, "rstrip": True},  # tokenizer.json says otherwise, as Phi-3's once did
+        {"content": "</s>", "special": True, "lstrip": True},
+    ],
+)
+def test_tokens_that_are_listed_beside_the_file_are_those_of_transformers(bpe_folder, token):
+    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    number = {"</s>": 2}.get(token["content"], 281)
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "<unk>"}
+    listed = {str(number): flags | token, "0": {"content": "<unk>", "special": True} | flags}
+    write_json(bpe_folder, "tokenizer_config.json", about | {"added_tokens_decoder": listed})
+    ours, theirs = load_tokenizer(bpe_folder), AutoTokenizer.from_pretrained(bpe_folder)
+    assert ours.vocab_size == len(theirs)
+    for text in ("the <new> cat", "cat </s>  the", "<new></s>"):
+        ids = theirs(text, add_special_tokens=False).input_ids
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
 def test_texts_are_neither_cut_nor_padded(bpe_folder):
     """Whatever the program that saved the file had been told, which the file keeps."""
     texts = Tokenizer.from_file(str(bpe_folder / "tokenizer.json"))
@@ -309,6 +333,10 @@ def test_missing_package_names_the_extra(bpe_folder, monkeypatch):
              "tokenizer_config.json": '{"eos_token": "</s>"}'},
             r"tokenizer_config.json names the token '</s>', which .*tokenizer.json does not hold",
         ),
+        *(({"tokenizer.json": '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": ""}}',
+            "tokenizer_config.json": '{"added_tokens_decoder": ' + listed + "}"},
+           r"tokenizer_config.json: added_tokens_decoder must list tokens by their ids: .")
+          for listed in ('["b"]', '{"1": "b"}', '{"one": {"content": "b"}}', '{"1": {"content": 5}}')),
     ],
 )  # fmt: skip
 def test_wrong_files_are_told_in_one_line(tmp_path, files, message):

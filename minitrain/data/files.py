@@ -6,6 +6,7 @@ do folders such as __pycache__.
 """
 
 import fnmatch
+import functools
 import glob
 import os
 import sysconfig
@@ -54,9 +55,13 @@ def find_files(data: Data) -> list[Path]:
     ]
     if not kept:
         raise InputError(f"data.exclude={data.exclude} leaves no file of data.path={data.path}")
-    # of several names, by links, the shortest counts, which is the last here
+    # links may lead to a folder by several names, in circles too: the shortest, which is the last
+    # here, counts
     kept.sort(key=lambda file: (len(file), file), reverse=True)
-    return sorted(map(Path, {os.path.realpath(file): file for file in kept}.values()))
+    # there are far fewer folders than files
+    real = functools.cache(os.path.realpath)
+    shortest = {(real(os.path.dirname(file)), os.path.basename(file)): file for file in kept}
+    return sorted(map(Path, shortest.values()))
 
 
 def _expand(pattern: str, kind: str) -> list[str]:
@@ -85,13 +90,18 @@ def _what_is_there(pattern: str, kind: str) -> str:
 
 
 def _files_below(top: str) -> Iterator[str]:
-    """Yield the files below a folder, through links to folders too, but not in circles."""
-    for folder, folders, names in os.walk(top, followlinks=True):
-        real = os.path.realpath(folder)
-        folders[:] = [
-            name
-            for name in folders
-            if not name.startswith((".", "__"))
-            and not f"{real}/".startswith(os.path.realpath(os.path.join(folder, name)) + "/")
-        ]
-        yield from (os.path.join(folder, name) for name in names if not name.startswith("."))
+    """Yield the files below a folder, through links to folders too, those after all else.
+
+    Each folder once, by its own name if it has one below top.
+    """
+    tops = [top]
+    seen = set()
+    for start in tops:
+        for folder, folders, names in os.walk(start):
+            if os.path.realpath(folder) in seen:
+                folders.clear()
+                continue
+            seen.add(os.path.realpath(folder))
+            folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
+            tops += filter(os.path.islink, [os.path.join(folder, name) for name in folders])
+            yield from (os.path.join(folder, name) for name in names if not name.startswith("."))

@@ -35,6 +35,7 @@ from minitrain.data.files import find_files
 from minitrain.data.records import Skips
 from minitrain.data.shapes import ShapesWorld
 from minitrain.data.text import Row, split_off
+from minitrain.data.token_files import check_unchanged, stamp_of
 from minitrain.errors import InputError, located
 from minitrain.formats.tensor_files import FLOATS, open_tensors, read_headers, write_tensors
 from minitrain.hashing import nth, shuffled
@@ -173,6 +174,7 @@ class LatentCache:
         self.text_tokens = text_tokens
         self.group = group
         self.seed = seed
+        self.stamps = {file: stamp_of(file) for files in buckets for file in files}
         self.firsts = list(accumulate((-(-len(files) // group) for files in buckets), initial=0))
 
     def __len__(self) -> int:
@@ -196,6 +198,7 @@ class LatentCache:
 
     def read(self, path: Path) -> Row:
         """Return one video, as in a row."""
+        check_unchanged(path, path, self.stamps[path])
         row = read_video(path)
         for name in TEXTS:
             if name in row:

@@ -114,12 +114,27 @@ def read_jsonl(files: list[Path], parse: Parse, skips: Skips) -> Iterator[Any]:
 def _parse_line(line: bytes, where: str, parse: Parse) -> Any:
     try:
         text = line.decode("utf-8-sig")
-        tree = json.loads(text, parse_float=Number)
+        tree = json.loads(
+            text, parse_constant=_refuse_constant, object_pairs_hook=_object, parse_float=Number
+        )
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(tree, dict):
         raise InputError(f"{where}: must be a JSON object, not {type(tree).__name__}")
     return parse(tree, where)
+
+
+def _refuse_constant(word: str) -> None:
+    raise ValueError(f"{word} is not JSON")
+
+
+def _object(pairs: list) -> dict:
+    tree = {}
+    for key, value in pairs:
+        if key in tree:
+            raise ValueError(f"key {key!r} is given twice")
+        tree[key] = value
+    return tree
 
 
 def text_of(record: dict, key: str, hint: str = "") -> str:

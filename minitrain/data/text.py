@@ -11,13 +11,14 @@ packing that avoids cutting documents.
 What is unusable is an error, or with data.on_error=skip left out and counted. Text and JSONL are
 read, and so checked, in full before the first step. Of token files at most CHECKED tokens to train
 on, and as many held out, are checked before the first step, spread evenly over all files, and every
-row when it is read.
+row when it is read; to skip bad rows, all are read once.
 """
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -86,7 +87,7 @@ class Mock:
 class Packed:
     """Rows cut from a corpus with a length in tokens, `read` and `origin(start, length)`.
 
-    The rest at its end, fewer than seq_len tokens, is not used.
+    The rest at its end, fewer than seq_len tokens, is not used. usable: the numbers of the rows.
     """
 
     def __init__(
@@ -102,9 +103,10 @@ class Packed:
         self.seed = seed
         self.bytes_per_token = bytes_per_token
         self.about = about
+        self.usable: Sequence[int] = range(len(corpus) // seq_len)
 
     def __len__(self) -> int:
-        return len(self.corpus) // self.seq_len
+        return len(self.usable)
 
     def row(self, n: int) -> Row:
         return pack(*self.corpus.read(self.start(n), self.seq_len))
@@ -115,7 +117,7 @@ class Packed:
     def start(self, n: int) -> int:
         """Return the index of row n's first token in the corpus."""
         _, number = nth(n, len(self), self.seed)
-        return number * self.seq_len
+        return int(self.usable[number]) * self.seq_len
 
 
 def pack(window: np.ndarray, ends: np.ndarray) -> Row:
@@ -258,22 +260,18 @@ def _open_documents(
         documents = read_texts(files, skips)
     else:
         documents = read_jsonl(files, partial(_document, data.field), skips)
-    corpus = tokenize(documents, tokenizer)
-    share = data.validation
     held = None
-    if share:
-        if len(corpus.ends) == 1:
-            # a lone document holds out its tail
-            middle = round((len(corpus) - 1) * (1 - share))
-            ends = np.array([middle - 1, len(corpus) - 1])
-            corpus = Corpus(corpus.tokens, ends, corpus.sizes * np.array([1 - share, share]))
-            chosen = np.array([False, True])
-        else:
-            chosen = hold_out(len(corpus.ends), share, seed)
+    if data.validation:
+        lone, documents = split_lone(documents, data.validation)
+        corpus = tokenize(documents, tokenizer)
+        count = len(corpus.ends)
+        chosen = np.array([False, True])
+        if not lone or count != 2:
+            chosen = hold_out(count, data.validation, seed)
         train = cut(corpus.select(~chosen), f"{source} without validation")
-        held = cut(corpus.select(chosen), f"data.validation={share}")
+        held = cut(corpus.select(chosen), f"data.validation={data.validation}")
     else:
-        train = cut(corpus, source)
+        train = cut(tokenize(documents, tokenizer), source)
     if tokenizer.eos_id is None:
         unended = f"data.tokenizer={data.tokenizer} names no eos: no token will end a document, nor what is generated"
         train.about = "; ".join(filter(None, [train.about, unended]))
@@ -298,6 +296,17 @@ def fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
             f"data.tokenizer={name} has eos={tokenizer.eos_id}, outside model.vocab_size={vocab_size}"
         )
     return tokenizer
+
+
+def split_lone(documents: Iterator[str], share: float) -> tuple[bool, Iterator[str]]:
+    """Split a lone document before its tail of a `share`. Returns whether it was lone, and all."""
+    documents = filter(None, documents)
+    first = list(islice(documents, 2))
+    if len(first) != 1:
+        return False, chain(first, documents)
+    text = first[0]
+    cut = round(len(text) * (1 - share))
+    return True, iter((text[:cut], text[cut:]))
 
 
 def hold_out(documents: int, share: float, seed: int) -> np.ndarray:
@@ -350,7 +359,7 @@ def _open_token_files(
             cut = len(tokens) - (whole or round(data.validation * len(tokens)))
             train.append(replace(tokens, stop=cut))
             held.append(replace(tokens, first=cut))
-    train, held = (Packed(TokenFiles(parts), seq_len, seed) for parts in (train, held))
+    train, held = (_usable_rows(TokenFiles(parts), seq_len, seed, skips) for parts in (train, held))
     none = f"no row of batch.seq_len={seq_len}"
     if not len(train):
         size = f"{len(train.corpus):,} tokens to train on, {none}"
@@ -358,8 +367,16 @@ def _open_token_files(
     if data.validation and not len(held):
         size = f"{len(held.corpus):,} tokens, {none}"
         raise InputError(f"data.validation={data.validation} holds out {size}")
-    for rows in (train, held):
-        for n in range(0, len(rows), 1 + len(rows) * seq_len // CHECKED):
-            rows.corpus.read(n * seq_len, seq_len)
     train.about = skips.note
     return train, held if data.validation else None
+
+
+def _usable_rows(corpus: TokenFiles, seq_len: int, seed: int, skips: Skips) -> Packed:
+    """Return all rows, some of them checked; or if bad ones are to be skipped, the good rows."""
+    rows = Packed(corpus, seq_len, seed)
+    step = 1 if skips.allowed else 1 + len(rows) * seq_len // CHECKED
+    checked = rows.usable[::step]
+    good = [n for n in checked if skips.read(corpus.read, n * seq_len, seq_len) is not None]
+    if skips.allowed:
+        rows.usable = np.array(good, np.int64)
+    return rows

@@ -23,6 +23,16 @@ from minitrain.data.byte_tokenizer import (
 from minitrain.errors import InputError, hub_hint, refused
 from minitrain.formats.json_files import read_json
 
+# keys of an added token
+ADDED = (
+    "content",
+    "single_word",
+    "lstrip",
+    "rstrip",
+    "normalized",
+    "special",
+)
+
 
 class HuggingFaceTokenizer:
     """A `tokenizer.json`, read by the `tokenizers` package; eos_id: None if no file beside it names
@@ -53,10 +63,7 @@ class HuggingFaceTokenizer:
         self.file = file
         self.config_file = file.with_name(NAMING_FILES[0])
         self.config = _read_json(self.config_file)
-        # transformers: an older file overrules one that does not list all tokens, as before 2023
-        older = _read_json(file.with_name(NAMING_FILES[1]))
-        listed = "added_tokens_decoder" in self.config
-        self.named = older | self.config if listed else self.config | older
+        self._add_listed(tokenizers.AddedToken)
         # ids may have gaps
         self.vocab_size = max(self.tokenizer.get_vocab().values(), default=-1) + 1
         self.eos_id = self._eos_id()
@@ -65,7 +72,7 @@ class HuggingFaceTokenizer:
         bos = self.special_tokens().get("bos_token")
         self.bos_id = None
         if bos and self.config.get("add_bos_token") is True:
-            self.bos_id = self._known_id(bos)
+            self.bos_id = self._known_id(bos, self.config_file)
 
     def encode(self, text: str) -> list[int]:
         return self._encode(text, add_special_tokens=False)
@@ -112,9 +119,10 @@ class HuggingFaceTokenizer:
 
         Chat templates refer to them.
         """
-        texts = {
-            key: _content(token) for key, token in self.named.items() if key.endswith("_token")
-        }
+        named = {}
+        for file in self._naming_files():
+            named = _read_json(file) | named
+        texts = {key: _content(token) for key, token in named.items() if key.endswith("_token")}
         return {key: text for key, text in texts.items() if isinstance(text, str)}
 
     @property
@@ -168,13 +176,28 @@ class HuggingFaceTokenizer:
                 shutil.copyfile(source, target)
         remove_others(folder, [source.name for source in sources])
 
+    def _add_listed(self, added_token: type) -> None:
+        """Add the tokens that tokenizer_config.json lists, some of which only get other settings."""
+        listed = self.config.get("added_tokens_decoder") or {}
+        tokens = []
+        try:
+            for _, given in sorted(listed.items(), key=lambda item: int(item[0])):
+                settings = {key: given[key] for key in ADDED if given.get(key) is not None}
+                tokens.append(added_token(**settings))
+            self.tokenizer.add_tokens(tokens)
+        except (AttributeError, TypeError, ValueError) as error:
+            problem = f"added_tokens_decoder must list tokens by their ids: {error}"
+            raise InputError(f"{self.config_file}: {problem}") from None
+
     def _eos_id(self) -> int | None:
-        """Return the id of the token that is named, or else config.json's (null: there is none)."""
-        if "eos_token" in self.named:
-            token = _content(self.named["eos_token"])
-            if not isinstance(token, str | None):
-                raise InputError(f"{self.config_file}: eos_token must be text, not {token!r}")
-            return None if token is None else self._known_id(token)
+        """Return the id from the first file that mentions it (null: there is none)."""
+        for file in self._naming_files():
+            tree = _read_json(file)
+            if "eos_token" in tree:
+                token = _content(tree["eos_token"])
+                if not isinstance(token, str | None):
+                    raise InputError(f"{file}: eos_token must be text, not {token!r}")
+                return None if token is None else self._known_id(token, file)
         file = self.file.with_name("config.json")
         ids = _read_json(file).get("eos_token_id")
         first = next(iter(ids), None) if isinstance(ids, list) else ids
@@ -182,13 +205,20 @@ class HuggingFaceTokenizer:
             raise InputError(f"{file}: eos_token_id must be a token id, not {ids!r}")
         return first
 
-    def _known_id(self, token: str) -> int:
-        """Return the id of a token that a file beside it names."""
+    def _naming_files(self) -> list[Path]:
+        """Return the files in the order in which they count in transformers.
+
+        tokenizer_config.json comes first if it lists all tokens, as it does since 2023; older ones
+        are overruled.
+        """
+        files = [self.file.with_name(name) for name in NAMING_FILES]
+        return files if "added_tokens_decoder" in self.config else files[::-1]
+
+    def _known_id(self, token: str, file: Path) -> int:
+        """Return the id of a token that `file` names."""
         number = self.token_id(token.encode("utf-8", "replace").decode())
         if number is None:
-            raise InputError(
-                f"{self.config_file} names the token {token!r}, which {self.file} does not hold"
-            )
+            raise InputError(f"{file} names the token {token!r}, which {self.file} does not hold")
         return number
 
 

@@ -5,6 +5,7 @@ Left out means that the rows are those of the same files without what is bad.
 
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 from minitrain.data.datasets import open_dataset
 from minitrain.data.latents import read_video, save_video
 from minitrain.data.problems import open_problems
-from minitrain.data.token_files import TokenFile, open_tokens
+from minitrain.data.token_files import OPEN, TokenFile, kept_open, open_tokens
 from minitrain.errors import InputError
 from minitrain.run.config import from_dict
 from minitrain.training.packing import rows
@@ -61,11 +62,14 @@ def check(config, clean, message: str, count: int = 1):
 BAD_LINES = [
     ("pretrain", b'{"text": ', "not valid JSON"),
     ("pretrain", b'{"text": "\xff"}', "not valid JSON: 'utf-8' codec"),
+    ("pretrain", b'{"text": "x", "score": NaN}', "not valid JSON: NaN is not JSON"),
+    ("pretrain", b'{"text": "x", "a": {"b": 1, "b": 2}}', "not valid JSON: key 'b' is given twice"),
     ("pretrain", b"7" * 5000, "not valid JSON: Exceeds the limit"),
     ("pretrain", b'["text"]', "must be a JSON object"),
     ("pretrain", b'{"body": "x"}', "no key 'text'"),
     ("pretrain", b'{"text": null}', "'text' must be text, not NoneType"),
-    ("sft", b'{"messages": [{"role": "tool", "content": "x"}]}', r"'messages'\[0\]: the role 'tool' is not"),
+    ("sft", b'{"messages": [{"role": "critic", "content": "x"}]}', r"'messages'\[0\]: the role 'critic' is not"),
+    ("sft", b'{"messages": [{"role": "tool", "content": "x"}]}', "'messages' has no message of the assistant"),
     ("sft", b'{"messages": [{"role": "user", "content": "x"}]}', "'messages' has no message of the assistant"),
     ("sft", b'{"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "x"}]}', "is empty"),
     ("sft", b'{"messages": []}', "'messages' has no message of the assistant"),
@@ -166,17 +170,53 @@ def test_rows_with_tokens_outside_the_vocabulary(tmp_path):
     np.save(tmp_path / "a.npy", tokens)
     with pytest.raises(InputError, match=r"a\.npy holds 70000 at token 37, outside the vocabulary"):
         open_dataset(config_of("pretrain", tmp_path, kind="tokens"))
+    data, _ = open_dataset(config_of("pretrain", tmp_path, "skip", kind="tokens"))
+    assert data.about.startswith("1 skipped, the first: ")
+    for epoch in range(2):
+        found = sorted(row[0] for row in rows(data, range(4 * epoch, 4 * epoch + 4))["tokens"].tolist())
+        assert found == [0, 16, 48, 64]  # the third row is not there
 
 
-@pytest.mark.parametrize("size", [64, 0])
-def test_token_files_that_shrink(tmp_path, size):
+@pytest.mark.parametrize("change", [
+    lambda file: os.truncate(file, 64),  # a memory map would now be a bus error
+    lambda file: os.truncate(file, 0),
+    lambda file: file.write_bytes(bytes(2000)),
+    lambda file: os.utime(file, ns=(0, 0)),
+])  # fmt: skip
+def test_token_files_that_change(tmp_path, change):
     file = tmp_path / "a.bin"
     file.write_bytes(bytes(1000))
     data, _ = open_dataset(config_of("pretrain", file, kind="tokens"))
     assert data.row(3)["tokens"].sum() == 0
-    os.truncate(file, size)  # a memory map would now be a bus error
-    with pytest.raises(InputError, match=r"a\.bin ends before token \d+, which it had when the run began"):
-        [data.row(n) for n in range(len(data))]
+    change(file)
+    with pytest.raises(InputError, match=r"a\.bin has changed since the run began"):
+        data.row(3)
+
+
+def test_token_files_that_are_replaced(tmp_path):
+    """A run goes on with the bytes that it began with, and the next one takes the new ones."""
+    file, config = tmp_path / "a.bin", config_of("pretrain", tmp_path / "a.bin", kind="tokens")
+    for value in (1, 2):
+        np.full(500, value, "<u2").tofile(tmp_path / "new")
+        os.replace(tmp_path / "new", file)
+        data, _ = open_dataset(config)
+        data.row(3)
+        file.unlink()
+        assert data.row(4)["tokens"].tolist() == [value] * 16
+    kept_open.cache_clear()
+    with pytest.raises(InputError, match=r"a\.bin cannot be read: No such file"):
+        data.row(3)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in Linux's /proc")
+def test_many_token_files_are_not_all_open(tmp_path):
+    for n in range(OPEN + 20):
+        np.full(16, n % 258, "<u2").tofile(tmp_path / f"{n:03d}.bin")
+    kept_open.cache_clear()
+    before = len(os.listdir("/proc/self/fd"))
+    data, _ = open_dataset(config_of("pretrain", tmp_path, kind="tokens"))
+    assert sorted(data.row(n)["tokens"][0] for n in range(len(data))) == sorted(n % 258 for n in range(len(data)))
+    assert before < len(os.listdir("/proc/self/fd")) <= before + OPEN
 
 
 def test_rows_are_looked_at_evenly_over_all_files(tmp_path, monkeypatch):
@@ -246,3 +286,13 @@ def test_videos_are_read_once_to_know_which_to_skip(tmp_path, monkeypatch):
     monkeypatch.setattr("minitrain.data.latents.read_video", lambda path: seen.append(path) or read_video(path))
     open_dataset(config_of("diffusion", tmp_path, "skip"))
     assert sorted(path.stem for path in seen) == ["0", "1", "2"]
+
+
+def test_videos_that_change(tmp_path):
+    file = tmp_path / "a.safetensors"
+    save_video(file, **video())
+    data, _ = open_dataset(config_of("diffusion", tmp_path))
+    data.row(0)
+    save_video(file, **video(latents=torch.zeros(16, 2, 4, 4)))
+    with pytest.raises(InputError, match=r"a\.safetensors has changed since the run began"):
+        data.row(0)
