@@ -22,6 +22,7 @@ from minitrain.errors import InputError
 from minitrain.examples import arithmetic
 from minitrain.models.decoder import Decoder
 from minitrain.run import config as configs
+from minitrain.run.config_checks import validate
 from minitrain.run.evaluate import exact_match
 from minitrain.run.train_model import train
 from minitrain.settings import Config, Parallel
@@ -409,14 +410,14 @@ def test_settings_that_contradict_fine_tuning(tmp_path):
     config = config_of(tmp_path)
     config.validation.exact_match = 5
     with pytest.raises(InputError, match="validation.exact_match=5 needs chats that are held out"):
-        configs.validate(config)
+        validate(config)
     config.data.validation = 0.5
     for name in ("tp", "cp", "pp"):
         config.parallel = Parallel(**{name: 2})
         with pytest.raises(
             InputError, match="validation.exact_match=5 generates token by token, so tp, cp and pp must be 1"
         ):
-            configs.validate(config)
+            validate(config)
 
 
 def test_exact_match_counts_whole_replies():

@@ -16,7 +16,7 @@ import trl
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, GenerationConfig
 
-from minitrain import generate, merge, save_pretrained
+from minitrain import Sampler, generate, merge, save_pretrained
 from minitrain.data.chat import encode_chat, encode_question, end_of_reply, read_messages, read_shown
 from minitrain.data.chat_templates import CHATML, DATE, LLAMA3, PLAIN, Message, choose_template
 from minitrain.data.problems import open_problems
@@ -25,7 +25,7 @@ from minitrain.errors import InputError
 from minitrain.formats.peft import adapter_shapes, save_adapter
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
-from minitrain.run import train_model
+from minitrain.run import generate_text, train_model
 from minitrain.run.config import from_dict
 from minitrain.settings import Lora
 from tests.commands import command
@@ -539,9 +539,9 @@ def test_adapters_are_asked_and_merged_in_the_template_that_they_were_tuned_in(t
     words = save_with_adapter(tmp_path)
     merge.main([*words, "--out", str(folders["out"])])
     assert load_tokenizer(folders["out"]).chat_template == jinja["adapter"]
-    with mock.patch.object(generate, "encode", side_effect=generate.encode) as encode:
+    with mock.patch.object(generate_text, "encode", side_effect=generate_text.encode) as encode:
         generate.main([*words, "--chat", "--prompt", "a", "--max-tokens", "1", "--device", "cpu"])
-    assert encode.call_args.args[1].chat_template == jinja["adapter"]
+    assert encode.call_args.args[1].source == jinja["adapter"]
     (folders["adapter"] / "tokenizer.json").unlink()
     merge.main([*words, "--out", str(folders["out"])])
     assert load_tokenizer(folders["out"]).chat_template == jinja["model"]
@@ -587,10 +587,10 @@ def test_what_is_tuned_in_a_template_ends_where_its_replies_end(tmp_path, lora, 
         assert generation.eos_token_id == in_all and generation.top_k == 7
     assert (tuned / "chat_template.jinja").exists()
     words = ["--model", str(base if lora else out), *(["--adapter", str(out)] if lora else [])]
-    with mock.patch.object(generate, "SamplingParams", side_effect=generate.SamplingParams) as params:
+    with mock.patch.object(Sampler, "submit", autospec=True, side_effect=Sampler.submit) as submit:
         generate.main([*words, "--chat", "--prompt", "a", "--max-tokens", "1", "--device", "cpu"])
         generate.main([*words, "--prompt", "a", "--max-tokens", "1", "--device", "cpu"])
-    asked, continued = (call.args[6] for call in params.call_args_list)
+    asked, continued = ((*call.args[0].ends, *call.args[2].stop_tokens) for call in submit.call_args_list)
     assert end in asked and (end in continued) == (not lora)
 
 

@@ -250,7 +250,7 @@ def test_a_date_is_text():
         ("steps", "argument 'steps' is not of the form key=value"),
         ("steps.x=1", "'steps' is a value, it has no keys under it"),
         ("optim.lr=[", r"argument 'optim.lr=\['"),
-        ("lr=1", r"unknown key lr \(nearest: optim.lr\)"),
+        ("lr=1", r"unknown key lr \(use optim.lr\)"),
         ("optm.lr=1", r"unknown key optm \(nearest: optim\)"),
         ("optim.learning_rate=1", r"unknown key optim.learning_rate \(use optim.lr\)"),
         ("STEP=1", r"unknown key STEP \(nearest: steps\)"),
