@@ -1,4 +1,4 @@
-"""What bench.py does when its arguments are read: measure, simulate, shrink or check each config,
+"""Run bench.py's work once its arguments are read: measure, simulate, shrink or check each config,
 one after the other.
 
 Each result is printed and written as soon as it is there, since machines are rented by the hour. A
@@ -56,7 +56,7 @@ class Case:
 
 
 def bench(files: list, overrides: list[str], options) -> None:
-    """Do what the options ask for. Raises InputError, at the end if other files could be run."""
+    """Run what the options ask for. Raises InputError, at the end if other files could be run."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is done is shown at the end
     if options.sweep and len(files) > 1:
         raise InputError("--sweep takes one config at a time")

@@ -40,8 +40,7 @@ def nth(n: int, length: int, seed: int) -> tuple[int, int]:
 
 
 def shuffled(index: int, length: int, *key: int) -> int:
-    """Where a random permutation of range(length), chosen by `key`, sends `index`, without a table
-    of the others.
+    """Return where a random permutation of range(length), chosen by `key`, sends `index`: no table.
 
     A Feistel network permutes the next power of four; walking on along its cycle until the result
     is below `length` restricts it to a permutation of range(length) (Black and Rogaway, "Ciphers

@@ -1,4 +1,4 @@
-"""Where a measured step's seconds go: matrix products, attention, other kernels, messages that
+"""Split a measured step's seconds: matrix products, attention, other kernels, messages that
 nothing hides, gaps.
 
 torch's profiler records one step more. On CUDA it records kernels, which are told apart by their

@@ -1,4 +1,4 @@
-"""What a checkpoint is on disk: which files it has, whether they still are what was written, and
+"""Checkpoints on disk: which files it has, whether they still are what was written, and
 its index.
 
 `extra.json` is written last and describes the rest: size and CRC-32 of every other file, and its
@@ -95,7 +95,7 @@ def check_file(file: Path, expected: Sum) -> None:
 
 
 def find_damage(folder: Path, share: int, shares: int) -> str | None:
-    """What is wrong with a checkpoint, if anything: with its description, or with files share,
+    """Return what is wrong with a checkpoint, if anything: with its description, or with files share,
     share + shares, ...
     """
     try:
@@ -116,7 +116,7 @@ def write_description(folder: Path, description: dict) -> None:
 
 
 def read_description(folder: Path) -> dict:
-    """What `write_description` wrote; raises Damaged for anything else, and OSError if reading
+    """Read what `write_description` wrote; raises Damaged for anything else, and OSError if reading
     fails.
     """
     file = folder / DESCRIPTION

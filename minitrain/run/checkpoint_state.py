@@ -1,4 +1,4 @@
-"""What a checkpoint stores of a model and an optimizer, and whether it fits those that load it."""
+"""The state of a model and an optimizer that a checkpoint stores, and whether it fits those that load it."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""What the command lines share: a mistake as one line and exit code 2, and a clean end of the
+"""The shared parts of the command lines: a mistake as one line and exit code 2, and a clean end of the
 processes.
 """
 

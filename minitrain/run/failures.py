@@ -1,4 +1,4 @@
-"""What a rank leaves behind when it fails: its traceback in a file of its own, and one line where
+"""Records of a failing rank: its traceback in a file of its own, and one line where
 one says it all.
 
 torchrun mixes what the ranks print. So each rank that fails appends its own to out_dir/logs/rank-N.log. A collective

@@ -1,4 +1,4 @@
-"""What data, code and settings a run uses: so that a run which continues can tell what has changed.
+"""Digests of the data, code and settings of a run: so that a run which continues can tell what has changed.
 
 Row n is a pure function of the seed, n and the files. If a file changes between a run and its
 continuation, rows come twice or never, and nothing else would show it: hence an error. Other code

@@ -36,7 +36,7 @@ from minitrain.settings import TARGETS, Config
 
 @dataclass(frozen=True)
 class Work:
-    """What one token meets on its way through a model.
+    """The work that a model does for one token.
 
     weights: N, the matmul weights: every nn.Linear, the chosen experts, the output head (tied or
     not), no embedding.
@@ -74,7 +74,7 @@ Convention = Callable[[Work, float], float]
 
 
 def clean(work: Work, seq_len: float) -> float:
-    """What a step has to compute: 6 N + 6 d L s, the causal half, + 12 S; LoRA: 4 per frozen
+    """Count what a step has to compute: 6 N + 6 d L s, the causal half, + 12 S; LoRA: 4 per frozen
     weight, 6 per adapter's.
 
     Routers count as weights. Frozen weights still pass gradients on to their inputs, so attention's
@@ -241,7 +241,7 @@ def step_flops(config: Config, dataset) -> Callable[[int], float]:
 
 
 def visible_share(dataset) -> float:
-    """Of the causal pairs in a row of the dataset, the share whose tokens are of one document; the
+    """Return the share of the causal pairs in a row whose tokens are of one document; the
     first row tells.
     """
     row = dataset.row(0)

@@ -35,7 +35,7 @@ def forward_parts(config: WanConfig, tokens: int, text_tokens: int) -> dict[str,
 def training_flops(
     config: WanConfig, tokens: int, text_tokens: int = 512, lora: Lora | None = None
 ) -> int:
-    """Of one video, forward and backward; per token, divide by `tokens`.
+    """Count the FLOPs of one video, forward and backward; per token, divide by `tokens`.
 
     lora: a frozen weight has two products, as its own gradient is not computed; and one where what
     it multiplies, the patches and the text, needs no gradient either. Attention's backward pass
@@ -51,7 +51,7 @@ def training_flops(
 
 
 def adapter_flops(config: WanConfig, lora: Lora, tokens: int, text_tokens: int) -> int:
-    """Of all adapters, A [rank, inputs] and B [outputs, rank], forward and backward."""
+    """Count the FLOPs of all adapters, A [rank, inputs] and B [outputs, rank], forward and backward."""
     total = 0
     model = empty_model(config)
     for path, (module, name) in find_targets(model, lora.targets).items():

@@ -81,7 +81,7 @@ def generate(
 
 
 def read_prompts(path: Path, text_tokens: int) -> dict[str, Tensor]:
-    """What the file holds of text, negative, condition and image, in fp32, texts padded with
+    """Read what the file holds of text, negative, condition and image, in fp32, texts padded with
     zeros.
     """
     prompts = read_video(path, [*TEXTS, "condition", "image"])

@@ -1,4 +1,4 @@
-"""What a machine can do: published peaks of known GPUs, the rates of this one, its memory peak, its
+"""The abilities of a machine: published peaks of known GPUs, the rates of this one, its memory peak, its
 name.
 
 A share of a published peak compares with other people's tables. A share of what a large matmul

@@ -109,7 +109,7 @@ def not_finite(numbers: dict) -> str:
 
 
 def batch_origin(dataset, rows: int, step: int) -> str:
-    """Which `rows` of the dataset step 1, 2, ... took, and where the first of them come from if it
+    """Return which `rows` of the dataset step 1, 2, ... took, and where the first of them come from if it
     can say.
     """
     first = (step - 1) * rows

@@ -26,7 +26,7 @@ matmul_rate = cache(measure_matmul)
 
 
 class Meter:
-    """What the steps of a run cost. All ranks make one together.
+    """The cost of a run's steps. All ranks make one together.
 
     flops(tokens): FLOPs per token of a step with so many tokens.
     """

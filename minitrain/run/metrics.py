@@ -1,4 +1,4 @@
-"""Where a run's numbers go: to `metrics.jsonl`, the terminal, and what metrics.* asks for.
+"""The ways of a run's numbers: to `metrics.jsonl`, the terminal, and what metrics.* asks for.
 
 Where there is no terminal, as under Slurm or Kubernetes, a bar would be one line of gigabytes,
 which some show when it has ended: a line now and then takes its place. Rank 0 only.

@@ -274,7 +274,7 @@ class Run:
         return found
 
     def share(self, collected: tuple[list[Group], float] | None, step: int) -> list[Group]:
-        """What was collected for `step`, on all ranks and on disk."""
+        """Share what was collected for `step`, on all ranks and on disk."""
         with self.phase("refit"):
             groups, self.seconds["generation"] = self.tell(collected, self.first_sampler)
             if self.folder is not None:

@@ -1,4 +1,4 @@
-"""What a run records about itself on request, below out_dir/profile, one file per rank.
+"""Profiles that a run records of itself on request, below out_dir/profile, one file per rank.
 
 profile.steps=[10,12]: the operations of steps 10, 11 and 12, as numbered in the log, on host and
 GPU, with times: rank-N.json, a Chrome trace for ui.perfetto.dev. profile.memory=true: every

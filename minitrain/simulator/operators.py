@@ -1,4 +1,4 @@
-"""What an operator's call costs, from its name and its tensors' shapes: kind of kernel, FLOPs and
+"""The cost of an operator's call, from its name and its tensors' shapes: kind of kernel, FLOPs and
 bytes.
 
 Views and allocations cost nothing.

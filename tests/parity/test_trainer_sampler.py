@@ -11,7 +11,8 @@ from minitrain import Sampler, SamplingParams
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
 from minitrain.settings import Rollout
-from minitrain.training.loss import IGNORE, linear_log_probs
+from minitrain.training.log_probs import linear_log_probs
+from minitrain.training.loss import IGNORE
 
 PROMPTS = [list(range(5, 35)), list(range(7, 40)), [3], [*range(5, 35), 99]]
 
