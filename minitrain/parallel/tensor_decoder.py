@@ -125,5 +125,11 @@ class OwnPositions(nn.Embedding):
 def tensor_parallel_size(model: "Decoder") -> int:
     """Return the number of ranks over which `tensor_parallel` has split a decoder; 1 if it has not."""
     weight = model.head_weight
-    names = weight.device_mesh.mesh_dim_names if isinstance(weight, DTensor) else ()
-    return weight.device_mesh["tp"].size() if "tp" in names else 1
+    if not isinstance(weight, DTensor):
+        return 1
+    mesh = weight.device_mesh
+    # a sampler's ranks are a mesh without names
+    names = mesh.mesh_dim_names or ("tp",)
+    if "tp" not in names:
+        return 1
+    return mesh.size(names.index("tp"))

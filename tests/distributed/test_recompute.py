@@ -236,7 +236,7 @@ def test_selective_computes_no_product_again(kinds, settings, monkeypatch):
     (1.5, "recompute=1.5 is not one of none, full, attention, selective"),
     (0.5, "recompute=0.5 is not one of none, full, attention, selective"),
     ("sum", "recompute='sum' is not one of none, full, attention, selective"),
-    (True, "recompute must be a whole number, not bool True"),
+    (True, "recompute=True is not one of none, full, attention, selective"),
 ])  # fmt: skip
 def test_refusals(setting, line):
     with pytest.raises(InputError, match=line):
