@@ -128,6 +128,8 @@ def split_reply(sample: Sample) -> tuple[list[int], list[int]]:
 
 # ------------------------------------------------------------------------------------------------------ lines of files
 
+HIDDEN = KEYS["hidden"] + KEYS["hidden_line"]
+LEARNED_INSIDE = KEYS["learned"] + KEYS["learned_inside"]
 # ShareGPT's names of roles
 ROLES = {"human": "user", "gpt": "assistant"}
 
@@ -177,13 +179,13 @@ def read_value(record: dict, key: str, kind: type) -> Any:
 
 def _read_layout(record: dict) -> Chat:
     if chat := chat_key(record):
-        refuse_hidden(record, [*KEYS["hidden"], "context"], "the messages")
+        refuse_hidden(record, [*HIDDEN, "context"], "the messages")
         turns = read_turns(record, chat)
         if not any(turn.role == "assistant" for turn in turns):
             raise InputError(f"{chat!r} has no message of the assistant, so nothing to learn")
         return turns
     if "context" in record and record.get("answers"):
-        refuse_hidden(record, KEYS["hidden"] + KEYS["hidden_beside"], "the question")
+        refuse_hidden(record, HIDDEN + KEYS["hidden_beside"], "the question")
         asked, answer = read_squad(record)
     else:
         prompt = usual_key(record, KEYS["prompts"])
@@ -250,7 +252,7 @@ def prompt_of(record: dict, key: str) -> str:
     It may have a `context` (Dolly), an `instruction` also an `input` (Alpaca).
     """
     beside = ("input", "context") if key == "instruction" else ("context",)
-    hidden = KEYS["hidden"] + KEYS["hidden_beside"]
+    hidden = HIDDEN + KEYS["hidden_beside"]
     if key not in ("instruction", "input"):
         hidden = [*hidden, "input"]
     refuse_hidden(record, hidden, "the prompt")
@@ -276,7 +278,7 @@ def read_turn(turn: dict) -> Message:
     role = ROLES.get(given, given)
     if role not in ("system", "developer", "user", "assistant", "tool"):
         raise InputError(f"the role {given!r} is not system, developer, user, assistant or tool")
-    refuse_hidden(turn, KEYS["hidden_inside"], repr(content))
+    refuse_hidden(turn, KEYS["hidden"] + KEYS["hidden_inside"], repr(content))
     if isinstance(turn.get(content), list):
         turn = turn | {content: text_of_parts(turn[content])}
     more = thought_of(turn)
@@ -291,7 +293,7 @@ def read_turn(turn: dict) -> Message:
         read = text_of if calls or role in ("system", "tool") else words_of
         text = read(turn, content)
     return Message(
-        role, text, more, role != "assistant" or is_learned(turn, KEYS["learned_inside"])
+        role, text, more, role != "assistant" or is_learned(turn, LEARNED_INSIDE)
     )
 
 

@@ -14,6 +14,7 @@ import json
 import numpy as np
 
 from minitrain.data.chat import (
+    HIDDEN,
     chat_key,
     encode_after,
     encode_chat,
@@ -168,7 +169,7 @@ def read_problem(row: dict, prompt_key: str, answer_key: str) -> tuple[Chat, str
     An empty key stands for the first usual name that holds something.
     """
     chat = chat_key(row)
-    refuse_hidden(row, KEYS["hidden"], "the prompt")
+    refuse_hidden(row, HIDDEN, "the prompt")
     if chat is None or prompt_key:
         turns = read_prompt(row, prompt_key)
         answer = None

@@ -2,6 +2,10 @@
 
 from pathlib import Path
 
+from minitrain.data.shapes import read_png
+
+# of the toy world, before and after training
+PICTURES = "before", "after"
 MEASURED = ("_s", "_per_sec", "_per_gpu", "_gib", "mfu")
 
 
@@ -29,14 +33,10 @@ class Board:
 
     def close(self) -> None:
         """Add the pictures that the run has drawn."""
-        for file in sorted(self.folder.glob("*.png")):
-            import numpy as np
-
-            # TensorBoard itself needs it
-            from PIL import Image
-
-            pixels = np.asarray(Image.open(file).convert("RGB"))
-            self.writer.add_image(file.stem, pixels, self.step, dataformats="HWC")
+        for name in PICTURES:
+            file = self.folder / f"{name}.png"
+            if file.exists():
+                self.writer.add_image(name, read_png(file), self.step, dataformats="HWC")
         self.writer.close()
 
 
