@@ -16,7 +16,7 @@ RATIO = (
 )  # above any ratio of probabilities (e^20, see grpo/objective.py), below what fp32 holds
 
 
-def number(default: float, least: float, most: float = math.inf) -> Any:
+def number(default: float, least: float, most: float = 2**63 - 1) -> Any:
     """Return the field of a setting that must lie between `least` and `most`."""
     return field(default=default, metadata={"least": least, "most": most})
 
@@ -58,7 +58,7 @@ class Data:
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     # tokens: the id that ends a document; None: one document per file
     document_end: int | None = None
-    # at lines or files that cannot be used
+    # at lines, files or rows of tokens that cannot be used
     on_error: Literal["error", "skip"] = "error"
     text_tokens: int = number(512, 1, 1 << 20)  # latents: texts are padded to this many tokens
     validation: float = 0.0  # the share of documents, or of videos, held out

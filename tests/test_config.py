@@ -250,6 +250,8 @@ def test_a_date_is_text():
         ("steps", "argument 'steps' is not of the form key=value"),
         ("steps.x=1", "'steps' is a value, it has no keys under it"),
         ("optim.lr=[", r"argument 'optim.lr=\['"),
+        ("out_dir=a\0", "out_dir must not hold a zero byte"),
+        ("steps=99999999999999999999", "steps=99999999999999999999 must be at most 9,223,372,036,854,775,807"),
         ("lr=1", r"unknown key lr \(use optim.lr\)"),
         ("optm.lr=1", r"unknown key optm \(nearest: optim\)"),
         ("optim.learning_rate=1", r"unknown key optim.learning_rate \(use optim.lr\)"),

@@ -69,6 +69,16 @@ def test_the_sampler_gives_text(folder):
     assert not sampler.busy
 
 
+@pytest.mark.parametrize("words, line", [
+    (["--prompt", "a", "--prompts", "b"], "--prompt and --prompts: give one of them"),
+    (["--prompt", "a", "--out", "b"], r"--out is for the answers to --prompts \(add it\)"),
+    (["--prompt", "a", "--system", "b"], r"--system is of a chat \(add --chat\)"),
+])  # fmt: skip
+def test_options_that_would_be_lost_are_refused(folder, words, line):
+    with pytest.raises(InputError, match=line):
+        generate.main(["--model", str(folder), *words])
+
+
 def test_a_prompt_is_needed(folder):
     with pytest.raises(InputError, match=r"--prompt is missing \(or --prompts FILE, or --chat alone to converse\)"):
         generate.main(["--model", str(folder)])

@@ -292,9 +292,7 @@ def read_turn(turn: dict) -> Message:
     if turn.get(content) is not None or not calls:
         read = text_of if calls or role in ("system", "tool") else words_of
         text = read(turn, content)
-    return Message(
-        role, text, more, role != "assistant" or is_learned(turn, LEARNED_INSIDE)
-    )
+    return Message(role, text, more, role != "assistant" or is_learned(turn, LEARNED_INSIDE))
 
 
 def thought_of(record: dict) -> dict:

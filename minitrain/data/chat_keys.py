@@ -6,24 +6,102 @@ message. learned: a line or a reply is not learned if they are 0 or false; learn
 them in a reply. masked: keys that say so in another way.
 """
 
-TABLE = """
-chats = messages conversations
-prompts = prompt instruction question problem query input
-responses = response completion output answer solution generated_solution expected_answer
-systems = system system_prompt system_message system_instruction
-thoughts = reasoning_content reasoning thinking thought
-answers = expected_answer answer ground_truth solution response output completion
-hidden = images image videos video audios audio
-hidden_line = functions
-hidden_beside = history document contexts passages passage choices options
-hidden_inside = function_call channel recipient
-learned = train trainable learn learnable weight loss_weight loss_mask loss_scale compute_loss \
-sample_weight
-learned_inside = training loss step_loss_mask
-masked = mask masked is_masked completion_mask assistant_masks ignore skip rejected \
-rejected_response train_detail token_weights
-"""
-KEYS = {}
-for _line in TABLE.split("\n")[1:-1]:
-    _name, _, _keys = _line.partition(" = ")
-    KEYS[_name] = _keys.split()
+KEYS = {
+    "chats": [
+        "messages",
+        "conversations",
+    ],
+    "prompts": [
+        "prompt",
+        "instruction",
+        "question",
+        "problem",
+        "query",
+        "input",
+    ],
+    "responses": [
+        "response",
+        "completion",
+        "output",
+        "answer",
+        "solution",
+        "generated_solution",
+        "expected_answer",
+    ],
+    "systems": [
+        "system",
+        "system_prompt",
+        "system_message",
+        "system_instruction",
+    ],
+    "thoughts": [
+        "reasoning_content",
+        "reasoning",
+        "thinking",
+        "thought",
+    ],
+    "answers": [
+        "expected_answer",
+        "answer",
+        "ground_truth",
+        "solution",
+        "response",
+        "output",
+        "completion",
+    ],
+    "hidden": [
+        "images",
+        "image",
+        "videos",
+        "video",
+        "audios",
+        "audio",
+    ],
+    "hidden_line": [
+        "functions",
+    ],
+    "hidden_beside": [
+        "history",
+        "document",
+        "contexts",
+        "passages",
+        "passage",
+        "choices",
+        "options",
+    ],
+    "hidden_inside": [
+        "function_call",
+        "channel",
+        "recipient",
+    ],
+    "learned": [
+        "train",
+        "trainable",
+        "learn",
+        "learnable",
+        "weight",
+        "loss_weight",
+        "loss_mask",
+        "loss_scale",
+        "compute_loss",
+        "sample_weight",
+    ],
+    "learned_inside": [
+        "training",
+        "loss",
+        "step_loss_mask",
+    ],
+    "masked": [
+        "mask",
+        "masked",
+        "is_masked",
+        "completion_mask",
+        "assistant_masks",
+        "ignore",
+        "skip",
+        "rejected",
+        "rejected_response",
+        "train_detail",
+        "token_weights",
+    ],
+}

@@ -201,6 +201,8 @@ def _convert_scalar(kind: type, value: Any, where: str) -> Any:
     if kind is float and number and abs(value) <= sys.float_info.max:
         return float(value)
     if kind is str and isinstance(value, str):
+        if "\0" in value:
+            raise InputError(f"{where} must not hold a zero byte")
         # as a shell does, which leaves ~ alone inside a word
         return os.path.expanduser(value)
     if kind in (bool, dict) and isinstance(value, kind):

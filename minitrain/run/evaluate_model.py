@@ -71,4 +71,5 @@ def main(arguments: list[str]) -> None:
     else:
         told += f", {total / math.log(2) / corpus.sizes.sum():.4f} bits per byte"
     print(told)
-    print(f"next: minitrain generate --model {options.model} --prompt TEXT")
+    adapter = f" --adapter {options.adapter}" if options.adapter else ""
+    print(f"next: minitrain generate --model {options.model}{adapter} --prompt TEXT")

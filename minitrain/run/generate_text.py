@@ -15,7 +15,7 @@ from minitrain.data.tokenizer import (
     load_tokenizer,
     tokenizer_folder,
 )
-from minitrain.errors import InputError, hub_hint, located, refused
+from minitrain.errors import InputError, hub_hint, located, refuse, refused
 from minitrain.formats.hf import read_config
 from minitrain.formats.peft import load_merged
 from minitrain.models.wan_config import WanConfig
@@ -69,6 +69,15 @@ def run(options: Namespace) -> None:
 
 def read_prompts(options: Namespace) -> list[str]:
     """Return --prompt, or each line of --prompts, of a .jsonl file its `prompt`; none to converse."""
+    alone = (
+        (
+            options.prompts and options.prompt is not None,
+            "--prompt and --prompts: give one of them",
+        ),
+        (options.out and not options.prompts, "--out is for the answers to --prompts (add it)"),
+        (options.system and not options.chat, "--system is of a chat (add --chat)"),
+    )
+    refuse(alone)
     if options.prompts:
         cli.check_writable("out", options.out)
         file = Path(options.prompts)
