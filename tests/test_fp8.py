@@ -21,6 +21,7 @@ from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
 from minitrain.run.config import from_dict
 from minitrain.run.launch import start
+from minitrain.run.metrics import notes_on_settings
 from minitrain.settings import Lora
 from minitrain.training.build import make_model
 from minitrain.training.loop import Trainer
@@ -334,8 +335,11 @@ def test_experts_without_tokens():
 def test_several_experts_of_a_rank_stay_in_bf16(ep, kind):
     parallel = {"ep": ep, "dp_shard": 8}
     tree = {"model": "mixtral-8x7b-tiny", "precision": "fp8", "fp8": {"experts": True}, "parallel": parallel}
-    model = make_model(from_dict(tree))
+    config = from_dict(tree)
+    model = make_model(config)
     assert {type(block.mlp.experts) for block in model.blocks} == {kind}
+    told = "note: experts stay in bf16: fp8.experts=true needs parallel.ep=8, one on each rank"
+    assert (told in notes_on_settings(config, 0)) == (kind is Experts)
 
 
 # -------------------------------------------------------------------------------------------------------- whole models

@@ -75,6 +75,10 @@ def notes_on_settings(config: Config, first: int) -> list[str]:
         notes.append(
             f"optim.warmup={config.optim.warmup} is longer than steps={config.steps}: {warmup} steps warm up"
         )
+    if config.fp8.experts and config.parallel.ep < shape.num_experts:
+        notes.append(
+            f"note: experts stay in bf16: fp8.experts=true needs parallel.ep={shape.num_experts}, one on each rank"
+        )
     if first:
         return notes
     if not config.model.path and (config.lora or config.task in ("sft", "grpo")):
