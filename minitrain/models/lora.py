@@ -230,6 +230,8 @@ def adapted_linears(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
     if compiled and all(map(is_frozen, linears)) and not dropout_active(lora, "pre"):
         frozen = [tensor for linear in linears for tensor in (linear.weight, linear.bias)]
         inner, *outputs = FrozenLinears.apply(x, a, *frozen)
+        # torch 2.11 compiles `*outputs` to a tuple
+        outputs = list(outputs)
     else:
         inner = F.linear(dropout(lora, x, "pre"), a)
         outputs = [
