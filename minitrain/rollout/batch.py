@@ -20,12 +20,12 @@ from minitrain.rollout.steps import DecodingStep
 from minitrain.rollout.weights import multiply
 from minitrain.training.loss import vocab_shard
 
-# of padding rows
+# the settings of padding rows
 PADDING = SamplingParams()
 
 
 class Batch:
-    """The buffers in which `sampler` decodes up to `rows` samples.
+    """The buffers in which `sampler` decodes up to `rows` samples, one row each.
 
     graphs: capture the steps as CUDA graphs.
     """
@@ -44,12 +44,15 @@ class Batch:
 
         self.tokens = numbers(rows)
         self.positions = numbers(rows)
+        # the number of the step in its schedule: where in `new_tokens` it writes
         self.step_index = numbers(1)
+        # samples that have ended run on until the schedule ends: their positions stop here
         positions = min(sampler.width * caches.page_size, sampler.config.max_position_embeddings)
         self.last_position = positions - 1
         block_table = numbers(rows, sampler.width)
         slots = numbers(rows)
         self.step = DecodingStep(self.positions, block_table, slots, caches.page_size, caches.pages)
+        # keys and top_k, then temperature, top_p and min_p
         keys = numbers(rows, dtype=torch.int32)
         real = [numbers(rows, dtype=torch.float32) for _ in range(3)]
         self.state = SamplingState(keys, numbers(rows), *real)
@@ -57,12 +60,14 @@ class Batch:
         self.new_logprobs = numbers(sampler.steps, rows, dtype=torch.float32)
         # (sample, slot, pages) of each row, as loaded last
         self.loaded: list[tuple] = []
+        # (greedy, noisy, filtered) of SamplingState -> graph
         self.captured: dict[tuple[bool, ...], torch.cuda.CUDAGraph] = {}
 
     def prepare(self, samples: list[Sample], steps: int) -> None:
         """Fill the buffers for `steps` decoding steps of `samples`; the other rows are padding."""
         padding = Sample([0], PADDING, 0, 0, slot=self.sampler.caches.null_slot)
         rows = samples + [padding] * (self.rows - len(samples))
+        # each sample's newest token: its keys and values are not cached yet
         copy_in(self.tokens, [(row.produced or row.prompt)[-1] for row in rows])
         copy_in(self.positions, [row.cached for row in rows])
         self.step_index.zero_()
@@ -99,6 +104,7 @@ class Batch:
                 self._graph().replay()
             else:
                 self.decode()
+                # the row buffers are complete now, and each step adds a token to them
                 self.step.to_gather = []
                 self.step.longest += 1
         return self.new_tokens[:steps].T.tolist(), self.new_logprobs[:steps].T.tolist()
@@ -117,20 +123,27 @@ class Batch:
             )
 
     def sample(self, hidden: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
-        """Sample the next tokens from hidden [1, rows, hidden]; record and feed them back."""
+        """Sample the next tokens from hidden [1, rows, hidden]; record and feed them back.
+
+        weight: the head's, [vocab, hidden] or a DTensor split by vocabulary. Returns `hidden`.
+        """
         weight, shard = vocab_shard(weight)
+        # the head's matrix is packed like those of Linears, with the model as its owner
         packed = self.sampler.weights.pack(self.sampler.model, lambda: [(weight, None)])
         # [rows, vocab, or this rank's shard of it]
         logits = F.linear(hidden[0], weight) if packed is None else multiply(packed, hidden[0])[0]
         # torch 2.11's compiler fails on several filtered rows
         compiles = self.sampler.settings.compile and shard.group is None and not self.state.filtered
         choose = compiled_sample_tokens() if compiles else sample_tokens
+        # both [rows]; the new tokens follow the positions of this step
         tokens, logprobs = choose(logits, self.state, self.positions + 1, shard)
+        # [steps, rows]; the index is a tensor, so that a graph can replay this
         self.new_tokens.index_copy_(0, self.step_index, tokens[None])
         self.new_logprobs.index_copy_(0, self.step_index, logprobs[None])
         self.tokens.copy_(tokens)
         self.positions.add_(1).clamp_(max=self.last_position)
         self.step_index.add_(1)
+        # the model returns it; nothing reads it
         return hidden
 
     def _graph(self) -> torch.cuda.CUDAGraph:
@@ -143,7 +156,7 @@ class Batch:
             table = self.step.block_table
             changed = [self.tokens, self.positions, self.step_index, table, self.step.slots]
             before = [tensor.clone() for tensor in changed]
-            # so that no sample's pages or states change
+            # the warm-up writes to the null page and the null slot, so no sample changes
             table.fill_(self.sampler.caches.null_page)
             self.step.slots.fill_(self.sampler.caches.null_slot)
             stream = warmup_stream()
@@ -165,7 +178,7 @@ class Batch:
 
 @cache
 def warmup_stream() -> torch.cuda.Stream:
-    """Return one stream for all warm-ups: torch keeps a cuBLAS workspace of 32 MB for each."""
+    """Return one stream for all warm-ups: torch keeps 32 MB of cuBLAS workspace for each stream."""
     return torch.cuda.Stream()
 
 

@@ -1,15 +1,15 @@
 """The caches of earlier tokens: paged keys and values or latents, or a state per sample.
 
-The model's modules call their layer's cache instead of using a mask.
+A module calls its layer's cache in place of attention with a mask. The sampler sets `Caches.step`
+before each forward pass; from it the layers' caches read which token belongs to which sequence.
 
     PagedKVCache   attention of any kind: `attend` writes the new keys and values to the pool and
-                   attends to all of the sequence's. For latent attention the pool holds latents,
+                   attends to all keys of the sequence. For latent attention the pool holds latents,
                    as keys of one head; their first channels are the values
     MambaCache     Mamba-2: `mix` runs the module's own scan from each sequence's state, and stores
-                   the new one
+                   the new state
 
-Prompts are attended to one by one with scaled_dot_product_attention. Decoding samples are attended
-to in two ways:
+In a prefill scaled_dot_product_attention runs once per prompt. In decoding there are two ways:
 
     CUDA   FlexAttention on the pool itself: each sample's block list names its pages (`PageMask`).
            The lists are tensors that change in place, so nothing is compiled or built again as
@@ -40,30 +40,33 @@ from minitrain.rollout.steps import Chunk, DecodingStep, PromptStep, on_device, 
 
 # cuDNN is faster, but plans for half a second for every new length of a prompt
 PREFILL_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# for latents: their 576 channels are padded to 1024, and the usual tiles exceed shared memory
+# For latents: their 576 channels are padded to 1024, and the default tiles exceed shared memory.
 SMALL_TILES = {"BLOCK_M": 16, "BLOCK_N": 16, "num_stages": 1, "num_warps": 4}
-# Prefetch loads in three stages where shared memory has room. torch intends the same, but
-# overwrites it (2.11-2.13).
+# Prefetch loads in three stages where shared memory has room. torch's own choice for these GPUs is
+# the same, but its code then overwrites the number (2.11-2.13).
 PREFETCH = {"num_stages": 3}
 PREFETCH_CAPABILITIES = [(9, 0), (10, 0), (10, 3)]
-# Smaller tiles let four thread blocks share a multiprocessor of an H200. With 64 rows, 8 kv heads
-# and 1,152 tokens that gives 4.1 TB/s instead of 3.2; with 192 rows it changes nothing.
+# Smaller tiles let four thread blocks share a multiprocessor of an H200. With 64 samples, 8 kv
+# heads and 1,152 tokens they read 4.1 TB/s instead of 3.2; with 192 samples they change nothing.
 SMALL_PREFETCHED_TILES = PREFETCH | {"BLOCK_N": 32}
 
 
 class LayerCache:
-    """The base of a layer's cache: keeps constants computed from the weights until these change."""
+    """The base of a layer's cache: keeps constants computed from the weights until these change.
+
+    last: this is the model's last layer.
+    """
 
     def __init__(self, caches: "Caches", last: bool):
-        # a cycle of references would keep pools alive after `Sampler.free`
+        # a strong reference would make a cycle, which keeps pools alive after `Sampler.free`
         self.caches = weakref.proxy(caches)
         self.last = last
         self.constants = None
 
     @property
     def output_unused(self) -> bool:
-        """Return whether the layer's MLP can be skipped: prefill only fills the caches, and nothing
-        reads the last layer's output."""
+        """Return whether nothing reads the layer's output, so that its MLP can be skipped."""
+        # prefill only fills the caches: after the last of them nothing need be computed
         return self.last and isinstance(self.caches.step, PromptStep)
 
     def once(self, make: Callable):
@@ -76,8 +79,9 @@ class LayerCache:
 class PagedKVCache(LayerCache):
     """Keys and values in two pools, or latents in one.
 
-    pools: each [pages, page_size, kv_heads, head_dim].
-    buffers: on the CPU, copies by row, each [rows, kv_heads, capacity, head_dim].
+    pools: each [pages, page_size, kv_heads, head_dim], kv_heads being those of this rank.
+    buffers: on the CPU, a contiguous copy of each sample's keys and values, each [rows, kv_heads,
+        capacity, head_dim].
     window: how many keys a query sees; None: all.
     """
 
@@ -88,13 +92,15 @@ class PagedKVCache(LayerCache):
         self.buffers: list[Tensor] = []
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor | int, sinks: Tensor | None = None) -> Tensor:
-        """Cache the running step's keys and values and attend to each sequence's.
+        """Cache the step's keys and values, and attend to all keys of each token's sequence.
 
         q: [1, heads, tokens, head_dim]; k: [1, kv_heads, tokens, head_dim].
-        v: likewise, or the number of the keys' first channels that are the values.
+        v: as k; for latents an int, the number of the keys' first channels that are the values.
+        sinks: [heads], see `attention_with_sinks`.
         Returns [1, heads, tokens, v's head_dim].
         """
         step = self.caches.step
+        # new: what each pool gets, [kv_heads, tokens, head_dim]; width: channels of a value
         new, width = split_kv(k, v)
         if not self.pools:
             shape = self.caches.pages, self.caches.page_size
@@ -102,6 +108,7 @@ class PagedKVCache(LayerCache):
         write(self.pools, step.kv_index, new)
         if isinstance(step, PromptStep):
             outs = [self._attend_to_prompt(chunk, q, width, sinks) for chunk in step.chunks]
+            # padding tokens at the row's end belong to no chunk
             return join_chunks(outs, 2, q.shape[2])
         if q.is_cuda:
             return self.attend_to_pool(q, width, sinks)
@@ -115,12 +122,12 @@ class PagedKVCache(LayerCache):
 
         q: [1, heads, tokens of the step, head_dim]. Returns [1, heads, tokens of the chunk, width].
         """
-        # each [1, kv_heads, tokens, head_dim]
+        # each [1, kv_heads, end, head_dim], from [pages, page_size, kv_heads, head_dim]
         seen = [
             pool[chunk.pages].flatten(0, 1)[None, : chunk.end].transpose(1, 2)
             for pool in self.pools
         ]
-        # With sinks a plain mask would mean a kernel compiled for every length.
+        # with sinks, FlexAttention would run a mask without a tensor: a kernel for every length
         mask = self.caches.step.mask(chunk, self.window, plain=sinks is None)
         with sdpa_kernel(PREFILL_BACKENDS) if q.is_cuda else nullcontext():
             return attention(q[:, :, chunk.tokens], seen[0], seen[-1][..., :width], mask, sinks)
@@ -130,7 +137,7 @@ class PagedKVCache(LayerCache):
 
         q: [1, heads, rows, head_dim]. Returns [1, heads, rows, width].
         """
-        # [1, kv_heads, pool, head_dim]
+        # [1, kv_heads, pages * page_size, head_dim]: views, and the batch of 1 is broadcast to rows
         keys = self.pools[0].flatten(0, 1).transpose(0, 1)[None]
         values = self.pools[-1].flatten(0, 1).transpose(0, 1)[None, ..., :width]
         # [rows, kv_heads, queries, head_dim]: heads that share keys become queries of one head,
@@ -146,6 +153,7 @@ class PagedKVCache(LayerCache):
         )
         if sinks is not None:
             out = apply_sinks(out, aux.lse, sinks.view(keys.shape[1], -1))
+        # [rows, kv_heads, queries, width] -> [1, heads, rows, width]
         return out.flatten(1, 2).transpose(0, 1)[None]
 
     def gather(self) -> list[Tensor]:
@@ -155,6 +163,7 @@ class PagedKVCache(LayerCache):
         """
         step = self.caches.step
         rows, capacity = self.caches.buffer_shape
+        # new buffers start empty: `prepare_rows` then has all pages gathered again
         if not self.buffers or self.buffers[0].shape[:3:2] != (rows, capacity):
             self.buffers = [
                 zeros((rows, p.shape[2], capacity, p.shape[3]), p.dtype, p.device)
@@ -170,7 +179,7 @@ class PagedKVCache(LayerCache):
 
 def join_chunks(outs: list[Tensor], dim: int, length: int) -> Tensor:
     """Join outputs [1, ..., tokens, ...] of chunks along `dim`, padded with zeros to `length`."""
-    # one chunk is not copied
+    # torch.cat would copy a single chunk, too
     out = torch.cat(outs, dim) if len(outs) > 1 else outs[0]
     missing = length - out.shape[dim]
     # F.pad counts dimensions from the last
@@ -179,23 +188,27 @@ def join_chunks(outs: list[Tensor], dim: int, length: int) -> Tensor:
 
 
 def kernel_options(keys: Tensor, width: int, rows: int) -> dict | None:
-    """Return the options of FlexAttention's decoding kernel.
+    """Return the options of FlexAttention's decoding kernel; None: torch's own choice.
 
-    keys: [1, kv_heads, pool, head_dim]; width: channels of a value; rows: samples.
+    keys: [1, kv_heads, pages * page_size, head_dim]; width: channels of a value; rows: samples.
     """
+    # latents
     if width > 256:
         return SMALL_TILES
     width_bytes = width * keys.itemsize
     capability = torch.cuda.get_device_capability(keys.device) if keys.is_cuda else None
     if capability not in PREFETCH_CAPABILITIES or width_bytes > 256:
         return None
+    # about one pair of sample and kv head for each of an H200's 132 multiprocessors
     crowded = width_bytes == 256 and rows * keys.shape[1] >= 128
     return SMALL_PREFETCHED_TILES if crowded and capability == (9, 0) else PREFETCH
 
 
 class MambaCache(LayerCache):
-    """States of Mamba-2 layers: the convolution's last inputs [slots, taps - 1, groups, channels]
-    and the scan's [slots, groups, heads, head_dim, state], in fp32.
+    """The states of a Mamba-2 layer, one per slot.
+
+    states: the convolution's last inputs, [slots, taps - 1, groups, channels], and the scan's
+        state, fp32 [slots, groups, heads, head_dim, state].
     """
 
     def __init__(self, caches: "Caches", last: bool, shape):
@@ -204,26 +217,28 @@ class MambaCache(LayerCache):
         self.states: list[Tensor] = []
 
     def mix(self, mix: Callable, mixed: Tensor, dt: Tensor) -> Tensor:
-        """Run mix(mixed, dt, state=) of models/mamba.py on the running step's tokens.
+        """Run mix(mixed, dt, state=), the module's `Mamba2.mix`, on the step's tokens.
 
-        mixed, dt: [1, tokens, groups, ...]. Returns [1, tokens, ...].
+        mixed: [1, tokens, groups, channels]; dt: [1, tokens, groups, heads].
+        Returns [1, tokens, groups, heads, head_dim].
         """
         step = self.caches.step
         if not self.states:
             slots = self.caches.slots
             conv = (slots, self.shape.conv - 1, *mixed.shape[2:])
-            # dt: [1, tokens, groups, heads]
             scan = (slots, *dt.shape[2:], self.shape.head_dim, self.shape.state)
             self.states = [
                 zeros(conv, mixed.dtype, mixed.device),
                 zeros(scan, torch.float32, mixed.device),
             ]
         if isinstance(step, DecodingStep):
+            # [rows, 1, groups, ...]: every token has a sequence of its own
             mixed = mixed.transpose(0, 1)
             dt = dt.transpose(0, 1)
             return self._run(mix, mixed, dt, step.slots, step.positions == 0).transpose(0, 1)
         outs = []
         for chunk in step.chunks:
+            # both [1], by one copy to the device
             slot, starts = on_device([[chunk.slot], [chunk.cached == 0]], mixed.device)
             tokens = slice(None), chunk.tokens
             outs.append(self._run(mix, mixed[tokens], dt[tokens], slot, starts.bool()))
@@ -232,13 +247,14 @@ class MambaCache(LayerCache):
     def _run(
         self, mix: Callable, mixed: Tensor, dt: Tensor, slots: Tensor, starts: Tensor
     ) -> Tensor:
-        """Run one sequence per row from the states in `slots`, from zeros where one starts.
+        """Run one sequence per row from the states in `slots`, or from zeros where it `starts`.
 
         mixed, dt: [rows, tokens, groups, ...]; slots, starts: [rows]. Returns [rows, tokens, ...].
         """
         current = tuple(
             s[slots].masked_fill_(starts.view(-1, *[1] * (s.ndim - 1)), 0) for s in self.states
         )
+        # replaces the contents of `current` by the states after the last token
         out = mix(mixed, dt, state=current)
         for state, new in zip(self.states, current, strict=True):
             state[slots] = new
@@ -248,9 +264,10 @@ class MambaCache(LayerCache):
 class Caches:
     """All layers' caches.
 
-    pages, slots: numbers of them, with one null page and one null slot, the last. Padding writes
-    there, and nothing reads them.
-    step: the running one. buffer_shape, row_contents: see cpu_attention.py.
+    pages, slots: how many sequences can use. One more of each, the last, is the null page and the
+        null slot: padding writes there, and nothing reads them.
+    step: the forward pass that runs; the sampler sets it. None before the first.
+    buffer_shape: (rows, capacity) of all layers' row buffers. row_contents: see cpu_attention.py.
     """
 
     def __init__(self, config: DecoderConfig, pages: int, page_size: int, slots: int):
@@ -261,7 +278,6 @@ class Caches:
         self.slots = slots + 1
         self.windowed = bool(config.sliding_window)
         self.step: PromptStep | DecodingStep | None = None
-        # rows and tokens
         self.buffer_shape = (0, 0)
         self.row_contents: dict[int, RowContents] = {}
         self.computed_frequencies: Tensor | None = None
@@ -279,7 +295,7 @@ class Caches:
         return self.layers[layer]
 
     def frequencies(self, *shape) -> Tensor:
-        """Return `rotary_frequencies`, [dim / 2], computed once: up to 15 kernels less a step."""
+        """Return `rotary_frequencies`, fp32 [dim / 2], computed once: saves up to 15 kernels."""
         if self.computed_frequencies is None:
             self.computed_frequencies = rotary_frequencies(*shape)
         return self.computed_frequencies
@@ -290,6 +306,7 @@ class Caches:
         """Copy pages and states, each (from, to), in all layers."""
         pairs = {"pools": pages, "states": slots}
         for name, copies in pairs.items():
+            # a layer has one of the two, or no cache at all
             tensors = [x for layer in self.layers for x in getattr(layer, name, [])]
             if copies and tensors:
                 source, target = on_device(copies, device).unbind(1)
@@ -308,9 +325,11 @@ class Caches:
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return torch.zeros of `shape`, such as [pages, page_size, kv_heads, head_dim].
 
-    On the CPU the operating system provides each page of the memory at its first write.
+    On the CPU by np.zeros, which writes nothing: the operating system provides memory at its first
+    use. So a large pool takes only what its used pages take.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy has no bf16: make bytes, and view them
     memory = np.zeros((*shape, dtype.itemsize), np.uint8)
     return torch.from_numpy(memory).view(dtype)[..., 0]

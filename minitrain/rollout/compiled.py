@@ -1,19 +1,19 @@
 """Compiled decoder blocks for decoding steps.
 
-A step of few tokens takes as long as its kernels are many: some 45 in an eager block of Llama.
+With few tokens a step's time is the number of its kernels: some 45 in an eager block of Llama.
 
     CUDA   graph break at the cache, which has a kernel of its own (`OpaqueCache`): one graph before
            it (norm, projections, rotation) and one after; 10 kernels and those of attention
     CPU    calling a graph costs the host 0.1 ms, so one graph has the whole block with its attention
-           (`TracedCache`): four products and five loops. Where samples share a prefix, and where
-           there are states, it is as on CUDA
+           (`TracedCache`): four products and five loops. Where samples share a prefix, and in Mamba
+           layers, there is a graph break as on CUDA
 
-Layers of one kind share graphs, since weights are inputs. A second number of rows recompiles them
-for any number, a single row once more. Where several ranks share a model, their collectives are
-part of the graphs. Importing this file takes seconds.
+Layers of one kind share graphs, since weights are inputs. A graph is compiled for the first number
+of rows, again for any number when a second one comes, and once more for a single row. Where several
+ranks share a model, their collectives are part of the graphs. Importing this file takes seconds.
 
-Left out: prefill, whose products are large; Mamba's scan, which belongs to its cache here; steps
-that send tokens to other ranks' experts or gather weights; on CUDA, steps that are not captured.
+Left out: prefill, whose products are large; Mamba's scan, which the cache runs; steps that send
+tokens to other ranks' experts or gather weights; on CUDA, steps without a CUDA graph.
 """
 
 from collections.abc import Callable
@@ -36,9 +36,9 @@ MAX_LOOP_QUERIES = 8
 
 
 class OpaqueCache:
-    """A layer's cache as a graph break. Shapes are those of the cache's own methods.
+    """A layer's cache as a graph break. Arguments are those of the cache's own methods.
 
-    On CUDA the new keys and values are written before it, by the kernels that compute them.
+    On CUDA the new keys and values are written before the break, by the kernels that compute them.
     """
 
     # decoding needs every layer's output
@@ -52,6 +52,7 @@ class OpaqueCache:
             self.kv_index = layer.caches.step.kv_index
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor | int, sinks: Tensor | None = None) -> Tensor:
+        # q: [1, heads, rows, head_dim]; k, v: [1, kv_heads, rows, head_dim]; returned as q
         if not (q.is_cuda and self.pools):
             return self.attend_and_write(q, k, v, sinks)
         new, width = split_kv(k, v)
@@ -60,21 +61,24 @@ class OpaqueCache:
 
     @torch.compiler.disable
     def attend_and_write(self, *args) -> Tensor:
+        # [1, heads, rows, head_dim]
         return self.layer.attend(*args)
 
     @torch.compiler.disable
     def attend_to_pool(self, *args) -> Tensor:
+        # [1, heads, rows, width]
         return self.layer.attend_to_pool(*args)
 
     @torch.compiler.disable
     def mix(self, *args) -> Tensor:
+        # [1, rows, groups, heads, head_dim]
         return self.layer.mix(*args)
 
 
 class TracedCache:
     """A layer's KV cache in this step as plain tensors, which the compiler traces.
 
-    Shapes are those of PagedKVCache.attend and of `attend_to_rows` in cpu_attention.py.
+    Methods are those of PagedKVCache, and `attend_to_rows` of cpu_attention.py.
     """
 
     output_unused = False
@@ -87,10 +91,11 @@ class TracedCache:
         self.buffers = layer.gather()
         self.positions = step.positions
         self.bias = step.bias(layer.window, self.pools[0].dtype)
-        # it grows with every step
+        # [rows, 1, 1, longest]: the last dimension grows with every step
         maybe_mark_dynamic(self.bias, 3)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor | int, sinks: Tensor | None = None) -> Tensor:
+        # q: [1, heads, rows, head_dim]; k, v: [1, kv_heads, rows, head_dim]; returned as q
         new, width = split_kv(k, v)
         write(self.pools, self.kv_index, new)
         return write_and_attend(
@@ -98,6 +103,7 @@ class TracedCache:
         )
 
     def attend_to_rows(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        # q: [rows, kv_heads, queries, head_dim]; keys, values: [rows, kv_heads, capacity, head_dim]
         keys = keys[:, :, : self.bias.shape[3]]
         values = values[:, :, : self.bias.shape[3]]
         if q.shape[2] <= MAX_LOOP_QUERIES:

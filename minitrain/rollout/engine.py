@@ -6,16 +6,19 @@
     generate   submits everything and steps until all is done
 
 A decoding step goes scheduler -> prepare -> model -> sample -> scheduler. It is one forward pass
-over one token per row, whose head samples the next tokens. Rows are padded to a few fixed numbers
-(1, 2, 4, ...), and everything that changes between steps is in buffers with fixed addresses. So on
-CUDA the step is captured as a graph once per number of rows, and replayed `steps` times before the
-host looks at the tokens. Tokens after a sample's end are dropped then.
+over one token of each sample, whose head samples the next tokens. A sample has a row of the batch.
+The batch has 1, 2, 4, ... rows, some of them padding, and all that changes between steps is in
+buffers with fixed addresses. So on CUDA the step is captured as a graph once per number of rows.
+The graph is replayed `steps` times before the host looks at the tokens; it then drops those after
+a sample's end.
 
-Tensor parallel: every rank of the group calls the same methods in the same order. Schedules are
-equal because nothing but these calls decides them, tokens because ranks exchange their candidates.
-Rows are padded to a multiple of the ranks, for sequence parallelism. With expert parallelism over
-the same ranks, tokens travel to the experts and back. Left out: pipeline parallel, speculative
-decoding, and graphs of steps in which the host must wait for the device (`waits_for_device`).
+Tensor parallel: every rank of the group calls the same methods in the same order. Ranks need not
+communicate about schedules, which depend on these calls alone. They agree on tokens by exchanging
+their best candidates. Rows are padded to a multiple of the ranks, for sequence parallelism. With
+expert parallelism over the same ranks, tokens travel to the experts and back.
+
+Left out: pipeline parallel, speculative decoding, and graphs of steps in which the host must wait
+for the device (`waits_for_device`).
 """
 
 import gc
@@ -45,11 +48,12 @@ from minitrain.settings import Rollout
 class Sampler:
     """Continues prompts with `model`, whose weights it uses in place.
 
-    tokenizer: needed for prompts that are text and for stop strings. Samples end at its end of
-    text, too.
-    samples: the largest number of samples that will be asked for at once. longest: the largest
-    number of tokens of a sample, its prompt included. Both bound the memory of the caches.
-    After the weights have changed, call `refresh`. Not to be used while the model trains.
+    tokenizer: needed for prompts that are text and for stop strings. Samples also end at its
+        end-of-text token.
+    samples: the largest number of samples that will be asked for at once.
+    longest: the largest number of tokens of a sample, its prompt included. Both bound the memory
+        of the caches.
+    After the weights have changed, call `refresh`. Do not sample while the model trains.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Sampler:
         self.model = model
         self.tokenizer = tokenizer
         self.settings = settings or Rollout()
+        # the most samples in a batch
         self.slots = min(samples or self.settings.slots, self.settings.slots)
         self.config = model.config
         self.weights = SamplerWeights(model)
@@ -78,17 +83,18 @@ class Sampler:
         on_cuda = self.device.type == "cuda"
         if on_cuda:
             check_page_size(self.settings.page_size, self.config, self.tp)
-        # the most in one schedule, for which there are buffers
+        # the most decoding steps in one schedule; the buffers hold the tokens of so many
         self.steps = min(self.settings.steps or (16 if on_cuda else 1), self.longest)
         self.scheduler: Scheduler | None = None
         # pages of the pool when it was last allocated
         self.page_count = 0
-        # whether the caches may hold NaN or infinity: a page that another sample takes over keeps
-        # them, and masked keys count 0 x NaN = NaN
+        # whether the caches may hold NaN or infinity: a page keeps them for its next user, whose
+        # masked keys would count 0 x NaN = NaN
         self.has_nan = False
 
     # ------------------------------------------------------------------------------------------------------ requests
 
+    # caches made in inference mode could not be changed outside it: `_allocate` must be outside
     @torch.inference_mode(False)
     def generate(
         self,
@@ -147,11 +153,13 @@ class Sampler:
             )
         if params.stop and self.tokenizer is None:
             raise InputError(f"sampling stop={list(params.stop)} needs a sampler with a tokenizer")
+        # new caches are free of it
         if self.has_nan and not self.busy:
             self.free()
         if self.scheduler is None:
             self._allocate()
         total = min(len(prompt) + params.max_tokens, limit)
+        # seeds of the samples' random numbers
         keys = (sample_key(params.seed, number, i) for i in range(params.n))
         samples = [Sample(prompt, params, key, total) for key in keys]
         self.scheduler.submit(samples)
@@ -161,6 +169,7 @@ class Sampler:
         """Return the token ids of a prompt. Raise InputError unless it is text or a list of ids."""
         if not isinstance(prompt, str):
             try:
+                # bytes hold integers, but are not token ids: as a list's item they are refused
                 return list(map(operator.index, [prompt] if isinstance(prompt, bytes) else prompt))
             except TypeError:
                 raise InputError(
@@ -201,7 +210,6 @@ class Sampler:
         with self.weights.in_use():
             yield from stream(self.tokenizer, tokens(), sample.prompt)
 
-    # the caches outlive inference mode, in which they could not be changed outside it
     @torch.inference_mode(False)
     @torch.no_grad()
     def step(self) -> list[tuple[Sample, list[int]]]:
@@ -243,10 +251,10 @@ class Sampler:
         if self.scheduler is None or not self.caches.refresh():
             return
         for batch in self.batches.values():
-            # graphs read constants that were computed from the weights
+            # captured graphs read the dropped constants
             batch.captured.clear()
         if self.device.type == "cuda":
-            # a handle is dead once all of its graphs are
+            # a pool of memory for graphs cannot be used again after its last graph is gone
             self.graph_pool = torch.cuda.graph_pool_handle()
 
     def forget(self) -> None:
@@ -264,7 +272,7 @@ class Sampler:
         self.batches = None
         self.has_nan = False
         if self.device.type == "cuda":
-            # the compiler leaves reference cycles, which hold the first inputs of a kernel
+            # the compiler leaves reference cycles, which hold a kernel's first inputs: pools
             gc.collect()
 
     def _must_be_idle(self) -> None:
@@ -276,24 +284,26 @@ class Sampler:
     # --------------------------------------------------------------------------------------------------------- steps
 
     def _prefill(self, chunks: list[tuple[Prefill, int]]) -> None:
-        """Compute the next tokens of some prompts, (prefill, number of tokens), all in one row."""
+        """Compute and cache the next tokens of prompts. chunks: (prefill, number of tokens)."""
         size = self.settings.page_size
-        # (token, position, page, offset in it) of each token
-        rows = []
+        # of each token: its id, its position in the sequence, its page, its offset in that
+        entries = []
         step_chunks = []
         for prefill, count in chunks:
             end = prefill.cached + count
             pages = on_device(prefill.pages[: self.scheduler.pages.needed(end)], self.device)
-            step_chunks.append(Chunk(len(rows), count, prefill.cached, pages, prefill.slot))
+            step_chunks.append(Chunk(len(entries), count, prefill.cached, pages, prefill.slot))
             for i in range(prefill.cached, end):
-                rows.append((prefill.tokens[i], i, prefill.pages[i // size], i % size))
-        rows += [(0, 0, self.caches.null_page, 0)] * (-len(rows) % self.tp)
-        tokens, positions, *kv_index = on_device(rows, self.device).T.contiguous()
+                entries.append((prefill.tokens[i], i, prefill.pages[i // size], i % size))
+        # sequence parallelism needs a multiple of the ranks
+        entries += [(0, 0, self.caches.null_page, 0)] * (-len(entries) % self.tp)
+        # each [tokens]
+        tokens, positions, *kv_index = on_device(entries, self.device).T.contiguous()
         self.caches.step = PromptStep(tuple(kv_index), step_chunks)
         self.model(
             tokens[None],
             positions=positions[None],
-            # nothing to do: a decoding step samples the next token
+            # no logits: a prompt's last token is left to the first decoding step
             head=lambda hidden, *_: hidden,
             cache=self.caches,
         )
@@ -307,13 +317,14 @@ class Sampler:
         """
         batch = self._batch(len(work.samples))
         batch.prepare(work.samples, work.steps)
+        # lists [rows][steps]
         all_tokens, all_logprobs = batch.run(work.steps)
         produced = []
-        # without the padding rows
+        # the padding rows come last: zip ends before them
         rows = zip(work.samples, all_tokens, all_logprobs, strict=False)
         for sample, tokens, logprobs in rows:
             count, reason = self._end(sample, tokens)
-            # of all tokens: those after the sample's end are in the caches, too
+            # the caches hold all these tokens, those after the sample's end, too
             self.has_nan |= not math.isfinite(sum(logprobs))
             if not math.isfinite(sum(logprobs[:count])):
                 raise InputError(
@@ -337,11 +348,13 @@ class Sampler:
     def _wrote_stop(self, sample: Sample, tokens: list[int]) -> bool:
         """Return whether the text's end holds a stop string.
 
-        As many tokens are decoded as the longest string may take, four for each character. One more
-        stands before them: many vocabularies drop a space at the start of a text.
+        Only the last tokens are decoded: at most four for each character of the longest string,
+        which has up to four bytes, and five more. The first of them is context, whose own text is
+        left out: many vocabularies drop a space at the start of a text.
         """
         length = 4 * max(map(len, sample.params.stop)) + 5
         end = (sample.prompt[-1:] + sample.produced + tokens)[-length:]
+        # a stop string may hold special tokens, or stand around some that are not shown
         for special in (False, True):
             before = self.tokenizer.decode(end[:1], special)
             text = self.tokenizer.decode(end, special)
@@ -353,7 +366,7 @@ class Sampler:
 
     def _allocate(self) -> None:
         settings = self.settings
-        # states are not found again by a prefix
+        # no prefix caching with Mamba layers: only a sequence's last state is kept
         reuse = "M" not in self.config.layer_pattern
         size = settings.page_size
         self.page_count = page_count(
@@ -361,9 +374,9 @@ class Sampler:
         )
         pages = Pages(self.page_count, size)
         self.scheduler = Scheduler(pages, self.slots, settings.chunk, self.steps, reuse)
-        # a slot for each sample that is decoded, and one for a prefill that waits
+        # a slot for each sample that is decoded, and one for a prefill that waits for a row
         self.caches = Caches(self.config, pages.count, size, self.slots + 1)
-        # of block tables, the null page included
+        # columns of a block table: a sample's most pages, and the null page for positions beyond
         self.width = min(pages.needed(self.longest - 1), pages.count) + 1
         self.batches: dict[int, Batch] = {}
         self.graph_pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None

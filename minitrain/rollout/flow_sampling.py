@@ -38,25 +38,27 @@ def euler(velocity: Velocity, x: Tensor, sigmas: list[float]) -> Tensor:
 def unipc(velocity: Velocity, x: Tensor, sigmas: list[float]) -> Tensor:
     """Integrate x, [batch, ...], by UniPC-2 on predicted data, B(h) = e^h - 1 (Zhao et al. 2023).
 
-    Lambda is half the logarithm of the signal-to-noise ratio. In terms of it, the way from one
-    sigma to the next is an integral over the data that x is predicted to become. A predictor puts a line
-    through the last two predictions; once the velocity is known at its result, a corrector takes
-    the same step again with a parabola through three. Each sigma's velocity is evaluated once, at
-    the uncorrected x. Raises InputError for a second sigma that is nearly 1.
+    Lambda is half the logarithm of the signal-to-noise ratio. A step from one sigma to the next is
+    an integral over lambda of the data that x is predicted to become. The predictor takes this data
+    as a line through the last two predictions. The corrector, once the velocity at the result is
+    known, takes the same step again with a parabola through three. Each sigma's velocity is
+    evaluated once, at the uncorrected x. Raises InputError for a second sigma that is nearly 1.
     """
     if sigmas[1] >= MOST_NOISE:
         raise InputError(
             f"UniPC cannot tell sigma={sigmas[1]} from pure noise (use euler, or a smaller shift)"
         )
-    # what each x seen so far was predicted to become
+    # the predictions at the sigmas so far, each [batch, ...]
     data: list[Tensor] = []
     lambdas = [half_log_snr(sigma) for sigma in sigmas]
     last = x
     for i, sigma in enumerate(sigmas[:-1]):
         data.append(x - sigma * velocity(x, sigma))
         if i > 0:
+            # correct the step that led here
             x = _step(last, data[i - 1], sigmas, lambdas, i - 1, _corrections(data, lambdas, i))
         last = x
+        # of the first step and the last one: 1
         order = min(2, i + 1, len(sigmas) - 1 - i)
         predictions = [(0.5, _slope(data, lambdas, i))] if order == 2 else []
         x = _step(x, data[i], sigmas, lambdas, i, predictions)
@@ -71,7 +73,7 @@ def half_log_snr(sigma: float) -> float:
 def _step(
     x: Tensor, data: Tensor, sigmas, lambdas, i: int, corrections: list[tuple[float, Tensor]]
 ) -> Tensor:
-    """Step from sigmas[i] to the next.
+    """Step from sigmas[i] to the next. x, data and differences: [batch, ...], as the result.
 
     The predicted data is constant plus factor * difference for each correction.
     """
@@ -84,15 +86,23 @@ def _step(
 
 
 def _slope(data: list[Tensor], lambdas, i: int) -> Tensor:
-    """Extrapolate the change of the predicted data over step i from that over the step before."""
+    """Extrapolate the change of the predicted data over step i from that over the step before.
+
+    data: each [batch, ...], as the result.
+    """
     return (data[i] - data[i - 1]) * (lambdas[i + 1] - lambdas[i]) / (lambdas[i] - lambdas[i - 1])
 
 
 def _corrections(data: list[Tensor], lambdas, i: int) -> list[tuple[float, Tensor]]:
-    """Return corrections that make step i - 1 exact for predicted data quadratic in lambda."""
+    """Return corrections that make step i - 1 exact for predicted data quadratic in lambda.
+
+    data: each [batch, ...]. Returns (factor, difference [batch, ...]) pairs.
+    """
     new = data[i] - data[i - 1]
     if i == 1:
         return [(0.5, new)]
+    # The paper's symbols: h, r, B(-h) and h phi_k(-h); the two factors solve a system of two
+    # equations (diffusers' UniPCMultistepScheduler, solver_type bh2).
     h = lambdas[i] - lambdas[i - 1]
     ratio = (lambdas[i - 2] - lambdas[i - 1]) / h
     change = math.expm1(-h)
@@ -128,6 +138,7 @@ def guided(
     image, condition = (None if x is None else torch.cat([x] * copies) for x in (image, condition))
 
     def velocity(x: Tensor, sigma: float) -> Tensor:
+        # x, as the result: [batch, channels, frames, height, width]; both texts in one batch
         noisy = torch.cat([x] * copies)
         noisy = noisy if condition is None else torch.cat([noisy, condition], dim=1)
         out = model(noisy, torch.full((len(noisy),), 1000 * sigma, device=x.device), texts, image)

@@ -133,6 +133,7 @@ def token_keys(keys: Tensor, positions: Tensor) -> Tensor:
 
 @cache
 def _hashed_ids(first: int, size: int, device: torch.device) -> Tensor:
+    # int32 [size], the same for all rows and steps
     return mix(torch.arange(first, first + size, dtype=torch.int32, device=device))
 
 

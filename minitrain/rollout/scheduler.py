@@ -13,8 +13,8 @@ When pages run out, resident prefills return theirs first. Then the youngest sam
 returns to the queue as a prefill of its own. The oldest sample always progresses, so every request
 that fits the pool alone is finished.
 
-No tensors and no clock: the same calls give the same schedule, so tensor-parallel ranks need not
-communicate about it.
+There are no tensors and no clock here: the same calls give the same schedule, so tensor-parallel
+ranks need not communicate about it.
 """
 
 from dataclasses import dataclass, field
@@ -119,6 +119,7 @@ class Scheduler:
     def submit(self, samples: list[Sample]) -> None:
         """Queue the samples of one prompt. Raise InputError if they could never be finished."""
         first = samples[0]
+        # a sample's last token is never cached: nothing follows it
         needed = self.pages.needed(first.limit - 1)
         if needed > self.pages.count:
             raise InputError(
@@ -138,6 +139,7 @@ class Scheduler:
         work = Schedule()
         if self.waiting:
             self._start_prefills()
+            # after a prefill it is the turn of the running samples, if there are any
             if not (self.running and self.last_was_prefill):
                 work.chunks = self._chunks()
         self.last_was_prefill = bool(work.chunks)
@@ -145,6 +147,7 @@ class Scheduler:
             if self.resident:
                 self._admit(work)
             work.samples = self._grow()
+            # the most tokens that any of them may still produce
             left = max((sample.limit - 1 - sample.cached for sample in work.samples), default=0)
             work.steps = min(self.steps, left)
         return work
@@ -161,6 +164,7 @@ class Scheduler:
         """Record the tokens that `sample` has produced; end it if there is a `finish_reason`."""
         sample.produced += tokens
         sample.logprobs += logprobs
+        # a step caches its input: not the new token, but the one before it
         sample.cached += len(tokens)
         if finish_reason:
             self._remove(sample, finish_reason)
@@ -187,7 +191,9 @@ class Scheduler:
 
     def _start_prefills(self) -> None:
         """Give pages to waiting prefills, while there are rows for their samples."""
+        # the resident prefills are the first of `waiting`
         for prefill in self.waiting[len(self.resident) :]:
+            # rows that will be taken once all resident prefills are done
             expected = len(self.running) + sum(len(other.samples) for other in self.resident)
             if expected >= self.rows or not self._start(prefill):
                 return
@@ -199,14 +205,17 @@ class Scheduler:
         evicted again. It also waits for a prefix that another prefill is about to compute, since
         prompts with a common beginning often come together.
         """
+        # Pages that hold the prompt's beginning already. Is the next one about to be computed?
         found = self.pages.match_prefix(prefill.tokens[: prefill.length]) if self.reuse else []
         if self.reuse and self._is_coming(prefill.tokens[: prefill.length], len(found) + 1):
             self.pages.free(found)
             return False
         missing = self.pages.needed(prefill.length) - len(found)
+        # running samples that have not all their pages yet
         growing = sum(
             self.pages.needed(sample.limit - 1) > len(sample.pages) for sample in self.running
         )
+        # One more for the first of its own samples. Alone in the pool, it must start.
         spare = growing + 1 if self.running or self.resident else 0
         new = self.pages.allocate(missing) if missing + spare <= self.pages.available else None
         if new is None:
@@ -220,6 +229,7 @@ class Scheduler:
 
     def _is_coming(self, tokens: list[int], pages: int) -> bool:
         """Return whether a resident prefill will soon fill the first `pages` pages of `tokens`."""
+        # in tokens
         size = pages * self.pages.size
         return size <= len(tokens) and any(
             other.tokens[:size] == tokens[:size]
@@ -236,6 +246,7 @@ class Scheduler:
             prefill.clear()
 
     def _chunks(self) -> list[tuple[Prefill, int]]:
+        """Return the next chunks, (prefill, number of tokens), of at most `chunk` tokens in all."""
         left = self.chunk
         chunks = []
         for prefill in self.resident:
@@ -244,6 +255,7 @@ class Scheduler:
             # only the first prefill is split: each chunk costs a mask and an attention call
             if chunks and tokens < missing:
                 break
+            # 0 if it is done, and waits for rows
             if tokens > 0:
                 chunks.append((prefill, tokens))
                 left -= tokens
@@ -260,6 +272,7 @@ class Scheduler:
         ):
             prefill = self.resident[0]
             sample = prefill.samples.pop(0)
+            # the last sample needs no copy, and without a free page no sample can have one
             if not prefill.samples or not self._fork(prefill, sample, work):
                 self._take_over(prefill, sample)
             sample.cached = prefill.length
@@ -267,7 +280,9 @@ class Scheduler:
 
     def _fork(self, prefill: Prefill, sample: Sample, work: Schedule) -> bool:
         """Share the full pages and copy the last one. Return False if no page is left for it."""
+        # full pages, and tokens in the last, partly filled one
         full, partly = divmod(prefill.length, self.pages.size)
+        # one page, or none to copy; later prefills must make room for it
         while (tail := self.pages.allocate(min(partly, 1))) is None:
             if self.resident[-1] is prefill:
                 return False
@@ -281,6 +296,7 @@ class Scheduler:
 
     def _take_over(self, prefill: Prefill, sample: Sample) -> None:
         """Move the prefill's pages to the sample; the prefill's other samples must start again."""
+        # with other samples left, the prefill stays in `waiting`
         sample.pages = prefill.pages
         sample.slot = prefill.slot
         prefill.clear()
@@ -294,6 +310,7 @@ class Scheduler:
         The youngest samples are preempted if pages run out. Return those that run.
         """
         for sample in sorted(self.running, key=lambda sample: sample.arrival):
+            # until it has its pages, or has been preempted itself and lost its slot
             while sample.slot is not None:
                 tokens = min(sample.cached + self.steps, sample.limit - 1)
                 missing = self.pages.needed(tokens) - len(sample.pages)
@@ -317,6 +334,7 @@ class Scheduler:
     def _remove(self, sample: Sample, reason: str | None = None) -> None:
         """Take a sample out of the batch. The last row takes its place, so that others keep theirs."""
         sample.finish_reason = reason
+        # before they are freed: a prompt that continues this text finds them
         if self.reuse:
             self.pages.insert(sample.tokens[: sample.cached], sample.pages)
         self.pages.free(sample.pages)

@@ -1,8 +1,11 @@
 """Describe one forward pass of the sampler: chunks of prompts, or one token of each sample.
 
-Both are one row of tokens, [1, tokens], of several sequences. The layers' caches (caches.py) read
-from the step which token belongs to which sequence. `kv_index` says where a token's keys and values
-go: its page and its offset there, each int64 [tokens].
+    PromptStep     prefill: chunks of several prompts, one after the other
+    DecodingStep   decoding: the newest token of each sample
+
+The model sees both as one row of tokens, [1, tokens]. The layers' caches (caches.py) read from the
+step which token belongs to which sequence. `kv_index` says where each token's keys and values are
+written: the page in the pool, and the offset in that page, each int64 [tokens].
 """
 
 from dataclasses import dataclass
@@ -16,9 +19,12 @@ from minitrain.models.attention import Mask, dense_mask
 
 @dataclass
 class Chunk:
-    """`count` tokens of a prompt, which start at `first` in the row.
+    """Consecutive tokens of a prompt that are computed in one forward pass.
 
-    cached: tokens of the sequence before them. pages: int64, those that hold all of these tokens.
+    first, count: where they start in the row of tokens, and how many they are.
+    cached: how many tokens of the sequence come before them; the caches hold these already.
+    pages: int64 [pages], the sequence's pages up to the chunk's end.
+    slot: where the sequence's Mamba states are.
     """
 
     first: int
@@ -29,7 +35,7 @@ class Chunk:
 
     @property
     def tokens(self) -> slice:
-        """Return where the tokens are in the row."""
+        """Return the slice of the row that holds the tokens."""
         return slice(self.first, self.first + self.count)
 
     @property
@@ -39,25 +45,32 @@ class Chunk:
 
 
 class PromptStep:
-    """Prefill: a forward pass over chunks of prompts."""
+    """Prefill: a forward pass over chunks of prompts.
+
+    kv_index: (pages, offsets in them) of all tokens, each int64 [tokens].
+    """
 
     def __init__(self, kv_index: tuple[Tensor, ...], chunks: list[Chunk]):
         self.kv_index = kv_index
         self.chunks = chunks
+        # layers with the same window share a mask
         self.masks: dict[tuple, Mask] = {}
 
     def mask(self, chunk: Chunk, window: int | None, plain: bool) -> Mask:
-        """Return the mask of a chunk's queries over the keys of its sequence so far.
+        """Return the mask of a chunk's queries over its sequence's keys, [1, 1, count, end].
 
-        plain: a causal mask needs no tensor.
+        plain: return no mask tensor where the kernel's own causal mask suffices.
         """
+        # a first chunk without a window: query i sees keys 0 to i
         if plain and not chunk.cached and not window:
             return Mask(causal=True)
         key = chunk.first, window
         if key not in self.masks:
+            # [count]: positions of the queries in their sequence
             query = torch.arange(chunk.cached, chunk.end, device=chunk.pages.device)
 
             def allows(row, head, i, j):
+                # without a window the second condition always holds
                 return (j <= query[i]) & (j > query[i] - (window or chunk.end))
 
             attn_mask = dense_mask(allows, 1, chunk.count, chunk.end, chunk.pages.device)
@@ -66,13 +79,19 @@ class PromptStep:
 
 
 class DecodingStep:
-    """Decoding: a forward pass over one token of each row, in buffers whose addresses stay fixed.
+    """Decoding: a forward pass over one token of each row. A row is a sample, or padding.
 
-    positions: int64 [rows], of the tokens. block_table: int64 [rows, width], each sample's pages.
-    slots: int64 [rows]. pool_pages: pages of the whole pool.
-    On the CPU only (see cpu_attention.py), longest: tokens of the longest sample. groups: rows
-    whose first `shared` tokens are the same, as (first row, index of all). to_gather: pages to copy
-    into row buffers, as (rows, int64 [rows, pages], first token, end).
+    The tensors are buffers whose addresses stay fixed, so that CUDA graphs can be replayed.
+    positions: int64 [rows], each token's index in its sequence.
+    block_table: int64 [rows, width], each sample's pages in order; beyond them, the null page.
+    slots: int64 [rows], where each sample's Mamba states are.
+    pool_pages: the number of pages of the whole pool.
+
+    On the CPU also (see cpu_attention.py):
+    longest: how many keys the longest sample sees, with that of the new token.
+    shared, groups: in each group of rows the first `shared` tokens are the same. A group is
+        (its first row, index of all its rows).
+    to_gather: what row buffers lack, as (rows, int64 [rows, pages], first token, end).
     """
 
     def __init__(
@@ -83,7 +102,9 @@ class DecodingStep:
         self.slots = slots
         self.page_size = page_size
         self.pool_pages = pool_pages
+        # (window, queries) -> mask; made once, then updated in place
         self.masks: dict[tuple, PageMask] = {}
+        # window -> bias of the current step
         self.biases: dict[int | None, Tensor] = {}
         self.to_gather: list[tuple[Tensor, Tensor, int, int]] = []
         self.longest = 0
@@ -91,7 +112,11 @@ class DecodingStep:
         self.groups: list[tuple[int, slice | Tensor]] = []
 
     def begin(self) -> None:
-        """Derive everything from the positions, before each forward pass, on the device alone."""
+        """Derive pages, offsets and masks from the positions, before each forward pass.
+
+        The host reads nothing, so a CUDA graph can hold this.
+        """
+        # [rows]: the column of the block table, and there the page, that the new token goes to
         self.column = self.positions // self.page_size
         self.page = self.block_table.gather(1, self.column[:, None])[:, 0]
         self.kv_index = self.page, self.positions % self.page_size
@@ -100,7 +125,10 @@ class DecodingStep:
         self.biases = {}
 
     def page_mask(self, window: int | None, queries: int = 1) -> BlockMask:
-        """Return the BlockMask over the pool, for `queries` queries of each row."""
+        """Return the BlockMask over the pool.
+
+        queries: of each row; on CUDA the query heads that share a key head (caches.py).
+        """
         key = window, queries
         if key not in self.masks:
             self.masks[key] = PageMask(self, *key)
@@ -110,8 +138,10 @@ class DecodingStep:
     def bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Return the mask over row buffers, [rows, 1, 1, longest]: 0 for visible keys, else -inf."""
         if window not in self.biases:
+            # [longest] and [rows, 1]: positions of keys and queries
             key = torch.arange(self.longest, device=self.positions.device)
             query = self.positions[:, None]
+            # [rows, longest]
             hidden = key > query
             if window is not None:
                 hidden = hidden | (key <= query - window)
@@ -121,12 +151,13 @@ class DecodingStep:
 
 
 class PageMask:
-    """A BlockMask over the pool that lists each sample's pages, from its window's start to its own
-    token.
+    """A BlockMask over the pool: the list of each sample's pages that its token attends to.
 
-    All pages are listed as partial blocks, though most are full. Given both kinds, the kernel would
-    divide the pool's length among a sample's thread blocks, and one of them would do all the work.
-    queries: of each sample, which all see the same keys.
+    They are those from the window's start to the token itself. All are listed as partial blocks,
+    though most are full. Then the kernel divides a sample's list evenly among its thread blocks.
+    With a second list, of full blocks, each would take a share of the pool's length instead (torch
+    2.13): far more than one sample has, so the first thread block would do all the work.
+    queries: how many each sample has; all of them see the same keys.
     """
 
     def __init__(self, step: DecodingStep, window: int | None, queries: int):
@@ -139,12 +170,15 @@ class PageMask:
         def numbers(*shape):
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
+        # how many pages each sample attends to, and which
         self.count = numbers(rows, 1, 1)
         self.pages = numbers(rows, 1, 1, width)
+        # each [rows]: the last page and where its keys end, the first page and where its keys start
         self.bounds = tail, end, head, start = [numbers(rows) for _ in range(4)]
         size = step.page_size
 
         def allows(row, _, query, key):
+            # `key` counts over the whole pool; the list of pages has left out other samples'
             page = key // size
             offset = key % size
             before_end = (page != tail[row]) | (offset < end[row])
@@ -160,10 +194,10 @@ class PageMask:
         )
 
     def update(self, step: DecodingStep) -> None:
-        """Bring the lists up to date in place, in few kernels: each takes longer to start than to
-        run."""
+        """Update the lists in place, by few kernels: each takes longer to launch than to run."""
         size = step.page_size
         width = step.block_table.shape[1]
+        # [rows]: pages up to the token's own
         count = step.column + 1
         tail, end, head, start = self.bounds
         tail.copy_(step.page)
@@ -172,10 +206,12 @@ class PageMask:
         if self.window is None:
             pages = step.block_table
         else:
+            # [rows]: the first visible key, and its page's column in the block table
             begin = (step.positions - self.window + 1).clamp(min=0)
             first = begin // size
             head.copy_(step.block_table.gather(1, first[:, None])[:, 0])
             start.copy_(begin % size)
+            # move the block table left, so that the list begins with the first visible page
             columns = torch.arange(width, device=begin.device) + first[:, None]
             pages = step.block_table.gather(1, columns.clamp(max=width - 1))
             count = count - first
@@ -184,9 +220,10 @@ class PageMask:
 
 
 def split_kv(k: Tensor, v: Tensor | int) -> tuple[list[Tensor], int]:
-    """Return what pools store of k and v [1, kv_heads, tokens, head_dim], and the width of a value.
+    """Return the tensors that pools store, [kv_heads, tokens, head_dim], and a value's channels.
 
-    v: or the number of the keys' first channels that are the values; only keys are stored then.
+    k, v: [1, kv_heads, tokens, head_dim]. For latent attention v is an int instead: so many of the
+    keys' first channels are the values, and only keys are stored.
     """
     if isinstance(v, int):
         return [k[0]], v
@@ -194,16 +231,19 @@ def split_kv(k: Tensor, v: Tensor | int) -> tuple[list[Tensor], int]:
 
 
 def write(pools: list[Tensor], index: tuple[Tensor, ...], new: list[Tensor]) -> None:
-    """Write each x [kv_heads, tokens, head_dim] of `new` to its pool (or row buffers) at `index`.
+    """Write new keys and values to pools, or to row buffers.
 
-    With several indices, not one into a view: compiled, torch 2.11 updates its inputs in place, but
-    copies a view of one entirely, changes the copy, and copies it back.
+    pools: [pages, page_size, kv_heads, head_dim] with index (pages, offsets), each [tokens].
+    new: for each pool [kv_heads, tokens, head_dim].
+    The index is two tensors, not one into pool.flatten(0, 1): torch 2.11's compiler writes to an
+    input in place, but it copies a view of one entirely, changes the copy, and copies it back.
     """
     for pool, x in zip(pools, new, strict=True):
         pool[index] = x.transpose(0, 1)
 
 
 def on_device(numbers: list, device: torch.device) -> Tensor:
-    """Return nested lists as int64 of the same shape, without waiting for the device."""
+    """Return `numbers` [...], nested lists, as int64 [...]; the host does not wait for the copy."""
+    # only from pinned memory is the copy asynchronous
     tensor = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
     return tensor.to(device, non_blocking=True)
