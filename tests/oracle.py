@@ -68,7 +68,7 @@ def packed_batch(config, step):
     begins = torch.rand(batch["tokens"].shape, generator=torch.Generator().manual_seed(step)) < 0.25
     place = torch.arange(begins.shape[1])
     positions = place - torch.where(begins, place, 0).cummax(1).values
-    return batch | {"documents": begins.cumsum(1), "positions": positions}
+    return batch | {"document_ids": begins.cumsum(1), "positions": positions}
 
 
 class Batches:

@@ -42,22 +42,22 @@ def test_attention_equals_brute_force(kv_heads, causal, packed, place):
     torch.manual_seed(0)
     q = torch.randn(2, 4, 7 if place is None else 3, 8)
     k, v = torch.randn(2, 2, kv_heads, 7, 8)
-    documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 9]]) if packed else None
+    document_ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 9]]) if packed else None
 
     def allowed(b, query, j):
         i = query if place is None else place[query]
-        return (j <= i or not causal) and (documents is None or documents[b, i] == documents[b, j])
+        return (j <= i or not causal) and (document_ids is None or document_ids[b, i] == document_ids[b, j])
 
-    mask = make_mask(7, CPU, documents, causal, None if place is None else torch.tensor(place))
+    mask = make_mask(7, CPU, document_ids, causal, None if place is None else torch.tensor(place))
     torch.testing.assert_close(attention(q, k, v, mask), brute_force(q, k, v, allowed), atol=1e-5, rtol=1e-5)
 
 
 def test_only_what_needs_pairs_has_them():
     """Plain causal and full attention are left to the kernel that is fastest at them."""
-    documents, q_positions = torch.zeros(1, 8, dtype=torch.long), torch.tensor([0, 1, 6, 7])
+    document_ids, q_positions = torch.zeros(1, 8, dtype=torch.long), torch.tensor([0, 1, 6, 7])
     for causal in (True, False):
         assert make_mask(8, CPU, causal=causal).attn_mask is None
-        assert make_mask(8, CPU, documents, causal).attn_mask.shape == (1, 1, 8, 8)
+        assert make_mask(8, CPU, document_ids, causal).attn_mask.shape == (1, 1, 8, 8)
     assert make_mask(8, CPU, q_positions=q_positions, causal=False).attn_mask is None  # all see all, wherever they are
     assert make_mask(8, CPU, q_positions=q_positions).attn_mask.shape == (1, 1, 4, 8)
 
@@ -87,7 +87,7 @@ def test_tiles_equal_dense_mask(causal, packed, q_positions):
     torch.manual_seed(0)
     q = torch.randn(2, 2, 512 if q_positions is None else len(q_positions), 16)
     k, v = torch.randn(2, 2, 1, 512, 16)
-    rule = dict(documents=packed_rows(512) if packed else None, causal=causal, q_positions=q_positions)
+    rule = dict(document_ids=packed_rows(512) if packed else None, causal=causal, q_positions=q_positions)
     expected = attention(q, k, v, make_mask(512, CPU, **rule))
     ours = flex_attention(q, k, v, block_mask=blocks(CPU, **rule), enable_gqa=True)
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
@@ -99,7 +99,9 @@ def test_tiles_are_those_of_torch(monkeypatch, causal, packed, q_positions, leng
     """Made from three stretches of queries, or four; 300 leaves tiles that are not whole."""
     if q_positions is not None:
         q_positions = q_positions[q_positions < length]
-    rule = dict(documents=packed_rows(length) if packed else None, causal=causal, q_positions=q_positions, window=200)
+    rule = dict(
+        document_ids=packed_rows(length) if packed else None, causal=causal, q_positions=q_positions, window=200
+    )
     monkeypatch.setattr(models_attention, "dense_mask", lambda *given: create_block_mask(*given[:2], None, *given[2:]))
     expected = make_mask(length, CPU, **rule).attn_mask
     monkeypatch.setattr(flex_module, "MAX_PAIRS", 128 * 512)
@@ -123,7 +125,7 @@ def test_masks_of_long_rows_do_not_hold_all_pairs(monkeypatch):
 
     monkeypatch.setattr(flex_module, "MAX_PAIRS", 2 * 256 * 2048)
     with Record():
-        blocks(CPU, 2048, documents=packed_rows(2048))
+        blocks(CPU, 2048, document_ids=packed_rows(2048))
     assert largest == 2 * 256 * 2048
 
 
@@ -161,7 +163,7 @@ def test_flex_attention_equals_dense_mask(causal, packed, q_positions):
     torch.manual_seed(0)
     q = torch.randn(2, 4, 512 if q_positions is None else len(q_positions), 64, requires_grad=True)
     k, v = (torch.randn(2, 2, 512, 64, requires_grad=True) for _ in range(2))
-    rule = dict(documents=packed_rows(512) if packed else None, q_positions=q_positions)
+    rule = dict(document_ids=packed_rows(512) if packed else None, q_positions=q_positions)
     on_gpu = {key: value if value is None else value.cuda() for key, value in rule.items()}
     ours = attention(*(x.cuda() for x in (q, k, v)), make_mask(512, torch.device("cuda"), causal=causal, **on_gpu))
     dense = attention(q, k, v, make_mask(512, CPU, causal=causal, **rule))
@@ -177,12 +179,12 @@ def test_flex_attention_equals_dense_mask(causal, packed, q_positions):
 def test_a_window_is_so_many_keys_with_the_querys_own(window, packed):
     torch.manual_seed(0)
     q, (k, v) = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 2, 7, 8)
-    documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 9]]) if packed else None
+    document_ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 9]]) if packed else None
 
     def allowed(b, i, j):
-        return i - window < j <= i and (documents is None or documents[b, i] == documents[b, j])
+        return i - window < j <= i and (document_ids is None or document_ids[b, i] == document_ids[b, j])
 
-    mask = make_mask(7, CPU, documents, window=window)
+    mask = make_mask(7, CPU, document_ids, window=window)
     torch.testing.assert_close(attention(q, k, v, mask), brute_force(q, k, v, allowed), atol=1e-5, rtol=1e-5)
 
 
@@ -230,9 +232,9 @@ def test_short_rows_on_cuda(length, heads):
     """In groups of 2 and 4, on either side of what torch's kernel for few queries takes."""
     torch.manual_seed(0)
     inputs = [torch.randn(2, h, length, 32, requires_grad=True) for h in (heads, 2, 2)]
-    documents = (torch.arange(length) // 9).expand(2, -1)
-    dense = attention(*inputs, make_mask(length, CPU, documents))
-    ours = attention(*(x.cuda() for x in inputs), make_mask(length, torch.device("cuda"), documents.cuda()))
+    document_ids = (torch.arange(length) // 9).expand(2, -1)
+    dense = attention(*inputs, make_mask(length, CPU, document_ids))
+    ours = attention(*(x.cuda() for x in inputs), make_mask(length, torch.device("cuda"), document_ids.cuda()))
     torch.testing.assert_close(ours.cpu(), dense, atol=2e-3, rtol=2e-3)
     upstream = torch.randn_like(dense)
     expected = torch.autograd.grad(dense, inputs, upstream)

@@ -61,14 +61,14 @@ def brute_force_rows(documents: list[list[int]], seq_len: int) -> list[dict[str,
     stream = [(d, i) for d, document in enumerate(documents) for i in range(len(document))]
     result = []
     for start in range(0, len(stream) - seq_len + 1, seq_len):
-        row = {"tokens": [], "labels": [], "positions": [], "documents": []}
+        row = {"tokens": [], "labels": [], "positions": [], "document_ids": []}
         seen = []
         for d, i in stream[start : start + seq_len]:
             row["tokens"].append(documents[d][i])
             row["labels"].append(documents[d][i + 1] if i + 1 < len(documents[d]) else -100)
             row["positions"].append(seen.count(d))
             seen.append(d)
-            row["documents"].append(len(set(seen)) - 1)
+            row["document_ids"].append(len(set(seen)) - 1)
         result.append(row)
     return result
 
@@ -97,7 +97,7 @@ def test_rows_by_hand(tmp_path):
             "tokens": [97, 98, EOS, 99, 100, 101, EOS],
             "labels": [98, EOS, -100, 100, 101, EOS, -100],
             "positions": [0, 1, 2, 0, 1, 2, 3],
-            "documents": [0, 0, 0, 1, 1, 1, 1],
+            "document_ids": [0, 0, 0, 1, 1, 1, 1],
         }
     ]
 
@@ -122,7 +122,7 @@ def test_rows_stacks_int64(tmp_path):
     data, _ = open_texts(tmp_path, ["some text that fills rows"], seq_len=4)
     batch = rows(data, [3, 0, 3])
     assert {key: (value.dtype, value.shape) for key, value in batch.items()} == {
-        key: (torch.int64, (3, 4)) for key in ("tokens", "labels", "positions", "documents")
+        key: (torch.int64, (3, 4)) for key in ("tokens", "labels", "positions", "document_ids")
     }
     for key, value in batch.items():
         assert torch.equal(value, torch.stack([data.row(n)[key] for n in (3, 0, 3)]))

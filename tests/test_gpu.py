@@ -60,7 +60,7 @@ class Documents:
     def row(self, n: int) -> dict[str, torch.Tensor]:
         tokens = torch.randint(512, (129,), generator=torch.Generator().manual_seed(n))
         place = torch.arange(128)
-        return {"tokens": tokens[:-1], "labels": tokens[1:], "positions": place % 50, "documents": place // 50}
+        return {"tokens": tokens[:-1], "labels": tokens[1:], "positions": place % 50, "document_ids": place // 50}
 
 
 @pytest.fixture(autouse=True)

@@ -80,7 +80,7 @@ def test_routers_are_told_of_all_tokens_but_padding():
     model = {"name": "mixtral-8x7b-tiny", "num_layers": 1, "router_aux_loss_coef": 0.1}
     config = configs.from_dict(TREE | {"model": model})
     trainer, tokens = Trainer(config, start(config)), torch.zeros(1, 4, dtype=torch.int64)
-    batches = [{"tokens": tokens, "documents": torch.tensor([[0, 0, 1, -1]])}, {"tokens": tokens}]
+    batches = [{"tokens": tokens, "document_ids": torch.tensor([[0, 0, 1, -1]])}, {"tokens": tokens}]
     set_token_counts(trainer.model, batches, trainer.meshes, trainer.device)
     assert [module.tokens_per_step for module in trainer.model.modules() if isinstance(module, Router)] == [3 + 4]
 

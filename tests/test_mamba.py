@@ -33,23 +33,23 @@ def random_inputs(seed=0):
     return [tensor.requires_grad_() for tensor in (x, dt, a, d, b, c)]
 
 
-def recurrence(x, dt, a, d, b, c, documents=None):
+def recurrence(x, dt, a, d, b, c, document_ids=None):
     """The definition, one token at a time."""
     state, out = x.new_zeros(BATCH, GROUPS, HEADS, WIDTH, STATE), []
     for t in range(SEQ):
-        if documents is not None and t:
-            state = state * (documents[:, t] == documents[:, t - 1])[:, None, None, None, None]
+        if document_ids is not None and t:
+            state = state * (document_ids[:, t] == document_ids[:, t - 1])[:, None, None, None, None]
         state = state * torch.exp(dt[:, t] * a)[..., None, None]
         state = state + torch.einsum("zgr,zgrp,zgn->zgrpn", dt[:, t], x[:, t], b[:, t])
         out.append(torch.einsum("zgrpn,zgn->zgrp", state, c[:, t]) + x[:, t] * d[..., None])
     return torch.stack(out, 1)
 
 
-@pytest.mark.parametrize("documents", [None, PACKED], ids=["one", "packed"])
+@pytest.mark.parametrize("document_ids", [None, PACKED], ids=["one", "packed"])
 @pytest.mark.parametrize("chunk", [1, 5, 16, 128])
-def test_scan_is_the_recurrence(chunk, documents):
+def test_scan_is_the_recurrence(chunk, document_ids):
     inputs = random_inputs()
-    found, expected = scan(*inputs, chunk, documents), recurrence(*inputs, documents)
+    found, expected = scan(*inputs, chunk, document_ids), recurrence(*inputs, document_ids)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
     cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     gradients = [torch.autograd.grad(result, inputs, cotangent) for result in (found, expected)]

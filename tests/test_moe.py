@@ -394,8 +394,8 @@ def bias_after_a_step(tree):
     initialize(whole, config.seed)
     whole.model.layers["1"].mlp.gate.register_forward_hook(lambda router, inputs, output: chosen.append(output[0]))
     batch = rows(Padded(config), range(8))
-    whole(batch["tokens"], documents=batch["documents"])
-    load = chosen[0][(batch["documents"] == 0).flatten()].flatten().bincount(minlength=16).float()
+    whole(batch["tokens"], document_ids=batch["document_ids"])
+    load = chosen[0][(batch["document_ids"] == 0).flatten()].flatten().bincount(minlength=16).float()
     trainer.step(Padded(config), 0)
     bias = trainer.model.model.layers["1"].mlp.gate.e_score_correction_bias
     return bias.clone(), 0.01 * torch.sign(load.mean() - load)
@@ -413,14 +413,14 @@ class Padded:
         return {
             "tokens": torch.where(real, row["tokens"], 0),
             "labels": torch.where(real, row["labels"], IGNORE),
-            "documents": torch.where(real, 0, -1),
+            "document_ids": torch.where(real, 0, -1),
         }
 
 
 def padded_batch(config, step):
     """`ragged_batch`, whose tokens without a label are padding: all of the first row's."""
     batch = ragged_batch(config, step)
-    return batch | {"documents": torch.where(batch["labels"] == IGNORE, -1, 0)}
+    return batch | {"document_ids": torch.where(batch["labels"] == IGNORE, -1, 0)}
 
 
 @pytest.mark.parametrize("per_sequence, micro", [(True, 1), (False, 2)])

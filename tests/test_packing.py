@@ -55,7 +55,7 @@ def test_a_packed_row_by_hand():
         "tokens": [5, 6, 7, 8, 0, 0],
         "weights": [0.5, 1, 2, 4, -1, -1],
         "positions": [0, 1, 2, 0, 0, 1],
-        "documents": [0, 0, 0, 1, -1, -1],
+        "document_ids": [0, 0, 0, 1, -1, -1],
     }
-    assert pack_row(samples, 4, {"tokens": 0})["documents"].tolist() == [0, 0, 0, 1]
-    assert pack_row([{"tokens": np.array([], int)}], 3, {"tokens": 0})["documents"].tolist() == [-1, -1, -1]
+    assert pack_row(samples, 4, {"tokens": 0})["document_ids"].tolist() == [0, 0, 0, 1]
+    assert pack_row([{"tokens": np.array([], int)}], 3, {"tokens": 0})["document_ids"].tolist() == [-1, -1, -1]

@@ -114,6 +114,6 @@ def test_each_steps_cost_is_that_of_its_tokens(monkeypatch):
 def test_documents_that_do_not_see_each_other_cost_less():
     config = from_dict(TINY)
     work = count_work(config.model.config)
-    row = {"documents": torch.tensor([0] * 8 + [1] * 24)}
+    row = {"document_ids": torch.tensor([0] * 8 + [1] * 24)}
     count = step_flops(config, SimpleNamespace(row=lambda n: row))
     assert count(128) == pytest.approx(clean(work, (8 * 8 + 24 * 24) / 32))

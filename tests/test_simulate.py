@@ -144,9 +144,9 @@ def test_model_flops_of_packed_documents_are_those_that_run():
 @pytest.mark.parametrize("window", [None, 16, 64, 200])
 def test_windows_end_where_documents_do(window):
     """Rows of four documents of 64 tokens each: of 256 tokens a window would see more than there is of one."""
-    documents = torch.arange(4).repeat_interleave(64).expand(2, -1)
+    document_ids = torch.arange(4).repeat_interleave(64).expand(2, -1)
     unseen = max(64 - (window or 64), 0)
-    assert counting_mask(1 / 4, 256, "cpu", documents, window=window).attn_mask == 4 * (64**2 - unseen**2) / 2
+    assert counting_mask(1 / 4, 256, "cpu", document_ids, window=window).attn_mask == 4 * (64**2 - unseen**2) / 2
 
 
 @pytest.mark.parametrize(("given", "form", "sizes", "flops"), [

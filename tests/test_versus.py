@@ -76,7 +76,7 @@ def rival_losses(model, documents):
     rival = RIVALS["transformers"](Trainer(config, start(config)))
     numbers = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))
     tokens, places = torch.randint(512, (len(numbers),)), torch.cat([torch.arange(n) for n in documents])
-    packed = {"tokens": tokens, "labels": tokens.roll(-1), "positions": places, "documents": numbers}
+    packed = {"tokens": tokens, "labels": tokens.roll(-1), "positions": places, "document_ids": numbers}
     each = zip(*(packed[name].split(documents) for name in ("tokens", "labels")), strict=True)
     alone = [rival.loss({"tokens": x[None], "labels": y[None]}, 1) for x, y in each]
     return rival.loss({name: x[None] for name, x in packed.items()}, 1).item(), sum(alone).item()

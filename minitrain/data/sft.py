@@ -36,7 +36,7 @@ def open_chats(config: Config) -> "tuple[Chats | Mock, Chats | Mock | None]":
 
     The latter are None if data.validation is 0; mock data always has some. A row is as
     `open_data`'s, with document -1 where a row is padding. Without data.packed, rows have neither
-    `positions` nor `documents`, unless experts are balanced, which padding must not be; and mock
+    `positions` nor `document_ids`, unless experts are balanced, which padding must not be; and mock
     data is pretraining's. Raises InputError, with FILE:LINE, for a line that is not a chat.
     """
     data = config.data
@@ -103,7 +103,7 @@ def fit(samples: Iterable[Sample], seq_len: int, over_long: str) -> tuple[list[S
 class Chats:
     """Samples, of at most seq_len tokens each, in rows: packed, or one in each.
 
-    numbered: rows have `positions` and `documents`. template: it wrote the samples, and counted
+    numbered: rows have `positions` and `document_ids`. template: it wrote the samples, and counted
     them.
     """
 

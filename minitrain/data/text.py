@@ -45,7 +45,7 @@ def open_data(data: Data, seq_len: int, vocab_size: int, seed: int) -> tuple:
 
     The latter is None if data.validation is 0; mock data always has one. A dataset has `row(n)` for
     n = 0, 1, 2, ... without end: a dict of int64 [seq_len] tensors. They are `tokens` and `labels`
-    (the next token, or IGNORE); but for mock data also `positions` and `documents`, both counted
+    (the next token, or IGNORE); but for mock data also `positions` and `document_ids`, both counted
     from 0 in each row. len(dataset): rows per epoch. Some also have `origin(n)`, where row n comes
     from, for humans; `about`, a note on the data for the log; and `bytes_per_token`, the UTF-8
     bytes of the text per predicted token, if it is known.
@@ -135,7 +135,7 @@ def pack(window: np.ndarray, ends: np.ndarray) -> Row:
         "tokens": window[: len(ends)].astype(np.int64),
         "labels": labels,
         "positions": index - np.maximum.accumulate(np.where(begins, index, 0)),
-        "documents": np.cumsum(begins) - 1,
+        "document_ids": np.cumsum(begins) - 1,
     }
     return {key: torch.from_numpy(column) for key, column in columns.items()}
 

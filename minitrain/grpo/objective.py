@@ -155,15 +155,15 @@ def importance_weights(
     return weight * ((judged >= low) & (judged <= high))
 
 
-def sequence_mean(x: Tensor, valid: Tensor, documents: Tensor) -> Tensor:
+def sequence_mean(x: Tensor, valid: Tensor, document_ids: Tensor) -> Tensor:
     """Return at every token the mean of x over its sequence's valid tokens; all [rows, seq].
 
-    documents: the number of a token's sequence in its row, or negative for padding, never valid.
+    document_ids: the number of a token's sequence in its row, or negative for padding, never valid.
     """
-    documents = documents.clamp(min=0)
-    sums = torch.zeros_like(x).scatter_add(1, documents, x * valid)
-    counts = torch.zeros_like(x).scatter_add(1, documents, valid.to(x.dtype)).clamp(min=1)
-    return (sums / counts).gather(1, documents)
+    document_ids = document_ids.clamp(min=0)
+    sums = torch.zeros_like(x).scatter_add(1, document_ids, x * valid)
+    counts = torch.zeros_like(x).scatter_add(1, document_ids, valid.to(x.dtype)).clamp(min=1)
+    return (sums / counts).gather(1, document_ids)
 
 
 # ------------------------------------------------------------------------------------------------------ the objective
@@ -172,7 +172,7 @@ def sequence_mean(x: Tensor, valid: Tensor, documents: Tensor) -> Tensor:
 class PolicyGradient:
     """The loss above, for micro-batches as grpo/batches.py makes them; every field is [rows, seq].
 
-    tokens, positions, documents: packed sequences; labels: the next token where that is part of a
+    tokens, positions, document_ids: packed sequences; labels: the next token where that is part of a
     response, or IGNORE.
     advantages, sampled: of the label. old, reference: likewise, where `settings` needs them.
     Without `old` the log-probabilities of this pass stand for it: r is 1, with a gradient.
@@ -249,7 +249,7 @@ class LogProbs:
 def call(model: Module, batch: dict[str, Tensor], head: Callable[..., Tensor]) -> Tensor:
     return model(
         batch["tokens"],
-        **{key: batch[key] for key in ("positions", "documents", "labels")},
+        **{key: batch[key] for key in ("positions", "document_ids", "labels")},
         head=head,
     )
 
@@ -279,7 +279,7 @@ def token_losses(
     sampled = batch["sampled"]
     advantages = batch["advantages"]
     old = batch.get("old", log_probs.detach())
-    mean = partial(sequence_mean, valid=valid, documents=batch["documents"])
+    mean = partial(sequence_mean, valid=valid, document_ids=batch["document_ids"])
     log_ratio = log_probs - old
     if settings.ratio == "sequence":
         log_ratio = mean(log_ratio)

@@ -38,7 +38,7 @@ class Mask:
 def make_mask(
     length: int,
     device: torch.device,
-    documents: Tensor | None = None,
+    document_ids: Tensor | None = None,
     causal: bool = True,
     q_positions: Tensor | None = None,
     window: int | None = None,
@@ -48,14 +48,14 @@ def make_mask(
 
     length: the number of keys.
     causal: j <= i.
-    documents: int [batch, length], equal at i and j (packed sequences).
+    document_ids: int [batch, length], equal at i and j (packed sequences).
     q_positions: int [queries], the index of each query among the keys, where they are not 0, 1, 2,
         ... (context parallelism).
     window: i - j < window: that many keys, the query's own included.
     plain: return no attn_mask where causal or full attention suffices, so that SDPA's fast kernel
         runs. Attention with sinks needs one.
     """
-    needs_mask = documents is not None or window is not None
+    needs_mask = document_ids is not None or window is not None
     if plain and not needs_mask and (q_positions is None or not causal):
         return Mask(causal)
 
@@ -68,11 +68,11 @@ def make_mask(
         if window is not None:
             # not query - key: that would be an int64 of [queries, keys]
             allowed = allowed & (key > query - window)
-        if documents is not None:
-            allowed = allowed & (documents[row, query] == documents[row, key])
+        if document_ids is not None:
+            allowed = allowed & (document_ids[row, query] == document_ids[row, key])
         return allowed
 
-    batch = 1 if documents is None else len(documents)
+    batch = 1 if document_ids is None else len(document_ids)
     queries = length if q_positions is None else len(q_positions)
     build = block_mask if device.type == "cuda" else dense_mask
     return Mask(causal, build(mask_mod, batch, queries, length, device))

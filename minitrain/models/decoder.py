@@ -65,14 +65,14 @@ class Block(nn.Module):
         x: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
         mask: Mask | None,
-        documents: Tensor | None = None,
+        document_ids: Tensor | None = None,
         window_mask: Mask | None = None,
         cache=None,
     ) -> Tensor:
         """Return [batch, seq, hidden], as x.
 
         rotary: from `rotary_tables`. window_mask: the mask of layers with a sliding window.
-        documents: int [batch, seq], for Mamba-2, which has no mask, and for routers, which do not
+        document_ids: int [batch, seq], for Mamba-2, which has no mask, and for routers, which do not
         count padding.
         cache: this layer's. During prefill the last layer skips its MLP (`output_unused`): nothing
         reads its output.
@@ -81,12 +81,12 @@ class Block(nn.Module):
             seen = window_mask if self.windowed else mask
             x = x + self.self_attn(self.input_layernorm(x), rotary, seen, cache)
         if self.mamba is not None:
-            x = x + self.mamba(self.input_layernorm(x), documents, cache)
+            x = x + self.mamba(self.input_layernorm(x), document_ids, cache)
         if self.mlp is None or (cache is not None and cache.output_unused):
             return x
         normed = self.post_attention_layernorm(x)
         if isinstance(self.mlp, MoE):
-            return x + self.mlp(normed, documents)
+            return x + self.mlp(normed, document_ids)
         return x + self.mlp(normed)
 
 
@@ -132,7 +132,7 @@ class Decoder(nn.Module):
         self,
         x: Tensor,
         positions: Tensor | None = None,
-        documents: Tensor | None = None,
+        document_ids: Tensor | None = None,
         labels: Tensor | None = None,
         head: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None,
         cache=None,
@@ -143,7 +143,7 @@ class Decoder(nn.Module):
         and all but the last return them.
         positions: int [batch or 1, seq], for rotary or learned embeddings; None: 0, 1, 2, ... A later
         stage needs them if tensor parallelism splits hidden states.
-        documents: int [batch, seq]; tokens see only those with the same number (packed sequences).
+        document_ids: int [batch, seq]; tokens see only those with the same number (packed sequences).
         Below 0: padding.
         head: called inside the forward pass, where a sharded head weight [vocab, hidden] is whole.
         cache: the KV cache of each layer, by its number (rollout/caches.py). Then x is one row of
@@ -158,11 +158,11 @@ class Decoder(nn.Module):
                 x = x + self.model.embed_positions(positions)
         masks = None, None
         if cache is None:
-            masks = self._masks(positions.shape[1], x.device, documents)
+            masks = self._masks(positions.shape[1], x.device, document_ids)
         rotary = self._rotary(positions, cache)
         for number, layer in self.model.layers.items():
             layer_cache = None if cache is None else cache[int(number)]
-            x = layer(x, rotary, masks[0], documents, masks[1], layer_cache)
+            x = layer(x, rotary, masks[0], document_ids, masks[1], layer_cache)
         if not self.last:
             return x
         x = self.gather(self.model.norm(x))
@@ -170,12 +170,12 @@ class Decoder(nn.Module):
         return F.linear(x, weight) if head is None else head(x, weight, labels)
 
     def _masks(
-        self, length: int, device: torch.device, documents: Tensor | None
+        self, length: int, device: torch.device, document_ids: Tensor | None
     ) -> tuple[Mask, Mask | None]:
         """Return the mask of full attention, and that of sliding windows if layers have one."""
         window = self.config.sliding_window
-        mask = self.make_mask(length, device, documents, plain=not self.config.sinks)
-        return mask, self.make_mask(length, device, documents, window=window) if window else None
+        mask = self.make_mask(length, device, document_ids, plain=not self.config.sinks)
+        return mask, self.make_mask(length, device, document_ids, window=window) if window else None
 
     def _rotary(self, positions: Tensor, cache=None) -> tuple[Tensor, Tensor] | None:
         config = self.config

@@ -104,10 +104,10 @@ class Mamba2(nn.Module):
         self.norm = GroupedRMSNorm(shape.width, norm_eps)
         self.out_proj = nn.Linear(shape.width, hidden, bias=False)
 
-    def forward(self, x: Tensor, documents: Tensor | None = None, cache=None) -> Tensor:
+    def forward(self, x: Tensor, document_ids: Tensor | None = None, cache=None) -> Tensor:
         """Return [batch, seq, hidden], as x.
 
-        documents: int [batch, seq]; a change clears state and convolution.
+        document_ids: int [batch, seq]; a change clears state and convolution.
         cache: the states of earlier tokens (rollout/caches.py).
         """
         heads = self.shape.heads // self.shape.groups
@@ -117,7 +117,7 @@ class Mamba2(nn.Module):
         # [batch, seq, groups, z x B C dt]
         projected = self.in_proj(self.gather(x)).unflatten(-1, (-1, sum(split)))
         z, mixed, dt = projected.split(split, dim=-1)
-        y = self.mix(mixed, dt, documents) if cache is None else cache.mix(self.mix, mixed, dt)
+        y = self.mix(mixed, dt, document_ids) if cache is None else cache.mix(self.mix, mixed, dt)
         y = self.norm(y.flatten(-2), z)
         return self.reduce(self.out_proj(y.flatten(-2)))
 
@@ -125,7 +125,7 @@ class Mamba2(nn.Module):
         self,
         mixed: Tensor,
         dt: Tensor,
-        documents: Tensor | None = None,
+        document_ids: Tensor | None = None,
         state: State | None = None,
         groups: slice = ALL,
     ) -> Tensor:
@@ -144,7 +144,7 @@ class Mamba2(nn.Module):
 
         weight = of_groups(self.conv1d.weight, mixed.shape[-1])
         bias = of_groups(self.conv1d.bias, mixed.shape[-1])
-        mixed = causal_conv(mixed, weight, bias, documents, conv)
+        mixed = causal_conv(mixed, weight, bias, document_ids, conv)
         # not F.silu: the compiler would keep its fp32 intermediate
         mixed = mixed * torch.sigmoid(mixed)
         x, b, c = mixed.split([heads * head_dim, self.shape.state, self.shape.state], dim=-1)
@@ -164,7 +164,7 @@ class Mamba2(nn.Module):
             b,
             c,
             chunk,
-            documents,
+            document_ids,
             ssm,
         )
 
@@ -193,7 +193,7 @@ def causal_conv(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
-    documents: Tensor | None = None,
+    document_ids: Tensor | None = None,
     earlier: Tensor | None = None,
 ) -> Tensor:
     """Return y_t = bias + sum_k weight[..., 0, -1 - k] x_(t - k), over the tokens of t's document.
@@ -219,8 +219,8 @@ def causal_conv(
         product = window * weight[..., 0, -1 - k]
         if k and earlier is None:
             product = F.pad(product, (0, 0, 0, 0, k, 0))[:, :seq]
-        if k and documents is not None:
-            same = documents == F.pad(documents, (k, 0))[:, :seq]
+        if k and document_ids is not None:
+            same = document_ids == F.pad(document_ids, (k, 0))[:, :seq]
             product = product * same[..., None, None]
         y = y + product
     return y
@@ -234,7 +234,7 @@ def scan(
     b: Tensor,
     c: Tensor,
     chunk: int,
-    documents: Tensor | None = None,
+    document_ids: Tensor | None = None,
     initial: Tensor | None = None,
 ) -> Tensor:
     """Compute the recurrence at the top of this file, chunk by chunk. Return x's shape and type.
@@ -243,7 +243,7 @@ def scan(
     dt: fp32 [batch, seq, G, R], above 0.
     a, d: fp32 [G, R]; a is below 0.
     b, c: [batch, seq, G, N].
-    documents: int [batch, seq]; the state is cleared where they change.
+    document_ids: int [batch, seq]; the state is cleared where they change.
     initial: fp32 [batch, G, R, P, N], the state before the first token, overwritten by that after
         the last. Only without documents.
 
@@ -251,11 +251,11 @@ def scan(
     two tokens of a chunk, or in `_carry` two chunks.
     """
     length = x.shape[1]
-    if documents is None:
+    if document_ids is None:
         runs = torch.zeros_like(x[:, :, 0, 0, 0], dtype=torch.int)
     else:
         # number the documents 0, 1, 2, ...: equal numbers mean that nothing was cleared in between
-        runs = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0)).cumsum(1)
+        runs = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0)).cumsum(1)
     xs, dts, bs, cs, runs = (_chunks(tensor, chunk) for tensor in (x, dt, b, c, runs))
     # [batch, chunks, Q, G, R]: log of the decay since the chunk's start
     decay = _running_sum(dts * a, 2)

@@ -57,15 +57,15 @@ class MoE(nn.Module):
         self.fc1_latent_proj = nn.Linear(hidden, latent, bias=False) if latent else nn.Identity()
         self.fc2_latent_proj = nn.Linear(latent, hidden, bias=False) if latent else nn.Identity()
 
-    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """Return the experts' output, [batch, seq, hidden] as x.
 
-        documents: int [batch, seq], see `Router.forward`.
+        document_ids: int [batch, seq], see `Router.forward`.
         """
-        if documents is not None:
-            documents = self.split(documents)
+        if document_ids is not None:
+            document_ids = self.split(document_ids)
         # [tokens, top_k] each
-        indices, weights = self.gate(x, documents)
+        indices, weights = self.gate(x, document_ids)
         # [tokens, hidden or latent]
         tokens = self.fc1_latent_proj(x).flatten(0, -2)
         routed = self.dispatch(tokens, indices, weights.to(x.dtype), self.experts)

@@ -45,10 +45,10 @@ class Router(nn.Module):
             bias = torch.zeros(self.num_experts, dtype=torch.float32)
             self.register_buffer("e_score_correction_bias", bias)
 
-    def forward(self, x: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, document_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the selected experts, int64 [tokens, top_k], and their weights in fp32.
 
-        x: [batch, seq, hidden]. documents: int [batch, seq], below 0 for padding. Padding is routed
+        x: [batch, seq, hidden]. document_ids: int [batch, seq], below 0 for padding. Padding is routed
         but not counted for load balancing: it is the same token all over, and would fill the same
         few experts.
         """
@@ -61,7 +61,7 @@ class Router(nn.Module):
         scores = logits.sigmoid() if self.sigmoid else logits
         indices = self._select(scores.detach())
         weights = self._weigh(scores, indices)
-        valid = None if documents is None else documents.flatten() >= 0
+        valid = None if document_ids is None else document_ids.flatten() >= 0
         training = torch.is_grad_enabled()
         if training and self.config.bias_update_speed and not is_recomputing():
             counts = count_tokens(indices, self.num_experts, valid)

@@ -139,19 +139,19 @@ def whole_row_mask(make_mask: Callable, mesh: DeviceMesh, form: str, zigzag: boo
     Document ids, int [rows, seq / cp], are gathered at each call. Masks without them are kept.
     """
 
-    def build(length, device, documents=None, **rule):
+    def build(length, device, document_ids=None, **rule):
         if form == "allgather":
             rule["q_positions"] = token_indices(length, mesh, zigzag, device)
-        return make_mask(length, device, documents, **rule)
+        return make_mask(length, device, document_ids, **rule)
 
     build_once = cache(build)
 
-    def make(length, device, documents=None, **rule):
+    def make(length, device, document_ids=None, **rule):
         # of whole rows
         length = length * mesh.size()
-        if documents is None:
+        if document_ids is None:
             return build_once(length, device, **rule)
-        return build(length, device, gather_row(documents, 1, mesh, zigzag), **rule)
+        return build(length, device, gather_row(document_ids, 1, mesh, zigzag), **rule)
 
     return make
 
@@ -201,21 +201,21 @@ def mix_own_groups(
     zigzag: bool,
     mixed: Tensor,
     dt: Tensor,
-    documents: Tensor | None = None,
+    document_ids: Tensor | None = None,
 ) -> Tensor:
     """Run Mamba-2's convolution and scan over whole rows for 1 / cp of its groups of heads.
 
-    mixed, dt: [batch, seq / cp, groups, ...], see `Mamba2.mix`; documents: int [batch, seq / cp].
+    mixed, dt: [batch, seq / cp, groups, ...], see `Mamba2.mix`; document_ids: int [batch, seq / cp].
     Returns [batch, seq / cp, groups, ...].
     """
     # [batch, seq, groups / cp, ...]
     row = to_heads(torch.cat([mixed, dt], dim=-1), 2, 1, mesh, zigzag)
-    if documents is not None:
-        documents = gather_row(documents, 1, mesh, zigzag)
+    if document_ids is not None:
+        document_ids = gather_row(document_ids, 1, mesh, zigzag)
     first = mesh.get_local_rank() * row.shape[2]
     groups = slice(first, first + row.shape[2])
     mixed, dt = row.split([mixed.shape[-1], dt.shape[-1]], dim=-1)
-    return to_tokens(mix(mixed, dt, documents, groups=groups), 2, 1, mesh, zigzag)
+    return to_tokens(mix(mixed, dt, document_ids, groups=groups), 2, 1, mesh, zigzag)
 
 
 def to_heads(x: Tensor, heads: int, row: int, mesh: DeviceMesh, zigzag: bool = False) -> Tensor:

@@ -245,6 +245,7 @@ def visible_share(dataset) -> float:
     first row tells.
     """
     row = dataset.row(0)
-    if "documents" not in row:
+    if "document_ids" not in row:
         return 1.0
-    return effective_length(Counter(row["documents"].tolist()).values()) / len(row["documents"])
+    ids = row["document_ids"].tolist()
+    return effective_length(Counter(ids).values()) / len(ids)

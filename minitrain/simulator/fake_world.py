@@ -145,7 +145,7 @@ def counting_mask(
     visible: float,
     length: int,
     device,
-    documents=None,
+    document_ids=None,
     causal=True,
     q_positions=None,
     window=None,
@@ -157,9 +157,9 @@ def counting_mask(
     document. Context-parallel ranks have equally many pairs each, so a rank with `q_positions` has
     its share of the row's.
     """
-    if plain and documents is None and window is None and (q_positions is None or not causal):
+    if plain and document_ids is None and window is None and (q_positions is None or not causal):
         return Mask(causal)
-    seen = length if documents is None else length * visible
+    seen = length if document_ids is None else length * visible
     pairs = length * seen / (2 if causal else 1)
     if window is not None:
         pairs -= length * max(seen - window, 0) ** 2 / seen / 2  # as flops.py's Work.keys

@@ -183,7 +183,9 @@ def set_token_counts(
     routers = [module for module in model.modules() if isinstance(module, Router)]
     if any(router.config.router_aux_loss_coef for router in routers):
         # padding has document -1; without documents count token ids, which are never negative
-        count = sum((batch.get("documents", batch["tokens"]) >= 0).sum() for batch in micro_batches)
+        count = sum(
+            (batch.get("document_ids", batch["tokens"]) >= 0).sum() for batch in micro_batches
+        )
         count = count.to(device, non_blocking=True)
         sum_over(meshes.loss, count)
         for router in routers:

@@ -53,7 +53,7 @@ def pack_row(
     samples: each value is [n], n the length of the sample.
     padding: the value that fills the row, by key of the samples.
     Returns [length] tensors by key, and int64 `positions`, which restart with every sample, and
-    `documents`, the number of the sample, -1 in the padding.
+    `document_ids`, the number of the sample, -1 in the padding.
     """
     sizes = [len(next(iter(sample.values()))) for sample in samples]
     sizes.append(length - sum(sizes))
@@ -63,7 +63,7 @@ def pack_row(
         parts.append(np.full(sizes[-1], value, parts[0].dtype))
         columns[key] = np.concatenate(parts)
     columns["positions"] = np.concatenate([np.arange(size) for size in sizes])
-    columns["documents"] = np.repeat([*range(len(samples)), -1], sizes)
+    columns["document_ids"] = np.repeat([*range(len(samples)), -1], sizes)
     return {key: torch.from_numpy(column) for key, column in columns.items()}
 
 

@@ -64,7 +64,7 @@ def explicit_attention(q, k, v, allowed, sinks):
     return torch.einsum("bhij,bhjd->bhid", terms / below, v)
 
 
-def sharded_attention(form, size, q, k, v, upstream, documents, sinks, rule):
+def sharded_attention(form, size, q, k, v, upstream, document_ids, sinks, rule):
     """On each rank: its tokens' places, outputs and gradients, from whole rows of which it uses only its tokens."""
     mesh = init_device_mesh("cpu", (size,))
     with torch.device("meta"):
@@ -72,7 +72,7 @@ def sharded_attention(form, size, q, k, v, upstream, documents, sinks, rule):
     context_parallel(model, mesh, form)
     held = token_indices(q.shape[2], mesh, form == "allgather")
     own = [x[:, :, held].requires_grad_() for x in (q, k, v)]
-    own_documents = None if documents is None else documents[:, held]
+    own_documents = None if document_ids is None else document_ids[:, held]
     mask = model.make_mask(len(held), held.device, own_documents, **rule)
     if sinks is not None:
         sinks = sinks.clone().requires_grad_()
@@ -85,11 +85,11 @@ def check_attention(pool, form, size, packed, causal=True, window=16, with_sinks
     random = torch.Generator().manual_seed(0)
     q, upstream = torch.randn(2, 2, 8, 16, 4, dtype=torch.double, generator=random)
     k, v = torch.randn(2, 2, 4, 16, 4, dtype=torch.double, generator=random)
-    documents = torch.randint(2, (2, 16), generator=random).cumsum(1) if packed else None
+    document_ids = torch.randint(2, (2, 16), generator=random).cumsum(1) if packed else None
     sinks = torch.randn(8, dtype=torch.double, generator=random).requires_grad_() if with_sinks else None
     distance = torch.arange(16)[:, None] - torch.arange(16)
     allowed = (distance < window) & ((distance >= 0) | torch.tensor(not causal))
-    allowed = allowed & (documents[:, :, None] == documents[:, None]) if packed else allowed[None]
+    allowed = allowed & (document_ids[:, :, None] == document_ids[:, None]) if packed else allowed[None]
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
     out = explicit_attention(*whole, allowed, sinks)
     out.backward(upstream)
@@ -97,7 +97,7 @@ def check_attention(pool, form, size, packed, causal=True, window=16, with_sinks
 
     rule = {"causal": causal, "plain": not with_sinks} | ({"window": window} if window < 16 else {})
     given = None if sinks is None else sinks.detach()
-    ranks = pool.run(size, sharded_attention, form, size, q, k, v, upstream, documents, given, rule)
+    ranks = pool.run(size, sharded_attention, form, size, q, k, v, upstream, document_ids, given, rule)
     for held, _, results in ranks:
         for mine, reference in zip(results, expected, strict=True):
             torch.testing.assert_close(mine, reference[:, :, held], atol=1e-12, rtol=1e-12)
@@ -127,8 +127,8 @@ def look_at_masks(form, size, length):
         model = Decoder(DecoderConfig(num_layers=1))
     context_parallel(model, init_device_mesh("cpu", (size,)), form)
     make = partial(model.make_mask, length // size, torch.device("cpu"))
-    documents = torch.zeros(1, length // size, dtype=torch.long)
-    again = make() is not make(), make(documents) is not make(documents)
+    document_ids = torch.zeros(1, length // size, dtype=torch.long)
+    again = make() is not make(), make(document_ids) is not make(document_ids)
     pairs = make().attn_mask
     return None if pairs is None else pairs.sum().item(), again
 

@@ -142,9 +142,9 @@ def test_accumulation(pool, micro):
 def packed_batch(config, step):
     """Rows of documents of 5 and 6 tokens and of 5 that are padding, each with its own positions."""
     batch = ragged_batch(config, step)
-    documents = torch.tensor([0] * 5 + [1] * 6 + [-1] * 5).expand(len(batch["tokens"]), -1)
+    document_ids = torch.tensor([0] * 5 + [1] * 6 + [-1] * 5).expand(len(batch["tokens"]), -1)
     positions = torch.tensor([*range(5), *range(6), *range(5)]).expand(len(batch["tokens"]), -1)
-    return batch | {"documents": documents, "positions": positions}
+    return batch | {"document_ids": document_ids, "positions": positions}
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -169,16 +169,16 @@ def test_every_response_is_in_one_row_of_one_rank(ranks):
     seen, empty = [], []
     for batch in (batch for each in batches for batch in each):
         assert batch["tokens"].shape == (1, 32)
-        empty.append(bool((batch["documents"] == -1).all()))
-        for number in batch["documents"].unique():
-            here = (batch["documents"] == number) & (batch["labels"] != IGNORE)
+        empty.append(bool((batch["document_ids"] == -1).all()))
+        for number in batch["document_ids"].unique():
+            here = (batch["document_ids"] == number) & (batch["labels"] != IGNORE)
             if here.any():
                 index = int(batch["advantages"][here][0]) - 1
                 seen.append(index)
                 assert batch["labels"][here].tolist() == rollouts[index].response
                 assert batch["sampled"][here].tolist() == pytest.approx(rollouts[index].log_probs)
                 assert batch["starts"][here].tolist() == [1.0] + [0.0] * (len(rollouts[index].response) - 1)
-        assert torch.equal(batch["documents"] == -1, filling(batch))
+        assert torch.equal(batch["document_ids"] == -1, filling(batch))
     assert sorted(seen) == list(range(16))
     assert sum(empty) == -empty.count(False) % ranks
 

@@ -29,12 +29,12 @@ def problem(seed=0, spread=0.5):
     """A packed micro-batch and log-probabilities that differ enough for every branch of every formula to be taken."""
     generator = torch.Generator().manual_seed(seed)
     batch = {name: torch.zeros(2, SEQ) for name in ("advantages", "weights", "starts")}
-    batch |= {"labels": torch.full((2, SEQ), IGNORE), "documents": torch.full((2, SEQ), SEQ - 1)}
+    batch |= {"labels": torch.full((2, SEQ), IGNORE), "document_ids": torch.full((2, SEQ), SEQ - 1)}
     for row, lengths in enumerate(LENGTHS):
         place = 0
         for number, length in enumerate(lengths):
             response = slice(place + PROMPT - 1, place + PROMPT - 1 + length)
-            batch["documents"][row, place : place + PROMPT + length - 1] = number
+            batch["document_ids"][row, place : place + PROMPT + length - 1] = number
             batch["labels"][row, response] = torch.randint(9, (length,), generator=generator)
             batch["advantages"][row, response] = torch.randn((), generator=generator)
             batch["starts"][row, response.start] = 1
@@ -49,7 +49,7 @@ def sequences(batch):
     """(row, places of the labels) of each sequence."""
     for row, lengths in enumerate(LENGTHS):
         for number, _ in enumerate(lengths):
-            here = (batch["documents"][row] == number) & (batch["labels"][row] != IGNORE)
+            here = (batch["document_ids"][row] == number) & (batch["labels"][row] != IGNORE)
             yield row, here.nonzero().flatten().tolist()
 
 

@@ -147,11 +147,11 @@ def packed(theirs, tokens, rows):
 
     rows: for each row of `tokens`, the lengths of its documents.
     """
-    documents = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows])
+    document_ids = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows])
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
     pieces = [piece for i, row in enumerate(rows) for piece in tokens[i].split(row)]
     expected = torch.cat([theirs(piece[None]).logits[0] for piece in pieces]).view(*tokens.shape, -1)
-    return expected, documents, positions
+    return expected, document_ids, positions
 
 
 def compare_and_differentiate(found, expected):

@@ -56,8 +56,8 @@ def test_packed_documents_equal_each_document_alone(pair):
     theirs, ours = pair
     rows = [[9, 1, 20, 10], [25, 15]]
     tokens = random_tokens(2, 40)
-    expected, documents, positions = packed(theirs, tokens, rows)
-    assert_same(ours(tokens, positions=positions, documents=documents), expected, ours, theirs)
+    expected, document_ids, positions = packed(theirs, tokens, rows)
+    assert_same(ours(tokens, positions=positions, document_ids=document_ids), expected, ours, theirs)
 
 
 def test_positions_shift_the_rotation_of_the_scaled_family(tmp_path):

@@ -73,8 +73,8 @@ def test_packed_documents_equal_each_document_alone(pair, tmp_path):
     theirs, ours = pair
     rows = [[9, 1, 20, 14], [32, 12]]
     tokens = random_tokens(2, 44)
-    expected, documents, positions = packed(theirs, tokens, rows)
-    found = ours(tokens, positions=positions, documents=documents)
+    expected, document_ids, positions = packed(theirs, tokens, rows)
+    found = ours(tokens, positions=positions, document_ids=document_ids)
     compare_and_differentiate(found, expected)
     assert_same_gradients(ours, theirs, tmp_path / "gradients")
 

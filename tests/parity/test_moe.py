@@ -155,10 +155,10 @@ def test_auxiliary_loss_has_the_gradient_of_transformers(padded):
     )
     router, x = Router(shape), torch.randn(2, 20, 16)
     torch.nn.init.normal_(router.weight)
-    documents = torch.where(torch.arange(20) < torch.tensor([[20], [7]]), 0, -1) if padded else None
-    _, weights = router(x, documents)
+    document_ids = torch.where(torch.arange(20) < torch.tensor([[20], [7]]), 0, -1) if padded else None
+    _, weights = router(x, document_ids)
     (found,) = torch.autograd.grad(weights.sum() * 0, router.weight)  # what is left is the attached loss
-    seen = None if documents is None else documents >= 0
+    seen = None if document_ids is None else document_ids >= 0
     loss = 0.3 * load_balancing_loss_func((x.flatten(0, 1) @ router.weight.T,), 6, 2, seen) / 2
     (expected,) = torch.autograd.grad(loss, router.weight)
     assert expected.norm() > 1e-3
