@@ -1,34 +1,38 @@
-"""Context parallelism: the ranks of a group share the tokens of each row, if rows are too long for one.
+"""Context parallelism: split long sequences over cp ranks, which communicate where tokens interact.
 
-Everything but attention and Mamba-2 treats each token by itself, and needs no communication. There
-are two forms of it around attention.
+Tokens interact in attention and Mamba-2. Norms, MLPs and the head treat each token by itself, and
+need no communication. There are two forms of attention, which differ in what a rank gathers and in
+which tokens it holds:
 
 allgather (Llama 3 paper, section 3.3.2). A rank gathers all keys and values, and computes attention
-of its own queries. The backward pass reduce-scatters the gradients of keys and values. Under a
-causal mask late tokens see more keys. So a row is cut into 2 cp chunks, and rank r has chunks r and
-2 cp - 1 - r ("zigzag"): all ranks then have equally many query-key pairs. Any number of heads will
-do. A rank's queries are not consecutive, so even plain causal attention needs a mask, and runs on
-FlexAttention. A rank receives, per layer and direction, in one collective:
+for its own queries. The backward pass reduce-scatters the gradients of keys and values. Under a
+causal mask late queries see more keys. To balance the work, a sequence is cut into 2 cp chunks, and
+rank r holds chunks r and 2 cp - 1 - r ("zigzag"). Its queries are then not consecutive, so even
+causal attention needs a mask tensor, and runs on FlexAttention. Any number of heads will do. A rank
+receives, per layer and direction, in one collective:
 
-    (cp - 1) / cp x [rows, seq, 2 kv_heads head_dim]
+    (cp - 1) / cp x [batch, seq, 2 kv_heads head_dim]
 
-ulysses (DeepSpeed-Ulysses, Jacobs et al. 2023). All-to-alls turn a rank's share of the tokens into
-a share of the heads, and back after attention, which sees whole rows. A row is cut into cp chunks
-in order, so plain causal attention stays plain, on the fastest kernel. cp must divide the key/value
-heads. A rank receives, per layer and direction, in four collectives:
+ulysses (DeepSpeed-Ulysses, Jacobs et al. 2023). An all-to-all trades tokens for heads: a rank gets
+all tokens of 1 / cp of the heads, computes attention, and trades back. A sequence is cut into cp
+chunks in order, so causal attention needs no mask tensor, and keeps SDPA's fast kernel. cp must
+divide the key/value heads. A rank receives, per layer and direction, in four collectives (for q, k,
+v and the output):
 
-    (cp - 1) / cp x [rows, seq / cp, 2 (heads + kv_heads) head_dim]
+    (cp - 1) / cp x [batch, seq / cp, 2 (heads + kv_heads) head_dim]
 
-That is less than allgather if heads + kv_heads < kv_heads cp. Recomputation repeats either.
+That is less than with allgather if heads + kv_heads < kv_heads cp. Recomputation runs the
+collectives of either form again.
 
-Mamba-2's state runs along the row. Under both forms, all-to-alls turn tokens into groups of heads
-around its convolution and scan. cp must divide the groups. A rank receives, per layer and
-direction, in two collectives:
+Mamba-2 carries a state along the sequence. In both forms all-to-alls trade tokens for groups of
+heads before its convolution, and back after its scan. cp must divide the groups. A rank receives,
+per layer and direction, in two collectives:
 
-    (cp - 1) / cp x [rows, seq / cp, 2 heads head_dim + 2 groups state + heads]
+    (cp - 1) / cp x [batch, seq / cp, 2 heads head_dim + 2 groups state + heads]
 
-Document ids are gathered too, if there are any. Left out: ring attention, which overlaps the
-exchange with attention, but needs a kernel that returns partial softmaxes.
+Document ids, if there are any, are gathered too.
+Left out: ring attention. It overlaps the exchange with attention, but needs a kernel that returns
+partial softmaxes.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,20 +48,23 @@ from minitrain.parallel.mesh import own_chunk
 
 
 def context_parallel(model: Module, mesh: DeviceMesh, form: str) -> None:
-    """Let `model` attend over whole rows, while each rank of the 1-D `mesh` has its `own_tokens`.
+    """Let `model` attend over full sequences, of which each rank of the 1-D `mesh` has some tokens.
 
     form: `allgather` or `ulysses`.
-    Sets the exchange points `model.make_mask` and `attend` or `mix` of every module that has one. A
-    model with `split_cp` and `gather` takes and returns whole rows. It attends to all tokens, so
-    they stay in order.
+    Sets the exchange points `model.make_mask`, and `attend` or `mix` of every module that has one.
+    A decoder then takes what `own_tokens` returns. A model with an exchange point `split_cp` (Wan)
+    takes and returns full sequences, and splits them itself.
     """
     zigzag = form == "allgather"
     if hasattr(model, "split_cp"):
+        # no causal mask, so there is no work to balance
         zigzag = False
+        # tensor parallelism may have set it: it gathers the tokens of this context-parallel rank
         gather = model.gather
         model.split_cp = partial(own_chunk, mesh)
-        model.gather = lambda share: gather_row(gather(share), 1, mesh, zigzag)
-    model.make_mask = whole_row_mask(model.make_mask, mesh, form, zigzag)
+        model.gather = lambda share: gather_sequence(gather(share), 1, mesh, zigzag)
+    model.make_mask = full_sequence_mask(model.make_mask, mesh, form, zigzag)
+    # the form's way around the attention of one rank
     attend = attend_with_own_heads
     if form == "allgather":
         attend = partial(attend_to_all_keys, zigzag=zigzag)
@@ -72,9 +79,10 @@ def context_parallel(model: Module, mesh: DeviceMesh, form: str) -> None:
 
 
 def chunks(rank: int, size: int, zigzag: bool) -> list[int]:
-    """Return the numbers of the equal chunks of a row that `rank` of `size` has.
+    """Return the numbers of the chunks of a sequence that `rank` of `size` has, in order.
 
-    zigzag: an early and a late one, not one alone.
+    There are `size` equal chunks and each rank has one; with zigzag, 2 x size, an early and a late
+    one for each.
     """
     return [rank, 2 * size - 1 - rank] if zigzag else [rank]
 
@@ -82,47 +90,56 @@ def chunks(rank: int, size: int, zigzag: bool) -> list[int]:
 def token_indices(
     length: int, mesh: DeviceMesh, zigzag: bool, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Return the indices of this rank's tokens in a row of `length` tokens, int [length / cp]."""
-    row = torch.arange(length, device=device)
-    return cut_row(row, 0, mesh.size(), zigzag)[mesh.get_local_rank()]
+    """Return the indices of this rank's tokens in a sequence of `length`, int64 [length / cp]."""
+    indices = torch.arange(length, device=device)
+    return split_sequence(indices, 0, mesh.size(), zigzag)[mesh.get_local_rank()]
 
 
 def own_tokens(batch: dict[str, Tensor], mesh: DeviceMesh, form: str) -> dict[str, Tensor]:
-    """Return this rank's tokens of a micro-batch: each value [rows, seq] becomes [rows, seq / cp].
+    """Return this rank's tokens of a micro-batch, [batch, seq] -> [batch, seq / cp] for each value.
 
     seq must be a multiple of 2 cp (allgather) or cp (ulysses). Adds `positions` if there are none,
-    since local order is no longer 0, 1, 2, ... A batch of videos stays: the model splits it.
+    since a rank's tokens are not at 0, 1, 2, ... A batch of videos stays: the model splits it.
     """
     if mesh.size() == 1 or "tokens" not in batch:
         return batch
-    rows, length = batch["tokens"].shape
+    batch_size, length = batch["tokens"].shape
     indices = token_indices(length, mesh, form == "allgather")
-    batch = {"positions": torch.arange(length).expand(rows, -1), **batch}
+    # positions that the batch has replace these
+    batch = {"positions": torch.arange(length).expand(batch_size, -1), **batch}
     return {key: value[:, indices] for key, value in batch.items()}
 
 
-def gather_row(x: Tensor, dim: int, mesh: DeviceMesh, zigzag: bool) -> Tensor:
-    """Gather all ranks' tokens in the row's order: size seq / cp along `dim` becomes seq.
+def gather_sequence(x: Tensor, dim: int, mesh: DeviceMesh, zigzag: bool) -> Tensor:
+    """Gather all ranks' tokens along `dim`, in sequence order: [..., seq / cp] -> [..., seq].
 
-    Gradients are summed to the owners.
+    Backward sums each token's gradients over ranks.
     """
-    return join_row(stack_ranks(x, mesh).unbind(), dim, zigzag)
+    return join_sequence(stack_ranks(x, mesh).unbind(), dim, zigzag)
 
 
-def join_row(shares: Sequence[Tensor], dim: int, zigzag: bool) -> Tensor:
-    """Join the shares of all ranks, in rank order, to a row along `dim`."""
+def join_sequence(shares: Sequence[Tensor], dim: int, zigzag: bool) -> Tensor:
+    """Join the shares of all ranks, in rank order: [..., seq / cp, ...] each -> [..., seq, ...].
+
+    dim: that of seq.
+    """
+    # all chunks, rank by rank, and their numbers
     order = []
     pieces = []
     for rank, share in enumerate(shares):
         numbers = chunks(rank, len(shares), zigzag)
         order += numbers
         pieces += share.chunk(len(numbers), dim)
+    # now by number
     return torch.cat([pieces[order.index(number)] for number in range(len(order))], dim)
 
 
-def cut_row(row: Tensor, dim: int, size: int, zigzag: bool) -> list[Tensor]:
-    """Cut a row along `dim` into the shares of `size` ranks: the inverse of `join_row`."""
-    pieces = row.chunk(2 * size if zigzag else size, dim)
+def split_sequence(x: Tensor, dim: int, size: int, zigzag: bool) -> list[Tensor]:
+    """Split x [..., seq, ...] along `dim` into the tokens of each of `size` ranks.
+
+    The inverse of `join_sequence`. Each is [..., seq / size, ...].
+    """
+    pieces = x.chunk(2 * size if zigzag else size, dim)
     shares = []
     for rank in range(size):
         own = [pieces[number] for number in chunks(rank, size, zigzag)]
@@ -133,25 +150,27 @@ def cut_row(row: Tensor, dim: int, size: int, zigzag: bool) -> list[Tensor]:
 # --- exchange points of the model
 
 
-def whole_row_mask(make_mask: Callable, mesh: DeviceMesh, form: str, zigzag: bool) -> Callable:
-    """Return `make_mask` for a rank that knows its own tokens alone.
+def full_sequence_mask(make_mask: Callable, mesh: DeviceMesh, form: str, zigzag: bool) -> Callable:
+    """Return a `make_mask` for full sequences, to be called with what a rank knows of its tokens.
 
-    Document ids, int [rows, seq / cp], are gathered at each call. Masks without them are kept.
+    Masks without document ids depend on the length alone, and are cached.
     """
 
     def build(length, device, document_ids=None, **rule):
+        # document_ids: int [batch, length], of full sequences
         if form == "allgather":
+            # this rank's queries, but all keys
             rule["q_positions"] = token_indices(length, mesh, zigzag, device)
         return make_mask(length, device, document_ids, **rule)
 
     build_once = cache(build)
 
     def make(length, device, document_ids=None, **rule):
-        # of whole rows
+        # length: of this rank's tokens; document_ids: int [batch, seq / cp]
         length = length * mesh.size()
         if document_ids is None:
             return build_once(length, device, **rule)
-        return build(length, device, gather_row(document_ids, 1, mesh, zigzag), **rule)
+        return build(length, device, gather_sequence(document_ids, 1, mesh, zigzag), **rule)
 
     return make
 
@@ -167,14 +186,15 @@ def attend_to_all_keys(
     *,
     zigzag: bool,
 ) -> Tensor:
-    """Compute attention of this rank's queries to all keys, gathered from all ranks.
+    """Run `attend` with this rank's queries and the keys and values of all ranks (allgather).
 
-    q, k, v: [batch, heads or kv_heads, seq / cp, head_dim]; sinks: [heads].
+    q: [batch, heads, seq / cp, head_dim]; k, v: [batch, kv_heads, seq / cp, head_dim].
+    sinks: [heads].
     Returns [batch, heads, seq / cp, head_dim].
     """
-    # one collective for both: [batch, kv_heads, seq, k's and v's head_dim]
-    row = gather_row(torch.cat([k, v], dim=-1), 2, mesh, zigzag)
-    k, v = row.split([k.shape[-1], v.shape[-1]], dim=-1)
+    # one collective for both: [batch, kv_heads, seq, k's head_dim + v's head_dim]
+    kv = gather_sequence(torch.cat([k, v], dim=-1), 2, mesh, zigzag)
+    k, v = kv.split([k.shape[-1], v.shape[-1]], dim=-1)
     return attend(q, k, v, mask, sinks)
 
 
@@ -187,10 +207,14 @@ def attend_with_own_heads(
     mask,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention over whole rows for 1 / cp of the heads. Shapes: `attend_to_all_keys`."""
+    """Run `attend` over full sequences for 1 / cp of the heads (ulysses).
+
+    Takes and returns the shapes [batch, heads, seq / cp, head_dim] of `attend_to_all_keys`.
+    """
     # [batch, heads / cp or kv_heads / cp, seq, head_dim]
     q, k, v = (to_heads(x, 1, 2, mesh) for x in (q, k, v))
     if sinks is not None:
+        # [heads / cp]
         sinks = sinks.chunk(mesh.size())[mesh.get_local_rank()]
     return to_tokens(attend(q, k, v, mask, sinks), 1, 2, mesh)
 
@@ -203,30 +227,39 @@ def mix_own_groups(
     dt: Tensor,
     document_ids: Tensor | None = None,
 ) -> Tensor:
-    """Run Mamba-2's convolution and scan over whole rows for 1 / cp of its groups of heads.
+    """Run `mix`, Mamba-2's convolution and scan, over full sequences for 1 / cp of its groups.
 
-    mixed, dt: [batch, seq / cp, groups, ...], see `Mamba2.mix`; document_ids: int [batch, seq / cp].
-    Returns [batch, seq / cp, groups, ...].
+    mix: see `Mamba2.mix`, also for the last dimensions of mixed and dt.
+    mixed, dt: [batch, seq / cp, groups, ...]. document_ids: int [batch, seq / cp].
+    Returns [batch, seq / cp, groups, heads of a group, head_dim].
     """
-    # [batch, seq, groups / cp, ...]
-    row = to_heads(torch.cat([mixed, dt], dim=-1), 2, 1, mesh, zigzag)
+    # one collective for both: [batch, seq, groups / cp, ...]
+    joint = to_heads(torch.cat([mixed, dt], dim=-1), 2, 1, mesh, zigzag)
     if document_ids is not None:
-        document_ids = gather_row(document_ids, 1, mesh, zigzag)
-    first = mesh.get_local_rank() * row.shape[2]
-    groups = slice(first, first + row.shape[2])
-    mixed, dt = row.split([mixed.shape[-1], dt.shape[-1]], dim=-1)
+        # [batch, seq]
+        document_ids = gather_sequence(document_ids, 1, mesh, zigzag)
+    # the groups that this rank computes: the mixer holds the parameters of all
+    first = mesh.get_local_rank() * joint.shape[2]
+    groups = slice(first, first + joint.shape[2])
+    mixed, dt = joint.split([mixed.shape[-1], dt.shape[-1]], dim=-1)
     return to_tokens(mix(mixed, dt, document_ids, groups=groups), 2, 1, mesh, zigzag)
 
 
-def to_heads(x: Tensor, heads: int, row: int, mesh: DeviceMesh, zigzag: bool = False) -> Tensor:
-    """Exchange tokens for heads by all-to-all: the sizes of dimensions `heads` and `row` become 1 / cp
-    and cp times as large.
+def to_heads(x: Tensor, heads: int, seq: int, mesh: DeviceMesh, zigzag: bool = False) -> Tensor:
+    """Trade tokens for heads: [..., heads, seq / cp, ...] -> [..., heads / cp, seq, ...].
+
+    heads, seq: the dimensions of x that are heads (or groups) and tokens, in any order.
     """
+    # [ranks, ...]: the heads of each rank
     parts = torch.stack(x.chunk(mesh.size(), heads))
-    return join_row(all_to_all(parts, mesh).unbind(), row, zigzag)
+    return join_sequence(all_to_all(parts, mesh).unbind(), seq, zigzag)
 
 
-def to_tokens(x: Tensor, heads: int, row: int, mesh: DeviceMesh, zigzag: bool = False) -> Tensor:
-    """Exchange heads for tokens by all-to-all: the inverse of `to_heads`."""
-    parts = torch.stack(cut_row(x, row, mesh.size(), zigzag))
+def to_tokens(x: Tensor, heads: int, seq: int, mesh: DeviceMesh, zigzag: bool = False) -> Tensor:
+    """Trade heads for tokens: [..., heads / cp, seq, ...] -> [..., heads, seq / cp, ...].
+
+    The inverse of `to_heads`, by all-to-all too.
+    """
+    # [ranks, ...]: the tokens of each rank
+    parts = torch.stack(split_sequence(x, seq, mesh.size(), zigzag))
     return torch.cat(all_to_all(parts, mesh).unbind(), heads)

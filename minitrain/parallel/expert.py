@@ -1,34 +1,40 @@
-"""Expert parallelism (GShard, Lepikhin et al. 2020): ranks hold different experts, and tokens are
-sent to them.
+"""Expert parallelism: each rank holds some experts, and tokens are sent to the ranks of theirs.
 
-Each of the ep ranks of a group has its own tokens, and E / ep consecutive experts of E. A layer:
+Of E experts, each of ep ranks holds E / ep consecutive ones. Every rank has other tokens. A layer:
 
-    route      each rank's router chooses top_k experts per token, in a [tokens, ranks, E / ep] table of weights
-    dispatch   all-to-all: a token is sent once to every rank that has one of its experts, with its weights there
-    compute    there it is copied for each of these experts, sorted by expert, and the experts compute
-    sum        the outputs are weighted and summed there, so one row is returned for each row that came
-    combine    all-to-all back; the token's own rank sums the rows that the ranks return
+    route     the router of the token's rank selects top_k experts; its weights go into a table
+              [tokens, ranks, E / ep], a column for every expert of every rank
+    dispatch  all-to-all: send a token's row once to each rank that holds one of its experts,
+              together with the weights of that rank's experts
+    compute   the receiver copies the row once per expert, sorts the copies by expert, runs the
+              experts, and sums their weighted outputs: one row back for each row that came
+    combine   all-to-all back; the token's rank sums the rows that return
 
-Cost: a token that is sent to r other ranks takes, per layer and forward pass,
+Cost per layer and forward pass of a token that is sent to r other ranks, in numbers:
 
-    r x (2 width + E / ep) numbers      a row there and a row back, as wide as the experts' input, and weights
+    r x (2 width + E / ep)    width: of the experts' input and output
 
-and as many in the backward pass; recomputation repeats the forward's. If all experts are equally
-likely, a rank has none of a token's with probability q = C(E - E / ep, top_k) / C(E, top_k), so r =
-(ep - 1) (1 - q). If a token's experts are consecutive, as with the fake gate of benchmarks, r is
-about 1. One row per chosen expert would be r = top_k (ep - 1) / ep.
+The backward pass costs the same, and recomputation repeats the forward pass. With random routing a
+rank holds no expert of a token with probability q = C(E - E / ep, top_k) / C(E, top_k), C being
+binomial coefficients, so r = (ep - 1) (1 - q). With the fake gate of benchmarks, which selects
+consecutive experts, r is about 1. To send one row per expert, not per rank, would cost
+r = top_k (ep - 1) / ep.
 
-Only the senders know how many rows a rank receives. So one more all-to-all sends two numbers per
-rank, and the host waits for it, once per layer. With the fake gate the numbers are known in advance
-and nothing waits. No token is dropped, no row is padded, and a rank may get no rows at all. Either
-way a block compiles as one graph. On CUDA, torch 2.11 cannot launch it for no rows
-(ZeroDivisionError; 2.13 can), so there a rank must get some.
+A receiver must know how many rows will come. So another all-to-all, of two numbers per pair of
+ranks, runs first, and the host waits for it, once per layer. With the fake gate all sizes are known
+in advance, and nothing waits.
 
-Experts have a mesh of their own, (dp_replicate, dp_shard, ep). They are DTensors, split by expert
-over ep. FSDP shards them along another dimension over dp_shard, the ranks with the same experts.
-On this mesh data-, context- and tensor-parallel ranks are alike: each has other tokens. Routers,
-shared experts and all else stay where they are. Left out: computing while sending, and reaching
-several ranks of a node through one of them.
+No token is dropped, no row is padded, and a rank may receive no rows. A block compiles as one graph
+with either gate. But torch 2.11 cannot run that graph for no rows on CUDA (ZeroDivisionError; 2.13
+can), so there every rank must receive some.
+
+Experts have a mesh of their own, (dp_replicate, dp_shard, ep). Their weights [experts, out, in] are
+DTensors, split by expert over ep; FSDP shards them along another dimension over dp_shard, the ranks
+that hold the same experts. Data-, context- and tensor-parallel ranks all count as ep and dp_shard
+ranks there, since each has other tokens. Routers and shared experts are not changed.
+
+Left out: overlap of computation and all-to-all; one send per node in place of one per rank.
+Source: GShard (Lepikhin et al. 2020).
 """
 
 from collections.abc import Callable
@@ -48,8 +54,8 @@ from minitrain.models.router import Router
 from minitrain.parallel.collectives import all_to_all
 from minitrain.parallel.parts import split_parameters, use_local_tensors
 
-# entry of the table for experts that a token is not routed to; no weight is negative
-NOT_CHOSEN = -1.0
+# the table's entry for an expert that the router did not select; weights are never below 0
+NOT_SELECTED = -1.0
 
 
 def expert_parallel(model: Module, mesh: DeviceMesh) -> None:
@@ -59,7 +65,9 @@ def expert_parallel(model: Module, mesh: DeviceMesh) -> None:
     """
     for block in model.blocks:
         if isinstance(block.mlp, MoE):
+            # [experts / ep, ...] on each rank
             split_parameters(block.mlp.experts, mesh, Shard(0))
+            # FSDP's own hook, which gathers the weights, goes before it
             block.register_forward_pre_hook(use_local_tensors)
             block.mlp.dispatch = partial(dispatch, mesh, make_size_exchange(block.mlp.gate, mesh))
 
@@ -77,24 +85,26 @@ def dispatch(
 ) -> Tensor:
     """Return each token's weighted sum over its experts on all ranks, [tokens, width].
 
-    get_sizes: see `make_size_exchange`.
+    get_sizes: from `make_size_exchange`.
     x: [tokens, width], this rank's tokens.
-    indices, weights: [tokens, top_k].
+    indices, weights: [tokens, top_k], from the router: selected experts, of all E, and weights.
     experts: this rank's.
     All ranks of `mesh` call this together.
     """
-    table = x.new_full((len(x), experts.num_experts), NOT_CHOSEN).scatter(1, indices, weights)
+    table = x.new_full((len(x), experts.num_experts), NOT_SELECTED).scatter(1, indices, weights)
     # [tokens, ranks, experts of a rank]
     table = table.unflatten(1, (mesh.size(), -1))
-    chosen = table.detach() != NOT_CHOSEN
-    sizes = get_sizes(chosen)
-    routing = make_routing(chosen.any(-1), sum(sizes.sends))
-    # [received rows, width]
+    selected = table.detach() != NOT_SELECTED
+    sizes = get_sizes(selected)
+    # which tokens go to which ranks, from a mask [tokens, ranks]
+    routing = make_routing(selected.any(-1), sum(sizes.sends))
+    # [sent rows, width], sorted by rank -> [received rows, width]
     rows = all_to_all(GatherRows.apply(x, routing), mesh, sizes.receives, sizes.sends)
     # [received rows, experts of this rank]
     weights = all_to_all(select_pairs(table, routing), mesh, sizes.receives, sizes.sends)
     # [received rows, width]
     sums = compute(rows, weights, experts, sizes.pairs)
+    # back the same way: [sent rows, width]
     sums = all_to_all(sums, mesh, sizes.sends, sizes.receives)
     return ScatterAddRows.apply(sums, routing)
 
@@ -102,14 +112,17 @@ def dispatch(
 def compute(rows: Tensor, weights: Tensor, experts: Experts, pairs: int) -> Tensor:
     """Return each row's weighted sum over this rank's experts, [rows, width].
 
-    weights: [rows, experts of this rank], of which `pairs` are chosen.
+    rows: [rows, width]. weights: [rows, experts of this rank], of which `pairs` are selected.
     """
-    chosen = weights.detach() != NOT_CHOSEN
-    tokens_per_expert = chosen.sum(0)
+    selected = weights.detach() != NOT_SELECTED
+    # int64 [experts of this rank]
+    tokens_per_expert = selected.sum(0)
     if weights.shape[1] == 1:
         # every row was sent for the only expert: no copies
         return experts(rows, weights.squeeze(1), tokens_per_expert)
-    routing = make_routing(chosen, pairs)
+    # which rows go to which of this rank's experts
+    routing = make_routing(selected, pairs)
+    # [pairs], as the copies of rows: sorted by expert
     weights = select_pairs(weights, routing)
     outputs = experts(GatherRows.apply(rows, routing), weights, tokens_per_expert)
     return ScatterAddRows.apply(outputs, routing)
@@ -123,44 +136,56 @@ class Sizes(NamedTuple):
 
     sends: list[int]  # rows to each rank
     receives: list[int]  # rows from each rank
-    pairs: int  # pairs of received rows and this rank's experts
+    pairs: int  # (received row, expert of this rank): copies that the experts compute
 
 
 def make_size_exchange(router: Router, mesh: DeviceMesh) -> Callable[[Tensor], Sizes]:
-    """Return a function from chosen, bool [tokens, ranks, experts of a rank], to `Sizes`."""
+    """Return a function from a mask, bool [tokens, ranks, experts of a rank], to `Sizes`."""
     if router.config.fake_balanced_gate:
         known = router.top_k, router.num_experts, mesh.size(), mesh.get_local_rank()
-        return lambda chosen: known_sizes(*known, len(chosen))
+        return lambda selected: known_sizes(*known, len(selected))
     return partial(exchange_sizes, mesh)
 
 
-def exchange_sizes(mesh: DeviceMesh, chosen: Tensor) -> Sizes:
-    """Exchange the sizes; waits for the device and for the other ranks' routing."""
-    # [ranks, 2]: rows, pairs
-    rows = chosen.any(-1).sum(0)
-    pairs = chosen.sum((0, 2))
+def exchange_sizes(mesh: DeviceMesh, selected: Tensor) -> Sizes:
+    """Exchange the sizes. This waits for the device and for the other ranks' routers.
+
+    selected: bool [tokens, ranks, experts of a rank].
+    """
+    # [ranks] each: what this rank sends to each rank
+    rows = selected.any(-1).sum(0)
+    pairs = selected.sum((0, 2))
+    # [ranks, 2]
     mine = torch.stack([rows, pairs], dim=1)
+    # [ranks, 2]: what this rank receives from each rank
     theirs = all_to_all(mine, mesh)
+    # the only copy to the host
     sends, receives, pairs = torch.stack([rows, *theirs.unbind(1)]).tolist()
     return Sizes(sends, receives, sum(pairs))
 
 
 @torch.compiler.assume_constant_result
 def known_sizes(*case: int) -> Sizes:
-    """Call `balanced_sizes`: the compiler would trace a cached function, not look it up."""
+    """Call `balanced_sizes`, whose result the compiler takes as a constant.
+
+    The compiler would trace into a cached function, not look its result up.
+    """
     return balanced_sizes(*case)
 
 
 @cache
 def balanced_sizes(top_k: int, num_experts: int, ranks: int, rank: int, tokens: int) -> Sizes:
-    """Return the sizes for the fake gate: all ranks route alike, whatever their tokens are."""
-    chosen = np.zeros((tokens, num_experts), dtype=bool)
+    """Return the sizes for the fake gate, which routes alike on all ranks (`balanced_choice`)."""
+    # [tokens, experts]
+    selected = np.zeros((tokens, num_experts), dtype=bool)
     indices = np.arange(tokens * top_k).reshape(tokens, top_k) % num_experts
-    np.put_along_axis(chosen, indices, True, axis=1)
-    chosen = chosen.reshape(tokens, ranks, -1)
-    sends = chosen.any(-1).sum(0).tolist()
+    np.put_along_axis(selected, indices, True, axis=1)
+    # [tokens, ranks, experts of a rank]
+    selected = selected.reshape(tokens, ranks, -1)
+    sends = selected.any(-1).sum(0).tolist()
+    # every rank sends to this one what this one sends to itself
     receives = [sends[rank]] * ranks
-    pairs = ranks * int(chosen[:, rank].sum())
+    pairs = ranks * int(selected[:, rank].sum())
     return Sizes(sends, receives, pairs)
 
 
@@ -168,34 +193,43 @@ def balanced_sizes(top_k: int, num_experts: int, ranks: int, rank: int, tokens: 
 
 
 class Routing(NamedTuple):
-    """Pairs of rows and targets as a sparse matrix, sorted by target (CSC) and by row (CSR)."""
+    """Pairs (row, target): each row is copied to some targets, which are ranks or experts.
 
-    rows: Tensor  # int64 [pairs], sorted by target: the row of each pair
-    targets: Tensor  # int64 [pairs], ascending: the target of each pair
-    indices: Tensor  # int64 [pairs], sorted by row: the number of each pair in the order above
-    offsets: Tensor  # int64 [rows]: the start of each row in `indices`
+    As a sparse matrix: sorted by target (CSC), to copy rows, and by row (CSR), to sum the copies.
+    All are int64.
+    """
+
+    rows: Tensor  # [pairs], sorted by target: the row of each pair
+    targets: Tensor  # [pairs], ascending: the target of each pair
+    indices: Tensor  # [pairs], sorted by row: where each pair stands in `rows` and `targets`
+    offsets: Tensor  # [rows]: where the pairs of each row begin in `indices`
 
 
 def make_routing(wanted: Tensor, pairs: int) -> Routing:
-    """Return the routing of a mask [rows, targets], of which `pairs` are true.
+    """Return the routing of the true elements of `wanted`, bool [rows, targets].
 
-    The host knows the number of pairs, so it does not wait for the device.
+    pairs: how many are true. Knowing it, the host does not wait for the device.
     """
+    # [pairs] each, sorted by target
     targets, rows = torch.nonzero_static(wanted.T, size=pairs).unbind(1)
-    # number of each wanted pair when sorted by target, [targets, rows]
+    # [targets, rows]: where a wanted pair stands in that order
     number = (wanted.T.reshape(-1).cumsum(0) - 1).view(wanted.T.shape)
+    # [pairs] each, sorted by row
     row, target = torch.nonzero_static(wanted, size=pairs).unbind(1)
     per_row = wanted.sum(1)
     return Routing(rows, targets, number[target, row], per_row.cumsum(0) - per_row)
 
 
 def select_pairs(table: Tensor, routing: Routing) -> Tensor:
-    """Select the entries of a table [rows, targets, ...] for each pair: [pairs, ...]."""
+    """Select the entry of a table [rows, targets, ...] for each pair: [pairs, ...]."""
     return table.flatten(0, 1).index_select(0, routing.rows * table.shape[1] + routing.targets)
 
 
 def scatter_add(x: Tensor, routing: Routing) -> Tensor:
-    """Sum x [pairs, width] by row: [rows, width], 0 for rows without pairs. Uses no atomics."""
+    """Sum x [pairs, width] by row: [rows, width], 0 for rows without pairs.
+
+    embedding_bag sums x[indices[offsets[i] : offsets[i + 1]]] for each row i, without atomics.
+    """
     return F.embedding_bag(routing.indices, x.detach(), routing.offsets, mode="sum")
 
 

@@ -1,4 +1,4 @@
-"""Arrange the ranks of a process group as named meshes."""
+"""Arrange the ranks of a process group as device meshes with named dimensions."""
 
 from dataclasses import dataclass
 
@@ -14,25 +14,27 @@ from minitrain.errors import InputError
 class Meshes:
     """The ranks as meshes, one for each way in which work is split over them.
 
-    Tensor-parallel ranks are neighbors, which share the fastest links. Then come context, shards,
-    replicas and pipeline stages.
+    Ranks are numbered so that tensor-parallel ones are neighbors, which share the fastest links.
+    Then come context parallelism, shards, replicas and pipeline stages.
     """
 
     # 2-D (dp_replicate, dp_shard): replicate over the first, shard over the second, which includes
     # context-parallel ranks
     parameters: DeviceMesh
-    # 1-D: ranks with different rows of a batch
+    # 1-D: ranks with different sequences
     batch: DeviceMesh
     # 1-D, batch x cp: ranks with different tokens, whose losses are summed
     loss: DeviceMesh
     # 1-D, batch x cp x tp: ranks with different tokens between blocks, and in routers
     tokens: DeviceMesh
-    # 1-D, cp x tp: ranks with tokens of the same rows
-    row: DeviceMesh
+    # 1-D, cp x tp: ranks with tokens of the same sequences
+    sequence: DeviceMesh
+    # 1-D each: context parallelism, tensor parallelism, pipeline stages
     cp: DeviceMesh
     tp: DeviceMesh
     pp: DeviceMesh
-    # if ep > 1, 3-D (dp_replicate, dp_shard, ep): split over the last, else as `parameters`
+    # if ep > 1, 3-D (dp_replicate, dp_shard, ep): experts are split over the last dimension, and over
+    # the others as in `parameters`
     experts: DeviceMesh | None
 
     @property
@@ -51,7 +53,7 @@ def build_meshes(
     ep: int = 1,
     spare: int = 0,
 ) -> Meshes:
-    """Arrange the ranks of the running process group; ranks not named by a size shard parameters.
+    """Arrange the ranks of the running process group; what the sizes leave over is dp_shard.
 
     spare: number of last ranks that take no part; they get meshes of the same shapes.
     FSDP needs its mesh and tensor parallelism's to be slices of one mesh. Meshes that divide the
@@ -59,36 +61,39 @@ def build_meshes(
     """
     world = dist.get_world_size()
     ranks = world - spare
-    # context-parallel ranks share the work of holding parameters
+    # context-parallel ranks hold shards of the parameters too
     shards = ranks // (dp_replicate * tp * pp)
-    rows = ranks // (cp * tp * pp)
+    batches = ranks // (cp * tp * pp)
 
     def grid(**sizes: int) -> DeviceMesh:
+        # the spare ranks are further meshes of the same sizes
         if ranks < world:
             sizes = {"role": world // ranks, **sizes}
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     for_parameters = grid(pp=pp, dp_replicate=dp_replicate, dp_shard=shards, tp=tp)
-    # no public name; one all-reduce for the gradient norm, not two
+    # `_flatten` has no public name. With it the gradient norm takes one all-reduce over both
+    # dimensions, not two. Without replicas the same meshes serve for losses and tokens: another
+    # communicator would take GPU memory.
     loss = for_parameters["dp_shard"]
     tokens = for_parameters["dp_shard", "tp"]._flatten("shards")
-    # else these serve for both: each communicator takes memory of the GPU
     if dp_replicate > 1:
         loss = for_parameters["dp_replicate", "dp_shard"]._flatten("loss")
         tokens = for_parameters["dp_replicate", "dp_shard", "tp"]._flatten("tokens")
-    for_rows = grid(pp=pp, batch=rows, cp=cp, tp=tp)
+    for_batches = grid(pp=pp, batch=batches, cp=cp, tp=tp)
     for_experts = None
     if ep > 1:
+        # tensor-parallel ranks have other tokens, so they are ranks like the rest here
         for_experts = grid(pp=pp, dp_replicate=dp_replicate, dp_shard=shards * tp // ep, ep=ep)
         for_experts["dp_shard", "ep"]._flatten("expert_shards")
         for_experts = for_experts["dp_replicate", "dp_shard", "ep"]
     return Meshes(
         parameters=for_parameters["dp_replicate", "dp_shard"],
-        batch=for_rows["batch"],
+        batch=for_batches["batch"],
         loss=loss,
         tokens=tokens,
-        row=for_rows["cp", "tp"]._flatten("row"),
-        cp=for_rows["cp"],
+        sequence=for_batches["cp", "tp"]._flatten("sequence"),
+        cp=for_batches["cp"],
         tp=for_parameters["tp"],
         pp=for_parameters["pp"],
         experts=for_experts,
@@ -96,19 +101,20 @@ def build_meshes(
 
 
 def sum_over(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
-    """Sum a tensor over the ranks of a mesh, in place, and return it."""
+    """Sum a tensor [...] over the ranks of a mesh, in place, and return it."""
     if mesh.size() > 1:
         dist.all_reduce(tensor, group=mesh.get_group())
     return tensor
 
 
-def own_chunk(mesh: DeviceMesh, row: Tensor) -> Tensor:
-    """Return this rank's contiguous chunk of row [batch, seq, ...]: [batch, seq / ranks, ...].
+def own_chunk(mesh: DeviceMesh, x: Tensor) -> Tensor:
+    """Return this rank's contiguous chunk of x [batch, seq, ...]: [batch, seq / ranks, ...].
 
     Raises InputError if the ranks do not divide seq: collectives of unequal sizes crash or hang.
     """
-    if row.shape[1] % mesh.size():
+    length = x.shape[1]
+    if length % mesh.size():
         raise InputError(
-            f"a row of {row.shape[1]} tokens does not divide by {mesh.size()} ranks (use another size)"
+            f"a row of {length} tokens does not divide by {mesh.size()} ranks (use another size)"
         )
-    return row.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
+    return x.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]

@@ -1,54 +1,57 @@
-"""Tensor and sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022): each matrix is split over tp ranks.
+"""Tensor and sequence parallelism: split each weight matrix of a block over tp ranks.
 
-A part of a block, attention or MLP, has two kinds of matrices. The first ones (q, k, v, gate, up)
-are column-parallel: a rank has some of their outputs, which are some heads, or some channels of the
-MLP, and computes these from all tokens. The last one (o, down) is row-parallel: a rank has the rows
-of W^T for its heads or channels, and its product is one term of a sum over ranks. In between
-nothing is exchanged.
+Attention and MLP each begin with column-parallel matrices (q, k, v; gate, up) and end with a
+row-parallel one (o; down). Of a column-parallel matrix W [out, in] a rank holds some outputs: some
+heads of attention, some channels of an MLP. It computes them for all tokens. Of a row-parallel
+matrix it holds the inputs that belong to those heads or channels. Its product is one term of a sum
+over ranks. Nothing is exchanged in between.
 
-Norms and the residual stream treat each token by itself. There a rank has seq / tp of the tokens of
-every row (sequence parallelism). One reduce-scatter adds up the terms and splits the tokens.
+Norms and residuals treat each token by itself. There a rank holds seq / tp tokens of every sequence
+(sequence parallelism). One reduce-scatter sums the terms and splits the sequence:
 
-    [batch, seq / tp, hidden]                                            in the backward pass
-      norm                      every rank has the full weight           its gradient is a sum over ranks
-      all-gather                -> [batch, seq, hidden]                  reduce-scatter
-      q, k, v | gate, up        column-parallel, Shard(0)
-      attention | activation    heads / tp | channels / tp
-      o | down                  row-parallel, Shard(1)
-      reduce-scatter            -> [batch, seq / tp, hidden]             all-gather
+    forward pass                                              its backward pass
+      norm                    [batch, seq / tp, hidden]       sum the weight's gradient over ranks
+      all-gather              -> [batch, seq, hidden]         reduce-scatter
+      q, k, v | gate, up      column-parallel, Shard(0)
+      attention | activation  heads / tp | channels / tp
+      o | down                row-parallel, Shard(1)
+      reduce-scatter          -> [batch, seq / tp, hidden]    all-gather
 
 Cost per layer: 2 all-gathers and 2 reduce-scatters in the forward pass, and as many in the backward
 pass. Each moves (tp - 1) / tp of the bytes of [batch, seq, hidden] per rank. Embedding and head
-take one of each per direction. Full recomputation repeats the forward pass's, but for the last
-reduce-scatter.
+take one of each per direction. Full recomputation runs the collectives of the forward pass again,
+except a block's last reduce-scatter, whose output the backward pass does not need.
 
-Embedding and head are split by vocabulary. A rank embeds the tokens whose rows it has, as 0 all
-others, and a reduce-scatter adds the ranks' results. The last norm's output is gathered for the
-head. Its loss needs three numbers per token from each rank (training/loss.py), never all logits.
+Embedding and head are split by vocabulary. A rank embeds the tokens of its part of the vocabulary,
+writes 0 for all others, and a reduce-scatter sums over ranks. The head needs an all-gather of the
+last norm's output. Its loss exchanges three numbers per token (training/loss.py), never logits.
 
 The other parts of a decoder:
 
-    latent attention   q_a_proj and kv_a_proj_with_mqa are whole and see a rank's own tokens. Their outputs are
-                       gathered, in DeepSeek-V3 0.3 of the bytes of their input. The rest is split by heads
-    Mamba-2            is split by groups of heads; convolution and norm stay within a group
-    experts            are split by channels, and tokens are gathered with their experts and weights. The router and
-                       the projections to and from latents are whole and see a rank's own tokens. Under expert
-                       parallelism experts are split already, and each rank sends its own tokens
-    shared experts     are split as an MLP, with an all-gather and a reduce-scatter of their own
+    latent attention  The down-projections q_a_proj and kv_a_proj_with_mqa are replicated, and
+                      compute this rank's tokens. Their narrow outputs are gathered: in DeepSeek-V3,
+                      0.3 of the bytes of hidden states. All else is split by heads.
+    Mamba-2           Split by groups of heads. Convolution and norm stay within a group.
+    experts           Every expert is split by channels. The ranks gather tokens, expert indices and
+                      router weights. Router and latent projections are replicated, and compute this
+                      rank's tokens. Expert parallelism splits by expert instead: then each rank
+                      dispatches its own tokens, and nothing is gathered here.
+    shared experts    Split as an MLP, with its own all-gather and reduce-scatter.
 
-With more ranks than key/value heads, every rank holds k and v in full and uses the rows of one
-head, which its queries attend to. Each rank adds 1 / tp of the bias of a row-parallel matrix.
-Gradients of parameters that ranks hold in full are sums over ranks: DTensor marks them as partial
-sums, and FSDP reduces them.
+With more ranks than key/value heads, k_proj and v_proj are replicated, and a rank uses the rows of
+the one head that its queries attend to. The bias of a row-parallel matrix is replicated, and each
+rank adds 1 / tp of it. The gradient of a replicated parameter is a sum over ranks: DTensor marks it
+as Partial, and FSDP reduces it.
 
-With FP8 (models/fp8.py) an all-gather moves half the bytes, if only FP8 products read its result:
-inputs of q, k, v, gate and up travel as e4m3, gradients of the outputs of o and down as e5m2. It
-does not with adapters, nor with a bias, whose gradient is a sum of these gradients. The ranks first
-exchange their largest elements, one number each, for a common scale. So products get the same FP8
-numbers as one process, and each rank rounds only its own tokens.
+With FP8 (models/fp8.py) an all-gather moves one byte per element if only FP8 products read its
+result: inputs of q, k, v, gate and up as e4m3, gradients of the outputs of o and down as e5m2.
+Adapters read the input unrounded, and a bias of o or down sums those gradients, so with either the
+all-gather is not in FP8. A maximum over the ranks, one number, gives all of them one scale. So each
+rank rounds only its own tokens, and gets the FP8 numbers that one process would get.
 
-Parameters are DTensors, and modules compute with local tensors (parts.py). Left out: fewer Mamba
-groups than ranks, and uneven shards, which run/parallel_checks.py refuses.
+Parameters are DTensors, and modules compute with local tensors (parts.py).
+Left out: fewer Mamba groups than ranks, and uneven shards; run/parallel_checks.py refuses both.
+Sources: Megatron-LM (Shoeybi et al. 2019); sequence parallelism (Korthikanti et al. 2022).
 """
 
 from collections.abc import Callable, Iterable
@@ -74,32 +77,37 @@ def split_block(
     row: tuple[str, ...],
     parts: Iterable[Module],
 ) -> None:
-    """Split a block in place over the 1-D `mesh`; it then takes and returns [batch, seq / tp, hidden].
+    """Split a block in place over the 1-D `mesh`.
 
-    column, row: suffixes of the names of column-parallel and row-parallel modules. Others stay
-        whole.
-    parts: modules of the block, such as attention and MLP. Each has one row-parallel Linear, and two
-        exchange points: `gather`, of its input, and `reduce`, of its output.
+    Afterwards it takes and returns [batch, seq / tp, hidden].
+    column, row: suffixes of the names of column-parallel and row-parallel modules. All other
+        modules are replicated.
+    parts: modules of the block, such as attention and MLP. Each has one row-parallel Linear, and
+        two exchange points: `gather` takes its input, `reduce` its output.
     """
     gather, scatter = collectives(mesh)
     for name, module in block.named_modules():
         placement = Replicate()
+        # own_rows: there are fewer key/value heads than ranks, see `share_heads`
         if name.endswith(column) and not hasattr(module, "own_rows"):
             placement = Shard(0)
         elif name.endswith(row):
             placement = Shard(1)
         split_parameters(module, mesh, placement)
     for part in parts:
+        # the last one is row-parallel; the others read what `gather` returns
         linears = {name: x for name, x in part.named_modules() if isinstance(x, nn.Linear)}
         last = linears.pop(next(name for name in linears if name.endswith(row)))
         in_fp8 = all(map(only_multiplies_in_fp8, linears.values()))
         part.gather = partial(gather, in_fp8=in_fp8)
+        # the gradient of a bias is a sum of the gradients that `reduce` gathers
         part.reduce = partial(scatter, in_fp8=only_multiplies_in_fp8(last) and last.bias is None)
+    # FSDP's own hook, which gathers the weights, goes before it
     block.register_forward_pre_hook(use_local_tensors)
 
 
 def only_multiplies_in_fp8(linear: nn.Linear) -> bool:
-    """Return True for an FP8 Linear without adapters."""
+    """Return True for an FP8 Linear without adapters, which would read its input unrounded."""
     return getattr(linear, "multiplies_in_fp8", False) and not hasattr(linear, "lora_A")
 
 
@@ -113,12 +121,14 @@ class VocabParallelEmbedding(nn.Embedding):
     """An embedding split by vocabulary: tokens [batch, seq] -> [batch, seq / tp, hidden]."""
 
     def forward(self, tokens: Tensor) -> Tensor:
+        # tokens: int [batch, seq], the same on all ranks; returns [batch, seq / tp, hidden]
         mesh = self.weight.device_mesh
         # [vocab / tp, hidden]
         weight = self.weight.to_local()
+        # [batch, seq]: the row of `weight` for each token, outside of it for other ranks' tokens
         rows = tokens - mesh.get_local_rank() * len(weight)
         mine = (rows >= 0) & (rows < len(weight))
-        # [batch, seq, hidden]
+        # [batch, seq, hidden]: other ranks' tokens look up row 0, then become 0
         x = torch.where(mine[..., None], F.embedding(rows * mine, weight), 0)
         _, scatter = collectives(mesh)
         return scatter(x)
@@ -128,9 +138,11 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 def collectives(mesh: DeviceMesh) -> tuple[Callable, Callable]:
-    """Return all_gather and reduce_scatter over `mesh`; each is the backward pass of the other.
+    """Return differentiable all_gather(x, in_fp8=False) and reduce_scatter(x, in_fp8=False).
 
-    Both are functions of x and in_fp8=False: what the all-gather moves may be rounded to FP8.
+    Each is the backward pass of the other. Shapes: see `AllGather` and `ReduceScatter`.
+    in_fp8: round what the all-gather moves to FP8, in the forward pass of the one and in the
+        backward pass of the other.
     """
     size = mesh.size()
     name = mesh.get_group().group_name
@@ -141,11 +153,12 @@ def collectives(mesh: DeviceMesh) -> tuple[Callable, Callable]:
 
 
 class AllGather(torch.autograd.Function):
-    """[batch, seq / tp, hidden] -> [batch, seq, hidden]. Backward sums the gradients of all ranks."""
+    """[batch, seq / tp, hidden] -> [batch, seq, hidden]. Backward sums all ranks' gradients."""
 
     @staticmethod
     def forward(ctx, x, size, name, in_fp8):
         ctx.group = size, name
+        # e4m3, as for all inputs of FP8 products
         return all_gather_fp8(x, size, name, E4M3) if in_fp8 else all_gather(x, size, name)
 
     @staticmethod
@@ -154,7 +167,7 @@ class AllGather(torch.autograd.Function):
 
 
 class ReduceScatter(torch.autograd.Function):
-    """[batch, seq, hidden], one term of a sum over ranks -> [batch, seq / tp, hidden] of the sum."""
+    """[batch, seq, hidden], one term of a sum over ranks -> the sum's [batch, seq / tp, hidden]."""
 
     @staticmethod
     def forward(ctx, x, size, name, in_fp8):
@@ -164,16 +177,21 @@ class ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        # grad: [batch, seq / tp, hidden]
         if ctx.in_fp8:
+            # e5m2, as for all gradients in FP8 products
             return all_gather_fp8(grad, *ctx.group, E5M2), None, None, None
         return all_gather(grad, *ctx.group), None, None, None
 
 
 def all_gather_fp8(x: Tensor, size: int, name: str, dtype: torch.dtype) -> Tensor:
-    """Gather [batch, seq / tp, hidden] as FP8; return [batch, seq, hidden] in the type of x.
+    """Gather [batch, seq / tp, hidden] in FP8; return [batch, seq, hidden] in the type of x.
 
-    An FP8 product rounds the result once more, to the same FP8 numbers.
+    The FP8 product that reads the result quantizes it again. That changes no value, since both
+    scales are powers of two.
     """
+    # one scale for all ranks
     scale = power_of_two_scale(all_reduce(largest(x), "max", name), dtype)
+    # as bytes: not every backend knows FP8
     gathered = all_gather(cast(x, scale, dtype).view(torch.uint8), size, name)
     return dequantize(gathered.view(dtype), 1 / scale, x.dtype)

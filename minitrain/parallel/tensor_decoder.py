@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism of decoders: which modules of a block are split, and how (see tensor.py)."""
+"""Tensor and sequence parallelism of decoders: the modules to split, by the means of tensor.py."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,42 +19,50 @@ if TYPE_CHECKING:
     from minitrain.models.decoder import Block, Decoder
     from minitrain.models.moe import Experts, MoE
 
+# suffixes of the names of modules whose parameters are column-parallel, split along dim 0
 COLUMN = (
     "q_proj",
     "k_proj",
     "v_proj",
     "gate_proj",
     "up_proj",
+    # the up-projections of latent attention
     "q_b_proj",
-    "kv_b_proj",  # of latent attention
+    "kv_b_proj",
     "mamba.in_proj",
     "mamba.conv1d",
     "mamba.dynamics",
     "mamba.norm",
-    "self_attn",  # its own parameters are sinks
+    # only for the attention's own parameter `sinks`, [heads]
+    "self_attn",
 )
+# row-parallel, split along dim 1; out_proj is Mamba-2's
 ROW = ("o_proj", "down_proj", "out_proj")
 
 
 def tensor_parallel(model: "Decoder", mesh: DeviceMesh) -> None:
     """Split a decoder, or a pipeline stage of it, in place over the 1-D `mesh`. FSDP follows.
 
-    Between blocks, and between stages, hidden states are [batch, seq / tp, hidden] then. Tokens,
-    labels, positions and the head's input stay whole. The head's weight is a DTensor, split by
-    vocabulary, so the model needs a `head` that takes one (training/loss.py).
+    Between blocks, and between stages, hidden states become [batch, seq / tp, hidden]. Every rank
+    gets all tokens, labels and positions, [batch, seq], and all of the head's input. The head's
+    weight becomes a DTensor, split by vocabulary, so the model must be called with a `head` that
+    takes one (training/loss.py).
     """
     gather, scatter = collectives(mesh)
     for block in model.blocks:
         split_decoder_block(block, mesh, gather, scatter)
+    # of these a pipeline stage has some
     outer = model.model
     if "embed_tokens" in outer:
         split_embedding(outer["embed_tokens"], mesh)
     if "embed_positions" in outer:
+        # all positions on every rank, which looks up those of its tokens
         split_parameters(outer["embed_positions"], mesh, Replicate())
         set_variant(outer["embed_positions"], OwnPositions)
     if "norm" in outer:
         split_parameters(outer["norm"], mesh, Replicate())
         outer["norm"].register_forward_pre_hook(use_local_tensors)
+        # for the head, never in FP8
         model.gather = gather
     if model.lm_head is not None:
         split_parameters(model.lm_head, mesh, Shard(0))
@@ -63,36 +71,47 @@ def tensor_parallel(model: "Decoder", mesh: DeviceMesh) -> None:
 def split_decoder_block(
     block: "Block", mesh: DeviceMesh, gather: Callable, scatter: Callable
 ) -> None:
-    """Split a block in place. Names of its modules tell its kinds of attention and MLP."""
+    """Split a block in place. The names of its modules tell its kinds of attention and MLP.
+
+    gather, scatter: from `collectives`.
+    """
     attention = block.self_attn
     mlp = block.mlp
     if hasattr(attention, "k_proj"):
         share_heads(attention, mesh)
     if hasattr(mlp, "experts"):
         split_experts(mlp, mesh, gather, scatter)
+        # all that is left of it to split; None if it has no shared expert
         mlp = mlp.shared_experts
     parts = [part for part in (attention, block.mamba, mlp) if part is not None]
     split_block(block, mesh, COLUMN, ROW, parts)
     if hasattr(attention, "kv_b_proj"):
-        # latents, which no FP8 product reads
+        # latent attention gathers latents, which norms read: `split_block` may have chosen FP8
         attention.gather = gather
 
 
 def share_heads(attention: "GroupedQueryAttention", mesh: DeviceMesh) -> None:
-    """Let each rank use the rows of k and v of one head, if ranks outnumber key/value heads."""
+    """Let each rank use the rows of k and v of one head, if ranks outnumber key/value heads.
+
+    `use_local_tensors` reads `own_rows`, the rows of the weight that a rank computes with.
+    """
     heads = len(attention.k_proj.weight) // attention.head_dim
     if mesh.size() > heads:
+        # with 2 heads on 4 ranks: head 0, 0, 1, 1
         first = mesh.get_local_rank() * heads // mesh.size() * attention.head_dim
         for module in (attention.k_proj, attention.v_proj):
             module.own_rows = slice(first, first + attention.head_dim)
 
 
 def split_experts(moe: "MoE", mesh: DeviceMesh, gather: Callable, scatter: Callable) -> None:
-    """Split the channels of all experts, unless expert parallelism has split the experts."""
+    """Split the channels of all experts, unless expert parallelism has split them by expert."""
     experts = moe.experts
+    # document ids [batch, seq] -> those of this rank's tokens, for the router
     moe.split = partial(own_chunk, mesh)
     if not isinstance(experts.down_proj, DTensor):
+        # gate_up_proj, [experts, 2 x channels, width], or up_proj; its bias lacks the last dim
         split_parameters(experts, mesh, Shard(1), experts.first)
+        # [experts, width, channels]; its bias [experts, width] has no channels to split
         split_parameters(experts, mesh, Shard(2), "down_proj")
         moe.dispatch = partial(dispatch_to_all, moe.dispatch, gather, scatter)
 
@@ -106,29 +125,32 @@ def dispatch_to_all(
     weights: Tensor,
     experts: "Experts",
 ) -> Tensor:
-    """Run `dispatch` on the tokens of all ranks, and sum the results, of a share of the channels.
+    """Run `dispatch` on the tokens of all tensor-parallel ranks; return the result for this rank's.
 
-    x: [tokens, width], of this rank's tokens, as the result; indices, weights: [tokens, top_k].
+    Each rank has some channels of all experts, so the results of the ranks are summed.
+    x: [tokens, width], this rank's tokens, as the result; indices, weights: [tokens, top_k].
     """
+    # [tokens x tp, ...]; the collectives take [batch, seq, width], so all tokens are one sequence
     x, indices, weights = (gather(tensor[None])[0] for tensor in (x, indices, weights))
     return scatter(dispatch(x, indices, weights, experts)[None])[0]
 
 
 class OwnPositions(nn.Embedding):
-    """An embedding of positions [batch or 1, seq] that returns this rank's, [..., seq / tp, hidden]."""
+    """An embedding of positions [batch or 1, seq] -> this rank's [batch or 1, seq / tp, hidden]."""
 
     def forward(self, positions: Tensor) -> Tensor:
+        # [max positions, hidden]; this rank's tokens give one term of the gradient
         weight = self.weight.to_local(grad_placements=[Partial()])
         return F.embedding(own_chunk(self.weight.device_mesh, positions), weight)
 
 
 def tensor_parallel_size(model: "Decoder") -> int:
-    """Return the number of ranks over which `tensor_parallel` has split a decoder; 1 if it has not."""
+    """Return over how many ranks `tensor_parallel` has split a decoder; 1 if it has not."""
     weight = model.head_weight
     if not isinstance(weight, DTensor):
         return 1
     mesh = weight.device_mesh
-    # a sampler's ranks are a mesh without names
+    # the mesh of a tensor-parallel sampler has one dimension without a name
     names = mesh.mesh_dim_names or ("tp",)
     if "tp" not in names:
         return 1

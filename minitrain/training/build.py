@@ -77,7 +77,7 @@ def balance_over_ranks(model: Module, config: Config, meshes: Meshes) -> None:
     """Let auxiliary losses count the routing of all ranks' tokens, or of full sequences."""
     for module in model.modules():
         if isinstance(module, Router):
-            mesh = meshes.row if config.model.config.seq_aux else meshes.tokens
+            mesh = meshes.sequence if config.model.config.seq_aux else meshes.tokens
             module.sum_counts = partial(sum_over, mesh)
 
 
