@@ -3,6 +3,7 @@
   minitrain tokenize   turns texts into token files
   minitrain train      as python -m minitrain.train
   minitrain curves     draws the curves of runs into one picture
+  minitrain export     writes a checkpoint of a run as a model
   minitrain evaluate   measures a model on held-out texts or chats
   minitrain generate   as python -m minitrain.generate
   minitrain merge      as python -m minitrain.merge
@@ -21,6 +22,7 @@ FILES = {
     "tokenize": "run.tokenize_files",
     "train": "train",
     "curves": "run.curves",
+    "export": "run.export_step",
     "evaluate": "run.evaluate_model",
     "generate": "generate",
     "merge": "merge",

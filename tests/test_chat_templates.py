@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, GenerationConfig
 
 from minitrain import Sampler, generate, merge, save_pretrained
+from minitrain.__main__ import dispatch
 from minitrain.data.chat import encode_chat, encode_question, end_of_reply, read_messages, read_shown
 from minitrain.data.chat_templates import CHATML, DATE, LLAMA3, PLAIN, Message, choose_template
 from minitrain.data.problems import open_problems
@@ -183,6 +184,9 @@ def test_a_tuned_model_is_asked_as_in_training(tmp_path, capsys, name, shortened
     }  # fmt: skip
     train_model.train(from_dict(tree))
     said = " ".join(capsys.readouterr().out.split())
+    dispatch(["export", "--run", str(tmp_path / "out"), "--out", str(tmp_path / "exported")])
+    for file in (tmp_path / "exported").iterdir():
+        assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes()
     lost = len(thinking) if shortened else 0
     assert (f"{lost} of 3 replies lose text" in said) == bool(lost) == ("lose text" in said)
     tuned, template = AutoTokenizer.from_pretrained(tmp_path / "out"), choose_template("auto", ours)

@@ -7,8 +7,10 @@ import re
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import minitrain
+from minitrain import train
 from minitrain.__main__ import dispatch
 from minitrain.data.byte_tokenizer import ByteTokenizer
 from minitrain.data.text import open_data
@@ -35,7 +37,7 @@ def test_tokenized_files_give_the_rows_of_the_texts(tmp_path, monkeypatch, capsy
         text = f"Document {number}, {'long ' * 9 * number}end"
         lines = [json.dumps({"text": f"{part}: {text}"}) for part in range(3)]
         (tmp_path / "in" / f"{number}.{suffix}").write_text(text if suffix == "txt" else "\n".join(lines))
-    out = tmp_path / "tokens"
+    out = tmp_path / "new" / "tokens"
     dispatch(["tokenize", "--tokenizer", "bytes", "--out", str(out), "--processes", processes, str(tmp_path / "in")])
     assert f"data.path={out} data.tokenizer=bytes data.document_end=257" in capsys.readouterr().out
     shards = sorted(out.iterdir())
@@ -109,3 +111,37 @@ def test_evaluate_counts_chats_that_are_exactly_right(folder, tmp_path, capsys):
     assert best != ord("n") and best != ord("o")
     wanted = [loss, math.exp(loss)]
     assert numbers(capsys.readouterr().out)[0:2] == pytest.approx(wanted, rel=2e-4)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_checkpoint_of_a_run_is_exported_as_that_run_would_end(tmp_path, capsys, precision):
+    for name in ("text", "held"):
+        (tmp_path / f"{name}.txt").write_text(f"a line of {name}\n" * 60)
+    model = "model={name: llama3-8b-tiny, vocab_size: 258, num_layers: 1}"
+    words = f"""data.kind=text data.path={tmp_path}/text.txt batch.global=2 batch.micro=2 batch.seq_len=32 device=cpu
+    checkpoint.every=1 checkpoint.keep=2 optim.schedule=constant optim.warmup=0 precision={precision}
+    validation.every=1 data.validation_path={tmp_path}/held.txt""".split()
+    (tmp_path / "config.yaml").write_text("")
+    for run, more in (("one", "steps=1"), ("two", "steps=2")):
+        arguments = ["--config", str(tmp_path / "config.yaml"), model, *words, f"out_dir={tmp_path}/{run}", more]
+        train.main(arguments)
+    # of a save that goes on
+    live = tmp_path / "two" / "checkpoints" / "step-00000003.tmp"
+    live.mkdir()
+    capsys.readouterr()
+    for step, more in ((1, ["--step", "1"]), (2, [])):
+        out = tmp_path / "out" / str(step)
+        dispatch(["export", "--run", str(tmp_path / "two"), "--out", str(out), *more])
+        assert capsys.readouterr().out.startswith(f"{out} holds step {step} of")
+        whole = tmp_path / {1: "one", 2: "two"}[step]
+        for name in ("model.safetensors", "config.json", "tokenizer.json"):
+            assert (out / name).read_bytes() == (whole / name).read_bytes()
+        assert {str(x.dtype) for x in load_file(out / "model.safetensors").values()} == {"torch.float32"}
+    assert live.exists()
+    for run, more, message in (
+        ("two", ["--step", "7"], r"checkpoints holds steps \[1, 2\], not 7"),
+        ("none", [], "none/checkpoints holds no checkpoint"),
+    ):
+        with pytest.raises(InputError, match=message):
+            dispatch(["export", "--run", str(tmp_path / run), "--out", str(tmp_path / "new"), *more])
+    assert not (tmp_path / "new").exists()

@@ -305,7 +305,7 @@ def await_file(file: Path, node: str) -> None:
 def make_empty(folder: Path) -> None:
     """An empty folder, whatever was there."""
     delete(folder)
-    folder.mkdir()
+    folder.mkdir(parents=True)
 
 
 def remove(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from minitrain.data.chat import end_of_reply
@@ -70,7 +71,9 @@ def export(
     if config.lora:
         save_adapter(tensors, shape, config.lora, folder, config.model.path or config.model.name)
     else:
-        save_tensors(tensors, shape, next(model.parameters()).dtype, folder)
+        # that of the shards: after a validation parameters are still gathered, in another
+        dtype = torch.bfloat16 if config.precision == "bf16-pure" else torch.get_default_dtype()
+        save_tensors(tensors, shape, dtype, folder)
 
 
 def check_free_of_others(config: Config, folder: Path) -> None:
