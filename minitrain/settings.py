@@ -45,7 +45,8 @@ class Data:
     exclude: list[str] = field(default_factory=list)
     # mock latents: frames, height, width
     size: list[int] = field(default_factory=lambda: [24, 104, 60])
-    # jsonl: the key that holds the text; chats are looked for, see data/chat.py
+    # jsonl (arrays, parquet and arrow too: data/records.py): the key that holds the text; chats
+    # are looked for, see data/chat.py
     field: str = "text"
     # fine-tuning: how chats become text
     template: Literal["auto", "llama3", "chatml", "plain"] = "auto"

@@ -8,6 +8,7 @@ do folders such as __pycache__.
 import fnmatch
 import functools
 import glob
+import json
 import os
 import sysconfig
 from collections import Counter
@@ -15,13 +16,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from minitrain.errors import InputError, hub_hint
+from minitrain.errors import InputError, hub_hint, readable
 from minitrain.settings import Config, Data
 
 # which files of a folder are data
-_SUFFIXES = {
+SUFFIXES = {
     "text": ("",),
-    "jsonl": (".jsonl",),
+    "jsonl": (".jsonl", ".jsonl.gz", ".parquet", ".arrow"),
     "tokens": (".npy", ".bin"),
     "latents": (".safetensors",),
 }
@@ -67,7 +68,7 @@ def find_files(data: Data) -> list[Path]:
 def _expand(pattern: str, kind: str) -> list[str]:
     pattern = os.path.expanduser(pattern)
     if os.path.isdir(pattern):
-        files = [file for file in _files_below(pattern) if file.endswith(_SUFFIXES[kind])]
+        files = [file for file in _files_below(pattern) if file.endswith(SUFFIXES[kind])]
         # no pipes, which may never end; a link to nothing stays, as an error when it is read
         return [file for file in files if os.path.isfile(file) or not os.path.exists(file)]
     return [file for file in [pattern, *glob.glob(pattern, recursive=True)] if os.path.isfile(file)]
@@ -85,7 +86,7 @@ def _what_is_there(pattern: str, kind: str) -> str:
     found = ", ".join(
         f"{count:,} {suffix or 'without a suffix'}" for suffix, count in suffixes.most_common(3)
     )
-    wanted = " or ".join(_SUFFIXES[kind])
+    wanted = " or ".join(SUFFIXES[kind])
     return f" (as data.kind={kind} a folder's {wanted} files count, it has {found}; a glob such as '*.json' takes any)"
 
 
@@ -104,4 +105,17 @@ def _files_below(top: str) -> Iterator[str]:
             seen.add(os.path.realpath(folder))
             folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
             tops += filter(os.path.islink, [os.path.join(folder, name) for name in folders])
-            yield from (os.path.join(folder, name) for name in names if not name.startswith("."))
+            names = [name for name in names if not name.startswith(".")]
+            yield from (os.path.join(folder, name) for name in _without_caches(folder, names))
+
+
+def _without_caches(folder: str, names: list[str]) -> list[str]:
+    """Return the names of a folder's files; where save_to_disk of `datasets` made it, its data's."""
+    if "dataset_dict.json" in names:
+        raise InputError(f"data.path: {folder} holds several splits (name one, a folder in it)")
+    if not {"dataset_info.json", "state.json"} <= {*names}:
+        return names
+    state = Path(folder, "state.json")
+    with readable(state):
+        listed = state.read_text(encoding="utf-8")
+    return [name for name in names if json.dumps(name) in listed]

@@ -32,7 +32,7 @@ from minitrain.data.chat import (
 from minitrain.data.chat_keys import KEYS
 from minitrain.data.chat_templates import Chat, ChatTemplate, Message, choose_template
 from minitrain.data.files import find_files, held_out_apart
-from minitrain.data.records import Number, Skips, read_jsonl
+from minitrain.data.records import Number, Skips, read_records
 from minitrain.data.text import fitting_tokenizer, split_off
 from minitrain.data.tokenizer import Tokenizer
 from minitrain.errors import InputError, located
@@ -90,7 +90,7 @@ def open_problems(config: Config) -> tuple[Problems, Problems | None, Tokenizer,
         with located(where):
             check_length(problems[0], config)
     else:
-        problems = list(read_jsonl(find_files(data), read, skips))
+        problems = list(read_records(find_files(data), read, skips))
     if not problems:
         raise InputError(f"data.path={data.path} holds no problem{skips.aside}")
     # random weights have never seen an end of their own

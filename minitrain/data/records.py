@@ -1,9 +1,14 @@
-"""Documents and JSON lines of files, and what happens to those that are unusable.
+"""Documents and JSON objects of files, and what happens to those that are unusable.
 
-They are errors, or with data.on_error=skip left out and counted.
+Objects stand in lines or in an array, either packed by gzip or not; or they are the rows of parquet
+and arrow files, which the package pyarrow reads. What is unusable is an error, or with
+data.on_error=skip left out and counted.
 """
 
+import gzip
 import json
+import re
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
@@ -14,6 +19,15 @@ from minitrain.errors import InputError, readable
 from minitrain.formats.magic import kind_of_binary, kind_of_json, placeholder, read_head
 
 Parse = Callable[[dict, str], Any]
+# first bytes
+GZIP = b"\x1f\x8b"
+PARQUET = b"PAR1"
+ARROW = b"ARROW1"
+ARROW_STREAM = b"\xff\xff\xff\xff"
+# last bytes of a stream; pyarrow would read what is there of one that is cut between batches
+END_OF_STREAM = ARROW_STREAM + bytes(4)
+# of objects, or of nothing
+ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*(\{|\]|$)")
 
 
 @dataclass
@@ -88,40 +102,93 @@ class Number(float):
         return f"{Decimal(self.text):f}" if "e" in self.text.lower() and in_reach else self.text
 
 
-def read_jsonl(files: list[Path], parse: Parse, skips: Skips) -> Iterator[Any]:
-    """Yield parse(object, FILE:LINE) for every line that is not blank.
+def read_records(files: list[Path], parse: Parse, skips: Skips) -> Iterator[Any]:
+    """Yield parse(object, FILE:LINE) for every JSON object of the files.
 
-    A file without any is unusable.
+    A file without any is unusable, and so is what follows damage to a file.
     """
     for file in files:
-        empty = True
         with readable(file):
-            what = kind_of_json(file, read_head(file))
-        if what:
-            skips.refuse(InputError(f"{file} is {what}"))
-            continue
-        with readable(file), open(file, "rb") as lines:
+            head = read_head(file)
+        empty = True
+        try:
+            for where, item in _items(file, head):
+                empty = False
+                value = skips.read(_parse, item, where, parse)
+                if value is not None:
+                    yield value
+            if empty:
+                raise InputError(f"{file} is empty")
+        except InputError as error:
+            skips.refuse(error)
+
+
+def _items(file: Path, head: bytes) -> Iterator[tuple[str, Any]]:
+    """Yield where each object of a file stands, and the object or its JSON."""
+    number = 0
+    if head.startswith((PARQUET, ARROW, ARROW_STREAM)):
+        for number, row in enumerate(_table_rows(file, head), 1):
+            yield f"{file}:{number}", row
+        return
+    opened = gzip.open if head.startswith(GZIP) else open
+    try:
+        with readable(file), opened(file, "rb") as lines:
+            head = lines.peek(4096)[:4096]
+            if what := kind_of_json(file, head):
+                raise InputError(f"{file} is {what}")
+            if ARRAY.match(head):
+                for number, item in enumerate(_parse_json(lines.read(), str(file))):
+                    yield f"{file}[{number}]", item
+                return
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    empty = False
-                    value = skips.read(_parse_line, line, f"{file}:{number}", parse)
-                    if value is not None:
-                        yield value
-        if empty:
-            skips.refuse(InputError(f"{file} is empty"))
+                    yield f"{file}:{number}", line
+    except (EOFError, zlib.error) as error:
+        raise InputError(f"{file}:{number + 1}: damaged or cut off: {error}") from error
 
 
-def _parse_line(line: bytes, where: str, parse: Parse) -> Any:
+def _table_rows(file: Path, head: bytes) -> Iterator[bytes]:
+    """Yield the JSON of a table's rows, in which dates and the like are text."""
     try:
-        text = line.decode("utf-8-sig")
-        tree = json.loads(
+        import pyarrow.parquet
+    except ImportError as error:
+        raise InputError(f"{file} needs the package pyarrow: pip install pyarrow") from error
+    try:
+        with open(file, "rb") as raw:
+            if head.startswith(PARQUET):
+                batches = pyarrow.parquet.ParquetFile(raw).iter_batches(1024)
+            elif head.startswith(ARROW):
+                table = pyarrow.ipc.open_file(raw)
+                batches = map(table.get_batch, range(table.num_record_batches))
+            else:
+                raw.seek(-8, 2)
+                if raw.read() != END_OF_STREAM:
+                    raise InputError("the stream has no end (is the file whole?)")
+                raw.seek(0)
+                batches = pyarrow.ipc.open_stream(raw)
+            for batch in batches:
+                for row in batch.to_pylist():
+                    yield json.dumps(row, default=str).encode()
+    # of damaged files pyarrow can say nearly anything
+    except Exception as error:
+        raise InputError(f"{file} cannot be read by pyarrow: {error}") from error
+
+
+def _parse(item: bytes | Any, where: str, parse: Parse) -> Any:
+    tree = _parse_json(item, where) if isinstance(item, bytes) else item
+    if not isinstance(tree, dict):
+        raise InputError(f"{where}: must be a JSON object, not {type(tree).__name__}")
+    return parse(tree, where)
+
+
+def _parse_json(raw: bytes, where: str) -> Any:
+    try:
+        text = raw.decode("utf-8-sig")
+        return json.loads(
             text, parse_constant=_refuse_constant, object_pairs_hook=_object, parse_float=Number
         )
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not valid JSON: {error}") from error
-    if not isinstance(tree, dict):
-        raise InputError(f"{where}: must be a JSON object, not {type(tree).__name__}")
-    return parse(tree, where)
 
 
 def _refuse_constant(word: str) -> None:

@@ -21,7 +21,7 @@ from minitrain.data.chat import (
 )
 from minitrain.data.chat_templates import PLAIN, ChatTemplate, choose_template
 from minitrain.data.files import find_files
-from minitrain.data.records import Skips, read_jsonl
+from minitrain.data.records import Skips, read_records
 from minitrain.data.text import Mock, Row, fitting_tokenizer, split_off
 from minitrain.data.tokenizer import Tokenizer
 from minitrain.errors import InputError
@@ -75,7 +75,7 @@ def read_samples(
         shown = read_shown(record, where)
         return make_sample(*encode_chat(messages, template, tokenizer, where, shown))
 
-    return read_jsonl(find_files(data), read, skips)
+    return read_records(find_files(data), read, skips)
 
 
 def fit(samples: Iterable[Sample], seq_len: int, over_long: str) -> tuple[list[Sample], str]:

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from minitrain.data.chat import Sample
-from minitrain.data.files import find_files
-from minitrain.data.records import Skips, read_jsonl, read_texts, text_of
+from minitrain.data.files import SUFFIXES, find_files
+from minitrain.data.records import Skips, read_records, read_texts, text_of
 from minitrain.data.token_files import TokenFiles, open_tokens
 from minitrain.data.tokenizer import Tokenizer, load_tokenizer
 from minitrain.errors import InputError, located
@@ -212,11 +212,11 @@ def tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> Corpus:
 
 
 def read_documents(files: list[Path], field: str) -> Iterator[str]:
-    """Yield the documents of files: of .jsonl each line's, at a key, of others the whole text."""
+    """Yield the documents of files: of JSONL and tables each object's, at a key; else the text."""
     skips = Skips()
     for file in files:
-        if file.suffix == ".jsonl":
-            yield from read_jsonl([file], partial(_document, field), skips)
+        if file.name.endswith(SUFFIXES["jsonl"]):
+            yield from read_records([file], partial(_document, field), skips)
         else:
             yield from read_texts([file], skips)
 
@@ -259,7 +259,7 @@ def _open_documents(
     if data.kind == "text":
         documents = read_texts(files, skips)
     else:
-        documents = read_jsonl(files, partial(_document, data.field), skips)
+        documents = read_records(files, partial(_document, data.field), skips)
     held = None
     if data.validation:
         lone, documents = split_lone(documents, data.validation)

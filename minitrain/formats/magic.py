@@ -24,8 +24,8 @@ BZh = packed by bzip2 (bzip2 -d)
 \xfd7zXZ = packed by xz (xz -d)
 \x04"M\x18 = packed by lz4 (lz4 -d)
 7z\xbc\xaf = a 7z archive (unpack it)
-PAR1 = a parquet file (datasets' to_json writes JSONL)
-ARROW1 = an arrow file (datasets' to_json writes JSONL)
+PAR1 = a parquet file (data.kind=jsonl reads it)
+ARROW1 = an arrow file (data.kind=jsonl reads it)
 ORC = an ORC file (convert it to JSONL)
 Obj\x01 = an Avro file (convert it to JSONL)
 \x89HDF = an HDF5 file (save its arrays as .npy)
@@ -49,7 +49,6 @@ MAGICS = {
 }
 # PNG, GIF, JPEG; WebP, WAV, AVI; MP3, Ogg, FLAC; Matroska, WebM; MP4, MOV, HEIC
 MEDIA = rb"(?s)\x89PNG|GIF8|\xff\xd8\xff|RIFF|ID3|OggS|fLaC|\x1a\x45\xdf\xa3|.{4}ftyp"
-ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*(\{|$)")  # of objects
 SPREAD = re.compile(rb"(\xef\xbb\xbf)?\s*\{[ \t]*\r?\n")  # one object over several lines
 
 
@@ -71,7 +70,7 @@ def kind_of_binary(file: Path, head: bytes) -> str:
     if head[8:10] == b'{"' and length < 1 << 27:
         return "a safetensors file (of tensors, not of tokens or text)"
     if head[:4] == b"\xff" * 4 and 0 < int.from_bytes(head[4:8], "little") < 1 << 20:
-        return "an arrow stream, as in datasets' cache (its to_json writes JSONL)"
+        return "an arrow stream, as datasets saves them (data.kind=jsonl reads it)"
     if re.match(MEDIA, head):
         return "a picture, a sound or a video"
     if head[257:262] == b"ustar":
@@ -112,11 +111,9 @@ def library_of(settings: dict) -> str:
 
 
 def kind_of_json(file: Path, head: bytes) -> str:
-    """Return the kind of a file that cannot be JSON lines; empty where it may be."""
+    """Return the kind of a file that cannot be JSON lines or an array; empty where it may be."""
     if SPREAD.match(head):
         return "JSON over several lines, not an object a line (jq -c . FILE > FILE.jsonl)"
-    if ARRAY.match(head):
-        return "one JSON array, not an object a line (jq -c '.[]' FILE > FILE.jsonl)"
     return kind_of_binary(file, head)
 
 

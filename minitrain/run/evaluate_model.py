@@ -1,7 +1,7 @@
 """Measure a model on held-out texts or chats: minitrain evaluate --model FOLDER FILES...
 
-FILES are .jsonl files, a document a line, or texts, a document each; with --chat, .jsonl files of
-chats, of which replies alone count. All of each document is predicted but its first token, from
+FILES are .jsonl files or tables, a document a line, or texts, a document each; with --chat, files
+of chats, of which replies alone count. All of each document is predicted but its first token, from
 what stands before it in the same --seq-len tokens.
 """
 
@@ -13,7 +13,7 @@ from minitrain.run import cli
 OPTIONS = {
     "--model": (cli.home_path, ..., "a folder in Hugging Face layout"),
     "--adapter": (cli.home_path, None, "a LoRA run's out_dir, or PEFT's"),
-    "--field": (str, "text", "of .jsonl: the key that holds the text"),
+    "--field": (str, "text", "of .jsonl and tables: the key that holds the text"),
     "--seq-len": (cli.positive(int), 2048, "longer documents are cut, longer chats left out"),
     "--device": (["auto", "cpu", "cuda"], "auto", "where to compute"),
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from minitrain.data.chat import encode_question, end_of_reply
 from minitrain.data.chat_templates import ChatTemplate, Message, choose_template
-from minitrain.data.records import Skips, read_jsonl, read_texts, text_of
+from minitrain.data.records import Skips, read_records, read_texts, text_of
 from minitrain.data.tokenizer import (
     Tokenizer,
     check_same_ids,
@@ -82,7 +82,7 @@ def read_prompts(options: Namespace) -> list[str]:
         cli.check_writable("out", options.out)
         file = Path(options.prompts)
         if file.suffix == ".jsonl":
-            return list(read_jsonl([file], prompt_of, Skips()))
+            return list(read_records([file], prompt_of, Skips()))
         return "".join(read_texts([file], Skips())).splitlines()
     if options.prompt is None and not options.chat:
         raise InputError("--prompt is missing (or --prompts FILE, or --chat alone to converse)")

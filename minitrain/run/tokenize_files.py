@@ -1,8 +1,8 @@
 """Turn texts into tokens once, before training: minitrain tokenize --out FOLDER FILES...
 
-FILES are .jsonl files, a document a line, or texts, a document each; folders and globs stand for
-their files. Each process takes a group of files, whose tokens it holds in memory, and writes a .npy
-file of uint16 or uint32, for data.kind=tokens: the same rows as from the texts themselves.
+FILES are .jsonl files or tables, a document a line, or texts, a document each; folders and globs
+stand for their files. Each process takes a group of files, whose tokens it holds in memory, and
+writes a .npy file of uint16 or uint32, for data.kind=tokens: the same rows as from the texts.
 """
 
 from concurrent.futures import ProcessPoolExecutor
@@ -21,7 +21,7 @@ MOST = 1024
 OPTIONS = {
     "--tokenizer": (cli.home_path, ..., "a folder, or bytes"),
     "--out": (cli.home_path, ..., "a new folder"),
-    "--field": (str, "text", "of .jsonl: the key that holds the text"),
+    "--field": (str, "text", "of .jsonl and tables: the key that holds the text"),
     "--processes": (cli.positive(int), None, "by default one per core"),
 }
 
