@@ -15,7 +15,7 @@ from minitrain.settings import Config, Parallel
 from minitrain.training.loss import IGNORE
 from minitrain.training.packing import PADDING, first_fit_decreasing, pack_row, stack
 
-# of a sequence: values are [n], n = tokens - 1
+# the model's inputs for one sequence: each value is [tokens - 1], since the last token only labels
 Example = dict[str, np.ndarray]
 
 
@@ -56,10 +56,10 @@ def micro_batches(
     """
     micro = config.batch.micro
     length = config.batch.seq_len
-    # the numbers of each row's samples
+    # of each row, the numbers of its samples
     bins = first_fit_decreasing([len(sample["tokens"]) for sample in samples], length)
     count = enough_for_pipeline(config.parallel, -(-len(bins) // (micro * ranks)))
-    # collectives need equally many micro-batches on all ranks
+    # collectives need equally many micro-batches on all ranks: add empty rows
     bins += [[] for _ in range(count * micro * ranks - len(bins))]
     padding = dict.fromkeys(samples[0], 0.0) | PADDING
     nothing = {key: np.empty(0, column.dtype) for key, column in samples[0].items()}
@@ -76,8 +76,11 @@ def enough_for_pipeline(parallel: Parallel, count: int) -> int:
 
 
 def response_sample(rollout: Response, advantage: float, config: Config) -> Example:
-    """Return the model's input, and for each response token the inputs of PolicyGradient."""
-    # inputs whose label is a token of the prompt
+    """Return the model's input, and for each response token the inputs of PolicyGradient.
+
+    All values are [tokens - 1]; positions whose label is a token of the prompt have zeros.
+    """
+    # how many these are
     before = len(rollout.prompt) - 1
     size = len(rollout.response)
     filtered = config.grpo.overlong_filter and rollout.truncated
@@ -97,7 +100,7 @@ def response_sample(rollout: Response, advantage: float, config: Config) -> Exam
 def reply_sample(prompt: list[int], reply: list[int], learned: bool = True) -> Example:
     """Return a prompt with a reply; unless `learned`, no token is a label."""
     tokens = np.array(prompt + reply, np.int64)
-    # of tokens[1:], those of the reply
+    # [tokens - 1]: the next tokens, but for those of the prompt
     labels = np.where(
         (np.arange(len(tokens) - 1) < len(prompt) - 1) | (not learned), IGNORE, tokens[1:]
     )

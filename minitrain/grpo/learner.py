@@ -34,8 +34,8 @@ Batch = dict[str, Tensor]
 class Learner:
     """A Trainer of the policy, and the reference model if grpo.kl needs one.
 
-    phase(name): a context around a part of a step: `logprobs` or `training`. It provides the
-    part's memory (offload.py) and counts its time.
+    phase(name): a context around a part of a step: `logprobs` or `training`. It loads what the
+        part needs in memory (offload.py), and counts its time.
     fill: see `build_model`.
     """
 
@@ -67,20 +67,24 @@ class Learner:
         grpo = self.config.grpo
         size = self.config.batch.global_
         with self.phase("logprobs"):
+            # one advantage for each response, in the order of `groups`
             values = advantages(rewards(groups), grpo.baseline, grpo.std_scaling).flatten().tolist()
             pairs = zip(chain(*groups), values, strict=True)
             samples = [response_sample(rollout, value, self.config) for rollout, value in pairs]
             updates = [self.batches(samples[n : n + size]) for n in range(0, len(samples), size)]
+            # the micro-batches of all updates: their log-probabilities precede the first update
             every = list(chain(*updates))
             if len(updates) > 1:
                 self.add_log_probs("old", self.model, every)
             if self.reference is not None:
                 self.add_log_probs("reference", self.reference, every)
+            # with LoRA, the model without adapters is the reference
             elif grpo.kl:
                 with without_adapters(self.config.lora):
                     self.add_log_probs("reference", self.model, every)
         with self.phase("training"):
             results = [self.trainer.update(batches, step) for batches in updates]
+            # only now does the host wait for the device
             results = [{key: value.item() for key, value in result.items()} for result in results]
             numbers = {
                 key: sum(result[key] for result in results) / len(results) for key in results[0]
@@ -101,7 +105,7 @@ class Learner:
 
     @torch.no_grad()
     def add_log_probs(self, name: str, model: Module, batches: list[Batch]) -> None:
-        """Add the labels' log-probabilities under `model` to each batch, [micro, seq / cp].
+        """Add the labels' log-probabilities under `model` to each batch, fp32 [micro, seq / cp].
 
         In a pipeline only the last stage has them.
         """
@@ -111,6 +115,7 @@ class Learner:
             outputs = model.outputs(objective, inputs)
         else:
             outputs = [objective.loss(model, batch) for batch in inputs]
+        # earlier stages of a pipeline have no outputs
         for batch, output in zip(batches, outputs, strict=False):
             batch[name] = output
         for module in model.modules():
@@ -119,19 +124,24 @@ class Learner:
                 module.reshard()
 
     def states(self) -> list[Tensor]:
-        """Return the optimizer's state tensors, of any shape but numbers."""
+        """Return the optimizer's state tensors [...], but for step counts, which are scalars."""
         states = chain(*(state.values() for state in self.trainer.optimizer.state.values()))
         return [state for state in states if isinstance(state, Tensor) and state.ndim]
 
     def reference_weights(self) -> list[Tensor]:
+        """Return the reference model's parameters, each [...]; none if there is no such model."""
         return [] if self.reference is None else list(self.reference.parameters())
 
     def total(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor of any shape over all ranks' tokens; a pipeline's last stage has them."""
+        """Sum a tensor [...] over all ranks; those with tensor parallelism have equal ones."""
+        # over ranks with other tokens, then over stages, of which only the last has numbers
         return sum_over(self.meshes.pp, sum_over(self.meshes.loss, tensor.to(self.device)))
 
     def warm_up(self, problems) -> float:
-        """Train on right replies with an optimizer of its own; return the last loss."""
+        """Train on right replies with an optimizer of its own; return the last loss.
+
+        GRPO needs a policy that is right now and then; a model with initial weights never is.
+        """
         config = self.config
         model = self.model
         optimizer = make_optimizer(
@@ -158,11 +168,11 @@ class Learner:
         reference model: the policy without them is the reference. Raises InputError if the run
         began without a reference.
         """
-        # transposed copies are for backward passes
+        # the transposed copies of FP8 weights are for backward passes
         fp8 = dataclasses.replace(self.config.fp8, keep_transposed=False)
         config = dataclasses.replace(self.config, fp8=fp8)
         self.reference = build_model(config, self.meshes, fill=lambda model: None, trained=False)
-        # never stepped: a checkpoint holds an optimizer
+        # checkpoints hold an optimizer, too; this one never makes a step
         optimizer = make_optimizer(self.reference, self.config.optim)
         if resumed:
             if checkpointer.latest() is None:
@@ -173,6 +183,7 @@ class Learner:
             checkpointer.load(self.reference, optimizer)
         else:
             weights = self.model.state_dict()
+            # both models are sharded alike, so each rank copies its own shards
             with torch.no_grad():
                 for name, tensor in self.reference.state_dict().items():
                     to_local(tensor).copy_(to_local(weights[name]))
@@ -194,15 +205,18 @@ class Learner:
             name: local_shard(tensor) for name, tensor in state.items() if not is_adapter(name)
         }
         for name, (part, where) in parts.items():
+            # A and B, if the weight has adapters
             adapters = [state[adapter] for adapter in adapter_names(name) if adapter in state]
             if adapters:
+                # the shard's slices of W, [..., out, in]; a stack of experts has one dimension more
                 *stack, rows, columns = where
-                # [..., rank, in] and [..., out, rank], of which the shard needs its columns and rows
+                # A [..., rank, in] and B [..., out, rank]: the shard needs columns of A, rows of B
                 a, b = map(full_tensor, adapters)
                 a = a[(*stack, slice(None), columns)]
                 b = b[(*stack, rows)]
                 weight = merged_weight(part.float(), a, b, self.config.lora)
                 if part.dtype == torch.bfloat16:
+                    # in place of a step number: equal weights are rounded alike in every sync
                     always = torch.zeros((), device=part.device)
                     weight = round_stochastically(weight, random_bits(name, always, where))
                 parts[name] = weight, where

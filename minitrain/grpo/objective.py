@@ -7,8 +7,7 @@ Every response token has a log-probability under four policies:
     log_probs   the weights now
     reference   a reference model
 
-A is the advantage of its sequence (grpo/advantages.py). The loss of
-a token is
+The loss of a token, whose sequence has the advantage A (grpo/advantages.py), is
 
     w * (surrogate(r, A) + kl * estimator(log_probs, reference))
 
@@ -17,7 +16,7 @@ a token is
     w   exp(old - sampled), the importance weight, truncated or masked (`importance`): the sampler's
         kernels, precision or weights may differ from the trainer's. A constant in the gradient
 
-and the loss is the sum over all response tokens of the step, on all ranks and in all
+The loss of a step is the weighted sum over all response tokens, on all ranks and in all
 micro-batches, divided once:
 
     aggregation   weight of a token            divided by
@@ -62,7 +61,7 @@ from minitrain.settings import GRPO
 from minitrain.training.log_probs import linear_log_probs
 from minitrain.training.loss import IGNORE
 
-# log-ratios are cut off at +- this before exp, which would overflow
+# log-ratios are clamped to +- this before exp, which would overflow
 LOG_RATIO_LIMIT = 20.0
 
 
@@ -70,6 +69,7 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
+    # [rows, seq]
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
@@ -83,7 +83,7 @@ def surrogate(settings: GRPO, log_probs: Tensor, log_ratio: Tensor, advantages: 
 
     clip: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), PPO's pessimistic bound (Schulman et
         al. 2017): moving beyond the limits gains nothing. With dual_clip=c it is at most -c A where
-        A < 0: one unlikely token could outweigh all others.
+        A < 0, so that no token whose r is huge outweighs all others.
     cispo: -clip(r) A log_probs, with clip(r) a constant: every token keeps its gradient, and only
         its weight is limited.
     reinforce: -A log_probs, the policy gradient itself, right for samples of the current policy.
@@ -92,6 +92,7 @@ def surrogate(settings: GRPO, log_probs: Tensor, log_ratio: Tensor, advantages: 
         return -advantages * log_probs
     ratio = bounded(log_ratio).exp()
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    # where nothing is clipped, both have the gradient -r A of log_probs
     if settings.surrogate == "cispo":
         return -clipped.detach() * advantages * log_probs
     loss = -torch.minimum(ratio * advantages, clipped * advantages)
@@ -101,8 +102,9 @@ def surrogate(settings: GRPO, log_probs: Tensor, log_ratio: Tensor, advantages: 
 
 
 def is_clipped(settings: GRPO, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """Return where clipping ends the gradient, bool [rows, seq]: r is beyond the limit that A
-    pushes it to.
+    """Return where clipping makes the gradient 0, bool [rows, seq].
+
+    A positive advantage pushes r up, a negative one down: r is beyond the limit on that side.
     """
     ratio = log_ratio.exp()
     return torch.where(
@@ -127,6 +129,7 @@ def kl_estimate(kind: str, log_probs: Tensor, reference: Tensor, old: Tensor) ->
     about 1, and its gradient is the missing part. k2's own gradient, -g times that of log_probs, is
     right, so there r is a constant.
     """
+    # [rows, seq], as all that follows
     gap = bounded(reference - log_probs)
     ratio = bounded(log_probs - old).exp()
     if kind == "k1":
@@ -141,7 +144,7 @@ def importance_weights(
 
     none: 1. truncate: clamped between low and high (truncated importance sampling). mask: 0 outside
     of these bounds (IcePop). sequence-mask: 0 in sequences whose geometric mean is outside.
-    mean: see `sequence_mean`.
+    mean(x): returns at each token the mean of x over its sequence, see `sequence_mean`.
     """
     if settings.importance == "none":
         return torch.ones_like(old)
@@ -151,6 +154,7 @@ def importance_weights(
     weight = bounded(log_weight).exp()
     if settings.importance == "truncate":
         return weight.clamp(low, high)
+    # the weight that the bounds apply to: the token's own, or its sequence's
     judged = weight if settings.importance == "mask" else mean(log_weight).exp()
     return weight * ((judged >= low) & (judged <= high))
 
@@ -160,7 +164,9 @@ def sequence_mean(x: Tensor, valid: Tensor, document_ids: Tensor) -> Tensor:
 
     document_ids: the number of a token's sequence in its row, or negative for padding, never valid.
     """
+    # padding adds its zeros to sequence 0
     document_ids = document_ids.clamp(min=0)
+    # [rows, seq]: column n is for sequence n, of which there are at most as many as tokens
     sums = torch.zeros_like(x).scatter_add(1, document_ids, x * valid)
     counts = torch.zeros_like(x).scatter_add(1, document_ids, valid.to(x.dtype)).clamp(min=1)
     return (sums / counts).gather(1, document_ids)
@@ -172,12 +178,15 @@ def sequence_mean(x: Tensor, valid: Tensor, document_ids: Tensor) -> Tensor:
 class PolicyGradient:
     """The loss above, for micro-batches as grpo/batches.py makes them; every field is [rows, seq].
 
-    tokens, positions, document_ids: packed sequences; labels: the next token where that is part of a
-    response, or IGNORE.
-    advantages, sampled: of the label. old, reference: likewise, where `settings` needs them.
-    Without `old` the log-probabilities of this pass stand for it: r is 1, with a gradient.
-    weights: of a token in the sum; starts: 1 at a sequence's first label.
-    longest: tokens of the longest possible response. temperature: that of the sampler.
+    tokens, positions, document_ids: packed sequences.
+    labels: the next token where that is part of a response, or IGNORE.
+    advantages: the advantage of the label's sequence.
+    sampled, old, reference: the label's log-probability under these policies, the last two where
+        `settings` needs them. Without `old` the log-probabilities of this pass stand for it: r is
+        1, with a gradient.
+    weights: of the label in the sum. starts: 1 at a sequence's first label.
+
+    temperature: that of the sampler. longest: tokens of the longest possible response.
     """
 
     # config_checks.py refuses cp with terms of whole sequences
@@ -197,13 +206,16 @@ class PolicyGradient:
         return int(batch["starts"].sum()) * each
 
     def loss(self, model: Module, batch: dict[str, Tensor]) -> Tensor:
-        """Return the sum of a batch's token losses, a scalar."""
+        """Return the weighted sum of token losses of a batch [micro, seq], a scalar."""
         return call(model, batch, partial(self.head, batch))
 
     def head(
         self, batch: dict[str, Tensor], hidden: Tensor, weight: Tensor, labels: Tensor
     ) -> Tensor:
-        """Return the sum of token losses from hidden [micro, seq, hidden] and the head's weight."""
+        """Return the weighted sum of token losses, a scalar. The model calls this as its head.
+
+        hidden: [micro, seq, hidden]; weight: [vocab, hidden]; labels: [micro, seq].
+        """
         # both [micro, seq]
         log_probs, entropy = linear_log_probs(hidden, weight, labels, self.temperature)
         losses, terms = token_losses(self.settings, log_probs, batch)
@@ -221,9 +233,10 @@ class PolicyGradient:
     def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Return the means of entropy and of `token_losses`'s terms over the step's response tokens.
 
-        NaN without any token.
+        sum_over: sums a tensor [...] over all ranks. The means are NaN if there is no token.
         """
         names = ["tokens", "entropy", *TERMS]
+        # only a pipeline's last stage has sums; the others take part with zeros
         device = next((value.device for value in self.sums.values()), None)
         sums = torch.stack(
             [torch.as_tensor(self.sums.get(name, 0.0), device=device) for name in names]
@@ -237,16 +250,18 @@ class PolicyGradient:
 
 
 class LogProbs:
-    """An objective whose `loss` returns the labels' log-probabilities, [micro, seq]."""
+    """The pass that computes log-probabilities, with the interface of an objective."""
 
     def __init__(self, temperature: float):
         self.temperature = temperature
 
     def loss(self, model: Module, batch: dict[str, Tensor]) -> Tensor:
+        """Return the labels' log-probabilities, fp32 [micro, seq]."""
         return call(model, batch, lambda *inputs: linear_log_probs(*inputs, self.temperature)[0])
 
 
 def call(model: Module, batch: dict[str, Tensor], head: Callable[..., Tensor]) -> Tensor:
+    """Return head(hidden [micro, seq, hidden], weight [vocab, hidden], labels) for a batch."""
     return model(
         batch["tokens"],
         **{key: batch[key] for key in ("positions", "document_ids", "labels")},
@@ -276,8 +291,10 @@ def token_losses(
     token_mult_prob_error: exp |sampled - old|. generation_kl_error: k3 of KL(sampler || trainer).
     """
     valid = batch["labels"] != IGNORE
+    # one value a token, [rows, seq], in all that follows
     sampled = batch["sampled"]
     advantages = batch["advantages"]
+    # without `old` this is the step's only update, and the weights are still the old ones
     old = batch.get("old", log_probs.detach())
     mean = partial(sequence_mean, valid=valid, document_ids=batch["document_ids"])
     log_ratio = log_probs - old
@@ -290,6 +307,7 @@ def token_losses(
             settings.kl_estimator, log_probs, reference, old
         )
     weight = importance_weights(settings, old, sampled, mean)
+    # numbers for the log
     with torch.no_grad():
         gap = bounded(old - sampled)
         clipped = is_clipped(settings, log_ratio, advantages)

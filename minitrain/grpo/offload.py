@@ -24,13 +24,14 @@ Tensors = Callable[[], Iterable[Tensor]]
 class Memory:
     """Keeps on the device what the current part of a step needs; at first, everything.
 
-    kept, lost: tensors that only one part of a step needs, by its name. The values of `lost` are
-    not saved.
+    kept, lost: tensors that only one part of a step needs, by the part's name. The values of `lost`
+    are not saved.
     """
 
     def __init__(self, kept: dict[str, Tensors], lost: dict[str, Tensors]):
         self.kept = kept
         self.lost = lost
+        # by part: (storage, its bytes, its copy on the host, or None if its values are lost)
         self.away: dict[str, list[tuple[UntypedStorage, int, UntypedStorage | None]]] = defaultdict(
             list
         )
@@ -50,7 +51,7 @@ class Memory:
 
 
 def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """Return the distinct storages of this rank's local tensors, of any shape."""
+    """Return the distinct storages of this rank's local tensors, each [...]."""
     found = {
         storage.data_ptr(): storage
         for storage in (to_local(tensor).untyped_storage() for tensor in tensors)

@@ -168,9 +168,7 @@ BUILT_IN = {"exact": exact, "math": math}
 
 
 def load_reward(name: str) -> Reward:
-    """Return `exact`, `math`, or the function at `package.module:name`. Raises InputError for
-    other names.
-    """
+    """Return `exact`, `math`, or the function at `package.module:name`, else raise InputError."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     example = {"response": "response", "answer": "answer", "row": {}}

@@ -56,24 +56,25 @@ class Collector:
         first: the number of the first problem that no step has had. A group has a signal if its
         scores differ. With grpo.generations above 1, groups without a signal are replaced by groups
         of further problems (DAPO's dynamic sampling), and used after all if these do not suffice.
-        Rewards do not count: where all are wrong, the penalty for length would only teach to be
-        wrong in fewer words.
+        The signal is in scores, not rewards: where all are wrong, the penalty for length would only
+        teach to be wrong in fewer words.
         """
         count = self.config.grpo.prompts
         rounds = self.config.grpo.generations
-        # with and without a signal
-        chosen = []
-        silent = []
+        # groups whose scores differ, and groups whose scores are all equal
+        with_signal = []
+        without = []
         for _ in range(rounds):
             groups = self.sample(problems.take(first, count), first, self.config.grpo.group)
             for group in groups:
-                (chosen if len({rollout.score for rollout in group}) > 1 else silent).append(group)
+                differ = len({rollout.score for rollout in group}) > 1
+                (with_signal if differ else without).append(group)
             first += count
-            if len(chosen) >= count:
+            if len(with_signal) >= count:
                 break
         if rounds > 1:
-            groups = (chosen + silent)[:count]
-        share = len(silent) / len(chosen + silent)
+            groups = (with_signal + without)[:count]
+        share = len(without) / len(with_signal + without)
         settings = sampling_settings(self.config)
         for number, group in enumerate(groups):
             for rollout in group:
@@ -91,10 +92,11 @@ class Collector:
         mine = range(self.replica, len(problems), self.replicas)
         requests = [self.request(problems[i], first + i, n, greedy) for i in mine]
         prompts = [problems[i].prompt for i in mine]
+        # n for each prompt, in order
         completions = self.sampler.generate(prompts, requests) if requests else []
         groups = {}
         tp = self.config.rollout.tp
-        # ranks that share a sampler have the same responses: each rewards some of them
+        # the ranks of one sampler all have its responses: each rewards some of them
         for k in range(dist.get_rank() % tp, len(mine), tp):
             own = completions[k * n : (k + 1) * n]
             groups[mine[k]] = [
@@ -123,13 +125,16 @@ class Collector:
         return min(self.config.rollout.max_tokens, positions - len(problem.prompt))
 
     def seed(self, number: int) -> int:
+        # 31 bits, of the run's seed and the problem's number
         digest = hashlib.blake2b(f"{self.config.seed}/{number}".encode(), digest_size=4).digest()
         return int.from_bytes(digest) >> 1
 
     def rewarded(self, group: int, problem: Problem, completion: Completion) -> Response:
+        """Return a completion with its text, its score, and its reward: score less penalty."""
         grpo = self.config.grpo
         ended = completion.finish_reason == "stop"
         tokens = completion.tokens
+        # without the token that ends it
         text = self.tokenizer.decode(tokens[:-1] if ended else tokens)
         score = self.score(text, problem)
         longest = self.longest(problem)
@@ -149,13 +154,14 @@ class Collector:
         )
 
     def score(self, text: str, problem: Problem) -> float:
-        """Return what the reward function says of a response. Raises InputError if it fails, or
-        that is no finite number."""
+        """Return the reward function's value. Raises InputError if it fails or is not finite."""
         called = f"grpo.reward={self.config.grpo.reward}"
         response = f"for the response {text[:80]!r}"
         try:
             given = self.reward(text, problem.answer, problem.row)
+        # it is the user's code, which can raise anything
         except (Exception, SystemExit) as error:
+            # where in that code, and what
             last = traceback.extract_tb(error.__traceback__)[-1]
             what = traceback.format_exception_only(error)[-1].partition("\n")[0]
             raise InputError(
@@ -171,16 +177,16 @@ class Collector:
         return score
 
     def evaluate(self, problems, count: int) -> dict[str, float]:
-        """Return pass@1 of greedy responses to the first `count` problems, and pass@k of sampled
-        ones, k = 1, 2, 4, ...
+        """Evaluate the first `count` problems: pass@1 of greedy responses, pass@k of sampled ones.
 
-        A response passes if its score, without the penalty for length, is at least 1. pass@k: is
-        one of k right, see `pass_at`.
+        A response passes if its score, without the penalty for length, is at least 1. pass@k is the
+        share of problems where one of k responses passes, see `pass_at`; k = 1, 2, 4, ...
         """
         chosen = problems.problems[:count]
         n = self.config.grpo.eval_samples
         greedy = self.sample(chosen, 0, n=1, greedy=True)
         sampled = self.sample(chosen, 0, n)
+        # of each problem's n responses, how many pass
         right = [sum(rollout.score >= 1 for rollout in group) for group in sampled]
         numbers = {"greedy": sum(group[0].score >= 1 for group in greedy) / len(greedy)}
         for k in (2**i for i in range(n.bit_length())):
@@ -192,6 +198,7 @@ def most_samples(config: Config, replicas: int) -> int:
     """Return the most samples a replica is asked for at once, in a step or an evaluation."""
     grpo = config.grpo
     validation = config.validation
+    # problems of an evaluation
     held_out = validation.batches * grpo.prompts if validation.every else 0
     return max(
         -(-grpo.prompts // replicas) * grpo.group, -(-held_out // replicas) * grpo.eval_samples
@@ -234,6 +241,3 @@ def sampling_settings(config: Config) -> str:
         grpo.overlong_penalty,
     )
     return hashlib.blake2b(repr(deciding).encode(), digest_size=8).hexdigest()
-
-
-# ---------------------------------------------------------------------------------------------------------- JSON lines

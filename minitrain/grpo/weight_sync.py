@@ -1,11 +1,13 @@
 """Weight sync: copy the trainer's weights to the sampler, from any layout to any other.
 
 Every rank announces once which box (a range per dimension) of each full tensor it holds for
-training, its source shard, and which it needs for sampling, its target shard. Overlapping boxes
-make a plan: who sends which region of which tensor to whom. Each rank finds its own share of it. If
-several ranks hold a region (replicas), the receiver itself comes first, and receivers take turns
-among the others. A sync posts the plan's sends and receives, point to point, in buckets and in one
-order everywhere. A rank never holds more than its own shards and one bucket of bounded size.
+training, its source shard, and which it needs for sampling, its target shard. From overlapping
+boxes all ranks make the same plan: who sends which region of which tensor to whom. A region that a
+rank holds itself is copied. Of one that several others hold (replicas), receivers take turns among
+these.
+
+A sync posts the plan's sends and receives, point to point, in buckets and in one order everywhere.
+A rank never holds more than its own shards and one bucket of bounded size.
 
 So a layout is nothing but boxes: FSDP, tensor, expert and pipeline parallel, on the same ranks or
 on others. Weights travel in the receiver's type. Left out: compression, and sampling with the old
@@ -45,8 +47,9 @@ class Move(NamedTuple):
 class WeightSync:
     """Copies the ranks' `source()` shards into their `target()` shards when called, by all ranks.
 
-    source: returns this rank's shards of the trainer's weights; target: of the sampler's weights,
-    where they are now. A rank that does not train, or does not sample, has none.
+    source: returns this rank's shards of the trainer's weights; none on a rank that only samples.
+    target: returns those of the sampler's weights, which are written to; none on a rank that only
+        trains. Both are called for each sync: a tensor may have other memory by then.
     group: for making the plan; the weights travel in the default group.
     Raises ValueError if a target shard has no source.
     """
@@ -60,6 +63,7 @@ class WeightSync:
         self.source = source
         self.target = target
         self.rank = dist.get_rank()
+        # of each rank: name -> (box, dtype)
         sources = gather(boxes_of(source()), group)
         targets = gather(boxes_of(target()), group)
         self.buckets = plan(self.rank, sources, targets, BUCKET)
@@ -77,24 +81,26 @@ class WeightSync:
     def run(self, moves: list[Move], given: Shards, wanted: Shards) -> None:
         """Post all of this rank's sends and receives in a bucket at once, then wait for them."""
         operations = []
-        arrivals = []
+        # (region of the sampler's weights, what comes for it)
+        received = []
         for move in moves:
-            place = region(wanted[move.name], move.box) if move.target == self.rank else None
+            target = region(wanted[move.name], move.box) if move.target == self.rank else None
             if move.source == self.rank:
                 source = region(given[move.name], move.box)
-                if place is not None:
-                    place.copy_(source)
+                if target is not None:
+                    target.copy_(source)
                 else:
                     operations.append(
                         dist.P2POp(dist.isend, source.to(move.dtype).contiguous(), move.target)
                     )
-            elif place is not None:
-                arrivals.append((place, place.new_empty(place.shape)))
-                operations.append(dist.P2POp(dist.irecv, arrivals[-1][1], move.source))
+            elif target is not None:
+                # a region is seldom contiguous, as what is received must be
+                received.append((target, target.new_empty(target.shape)))
+                operations.append(dist.P2POp(dist.irecv, received[-1][1], move.source))
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
-        for place, arrived in arrivals:
-            place.copy_(arrived)
+        for target, tensor in received:
+            target.copy_(tensor)
 
 
 def shards_of(model: Module) -> Shards:
@@ -105,6 +111,7 @@ def shards_of(model: Module) -> Shards:
 def region(shard: tuple[Tensor, Slices], box: Box) -> Tensor:
     """Return the view of a shard that is the region `box` of the full tensor [...]."""
     tensor, where = shard
+    # the shard's own indices begin at its start in the full tensor
     return tensor[
         tuple(slice(a - s.start, b - s.start) for (a, b), s in zip(box, where, strict=True))
     ]
@@ -124,9 +131,9 @@ def boxes_of(shards: Shards) -> dict[str, tuple[Box, torch.dtype]]:
 def plan(rank: int, sources: list[dict], targets: list[dict], most: int) -> list[list[Move]]:
     """Return the moves of `rank`, in buckets. sources, targets: of each rank, from `boxes_of`.
 
-    Every rank goes through the moves of all ranks in the same order, millions on hundreds of ranks.
-    So all cut at the same moves: those by which some rank would send and receive more than `most`
-    elements in a bucket.
+    Sends and receives must meet in the same bucket. So every rank goes through the moves of all
+    ranks in the same order, millions on hundreds of ranks, and a bucket ends for all where one rank
+    would send and receive more than `most` elements in it.
     """
     # name -> box -> ranks that hold it
     holders: dict[str, dict[Box, list[int]]] = {}
@@ -134,6 +141,7 @@ def plan(rank: int, sources: list[dict], targets: list[dict], most: int) -> list
         for name, (box, _) in boxes.items():
             holders.setdefault(name, {}).setdefault(box, []).append(holder)
     buckets = [[]]
+    # elements that each rank sends and receives in the current bucket
     load = [0] * len(targets)
     for name in sorted(set().union(*targets)):
         # (rank, box, dtype) of all that need the tensor
@@ -146,6 +154,7 @@ def plan(rank: int, sources: list[dict], targets: list[dict], most: int) -> list
             for wanted in {wanted for _, wanted, _ in receivers}
         }
         for turn, (target, wanted, dtype) in enumerate(receivers):
+            # the trainer's boxes do not overlap, so volumes tell whether they cover the target
             if sum(size for *_, size in pieces[wanted]) != volume(wanted):
                 raise ValueError(
                     f"rank {target} wants {name} {wanted}, of which the trainer has {pieces[wanted]}"
@@ -154,6 +163,7 @@ def plan(rank: int, sources: list[dict], targets: list[dict], most: int) -> list
                 source = target if target in ranks else ranks[turn % len(ranks)]
                 # a rank's copy to itself needs no buffer
                 if source != target:
+                    # without a load yet, they take a move of any size
                     busiest = max(load[source], load[target])
                     if busiest and busiest + size > most:
                         buckets.append([])
