@@ -363,7 +363,7 @@ def test_sampling_on_cuda_equals_cpu(name):
         found = sampler.generate(prompts, SamplingParams(temperature=0, max_tokens=12))
         assert [each.tokens for each in found] == expected
         assert bool(graphs_of(sampler)) == (not model.config.num_experts)  # whose products in fp32 wait for the device
-    for factor in (0.9, 1.1):  # in place, as a refit does: the second time, the graphs of the first go on
+    for factor in (0.9, 1.1):  # in place, as a weight sync does: the second time, the graphs of the first go on
         for parameter in model.parameters():
             parameter.mul_(factor)
         sampler.refresh()

@@ -22,7 +22,7 @@ from minitrain.settings import Config
 Group = list[Response]
 
 
-class Collector:
+class RolloutWorker:
     """Samples groups of responses with `sampler` and rewards them, together with the other
     replicas.
 

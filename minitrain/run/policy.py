@@ -1,8 +1,8 @@
 """The GRPO loop: sample, reward, train, and bring the new weights to the sampler.
 
-    step k     responses to the step's prompts -> rewards -> advantages -> packed micro-batches -> log-probabilities
-               under the step's first weights and the reference, where needed -> one or several
-               updates -> refit
+    step k     responses to the step's prompts -> rewards -> advantages -> packed micro-batches ->
+               log-probabilities under the step's first weights and the reference, where needed ->
+               one or several updates -> weight sync
 
 On policy (grpo.lag=0) the responses come from the weights that are trained. One step off (lag=1),
 those of step k + 1 are sampled with the weights that step k begins with; then some ranks can sample
@@ -31,10 +31,10 @@ from torch.distributed.tensor import DTensor
 from minitrain.data.datasets import with_steps
 from minitrain.data.problems import open_problems
 from minitrain.errors import InputError
-from minitrain.grpo.learner import Learner
 from minitrain.grpo.offload import Memory
+from minitrain.grpo.policy_trainer import PolicyTrainer
 from minitrain.grpo.rewards import load_reward
-from minitrain.grpo.rollouts import Collector, Group, most_samples, rewards, sampling_settings
+from minitrain.grpo.rollouts import Group, RolloutWorker, most_samples, rewards, sampling_settings
 from minitrain.grpo.weight_sync import WeightSync, shards_of
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import empty_model
@@ -57,8 +57,9 @@ PHASES = ("generation", "logprobs", "training", "refit")
 
 
 class Run:
-    """This rank's part in a training run: its `learner` if it trains, its `collector` if it
-    samples.
+    """This rank's part in a run: `policy`, a PolicyTrainer, and `worker`, a RolloutWorker.
+
+    policy is None on a rank that only samples, worker on one that only trains.
 
     folder: where responses (rollouts/step-*.jsonl) and checkpoints go, and with a KL term, but
     without adapters, the weights from which divergence is measured (reference/); None: nowhere, for
@@ -96,29 +97,29 @@ class Run:
         timeout = timedelta(seconds=config.timeout_s)
         samplers = dist.new_group(list(sampling), timeout=timeout, backend="gloo")
         self.everyone = dist.new_group(timeout=timeout, backend="gloo")
-        self.learner = self.collector = None
+        self.policy = self.worker = None
         if rank in training:
             if folder is not None:
                 self.checkpointer = self.new_checkpointer("checkpoints", config.checkpoint.keep)
-            self.learner = Learner(config, meshes, self.phase, partial(fill_weights, config))
-        # ranks that only sample must not lose patience with the others' disks
+            self.policy = PolicyTrainer(config, meshes, self.phase, partial(fill_weights, config))
+        # ranks that only sample must not time out while trainers load weights from disk
         wait_for_all()
-        model, self.refit = self.connect(meshes.batch.device_type, rank in sampling)
+        model, self.weight_sync = self.connect(meshes.batch.device_type, rank in sampling)
         if model is not None:
             replica = (rank - sampling[0]) // config.rollout.tp
             replicas = len(sampling) // config.rollout.tp
             samples = most_samples(config, replicas)
             longest = config.batch.seq_len + 1
             sampler = Sampler(model, self.tokenizer, config.rollout, samples, longest)
-            self.collector = Collector(
+            self.worker = RolloutWorker(
                 config, sampler, self.tokenizer, ends, reward, replica, replicas, samplers
             )
         kept = {}
         lost = {}
         # then every rank trains and samples
         if config.grpo.offload:
-            kept = {"training": self.learner.states, "logprobs": self.learner.reference_weights}
-            if self.refit is not None:
+            kept = {"training": self.policy.states, "logprobs": self.policy.reference_weights}
+            if self.weight_sync is not None:
                 lost = {"generation": lambda: model.state_dict().values()}
         self.memory = Memory(kept, lost)
         self.memory.hold("training")
@@ -133,10 +134,10 @@ class Run:
         shape = dist.get_world_size() // config.rollout.tp, config.rollout.tp
         tp = init_device_mesh(device_type, shape, mesh_dim_names=("replica", "tp"))["tp"]
         set_timeout(config.timeout_s, tp.get_all_groups())
-        if self.colocated and is_whole(self.learner.model) and config.rollout.tp == 1:
-            return self.learner.model, None
+        if self.colocated and is_whole(self.policy.model) and config.rollout.tp == 1:
+            return self.policy.model, None
         model = make_sampler_model(config, tp) if samples else None
-        source = self.learner.weights if self.learner else dict
+        source = self.policy.weights if self.policy else dict
         target = partial(shards_of, model) if samples else dict
         return model, WeightSync(source, target, self.everyone)
 
@@ -156,17 +157,17 @@ class Run:
         """Load the newest checkpoint, or warm up; returns the number of steps that are done."""
         first = 0
         last = {}
-        if self.learner is not None:
+        if self.policy is not None:
             if self.folder is not None:
                 names = ("loss", "tokens_per_sec", "reward")
-                trainer = self.learner.trainer
+                trainer = self.policy.trainer
                 first, last = resume(self.checkpointer, self.config, trainer, *names)
             if not first:
-                self.learner.warm_up(self.problems)
+                self.policy.warm_up(self.problems)
             # adapters diverge from the model without them
             if self.config.grpo.kl and self.config.lora is None:
                 kept = self.folder and self.new_checkpointer("reference", keep=1)
-                self.learner.keep_reference(kept, resumed=first > 0)
+                self.policy.keep_reference(kept, resumed=first > 0)
         wait_for_all()
         self.first, self.last = self.tell((first, last), 0)
         self.taken = self.last.get(
@@ -201,7 +202,7 @@ class Run:
             ahead = lag and step + 1 < config.steps
             groups = coming or self.share(self.collect(), step)
             sampled = self.collect() if ahead else None
-            learned = self.learner.learn(groups, step) if self.learner else {}
+            learned = self.policy.learn(groups, step) if self.policy else {}
             coming = self.share(sampled, step + 1) if ahead else None
             self.update_sampler()
             # also to ranks that only sample: all judge alike how it went
@@ -212,9 +213,9 @@ class Run:
 
     def save(self, numbers: dict[str, Any]) -> None:
         """Write a checkpoint of a step. numbers: what `steps` gave for it."""
-        if self.learner:
+        if self.policy:
             self.memory.hold("training")
-            save_step(self.checkpointer, numbers, self.learner.trainer)
+            save_step(self.checkpointer, numbers, self.policy.trainer)
         if self.config.grpo.offload:
             # the next thing to come may be an evaluation
             self.update_sampler()
@@ -222,7 +223,7 @@ class Run:
 
     def wait(self) -> None:
         """Return when the last checkpoint is written."""
-        if self.learner:
+        if self.policy:
             self.checkpointer.wait()
 
     def finish(self, numbers: dict[str, Any], stopping: Callable[[], str]) -> bool:
@@ -233,8 +234,8 @@ class Run:
         return True
 
     def end(self) -> Iterator[str]:
-        if self.learner:
-            export(self.learner.trainer, self.config, self.folder)
+        if self.policy:
+            export(self.policy.trainer, self.config, self.folder)
         yield from ()
 
     def origin(self, step: int) -> str:
@@ -246,13 +247,13 @@ class Run:
         """Return the next step's groups, and how long they took; nothing on ranks that do not
         sample.
         """
-        if self.collector is None:
+        if self.worker is None:
             return None
         with self.phase("generation"):
-            groups = self.collector.collect(self.problems, self.taken)
+            groups = self.worker.collect(self.problems, self.taken)
             self.taken = groups[0][0].problems
             if self.frees:
-                self.collector.sampler.free()
+                self.worker.sampler.free()
         return groups, self.seconds["generation"]
 
     def kept(self, step: int) -> list[Group] | None:
@@ -297,18 +298,18 @@ class Run:
 
     def update_sampler(self) -> None:
         with self.phase("refit"):
-            if self.refit is not None:
-                self.refit()
-            if self.collector is not None:
-                self.collector.sampler.refresh()
+            if self.weight_sync is not None:
+                self.weight_sync()
+            if self.worker is not None:
+                self.worker.sampler.refresh()
 
     def evaluate(self) -> dict[str, float]:
         """Return val_greedy and val_pass@k on held-out problems, or those that are trained on."""
         numbers = None
-        if self.collector is not None:
+        if self.worker is not None:
             count = self.config.validation.batches * self.config.grpo.prompts
-            sampler = self.collector.sampler
-            found = self.collector.evaluate(self.held_out or self.problems, count)
+            sampler = self.worker.sampler
+            found = self.worker.evaluate(self.held_out or self.problems, count)
             numbers = {f"val_{name}": value for name, value in found.items()}
             # as a run finds it that resumes here
             if self.frees:

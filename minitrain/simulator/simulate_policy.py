@@ -85,8 +85,8 @@ def predicted_row(config: Config, row: str, system: System) -> tuple[Simulation,
     began = time.perf_counter()
     config = placed(config, stated_ranks(config), system.name)
     if config.task == "grpo":
-        learner = training_config(config)
-        simulation = timed(learner, record(learner), system)
+        trainer = training_config(config)
+        simulation = timed(trainer, record(trainer), system)
         peaks = [
             trace.peak | held_besides(config, trace.peak) for trace in simulation.traces.values()
         ]

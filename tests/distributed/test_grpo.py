@@ -1,4 +1,4 @@
-"""GRPO over several ranks: the updates of one process in every layout, refits equal to the bit, one step off."""
+"""GRPO over several ranks: one process's updates in every layout, synced weights equal to the bit, one step off."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -12,9 +12,9 @@ import torch.distributed as dist
 from minitrain import Sampler, SamplingParams
 from minitrain.data.problems import open_problems
 from minitrain.grpo.batches import Response
-from minitrain.grpo.learner import Learner
 from minitrain.grpo.offload import storages
-from minitrain.grpo.rollouts import Collector
+from minitrain.grpo.policy_trainer import PolicyTrainer
+from minitrain.grpo.rollouts import RolloutWorker
 from minitrain.grpo.weight_sync import Move, WeightSync, plan, shards_of
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.shards import local_shard
@@ -66,17 +66,17 @@ def learn(tree, folder):
     """A step to warm up, and two updates from old weights and a reference; the change of the parameters that this rank
     knows, and the log."""
     config = configs.from_dict(tree)
-    learner = Learner(config, start(config), lambda name: nullcontext())
-    before = snapshot(learner.model.named_parameters())
-    learner.warm_up(open_problems(config)[0])
-    for parameter in learner.model.parameters():  # so that the policy is not its own reference
+    policy = PolicyTrainer(config, start(config), lambda name: nullcontext())
+    before = snapshot(policy.model.named_parameters())
+    policy.warm_up(open_problems(config)[0])
+    for parameter in policy.model.parameters():  # so that the policy is not its own reference
         parameter.data.mul_(1.1)
 
-    learner.keep_reference(Checkpointer(folder, keep=1))
-    for parameter in learner.model.parameters():
+    policy.keep_reference(Checkpointer(folder, keep=1))
+    for parameter in policy.model.parameters():
         parameter.data.mul_(1 / 1.1)
-    numbers = learner.learn(made_up_groups(), step=0)
-    after = snapshot(learner.model.named_parameters())
+    numbers = policy.learn(made_up_groups(), step=0)
+    after = snapshot(policy.model.named_parameters())
     return {name: after[name] - before[name] for name in before}, numbers
 
 
@@ -109,8 +109,8 @@ def refit(tree, tp):
     want = partial(shards_of, model) if samples else dict
     for part, _ in want().values():
         part.fill_(float("nan"))
-    learner = Learner(config, meshes, nullcontext) if trains else None
-    send = WeightSync(learner.weights if trains else dict, want)
+    policy = PolicyTrainer(config, meshes, nullcontext) if trains else None
+    send = WeightSync(policy.weights if trains else dict, want)
     if samples:  # as sampling does on CUDA, which moves weights
         with patch.object(weights, "can_join", lambda device: True), weights.SamplerWeights(model).in_use():
             joined = [module for module in model.modules() if "group" in module.__dict__]
@@ -122,7 +122,7 @@ def refit(tree, tp):
             if samples:
                 part, where = want()[name]
                 assert torch.equal(part, (scale * expected[where]).to(part.dtype)), name
-        for parameter in learner.model.parameters() if trains else []:
+        for parameter in policy.model.parameters() if trains else []:
             parameter.data.mul_(2)
     return moves
 
@@ -239,7 +239,7 @@ def collect_counted(tree):
     """A step's groups, and how often the reward function was called on this rank."""
     whole, answers = Run(configs.from_dict(tree), None), []
     whole.begin()
-    whole.collector.reward = lambda response, answer, row: answers.append(answer) or oddness(response, answer, row)
+    whole.worker.reward = lambda response, answer, row: answers.append(answer) or oddness(response, answer, row)
     groups, _ = whole.collect()
     return groups, len(answers)
 
@@ -336,7 +336,7 @@ def run(tree, folder, steps):
         if line["step"] in steps:
             whole.save(line)
     whole.wait()
-    return numbers, snapshot(whole.learner.model.named_parameters()) if whole.learner else None
+    return numbers, snapshot(whole.policy.model.named_parameters()) if whole.policy else None
 
 
 def oddness(response, answer, row):
@@ -471,8 +471,8 @@ def run_watched(tree, folder, steps):
 
     def watched(function):
         def call(*arguments):
-            learner, sampler = runs[0].learner, runs[0].collector.sampler.model.state_dict().values()
-            parts = {"states": learner.states(), "reference": learner.reference_weights(), "sampler": sampler}
+            policy, sampler = runs[0].policy, runs[0].worker.sampler.model.state_dict().values()
+            parts = {"states": policy.states(), "reference": policy.reference_weights(), "sampler": sampler}
             held.append((function.__name__, *(name for name, tensors in parts.items() if storages(tensors))))
             return function(*arguments)
 
@@ -480,8 +480,8 @@ def run_watched(tree, folder, steps):
 
     with (
         patch.object(Run, "__init__", remember),
-        patch.object(Collector, "collect", watched(Collector.collect)),
-        patch.object(Learner, "add_log_probs", watched(Learner.add_log_probs)),
+        patch.object(RolloutWorker, "collect", watched(RolloutWorker.collect)),
+        patch.object(PolicyTrainer, "add_log_probs", watched(PolicyTrainer.add_log_probs)),
         patch.object(Trainer, "update", watched(Trainer.update)),
         patch.object(Checkpointer, "save", watched(Checkpointer.save)),
     ):

@@ -19,7 +19,7 @@ from torch._inductor import config as compiler
 from minitrain.data.datasets import open_dataset
 from minitrain.data.problems import open_problems
 from minitrain.errors import InputError
-from minitrain.grpo.learner import Learner
+from minitrain.grpo.policy_trainer import PolicyTrainer
 from minitrain.parallel.shards import local_shard
 from minitrain.run import config as configs
 from minitrain.run import train_model
@@ -127,23 +127,23 @@ def test_all_ranks_skip_what_one_of_them_finds(pool):
 
 def test_updates_of_a_policy_are_skipped_and_counted():
     config = configs.from_dict(GRPO | {"grpo": GRPO["grpo"] | {"kl": 0.0}})
-    learner = Learner(config, start(config), lambda name: nullcontext())
-    learner.trainer.objective.loss = poison_once(learner.trainer.objective.loss)
-    numbers = learner.learn(made_up_groups(), 0)
+    policy = PolicyTrainer(config, start(config), lambda name: nullcontext())
+    policy.trainer.objective.loss = poison_once(policy.trainer.objective.loss)
+    numbers = policy.learn(made_up_groups(), 0)
     assert numbers["skipped"] == 1 and math.isnan(numbers["loss"])  # of two updates
-    assert learner.learn(made_up_groups(), 1)["skipped"] == 0
-    learner.trainer.objective.loss = lambda model, batch: next(model.parameters()).sum() * math.nan
-    assert learner.learn(made_up_groups(), 2)["skipped"] == 2
+    assert policy.learn(made_up_groups(), 1)["skipped"] == 0
+    policy.trainer.objective.loss = lambda model, batch: next(model.parameters()).sum() * math.nan
+    assert policy.learn(made_up_groups(), 2)["skipped"] == 2
 
 
 @pytest.mark.parametrize("kind", POISONS)
 def test_a_bad_step_to_warm_up_changes_nothing(kind):
     config = configs.from_dict(GRPO | {"grpo": GRPO["grpo"] | {"warmup_steps": 1, "warmup_lr": 0.1}})
-    learner = Learner(config, start(config), lambda name: nullcontext())
-    before, loss = everything(learner.trainer), LanguageModeling.loss
+    policy = PolicyTrainer(config, start(config), lambda name: nullcontext())
+    before, loss = everything(policy.trainer), LanguageModeling.loss
     with mock.patch.object(LanguageModeling, "loss", lambda *arguments: POISONS[kind](loss(*arguments))):
-        learner.warm_up(open_problems(config)[0])
-    assert all(map(torch.equal, before, everything(learner.trainer)))
+        policy.warm_up(open_problems(config)[0])
+    assert all(map(torch.equal, before, everything(policy.trainer)))
 
 
 def poison_once(loss):

@@ -318,15 +318,15 @@ def train_with_a_reward_that_hangs(folder):
 def test_nobody_waits_longer_for_a_reward_that_hangs(tmp_path):
     ranks = Ranks(2, tmp_path / "log", train_with_a_reward_that_hangs, tmp_path / "out")
     assert ranks.wait(LIMIT) and ranks.codes() == [2, 2], ranks.log.read_text()
-    expected = r"error: rank 0 waited in vain for others in all_gather in Collector.sample \(grpo/rollouts.py:"
+    expected = r"error: rank 0 waited in vain for others in all_gather in RolloutWorker.sample \(grpo/rollouts.py:"
     assert len(re.findall(expected, ranks.log.read_text())) == 1
 
 
 def begin_with_a_slow_trainer(seconds):
     """Loading weights takes longer than the sampler, on a rank of its own, has patience, and so does warming up."""
-    learner, warm_up = loop.Learner.__init__, loop.Learner.warm_up
-    loop.Learner.__init__ = lambda *args: (time.sleep(1.5 * seconds), learner(*args))[1]
-    loop.Learner.warm_up = lambda *args: (time.sleep(1.5 * seconds), warm_up(*args))[1]
+    trainer, warm_up = loop.PolicyTrainer.__init__, loop.PolicyTrainer.warm_up
+    loop.PolicyTrainer.__init__ = lambda *args: (time.sleep(1.5 * seconds), trainer(*args))[1]
+    loop.PolicyTrainer.warm_up = lambda *args: (time.sleep(1.5 * seconds), warm_up(*args))[1]
     apart = GRPO["grpo"] | {"lag": 1, "generation_ranks": 1}
     loop.Run(configs.from_dict(GRPO | {"grpo": apart, "timeout_s": seconds}), folder=None).begin()
 

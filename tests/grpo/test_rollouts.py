@@ -20,7 +20,7 @@ from minitrain.data.records import Skips, read_records
 from minitrain.errors import InputError
 from minitrain.grpo import rollouts
 from minitrain.grpo.rewards import exact
-from minitrain.grpo.rollouts import Collector, most_samples, pass_at, rewards, sampling_settings
+from minitrain.grpo.rollouts import RolloutWorker, most_samples, pass_at, rewards, sampling_settings
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
 from minitrain.rollout.sampling import Completion
@@ -217,15 +217,15 @@ class Scripted:
         return completions
 
 
-def collector(right, seed=0, **grpo):
+def worker(right, seed=0, **grpo):
     config = configs.from_dict(TREE | {"seed": seed, "grpo": {"prompts": 2, "group": 4} | grpo})
     problems, _, tokenizer, ends = open_problems(config)
     start(config)  # replicas talk to each other even if there is one
-    return Collector(config, Scripted(right), tokenizer, ends, exact, 0, 1, None), problems
+    return RolloutWorker(config, Scripted(right), tokenizer, ends, exact, 0, 1, None), problems
 
 
 def test_rewards_and_ends():
-    sampling, problems = collector([3])
+    sampling, problems = worker([3])
     groups = sampling.collect(problems, first=0)
     assert [[r.reward for r in group] for group in groups] == [[1.0, 1.0, 1.0, 0.0]] * 2
     assert [r.truncated for r in groups[0]] == [False] * 3 + [True]
@@ -246,7 +246,7 @@ def test_responses_end_where_transformers_ends_them(tmp_path, name):
         problems, _, tokenizer, ends = open_problems(config)
         start(config)
         sampler = Sampler(load_pretrained(tmp_path), tokenizer, config.rollout)
-        sampling = Collector(config, sampler, tokenizer, ends, exact, 0, 1, None)
+        sampling = RolloutWorker(config, sampler, tokenizer, ends, exact, 0, 1, None)
         [[response]] = sampling.sample(problems.take(0, 1), 0, n=1, greedy=True)
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
         tokens = theirs.generate(torch.tensor([response.prompt]), max_new_tokens=8)[0].tolist()
@@ -269,19 +269,19 @@ def test_a_model_that_begins_with_bytes_has_no_end_but_theirs():
 
 
 def test_groups_are_in_the_order_of_their_problems():
-    sampling, problems = collector([0, 3])
+    sampling, problems = worker([0, 3])
     assert [sum(r.reward for r in group) for group in sampling.collect(problems, first=0)] == [0, 3]
 
 
 def test_a_response_fills_its_row_at_most():
     """Of a prompt of 29 tokens and a response of 4, a row of 32 reads all but the last."""
-    sampling, problems = collector([0], mock_digits=28)
+    sampling, problems = worker([0], mock_digits=28)
     sampling.collect(problems, first=0)
     assert len(problems.problems[0].prompt) == 29 and [r.max_tokens for r in sampling.sampler.requests] == [4, 4]
 
 
 def test_another_seed_draws_other_responses():
-    seeds = [[collector([0], seed=seed)[0].seed(number) for number in range(3)] for seed in (0, 1)]
+    seeds = [[worker([0], seed=seed)[0].seed(number) for number in range(3)] for seed in (0, 1)]
     assert len({*seeds[0], *seeds[1]}) == 6
 
 
@@ -298,7 +298,7 @@ def test_what_is_said_of_a_steps_responses():
 
 
 def test_length_costs():
-    sampling, problems = collector([2], overlong_buffer=4, overlong_penalty=0.5)  # from 4 of 8 tokens on
+    sampling, problems = worker([2], overlong_buffer=4, overlong_penalty=0.5)  # from 4 of 8 tokens on
     assert [r.reward for r in sampling.collect(problems, 0)[0]] == [1 - 0.5 / 4] * 2 + [0.0] * 2
     assert sampling.evaluate(problems, 2)["pass@1"] == 2 / 8  # right is right
     sampling.reward = lambda *_: 0.5  # and in part right is not
@@ -312,20 +312,20 @@ def test_length_costs_all_where_a_response_is_cut_off(limit):
     limit = {key: TREE[key] | value for key, value in limit.items()}
     config = configs.from_dict(TREE | limit | {"grpo": {"mock_digits": 28, "overlong_buffer": 2}})
     problem = open_problems(config)[0].take(0, 1)[0]
-    sampling = Collector(config, None, SimpleNamespace(decode=str), (), lambda *_: 1, 0, 1, None)
+    sampling = RolloutWorker(config, None, SimpleNamespace(decode=str), (), lambda *_: 1, 0, 1, None)
     assert len(problem.prompt) == 29 and sampling.request(problem, 0, 1, False).max_tokens == 4
     lengths = [sampling.rewarded(0, problem, Completion([1] * n, [-1.0] * n, "length")).reward for n in (2, 3, 4)]
     assert lengths == [1, 0.5, 0]
 
 
 def test_rewards_keep_all_digits():
-    sampling, problems = collector([2])
+    sampling, problems = worker([2])
     sampling.reward = lambda *_: 0.1
     assert rewards(sampling.collect(problems, 0)).tolist() == [[0.1] * 4] * 2
 
 
 def test_rewards_that_are_no_numbers():
-    sampling, problems = collector([2])
+    sampling, problems = worker([2])
     for given in (None, "good", float("nan"), 10**400, torch.ones(2)):
         sampling.reward = lambda *_, given=given: given
         with pytest.raises(InputError, match="grpo.reward=exact returned .* for the response '.*', and not a finite"):
@@ -338,7 +338,7 @@ def test_rewards_that_raise():
     def wrong(response, answer, row):
         return 1 / row["missing"]
 
-    sampling, problems = collector([2])
+    sampling, problems = worker([2])
     for fails, line in (
         (wrong, r"raised KeyError: 'missing' for the response '.*', at .*test_rollouts.py:\d+$"),
         (lambda *_: [][1], r"raised IndexError: list index out of range for the response '.*', at .*:\d+$"),
@@ -362,7 +362,7 @@ def test_a_wrong_reward_is_told_before_anything_starts(monkeypatch):
 
 
 def test_groups_without_signal_are_replaced():
-    sampling, problems = collector([0, 4, 2, 0, 3], generations=5)
+    sampling, problems = worker([0, 4, 2, 0, 3], generations=5)
     groups = sampling.collect(problems, first=0)
     assert [sum(r.reward for r in group) for group in groups] == [2, 3]
     assert [group[0].group for group in groups] == [0, 1]
@@ -372,7 +372,7 @@ def test_groups_without_signal_are_replaced():
 
 
 def test_groups_without_signal_fill_up_after_the_last_round():
-    sampling, problems = collector([0, 0, 1, 4], generations=2)
+    sampling, problems = worker([0, 0, 1, 4], generations=2)
     assert [sum(r.reward for r in group) for group in sampling.collect(problems, 0)] == [1, 0]
     sampling.collect(problems, 4)
     # no step has a problem of another's, replaced or not
@@ -381,7 +381,7 @@ def test_groups_without_signal_fill_up_after_the_last_round():
 
 def test_an_epoch_has_each_problem_once():
     """However many rounds a step takes; by brute force, over three epochs."""
-    sampling, problems = collector([2, 1, 0, 3, 4, 0, 0, 1, 2], generations=4, mock_digits=2)
+    sampling, problems = worker([2, 1, 0, 3, 4, 0, 0, 1, 2], generations=4, mock_digits=2)
     seen, sample, taken = [], sampling.sample, 0
     sampling.sample = lambda chosen, *more: seen.extend(problem.answer for problem in chosen) or sample(chosen, *more)
     size, rounds = len(problems), set()
@@ -400,7 +400,7 @@ def test_length_alone_is_no_signal():
 
     The longer ones would otherwise be the worse ones, and a policy that only gives up early would be the better one.
     """
-    sampling, problems = collector([2], generations=3, overlong_buffer=4)
+    sampling, problems = worker([2], generations=3, overlong_buffer=4)
     sampling.reward = lambda *_: 0.0
     groups = sampling.collect(problems, first=0)
     assert [r.reward for r in groups[0]] == [-1 / 4] * 2 + [0.0] * 2 and [len(group) for group in groups] == [4, 4]
@@ -416,7 +416,7 @@ def test_pass_at_by_enumeration():
 
 
 def test_evaluation():
-    sampling, problems = collector([1, 0, 4, 2], eval_samples=4)  # two greedy responses, then two groups
+    sampling, problems = worker([1, 0, 4, 2], eval_samples=4)  # two greedy responses, then two groups
     numbers = sampling.evaluate(problems, 2)
     assert numbers == {"greedy": 0.5, "pass@1": 0.75, "pass@2": pytest.approx((1 + 5 / 6) / 2), "pass@4": 1.0}
     assert [request.temperature for request in sampling.sampler.requests] == [0, 0, 1, 1]
@@ -430,7 +430,7 @@ def test_samples_that_are_asked_for_at_once(replicas, every, most):
     problems, _, tokenizer, ends = open_problems(config)
     start(config)
     sampler, counts = Scripted([1, 0]), []
-    asked = Collector(config, sampler, tokenizer, ends, exact, 0, replicas, None)
+    asked = RolloutWorker(config, sampler, tokenizer, ends, exact, 0, replicas, None)
     with patch.object(rollouts, "gather", lambda groups, group: [groups]):
         asked.sample(problems.take(0, 3), 0, config.grpo.group)
         counts.append(sum(request.n for request in sampler.requests))

@@ -12,7 +12,7 @@ from minitrain.data.problems import open_problems
 from minitrain.errors import InputError
 from minitrain.grpo.advantages import advantages
 from minitrain.grpo.batches import enough_for_pipeline, micro_batches, reply_sample, response_sample
-from minitrain.grpo.learner import Learner
+from minitrain.grpo.policy_trainer import PolicyTrainer
 from minitrain.grpo.rollouts import rewards
 from minitrain.models.lora import adapter_names, merge_adapters, merged_weight, without_adapters
 from minitrain.parallel.shards import to_local
@@ -32,9 +32,9 @@ PLAIN = TREE | {
 }
 
 
-def make_learner(tree):
+def make_policy_trainer(tree):
     config = configs.from_dict(tree)
-    return Learner(config, start(config), lambda name: nullcontext())
+    return PolicyTrainer(config, start(config), lambda name: nullcontext())
 
 
 def log_probs(model, prompt, response, temperature=1.0):
@@ -60,8 +60,8 @@ def test_updates_equal_autograd_on_single_sequences(aggregation):
     of adding up also pays for divergence from other weights."""
     scaled, kl = aggregation != "sequence", 0.5 if aggregation == "token" else 0.0
     grpo = PLAIN["grpo"] | {"aggregation": aggregation, "std_scaling": scaled, "overlong_filter": True, "kl": kl}
-    learner = make_learner(PLAIN | {"grpo": grpo})
-    groups, model = made_up_groups(), learner.model
+    policy = make_policy_trainer(PLAIN | {"grpo": grpo})
+    groups, model = made_up_groups(), policy.model
     groups[1][2].truncated = groups[3][0].truncated = True
     values = advantages(rewards(groups), "leave_one_out", scaled).flatten().tolist()
     rollouts = [rollout for group in groups for rollout in group]
@@ -70,7 +70,7 @@ def test_updates_equal_autograd_on_single_sequences(aggregation):
             parameter.mul_(1.1)
         reference = [log_probs(model, rollout.prompt, rollout.response, 0.8) for rollout in rollouts]
         if kl:
-            learner.keep_reference(None)
+            policy.keep_reference(None)
         for parameter in model.parameters():
             parameter.div_(1.1)
         old = [log_probs(model, rollout.prompt, rollout.response, 0.8) for rollout in rollouts]
@@ -86,10 +86,10 @@ def test_updates_equal_autograd_on_single_sequences(aggregation):
             tokens, sequences = tokens + len(terms), sequences + 1
         count = {"token": tokens, "sequence": sequences, "constant": sequences * 8}[aggregation]
         losses.append((total / count).item())
-        descend(model, total / count, learner.config.optim.lr)
+        descend(model, total / count, policy.config.optim.lr)
     expected = {name: tensor - begun[name] for name, tensor in snapshot(model.named_parameters()).items()}
     model.load_state_dict(begun)
-    numbers = learner.learn(groups, step=0)
+    numbers = policy.learn(groups, step=0)
     changes = {name: tensor - begun[name] for name, tensor in snapshot(model.named_parameters()).items()}
     # a change of 1e-3 to a norm's weight, which is about 1, is stored with a relative error of 6e-5
     check_close([changes], expected, 6e-5, "weights after two updates")
@@ -98,26 +98,26 @@ def test_updates_equal_autograd_on_single_sequences(aggregation):
 
 def test_one_update_asks_for_no_log_probabilities_before_it():
     """Its own are those of the weights that the step began with."""
-    learner = make_learner(PLAIN | {"batch": PLAIN["batch"] | {"global": 16}})
-    learner.add_log_probs = None
-    assert learner.learn(made_up_groups(), step=0)["clip_fraction"] == 0
+    policy = make_policy_trainer(PLAIN | {"batch": PLAIN["batch"] | {"global": 16}})
+    policy.add_log_probs = None
+    assert policy.learn(made_up_groups(), step=0)["clip_fraction"] == 0
 
 
 def test_all_updates_of_a_step_have_its_learning_rate():
-    learner = make_learner(PLAIN | {"optim": PLAIN["optim"] | {"warmup": 4}})
-    learner.learn(made_up_groups(), step=1)
-    assert learner.trainer.optimizer.param_groups[0]["lr"] == 2 / 4
+    policy = make_policy_trainer(PLAIN | {"optim": PLAIN["optim"] | {"warmup": 4}})
+    policy.learn(made_up_groups(), step=1)
+    assert policy.trainer.optimizer.param_groups[0]["lr"] == 2 / 4
 
 
 def test_warm_up_learns_the_answers():
-    learner = make_learner(TREE | {"grpo": {"warmup_steps": 30, "warmup_lr": 0.5, "mock_digits": 1}})
-    assert learner.warm_up(open_problems(learner.config)[0]) < 3  # it begins at log 258 = 5.6
+    policy = make_policy_trainer(TREE | {"grpo": {"warmup_steps": 30, "warmup_lr": 0.5, "mock_digits": 1}})
+    assert policy.warm_up(open_problems(policy.config)[0]) < 3  # it begins at log 258 = 5.6
 
 
 def test_warm_up_equals_autograd_on_single_replies():
     """Two steps, on other problems each, with a learning rate of their own and the mean over the replies' tokens."""
-    learner = make_learner(TREE | {"grpo": {"warmup_steps": 2, "warmup_lr": 0.3, "mock_digits": 4}})
-    problems, model = open_problems(learner.config)[0], learner.model
+    policy = make_policy_trainer(TREE | {"grpo": {"warmup_steps": 2, "warmup_lr": 0.3, "mock_digits": 4}})
+    problems, model = open_problems(policy.config)[0], policy.model
     begun = snapshot(model.named_parameters())
     for first in (0, 8):
         chosen = problems.take(first, 8)
@@ -125,7 +125,7 @@ def test_warm_up_equals_autograd_on_single_replies():
         descend(model, terms.mean(), 0.3)
     expected = {name: tensor - begun[name] for name, tensor in snapshot(model.named_parameters()).items()}
     model.load_state_dict(begun)
-    assert learner.warm_up(problems) == pytest.approx(terms.mean().item(), rel=1e-5)
+    assert policy.warm_up(problems) == pytest.approx(terms.mean().item(), rel=1e-5)
     changes = {name: tensor - begun[name] for name, tensor in snapshot(model.named_parameters()).items()}
     check_close([changes], expected, 6e-5, "weights after two steps")
 
@@ -133,11 +133,11 @@ def test_warm_up_equals_autograd_on_single_replies():
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 def test_an_update_does_not_wait_for_the_device(aggregation):
     """On a device whose numbers nobody can ask for."""
-    learner = make_learner(PLAIN | {"grpo": PLAIN["grpo"] | {"aggregation": aggregation}})
-    learner.device = nowhere = torch.device("meta")
+    policy = make_policy_trainer(PLAIN | {"grpo": PLAIN["grpo"] | {"aggregation": aggregation}})
+    policy.device = nowhere = torch.device("meta")
     rollouts = [rollout for group in made_up_groups() for rollout in group]
-    batches = learner.batches([response_sample(rollout, 1.0, learner.config) for rollout in rollouts])
-    loss = forward_backward(learner.model.to(nowhere), learner.trainer.objective, batches, learner.meshes, nowhere)
+    batches = policy.batches([response_sample(rollout, 1.0, policy.config) for rollout in rollouts])
+    loss = forward_backward(policy.model.to(nowhere), policy.trainer.objective, batches, policy.meshes, nowhere)
     assert loss.device == nowhere and len(batches) > 1
     with pytest.raises(RuntimeError, match="meta"):
         loss.item()
@@ -150,7 +150,7 @@ def test_evaluation_leaves_no_trace(keep_cache):
     tree = PLAIN | {"grpo": grpo, "rollout": {"max_tokens": 4, "page_size": 4, "pages": 60}}
     run = Run(configs.from_dict(tree), folder=None)
     run.evaluate()
-    scheduler = run.collector.sampler.scheduler
+    scheduler = run.worker.sampler.scheduler
     assert (scheduler is not None) == keep_cache
     assert scheduler is None or not scheduler.pages.page_of
 
@@ -208,18 +208,18 @@ def test_pipelines_get_the_micro_batches_that_they_need(schedule, counts):
 
 
 def test_a_stale_sampler_is_caught(tmp_path):
-    """The weights move between sampling and training, as if a refit had been forgotten."""
+    """The weights move between sampling and training, as if a weight sync had been forgotten."""
     run = Run(configs.from_dict(PLAIN), tmp_path)
     run.begin()
     groups, _ = run.collect()
-    fresh = run.learner.learn(groups, step=0)
+    fresh = run.policy.learn(groups, step=0)
     assert fresh["token_mult_prob_error"] < 1 + 1e-4 and abs(fresh["generation_kl_error"]) < 1e-6
     run.update_sampler()
     groups, _ = run.collect()
     with torch.no_grad():
-        for parameter in run.learner.model.parameters():
+        for parameter in run.policy.model.parameters():
             parameter.mul_(1.05)
-    stale = run.learner.learn(groups, step=1)
+    stale = run.policy.learn(groups, step=1)
     assert stale["token_mult_prob_error"] > 1.01 and stale["generation_kl_error"] > 1e-4
 
 
@@ -227,30 +227,30 @@ def test_a_stale_sampler_is_caught(tmp_path):
 
 
 def make_adapted(tmp_path):
-    learner = make_learner(PLAIN | {"lora": {"rank": 4, "alpha": 8}, "grpo": PLAIN["grpo"] | {"kl": 0.1}})
+    policy = make_policy_trainer(PLAIN | {"lora": {"rank": 4, "alpha": 8}, "grpo": PLAIN["grpo"] | {"kl": 0.1}})
     with torch.no_grad():
-        for name, parameter in learner.model.named_parameters():
+        for name, parameter in policy.model.named_parameters():
             if name.endswith("lora_B"):
                 parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
-    return learner
+    return policy
 
 
 def test_the_reference_is_the_model_without_adapters(tmp_path):
-    learner = make_adapted(tmp_path)
-    base = make_learner(PLAIN)
-    base.model.load_state_dict(learner.model.state_dict(), strict=False)
-    config = learner.config
+    policy = make_adapted(tmp_path)
+    base = make_policy_trainer(PLAIN)
+    base.model.load_state_dict(policy.model.state_dict(), strict=False)
+    config = policy.config
     rollouts = [rollout for group in made_up_groups() for rollout in group]
-    batches = learner.batches([response_sample(rollout, 0.0, config) for rollout in rollouts])
+    batches = policy.batches([response_sample(rollout, 0.0, config) for rollout in rollouts])
     with without_adapters(config.lora):
-        learner.add_log_probs("reference", learner.model, batches)
+        policy.add_log_probs("reference", policy.model, batches)
     base.add_log_probs("expected", base.model, batches)
-    learner.add_log_probs("adapted", learner.model, batches)
+    policy.add_log_probs("adapted", policy.model, batches)
     for batch in batches:
         torch.testing.assert_close(batch["reference"], batch["expected"])
         assert (batch["adapted"] - batch["expected"]).abs().max() > 0.01
-    with mock.patch.object(learner.trainer, "update", wraps=learner.trainer.update) as update:
-        assert learner.learn(made_up_groups(), step=0)["kl"] > 1e-3
+    with mock.patch.object(policy.trainer, "update", wraps=policy.trainer.update) as update:
+        assert policy.learn(made_up_groups(), step=0)["kl"] > 1e-3
     updates = [call.args[0] for call in update.call_args_list]
     assert len(updates) == 2
     for batch in chain(*updates):
@@ -267,10 +267,10 @@ def test_adapters_are_back_after_an_error(tmp_path):
 
 
 def test_refits_send_merged_weights(tmp_path):
-    learner = make_adapted(tmp_path)
-    sent = {name: part.clone() for name, (part, _) in learner.weights().items()}
-    merge_adapters(learner.model)
-    expected = dict(learner.model.state_dict())
+    policy = make_adapted(tmp_path)
+    sent = {name: part.clone() for name, (part, _) in policy.weights().items()}
+    merge_adapters(policy.model)
+    expected = dict(policy.model.state_dict())
     assert set(sent) == set(expected)
     for name, tensor in expected.items():
         torch.testing.assert_close(sent[name], tensor)
@@ -278,30 +278,30 @@ def test_refits_send_merged_weights(tmp_path):
 
 def test_a_refit_sends_changes_below_the_precision_of_bf16():
     """On average over the weights: rounded to the nearest, most would stay as they are without adapters."""
-    learner = make_learner(PLAIN | {"precision": "bf16", "lora": {"rank": 4, "alpha": 8}})
-    state, generator = learner.model.state_dict(), torch.Generator().manual_seed(0)
+    policy = make_policy_trainer(PLAIN | {"precision": "bf16", "lora": {"rank": 4, "alpha": 8}})
+    state, generator = policy.model.state_dict(), torch.Generator().manual_seed(0)
     sent, products, squares = {}, torch.zeros(2), 0.0
     for name in [name for name in state if name.endswith("proj.weight")]:
         weight, (a, b) = to_local(state[name]), (to_local(state[adapter]) for adapter in adapter_names(name))
         change = 2 * b.normal_(std=1e-5, generator=generator) @ a
-        sent[name], _ = learner.weights()[name]
-        for i, rounded in enumerate([sent[name], merged_weight(weight, a, b, learner.config.lora)]):
+        sent[name], _ = policy.weights()[name]
+        for i, rounded in enumerate([sent[name], merged_weight(weight, a, b, policy.config.lora)]):
             assert rounded.dtype == torch.bfloat16
             products[i] += ((rounded.float() - weight.float()) * change).sum()
         squares += change.square().sum()
     ours, nearest = (products / squares).tolist()
     assert ours == pytest.approx(1, abs=0.1) and nearest < 0.5
-    again = learner.weights()
+    again = policy.weights()
     assert all(torch.equal(part, again[name][0]) for name, part in sent.items())
 
 
 def test_the_reference_is_on_disk_before_anything_is_trained(tmp_path):
-    learner, kept = make_learner(TREE), Checkpointer(tmp_path, keep=1, asynchronous=True)
-    learner.keep_reference(kept)
+    policy, kept = make_policy_trainer(TREE), Checkpointer(tmp_path, keep=1, asynchronous=True)
+    policy.keep_reference(kept)
     assert kept.pending is None and kept.latest() == 0
 
 
 def test_a_resumed_run_needs_the_reference_that_it_began_with(tmp_path):
     """Weights that have been trained already are no reference."""
     with pytest.raises(InputError, match=r"grpo.kl=0.1: the run that is resumed has kept no reference in"):
-        make_learner(TREE).keep_reference(Checkpointer(tmp_path, keep=1), resumed=True)
+        make_policy_trainer(TREE).keep_reference(Checkpointer(tmp_path, keep=1), resumed=True)

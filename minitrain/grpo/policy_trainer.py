@@ -31,7 +31,7 @@ from minitrain.training.optim import clip_gradients, make_optimizer, update_weig
 Batch = dict[str, Tensor]
 
 
-class Learner:
+class PolicyTrainer:
     """A Trainer of the policy, and the reference model if grpo.kl needs one.
 
     phase(name): a context around a part of a step: `logprobs` or `training`. It loads what the
