@@ -16,8 +16,9 @@ receives, per layer and direction, in one collective:
 ulysses (DeepSpeed-Ulysses, Jacobs et al. 2023). An all-to-all trades tokens for heads: a rank gets
 all tokens of 1 / cp of the heads, computes attention, and trades back. A sequence is cut into cp
 chunks in order, so causal attention needs no mask tensor, and keeps SDPA's fast kernel. cp must
-divide the key/value heads. A rank receives, per layer and direction, in four collectives (for q, k,
-v and the output):
+divide the heads. If there are fewer key/value heads than ranks, each is repeated for the ranks that
+share it, and kv_heads below is cp. A rank receives, per layer and direction, in four collectives
+(for q, k, v and the output):
 
     (cp - 1) / cp x [batch, seq / cp, 2 (heads + kv_heads) head_dim]
 
@@ -211,6 +212,9 @@ def attend_with_own_heads(
 
     Takes and returns the shapes [batch, heads, seq / cp, head_dim] of `attend_to_all_keys`.
     """
+    # fewer key/value heads than ranks: cp / kv_heads neighboring ranks have queries of the same one
+    if mesh.size() > k.shape[1]:
+        k, v = (x.repeat_interleave(mesh.size() // k.shape[1], dim=1) for x in (k, v))
     # [batch, heads / cp or kv_heads / cp, seq, head_dim]
     q, k, v = (to_heads(x, 1, 2, mesh) for x in (q, k, v))
     if sinks is not None:

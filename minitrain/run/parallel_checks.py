@@ -31,11 +31,14 @@ def context_faults(config: Config) -> Faults:
         f"batch.seq_len={length} is not a multiple of {unit}, which parallel.cp={p.cp} needs with "
         f"context={p.context} (use {alternatives([n for n in (below, below + unit) if n])})",
     )
-    heads = model.num_key_value_heads
+    heads = model.num_attention_heads // p.tp
+    kv_heads = max(1, model.num_key_value_heads // p.tp)
+    possible = [n for n in divisors(heads) if kv_heads % n == 0 or n % kv_heads == 0]
     yield (
-        p.context == "ulysses" and heads % ranks,
-        f"parallel.cp={p.cp} x tp={p.tp} with context=ulysses does not divide num_key_value_heads={heads} "
-        f"(use context=allgather, or cp={alternatives(divisors(max(1, heads // p.tp)))})",
+        p.context == "ulysses" and p.cp not in possible,
+        f"parallel.cp={p.cp} x tp={p.tp} with context=ulysses: a rank cannot have equally many of "
+        f"num_attention_heads={model.num_attention_heads} and num_key_value_heads={model.num_key_value_heads} "
+        f"(use context=allgather, or cp={alternatives(possible)})",
     )
 
 

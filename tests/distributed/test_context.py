@@ -81,10 +81,10 @@ def sharded_attention(form, size, q, k, v, upstream, document_ids, sinks, rule):
     return held, None if sinks is None else sinks.grad, [out.detach(), *(x.grad for x in own)]
 
 
-def check_attention(pool, form, size, packed, causal=True, window=16, with_sinks=False):
+def check_attention(pool, form, size, packed, causal=True, window=16, with_sinks=False, kv_heads=4):
     random = torch.Generator().manual_seed(0)
     q, upstream = torch.randn(2, 2, 8, 16, 4, dtype=torch.double, generator=random)
-    k, v = torch.randn(2, 2, 4, 16, 4, dtype=torch.double, generator=random)
+    k, v = torch.randn(2, 2, kv_heads, 16, 4, dtype=torch.double, generator=random)
     document_ids = torch.randint(2, (2, 16), generator=random).cumsum(1) if packed else None
     sinks = torch.randn(8, dtype=torch.double, generator=random).requires_grad_() if with_sinks else None
     distance = torch.arange(16)[:, None] - torch.arange(16)
@@ -121,6 +121,12 @@ def test_windows_and_sinks(pool, form, packed, window):
     check_attention(pool, form, 2, packed, window=window, with_sinks=True)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_ulysses_repeats_key_value_heads_that_are_fewer_than_ranks(pool, kv_heads):
+    check_attention(pool, "ulysses", 4, packed=True, with_sinks=True, kv_heads=kv_heads)
+    check_attention(pool, "ulysses", 4, packed=False, kv_heads=kv_heads)
+
+
 def look_at_masks(form, size, length):
     """Pairs that this rank computes (None: plain causal), and whether a mask is built again for a second forward."""
     with torch.device("meta"):
@@ -150,6 +156,11 @@ def test_ulysses_keeps_the_plain_kernel(pool):
 @pytest.mark.parametrize("form", FORMS)
 def test_context(pool, form, size, batch):
     check_against_one_process(pool, size, with_parallel(cp=size, context=form), batch=batch)
+
+
+@pytest.mark.parametrize("layout", [{"cp": 8}, {"cp": 4, "tp": 2}], ids=str)
+def test_ulysses_on_more_ranks_than_key_value_heads(pool, layout):
+    check_against_one_process(pool, 8, with_parallel(context="ulysses", **layout), batch=packed_batch)
 
 
 @pytest.mark.parametrize("batch", [ragged_batch, packed_batch])
@@ -285,8 +296,8 @@ def test_split(pool, form, held):
     ({"cp": 4}, 5, r"seq_len=5 is not a multiple of 8, .* \(use 8\)"),
     ({"cp": 4, "context": "ulysses"}, 18, r"seq_len=18 is not a multiple of 4, .* context=ulysses \(use 16 or 20\)"),
     ({"cp": 2, "tp": 4}, 12, r"parallel\.tp=4 does not divide batch\.seq_len / parallel\.cp=2"),
-    ({"cp": 3, "context": "ulysses"}, 24, r"cp=3 x tp=1 .* num_key_value_heads=4 \(use .*allgather, or cp=1, 2 or 4\)"),
-    ({"cp": 4, "tp": 2, "context": "ulysses"}, 16, r"cp=4 x tp=2 .* num_key_value_heads=4 .* or cp=1 or 2\)"),
+    ({"cp": 3, "context": "ulysses"}, 24, r"cp=3 x tp=1 .*_key_value_heads=4 \(use .*allgather, or cp=1, 2, 4 or 8\)"),
+    ({"cp": 8, "tp": 2, "context": "ulysses"}, 16, r"cp=8 x tp=2 .*_attention_heads=8 .* or cp=1, 2 or 4\)"),
     ({"cp": 2, "tp": 8, "context": "ulysses"}, 16, r"cp=2 x tp=8 .* num_key_value_heads=4 .* or cp=1\)"),
 ])  # fmt: skip
 def test_refusals(parallel, seq_len, message):
@@ -297,6 +308,7 @@ def test_refusals(parallel, seq_len, message):
 def test_accepted():
     from_dict(with_parallel(cp=8))  # more ranks than key/value heads
     from_dict(with_parallel(cp=2, tp=2, context="ulysses"))
+    from_dict(with_parallel(cp=4, tp=2, context="ulysses"))  # and by repeating these
 
 
 # ----------------------------------------------------------------------------------------------------------- objectives
