@@ -42,9 +42,11 @@ def build_model(
     """
     if fill is None and (config.model.path or (config.lora and config.lora.path)):
         raise ValueError("model.path and lora.path need `fill` (see run/launch.py)")
+    # `parallelize` makes the model itself: a pipeline calls `make_model` once for each stage
     model = parallelize(partial(make_model, config), config, meshes)
     balance_over_ranks(model, config, meshes)
     check_fits(model, config, meshes.device, trained)
+    # here memory is allocated, for this rank's shards alone
     model.to_empty(device=meshes.device)
     if meshes.device.type == "cpu":
         to_onednn(model)
@@ -94,6 +96,7 @@ def initialize(
         if not wanted(name):
             continue
         generator = torch.Generator(parameter.device).manual_seed(seed_of(f"{seed}/{name}"))
+        # a DTensor's shape is that of the full tensor
         full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
         fill = initialize_adapter if is_adapter(name) else model.initialize_parameter
         fill(name, full, generator)

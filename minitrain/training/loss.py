@@ -74,11 +74,12 @@ def split_chunks(hidden: Tensor, labels: Tensor) -> Iterable[tuple[Tensor, Tenso
     return zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True)
 
 
+# one compiled function for each function
 _compiled = cache(torch.compile)
 
 
 def fused(function: Callable, weight: Tensor) -> Callable:
-    """Return `function`, compiled if the weight is on CUDA."""
+    """Return `function`, compiled if the weight [vocab, dim] is on CUDA."""
     return _compiled(function) if weight.is_cuda else function
 
 
@@ -94,13 +95,16 @@ def vocab_shard(weight: Tensor) -> tuple[Tensor, VocabShard]:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, shard):
+        # hidden: [tokens, dim]; weight: [vocab / tp, dim]; labels: [tokens]
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
 
         def grad_of(logits: Tensor, chunk: slice) -> Tensor:
+            # logits, and what is returned: [tokens of the chunk, vocab / tp]
             chunk_loss, grad = fused(_loss_and_grad, weight)(logits, labels[chunk], shard)
             loss.add_(chunk_loss)
             return grad
 
+        # the gradients are complete here, but for the factor grad_loss; `grad_of` sums the loss
         ctx.save_for_backward(*head_gradients(hidden, weight, ctx.needs_input_grad, grad_of))
         ctx.weight_dtype = weight.dtype
         return loss
@@ -111,17 +115,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = fused(_scaled, grad_hidden)(grad_hidden, grad_loss, grad_hidden.dtype)
         if grad_weight is not None:
-            # torch's kernel for mixed types took 2.4 ms for a head on an H200 (1.3 TB/s)
+            # compiled: torch's own kernel for bf16 = fp32 x fp32 reaches only 1.3 TB/s on an H200,
+            # 2.4 ms for a head of 128k x 4096
             grad_weight = fused(_scaled, grad_weight)(grad_weight, grad_loss, ctx.weight_dtype)
         return grad_hidden, grad_weight, None, None
 
 
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply x by an fp32 scalar, and round only the product.
+    """Multiply x [...] by `factor`, an fp32 scalar, and round only the product.
 
     The scalar rounded to bf16 would scale all gradients wrongly: 1 / 3 by 0.2 %.
     """
-    # with one dimension the factor keeps its type; a scalar would be cast to x's
+    # as [1] the factor promotes the product to fp32; as a scalar it would be cast to x's type
     return (x * factor.view(1)).to(dtype)
 
 
@@ -133,8 +138,9 @@ def head_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of hidden and, in fp32, of weight; None for those not `needed`.
 
-    grad_of(logits, chunk): returns d loss / d logits of a chunk [chunk, vocab]; it may overwrite
-        the logits.
+    hidden: [tokens, dim]; weight: [vocab / tp, dim]; the gradients have their shapes.
+    grad_of(logits, chunk): returns d loss / d logits of a chunk, [tokens of the chunk, vocab / tp];
+        it may overwrite the logits.
     """
     need_hidden, need_weight, *_ = needed
     grad_hidden = None
@@ -142,7 +148,7 @@ def head_gradients(
     if need_hidden:
         grad_hidden = torch.empty_like(hidden)
     if need_weight:
-        # the first chunk overwrites it, if there is one
+        # the first chunk overwrites all of it; without tokens there is none
         new = torch.empty if len(hidden) else torch.zeros
         grad_weight = new(weight.shape, dtype=torch.float32, device=weight.device)
     for start in range(0, len(hidden), CHUNK):
@@ -151,6 +157,7 @@ def head_gradients(
         if need_hidden:
             matmul(grad_logits, weight, out=grad_hidden[chunk])
         if need_weight:
+            # [vocab / tp, tokens of the chunk] @ [tokens of the chunk, dim]
             _add_product(grad_weight, grad_logits.T, hidden[chunk], start > 0)
     return grad_hidden, grad_weight
 
@@ -163,6 +170,7 @@ def _loss_and_grad(logits: Tensor, labels: Tensor, shard: VocabShard) -> tuple[T
     """
     dtype = logits.dtype
     logits = logits.float()
+    # all but exponentials, [tokens, vocab / tp], and what is gathered: [tokens, 1]
     valid, mine, columns = find_labels(labels, shard, logits.shape[1])
     peak = logits.amax(-1, keepdim=True)
     target = logits.gather(1, columns)
@@ -170,17 +178,20 @@ def _loss_and_grad(logits: Tensor, labels: Tensor, shard: VocabShard) -> tuple[T
     total = exponentials.sum(-1, keepdim=True)
     # each [shards, tokens, 1]
     peaks, totals, targets = shard.gather(torch.stack([peak, total, target * mine])).unbind(1)
+    # each shard's sum is relative to its own maximum: make all relative to the highest
     highest = peaks.amax(0)
     total = (totals * (peaks - highest).exp()).sum(0)
     loss = ((total.log() + highest - targets.sum(0)) * valid).sum()
+    # times this, the exponentials are probabilities; 0 for a token without a label
     scale = valid * (peak - highest).exp() / total
+    # a label's own gradient, p - 1, is subtracted in fp32: in bf16, p near 1 would leave nothing
     at_labels = (target - peak).exp() * scale - mine.float()
     grad = exponentials.mul_(scale).to(dtype)
     return loss, grad.scatter_(1, columns, at_labels.to(dtype))
 
 
 def find_labels(labels: Tensor, shard: VocabShard, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the labels among the columns of a shard; return three tensors [tokens, 1].
+    """Find the labels [tokens] among the columns of a shard; return three tensors [tokens, 1].
 
     valid: the label is not IGNORE. mine: it is among the `size` columns of this shard.
     columns: its column, or 0.
@@ -192,7 +203,11 @@ def find_labels(labels: Tensor, shard: VocabShard, size: int) -> tuple[Tensor, T
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
-    """Compute total += a @ b, or total = a @ b; total is fp32 also if a and b are bf16."""
+    """Compute total += a @ b, or total = a @ b. total: fp32 [rows, columns], of a and b any type.
+
+    a: [rows, inner]; b: [inner, columns].
+    """
+    # unless oneDNN computes this product
     if a.dtype == total.dtype and not multiplies(a, b):
         total.addmm_(a, b, beta=int(add))
     elif total.is_cuda:

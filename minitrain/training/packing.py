@@ -62,6 +62,7 @@ def pack_row(
         parts = [sample[key] for sample in samples]
         parts.append(np.full(sizes[-1], value, parts[0].dtype))
         columns[key] = np.concatenate(parts)
+    # both [length], the last size being that of the padding
     columns["positions"] = np.concatenate([np.arange(size) for size in sizes])
     columns["document_ids"] = np.repeat([*range(len(samples)), -1], sizes)
     return {key: torch.from_numpy(column) for key, column in columns.items()}
@@ -73,4 +74,5 @@ def rows(dataset, numbers: Iterable[int]) -> dict[str, Tensor]:
 
 
 def stack(each: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    # [...] of each row -> [rows, ...]
     return {key: torch.stack([row[key] for row in each]) for key in each[0]}
