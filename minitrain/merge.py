@@ -1,9 +1,9 @@
 """Add adapters to the weights that they belong to: python -m minitrain.merge --model DIR --adapter
 DIR --out DIR.
 
---model is a folder in Hugging Face layout, --adapter one in PEFT's format, such as a LoRA run's out_dir, for Wan also a
-file as diffusers, ComfyUI or musubi-tuner write it. --out becomes a model like any other, in the base model's type,
-with the adapter's tokenizer and chat template, or else its own.
+--model is a folder in Hugging Face layout. --adapter is a folder in PEFT's format, such as a LoRA run's out_dir; for
+Wan it can also be a file as diffusers, ComfyUI or musubi-tuner write it. --out becomes a model like any other, in the
+base model's type. Its tokenizer and chat template are the adapter's, or else the base model's.
 """
 
 from minitrain.run import cli

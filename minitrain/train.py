@@ -1,10 +1,10 @@
 """Train a model: python -m minitrain.train --config FILE [key=value ...], or the same under
 torchrun.
 
-Writes to `out_dir`: metrics.jsonl (one JSON object per step), config.yaml (what ran), checkpoints/
-(to resume from, which happens by itself when the same command runs again), and at the end the model
-in Hugging Face layout, or its adapters in PEFT's, with its tokenizer; for the toy world of shapes
-also before.png and after.png, what the model draws. Ctrl-C, SIGTERM and their like end it after the
+Writes to `out_dir`: metrics.jsonl (one JSON object per step), config.yaml (what ran), and
+checkpoints/, from which the same command resumes when it runs again. At the end the model comes in
+Hugging Face layout, or its adapters in PEFT's, with its tokenizer; for the toy world of shapes also
+before.png and after.png, what the model draws. Ctrl-C, SIGTERM and their like end it after the
 step, with a checkpoint (watch.py).
 """
 

@@ -6,8 +6,8 @@ Weights are those of the seed; no response ends early, and both libraries make t
 tokens.
 
 tokens_per_sec_per_gpu counts new tokens over all of the time. Where all samples are decoded at
-once, decode_tokens_per_sec_per_gpu counts those that follow the first of each response
-(`rollout.steps` of them, which reach the host together) over the time that follows first_tokens_s.
+once, decode_tokens_per_sec_per_gpu leaves out the first `rollout.steps` tokens of each response,
+which reach the host together, and the time until then, first_tokens_s.
 decode_mbu is the share of the memory's rate at which decoding reads what it must, weights and each
 sample's cache, for a sampler that has all ranks. It can be above 1 where samples share what they
 read of their prompt.

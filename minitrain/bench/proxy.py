@@ -1,9 +1,9 @@
 """A stand-in for a config whose model does not fit here: `bench.py --config ROW --proxy 4,8`, on
 one rank.
 
-It has the full width, fewer layers, and of the experts those that one rank of the config owns, at
-least as many as a token chooses, so that a token costs in a layer what it costs in the whole. All
-parallel dimensions are 1, the micro-batch stays, and of many micro-batches per step few are run.
+It has the full width, and a token costs in a layer what it costs in the whole model. It has fewer
+layers, and only the experts that one rank of the config holds, at least as many as a token selects.
+All parallel dimensions are 1, the micro-batch stays, and of many micro-batches a step few are run.
 From two numbers of layers follows the time of the whole: seconds grow with the layers' FLOPs, which
 is with their number where all are alike.
 

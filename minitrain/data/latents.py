@@ -12,11 +12,14 @@ before training. Each file of the cache is one video:
 
 Where training hides a text (diffusion.text_dropout) the model sees `negative`, or zeros. Published
 models are to see the embedding of an empty prompt, since that is what they are guided away from.
-Wan's condition is first a mask of 4 channels, one for each frame of the 4 that a latent frame
-stands for (the first is all 4 of its own), 1 where the frame is given; then the latents, normalized
-alike, of the video with all others grey. Videos of one shape form a bucket, and a micro-batch comes
-from one bucket. Every file's header is checked before training, its values (are they finite?) when
-they are read; with data.on_error=skip all values before training, to know which files to leave out.
+Wan's condition has two parts. First comes a mask of 4 channels, 1 where a frame is given: one
+channel for each of the 4 frames that a latent frame stands for. The first latent frame stands for
+one frame, which all 4 channels tell of. Then come the latents, normalized alike, of the video with
+all frames grey that are not given.
+
+Videos of one shape form a bucket, and a micro-batch comes from one bucket. Every file's header is
+checked before training. Its values are checked (are they finite?) when they are read; with
+data.on_error=skip all are read before training, to know which files to leave out.
 Left out: the encoders, and pickled files, which could run any code.
 """
 

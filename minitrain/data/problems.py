@@ -1,10 +1,10 @@
 """Problems for reinforcement learning: prompts with right answers, read from JSONL or made up.
 
-A line has a prompt under one of the usual names and an answer under one of the usual names (GSM8K,
-OpenMathInstruct-2, DAPO-Math-17k and their like), or a chat whose last message is the assistant's
-answer. The chat template (see data/chat_templates.py) turns the prompt into tokens, up to where the
-response begins, and says which token ends a response. So do those at which the model ends any text:
-it would go on with another one, and be rewarded for that.
+A line has a prompt and an answer, each under one of its usual names (those of GSM8K,
+OpenMathInstruct-2, DAPO-Math-17k and their like). Or it has a chat whose last message is the
+assistant's answer. The chat template (see data/chat_templates.py) turns the prompt into tokens, up
+to where the response begins, and says which token ends a response. The tokens at which the model
+ends any text end it, too: else the model would go on with another text, and be rewarded for that.
 
 Which problems a step takes is a pure function of the seed and the step.
 """

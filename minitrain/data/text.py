@@ -8,10 +8,10 @@ order that is computed for one row at a time (`shuffled`) and never stored. Toke
 by row: any size opens at once. Left out: streaming from a network, mixing sources by weight, and
 packing that avoids cutting documents.
 
-What is unusable is an error, or with data.on_error=skip left out and counted. Text and JSONL are
-read, and so checked, in full before the first step. Of token files at most CHECKED tokens to train
-on, and as many held out, are checked before the first step, spread evenly over all files, and every
-row when it is read; to skip bad rows, all are read once.
+Unusable data is an error; with data.on_error=skip it is left out and counted. Text and JSONL are
+read, and so checked, in full before the first step. Token files are checked row by row when a row
+is read. Before the first step a sample of them is checked, spread evenly over all files: at most
+CHECKED tokens to train on, and as many held out. To skip bad rows, all rows are read once.
 """
 
 from array import array

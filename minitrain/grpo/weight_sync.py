@@ -131,9 +131,9 @@ def boxes_of(shards: Shards) -> dict[str, tuple[Box, torch.dtype]]:
 def plan(rank: int, sources: list[dict], targets: list[dict], most: int) -> list[list[Move]]:
     """Return the moves of `rank`, in buckets. sources, targets: of each rank, from `boxes_of`.
 
-    Sends and receives must meet in the same bucket. So every rank goes through the moves of all
-    ranks in the same order, millions on hundreds of ranks, and a bucket ends for all where one rank
-    would send and receive more than `most` elements in it.
+    A send and its receive must be in the same bucket. So every rank goes through the moves of all
+    ranks in the same order, millions on hundreds of ranks. A bucket ends for all ranks where one of
+    them would send and receive more than `most` elements in it.
     """
     # name -> box -> ranks that hold it
     holders: dict[str, dict[Box, list[int]]] = {}

@@ -158,8 +158,8 @@ GATED = {"swiglu": swiglu, "clamped_swiglu": clamped_swiglu}
 class Experts(nn.Module):
     """The weights of all experts, as stacks [experts, out, in].
 
-    gate_up_proj has the rows of gate and up interleaved (gate 0, up 0, gate 1, ...), so that a
-    range of rows is a range of whole channels, and tensor parallelism can split every stack evenly.
+    gate_up_proj has the rows of gate and up interleaved: gate 0, up 0, gate 1, ... So a range of
+    rows is a range of whole channels, and tensor parallelism can split every stack evenly.
     Experts without a gate have up_proj in its place.
     """
 

@@ -180,9 +180,9 @@ def trace_step(
     """Record what `rank` does in an optimizer step, not the first one: optimizer states are there.
 
     visible: see `counting_mask`; None leaves attention and the head's gradient as they are on CPUs.
-    The trace is marked with `forward` and `backward` where a micro-batch's passes begin (in a
-    pipeline with (stage, F, B or W, micro-batch) where a part of its schedule begins and with None
-    where it ends) and with `optimizer` where gradients are done.
+    The trace has marks: `forward` and `backward` where a micro-batch's passes begin, `optimizer`
+    where gradients are complete. In a pipeline they are (stage, F, B or W, micro-batch) where an
+    action of the schedule begins, and None where it ends.
     """
     with fake_world(world_size, rank), stand_ins(visible):
         meshes = meshes_of(config, "cpu")

@@ -2,10 +2,10 @@
 repeat what they did.
 
 The compiler cuts a block into graphs that are called thousands of times in a step, each of hundreds
-of operators, all without branches. So the first call on inputs of some layout runs operator by
-operator, and the tracer's log of it (kernels, allocations, what dies when) is what every later call
-adds to the trace, with the storages of its own inputs in place of the first one's. Nothing is
-estimated: the trace is the same as without.
+of operators, all without branches. The first call on inputs of some layout runs operator by
+operator, and the tracer logs it: kernels, allocations, and what is freed when. Every later call
+adds this log to the trace, with the storages of its own inputs in place of the first call's.
+Nothing is estimated: the trace is the same as without.
 """
 
 import torch

@@ -1,15 +1,18 @@
 """A GRPO step on another machine: `--simulate` for rows of task=grpo.
 
-    sampling    token by token, by the memory's bandwidth, of which decoding kernels reach a share: each decoding step
-                reads the weights (of experts, those that its tokens choose) and the caches of all
-                samples that have not ended, sums layers' results over tensor-parallel ranks, and
-                begins when the host has prepared it. Lengths are log-normal around the published
-                mean, cut off at the limit: the longest decode almost alone. More samples than
-                rollout.slots are counted in turns, each of which waits for the last one's longest.
-    log-probs   a forward pass for the old policy if there is more than one update, one for the reference
+    sampling    token by token, by the memory's bandwidth, of which decoding kernels reach a share.
+                Each decoding step begins when the host has prepared it. It reads the weights (of
+                experts, those that its tokens select) and the caches of all samples that have not
+                ended, and sums layers' results over tensor-parallel ranks. Lengths are log-normal
+                around the published mean, cut off at the limit: the longest decode almost alone.
+                More samples than rollout.slots are counted in rounds; each waits for the longest
+                sample of the round before
+    log-probs   one forward pass for the old policy if there is more than one update, and one for
+                the reference
     training    the simulated optimizer step, on rows that are packed full
-    refit       every sampler receives its share of the weights, in bf16, over the slowest link between the ranks; with
-                grpo.offload, the optimizer's states and the reference go to the host, and come back
+    refit       every sampler receives its share of the weights, in bf16, over the slowest link
+                between the ranks; with grpo.offload, the optimizer's states and the reference go to
+                the host, and come back
 
 Apart, samplers and trainers work side by side, and a step takes as long as the slower of the two.
 Left out: rewards, prefill, how far acceptance of one step's lag changes lengths, and the memory of

@@ -4,8 +4,8 @@ same time.
 Kernels run one after the other on the compute stream. Collectives run on one stream per mesh
 dimension, from the moment when their inputs are there; a kernel that reads what a collective brings
 waits for it, and that wait is the exposed communication. FSDP's own copies run on its streams, as
-in PyTorch, and its next all-gather starts only when the one before has been copied out, which
-bounds how far it runs ahead.
+in PyTorch. Its next all-gather starts only when the one before has been copied out: this bounds how
+far it runs ahead.
 
     matrix product   launch + max(FLOPs / (rate x filled x k / (k + 128)) + beside x bytes / HBM,
                      bytes / HBM); filled: the share of the waves of 128 x 256 tiles that has work,
@@ -72,15 +72,21 @@ class Attention:
 class System:
     """Rates that large kernels and messages reach, per GPU; systems.yaml has their sources.
 
-    FLOP/s: bf16, fp8. attention: by the form of the event. bytes/s: memory, nvlink, network,
-    dispatch_network (of an all-to-all between domains); decode_weights, decode_caches: shares of
-    memory's. grouped_beside: as BESIDE, of an expert's products. unfused: how often element-wise
-    kernels move what the compiler's would. Seconds: launch (a kernel's least), grouped_launch,
-    latency and far_latency (of a message), dispatch (of an all-to-all of experts' rows, besides),
-    expert_layer and local_expert (least of a layer of experts and micro-batch, and for each expert
-    that a rank holds: the host launches them, and waits for counts of tokens in between),
-    step (the host's, per optimizer step), decode_step. capacity: bytes. domain: GPUs that NVLink
-    connects. gemm_tiles: multiprocessors.
+    FLOP/s:
+        bf16, fp8: of matrix products. attention: of its kernels, by the form of the event.
+    bytes/s:
+        memory, nvlink, network; dispatch_network: of an all-to-all between domains.
+    Shares:
+        decode_weights, decode_caches: of `memory`, in decoding. grouped_beside: BESIDE of an
+        expert's products. unfused: bytes that eager element-wise kernels move per byte of compiled
+        ones.
+    Seconds:
+        launch, grouped_launch: the least of a kernel. latency, far_latency: of a message.
+        dispatch: of an all-to-all of experts' rows, besides. expert_layer: the least of a layer of
+        experts and micro-batch, in which the host waits for counts of tokens. local_expert: more of
+        that for each expert that a rank holds. step: the host's, per optimizer step. decode_step:
+        the host's, per decoding step.
+    capacity: bytes of memory. domain: GPUs that NVLink connects. gemm_tiles: multiprocessors.
     """
 
     name: str
@@ -181,9 +187,12 @@ def rates_of(values: dict) -> dict:
 
 
 class Span(NamedTuple):
-    """A kernel or message: its stream, its (last) operator's name, its kind, begin and end in
-    seconds, how long the stream had waited for collectives before it, and the index of one of
-    its events in the trace."""
+    """A kernel or message.
+
+    name, kind: of its last operator. begin, end: in seconds.
+    waited: seconds that the stream had waited for collectives before it.
+    event: the index of one of its events in the trace.
+    """
 
     stream: str
     name: str
