@@ -1,7 +1,7 @@
-"""Messages between ranks about the run: short Python values, for the host.
+"""Exchange short Python values between ranks, such as flags and lists of names, on the host.
 
-They go over gloo, also where the run's own group is NCCL's. NCCL would take GPU memory for buffers
-of all ranks, and wait for the device. All ranks of a group call a function together.
+They travel over gloo, even if the run's own group uses NCCL: NCCL would take GPU memory for
+buffers of all ranks, and wait for the device. All ranks of a group call a function together.
 """
 
 from datetime import timedelta
@@ -39,7 +39,7 @@ def broadcast_flag(number: int) -> int:
 
 
 def wait_for_all() -> None:
-    """Wait until all ranks have come here, for as long as one may take to write files.
+    """Wait until all ranks arrive here, however long one writes files.
 
     The watch (run/watch.py) notices ranks that die.
     """

@@ -1,9 +1,11 @@
-"""Collectives between ranks that compute alike: differentiable, and traced by the compiler as part of a block.
+"""Collectives inside a block: traceable by torch.compile, and differentiable where they say so.
 
 torch.distributed's public collectives write into given tensors, which autograd and the compiler
 cannot follow; those of torch.distributed.nn.functional do not compile. So this file uses two
-private modules, up to torch 2.13 at least: the functional collectives, and the operators behind
-them, whose public names differ between 2.11 and 2.13.
+private modules, which exist from torch 2.11 to 2.13: the functional collectives, and the operators
+behind them, whose public names differ between these versions.
+
+A collective's `name` is that of its process group, and `size` its number of ranks.
 """
 
 import torch
@@ -19,16 +21,16 @@ _all_gather = (
 
 
 def stack_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Gather the `x` of all ranks: [ranks, *x.shape]. Gradients are summed to the owners."""
+    """Gather x [...] of all ranks: [ranks, ...]. Backward sums each rank's gradients over ranks."""
     return _all_gather(x.contiguous()[None], 0, mesh)
 
 
 def all_to_all(
     x: Tensor, mesh: DeviceMesh, receives: list[int] | None = None, sends: list[int] | None = None
 ) -> Tensor:
-    """Send rows to each rank, and return those that come, in rank order; backward sends gradients back.
+    """Send rows to each rank; return those received. Backward sends their gradients back.
 
-    x: [rows to rank 0, then to rank 1, ..., width]. Returns [rows from rank 0, ..., width].
+    x: [rows to send, ...], those to rank 0 first. Returns [received rows, ...], rank 0's first.
     receives, sends: numbers of rows by rank; None: equally many for each.
     """
     if not x.is_floating_point():
@@ -37,20 +39,21 @@ def all_to_all(
 
 
 def all_reduce(x: Tensor, op: str, name: str) -> Tensor:
-    """Reduce x over the ranks of the group `name`, in x's shape. Without a gradient."""
+    """Reduce x [...] over ranks by `op` ("sum", "max"), in x's shape. Without a gradient."""
     return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, name))
 
 
-# With one row, the usual case in long training, gathering concatenates already: no copy is made to
-# bring rows together. With more, these are the forms that the compiler's pass for
-# `overlap_collectives` knows. With one, the pass finds collectives before a product in the backward
-# pass, and those after one in the forward pass.
+# torch's operators gather and scatter along dim 0. With a batch of 1, usual for long sequences,
+# that is seq, and nothing is copied. With more, the copies below have the form that the compiler's
+# pass for `overlap_collectives` knows. With one, the pass finds collectives before a product in the
+# backward pass, and those after one in the forward pass.
 
 
 def all_gather(x: Tensor, size: int, name: str) -> Tensor:
     """Gather [batch, seq / size, width] along seq: [batch, seq, width]. Without a gradient."""
     batch, length, width = x.shape
     if batch > 1:
+        # [size x batch, seq / size, width]
         gathered = _ops.all_gather_into_tensor(x.contiguous(), size, name)
         return torch.cat(_ops.wait_tensor(gathered).split(batch), dim=1)
     gathered = _ops.all_gather_into_tensor(x.contiguous().view(length, width), size, name)
@@ -64,6 +67,7 @@ def reduce_scatter(x: Tensor, size: int, name: str) -> Tensor:
     """
     batch, length, width = x.shape
     if batch > 1:
+        # [size x batch, seq / size, width]
         parts = torch.cat(x.split(length // size, dim=1))
         return _ops.wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", size, name))
     parts = x.contiguous().view(length, width)

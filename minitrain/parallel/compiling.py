@@ -1,7 +1,7 @@
 """Compile blocks by torch.compile, and let the compiler overlap tensor parallelism's collectives.
 
-All settings of the compiler that have no public name stand here, as of torch 2.13. They hold for
-everything that the process compiles from then on. One more, of recomputation, is in recompute.py.
+Settings of the compiler that have no public name as of torch 2.13 stand here. They hold for all
+that the process compiles afterwards. One more, for recomputation, is in recompute.py.
 """
 
 import warnings
@@ -16,14 +16,13 @@ from torch.nn import Module
 
 from minitrain.errors import InputError
 
-# of a process's blocks: all kinds of layers, each in training, in evaluation and frozen; torch
-# allows 8
+# graphs of a process: one per kind of layer, in training, in evaluation and frozen; torch allows 8
 GRAPHS = 64
 INDUCTOR = {
-    # tensors that one expression may combine; torch allows 8. LoRA's queries with dropout, rotated,
-    # take 10
+    # tensors that one expression may read; torch allows 8, LoRA's rotated queries with dropout
+    # need 10
     "realize_acc_reads_threshold": 12,
-    # Mamba-2's padded gradients would be copied for their matrix product
+    # with padding, Mamba-2's gradients would be copied for their matrix product
     "comprehensive_padding": False,
 }
 
@@ -31,7 +30,7 @@ INDUCTOR = {
 def compile_blocks(blocks: list[Module], dynamic: bool | None) -> None:
     """Compile each block in place, as one graph.
 
-    dynamic: whether sizes may vary; None: from the second one on.
+    dynamic: compile for varying sizes; None: once a second size occurs.
     """
     torch._dynamo.config.recompile_limit = GRAPHS
     # else Mamba-2's gate would be kept in fp32
@@ -41,8 +40,9 @@ def compile_blocks(blocks: list[Module], dynamic: bool | None) -> None:
 
 
 def overlap_collectives(mesh: DeviceMesh) -> None:
-    """Let the compiler cut a collective and the matrix product next to it into pieces, and overlap
-    them (CUDA only). See `check_overlap`.
+    """Let the compiler overlap collectives with the matrix products next to them (CUDA only).
+
+    It cuts both into chunks. See `check_overlap`.
     """
     import torch._inductor.config  # takes a second to import
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
@@ -57,7 +57,8 @@ def overlap_collectives(mesh: DeviceMesh) -> None:
 def check_overlap(step: Callable[[], list[Tensor]]) -> None:
     """Raise InputError if `step`, compiled, returns wrong tensors, as torch 2.12 silently did.
 
-    Wrong: norm(difference) / norm(expected) is above 0.05. bf16 differs by 0.01, a lost piece by
+    step: returns tensors of any shapes [...], such as gradients.
+    Wrong: norm(difference) / norm(expected) is above 0.05. bf16 differs by 0.01, a lost chunk by
     far more.
     """
     with torch.compiler.set_stance("force_eager"):

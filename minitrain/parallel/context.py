@@ -60,12 +60,10 @@ def context_parallel(model: Module, mesh: DeviceMesh, form: str) -> None:
     if hasattr(model, "split_cp"):
         # no causal mask, so there is no work to balance
         zigzag = False
-        # tensor parallelism may have set it: it gathers the tokens of this context-parallel rank
         gather = model.gather
         model.split_cp = partial(own_chunk, mesh)
         model.gather = lambda share: gather_sequence(gather(share), 1, mesh, zigzag)
     model.make_mask = full_sequence_mask(model.make_mask, mesh, form, zigzag)
-    # the form's way around the attention of one rank
     attend = attend_with_own_heads
     if form == "allgather":
         attend = partial(attend_to_all_keys, zigzag=zigzag)
@@ -124,14 +122,13 @@ def join_sequence(shares: Sequence[Tensor], dim: int, zigzag: bool) -> Tensor:
 
     dim: that of seq.
     """
-    # all chunks, rank by rank, and their numbers
+    # the numbers of all chunks, and the chunks, rank by rank
     order = []
     pieces = []
     for rank, share in enumerate(shares):
         numbers = chunks(rank, len(shares), zigzag)
         order += numbers
         pieces += share.chunk(len(numbers), dim)
-    # now by number
     return torch.cat([pieces[order.index(number)] for number in range(len(order))], dim)
 
 
@@ -158,7 +155,6 @@ def full_sequence_mask(make_mask: Callable, mesh: DeviceMesh, form: str, zigzag:
     """
 
     def build(length, device, document_ids=None, **rule):
-        # document_ids: int [batch, length], of full sequences
         if form == "allgather":
             # this rank's queries, but all keys
             rule["q_positions"] = token_indices(length, mesh, zigzag, device)

@@ -120,7 +120,6 @@ def compute(rows: Tensor, weights: Tensor, experts: Experts, pairs: int) -> Tens
     if weights.shape[1] == 1:
         # every row was sent for the only expert: no copies
         return experts(rows, weights.squeeze(1), tokens_per_expert)
-    # which rows go to which of this rank's experts
     routing = make_routing(selected, pairs)
     # [pairs], as the copies of rows: sorted by expert
     weights = select_pairs(weights, routing)
@@ -159,7 +158,6 @@ def exchange_sizes(mesh: DeviceMesh, selected: Tensor) -> Sizes:
     mine = torch.stack([rows, pairs], dim=1)
     # [ranks, 2]: what this rank receives from each rank
     theirs = all_to_all(mine, mesh)
-    # the only copy to the host
     sends, receives, pairs = torch.stack([rows, *theirs.unbind(1)]).tolist()
     return Sizes(sends, receives, sum(pairs))
 
@@ -176,7 +174,6 @@ def known_sizes(*case: int) -> Sizes:
 @cache
 def balanced_sizes(top_k: int, num_experts: int, ranks: int, rank: int, tokens: int) -> Sizes:
     """Return the sizes for the fake gate, which routes alike on all ranks (`balanced_choice`)."""
-    # [tokens, experts]
     selected = np.zeros((tokens, num_experts), dtype=bool)
     indices = np.arange(tokens * top_k).reshape(tokens, top_k) % num_experts
     np.put_along_axis(selected, indices, True, axis=1)

@@ -1,19 +1,20 @@
-"""Fully sharded data parallelism (FSDP2, ZeRO-3; Rajbhandari et al. 2020): a rank keeps 1/n of each parameter.
+"""Fully sharded data parallelism (FSDP2): each of n ranks keeps 1 / n of every parameter.
 
     before a block's forward     all-gather its weights
     before its backward          all-gather them again (ZeRO-3), or keep them (ZeRO-2)
     after its backward           reduce-scatter its gradients to the ranks that own them
 
-Cost: each of these moves (n - 1) / n of the parameters' bytes per rank, once per micro-batch, or
-once per step if weights and gradients stay gathered meanwhile (ZeRO-2). With replicas (HSDP) the
-gradients of the shards are all-reduced between them, once per step.
+Cost: each of these moves (n - 1) / n of the parameters' bytes per rank. ZeRO-3 does so once per
+micro-batch. ZeRO-2 keeps weights and gradients gathered over micro-batches, and does so once per
+step. With replicas (HSDP) an all-reduce sums the shards' gradients over them, once per step.
 
 Gradients are summed over ranks, not averaged: the loss is divided by the tokens of all ranks
 already. So ranks with more valid tokens weigh more, as in one process.
 
 Parameters that must not be rounded to the compute type are held by `KeepsFP32` modules. They are
-small: all are gathered once per forward pass, in one message, and stay until its backward ends. To
-keep a parameter in fp32, put it into such a module and read it from there.
+small: one all-gather per forward pass gets them all, and they stay until its backward ends. To keep
+a parameter in fp32, put it into such a module and read it from there.
+Source: ZeRO (Rajbhandari et al. 2020).
 """
 
 from dataclasses import replace
@@ -46,15 +47,15 @@ def shard(
     """Shard `model` in place over `mesh` (dp_replicate, dp_shard). Gradients are summed over ranks.
 
     FSDP2 averages by default. Here the loss is divided by the tokens of all ranks (or, for a mean
-    over ranks, by their number) before `backward`. Each block, and the rest, are one unit.
+    over ranks, by their number) before `backward`. Each block is one unit, and the rest another.
 
-    compute_dtype: type in which weights are gathered and computed with; shards keep their own.
-    reduce_dtype: type in which gradients are summed over ranks, partial sums of tensor parallelism
-        too. Also the type of sums over micro-batches, except in ZeRO-3 without replicas, which
-        reduces each time: there it is the shards' type.
+    compute_dtype: the type in which weights are gathered and used; shards keep their own.
+    reduce_dtype: the type in which gradients are summed over ranks, tensor-parallel ones too. Also
+        the type of sums over micro-batches, except in ZeRO-3 without replicas, which reduces each
+        time and sums in the shards' type.
     reshard_after_forward: free a block's weights after its forward pass; see `set_gradient_sync`.
     prefetch: number of blocks gathered ahead of the running one.
-    for_experts: mesh of the same dimensions for experts that expert parallelism has split already.
+    for_experts: (dp_replicate, dp_shard) for experts that expert parallelism has split already.
         Those of a block are a unit of their own.
     """
     add_partial_sums_in_reduce_dtype()
@@ -80,7 +81,7 @@ def shard(
     fully_shard(model, mesh=mesh, mp_policy=policy)
     model.reduces_each_time = reshard_after_forward
     if holders:
-        # they are one unit, none of which is ever called: FSDP would not gather it
+        # FSDP gathers a unit when one of its modules is called, but nothing calls these
         model.register_forward_pre_hook(lambda module, inputs: holders[0].unshard())
     set_prefetch(units, prefetch)
     sum_gradients(model, mesh, for_experts)
@@ -110,7 +111,7 @@ def sum_gradients(model: Module, mesh: DeviceMesh, for_experts: DeviceMesh | Non
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return (dp_replicate, dp_shard) if there are replicas (HSDP), else (dp_shard,) alone."""
+    """Return the mesh (dp_replicate, dp_shard) if there are replicas (HSDP), else (dp_shard,)."""
     return (
         mesh["dp_shard"] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", "dp_shard"]
     )
@@ -118,7 +119,7 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 @cache
 def add_partial_sums_in_reduce_dtype() -> None:
-    """Make FSDP reduce partial sums of gradients in its reduce type (pytorch's issue 190626).
+    """Make FSDP reduce Partial gradients in its reduce type (pytorch's issue 190626).
 
     Up to torch 2.13 it does so only for gradients kept over micro-batches, and reduces others in
     the compute type.
@@ -126,6 +127,7 @@ def add_partial_sums_in_reduce_dtype() -> None:
     own_way = FSDPParam._get_grad_inner_tensor
 
     def add_up(parameter: FSDPParam, grad: Tensor) -> Tensor:
+        """Return the local tensor [...] of a gradient, summed over tensor-parallel ranks."""
         is_partial = isinstance(grad, DTensor) and any(
             placement.is_partial() for placement in grad.placements
         )
@@ -140,8 +142,8 @@ def add_partial_sums_in_reduce_dtype() -> None:
 def shard_experts(experts: Module, block: Module, mesh: DeviceMesh, **options) -> None:
     """Shard stacks [experts, ...], whose first dimension is split already, along another one.
 
-    Their FSDP hooks move to the block around them: inside it they would run under torch.compile and
-    checkpoint, and break both.
+    Their FSDP hooks move to the block around them. Inside of it they would run under torch.compile
+    and checkpoint, and break both.
     """
     mesh = fsdp_mesh(mesh)
     ranks = mesh.size(-1)
@@ -160,7 +162,10 @@ def shard_experts(experts: Module, block: Module, mesh: DeviceMesh, **options) -
 
 
 def widest_dimension(parameter: Parameter, ranks: int) -> Shard:
-    """Return the largest dimension but the first that `ranks` divide: FSDP needs equal shards."""
+    """Return the placement on the largest dimension, but the first, that `ranks` divide.
+
+    FSDP needs equal shards. If they divide none it gets the largest, and refuses.
+    """
     shape = parameter.shape
     return Shard(
         max(range(1, parameter.ndim), key=lambda dim: (shape[dim] % ranks == 0, shape[dim]))
@@ -170,9 +175,9 @@ def widest_dimension(parameter: Parameter, ranks: int) -> Shard:
 def set_gradient_sync(model: FSDPModule, last: bool) -> None:
     """Tell FSDP whether the next backward pass is a step's last.
 
-    ZeRO-2 keeps weights gathered over micro-batches, accumulates full gradients and reduces them
-    once. ZeRO-3 has no room for them: it reduces gradients each time and accumulates shards, which
-    replicas all-reduce once.
+    ZeRO-2 keeps weights gathered over micro-batches, accumulates full gradients, and reduces them
+    in the last one. ZeRO-3 has no room for them: it reduces gradients each time and accumulates
+    their shards, which an all-reduce sums over replicas in the last one.
     """
     model.set_reshard_after_backward(last or model.reduces_each_time)
     model.set_requires_gradient_sync(last or model.reduces_each_time)

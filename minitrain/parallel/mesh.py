@@ -33,8 +33,8 @@ class Meshes:
     cp: DeviceMesh
     tp: DeviceMesh
     pp: DeviceMesh
-    # if ep > 1, 3-D (dp_replicate, dp_shard, ep): experts are split over the last dimension, and over
-    # the others as in `parameters`
+    # if ep > 1, 3-D (dp_replicate, dp_shard, ep): experts are split over the last dimension, and
+    # over the others as in `parameters`
     experts: DeviceMesh | None
 
     @property
@@ -83,7 +83,6 @@ def build_meshes(
     for_batches = grid(pp=pp, batch=batches, cp=cp, tp=tp)
     for_experts = None
     if ep > 1:
-        # tensor-parallel ranks have other tokens, so they are ranks like the rest here
         for_experts = grid(pp=pp, dp_replicate=dp_replicate, dp_shard=shards * tp // ep, ep=ep)
         for_experts["dp_shard", "ep"]._flatten("expert_shards")
         for_experts = for_experts["dp_replicate", "dp_shard", "ep"]

@@ -1,7 +1,7 @@
-"""The one place that knows the order in which a model is transformed.
+"""Parallelize a model: the one place that knows in which order the techniques are applied.
 
-Pipeline split, experts, tensor, context, recompute, compile each block, shard; all but the first
-for each stage by itself.
+The order: pipeline split, experts, tensor, context, recompute, compile each block, shard. All but
+the first are applied to each pipeline stage by itself.
 
 Recomputation must be inside the compiled region, so that the compiler sees it, and sharding
 outside, so that its hooks gather and free weights around the compiled block.
@@ -27,8 +27,9 @@ from minitrain.settings import Config
 
 
 def parallelize(make: Callable[..., Module], config: Config, meshes: Meshes) -> Module:
-    """The model `make()`, transformed; in a pipeline, this rank's stages of it, from make(layers=,
-    first=, last=).
+    """Return the model that `make` builds, parallelized, or this rank's stages as a `Pipeline`.
+
+    make: called without arguments, or for each stage with layers, first and last (see `Decoder`).
     """
     parallel = config.parallel
     if parallel.pp == 1:
@@ -45,7 +46,7 @@ def parallelize(make: Callable[..., Module], config: Config, meshes: Meshes) -> 
 
 
 def apply_techniques(model: Module, config: Config, meshes: Meshes) -> None:
-    """Transform `model`, still on the meta device or not, in place. It must have `.blocks`."""
+    """Transform `model` in place, on the meta device or not. It must have `.blocks`."""
     if meshes.experts is not None:
         expert_parallel(model, meshes.experts["ep"])
     if meshes.tp.size() > 1:
@@ -58,13 +59,13 @@ def apply_techniques(model: Module, config: Config, meshes: Meshes) -> None:
     if config.compile:
         # videos vary in length
         compile_blocks(model.blocks, dynamic=None if config.data.kind == "latents" else False)
-    # adapters are cast where they are used, and what is frozen has the right type: one rank needs
-    # no FSDP for that
+    # with adapters nothing needs a cast by FSDP: what is frozen has the compute type, and adapters
+    # are cast where they are used
     compute_dtype = (
         torch.bfloat16 if config.precision in ("bf16", "fp8") and not config.lora else None
     )
-    # FSDP shards, adds up tensor parallelism's partial gradients, and casts weights: one rank may
-    # need it for that
+    # FSDP shards, sums tensor parallelism's Partial gradients, casts weights, and gathers in FP8:
+    # one rank may need the last two
     several = meshes.parameters.size() * meshes.tp.size() > 1
     if several or compute_dtype or config.precision == "fp8":
         parallel = config.parallel

@@ -1,7 +1,8 @@
 """Split parameters over ranks as DTensors, and let modules compute with local tensors.
 
-DTensors tell FSDP, the optimizer and checkpoints what a rank has. Computing with plain tensors
-spares the host the dispatch through DTensor, and lets a block compile as one graph.
+As DTensors, parameters tell FSDP, the optimizer and checkpoints what a rank holds. Modules compute
+with plain local tensors: that saves the host the time of DTensor's dispatch, and lets a block
+compile as one graph.
 """
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.tensor import (
 )
 from torch.nn import Module
 
-# the dimension of an adapter's matrix that is its rank
+# the dimension of an adapter's matrix that is LoRA's rank: A is [rank, in], B is [out, rank]
 RANK_DIM = {"lora_A": -2, "lora_B": -1}
 
 
@@ -26,11 +27,12 @@ def split_parameters(
 ) -> None:
     """Replace a module's own parameters by DTensors with `placement` on the 1-D `mesh`.
 
-    They are equal on all ranks before. Those that are DTensors already stay.
-    start: only parameters whose names begin so.
-    Two kinds are replicated instead: the adapter's matrix whose split dimension would be its rank,
-    and a bias that lacks the split dimension. Every rank adds this bias, so `use_local_tensors`
-    divides the one named `module.added_by_all` by the number of ranks.
+    Before, they are equal on all ranks. DTensors stay as they are.
+    start: take only parameters whose names begin so.
+    Two kinds are replicated instead. One is an adapter's matrix that would be split along LoRA's
+    rank. The other is the bias [out] of a row-parallel weight, which lacks dimension 1. Its name
+    becomes `module.added_by_all`: each rank adds it, so `use_local_tensors` divides it by their
+    number.
     """
     split = placement.dim if isinstance(placement, Shard) else None
     for name, parameter in list(module.named_parameters(recurse=False)):
@@ -48,16 +50,18 @@ def split_parameters(
 # not compiled: graphs take plain tensors, since with DTensors some fail in torch 2.13
 @torch.compiler.disable
 def use_local_tensors(unit: Module, inputs: tuple) -> None:
-    """Give all modules of `unit` local tensors in place of DTensors, as a forward pre-hook after FSDP's.
+    """Give all modules of `unit` local tensors in place of DTensors, as a forward pre-hook.
 
+    It runs after FSDP's own hook.
     The local tensors are attributes that hide the parameters of the same names. They are views of
-    what FSDP gathers, frees and gathers again, so they serve recomputation in the backward pass too.
+    the memory that FSDP gathers into, frees and gathers into again. So they also serve when the
+    backward pass recomputes the block.
     """
     for module in unit.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if not isinstance(parameter, DTensor):
                 continue
-            # a replicated parameter gets a gradient from this rank's tokens or heads only
+            # a replicated parameter's gradient is one term, of this rank's tokens or heads
             gradients = [Partial() if p.is_replicate() else p for p in parameter.placements]
             part = parameter.to_local(grad_placements=gradients)
             if hasattr(module, "own_rows") and not name.endswith("lora_A"):

@@ -1,20 +1,22 @@
-"""Pipeline parallelism (Huang et al. 2018): each rank has some layers, and micro-batches pass through them.
+"""Pipeline parallelism: each rank holds some layers, and micro-batches pass from rank to rank.
 
-The model is cut into pp x vp stages (pipeline_split.py). A stage sends its output to the next one.
-In the backward pass it sends the gradient of its input to the one before. The schedule, of
-torch.distributed.pipelining, says which micro-batch a rank works on next. Of a micro-batch in one
-rank's layers, let F be the time of the forward pass, B of the gradients of inputs, and W of those
-of weights. With n ranks, v stages on each and m micro-batches:
+The model is cut into pp x vp stages (pipeline_split.py), vp on each rank. A stage sends its output
+to the next one. In the backward pass it sends the gradient of its input to the one before. The
+schedule, from torch.distributed.pipelining, decides which micro-batch a rank works on next.
 
-    schedule                bubble: idle time of a rank  micro-batches whose       from
-                            (work: m (F + B + W))        activations are kept
-    GPipe                   (n - 1)(F + B + W)           m                         Huang et al. 2018
-    1F1B                    (n - 1)(F + B + W)           n                         Narayanan et al. 2019, 2021
-    LoopedBFS               (n - 1)(F + B + W) / v       m                         Lamy-Poirier 2022
-    Interleaved1F1B         (n - 1)(F + B + W) / v       n + (n - 1) / v           Narayanan et al. 2021
-    InterleavedZeroBubble   (n - 1)(F + B - W) / v       n                         Qi et al. 2023, ZB1P
-    ZBVZeroBubble           (n - 1) F / 2 if F = B = W   n                         Qi et al. 2023, section 6
-    DualPipeV               (n - 1) F / 2 if F = B = W   n + 1/2                   DeepSeek-AI 2024, Qi et al. 2025
+Let F be the time of one micro-batch's forward pass through all layers of a rank, B that of the
+gradients of its inputs and W that of the gradients of its weights. A step of m micro-batches keeps
+a rank busy for m (F + B + W), plus the bubble, in which it waits. On n ranks with v stages each:
+
+    schedule               bubble                      micro-batches whose  source
+                                                       activations it keeps
+    GPipe                  (n - 1)(F + B + W)          m                    Huang et al. 2018
+    1F1B                   (n - 1)(F + B + W)          n                    Narayanan et al. 2019
+    LoopedBFS              (n - 1)(F + B + W) / v      m                    Lamy-Poirier 2022
+    Interleaved1F1B        (n - 1)(F + B + W) / v      n + (n - 1) / v      Narayanan et al. 2021
+    InterleavedZeroBubble  (n - 1)(F + B - W) / v      n                    Qi et al. 2023, ZB1P
+    ZBVZeroBubble          (n - 1) F / 2 if F = B = W  n                    Qi et al. 2023, ZB-V
+    DualPipeV              (n - 1) F / 2 if F = B = W  n + 1/2              DeepSeek-V3; Qi 2025
 
 The last three delay W to fill the bubble.
 
@@ -22,14 +24,14 @@ Cost per micro-batch: each boundary between stages sends [micro, seq / cp / tp, 
 its gradient back. Nothing else is sent: the last stage computes the loss, and every rank reads
 tokens and labels by itself. torch keeps two buffers of a boundary's size per stage and micro-batch.
 
-FSDP reduces gradients once per step. By default it keeps weights gathered over all micro-batches
-(ZeRO-2), since gathering for each would cost m times as much. With `reshard_after_forward`, only
-the three stages that a rank runs next are gathered. That takes less memory, and gathers each stage
-up to m / n times, in the forward and in the backward pass.
+FSDP reduces gradients once per step. By default it also gathers weights once per step and keeps
+them (ZeRO-2), since to gather them for each micro-batch would cost m times as much. With
+`reshard_after_forward`, a rank gathers only the three stages that it runs next. That saves memory,
+and gathers each stage up to m / n times per step, for the forward and for the backward pass.
 
-Tied embeddings: the first stage owns the matrix. The last one gets a copy before each step, and
-sends the copy's gradient back after it. So gradient norm, optimizer and checkpoints see one
-parameter.
+Tied embeddings: the first stage owns the matrix. Before each step the last stage gets a copy of it,
+and after the step it sends the copy's gradient to the first. So gradient norm, optimizer and
+checkpoints see one parameter.
 
 Left out: skip connections between stages; balancing stages by measured time.
 """
@@ -50,22 +52,24 @@ from minitrain.parallel.pipeline_split import V_SHAPED, rank_of
 from minitrain.parallel.pipeline_stage import Stage, keep_weights, skip_vote
 from minitrain.parallel.shards import Slices, assemble, cut_slices, full_slice, to_local
 
+# a micro-batch: tokens, labels, ..., [micro, seq] each
 Batch = dict[str, Tensor]
-# the last stage has a copy if embeddings are tied
+# the last stage has a copy of it if embeddings are tied
 EMBEDDING = "model.embed_tokens.weight"
 
 
 class Pipeline(nn.Module):
     """This rank's stages as one model. Parameters have the names of the full model.
 
-    stages: by their number in the whole pipeline, parallelized in all other ways already.
+    stages: this rank's, by their number in the whole pipeline, parallelized in all other ways
+        already.
     schedule: the name of torch's class, see the table above.
     mesh: 1-D, the ranks of this pipeline. They call all methods together, except those of
         nn.Module.
-    tp: number of ranks that shard hidden states along seq.
+    tp: the number of ranks over which tensor parallelism splits hidden states along seq.
     dtype: of hidden states.
     keeps_weights: keep the weights of all stages gathered during a step, not only of the three that
-        run next. A rank's only stage always keeps its own.
+        run next. A rank that has one stage keeps them in any case.
     """
 
     def __init__(
@@ -78,7 +82,6 @@ class Pipeline(nn.Module):
         keeps_weights: bool,
     ):
         super().__init__()
-        # sorted by number
         self.stages = nn.ModuleDict({str(number): stages[number] for number in sorted(stages)})
         self.config = next(iter(stages.values())).config
         self.group = mesh.get_group()
@@ -89,13 +92,12 @@ class Pipeline(nn.Module):
         # number of stages of the whole pipeline
         self.count = len(stages) * mesh.size()
         v_shaped = schedule in V_SHAPED
-        # the rank of each stage
         self.ranks = [rank_of(number, mesh.size(), v_shaped) for number in range(self.count)]
         self.schedule_class = get_schedule_class(schedule)
-        # torch's schedule, and the number and shape of micro-batches that it was made for
+        # torch's schedule object and its stages: made at the first step, and again when the number
+        # or the shape of micro-batches changes
         self.schedule = None
         self.scheduled_for = None
-        # the stages as that schedule knows them
         self.scheduled: list[Stage] = []
 
     def named_parameters(self, **kwargs) -> Iterator[tuple[str, nn.Parameter]]:
@@ -105,6 +107,7 @@ class Pipeline(nn.Module):
                     yield name, parameter
 
     def state_dict(self, **kwargs) -> dict[str, Tensor]:
+        """Return all tensors, [...] each, but the last stage's copy of tied embeddings."""
         tensors = {}
         for stage in self.stages.values():
             state = stage.state_dict(**kwargs)
@@ -112,12 +115,13 @@ class Pipeline(nn.Module):
         return tensors
 
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fill a full parameter [...]. Any stage has the rules for all names."""
         next(iter(self.stages.values())).initialize_parameter(name, tensor, generator)
 
     def forward_backward(self, objective, batches: list[Batch], count: Tensor) -> Tensor:
-        """Add the gradients of (loss sum of all micro-batches) / count, and return that loss.
+        """Add the gradients of (sum of all micro-batches' losses) / count, and return that loss.
 
-        count: a scalar. The loss is a scalar, equal on every rank.
+        count: [], the valid tokens of all ranks. The loss, fp32 [], is the same on all ranks here.
         """
         self.copy_tied_weight()
         self.objective = objective
@@ -127,6 +131,7 @@ class Pipeline(nn.Module):
             self.schedule = self.new_schedule()
             self.scheduled_for = shapes
         losses = []
+        # torch hands each micro-batch one target: here, to its loss_fn, the count to divide by
         self.schedule.step(target=count.expand(len(batches)), losses=losses, return_outputs=False)
         for stage in self.scheduled:
             stage.finish_sends()
@@ -134,26 +139,29 @@ class Pipeline(nn.Module):
         return self.total(losses)
 
     def run(self, number: int, index: int, *hidden: Tensor) -> Tensor:
-        """Run stage `number` on micro-batch `index`; return hidden states, or from the last stage a loss.
+        """Run stage `number` on micro-batch `index`; return hidden states or the last stage's loss.
 
-        The objective calls the stage as its model. Stages after the first get `hidden`, [micro,
-        seq / cp / tp, hidden], in place of the objective's tokens.
+        hidden: [micro, seq / cp / tp, hidden], the input of all stages but the first.
+        The objective computes its loss from a model's output. Here it gets a stage as that model,
+        and its "loss" is what the stage returns: hidden states [micro, seq / cp / tp, hidden], or
+        a true loss [] from the last stage, which calls the objective's head.
         """
         stage = self.stages[str(number)]
         batch = dict(self.batches[index])
         if "positions" not in batch:
-            # hidden states do not tell how many: tensor-parallel ranks shard them
+            # a stage that gets hidden states could not count the tokens: tp splits them
             length = batch["tokens"].shape[1]
             batch["positions"] = torch.arange(length, device=self.device)[None]
 
         def model(tokens: Tensor, **inputs) -> Tensor:
+            """Run the stage. tokens: int [micro, seq / cp], which only the first stage reads."""
             return stage(*(hidden or (tokens,)), **inputs)
 
         return self.objective.loss(model, batch)
 
     def boundary(self) -> Tensor:
-        """Return hidden states between stages without data, [micro, seq / cp / tp, hidden]."""
-        # tokens are sharded over cp already
+        """Return hidden states between stages, on meta: [micro, seq / cp / tp, hidden]."""
+        # [micro, seq / cp]: batches hold this context-parallel rank's tokens
         micro, length = self.batches[0]["tokens"].shape
         shape = micro, length // self.tp, self.config.hidden_size
         return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
@@ -165,10 +173,12 @@ class Pipeline(nn.Module):
     def new_schedule(self):
         """Return torch's schedule for the current micro-batches."""
         self.scheduled = [self.new_stage(int(number)) for number in self.stages]
+        # GPipe and 1F1B take one stage, all others a list
         single = issubclass(self.schedule_class, PipelineScheduleSingle)
         schedule = self.schedule_class(
             self.scheduled[0] if single else self.scheduled,
             n_microbatches=len(self.batches),
+            # both []: the stage has computed the sum, `target` has the count
             loss_fn=lambda loss, count: loss / count.squeeze(),
             # torch would divide by the number of micro-batches, as if each had a mean loss
             scale_grads=False,
@@ -180,7 +190,7 @@ class Pipeline(nn.Module):
         return schedule
 
     def new_stage(self, number: int) -> Stage:
-        """Return stage `number` for torch's schedule."""
+        """Return stage `number` for torch's schedule, which must know shapes before it runs."""
         hidden = self.boundary()
         loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
         last = number == self.count - 1
@@ -198,7 +208,7 @@ class Pipeline(nn.Module):
         )
 
     def total(self, losses: list[Tensor]) -> Tensor:
-        """Sum losses, which only the last stage's rank has; return the sum on every rank."""
+        """Return the sum of losses, [] each, on every rank. Only the last stage's rank has any."""
         total = torch.zeros((), device=self.device)
         for loss in losses:
             total += loss.detach()
@@ -208,12 +218,12 @@ class Pipeline(nn.Module):
     # --- evaluation: forward passes alone
 
     def evaluate(self, objective, batches: list[Batch]) -> Tensor:
-        """Return the loss sum of the micro-batches, a scalar, on every rank."""
+        """Return the sum of the micro-batches' losses, [], on every rank."""
         return self.total(self.outputs(objective, batches))
 
     @torch.no_grad()
     def outputs(self, objective, batches: list[Batch]) -> list[Tensor]:
-        """Return the objective's result for each micro-batch, on the last stage's rank; others get [].
+        """Return the objective's results by micro-batch on the last stage's rank, [] elsewhere.
 
         In step t, stage s runs micro-batch t - s, if there is one.
         """
@@ -221,12 +231,15 @@ class Pipeline(nn.Module):
         self.objective = objective
         self.batches = batches
         results = []
+        # by the number of the stage that takes them
         inputs = {}
         for step in range(len(batches) + self.count - 1):
+            # the first stage has no input: it reads tokens
             outputs = {n: self.run(n, step - n, *inputs.get(n, ())) for n in self.running(step)}
             if self.count - 1 in outputs:
                 results.append(outputs.pop(self.count - 1))
             inputs = self.exchange(outputs, [n for n in self.running(step + 1) if n > 0])
+        # without a backward pass FSDP would keep what it has gathered
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -237,9 +250,9 @@ class Pipeline(nn.Module):
         return [n for n in map(int, self.stages) if 0 <= step - n < len(self.batches)]
 
     def exchange(self, outputs: dict[int, Tensor], wanted: list[int]) -> dict[int, tuple[Tensor]]:
-        """Send each stage's output to the next stage, and receive the inputs of the `wanted` ones.
+        """Send each stage's output to the next stage; return the inputs of the stages `wanted`.
 
-        Both are by the stage's number, [micro, seq / cp / tp, hidden].
+        Both by the number of their stage, [micro, seq / cp / tp, hidden] each.
         """
         inputs = {}
         operations = []
@@ -264,7 +277,7 @@ class Pipeline(nn.Module):
     # --- tied embeddings
 
     def tied_weights(self) -> tuple[nn.Parameter | None, nn.Parameter | None]:
-        """Return the embedding and the last stage's copy; None for what another rank has."""
+        """Return the embedding [vocab, hidden] and the last stage's copy, None where not here."""
         weights = []
         for number in (0, self.count - 1):
             here = self.ranks[number] == self.rank
@@ -276,6 +289,7 @@ class Pipeline(nn.Module):
         """Copy the embedding to the last stage."""
         if self.config.tie_word_embeddings:
             first, last = self.tied_weights()
+            # the shards alone: FSDP shards first and last stage alike
             arrived = self.move(to_local(first), to_local(last), 0, self.count - 1)
             if last is not None:
                 to_local(last).copy_(arrived)
@@ -290,14 +304,15 @@ class Pipeline(nn.Module):
             if first is not None:
                 to_local(first.grad).add_(arrived)
             if last is not None:
+                # else the next step would add to it
                 last.grad = None
 
     def move(
         self, tensor: Tensor | None, like: Tensor | None, source: int, target: int
     ) -> Tensor | None:
-        """Send `tensor` from the rank of stage `source` to that of `target`, and return it there.
+        """Send a tensor [...] from the rank of stage `source` to that of `target`; return it there.
 
-        like: a tensor of its shape, on the target's rank.
+        like: a tensor of its shape and type, on the target's rank.
         """
         source = self.ranks[source]
         target = self.ranks[target]
@@ -311,10 +326,11 @@ class Pipeline(nn.Module):
     # --- export
 
     def full_tensors(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield all stages' tensors of `wanted` names, full on rank 0, None elsewhere, in order.
+        """Yield all stages' tensors of `wanted` names, [...] on rank 0, None elsewhere, in order.
 
         All ranks iterate together. One slice at a time is gathered in its stage and sent to rank 0.
         """
+        # by name: the number of its stage, and the tensor
         mine = {}
         for number, stage in self.stages.items():
             for name, tensor in stage.state_dict().items():
@@ -326,6 +342,7 @@ class Pipeline(nn.Module):
         entries = [entry for listing in gather(own, self.group) for entry in listing]
 
         def moved(number: int, name: str, where: Slices, like: Tensor) -> Tensor | None:
+            """Return slice `where` of a tensor on rank 0. like: the full tensor on meta, [...]."""
             piece = full_slice(mine[name][1], where).contiguous() if name in mine else None
             return self.move(piece, like[where], number, 0)
 
@@ -336,5 +353,5 @@ class Pipeline(nn.Module):
 
 
 def owns(stage: Module, name: str) -> bool:
-    """Return False for a parameter that is a copy of another stage's."""
+    """Return False for the last stage's copy of tied embeddings."""
     return stage.first or name != EMBEDDING

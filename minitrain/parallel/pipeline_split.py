@@ -1,9 +1,11 @@
-"""Cut a model into pipeline stages, and give the stages to ranks.
+"""Cut a model into pipeline stages, and assign the stages to ranks.
 
-Stages go round the ranks: stage s is on rank s mod ranks. In V-shaped schedules they go down the
-ranks and back up, so rank 0 has the first and the last. Embedding and head count as one layer each,
-or the head as more (`head_layers`): with layers in FP8, a head of 128k words takes as long as two
-layers of Llama 3 70B, and all ranks wait for its rank.
+Stage s is on rank s mod ranks. In V-shaped schedules the stages of three ranks are on 0 1 2 2 1 0,
+so that rank 0 has the first and the last.
+
+Stages are balanced by counting layers. The embedding counts as one layer. So does the head, or as
+more (`head_layers`): with layers in FP8, the head of a vocabulary of 128k takes as long as two
+layers of Llama 3 70B, and all ranks would wait for its rank.
 """
 
 from itertools import accumulate
@@ -26,19 +28,18 @@ def rank_of(stage: int, ranks: int, v_shaped: bool) -> int:
 def cut(
     layers: int, stages: int, layers_per_stage: list[int] | None = None, head: int = 1
 ) -> list[dict]:
-    """Return what each stage holds: `layers`, a range, and `first` and `last`, bools.
+    """Return each stage's `layers`, a range, and bools `first` (embedding) and `last` (head).
 
-    The first has the embedding, the last the head.
-    layers_per_stage: the number of slots of each stage, of layers + 2: embedding, layers, head. By
-        default all get equally many. What is left over goes to the first stage, then the last ones.
-    head: number of slots that the head counts as, in the default.
+    layers_per_stage: how many of the layers + 2 units (embedding, layers, head) each stage gets. By
+        default all get equally many. Of a remainder, the first stage gets one, then the last ones.
+    head: the number of units that the head counts as, in the default.
     """
     each, more = divmod(layers + 1 + head, stages)
     longer = {0, *range(stages - more + 1, stages)} if more else ()
     even = [each + (stage in longer) for stage in range(stages)]
     slots = layers_per_stage or [*even[:-1], even[-1] - (head - 1)]
     parts = []
-    # layer i is in slot i + 1
+    # the embedding is unit 0, layer i is unit i + 1; `end` is the first unit of the next stage
     for count, end in zip(slots, accumulate(slots), strict=True):
         held = range(max(end - count - 1, 0), min(end - 1, layers))
         parts.append(dict(layers=held, first=end == count, last=end == layers + 2))
@@ -46,15 +47,16 @@ def cut(
 
 
 def local_stages(parallel: "Parallel", layers: int, rank: int) -> dict[int, dict]:
-    """Return the parts of `cut` that a rank of the pipeline has, by the stage's number."""
+    """Return what `cut` gives to a pipeline rank's stages, by their numbers."""
     parts = cut(layers, parallel.pp * parallel.vp, parallel.layers_per_stage, parallel.head_layers)
     v_shaped = parallel.schedule in V_SHAPED
     return {n: part for n, part in enumerate(parts) if rank_of(n, parallel.pp, v_shaped) == rank}
 
 
 def pipeline_needs(p: "Parallel", micro_batches: int) -> str | None:
-    """Return how many micro-batches the schedule needs, if it cannot run `micro_batches`."""
+    """Return words for the micro-batches that the schedule needs, None if it can run so many."""
     least = {"1F1B": p.pp, "DualPipeV": 2 * p.pp}.get(p.schedule, 1)
+    # torch's interleaved schedules work in equal rounds of about pp micro-batches
     rounds = max(1, micro_batches // p.pp) if p.schedule.startswith("Interleaved") else 1
     if p.pp > 1 and micro_batches < least:
         return f"at least {least}"

@@ -15,21 +15,23 @@ from torch.distributed.pipelining.schedules import RESHARD, UNSHARD, _batch_p2p
 class Stage(PipelineStage):
     """A stage whose forward pass is compute(index of the micro-batch, *hidden).
 
-    Tokens and labels do not go through torch: 2.11 cannot split a backward pass with inputs that
-    have no gradients.
+    hidden: [micro, seq / cp / tp, hidden] from the stage before; none for the first stage.
+    `compute` finds tokens and labels by the index. They do not go through torch: 2.11 cannot split
+    a backward pass into B and W if some inputs have no gradients.
 
-    splits_loss: split the last stage's backward pass too. torch 2.11 cannot split at an
-        autograd.Function, such as the loss. Under FSDP the second pass through the loss looks like
-        the end of a micro-batch: FSDP casts the gradients so far to its reduce type, and later
+    splits_loss: split the last stage's backward pass into B and W too. torch 2.11 cannot split at
+        an autograd.Function, such as the loss. Under FSDP a second pass through the loss can look
+        like the end of a micro-batch: FSDP casts the gradients so far to its reduce type, and later
         refuses to add the others.
-    keeps_sends: torch's schedules of several stages keep every send, and the tensor sent, until the
-        step ends. So the stage starts its sends itself and drops those that are done. NCCL tells;
-        gloo only when waited for.
+    keeps_sends: the schedule keeps every send, and the tensor sent, until the step ends, as torch's
+        schedules of several stages do. Then the stage starts its sends itself, and drops those that
+        are done. (NCCL reports that; gloo does so only when waited for.)
     """
 
     def __init__(
         self, compute: Callable[..., Tensor], *args, keeps_sends: bool, splits_loss: bool, **kwargs
     ):
+        # compute returns [micro, seq / cp / tp, hidden], or from the last stage the loss []
         super().__init__(*args, **kwargs)
         self.compute = compute
         self.keeps_sends = keeps_sends
@@ -44,9 +46,10 @@ class Stage(PipelineStage):
         return self.start_sends(super().get_bwd_send_ops(bwd_chunk_id))
 
     def start_sends(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
-        """Start sends, if they are the stage's; return those that the schedule is to start."""
+        """Start sends if the stage does so itself; return those left for the schedule to start."""
         if not self.keeps_sends:
             return operations
+        # dropping a send frees its tensor
         self.sends = [work for work in self.sends if not work.is_completed()]
         self.sends += _batch_p2p(operations)
         return []
@@ -59,15 +62,19 @@ class Stage(PipelineStage):
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, **options
     ) -> Tensor:
+        """Return `compute`'s [micro, seq / cp / tp, hidden] or loss [] for a micro-batch."""
         self.index = fwd_chunk_id
+        # no inputs of torch's own beside what it has received
         return super().forward_one_chunk(fwd_chunk_id, (), {}, **options)
 
     def forward_maybe_with_nosync(self, *hidden: Tensor) -> Tensor:
+        """Return `compute`'s result. hidden: [micro, seq / cp / tp, hidden], or none."""
         return self.compute(self.index, *hidden)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss=None, full_backward=True, last_backward=False
     ) -> None:
+        # B and W in one
         full = full_backward or not self.is_split
         super().backward_one_chunk(bwd_chunk_id, loss, full, last_backward)
 
@@ -76,14 +83,17 @@ class Stage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Open NCCL's connections alone: gloo has none from a rank to itself, as a V would need."""
+        """Return torch's first messages, which open NCCL's connections.
+
+        gloo needs none, and could not send from a rank to itself, as V-shaped schedules would ask.
+        """
         if dist.get_backend(self.group) == "nccl":
             return super()._get_init_p2p_neighbors_ops()
         return []
 
 
 def keep_weights(schedule, rank: int) -> None:
-    """Drop a rank's UNSHARD actions but each stage's first, and its RESHARD actions but the last."""
+    """Gather each stage's weights once per step: keep its first UNSHARD and last RESHARD alone."""
     actions = schedule.pipeline_order_with_comms[rank]
     gathers = {}
     releases = {}
@@ -98,7 +108,10 @@ def keep_weights(schedule, rank: int) -> None:
 
 
 def skip_vote(schedule) -> None:
-    """Skip torch 2.13's vote on whether shapes are known: a fake process group does not answer."""
+    """Skip the exchange in which torch 2.13's ranks agree that all know their shapes.
+
+    A fake process group does not answer.
+    """
 
     def know_shapes(stages: list[Stage], *args) -> None:
         from torch.distributed.pipelining._utils import InferenceMode  # new in 2.13

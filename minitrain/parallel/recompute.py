@@ -1,22 +1,23 @@
-"""Activation recomputation (Chen et al. 2016): save less for the backward pass, compute the rest
-again.
+"""Activation recomputation (checkpointing): save less of the forward pass, compute it again.
 
 A block of width h saves about 34 h bytes per token in bf16 (Korthikanti et al. 2022).
 
-    recompute   saved of each block                               cost
-    none        everything                                        nothing
-    full        its input: 2 h bytes                              one more forward pass: a third more compute
-    k = 2, 3..  of every k-th block only its input                1/k of that
-    attention   its input and the output of attention:            one more forward pass without attention, which
-                4 h bytes if the heads are h wide together        dominates if sequences are long
-    selective   outputs of matrix products, of attention, of      norms, activations and rotations run twice:
-                all-to-alls and reduce-scatters                   a few percent
+    recompute   saved of each block                        cost
+    none        everything                                 nothing
+    full        its input: 2 h bytes                       another forward pass: 1/3 more compute
+    k = 2, 3..  as full for every k-th block, else as      1 / k of that
+                none
+    attention   its input and the output of attention:     another forward pass without attention,
+                4 h bytes if the heads are h wide          which dominates in long sequences
+                together
+    selective   outputs of matrix products, attention,     norms, activations and rotations run
+                all-to-alls and reduce-scatters            twice: a few percent
 
-In the backward pass one block's activations come on top.
+In the backward pass the activations of one block come on top.
 
-Recomputation runs a block's other collectives again, in the same order on every rank, since all
-ranks recompute the same blocks. The outputs of all-gathers are too large to save. Left out:
-offloading to host memory.
+Recomputation runs the other collectives of a block again, in the same order on every rank, since
+all ranks recompute the same blocks. The outputs of all-gathers are too large to save.
+Left out: offloading to host memory. Source: Chen et al. 2016.
 """
 
 from functools import cache, partial
@@ -50,15 +51,15 @@ EXPENSIVE = {
     _collectives.all_to_all_single.default,
     _collectives.reduce_scatter_tensor.default,
 }
-# matrix products that models/ defines as operators of its own, when imported
+# matrix products that files of models/ register as operators, when imported
 OWN_PRODUCTS = ("onednn_linear", "grouped_mm", "linear_fp32", "scaled_mm")
-# The experts of a token and its index among their rows. A second run may round its inputs
-# differently, and choose other experts than those whose outputs are saved.
+# The router's top-k, and the sort of tokens by expert. A second run may round its inputs
+# differently, and select other experts than those whose outputs are saved.
 CHOICES = {_ops.topk.default, _ops.sort.stable}
 
 
 def saved_operators(setting: str | int) -> set | None:
-    """Return the operators whose outputs a setting saves; None if it saves a block's input only."""
+    """Return the operators whose outputs a setting saves; None: it saves a block's input only."""
     if setting == "attention":
         return ATTENTION
     if setting == "selective":
@@ -74,7 +75,7 @@ def recompute(blocks: list[Module], setting: str | int, random: bool = False) ->
     setting: none, full, attention, selective, or an int k: every k-th block from the first.
     random: the blocks draw random numbers, for dropout, and must draw the same ones again.
     """
-    # the second run must not repeat side effects, such as counts of tokens per expert
+    # the second run must not repeat side effects, such as counting tokens per expert
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     if setting == "none":
         return

@@ -14,7 +14,7 @@ Slices = tuple[slice, ...]
 
 
 def local_shard(tensor: Tensor) -> tuple[Tensor, Slices]:
-    """Return this rank's shard of a tensor and its slices of the full tensor.
+    """Return this rank's shard of a tensor [...], and its slices of the full tensor.
 
     Writing to the shard writes to the tensor. A plain tensor is a shard of itself.
     """
@@ -28,14 +28,14 @@ def local_shard(tensor: Tensor) -> tuple[Tensor, Slices]:
 
 
 def to_local(tensor: Tensor | None) -> Tensor | None:
-    """Return this rank's shard alone, which is faster than `local_shard`."""
+    """Return this rank's shard of a tensor [...] alone, which is faster than `local_shard`."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensors(
     model: Module, wanted: Callable[[str], bool]
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the model's tensors of `wanted` names, full on rank 0, None elsewhere.
+    """Yield the model's tensors of `wanted` names, full [...] on rank 0, None elsewhere.
 
     All ranks iterate together.
     """
@@ -47,7 +47,7 @@ def full_tensors(
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Gather the full tensor from all ranks, which call this together."""
+    """Gather the full tensor [...] from all ranks, which call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -56,6 +56,7 @@ def full_slice(tensor: Tensor, where: Slices) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor[where]
     part = tensor.to_local()[where].contiguous()
+    # for the shape and strides of the slice: `where` does not cut sharded dimensions
     like = torch.empty(tensor.shape, device="meta")[where].contiguous()
     piece = DTensor.from_local(
         part, tensor.device_mesh, tensor.placements, shape=like.shape, stride=like.stride()
@@ -64,7 +65,7 @@ def full_slice(tensor: Tensor, where: Slices) -> Tensor:
 
 
 def cut_slices(tensor: Tensor, most: int = 1 << 30) -> list[Slices]:
-    """Cut a tensor into slices of about `most` bytes, to gather one after the other.
+    """Cut a tensor [...] into slices of about `most` bytes, to gather one after the other.
 
     A stack of experts can be larger than the free memory of a GPU. The cut is along the longest
     dimension that is not sharded; if all are, there is one slice.
@@ -85,9 +86,9 @@ def cut_slices(tensor: Tensor, most: int = 1 << 30) -> list[Slices]:
 def assemble(
     parts: Iterable[tuple[Slices, Tensor | None]], shape: torch.Size, dtype: torch.dtype
 ) -> Tensor | None:
-    """Put gathered slices together, on rank 0 in host memory; other ranks get None."""
+    """Join gathered slices to a tensor [...] in rank 0's host memory; other ranks get None."""
     result = torch.empty(shape, dtype=dtype) if dist.get_rank() == 0 else None
-    # all ranks iterate: the parts are gathered on the way
+    # all ranks iterate, since that is what gathers the parts
     for where, part in parts:
         if result is not None:
             result[where] = part
@@ -95,5 +96,5 @@ def assemble(
 
 
 def all_slices(tensor: Tensor) -> tuple[Tensor, Slices]:
-    """Return a tensor and the slices of all of it: the `local_shard` of an unsharded tensor."""
+    """Return a tensor [...] and the slices of all of it: `local_shard` of an unsharded tensor."""
     return tensor, tuple(slice(0, n) for n in tensor.shape)

@@ -121,7 +121,7 @@ class VocabParallelEmbedding(nn.Embedding):
     """An embedding split by vocabulary: tokens [batch, seq] -> [batch, seq / tp, hidden]."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        # tokens: int [batch, seq], the same on all ranks; returns [batch, seq / tp, hidden]
+        """Return [batch, seq / tp, hidden]. tokens: int [batch, seq], the same on all ranks."""
         mesh = self.weight.device_mesh
         # [vocab / tp, hidden]
         weight = self.weight.to_local()
@@ -158,7 +158,6 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, size, name, in_fp8):
         ctx.group = size, name
-        # e4m3, as for all inputs of FP8 products
         return all_gather_fp8(x, size, name, E4M3) if in_fp8 else all_gather(x, size, name)
 
     @staticmethod
@@ -177,9 +176,8 @@ class ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # grad: [batch, seq / tp, hidden]
+        # grad: [batch, seq / tp, hidden]; e5m2, as for all gradients in FP8 products
         if ctx.in_fp8:
-            # e5m2, as for all gradients in FP8 products
             return all_gather_fp8(grad, *ctx.group, E5M2), None, None, None
         return all_gather(grad, *ctx.group), None, None, None
 

@@ -26,7 +26,6 @@ COLUMN = (
     "v_proj",
     "gate_proj",
     "up_proj",
-    # the up-projections of latent attention
     "q_b_proj",
     "kv_b_proj",
     "mamba.in_proj",
@@ -62,7 +61,6 @@ def tensor_parallel(model: "Decoder", mesh: DeviceMesh) -> None:
     if "norm" in outer:
         split_parameters(outer["norm"], mesh, Replicate())
         outer["norm"].register_forward_pre_hook(use_local_tensors)
-        # for the head, never in FP8
         model.gather = gather
     if model.lm_head is not None:
         split_parameters(model.lm_head, mesh, Shard(0))
@@ -81,7 +79,6 @@ def split_decoder_block(
         share_heads(attention, mesh)
     if hasattr(mlp, "experts"):
         split_experts(mlp, mesh, gather, scatter)
-        # all that is left of it to split; None if it has no shared expert
         mlp = mlp.shared_experts
     parts = [part for part in (attention, block.mamba, mlp) if part is not None]
     split_block(block, mesh, COLUMN, ROW, parts)

@@ -1,17 +1,17 @@
 """Tensor and sequence parallelism of Wan, by the means of tensor.py.
 
-Both attentions and the MLP are split as those of a language model are: heads or channels inside,
-tokens between. Three things differ.
+Both attentions and the MLP are split as those of a decoder are: by heads or channels inside, by
+tokens in between. Three things differ.
 
-Queries and keys are normalized over all heads together, of which a rank has some. The ranks sum
-their squares, one number per token, so heads need not be gathered.
+Queries and keys are normalized over all heads together, but a rank holds only some. The ranks sum
+their squares, one number per token, so that heads need not be gathered.
 
-Every rank has the whole text, timestep and image, and computes their embeddings in full. The
-gradient that comes back is of the rank's own heads and tokens only. So gradients of the embeddings'
-parameters are sums over ranks, as those of norms are.
+Every rank gets all of text, timestep and image, and computes their embeddings in full. Their
+gradients come from the rank's own heads and tokens only. So the embeddings' parameters are
+replicated, and their gradients summed over ranks, like those of norms.
 
-The last projection is small, so it is whole and sees a rank's own tokens. Then all ranks gather the
-velocities, and compute the same loss.
+The last projection is small: it is replicated, and computes the rank's tokens. Then all ranks
+gather the velocities, and compute the same loss.
 
 Cost per layer and direction: 3 all-gathers (of bytes in FP8) and 3 reduce-scatters of
 [batch, seq, dim], 4 all-reduces of [batch, seq].
@@ -43,7 +43,7 @@ ROW = ("to_out.0", "net.2")
 def tensor_parallel_wan(model: "Wan", mesh: DeviceMesh) -> None:
     """Split `model` in place over the 1-D `mesh`. FSDP follows.
 
-    The number of tokens must be a multiple of the ranks. Inputs and result are whole, and equal on
+    The number of tokens must be a multiple of the ranks. Inputs and result are full, and equal on
     all ranks.
     """
     name = mesh.get_group().group_name
@@ -57,7 +57,7 @@ def tensor_parallel_wan(model: "Wan", mesh: DeviceMesh) -> None:
     for unit in outer:
         for module in unit.modules():
             split_parameters(module, mesh, Replicate())
-    # it runs first, when FSDP has gathered the parameters of all of them
+    # its forward runs first, when FSDP has gathered the parameters of all of them
     model.patch_embedding.register_forward_pre_hook(partial(use_all, outer))
     model.split_tp = partial(own_chunk, mesh)
     model.gather = lambda x: GatherTokens.apply(x, mesh.size(), mesh.get_local_rank(), name)
@@ -70,19 +70,20 @@ def use_all(units: list[nn.Module], first: nn.Module, inputs: tuple) -> None:
 
 
 class RMSNormOverHeads(nn.RMSNorm):
-    """RMSNorm over the heads of all ranks, in fp32. x: [batch, seq, dim / tp], this rank's heads."""
+    """RMSNorm in fp32 over the heads of all ranks. x: [batch, seq, dim / tp], this rank's heads."""
 
     # the process group of the ranks
     group_name: str
 
     def forward(self, x: Tensor) -> Tensor:
+        # [batch, seq, 1]; normalized_shape is (dim,), of all ranks
         squares = upcast(x).square().sum(-1, keepdim=True)
         mean = AllReduce.apply(squares, self.group_name) / self.normalized_shape[0]
         return (x * torch.rsqrt(mean + self.eps)).type_as(x) * self.weight
 
 
 class AllReduce(torch.autograd.Function):
-    """Sum over ranks. Each rank uses the sum for its own heads, so its gradients are summed too."""
+    """Sum x [...] over ranks. Each uses the sum for its own heads, so gradients are summed too."""
 
     @staticmethod
     def forward(ctx, x, name):
@@ -95,9 +96,9 @@ class AllReduce(torch.autograd.Function):
 
 
 class GatherTokens(torch.autograd.Function):
-    """[batch, seq / tp, dim] -> [batch, seq, dim]. Each rank keeps its own tokens' gradient.
+    """[batch, seq / tp, dim] -> [batch, seq, dim]. Backward keeps the gradient of own tokens.
 
-    No sum: all ranks compute the same from it.
+    It is not summed over ranks: all compute the same loss from the result.
     """
 
     @staticmethod
