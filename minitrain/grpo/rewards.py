@@ -74,8 +74,9 @@ def exact(response: str, answer: str, row: dict) -> float:
 
 
 def math(response: str, answer: str, row: dict) -> float:
-    """Return 1 if the response's final answer equals the marked answer in `answer`, or else all of
-    it.
+    """Return 1 if the response's final answer equals the right one.
+
+    That is the marked answer in `answer`, or all of `answer` if nothing is marked.
     """
     response = spell(response)
     answer = spell(answer)
@@ -95,8 +96,7 @@ def spell(text: str) -> str:
 
 
 def marked_answer(text: str) -> str | None:
-    r"""Find the content of the last \boxed{...}; else the rest of the line after the last ####;
-    else None.
+    r"""Find the last \boxed{...}, else the rest of the line after the last ####, else None.
 
     Behind #### a number ends where words or a bracket begin, as GSM8K's own grader has it (Cobbe et
     al. 2021).
@@ -114,8 +114,9 @@ def last_number(text: str) -> str | None:
 
 
 def plain(answer: str) -> str:
-    """Write equal answers as the same text. Of an equation with a name, such as x = 5, the right
-    side counts.
+    """Write equal answers as the same text.
+
+    Of an equation with a name, such as x = 5, the right side counts.
     """
     name = r"^(?:(?:[a-z]{1,2}|\\[a-z]+)(?:_\{\w+\}|_\w|\(\w\))?)? ?=(?=[^=]*$)"
     answer = re.sub(name, "", answer.strip(" *").rstrip(".,;"))
@@ -147,8 +148,9 @@ def power(text: str) -> Fraction:
 
 
 def tidy(text: str) -> str:
-    r"""Drop units, blanks and a plus in front; write \frac{a}{b} as a/b, a sum and a product below
-    in brackets.
+    r"""Drop units, blanks and a plus in front; write \frac{a}{b} as a/b.
+
+    A sum, or a product below, is put in brackets.
     """
     text = re.sub(r"\s", "", re.sub(UNIT, "", text))
     part = rf"(?:\{{([^{{}}]*)\}}|({VALUE}))"

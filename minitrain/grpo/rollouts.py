@@ -23,8 +23,7 @@ Group = list[Response]
 
 
 class RolloutWorker:
-    """Samples groups of responses with `sampler` and rewards them, together with the other
-    replicas.
+    """Samples groups of responses with `sampler`, and rewards them, with the other replicas.
 
     ends: the tokens that end a response. reward: see grpo/rewards.py.
     replica: which of how many `replicas` this rank is. group: the ranks of all replicas, on gloo.

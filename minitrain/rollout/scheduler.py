@@ -27,8 +27,10 @@ from minitrain.rollout.sampling import SamplingParams
 
 @dataclass(eq=False, kw_only=True)
 class CacheEntry:
-    """A sequence's part of the caches: pages for its first `cached` tokens, a slot for its Mamba
-    states."""
+    """A sequence's part of the caches.
+
+    pages: they hold its first `cached` tokens. slot: where its Mamba states are.
+    """
 
     pages: list[int] = field(default_factory=list)
     cached: int = 0

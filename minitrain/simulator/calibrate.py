@@ -1,5 +1,4 @@
-"""This machine's rates (`bench.py --calibrate`), and the simulator's constants with them (`--system
-FILE`).
+"""Measure this machine's rates (`bench.py --calibrate`), and simulate with them (`--system FILE`).
 
 One GPU tells how fast its matrix products, attention and memory are. Links, latencies and memory
 size stay those of the named system whose GPU it is.
@@ -23,6 +22,7 @@ from minitrain.run.hardware import (
 from minitrain.simulator.timeline import BESIDE, System, load_system
 from minitrain.simulator.trace import Event
 
+# part of a device's name -> the system in systems.yaml
 GPUS = {
     "H200": "h200",
     "H100": "dgx-h100",
@@ -31,14 +31,16 @@ GPUS = {
     "B200": "dgx-b200",
 }
 BYTES = {"bf16": 2, "fp8": 1}
-FUSED = (
-    0.89  # what fused kernels reach of the rate of a large addition: on the H200 of results/h200
-)
+# the share of a large addition's rate that fused kernels reach, on the H200 of results/h200
+FUSED = 0.89
 
 
 def calibrate(device: torch.device) -> dict:
-    """FLOP/s of matrix products by precision and of causal attention by direction (half of the
-    square counts), and bytes/s of memory. On CPUs in fp32."""
+    """Measure the rates of `device`; on CPUs in fp32. Return them as a result to write.
+
+    matmul: FLOP/s by precision. attention_forward, attention_backward: FLOP/s of causal attention,
+    of which half of the square counts. memory: bytes/s.
+    """
     on_gpu = device.type == "cuda"
     dtypes = {"bf16": torch.bfloat16} if on_gpu else {"fp32": torch.float32}
     if on_gpu and torch.cuda.get_device_capability(device) >= (8, 9):
@@ -60,8 +62,9 @@ def calibrate(device: torch.device) -> dict:
 
 
 def find_system(word: str) -> System:
-    """A system by name, or with the constants of the last calibration in a file. Raises
-    InputError.
+    """Return a system by name, or with the rates of the last calibration in a file.
+
+    Raises InputError for an unknown name, or a file without one of a known GPU.
     """
     if not Path(word).is_file():
         return load_system(word)
@@ -76,13 +79,16 @@ def find_system(word: str) -> System:
 
 
 def calibrated(system: System, outcome: dict) -> System:
-    """The system with measured rates: such that it predicts for the measured products the time that
-    they took, and for the measured attention, to whose kernel others stay in proportion."""
+    """Return the system with rates by which it predicts the times that were measured.
+
+    All attention kernels are changed by the same factors, those of the measured causal one.
+    """
     system = dataclasses.replace(
         system, name=f"{system.name} (calibrated)", memory=FUSED * outcome["memory"]
     )
     rates = {}
     for name in BYTES.keys() & outcome["matmul"].keys():
+        # a product of square matrices: FLOPs, and bytes of two factors and a bf16 result
         work = 2 * MATMUL_SIZE**3
         moved = (2 * BYTES[name] + 2) * MATMUL_SIZE**2
         square = Event(

@@ -1,5 +1,6 @@
-"""A simulation as a trace that chrome://tracing and ui.perfetto.dev open: a lane per stream, and
-one per stage.
+"""Write a simulation as a trace that chrome://tracing and ui.perfetto.dev open.
+
+Each stream of a rank has a lane, and so has each stage of a pipeline.
 """
 
 import json
@@ -12,11 +13,10 @@ MICROSECONDS = 1e6
 
 
 def write_trace(simulation: Simulation, path: str) -> None:
-    """Every rank that was run, with its streams, and the pipeline's actions by stage. Raises
-    InputError.
+    """Write every rank that was run, with its streams, and the pipeline's actions by stage.
 
     A rank shows the micro-batches that were run, which stand for all (see simulate.py); the stages
-    show all of them.
+    show all of them. Raises InputError if `path` cannot be written.
     """
     events = []
     for place, line in simulation.lines.items():

@@ -1,13 +1,15 @@
-"""One rank's real training step in a world of any size, on fake tensors: nothing is computed, sent
-or allocated.
+"""Run one rank's training step in a world of any size on fake tensors, and trace it.
 
-What runs is what `bench.py` measures: the same model, layout, compiler, loop and optimizer. Four
-things differ. The process group is torch's fake one; tensors are fake and on the CPU; attention is
-one operator that knows how many pairs of query and key its mask allows; and the head's gradient is
-added up by its matrix product, as on CUDA. The compiler does all but write kernels: it cuts each
-block into a forward and a backward graph, and decides what is kept between them.
+Nothing is computed, sent or allocated. What runs is what `bench.py` measures: the same model,
+layout, compiler, loop and optimizer. Four things differ:
 
-Left out of memory: what is just being sent between pipeline stages.
+- the process group is torch's fake one;
+- tensors are fake, and on the CPU;
+- attention is one operator that knows how many pairs of query and key its mask allows;
+- the head's gradient is accumulated by its matrix product, as on CUDA.
+
+The compiler does all but write kernels: it cuts each block into a forward and a backward graph, and
+decides what is kept between them. Left out of memory: what is being sent between pipeline stages.
 """
 
 import dataclasses
@@ -53,8 +55,9 @@ OFFSETS = "compute_local_shape_and_global_offset"
 
 @contextmanager
 def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
-    """A process group of `world_size` ranks in which this process is `rank`, and nobody else is
-    there.
+    """Make a process group of `world_size` ranks in which this process is `rank`.
+
+    The other ranks do not exist; collectives return at once.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
@@ -65,6 +68,7 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
 
 def process_groups(meshes: Meshes) -> dict[str, tuple[list[str], list[int]]]:
     """Return the dimensions and the ranks of every mesh's process groups, by name."""
+    # several dimensions may share a group
     groups: dict[str, tuple[list[str], list[int]]] = {}
     for mesh in filter(None, vars(meshes).values()):
         for dimension in mesh.mesh_dim_names:
@@ -81,8 +85,10 @@ def process_groups(meshes: Meshes) -> dict[str, tuple[list[str], list[int]]]:
 def fake_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, pairs: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Shapes as in models/attention.py, with the log of the softmax's sum. causal, pairs: as in
-    `attention_work`.
+    """Stand in for attention and its log-sum-exp, [batch, heads, queries].
+
+    q: [batch, heads, queries, head_dim]; k, v: [batch, kv_heads, keys, head_dim].
+    causal, pairs: as in `attention_work`.
     """
     raise NotImplementedError("this operator exists for fake tensors only")
 
@@ -135,7 +141,8 @@ ATTENTION |= {
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Stand in for models/attention.py's `attention`."""
+    """Stand in for models/attention.py's `attention`, of the same shapes."""
+    # `counting_mask` has put the number of pairs where a mask tensor would be
     mask = mask or Mask(causal=False)
     out, log_sum = fake_attention(q, k, v, mask.causal, mask.attn_mask)
     return out if sinks is None else apply_sinks(out, log_sum, sinks[:, None])
@@ -151,11 +158,12 @@ def counting_mask(
     window=None,
     plain=True,
 ) -> Mask:
-    """Count the pairs that `make_mask`, in whose place it stands, would allow in a row.
+    """Stand in for `make_mask`: count the pairs that it would allow in a row.
 
-    visible: with documents, the share of a row's causal pairs whose two tokens belong to one
-    document. Context-parallel ranks have equally many pairs each, so a rank with `q_positions` has
-    its share of the row's.
+    visible: with document ids, the share of a row's causal pairs whose two tokens belong to one
+        document.
+    Context-parallel ranks have equally many pairs each, so a rank with `q_positions` has its share
+    of the row's.
     """
     if plain and document_ids is None and window is None and (q_positions is None or not causal):
         return Mask(causal)
@@ -167,7 +175,7 @@ def counting_mask(
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
-    """Stand in for training/loss.py's `_add_product`."""
+    """Stand in for training/loss.py's `_add_product`: [m, n] += [m, k] @ [k, n]."""
     torch.ops.minitrain.add_product(total, a, b)
 
 
@@ -177,7 +185,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
 def trace_step(
     config: Config, world_size: int, rank: int = 0, visible: float | None = 1.0
 ) -> Trace:
-    """Record what `rank` does in an optimizer step, not the first one: optimizer states are there.
+    """Record what `rank` does in an optimizer step for which optimizer states exist already.
 
     visible: see `counting_mask`; None leaves attention and the head's gradient as they are on CPUs.
     The trace has marks: `forward` and `backward` where a micro-batch's passes begin, `optimizer`
@@ -199,7 +207,7 @@ def trace_step(
 
 
 def record_step(trainer: Trainer, dataset, tracer: Tracer) -> None:
-    """Step 0 of a trainer whose optimizer states exist, into `tracer`. It may be a real one."""
+    """Record step 0 of a trainer whose optimizer states exist. Its tensors may be real or fake."""
     states = trainer.optimizer.state.values()
     tracer.hold(parts(trainer.model.state_dict().values()), "parameters")
     tracer.hold(parts(value for state in states for value in state.values()), "optimizer")
@@ -209,8 +217,9 @@ def record_step(trainer: Trainer, dataset, tracer: Tracer) -> None:
 
 @contextmanager
 def stand_ins(visible: float | None) -> Iterator[None]:
-    """Replace attention by one that counts, compilation by one without kernels, and weights by ones
-    without values.
+    """Replace what fake tensors cannot run, or what must be counted otherwise.
+
+    Attention only counts, compilation writes no kernels, and weights get no values.
     """
     patches = [
         patch("minitrain.training.build.check_fits", do_nothing),
@@ -241,8 +250,9 @@ def do_nothing(*args) -> None:
 
 
 def without_fake_tensors(function: Callable) -> Callable:
-    """Wrap what works on the meta device, whose tensors cannot be fake too, or with numbers that it
-    reads back.
+    """Wrap a function that must not see fake tensors.
+
+    It works on the meta device, whose tensors cannot be fake too, or reads numbers back.
     """
 
     def run(*args):
@@ -253,9 +263,7 @@ def without_fake_tensors(function: Callable) -> Callable:
 
 
 def as_strided_unless_placeholder(as_strided: Callable, tensor: Tensor, *args, **kwargs) -> Tensor:
-    """Stand in for the tensor subclass as which parallel/fsdp_fp8.py's placeholders pass through
-    FSDP.
-    """
+    """Return placeholders as they are, as parallel/fsdp_fp8.py's tensor subclass does in FSDP."""
     return tensor if is_placeholder(tensor) else as_strided(tensor, *args, **kwargs)
 
 
@@ -266,7 +274,7 @@ def compile_without_kernels(module: Module, options: dict | None = None, **other
 
 
 def make_optimizer_states(trainer: Trainer) -> None:
-    """Make them as a first step would."""
+    """Make the optimizer's states, as a first step would."""
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
@@ -281,7 +289,7 @@ def parts(values: Iterable) -> list[Tensor]:
 
 @contextmanager
 def marked_schedule(tracer: Tracer) -> Iterator[None]:
-    """Mark what a pipeline's stages do."""
+    """Mark the actions of a pipeline's stages."""
 
     def marked(method: Callable, kind: Callable[..., str]) -> Callable:
         def run(stage, index, *args, **kwargs):
@@ -305,8 +313,10 @@ def marked_schedule(tracer: Tracer) -> Iterator[None]:
 
 @contextmanager
 def marked_passes(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
-    """Mark where each micro-batch's passes begin and where the last one ends, and count what lasts
-    beyond them as what it is: gradients, and what FP8 keeps of weights."""
+    """Mark where each micro-batch's passes begin and where the last one ends.
+
+    There, count memory that outlives a pass under its own kind: gradients, and FP8 weights.
+    """
     loss = trainer.objective.loss
     update = trainer.optimizer.step
     modules = list(trainer.model.modules())
@@ -342,17 +352,17 @@ def marked_passes(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
 
 
 def estimate_memory(config: Config, world_size: int) -> dict[str, float]:
-    """Return GiB of rank 0 at the moment of a step when their sum is largest, by kind: parameters,
-    gradients, ...
+    """Return GiB of rank 0 by kind (parameters, gradients, ...) when their sum is largest.
 
-    To be called before a process group starts.
+    Call it before a process group starts.
     """
     return {kind: size / 2**30 for kind, size in trace_step(config, world_size).peak.items()}
 
 
 def dry_run(config: Config) -> str:
-    """Validate and lay out on the meta device, and describe the result. Raises InputError for what
-    cannot work.
+    """Parallelize the config's model on the meta device, and describe the result.
+
+    Raises InputError for a config that cannot run.
     """
     ranks = stated_ranks(config)
     check_layout(config, ranks)

@@ -1,7 +1,6 @@
-"""The cost of an operator's call, from its name and its tensors' shapes: kind of kernel, FLOPs and
-bytes.
+"""Find what a call of an operator costs, from its name and its tensors' shapes.
 
-Views and allocations cost nothing.
+That is the kind of kernel, FLOPs and bytes. Views and allocations cost nothing.
 """
 
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import minitrain.models.lora  # noqa: F401  these two define operators
 from minitrain.errors import InputError
 
 aten = torch.ops.aten
-# read as many rows of their large operand as they write
+# operators that read as many rows of their large operand as they write
 ROWS_READ = (
     "embedding",
     "index_select",
@@ -33,8 +32,8 @@ ALLOCATIONS = ("set_", "resize_", "_unsafe_view", "_reshape_alias")
 def wrapped_operator(op: HigherOrderOperator, args: tuple) -> tuple[OpOverload, tuple]:
     """Return the operator that a higher-order one runs, with its arguments.
 
-    Recomputation runs what draws random numbers so, with the random state saved or given back
-    (run_and_save_rng_state).
+    Recomputation wraps operators that draw random numbers: it saves the random state, or gives it
+    back (run_and_save_rng_state).
     """
     places = [place for place, value in enumerate(args) if isinstance(value, OpOverload)]
     if len(places) != 1:
@@ -69,9 +68,11 @@ def written_arguments(op: OpOverload, args: tuple, kwargs: dict) -> list[Tensor]
 
 
 def traffic(tensor: Tensor) -> int:
-    """Return the bytes that reading or writing it moves; repeated elements of an expanded tensor
-    count once.
+    """Return the bytes that reading or writing a tensor [...] moves.
+
+    Repeated elements of an expanded tensor count once.
     """
+    # a dimension with stride 0 repeats the same elements
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     return prod(n for n, stride in strides if stride) * tensor.element_size()
 
@@ -80,6 +81,7 @@ def work(op: OpOverload, name: str, args, kwargs, out) -> dict[str, object]:
     """Return an Event's kind, its FLOPs, and its sizes if these matter."""
     packet = op._overloadpacket
     if packet in FACTORS:
+        # [..., m, k] and [..., k, n]
         a, b = FACTORS[packet](*args)
         batch = len(a) if a.dim() == 3 else 1
         m, k = a.shape[-2:]
@@ -124,16 +126,19 @@ def attention_work(
     pairs: float | None = None,
     backward: bool = False,
 ) -> dict[str, object]:
-    """Return what an Event has of attention. q, k, v: [batch, heads, seq, head_dim].
+    """Return an attention Event's kind, FLOPs, sizes and form.
 
-    pairs: of query and key in a row, as FlexAttention's mask allows them; None: plain attention, of
-    half of the square if causal, else of all of it. Backward there are five products: scores again,
-    and the gradients of weights, values, queries and keys.
+    q, k, v: [batch, heads, seq, head_dim].
+    pairs: how many pairs of query and key in a row FlexAttention's mask allows; None for plain
+        attention: half of the square if causal, else all of it.
+    The backward pass has five products: scores again, and the gradients of weights, values, queries
+    and keys.
     """
     rows, heads, queries, channels = q.shape
     form = "flex" if pairs is not None else "causal" if causal else "full"
     if pairs is None:
         pairs = queries * k.shape[2] / (2 if causal else 1)
+    # multiply-adds per pair and head; in the forward pass, of scores and of weights times values
     products = 3 * channels + 2 * v.shape[-1] if backward else channels + v.shape[-1]
     return {
         "kind": "attention",

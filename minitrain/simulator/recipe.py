@@ -1,13 +1,13 @@
-"""Predict a published run that differs from its row's config: `reference.recipe` says in what, key
-by key.
+"""Predict a published run that differs from its row's config by the keys of `reference.recipe`.
 
     compile         whether element-wise kernels become one
     attention       the kernel of all attention, by its name in systems.yaml
-    micro_batches   for so many of them a pipeline fills and drains, several times in a step
-    stack           what it ran on, by its name in systems.yaml: other kernels, and what it pays besides
+    micro_batches   so many go through a pipeline until it drains; it fills several times in a step
+    stack           the software it ran on, by its name in systems.yaml: other kernels, and what it
+                    costs besides
 
-The config is our form of the row, and is predicted as it is, with our kernels; how far the
-simulator is off is judged by this one.
+The config is our form of the row, and is predicted as it is, with our kernels. The simulator's
+error is that of the prediction made here.
 """
 
 import dataclasses

@@ -1,11 +1,10 @@
-"""A compiled graph does the same in every layer and micro-batch: trace its operators once, and
-repeat what they did.
+"""Trace the operators of a compiled graph once, and repeat what they did at every later call.
 
 The compiler cuts a block into graphs that are called thousands of times in a step, each of hundreds
-of operators, all without branches. The first call on inputs of some layout runs operator by
-operator, and the tracer logs it: kernels, allocations, and what is freed when. Every later call
-adds this log to the trace, with the storages of its own inputs in place of the first call's.
-Nothing is estimated: the trace is the same as without.
+of operators, all without branches: they do the same in every layer and micro-batch. The first call
+on inputs of some layout runs operator by operator, and the tracer logs it: kernels, allocations,
+and what is freed when. Every later call adds this log to the trace, with the storages of its own
+inputs in place of the first call's. Nothing is estimated: the trace is the same as without.
 """
 
 import torch
@@ -19,7 +18,7 @@ from minitrain.simulator.trace import Tracer
 class RepeatedGraph:
     """A graph that torch.compile cut out of a block, and what it did when it was called.
 
-    In place of torch's `boxed_nop`, which runs a graph on a list of inputs and empties it.
+    It stands in for torch's `boxed_nop`, which runs a graph on a list of inputs and empties it.
     """
 
     def __init__(self, graph: GraphModule, example_inputs: list):
@@ -60,7 +59,8 @@ class Recording:
         )  # tensors that are no inputs
 
     def run(self, inputs: list) -> tuple:
-        """The first call."""
+        """Run the graph, the first time; return its outputs."""
+        # inputs may be changed in place, or dropped
         given = list(map(layout, inputs))
         self.tracer.log = self.steps
         try:
@@ -71,8 +71,11 @@ class Recording:
         return outputs
 
     def describe(self, output, given: list[tuple]) -> tuple[str, object, tuple]:
-        """Describe an output: ("input", which input it is or shares memory with), ("new", its storage's
-        number) or ("constant", itself), and its layout."""
+        """Return where an output comes from, and its layout.
+
+        ("input", index of the input that it is or shares memory with), ("new", number of its
+        storage) or ("constant", itself).
+        """
         if not isinstance(output, Tensor):
             return "constant", output, ()
         number = self.tracer.number(output)
@@ -86,7 +89,7 @@ class Recording:
         return "input", place, seen
 
     def repeat(self, tracer: Tracer, inputs: list, numbers: list[int | None]) -> tuple:
-        """A later call, on inputs with these numbers of storages."""
+        """Repeat the first call on inputs with these `numbers` of storages; return the outputs."""
         now = dict(zip(self.inputs, numbers, strict=True))  # what the recorded numbers stand for
         outputs = [
             as_seen(inputs[x], seen) if kind == "input" else x for kind, x, seen in self.outputs
@@ -103,8 +106,9 @@ class Recording:
         return tuple(outputs)
 
     def follow(self, tracer: Tracer, inputs: list, now: dict[int | None, int | None]) -> None:
-        """Call the tracer's methods as the first call did, and empty `inputs` as it dropped
-        them.
+        """Call the tracer's methods as the first call did, and drop `inputs` where it did.
+
+        now: number of a storage in the first call -> in this one.
         """
         for act, *what in self.steps:
             if act == "record":
@@ -122,9 +126,7 @@ class Recording:
 
 
 class _Steps(Interpreter):
-    """Runs a graph and notes after which operator nothing in it needs an input's storage any
-    more.
-    """
+    """Runs a graph, and notes after which operator nothing in it needs an input's storage."""
 
     def __init__(self, graph: GraphModule, inputs: list, steps: list[tuple]):
         super().__init__(graph)
@@ -151,20 +153,19 @@ def addresses(value) -> set[int]:
 
 
 def layout(x) -> tuple:
-    """dtype, shape, strides, offset and size of the storage of a tensor; other values stand for
-    themselves.
-    """
+    """Return a tensor's dtype, shape, strides, offset and size of storage; else (x,)."""
     if not isinstance(x, Tensor):
         return (x,)
     return x.dtype, tuple(x.shape), x.stride(), x.storage_offset(), x.untyped_storage().nbytes()
 
 
 def as_seen(x: Tensor, seen: tuple) -> Tensor:
-    """The tensor itself, or its storage seen as `seen`."""
+    """Return the tensor itself, or a view of its storage with the layout `seen`."""
     return x if layout(x) == seen else x.as_strided(*seen[1:4])
 
 
 def storage_of(seen: tuple) -> Tensor:
+    """Return a new tensor whose storage has the size that the layout `seen` tells."""
     dtype, shape, strides, _, size = seen
     exact = torch.empty_strided(shape, strides, dtype=dtype)
     return exact if layout(exact) == seen else torch.empty(size // dtype.itemsize, dtype=dtype)

@@ -1,5 +1,4 @@
-"""Replay a whole pipeline from what each stage's passes take: who waits for whom, and how
-long.
+"""Replay a whole pipeline from the seconds of each stage's passes: who waits for whom, how long.
 
 A trace shows one rank, for which every message is there at once. Here all ranks run torch's own
 order of actions, each as soon as its rank is free and its input has come: a forward pass from the
@@ -13,21 +12,25 @@ from dataclasses import dataclass
 
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops  # no public name
 
+# torch's names and letters; the zero-bubble papers write B for I
 KINDS = {
     "FORWARD": "F",
     "FULL_BACKWARD": "B",
     "BACKWARD_INPUT": "I",
     "BACKWARD_WEIGHT": "W",
-}  # torch's names
-Action = tuple[
-    int, str, int
-]  # stage, F | B | I | W (whole backward pass, or for the input, or for the weights), batch
+}
+# stage, kind, micro-batch: F forward, B backward pass, or its parts, I for inputs and W for weights
+Action = tuple[int, str, int]
 
 
 @dataclass
 class Replay:
-    """spans: begin and end of every action, in seconds. finished: when each rank was done with its
-    actions. ranks: which rank each stage is on."""
+    """What every rank of a pipeline does when.
+
+    spans: begin and end of every action, in seconds.
+    finished: when each rank was done with its actions.
+    ranks: which rank each stage is on.
+    """
 
     spans: dict[Action, tuple[float, float]]
     finished: list[float]
@@ -61,15 +64,18 @@ def schedule_order(
     schedule: str, ranks: int, micro_batches: int, stages_per_rank: int
 ) -> list[list[Action]]:
     """Return each rank's actions, in order."""
-    if schedule == "1F1B":  # torch has it, but lists a batch too many for its last rank
+    # torch has it, but lists a batch too many for its last rank
+    if schedule == "1F1B":
         return [one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)]
     per_rank = get_schedule_ops(schedule, ranks, micro_batches, stages_per_rank)
     return [[action for entry in entries for action in flatten(entry)] for entries in per_rank]
 
 
 def one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    """Run as many forward passes as there are stages from here on, then a backward pass after
-    each.
+    """Return a rank's actions under 1F1B.
+
+    It runs as many forward passes as there are stages from it on. Then backward and forward passes
+    alternate.
     """
     ahead = min(ranks - rank, micro_batches)
     actions = [(rank, "F", batch) for batch in range(ahead)]
@@ -81,8 +87,9 @@ def one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[
 
 
 def flatten(entry) -> list[Action]:
-    """Return an entry of torch's schedule as actions: overlapped ones in turn; idle time and
-    reductions are none.
+    """Return an entry of torch's schedule as actions.
+
+    Overlapped actions come one after the other. Idle time and reductions are no actions.
     """
     if entry is None:
         return []
@@ -100,16 +107,18 @@ def replay(
 ) -> Replay:
     """Run each rank's actions in order, each as soon as its input is there.
 
-    seconds: of an action. message: seconds that a stage's result travels to another rank. ready:
-    when each rank can begin (by default, at once).
+    seconds(action): returns its duration.
+    message: seconds that a stage's result travels to another rank.
+    ready: when each rank can begin; by default, at once.
     """
     ranks = {stage: rank for rank, actions in enumerate(order) for stage, _, _ in actions}
     spans: dict[Action, tuple[float, float]] = {}
-    arrived: dict[Action, float] = {}  # when an action's result is where it is needed
-    links: defaultdict[tuple[int, int], float] = defaultdict(
-        float
-    )  # until when messages occupy them
+    # when an action's result is where it is needed
+    arrived: dict[Action, float] = {}
+    # (source, target) -> until when messages occupy the link
+    links: defaultdict[tuple[int, int], float] = defaultdict(float)
     clocks = list(ready or [0.0] * len(order))
+    # the next action of each rank
     places = [0] * len(order)
     waiting = set(range(len(order)))
     while waiting:
@@ -123,6 +132,7 @@ def replay(
                 begin = max(clocks[rank], came)
                 clocks[rank] = arrived[action] = begin + seconds(action)
                 spans[action] = begin, clocks[rank]
+                # outputs go to the next stage, input gradients to the one before
                 target = ranks.get(action[0] + (1 if action[1] == "F" else -1), rank)
                 if target != rank and action[1] != "W":
                     links[rank, target] = arrived[action] = (
@@ -138,9 +148,8 @@ def replay(
 
 def arrival(action: Action, arrived: dict[Action, float], ranks: dict[int, int]) -> float | None:
     """Return when an action's input from another stage is there; None if that is not known yet.
-    ranks: of the stages.
 
-    What its own stage has done is there: the same rank did it before.
+    ranks: of the stages. Inputs from its own stage are there: the same rank made them before.
     """
     stage, kind, batch = action
     source, kinds = (stage - 1, "F") if kind == "F" else (stage + 1, "BI")

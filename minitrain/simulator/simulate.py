@@ -1,17 +1,16 @@
-"""Predict a config on another machine: `bench.py --config ROW --simulate [--system NAME]`, on a
-laptop.
+"""Predict a config on another machine: `bench.py --config ROW --simulate [--system NAME]`.
 
-One rank's step (in a pipeline, one rank's of every stage) is run on fake tensors in the config's
-full world (fake_world.py), which gives its FLOPs, messages and memory exactly. timeline.py turns
-them into seconds on a system, and replay.py puts a pipeline's ranks side by side. The seconds are a
-model, the rest is counted.
+One rank's step (in a pipeline, that of one rank of every stage) runs on fake tensors in the
+config's full world (fake_world.py). This gives its FLOPs, messages and memory exactly. timeline.py
+turns them into seconds on a system, and replay.py puts a pipeline's ranks side by side. The seconds
+are a model, the rest is counted.
 
 Of many micro-batches a few are run: the first, one in the middle that stands for all others, and
-the last; in a pipeline, twice as many as ranks, or all if it has them in memory at once. Where a
-pipeline of many stages a rank frees weights after each pass, gathers between passes are counted as
-often as they were run.
+the last. In a pipeline they are twice as many as ranks, or all if it has them in memory at once.
+Where a rank with several stages frees weights after each pass, gathers between passes are counted
+as often as they were run.
 
-Experts are chosen by the fake balanced gate, whose splits the host knows. With a real router our
+Experts are selected by the fake balanced gate, whose splits the host knows. With a real router our
 host reads counts back in every layer; that wait, a copy's latency, is left out.
 """
 
@@ -52,10 +51,13 @@ TWICE = ("full", "attention")
 
 @dataclass
 class Simulation:
-    """traces, lines: of the ranks that were run, by their place in the pipeline. micro_batches: of
-    a rank's step, and how many of them were run. step: seconds, of which the device waits for the
-    host in `host`. pipeline: all stages' actions, or None. idle: seconds that each of its ranks
-    waits for others."""
+    """A simulated step.
+
+    traces, lines: of each rank in turn that shares a pipeline, by its place in it; else at 0.
+    micro_batches, traced: how many a rank's step has, and how many of them were run.
+    step: seconds of the step. host: those in which the device waits for the host.
+    pipeline: all stages' actions, or None. idle: seconds that each of its ranks waits for others.
+    """
 
     traces: dict[int, Trace]
     lines: dict[int, Timeline]
@@ -67,8 +69,9 @@ class Simulation:
     host: float = 0.0
 
     def times(self, place: int = 0) -> list[int]:
-        """Count how often each traced event of a rank happens in a step: those of a typical
-        micro-batch stand for others.
+        """Count how often each traced event of a rank happens in a step.
+
+        Those of a typical micro-batch stand for all that were not run.
         """
         trace = self.traces[place]
         others = self.micro_batches - self.traced
@@ -76,11 +79,10 @@ class Simulation:
         return [1 + others * (index in typical) for index in range(len(trace.events))]
 
     def breakdown(self, place: int = 0) -> dict[str, float]:
-        """Seconds of a step of one rank: compute by kind, exposed communication, in a pipeline its
-        bubble, and gaps.
+        """Return the seconds of one rank's step: compute by kind, exposed communication, gaps.
 
-        In a pipeline communication is what is left, as only its rank's actions take time (see
-        `pipelined`), and not what its trace waits for between them.
+        A pipeline also has a bubble. There communication is what is left: only a rank's actions
+        take time (see `pipelined`), not what its trace waits for between them.
         """
         times = self.times(place)
         parts = Counter()
@@ -99,7 +101,7 @@ class Simulation:
 
 
 def record(config: Config) -> dict[int, Trace]:
-    """Trace few micro-batches for each place in the pipeline."""
+    """Trace a few micro-batches of one rank for each place in the pipeline."""
     ranks = stated_ranks(config)
     check_layout(config, ranks)
     small = few_micro_batches(with_balanced_experts(config))
@@ -114,7 +116,8 @@ def record(config: Config) -> dict[int, Trace]:
 
 def timed(config: Config, traces: dict[int, Trace], system: System, at_once: int = 0) -> Simulation:
     """Turn traces into seconds. at_once: micro-batches until a pipeline drains; 0: all."""
-    distinct = {id(trace): trace for trace in traces.values()}  # one may stand for several places
+    # one trace may stand for several places
+    distinct = {id(trace): trace for trace in traces.values()}
     played = {key: play(trace, system, config.compile) for key, trace in distinct.items()}
     lines = {place: played[id(trace)] for place, trace in traces.items()}
     count = micro_batches(config)
@@ -128,14 +131,16 @@ def timed(config: Config, traces: dict[int, Trace], system: System, at_once: int
 
 
 def launch_seconds(config: Config, system: System) -> float:
-    """Return the least seconds of a step in which the host launches each layer of experts apart,
-    as it waits there for counts of tokens. A pipeline fills and drains besides.
+    """Return the least seconds of a step, bounded by the host in layers of experts.
+
+    It waits in each of them for counts of tokens, and then launches the experts' kernels.
     """
     p = config.parallel
     shape = config.model.config
     experts = getattr(shape, "num_experts", 0)
     if not experts:
         return 0.0
+    # of a layer, with those in which a pipeline fills and drains
     passes = (micro_batches(config) + (p.pp - 1) / p.vp) * shape.num_layers / p.pp
     if config.recompute in TWICE:
         passes *= 4 / 3
@@ -143,8 +148,9 @@ def launch_seconds(config: Config, system: System) -> float:
 
 
 def trace_all(jobs: dict[int, tuple]) -> dict[int, Trace]:
-    """Run `trace_step` for each job, on all cores. Each has a process of its own, as torch remembers
-    process groups.
+    """Run `trace_step` for each job, on all cores.
+
+    Each has a process of its own, since torch remembers process groups.
     """
     tracers.start()
     workers = min(len(jobs), os.cpu_count() or 1)
@@ -154,7 +160,7 @@ def trace_all(jobs: dict[int, tuple]) -> dict[int, Trace]:
 
 
 def trace_once(job: tuple) -> Trace:
-    """Trace without looking for garbage meanwhile, which would take a tenth of the time."""
+    """Run `trace_step` without garbage collection, which would take a tenth of the time."""
     gc.disable()
     trace = trace_step(*job)
     gc.collect()
@@ -162,8 +168,9 @@ def trace_once(job: tuple) -> Trace:
 
 
 def with_balanced_experts(config: Config) -> Config:
-    """Choose all experts alike, as fake tensors cannot say which ones a router chooses. Raises
-    InputError for fp32.
+    """Return the config with a balanced gate: fake tensors cannot tell which experts are selected.
+
+    Raises InputError for fp32.
     """
     if not getattr(config.model.config, "num_experts", 0):
         return config
@@ -191,7 +198,7 @@ def few(config: Config) -> int:
 
 
 def representatives(config: Config) -> dict[int, int]:
-    """Return for each place in the pipeline one that holds as many layers of each kind."""
+    """Map each place in the pipeline to the first one that holds the same kinds of layers."""
     if config.parallel.pp == 1:
         return {0: 0}
     model = config.model.config
@@ -232,10 +239,10 @@ def result(
     peaks: list[dict[str, int]],
     steps: int = 1,
 ) -> dict:
-    """Return the row without what the time model adds. FLOPs and messages are the first rank's in so many
-    optimizer steps, memory is that of the rank that holds most.
+    """Return the row's counted figures, without those that the time model adds.
 
-    peaks: bytes by kind that each rank holds.
+    FLOPs and messages are the first rank's, memory is that of the rank that holds most.
+    peaks: bytes by kind that each rank holds. steps: optimizer steps that are counted.
     """
     peak = max(peaks, key=lambda peak: sum(peak.values()))
     size = sum(peak.values())
@@ -272,9 +279,7 @@ def matmul_rate(config: Config, system: System) -> float:
 
 
 def typical_events(trace: Trace) -> set[int]:
-    """Return the events of the second micro-batch, forward and backward, and the messages that a
-    pipeline sends for it.
-    """
+    """Return the indices of the second micro-batch's events, with its messages in a pipeline."""
     parts = list(actions(trace))
     if not parts:
         _, second, third = (index for index, label in trace.marks if label == "forward")
@@ -285,9 +290,7 @@ def typical_events(trace: Trace) -> set[int]:
 
 
 def actions(trace: Trace) -> Iterator[tuple[Action, int, int]]:
-    """Yield the actions of a traced rank of a pipeline, each with its first event and the one
-    behind its last.
-    """
+    """Yield the actions of a traced rank of a pipeline, as (action, first event, end)."""
     begun = None
     for index, label in trace.marks:
         if label is None:
@@ -321,10 +324,13 @@ def pipelined(
     system: System,
     at_once: int,
 ) -> Simulation:
-    """Run all ranks' actions for `at_once` micro-batches side by side. A step lasts until the slowest
-    rank has also reduced its gradients and updated its weights."""
+    """Run all ranks' actions for `at_once` micro-batches side by side.
+
+    A step lasts until the slowest rank has also reduced its gradients and updated its weights.
+    """
     p = config.parallel
     run = few(config)
+    # seconds of each action; of each rank, those after its last action and before its first
     measured = {}
     tails = []
     ready = []
@@ -340,16 +346,15 @@ def pipelined(
         tails.append(lines[place].end - max(end for _, end in spans.values()))
     order = schedule_order(p.schedule, p.pp, at_once, p.vp)
     seconds = action_seconds(measured, at_once, run)
-    passed = next(
-        event for event in traces[0].events if event.name in ("send", "recv")
-    )  # between neighbouring stages
+    # a message between neighboring stages
+    passed = next(event for event in traces[0].events if event.name in ("send", "recv"))
     message = system.collective_seconds(passed, traces[0].groups[passed.group][1])
     replayed = replay(order, seconds, message, ready)
-    times = micro_batches(config) / at_once  # the last time there may be fewer
+    # how often the pipeline fills and drains; the last time there may be fewer micro-batches
+    times = micro_batches(config) / at_once
     last = max(end + tail for end, tail in zip(replayed.finished, tails, strict=True))
-    step = (times - 1) * max(
-        replay(order, seconds, message).finished
-    ) + last  # what is gathered once, stays
+    # weights that are gathered once stay: only the first time begins with `ready`
+    step = (times - 1) * max(replay(order, seconds, message).finished) + last
     idle = [
         step - times * b - tail - r
         for b, tail, r in zip(replayed.busy(), tails, ready, strict=True)
@@ -360,9 +365,12 @@ def pipelined(
 
 
 def action_spans(trace: Trace, line: Timeline) -> dict[Action, tuple[float, float]]:
-    """Return when each action of a traced rank began and ended. What comes before it, as weights that are
-    gathered, is its, but for the first: by what that outlasts the next of its kind, it gathers,
-    which needs no input."""
+    """Return when each action of a traced rank began and ended.
+
+    The time between two actions, in which weights are gathered, is counted to the second one. Of
+    the first action only the time of the next one of its kind is counted: what it takes longer is
+    gathering, which needs no input and can be done before.
+    """
     parts = list(actions(trace))
     ends = [line.at[end - 1] for _, _, end in parts]
     spans = {
@@ -381,8 +389,9 @@ def action_spans(trace: Trace, line: Timeline) -> dict[Action, tuple[float, floa
 def action_seconds(
     measured: dict[Action, float], micro_batches: int, traced: int
 ) -> Callable[[Action], float]:
-    """Return the seconds of any action: as traced for the first micro-batches and the last, in
-    between their median.
+    """Return a function that returns the seconds of any action.
+
+    The first micro-batches and the last have theirs as traced, those in between the median.
     """
     every = defaultdict(list)
     for (stage, kind, _), seconds in measured.items():

@@ -1,4 +1,4 @@
-"""A GRPO step on another machine: `--simulate` for rows of task=grpo.
+"""Predict a GRPO step on another machine: `--simulate` for rows of task=grpo.
 
     sampling    token by token, by the memory's bandwidth, of which decoding kernels reach a share.
                 Each decoding step begins when the host has prepared it. It reads the weights (of
@@ -67,8 +67,9 @@ class Stack:
 
 @dataclass
 class Rollouts:
-    """A step's samples. prompt, mean, limit: tokens of a prompt, of a response on average and at
-    most.
+    """A step's samples.
+
+    prompt: tokens of a prompt. mean, limit: tokens of a response, on average and at most.
     """
 
     responses: int
@@ -82,9 +83,11 @@ class Rollouts:
 
 
 def predicted_row(config: Config, row: str, system: System) -> tuple[Simulation, dict]:
-    """The simulation of an optimizer step, and the result of a config of any task. Of GRPO, what is
-    counted is that of all its optimizer steps: sampling and log-probabilities come out of no
-    trace."""
+    """Return the simulation of an optimizer step, and the result of a config of any task.
+
+    Of a GRPO step, FLOPs and messages are those of its optimizer steps alone: sampling and
+    log-probabilities are not traced.
+    """
     began = time.perf_counter()
     config = placed(config, stated_ranks(config), system.name)
     if config.task == "grpo":
@@ -127,7 +130,8 @@ def phase_seconds(
     """Return the seconds of each phase, and of the step. stack: see policy_figures."""
     updates = updates_of(config)
     training = updates * simulation.step
-    passes = 2 if stack else (updates > 1) + (config.grpo.kl > 0)  # theirs are two in any case
+    # forward passes for log-probabilities; published stacks run both in any case
+    passes = 2 if stack else (updates > 1) + (config.grpo.kl > 0)
     seconds = {
         "generation_s": generation_seconds(config, system, stack),
         "logprobs_s": passes * forward_share(config) * training,
@@ -141,9 +145,12 @@ def phase_seconds(
 
 
 def held_besides(config: Config, peak: dict[str, int]) -> dict[str, int]:
-    """Return bytes that a rank that trains holds besides those of a step, by kind: the reference, laid
-    out as its model, and if it samples too, and its model is not whole, another one for that; with
-    offload, what either takes beyond training."""
+    """Return the bytes, by kind, that a training rank holds besides those of an optimizer step.
+
+    reference: the reference model, sharded as the policy. sampler: a rank that also samples has a
+    model for that, unless its policy is a full model. With offload, both count only as far as they
+    exceed what training frees.
+    """
     sampler = 0
     shared = stated_ranks(config) == config.rollout.tp == 1
     if not (shared or config.grpo.generation_ranks):
@@ -163,8 +170,9 @@ def held_besides(config: Config, peak: dict[str, int]) -> dict[str, int]:
 
 
 def training_config(config: Config) -> Config:
-    """Return the config of an optimizer step on an update's share of the rollouts, as plain language
-    modeling, which computes the same: of mock tokens, since data.path has problems.
+    """Return the config of an optimizer step on an update's share of the rollouts.
+
+    It is plain language modeling, which computes the same. Tokens are mock: data.path has problems.
     """
     rows = row_ranks(config) * config.batch.micro
     packs = math.ceil(rollouts_of(config).tokens / updates_of(config) / config.batch.seq_len / rows)
@@ -179,8 +187,10 @@ def updates_of(config: Config) -> int:
 
 
 def forward_share(config: Config) -> float:
-    """Return the share of a training step: one of a weight's three products, or of two if it is
-    frozen, and one more where the forward pass is run again.
+    """Return the share of a training step that a forward pass takes.
+
+    It has one of a weight's three products, or of two if the weight is frozen. Where the forward
+    pass is run again, training has one more.
     """
     return 1 / ((2 if config.lora else 3) + (config.recompute in TWICE))
 
@@ -189,9 +199,7 @@ def forward_share(config: Config) -> float:
 
 
 def generation_seconds(config: Config, system: System, stack: Stack | None) -> float:
-    """Return the seconds until every sampler has finished its share: the sum over decoding steps of
-    what each reads.
-    """
+    """Return the seconds until every sampler has finished its share, summed over decoding steps."""
     tp = config.rollout.tp
     gpus = config.grpo.generation_ranks or stated_ranks(config)
     rollouts = rollouts_of(config)
@@ -199,6 +207,7 @@ def generation_seconds(config: Config, system: System, stack: Stack | None) -> f
     reads = model_reads(model)
     samples = rollouts.responses * tp / gpus
     location = log_normal_location(rollouts.mean, rollouts.limit)
+    # rounds of at most rollout.slots samples
     turns = 1 if stack else math.ceil(samples / config.rollout.slots)
     seconds = 0.0
     step = max(1, rollouts.limit // 256)
@@ -219,22 +228,17 @@ def generation_seconds(config: Config, system: System, stack: Stack | None) -> f
 def decoding_seconds(
     system: System, model: DecoderConfig, reads: Reads, samples: float, context: float, tp: int
 ) -> float:
-    """Return the seconds of a token for each of `samples`, whose caches hold `context` tokens on
-    average.
-    """
+    """Return the seconds of a decoding step of `samples` with `context` cached tokens each."""
     weights, caches = bytes_read(reads, model, samples, context, tp)
-    exchange = (
-        system.latency / 2 if tp <= system.domain else system.far_latency
-    )  # near ones are single kernels
+    # within a domain an all-reduce is a single kernel
+    exchange = system.latency / 2 if tp <= system.domain else system.far_latency
     exchanges = 2 * model.num_layers * exchange if tp > 1 else 0.0
     reading = weights / system.decode_weights + caches / system.decode_caches
     return reading / system.memory + exchanges + system.decode_step
 
 
 def log_normal_location(mean: float, limit: int) -> float:
-    """Find the location of a log-normal whose values, cut off at `limit`, have this mean, by
-    bisection.
-    """
+    """Find by bisection a log-normal's location with which values cut off at `limit` have `mean`."""
     points = [limit * (i + 0.5) / 512 for i in range(512)]
     low = 0.0
     high = math.log(limit) + 3
@@ -254,11 +258,11 @@ def share_longer(length: float, location: float) -> float:
 
 
 def refit_seconds(config: Config, system: System, stack: Stack | None) -> float:
-    """Return the seconds until each GPU of a sampler has received 1 / tp of the merged weights, over
-    the network unless all GPUs share a domain.
+    """Return the seconds until each GPU of a sampler has received 1 / tp of the merged weights.
 
-    A published stack gathers all weights on every GPU. Where these sample too, it hands them over
-    tensor by tensor, and optimizer states leave the GPU and come back.
+    They travel over the network, unless all GPUs share a domain. A published stack gathers all
+    weights on every GPU. Where these sample too, it hands them over tensor by tensor, and optimizer
+    states leave the GPU and come back.
     """
     parameters = list(empty_model(config.model.config).named_parameters())
     gpus = stated_ranks(config)
@@ -279,8 +283,9 @@ def refit_seconds(config: Config, system: System, stack: Stack | None) -> float:
 
 
 def offload_seconds(config: Config, parameters: float) -> float:
-    """Return the seconds until the optimizer's states and the reference of so many parameters a GPU
-    are on the host, and back.
+    """Return the seconds until optimizer states and reference are on the host, and back.
+
+    parameters: of the model, on each GPU.
     """
     if not config.grpo.offload or config.lora:  # adapters' states are small
         return 0.0

@@ -1,5 +1,7 @@
-"""Every combination of some settings: simulated, and ranked by tokens/s (what should I run on my
-cluster?), or measured, and compared with how the arithmetic grows.
+"""Try every combination of some settings.
+
+They are simulated and ranked by tokens/s (what should I run on my cluster?), or measured and
+compared with how the FLOPs grow.
 """
 
 from collections.abc import Iterator
@@ -19,11 +21,10 @@ from minitrain.simulator.timeline import System
 
 
 def sweep(file: str, overrides: list[str], choices: list[str], system: System) -> Iterator[dict]:
-    """A result for each combination of `choices`, words like `tp=1,2,4` (what `parallel` has),
-    `batch.micro=1,2` or `recompute=none,full`. The number of GPUs stays that of the file: dp_shard
-    takes what the others leave.
+    """Yield the simulated result of each combination; {"settings", "error"} of one that cannot run.
 
-    A combination that cannot run gives {"settings", "error"} instead.
+    choices: words such as `tp=1,2,4` (a key of `parallel`) and `recompute=none,full`.
+    The number of GPUs stays that of the file: dp_shard takes those that the other dimensions leave.
     """
     if any(parse(word)[0] == "parallel.dp_shard" for word in choices):
         raise InputError(
@@ -40,7 +41,7 @@ def sweep(file: str, overrides: list[str], choices: list[str], system: System) -
 
 
 def with_all_gpus(file: str, overrides: list[str], gpus: int) -> Config:
-    """The config with as many shards as its other dimensions, and ranks that only sample, leave."""
+    """Return the config with dp_shard set to the GPUs that other dimensions and samplers leave."""
     config = load(file, [*overrides, "parallel.dp_shard=1"])
     left = gpus - config.grpo.generation_ranks
     others = training_ranks(config)
@@ -50,7 +51,7 @@ def with_all_gpus(file: str, overrides: list[str], gpus: int) -> Config:
 
 
 def combinations(choices: list[str]) -> list[tuple[str, list[str]]]:
-    """Each one's short name, and the overrides that it consists of. Raises InputError."""
+    """Return each combination's short name and its overrides. Raises InputError."""
     names, lists = zip(*(parse(word) for word in choices), strict=True)
     if len(set(names)) < len(names):
         raise InputError(f"--sweep has a key twice: {' '.join(choices)}")
@@ -71,7 +72,7 @@ def parse(word: str) -> tuple[str, list[str]]:
 
 
 def split(text: str) -> list[str]:
-    """At commas, but not within a list or a mapping."""
+    """Split at commas, but not within a list or a mapping."""
     parts = [""]
     depth = 0
     for letter in text:
@@ -84,8 +85,9 @@ def split(text: str) -> list[str]:
 
 
 def ranking(results: list[dict]) -> str:
-    """The fastest first, those that do not fit into memory after those that do; then what cannot
-    run, and why.
+    """Return a table, the fastest first, and below it the combinations that cannot run, with why.
+
+    Those that do not fit into memory stand after those that do.
     """
     ran = sorted(
         (r for r in results if "error" not in r),
@@ -104,9 +106,7 @@ def ranking(results: list[dict]) -> str:
 
 
 def growth(results: list[dict]) -> str:
-    """Measured step times beside the first one's, and beside how much more there is to compute on a
-    rank.
-    """
+    """Return a table of measured step times and a rank's FLOPs, as multiples of the first one's."""
     times = [result["step_time_s"] for result in results]
     work = [result["clean_tflops_per_gpu"] * result["step_time_s"] for result in results]
     return in_width(

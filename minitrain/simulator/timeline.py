@@ -1,5 +1,4 @@
-"""Turn a trace into seconds: the cost of each kernel and message on a system, and what runs at the
-same time.
+"""Turn a trace into seconds: what each kernel and message costs, and what runs at the same time.
 
 Kernels run one after the other on the compute stream. Collectives run on one stream per mesh
 dimension, from the moment when their inputs are there; a kernel that reads what a collective brings
@@ -32,16 +31,16 @@ from minitrain.bench.rows import constants
 from minitrain.errors import InputError
 from minitrain.simulator.trace import SHARDS, Event, Trace
 
-# of a matrix product's result, per multiprocessor
+# rows and columns of a matrix product's result that a multiprocessor computes at a time
 TILE = 128, 256
-# of FSDP's gathered weights; the latter from one rank, where nothing is copied out
+# what reads FSDP's gathered weights; the latter on one rank, where nothing is copied out
 READS_GATHERED = (
     "split_with_sizes_copy",
     "embedding",
 )
-# of an incomplete last wave, by smaller tiles and split products
+# the share of an incomplete last wave's idle time that smaller tiles and split products use
 RECOVERED = 0.6
-# channels per head
+# channels per head up to which an attention kernel is slower
 NARROW = 64
 # the share of the time for a product's bytes that is not hidden: fitted with bf16, see systems.yaml
 BESIDE = 0.27
@@ -136,8 +135,9 @@ class System:
         return rate * filled * k / (k + 128)
 
     def collective_seconds(self, event: Event, ranks: list[int]) -> float:
-        """Return the seconds of a message. ranks: the group's, in the whole world, where neighbors
-        share a domain.
+        """Return the seconds of a message.
+
+        ranks: those of the group in the whole world, where neighbors share a domain.
         """
         if "send" in event.name or "recv" in event.name:
             return self.latency + event.payload / self.bandwidth(ranks[:2])
@@ -152,8 +152,9 @@ class System:
         return self.latency + moved / self.bandwidth(ranks)
 
     def bandwidth(self, ranks: list[int]) -> float:
-        """Return bytes/s per rank of a ring: NVLink, or as many adapters as the group has GPUs in a
-        domain.
+        """Return bytes/s per rank of a ring.
+
+        The link is NVLink, or as many adapters as the group has GPUs in a domain.
         """
         near = self.in_domain(ranks)
         return self.nvlink if near == len(ranks) else min(self.nvlink, near * self.network)
@@ -175,8 +176,9 @@ def load_system(name: str, setting: str = "--system") -> System:
 
 
 def rates_of(values: dict) -> dict:
-    """Return fields of a System, from what systems.yaml says of one. attention: the names of its
-    kernels, by form.
+    """Return the fields of a System from its entry in systems.yaml.
+
+    There, `attention` has the names of kernels, by form.
     """
     kernels = constants("kernels")
     rates = {name: value for name, value in values.items() if name != "attention"}
@@ -216,8 +218,11 @@ class Timeline:
 
 
 def play(trace: Trace, system: System, fused: bool) -> Timeline:
-    """Play a trace on a system. fused: as the compiler would. Messages between stages of a pipeline
-    take no time here: what waits for them depends on other ranks (see `replay`)."""
+    """Play a trace on a system. fused: with element-wise kernels fused, as the compiler does.
+
+    Messages between stages of a pipeline take no time here: what waits for them depends on other
+    ranks (see `replay`).
+    """
     return _Player(trace, system, fused).play()
 
 
@@ -227,9 +232,9 @@ class _Player:
         self.system = system
         self.fused = fused
         self.line = Timeline()
-        # of the compute stream
+        # until when the compute stream is busy
         self.clock = 0.0
-        # when each dimension's stream is done
+        # until when each dimension's stream is busy
         self.free = defaultdict(float)
         # when a storage holds its values
         self.ready = defaultdict(float)
@@ -239,7 +244,7 @@ class _Player:
         self.waiting: dict[str, set[int]] = {}
         # when the last all-gather's result was first read
         self.consumed = defaultdict(float)
-        # kernels that become one
+        # element-wise kernels that are fused into one
         self.run: list[Event] = []
 
     def play(self) -> Timeline:
@@ -257,7 +262,7 @@ class _Player:
                     self.compute(index, event)
                 else:
                     self.communicate(index, stream, event)
-            # no kernel spans two passes, and what a pass takes has its last one
+            # no kernel spans two passes: a pass's time includes its last kernel
             if index + 1 in marked:
                 self.finish_run(index + 1)
             self.line.at.append(self.clock)
@@ -266,13 +271,15 @@ class _Player:
         return self.line
 
     def stream_of(self, event: Event) -> str:
-        """Return where it runs: collectives, FSDP's copies into them and its work on reduced
-        gradients run beside compute.
+        """Return the stream that an event runs on.
+
+        Collectives, FSDP's copies into them and its work on reduced gradients run beside compute.
         """
         if event.kind == "collective":
             return event.dimension
         if event.name == "all_gather_copy_in":
             return "dp_shard"
+        # the streams that made its inputs; a few bytes are a scalar, such as a norm
         makers = {self.made_by.get(number) for number, size in event.reads if size > 8}
         if event.kind == "memory" and len(makers) == 1 and event.name not in READS_GATHERED:
             maker = makers.pop()
@@ -283,7 +290,7 @@ class _Player:
         return "compute"
 
     def begin(self, event: Event, free: float) -> float:
-        """Return when its stream is free and its inputs are there."""
+        """Return when an event can begin: its stream is free, and its inputs are there."""
         return max([free, *(self.ready[number] for number, _ in event.reads)])
 
     def compute(self, index: int, event: Event) -> None:
@@ -320,8 +327,9 @@ class _Player:
             self.made_by[number] = stream
 
     def finish_run(self, end: int) -> None:
-        """Run the collected kernels, which end before event `end`, as one: it reads what they did
-        not make, and writes what outlives them.
+        """Run the collected kernels, which end before event `end`, as one.
+
+        It reads what they did not make, and writes what is not freed before `end`.
         """
         if not self.run:
             return

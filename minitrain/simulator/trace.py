@@ -1,9 +1,8 @@
-"""Record what a training step does on one rank: every kernel and collective in order, and the
-memory that it holds.
+"""Record what a training step does on one rank: kernels, collectives, and the memory it holds.
 
-A dispatch mode sits below autograd, FSDP and compiled graphs, and sees each operator with its
-tensors. These may be fake (`--simulate`: nothing is computed and nothing allocated) or real, so
-that what is counted for a thousand GPUs can be counted in a real run too, and compared. Views and
+A dispatch mode sits below autograd, FSDP and compiled graphs, and sees each operator in order, with
+its tensors. These may be fake (`--simulate`: nothing is computed and nothing allocated) or real. So
+the counts of a run on a thousand GPUs can be compared with those of a real run. Views and
 allocations cost nothing and are not recorded.
 """
 
@@ -55,11 +54,13 @@ MEMORY_KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations
 class Event:
     """One kernel or collective.
 
-    kind: `gemm`, `grouped`, `attention`, `memory`, `collective`, or the `wait` for one. reads,
-    writes: (storage number, bytes) of each tensor. sizes: of a matrix product, (batch or experts,
-    m, n, k), of one of them; of attention, channels per head and keys per query. payload: bytes of
-    a collective's full, gathered or unreduced tensor; group: its name in `Trace.groups`;
-    dimension: that of the mesh that it runs over. element: bytes per element of what is multiplied.
+    kind: `gemm`, `grouped`, `attention`, `memory`, `collective`, or the `wait` for one.
+    reads, writes: (storage number, bytes) of each tensor.
+    sizes: of a matrix product (batch or experts, m, n, k), the last three of one product; of
+        attention (channels per head, keys per query).
+    element: bytes per element of the factors of a product.
+    payload: bytes of a collective's full, gathered or unreduced tensor.
+    group, dimension: a collective's group, a name in `Trace.groups`, and its mesh dimension.
     form: of attention, `full`, `causal` or `flex`, which computes any other mask.
     """
 
@@ -76,7 +77,7 @@ class Event:
     form: str = ""
 
     def renumbered(self, now: dict[int, int]) -> "Event":
-        """The same on other storages. now: their numbers, by those here."""
+        """Return the same event on other storages. now: number here -> number there."""
         reads = [(now[number], size) for number, size in self.reads]
         writes = [(now[number], size) for number, size in self.writes]
         return replace(self, reads=reads, writes=writes)
@@ -84,13 +85,14 @@ class Event:
 
 @dataclass
 class Trace:
-    """events: in the order of issue. died: after which event (its index) a storage was freed, by
-    storage number.
+    """The record of one rank's step.
 
-    groups: by name of a process group, its mesh dimensions and its ranks. marks: (event index,
-    label).
-    peak: bytes by kind of memory at the moment when their sum was largest, after the event
-    `peak_at`. `gathered`: what collectives bring, and the weights that FSDP and FP8 make of it.
+    events: in the order of issue.
+    died: storage number -> index of the event after which the storage was freed.
+    groups: name of a process group -> its mesh dimensions, and its ranks.
+    marks: (index of the next event, label).
+    peak: bytes by kind of memory when their sum was largest, after the event `peak_at`. Its kind
+        `gathered` is what collectives bring, and the weights that FSDP and FP8 make of it.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -101,11 +103,11 @@ class Trace:
     peak_at: int = 0
 
     def flops(self, times: Iterable[int] = repeat(1)) -> int:
-        """times: how often each event happens."""
+        """Return the FLOPs of a step. times: how often each event happens."""
         return sum(n * event.flops for event, n in zip(self.events, times, strict=False))
 
     def collectives(self, times: Iterable[int] = repeat(1)) -> dict[str, list[int]]:
-        """[calls, bytes] of each `dimension/operation`. times: how often each event happens."""
+        """Count [calls, bytes] by `dimension/operation`. times: how often each event happens."""
         totals: dict[str, list[int]] = {}
         for event, n in zip(self.events, times, strict=False):
             if event.kind == "collective":
@@ -118,9 +120,11 @@ class Trace:
 class Tracer(TorchDispatchMode):
     """Fills `self.trace` with what runs inside `with Tracer(...)`.
 
-    groups: as in Trace. Tensors that exist before count when `hold` names their kind. log: if a
-    list, the methods that change the trace or the memory note their calls there (see repeat.py).
-    active: the tracer inside whose `with` we are.
+    groups: as in Trace.
+    log: if a list, the methods that change the trace or the memory note their calls there (see
+        repeat.py).
+    active: the tracer inside whose `with` the program is.
+    Tensors that exist before `with` count once `hold` has named their kind.
     """
 
     active: "Tracer | None" = None
@@ -129,12 +133,13 @@ class Tracer(TorchDispatchMode):
     def __init__(self, groups: dict[str, tuple[list[str], list[int]]]):
         super().__init__()
         self.trace = Trace(groups=groups)
-        # of living storages, by address
+        # address of a living storage -> its number
         self.numbers: dict[int, int] = {}
-        # bytes and kind, by number
+        # number -> bytes and kind
         self.sizes: dict[int, tuple[int, str]] = {}
-        # after which event, by number
+        # number -> index of the event before which it was first seen
         self.born: dict[int, int] = {}
+        # bytes by kind now, and the largest sum so far
         self.held = Counter(dict.fromkeys(MEMORY_KINDS, 0))
         self.most = 0
         self.count = 0
@@ -143,7 +148,8 @@ class Tracer(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # what the compiler does while it compiles is no part of the program
+        # what the compiler does while it compiles is no part of the program
+        return True
 
     # ------------------------------------------------------------------------------------------------------- memory
 
@@ -164,8 +170,9 @@ class Tracer(TorchDispatchMode):
             total[kind] += size
 
     def number(self, tensor: Tensor, kind: str = "activations") -> int:
-        """Return the number of the tensor's storage. One not seen before counts as `kind` from now
-        until it dies.
+        """Return the number of the storage of a tensor [...].
+
+        A storage not seen before counts as `kind` from now until it is freed.
         """
         storage = tensor.untyped_storage()
         if storage._cdata not in self.numbers:
@@ -182,7 +189,7 @@ class Tracer(TorchDispatchMode):
         return self.count
 
     def adopt(self, tensor: Tensor, number: int) -> None:
-        """Let the number be that of this tensor's storage, for as long as it lives."""
+        """Give this tensor's storage a number, for as long as the storage lives. tensor: [...]."""
         storage = tensor.untyped_storage()
         self.numbers[storage._cdata] = number
         weakref.finalize(storage, self.forget, number, storage._cdata)
@@ -219,7 +226,7 @@ class Tracer(TorchDispatchMode):
         propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resize_and_count(storage, size):
-            """Follow FSDP2, which frees gathered weights and brings them back so."""
+            """Follow FSDP2, which frees and allocates gathered weights by resizing storages."""
             result = resize(storage, size)
             if storage._cdata in self.numbers:
                 number = self.numbers[storage._cdata]
@@ -231,7 +238,7 @@ class Tracer(TorchDispatchMode):
             return result
 
         def allocate_and_count(parameter, *args, **kwargs):
-            """Follow it the first time; later it resizes what is there."""
+            """Follow FSDP2's first allocation; later ones resize the storage."""
             allocate(parameter, *args, **kwargs)
             self.hold(parameter.all_gather_outputs, "gathered")
 
@@ -300,8 +307,10 @@ class Tracer(TorchDispatchMode):
         return out
 
     def in_place(self, op, *, _all_bases: list[Tensor], **kwargs) -> tuple:
-        """Run an operator of ours that changes a tensor. Until the compiler writes kernels, a graph
-        has it as one that returns a new tensor; in the end it changes what it is given.
+        """Run one of this package's operators that changes a tensor.
+
+        Until the compiler writes kernels, a graph holds it as one that returns a new tensor. The
+        kernel that it becomes changes its argument: so it is recorded.
         """
         names = [argument.name for argument in op._schema.arguments]
         args = [
@@ -311,7 +320,7 @@ class Tracer(TorchDispatchMode):
         return self.__torch_dispatch__(op, (), args), *_all_bases
 
     def record_kernel(self, name: str, inputs: list, written: list, kernel: dict) -> None:
-        """Record it with the bytes that it moves. kernel: as `work` returns it."""
+        """Record a kernel with the bytes that it moves. kernel: as `work` returns it."""
         writes = {self.number(x): traffic(x) for x in written}
         reads = {self.number(x): traffic(x) for x in inputs}
         if name in ROWS_READ:
@@ -339,7 +348,7 @@ class Tracer(TorchDispatchMode):
             if not functional:
                 outputs = tensors(args[0])
                 inputs = [x for x in inputs if not any(x is y for y in outputs)] or inputs
-        # a fake wait gives another tensor
+        # the result of a wait is another tensor if fake: its argument counts as gathered, too
         kind = "activations" if where else "gathered"
         writes = [(self.number(x, "gathered"), x.nbytes) for x in outputs]
         reads = [(self.number(x, kind), x.nbytes) for x in inputs]
@@ -354,8 +363,9 @@ class Tracer(TorchDispatchMode):
         self.record(Event(name, "collective", 0, reads, writes, payload=payload, **where))
 
     def group_of(self, args) -> str:
-        """Return the name of a collective's group, noted as of `others` if no mesh has it
-        (flattened ones, the world).
+        """Return the name of a collective's group.
+
+        A group that no mesh has (a flattened one, the world) gets the dimension `others`.
         """
         boxed = [value for value in tree_leaves(args) if isinstance(value, torch.ScriptObject)]
         if boxed:  # an operator of c10d
@@ -370,8 +380,9 @@ class Tracer(TorchDispatchMode):
         return name
 
     def dimension_of(self, group: str, functional: bool) -> str:
-        """Return the dimension that communicates. Those of the same ranks share a group; FSDP's
-        calls are told from others by their form.
+        """Return the mesh dimension that communicates.
+
+        Dimensions of the same ranks share a group; FSDP's calls are told by their form.
         """
         names = self.trace.groups[group][0]
         return next((name for name in names if (name in SHARDS) != functional), names[0])

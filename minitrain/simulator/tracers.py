@@ -1,7 +1,7 @@
-"""The server of the processes in which the simulator traces ranks, side by side.
+"""Start the server that forks the processes in which the simulator traces ranks, side by side.
 
-They are forked from one that has imported torch. That takes seconds, during which the command line
-can do the same, if it starts the server first; so this file imports nothing that does.
+The server imports torch once, which takes seconds. The command line imports it meanwhile, if it
+starts the server first: so this file imports nothing that imports torch.
 """
 
 import multiprocessing
@@ -11,9 +11,9 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def start() -> None:
-    """Start it, at once. Without it, the first process waits for the imports.
+    """Start the server now; otherwise the first process would wait for its imports.
 
-    It imports what torch.compile brings in too, which every process would do for itself.
+    It also imports what torch.compile needs, which every process would else import for itself.
     """
     CONTEXT.set_forkserver_preload(["minitrain.simulator.fake_world", "torch._inductor.compile_fx"])
     forkserver.ensure_running()
