@@ -1,6 +1,8 @@
 """The package's command lines by one name, as `pip install` puts it beside python:
 
   minitrain tokenize   turns texts into token files
+  minitrain encode-video
+                       turns videos into latents
   minitrain train      as python -m minitrain.train
   minitrain curves     draws the curves of runs into one picture
   minitrain export     writes a checkpoint of a run as a model
@@ -20,6 +22,7 @@ from minitrain.run import cli
 
 FILES = {
     "tokenize": "run.tokenize_files",
+    "encode-video": "run.encode_video",
     "train": "train",
     "curves": "run.curves",
     "export": "run.export_step",

@@ -95,12 +95,22 @@ VIDEOS = {
     "--prompts": (
         home_path,
         ...,
-        "a safetensors file, or shapes",
+        "a safetensors file, or shapes, or lines of text with --encoders",
     ),
     "--out": (
         home_path,
         ...,
-        "file for the latents, or the picture of shapes",
+        "file for the latents, the picture of shapes, or an .mp4",
+    ),
+    "--encoders": (
+        home_path,
+        None,
+        "a pipeline's folder: its encoders read lines of text, and make the .mp4",
+    ),
+    "--negative": (
+        str,
+        "",
+        "with --encoders: the text that guidance leads away from",
     ),
     "--text-tokens": (
         COUNT,
@@ -143,9 +153,10 @@ embeddings [videos, tokens, text_dim], and what guidance leads away from, `negat
 for all (without it, zeros; published models want the embedding of an empty prompt or of what is not
 to be seen); for image-to-video models also `condition` and `image` (see data/latents.py). The
 result is a safetensors file with `latents` [videos, channels, frames, height, width], normalised as
-those of the training: the video autoencoder decodes them times its std, plus its mean. `--prompts
-shapes` are those of the toy world (data/shapes.py): the result is a PNG, a video a row, and a
-score.
+those of the training: the video autoencoder decodes them times its std, plus its mean. With
+--encoders, the download of a pipeline in diffusers' layout, the prompts are lines of text, and the
+result is an .mp4 file, or one for each line: name-1.mp4, name-2.mp4, ... `--prompts shapes` are
+those of the toy world (data/shapes.py): the result is a PNG, a video a row, and a score.
 """
 
 

@@ -1,7 +1,7 @@
 """Videos as latents with their text embeddings: a cache of safetensors files, or random ones.
 
 Encoding videos takes an autoencoder and a text encoder, both large and frozen, so it happens once,
-before training. Each file of the cache is one video:
+before training (minitrain encode-video, or a script of one's own). Each file of the cache is one video:
 
     latents    [channels, frames, height, width]       normalized per channel: for Wan, less latents_mean and
                                                        divided by latents_std of its autoencoder's config
@@ -20,7 +20,7 @@ all frames grey that are not given.
 Videos of one shape form a bucket, and a micro-batch comes from one bucket. Every file's header is
 checked before training. Its values are checked (are they finite?) when they are read; with
 data.on_error=skip all are read before training, to know which files to leave out.
-Left out: the encoders, and pickled files, which could run any code.
+Left out: pickled files, which could run any code.
 """
 
 import math

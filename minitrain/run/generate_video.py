@@ -1,7 +1,7 @@
 """Generate latents of videos: what python -m minitrain.generate --task diffusion does."""
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minitrain.data import shapes
+from minitrain.data.encoders import Encoders, load_av, write_mp4
 from minitrain.data.latents import TEXTS, check_shapes, model_shapes, read_video
-from minitrain.errors import InputError, located
+from minitrain.errors import InputError, located, readable
 from minitrain.formats.peft import load_merged
 from minitrain.formats.tensor_files import write_tensors
 from minitrain.models.wan import Wan
@@ -34,7 +35,17 @@ def run(options: Namespace) -> None:
     cli.check_writable("out", options.out)
     if options.prompts != "shapes" and not Path(options.prompts).is_file():
         raise InputError(f"--prompts {options.prompts} is neither a file nor shapes")
+    encodes = options.encoders is not None
+    if encodes != options.out.endswith(".mp4"):
+        raise InputError(
+            f"--out {options.out}: with --encoders it is an .mp4 file, of prompts in lines of text"
+        )
     device = pick_device(options.device)
+    encoders = None
+    if encodes:
+        # before minutes of work
+        load_av(options.out)
+        encoders = Encoders(options.encoders, device)
     model = load_merged(options.model, options.adapter, DTYPES.get(options.dtype), device)
     if not isinstance(model, Wan):
         raise InputError(
@@ -50,12 +61,43 @@ def run(options: Namespace) -> None:
         raise InputError(
             "--size is missing: frames, height and width of the latents, such as 21 60 104"
         )
-    prompts = read_prompts(Path(options.prompts), options.text_tokens)
+    if encoders:
+        prompts = embed_lines(
+            encoders, Path(options.prompts), options.negative, options.text_tokens
+        )
+    else:
+        prompts = read_prompts(Path(options.prompts), options.text_tokens)
     check_prompts(prompts, model, options.size, options.prompts)
     latents = generate(model, prompts, options.size, **way)
     if not latents.isfinite().all():
         raise InputError("the latents are not finite (use less --guidance, or another --model)")
-    write_tensors({"latents": latents}, options.out)
+    if encoders:
+        files = list(numbered(Path(options.out), len(latents)))
+        for file, video in zip(files, latents, strict=True):
+            write_mp4(file, encoders.decode(video))
+        print(f"wrote {', '.join(map(str, files))}")
+    else:
+        write_tensors({"latents": latents}, options.out)
+        print(f"{options.out} holds latents of {len(latents)} videos (.mp4 with --encoders)")
+
+
+def embed_lines(
+    encoders: Encoders, path: Path, negative: str, text_tokens: int
+) -> dict[str, Tensor]:
+    """Return the embeddings of a file's lines, and of what guidance leads away from, fp32."""
+    with readable(path):
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise InputError(f"{path} holds no line of text")
+    texts = [encoders.encode_text(line, text_tokens).float() for line in [*lines, negative]]
+    *each, hidden = [F.pad(text, (0, 0, 0, text_tokens - len(text))) for text in texts]
+    return {"text": torch.stack(each), "negative": hidden.expand(len(each), -1, -1)}
+
+
+def numbered(path: Path, count: int) -> Iterator[Path]:
+    """Yield `path`, or for several files name-1.mp4, name-2.mp4, ..."""
+    for number in range(1, count + 1):
+        yield path if count == 1 else path.with_stem(f"{path.stem}-{number}")
 
 
 def generate(

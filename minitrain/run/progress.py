@@ -113,7 +113,7 @@ def next_command(config: Config) -> str:
     if config.data.kind == "shapes":
         made += f" --task diffusion --prompts shapes --out {out}/sheet.png"
     elif videos:
-        made += f" --task diffusion --prompts FILE --size FRAMES HEIGHT WIDTH --out {out}/videos.safetensors"
+        made += f" --task diffusion --encoders FOLDER --prompts FILE --size FRAMES HEIGHT WIDTH --out {out}/videos.mp4"
     else:
         made += ' --prompt "..."' if config.task == "pretrain" else ' --chat --prompt "..."'
     return f"python -m minitrain.generate {made}"

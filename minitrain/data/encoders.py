@@ -1,0 +1,135 @@
+"""Turn videos and captions into latents and embeddings, and latents into videos, as Wan does.
+
+The networks are those of a published pipeline, by diffusers and transformers; PyAV reads and writes
+video files. Left out: image-to-video models' condition, and CLIP's features of an image.
+"""
+
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minitrain.errors import InputError
+
+# frames per second of Wan's videos
+RATE = 16
+PARTS = "vae", "text_encoder", "tokenizer"
+LACKING = "needs diffusers, transformers and av: pip install 'minitrain[video]'"
+
+
+class Encoders:
+    """The video autoencoder (fp32), text encoder (bf16) and tokenizer in a pipeline's folder."""
+
+    def __init__(self, folder: str, device: torch.device):
+        for part in PARTS:
+            if not Path(folder, part).is_dir():
+                raise InputError(
+                    f"--encoders {folder}: {part}/ is missing (name a download of Wan-AI/...-Diffusers)"
+                )
+        try:
+            from diffusers import AutoencoderKLWan
+            from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+            from transformers import AutoTokenizer, UMT5EncoderModel
+        except ImportError:
+            raise InputError(f"--encoders {LACKING}") from None
+        self.clean = prompt_clean
+        self.vae = AutoencoderKLWan.from_pretrained(folder, subfolder="vae").to(device)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, subfolder="tokenizer")
+        self.encoder = UMT5EncoderModel.from_pretrained(
+            folder, subfolder="text_encoder", dtype=torch.bfloat16
+        ).to(device)
+        settings = self.vae.config
+        mean, std = torch.tensor([settings.latents_mean, settings.latents_std], device=device)
+        self.mean = mean.view(-1, 1, 1, 1)
+        self.std = std.view(-1, 1, 1, 1)
+
+    @torch.inference_mode()
+    def encode_text(self, text: str, most: int = 512) -> Tensor:
+        """Return the embeddings of a text's first `most` tokens, bf16 [tokens, text_dim]."""
+        given = self.tokenizer(
+            [self.clean(text)], max_length=most, truncation=True, return_tensors="pt"
+        )
+        ids = given.input_ids.to(self.encoder.device)
+        return self.encoder(ids).last_hidden_state[0].cpu()
+
+    @torch.inference_mode()
+    def encode(self, video: Tensor) -> Tensor:
+        """Return the latents of uint8 [frames, 3, height, width], fp32 [channels, frames, height, width]."""
+        pixels = video.to(self.mean.device).transpose(0, 1)[None] / 127.5 - 1
+        return ((self.vae.encode(pixels).latent_dist.mode()[0] - self.mean) / self.std).cpu()
+
+    @torch.inference_mode()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return the video of latents, the inverse of `encode`."""
+        scaled = latents.to(self.mean.device) * self.std + self.mean
+        pixels = self.vae.decode(scaled[None]).sample[0].transpose(0, 1)
+        return ((pixels.clamp(-1, 1) + 1) * 127.5).round().byte().cpu()
+
+
+def read_frames(path: Path, size: list[int], most: int, rate: float = RATE) -> Tensor:
+    """Read a video file, at `rate` frames per second, or a folder of frames, in the order of their names.
+
+    Returns uint8 [frames, 3, *size], as many of the first `most` as Wan takes: 1, 5, 9, ...
+    Each is scaled to cover `size`, and cut at its center.
+    """
+    frames = []
+    if path.is_dir():
+        from PIL import Image
+
+        for file in sorted(path.iterdir())[:most]:
+            try:
+                picture = np.array(Image.open(file).convert("RGB"))
+            except OSError as error:
+                raise InputError(f"{file} cannot be read as a picture: {error}") from None
+            frames.append(covering(picture, size))
+    else:
+        av = load_av(path)
+        try:
+            with av.open(str(path)) as file:
+                first = None
+                for frame in file.decode(video=0):
+                    first = frame.time if first is None else first
+                    # a slower video shows a frame more than once
+                    while len(frames) < most and frame.time - first >= len(frames) / rate - 1e-3:
+                        frames.append(covering(frame.to_ndarray(format="rgb24"), size))
+                    if len(frames) == most:
+                        break
+        except (av.FFmpegError, IndexError) as error:
+            raise InputError(f"{path} cannot be read as a video: {error}") from None
+    if not frames:
+        raise InputError(f"{path} holds no frame")
+    return torch.stack(frames[: 1 + (len(frames) - 1) // 4 * 4])
+
+
+def covering(picture: np.ndarray, size: list[int]) -> Tensor:
+    """Scale and cut a picture [height, width, 3] to uint8 [3, *size]."""
+    x = torch.from_numpy(picture).permute(2, 0, 1)[None].float()
+    scale = max(wanted / given for wanted, given in zip(size, x.shape[2:], strict=True))
+    shape = [round(scale * given) for given in x.shape[2:]]
+    if shape != list(x.shape[2:]):
+        x = F.interpolate(x, shape, mode="bicubic", antialias=True).round().clamp(0, 255)
+    top, left = ((given - wanted) // 2 for given, wanted in zip(shape, size, strict=True))
+    return x[0, :, top : top + size[0], left : left + size[1]].byte()
+
+
+def write_mp4(path: Path, video: Tensor) -> None:
+    """Write a video [frames, 3, height, width] of even height and width in H.264."""
+    av = load_av(path)
+    with av.open(str(path), "w") as file:
+        stream = file.add_stream("libx264", rate=Fraction(RATE))
+        stream.height, stream.width = video.shape[2:]
+        stream.pix_fmt = "yuv420p"
+        for frame in video.permute(0, 2, 3, 1).contiguous().numpy():
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        file.mux(stream.encode())
+
+
+def load_av(path: Path):
+    try:
+        import av
+    except ImportError:
+        raise InputError(f"{path} {LACKING}") from None
+    return av
