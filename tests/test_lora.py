@@ -185,7 +185,7 @@ def test_dropout_is_where_it_is_said_and_off_without_gradients(position, stack):
 
 @pytest.mark.parametrize("targets", [["up_proj", "down_proj"], ["gate_proj", "up_proj", "down_proj"]], ids=str)
 @pytest.mark.parametrize("family", ["llama3-8b", "qwen2.5-7b"])
-def test_products_add_up_the_gradient_of_their_input(family, targets):
+def test_products_add_to_updates_and_to_the_gradient_of_their_input(family, targets):
     """Compiled, and not by autograd: each frozen product adds its term to those before it. Qwen has biases."""
     torch.compiler.reset()
     targets = [*targets, "q_proj", "v_proj", "o_proj"]
@@ -193,23 +193,38 @@ def test_products_add_up_the_gradient_of_their_input(family, targets):
     attention, mlp = model.blocks[0].double().self_attn, model.blocks[0].mlp
     x = torch.randn(2, 30, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
     graphs = []
+
+    def keep(graph, inputs):
+        graphs.append([(str(node.target), getattr(node.meta.get("val"), "shape", None)) for node in graph.graph.nodes])
+        return boxed_nop(graph, inputs)
+
     backend = aot_autograd(
-        fw_compiler=boxed_nop,
-        bw_compiler=lambda graph, inputs: boxed_nop(graphs.append(graph) or graph, inputs),
+        fw_compiler=keep,
+        bw_compiler=keep,
         partition_fn=min_cut_rematerialization_partition,
     )
-    y = torch.compile(lambda x: [*project_all(attention, x), *project_all(mlp, x)], backend=backend, fullgraph=True)(x)
-    upstream = [torch.randn_like(part) for part in y]
-    torch.autograd.backward(y, upstream)
-    nodes = [(str(node.target), getattr(node.meta.get("val"), "shape", None)) for node in graphs[0].graph.nodes]
-    assert [name for name, _ in nodes].count("auto_functionalized_v2") == 5
-    assert [shape for name, shape in nodes if name == "aten.add.Tensor"].count(x.shape) == 1  # of the two projections
+    outputs = torch.compile(
+        lambda x: [*project_all(attention, x), *project_all(mlp, x)], backend=backend, fullgraph=True
+    )(x)
+    upstream = [torch.randn_like(part) for part in outputs]
+    torch.autograd.backward(outputs, upstream)
+    forward, backward = graphs
     linears = [getattr(attention, name) for name in attention.same_input] + [mlp.gate_proj, mlp.up_proj]
+    adapters = sum(hasattr(linear, "lora_A") for linear in linears)
+    assert [name for name, _ in forward].count("auto_functionalized_v2") == adapters
+    assert "aten.add.Tensor" not in dict(forward)
+    assert [name for name, _ in backward].count("auto_functionalized_v2") == 5
+    assert [shape for name, shape in backward if name == "aten.add.Tensor"] == [x.shape]  # of the two projections
     expected = 0
-    for linear, grad in zip(linears, upstream, strict=True):
+    for linear, y, grad in zip(linears, outputs, upstream, strict=True):
         a, b = (linear.lora_A, linear.lora_B) if hasattr(linear, "lora_A") else (torch.zeros(1, 1).double(),) * 2
         weight = linear.weight + 0.5 * b @ a
+        torch.testing.assert_close(y, F.linear(x, weight, linear.bias))
         expected += grad @ weight
+        full = (grad.mT @ x).sum(0)  # the gradient of the whole weight
+        if hasattr(linear, "lora_A"):
+            torch.testing.assert_close(a.grad, 0.5 * b.T @ full)
+            torch.testing.assert_close(b.grad, 0.5 * full @ a.T)
     torch.testing.assert_close(x.grad, expected)
     torch.compiler.reset()
 

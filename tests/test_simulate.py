@@ -262,14 +262,15 @@ def test_adapters_of_a_folder_are_simulated_without_their_values(tmp_path):
     assert trace.peak["parameters"] == sum(p.nbytes for p in model.parameters())
 
 
-def test_compiled_adapters_leave_sums_of_gradients_to_products():
-    """As the compiler's graph has them, where each returns a new sum: what is simulated is that they change one."""
+def test_compiled_adapters_leave_sums_to_products():
+    """Of outputs and of gradients. As the compiler's graph has them, where each returns a new sum: what is simulated is that they change one."""
     model, batch = {"name": "llama3-8b-tiny", "num_layers": 2}, {"global": 3, "micro": 1, "seq_len": 16}
     tree = {"model": model, "batch": batch, "task": "lora", "lora": {"rank": 2}, "data": {"packed": False}}
     compiled, eager = (trace_step(configs.from_dict(tree | {"compile": c}), 1) for c in (True, False))
     sums = [event for event in compiled.events if event.name == "add_product"]
-    assert len(sums) == 3 * 2 * 7 and all(event.kind == "gemm" and len(event.writes) == 1 for event in sums)
-    assert compiled.flops() == eager.flops()
+    assert len(sums) == 3 * 2 * (7 + 7) and all(event.kind == "gemm" and len(event.writes) == 1 for event in sums)
+    selective = trace_step(configs.from_dict(tree | {"compile": True, "recompute": "selective"}), 1)
+    assert compiled.flops() == eager.flops() == selective.flops()
 
 
 def test_constants_were_fitted_to_at_most_a_third_of_the_rows_and_the_others_count():

@@ -15,7 +15,8 @@ The products with A and B are thin: memory traffic bounds them. Therefore
 
 - Linears of the same input share one product with their As, which reads the input once;
 - each product adds its term of the input's gradient to those before it;
-- the update is one sum, which the compiler fuses into whatever reads the output;
+- the update is one sum, which the compiler fuses into whatever reads the output; without dropout
+  the product with W adds to it;
 - the scale multiplies B, not the output.
 
 W + B A is not formed in training: bf16 would lose updates that are smaller than W's rounding.
@@ -25,7 +26,7 @@ Left out: adapters outside the blocks (embedding, head), several adapters at onc
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -228,9 +229,14 @@ def adapted_linears(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
     # eager, a pipeline may split the backward pass
     compiled = torch.compiler.is_compiling() and torch.is_grad_enabled()
     if compiled and all(map(is_frozen, linears)) and not dropout_active(lora, "pre"):
-        frozen = [tensor for linear in linears for tensor in (linear.weight, linear.bias)]
+        frozen = []
+        for linear in linears:
+            joined = linear in adapted and not dropout_active(lora)
+            frozen += linear.weight, linear.bias, scaled_b(linear, x.dtype) if joined else None
         inner, *outputs = FrozenLinears.apply(x, a, *frozen)
-        # torch 2.11 compiles `*outputs` to a tuple
+        if not dropout_active(lora):
+            return outputs
+        # torch 2.11 compiles them as a tuple
         outputs = list(outputs)
     else:
         inner = F.linear(dropout(lora, x, "pre"), a)
@@ -252,13 +258,14 @@ def is_frozen(linear: nn.Linear) -> bool:
 
 
 class FrozenLinears(torch.autograd.Function):
-    """x A^T, and x W^T + bias of some frozen Linears.
+    """x A^T of some frozen Linears, and x W^T + bias + (x A^T) B^T of each.
 
-    Inputs: x [..., in], a [ranks, in], then weight [out, in] and bias of each. Outputs: [..., ranks],
-    then [..., out] of each.
+    Inputs: x [..., in], a [ranks, in], then weight [out, in], bias and b [out, rank] of each; bias
+    may be None, and all b may be. Outputs: [..., ranks], then [..., out] of each.
 
-    The gradient of x, dx = du A + dy W + ..., is one tensor to which each large product adds its
-    term, hidden behind its arithmetic. As tensors of their own, all terms would be read once more.
+    A large product adds its term to what a thin one has computed, hidden behind its arithmetic: to
+    the update, and to the gradient dx = du A + dy W + .... As tensors of their own, all terms would
+    be read once more (of Qwen 2.5 7B, the updates for 2.5 % of a step).
     For compiled blocks only: a pipeline that computes gradients of inputs first cannot split this.
     """
 
@@ -266,22 +273,55 @@ class FrozenLinears(torch.autograd.Function):
     # *inputs alone: the compiler miscounts where some have names
     def forward(ctx, *inputs):
         x, a, *frozen = inputs
-        weights = frozen[::2]
-        biases = frozen[1::2]
-        ctx.save_for_backward(x, a, *weights)
-        return F.linear(x, a), *map(partial(F.linear, x), weights, biases)
+        shape = x.shape[:-1]
+        x = x.flatten(0, -2)
+        inner = x @ a.T
+        weights = frozen[0::3]
+        bs = frozen[2::3]
+        # x A^T of each b
+        parts = []
+        outputs = []
+        first = 0
+        for weight, bias, b in zip(weights, frozen[1::3], bs, strict=True):
+            if b is None:
+                y = F.linear(x, weight, bias)
+            else:
+                parts.append(inner[:, first : first + b.shape[1]])
+                first += b.shape[1]
+                y = F.linear(parts[-1], b, bias)
+                torch.ops.minitrain.add_product(y, x, weight.T)
+            outputs.append(y.unflatten(0, shape))
+        ctx.save_for_backward(x, a, *weights, *bs, *parts)
+        return inner.unflatten(0, shape), *outputs
 
     @staticmethod
     def backward(ctx, *grads):
-        x, a, *weights = ctx.saved_tensors
+        shape = grads[0].shape[:-1]
         grad_inner, *outer = (grad.flatten(0, -2) for grad in grads)
+        x, a, *saved = ctx.saved_tensors
+        weights = saved[: len(outer)]
+        bs = saved[len(outer) : 2 * len(outer)]
+        parts = iter(saved[2 * len(outer) :])
+        # of each b, the gradient of its x A^T
+        terms = []
+        # of each Linear's weight, bias and b
+        frozen = []
+        for grad, b in zip(outer, bs, strict=True):
+            grad_b = None
+            if b is not None:
+                terms.append(grad @ b)
+                grad_b = grad.T @ next(parts)
+            frozen += [None, None, grad_b]
+        if terms:
+            # nothing else reads x A^T
+            grad_inner = torch.cat(terms, dim=1)
         dx = None
         if ctx.needs_input_grad[0]:
             dx = grad_inner @ a
             for grad, weight in zip(outer, weights, strict=True):
                 torch.ops.minitrain.add_product(dx, grad, weight)
-            dx = dx.view(x.shape)
-        return dx, grad_inner.T @ x.flatten(0, -2), *[None] * (2 * len(outer))
+            dx = dx.unflatten(0, shape)
+        return dx, grad_inner.T @ x, *frozen
 
 
 torch.library.define("minitrain::add_product", "(Tensor(a!) total, Tensor a, Tensor b) -> ()")
@@ -298,8 +338,12 @@ torch.library.register_fake("minitrain::add_product", lambda total, a, b: None)
 
 def low_rank_update(linear: nn.Linear, inner: Tensor) -> Tensor:
     """Return scale inner B^T, [..., out]. inner: x A^T, [..., rank]."""
-    b = (linear.lora_B * update_scale(linear.lora)).to(inner.dtype)
-    return dropout(linear.lora, F.linear(inner, b), "post")
+    return dropout(linear.lora, F.linear(inner, scaled_b(linear, inner.dtype)), "post")
+
+
+def scaled_b(linear: LoraLinear, dtype: torch.dtype) -> Tensor:
+    """Return scale B, [out, rank], rounded once to the type of the products."""
+    return (linear.lora_B * update_scale(linear.lora)).to(dtype)
 
 
 def dropout_active(lora: Lora, position: str | None = None) -> bool:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -90,10 +91,13 @@ def main() -> None:
         emulate(arguments)
     python, log, compiled = build(), HOME / "log.tsv", HOME / "compiled"
     log.unlink(missing_ok=True)
+    # kernels of other runs have the same names
+    shutil.rmtree(compiled, ignore_errors=True)
     environment = os.environ | {
         "EMULATOR_CUDA": str(HOME / "libcuda.so.1"), "LD_PRELOAD": str(HOME / "libcuda.so.1"),
         "LD_LIBRARY_PATH": str(HOME), "TRITON_LIBCUDA_PATH": str(HOME), "FAKE_LOG": str(log),
         "TORCHINDUCTOR_CACHE_DIR": str(compiled), "TORCHINDUCTOR_BENCHMARK_KERNEL": "1",
+        "TRITON_CACHE_DIR": str(HOME / "triton"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     command = [python, "-m", "tests.gpu_emulator", *sys.argv[1:]]
