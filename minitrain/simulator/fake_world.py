@@ -25,9 +25,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
-from torch.testing._internal.distributed.fake_pg import (
-    FakeStore,  # the one source of a fake process group
-)
+
+# torch's fake process group has no public name
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from minitrain.data.datasets import open_dataset
 from minitrain.models.attention import Mask, apply_sinks, attention, make_mask
@@ -170,7 +170,8 @@ def counting_mask(
     seen = length if document_ids is None else length * visible
     pairs = length * seen / (2 if causal else 1)
     if window is not None:
-        pairs -= length * max(seen - window, 0) ** 2 / seen / 2  # as flops.py's Work.keys
+        # as flops.py's Work.keys
+        pairs -= length * max(seen - window, 0) ** 2 / seen / 2
     return Mask(causal, pairs if q_positions is None else pairs * len(q_positions) / length)
 
 
@@ -201,7 +202,8 @@ def trace_step(
                 dataclasses.replace(config, device="cpu"), meshes, fill=lambda model: None
             )
             make_optimizer_states(trainer)
-            trainer.objective.count = lambda batch: 1  # fake tensors hold no labels to count
+            # fake tensors hold no labels to count
+            trainer.objective.count = lambda batch: 1
             record_step(trainer, dataset, tracer)
     return tracer.trace
 
@@ -233,6 +235,7 @@ def stand_ins(visible: float | None) -> Iterator[None]:
         patch("torch._dynamo.backends.debugging.boxed_nop", RepeatedGraph),
     ]
     if visible is not None:
+        # files of models/ import these functions by name: replace them in each
         patches.append(patch("minitrain.training.loss._add_product", add_product))
         counted = {attention: attend, make_mask: partial(counting_mask, visible)}
         models = [sys.modules[name] for name in sys.modules if name.startswith(MODELS)]
@@ -325,7 +328,8 @@ def marked_passes(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
 
     def count_lasting() -> None:
         tracer.hold(parts(p.grad for p in trainer.model.parameters()), "gradients")
-        for unit in filter(None, units):  # what is not reduced yet, or not between copies
+        # gradients that are not reduced yet, or not over replicas
+        for unit in filter(None, units):
             whole = (p.unsharded_accumulated_grad for p in unit.fsdp_params)
             tracer.hold(parts([unit._partial_reduce_output, *whole]), "gradients")
         for kept in fp8:

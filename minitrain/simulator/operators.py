@@ -8,7 +8,9 @@ from math import ceil, prod
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator, OpOverload  # no public name for either
+
+# neither has a public name
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -105,12 +107,14 @@ def work(op: OpOverload, name: str, args, kwargs, out) -> dict[str, object]:
     return {"kind": "memory", "flops": 0}
 
 
-FACTORS: dict[object, Callable] = {  # of each matrix product, among its arguments
+# the two factors among a matrix product's arguments
+FACTORS: dict[object, Callable] = {
     **dict.fromkeys(
         (aten.mm, aten.bmm, aten._grouped_mm, aten._scaled_mm, torch.ops.minitrain.scaled_mm),
         lambda a, b, *_: (a, b),
     ),
-    **dict.fromkeys(  # addmm_: the head's weight gradient in fp32
+    # addmm_: the head's weight gradient in fp32
+    **dict.fromkeys(
         (aten.addmm, aten.addmm_, aten.baddbmm, torch.ops.minitrain.add_product),
         lambda total, a, b, *_: (a, b),
     ),

@@ -23,16 +23,15 @@ class RepeatedGraph:
 
     def __init__(self, graph: GraphModule, example_inputs: list):
         self.graph = graph
-        self._boxed_call = True  # tells torch what it takes
+        # tells torch that `__call__` takes a list of inputs, and empties it
+        self._boxed_call = True
         self.recordings: dict[tuple, Recording] = {}
 
     def __call__(self, inputs: list) -> tuple:
         tracer = Tracer.active
         numbers = [tracer.number(x) if isinstance(x, Tensor) else None for x in inputs]
-        key = (
-            tuple(map(layout, inputs)),
-            tuple(map(numbers.index, numbers)),
-        )  # and which of them share a storage
+        # layouts, and which of the inputs share a storage
+        key = tuple(map(layout, inputs)), tuple(map(numbers.index, numbers))
         if key in self.recordings:
             return self.recordings[key].repeat(tracer, inputs, numbers)
         recording = Recording(tracer, self.graph, numbers)
@@ -54,9 +53,8 @@ class Recording:
         self.inputs = numbers
         self.steps: list[tuple] = []
         self.outputs: list[tuple] = []
-        self.can_repeat = not any(
-            node.op == "get_attr" for node in graph.graph.nodes
-        )  # tensors that are no inputs
+        # attributes of the graph are tensors that no input stands for
+        self.can_repeat = not any(node.op == "get_attr" for node in graph.graph.nodes)
 
     def run(self, inputs: list) -> tuple:
         """Run the graph, the first time; return its outputs."""
@@ -85,12 +83,14 @@ class Recording:
         place = next(
             (i for i, n in enumerate(self.inputs) if n == number and given[i][0] == seen[0]), None
         )
-        self.can_repeat &= place is not None  # else it is seen as another dtype
+        # None: a view as another dtype
+        self.can_repeat &= place is not None
         return "input", place, seen
 
     def repeat(self, tracer: Tracer, inputs: list, numbers: list[int | None]) -> tuple:
         """Repeat the first call on inputs with these `numbers` of storages; return the outputs."""
-        now = dict(zip(self.inputs, numbers, strict=True))  # what the recorded numbers stand for
+        # recorded number of a storage -> its number in this call
+        now = dict(zip(self.inputs, numbers, strict=True))
         outputs = [
             as_seen(inputs[x], seen) if kind == "input" else x for kind, x, seen in self.outputs
         ]
@@ -118,9 +118,8 @@ class Recording:
             elif act == "dropped":
                 for place in what[0]:
                     inputs[place] = None
-            elif (
-                act != "forget" or what[0] not in self.inputs
-            ):  # inputs die when dropped, or live on elsewhere
+            # an input's storage is freed when dropped, or lives on elsewhere: not forgotten here
+            elif act != "forget" or what[0] not in self.inputs:
                 getattr(tracer, act)(now[what[0]], *what[1:])
         inputs.clear()
 
@@ -131,8 +130,10 @@ class _Steps(Interpreter):
     def __init__(self, graph: GraphModule, inputs: list, steps: list[tuple]):
         super().__init__(graph)
         self.steps = steps
-        self.places: dict[int, list[int]] = {}  # of the inputs that share a storage, by its address
-        self.holders: dict[Node, set[int]] = {}  # which of these storages a living value shows
+        # address of an input's storage -> indices of the inputs that share it
+        self.places: dict[int, list[int]] = {}
+        # value that is still needed -> those of these storages that it is a view of
+        self.holders: dict[Node, set[int]] = {}
         for place, node in enumerate(graph.graph.find_nodes(op="placeholder")):
             self.holders[node] = addresses(inputs[place])
             for address in self.holders[node]:

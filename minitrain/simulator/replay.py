@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops  # no public name
+# no public name
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 # torch's names and letters; the zero-bubble papers write B for I
 KINDS = {

@@ -213,8 +213,10 @@ def generation_seconds(config: Config, system: System, stack: Stack | None) -> f
     step = max(1, rollouts.limit // 256)
     far = stack.far_step if stack and tp > system.domain else 0.0
     for position in range(0, rollouts.limit, step):
+        # samples that have not ended at this position
         left = samples / turns * share_longer(position, location)
-        if left < 0.5 and position:  # the last sample has ended
+        # the last sample has ended
+        if left < 0.5 and position:
             break
         context = rollouts.prompt + position
         seconds += (
@@ -238,7 +240,7 @@ def decoding_seconds(
 
 
 def log_normal_location(mean: float, limit: int) -> float:
-    """Find by bisection a log-normal's location with which values cut off at `limit` have `mean`."""
+    """Find by bisection the location of a log-normal that has `mean` if cut off at `limit`."""
     points = [limit * (i + 0.5) / 512 for i in range(512)]
     low = 0.0
     high = math.log(limit) + 3
@@ -287,7 +289,8 @@ def offload_seconds(config: Config, parameters: float) -> float:
 
     parameters: of the model, on each GPU.
     """
-    if not config.grpo.offload or config.lora:  # adapters' states are small
+    # adapters' states are small
+    if not config.grpo.offload or config.lora:
         return 0.0
     weight = 2 if config.precision == "bf16-pure" else 4
     size = (8 if config.optim.states == "fp32" else 4) + (weight if config.grpo.kl else 0)

@@ -17,14 +17,16 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._ops import HigherOrderOperator  # no public name
+
+# no public name
+from torch._ops import HigherOrderOperator
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.distributed_c10d import (
-    _resolve_process_group,  # no public name finds a group
-)
-from torch.distributed.fsdp._fully_shard._fsdp_param import (
-    FSDPParam,  # no public name says what it gathers into
-)
+
+# no public function finds a group by its name
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+# no public name tells into which tensors FSDP gathers
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -285,7 +287,8 @@ class Tracer(TorchDispatchMode):
         if self.muted or op is torch.ops.prim.device.default:
             return op(*args, **kwargs)
         if any(issubclass(t, DTensor | AsyncCollectiveTensor) for t in types):
-            return NotImplemented  # they unwrap themselves, and the inner operators come back here
+            # they unwrap themselves, and their inner operators come back here
+            return NotImplemented
         if op is torch.ops.higher_order.auto_functionalized_v2:
             return self.in_place(*args, **kwargs)
         out = op(*args, **kwargs)
@@ -368,9 +371,10 @@ class Tracer(TorchDispatchMode):
         A group that no mesh has (a flattened one, the world) gets the dimension `others`.
         """
         boxed = [value for value in tree_leaves(args) if isinstance(value, torch.ScriptObject)]
-        if boxed:  # an operator of c10d
+        # an operator of c10d has the group itself, a functional collective its name as last string
+        if boxed:
             name = dist.ProcessGroup.unbox(boxed[0]).group_name
-        else:  # a functional collective, whose last string it is
+        else:
             name = [value for value in tree_leaves(args) if isinstance(value, str)][-1]
         if name not in self.trace.groups:
             self.trace.groups[name] = (
