@@ -118,11 +118,14 @@ def attend_in_loops(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> tu
     q: [rows, kv_heads, queries, head_dim]; keys, values: [rows, kv_heads, keys, head_dim].
     bias: [rows, 1, 1, keys]. Returns the output, as q, and the log-sum-exp, without head_dim.
     """
+    scale = q.shape[-1] ** -0.5
     # [rows, kv_heads, queries, keys]
-    scores = (q.float()[..., None, :] * keys[:, :, None]).sum(-1) * q.shape[-1] ** -0.5 + bias
+    products = (q.float()[..., None, :] * keys[:, :, None]).sum(-1)
+    scores = products * scale + bias
     log_sum = scores.logsumexp(-1)
     weights = (scores - log_sum[..., None]).exp()
-    return (weights[..., None] * values[:, :, None]).sum(3).to(q.dtype), log_sum
+    out = (weights[..., None] * values[:, :, None]).sum(3)
+    return out.to(q.dtype), log_sum
 
 
 def cache_for_compiler(

@@ -121,7 +121,8 @@ def write_and_attend(
     """
     rows = q.shape[2]
     kv_heads = new[0].shape[0]
-    write(buffers, (torch.arange(rows)[:, None], torch.arange(kv_heads), positions[:, None]), new)
+    index = torch.arange(rows)[:, None], torch.arange(kv_heads), positions[:, None]
+    write(buffers, index, new)
     # [rows, kv_heads, queries, head_dim]: heads that share keys are one row's queries
     q = q[0].transpose(0, 1).reshape(rows, kv_heads, -1, q.shape[3])
     out, log_sum = attend_rows(q, buffers[0][:rows], buffers[-1][:rows])

@@ -218,8 +218,10 @@ def sample_tokens(
         score = torch.where(greedy[:, None], peak, score) if state.noisy else peak
     logit = logits.gather(1, best) / temperature
     if shard.group is None:
-        return best[:, 0], (logit - (total.log() + peak))[:, 0]
-    return _best_of_shards(torch.cat([score, logit, peak, total, best + shard.first], dim=1), shard)
+        logprob = logit - (total.log() + peak)
+        return best[:, 0], logprob[:, 0]
+    mine = torch.cat([score, logit, peak, total, best + shard.first], dim=1)
+    return _best_of_shards(mine, shard)
 
 
 @cache
@@ -254,7 +256,8 @@ def _best_of_shards(mine: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
     highest = peak.amax(0)
     log_sum = (total * (peak - highest).exp()).sum(0).log() + highest
     winner = score.argmax(0, keepdim=True)
-    return token.gather(0, winner)[0].long(), logit.gather(0, winner)[0] - log_sum
+    tokens = token.gather(0, winner)[0].long()
+    return tokens, logit.gather(0, winner)[0] - log_sum
 
 
 def filter_logits(logits: Tensor, state: SamplingState) -> Tensor:

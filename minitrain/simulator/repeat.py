@@ -30,8 +30,10 @@ class RepeatedGraph:
     def __call__(self, inputs: list) -> tuple:
         tracer = Tracer.active
         numbers = [tracer.number(x) if isinstance(x, Tensor) else None for x in inputs]
-        # layouts, and which of the inputs share a storage
-        key = tuple(map(layout, inputs)), tuple(map(numbers.index, numbers))
+        layouts = tuple(map(layout, inputs))
+        # which of the inputs share a storage
+        shared = tuple(map(numbers.index, numbers))
+        key = layouts, shared
         if key in self.recordings:
             return self.recordings[key].repeat(tracer, inputs, numbers)
         recording = Recording(tracer, self.graph, numbers)

@@ -382,7 +382,8 @@ def action_spans(trace: Trace, line: Timeline) -> dict[Action, tuple[float, floa
         for (stage, kind, _), (begin, end) in spans.items()
         if (stage, kind) == first[:2]
     ]
-    spans[first] = max(0.0, alike[0] - alike[min(1, len(alike) - 1)]), ends[0]
+    gathering = alike[0] - alike[min(1, len(alike) - 1)]
+    spans[first] = max(0.0, gathering), ends[0]
     return spans
 
 

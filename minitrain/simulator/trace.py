@@ -205,7 +205,8 @@ class Tracer(TorchDispatchMode):
             total = sum(self.held.values())
             if total > self.most:
                 self.most = total
-                self.trace.peak, self.trace.peak_at = dict(self.held), len(self.trace.events)
+                self.trace.peak = dict(self.held)
+                self.trace.peak_at = len(self.trace.events)
 
     def forget(self, number: int, address: int | None = None) -> None:
         """Count the storage as freed. address: its own, if it had one."""
