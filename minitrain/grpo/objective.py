@@ -225,9 +225,8 @@ class PolicyGradient:
     @torch.no_grad()
     def add(self, terms: dict[str, Tensor], valid: Tensor) -> None:
         """Add a micro-batch's terms, each [micro, seq], to the sums of which `metrics` takes means."""
-        for name, value in (
-            terms | {"tokens": torch.ones_like(valid, dtype=torch.float32)}
-        ).items():
+        terms = terms | {"tokens": valid.float()}
+        for name, value in terms.items():
             self.sums[name] = self.sums.get(name, 0) + (value * valid).sum()
 
     def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
