@@ -263,7 +263,7 @@ def test_adapters_of_a_folder_are_simulated_without_their_values(tmp_path):
 
 
 def test_compiled_adapters_leave_sums_to_products():
-    """Sums of outputs and of gradients: in the compiler's graph each is a new tensor, simulated is a change in place."""
+    """Each is a new tensor in the compiler's graph, of outputs and of gradients; the simulated kernel changes one."""
     model, batch = {"name": "llama3-8b-tiny", "num_layers": 2}, {"global": 3, "micro": 1, "seq_len": 16}
     tree = {"model": model, "batch": batch, "task": "lora", "lora": {"rank": 2}, "data": {"packed": False}}
     compiled, eager = (trace_step(configs.from_dict(tree | {"compile": c}), 1) for c in (True, False))
